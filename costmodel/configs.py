@@ -1,0 +1,256 @@
+"""Reading a model without its weights: a shipped size, a ``config.json``, or a saved ``ModelSpec``.
+
+Only the raw JSON is read, so planning needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_validator
+
+from costmodel.families import FAMILIES, Architecture, Family, TensorSpec
+from costmodel.groups import ParameterEntry, group_parameters
+from costmodel.model_spec import ModelSpec
+from topology.errors import ModelError
+
+
+class LoRA(BaseModel):
+    """Low-rank adapters on named linears inside the blocks, over a frozen base.
+
+    Attributes
+    ----------
+    rank : int
+        Rows of A (``rank x inputs``) and columns of B (``outputs x rank``).
+    target_modules : tuple of str
+        Last components of module names, as PEFT matches them, such as ``("q_proj", "v_proj")``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: PositiveInt
+    target_modules: tuple[str, ...]
+
+    @field_validator("target_modules")
+    @classmethod
+    def _names_something(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ModelError("LoRA needs at least one target module", hint='for example ("q_proj", "v_proj")')
+        return value
+
+
+Trainable = Literal["all"] | LoRA
+
+
+def shipped_models() -> tuple[str, ...]:
+    """Return the names of the model sizes that come with the package, by family and size."""
+    return tuple(_shipped())
+
+
+def read_model_spec(source: str | Path, *, trainable: Trainable = "all") -> ModelSpec:
+    """Return what is known of a model from its configuration.
+
+    Parameters
+    ----------
+    source : str or Path
+        A shipped size (``"opt-1.3b"``, ``"OPT-13B"``, ``"facebook/opt-13b"``), a directory that holds
+        ``config.json``, a ``config.json``, or a JSON file written by ``ModelSpec.model_dump_json``.
+    trainable : "all" or LoRA
+        What is perturbed and updated.
+
+    Raises
+    ------
+    ModelError
+        If there is no such model or file, if the file is damaged, or if the family is unknown.
+    """
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return _spec_of_file(path, trainable)
+    name = _shipped_name(str(source))
+    return spec_of_config(_shipped()[name], name=name, trainable=trainable)
+
+
+def shipped_config(name: str) -> dict[str, Any]:
+    """Return the configuration of a shipped size, in the form of a ``config.json``.
+
+    Raises
+    ------
+    ModelError
+        If no shipped size has that name.
+    """
+    return dict(_shipped()[_shipped_name(name)])
+
+
+def spec_of_config(config: Mapping[str, Any], *, name: str, trainable: Trainable = "all") -> ModelSpec:
+    """Return the :class:`ModelSpec` of a configuration given as a mapping.
+
+    Raises
+    ------
+    ModelError
+        If the family is unknown, a field is missing its meaning, or LoRA targets match nothing.
+    """
+    model_type = config.get("model_type")
+    family = FAMILIES.get(str(model_type))
+    if family is None:
+        raise ModelError(
+            f"model {name}: model_type {model_type!r} cannot be read from its configuration alone",
+            hint=f"families are {', '.join(FAMILIES)}; the executor reads any other model by instantiating it: "
+            "save its executors.spec_of_model(model).model_dump_json() to a file and pass that file",
+        )
+    arch = _architecture(family, config, name)
+    tensors = list(family.tensors(arch))
+    lora = trainable if isinstance(trainable, LoRA) else None
+    adapters = _adapter_shapes(tensors, lora, name)
+    return ModelSpec(
+        name=name,
+        family=str(model_type),
+        **{field: getattr(arch, field) for field in _SHARED_FIELDS},
+        adapter_rank=lora.rank if lora else 0,
+        adapter_shapes=adapters,
+        groups=group_parameters(_entries(tensors, lora)),
+    )
+
+
+_SHARED_FIELDS = (
+    "num_blocks",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_positions",
+    "mlp",
+    "norm",
+    "embed_dim",
+    "tied_head",
+    "activation",
+    "positions",
+    "qk_norm",
+    "fused_qkv",
+    "final_norm",
+)
+
+
+def _architecture(family: Family, config: Mapping[str, Any], name: str) -> Architecture:
+    full = {**family.defaults, **{key: config[key] for key in family.defaults if key in config}}
+    if full.get("add_cross_attention"):
+        raise ModelError(f"model {name}: cross-attention has no place in a causal language model's blocks")
+    try:
+        arch = family.architecture(full)
+    except (TypeError, KeyError, ZeroDivisionError) as error:
+        message = f"model {name}: its configuration has a field that does not make sense ({error})"
+        raise ModelError(message) from error
+    if arch.hidden_size % arch.num_heads and "head_dim" not in config:
+        raise ModelError(
+            f"model {name}: hidden_size={arch.hidden_size} is not a multiple of num_heads={arch.num_heads}"
+        )
+    if arch.num_heads % arch.num_key_value_heads:
+        raise ModelError(
+            f"model {name}: num_key_value_heads={arch.num_key_value_heads} does not divide "
+            f"num_heads={arch.num_heads}"
+        )
+    return arch
+
+
+def _targets(tensor: TensorSpec, lora: LoRA | None) -> bool:
+    if lora is None or tensor.linear is None or not tensor.segments[0].startswith("block."):
+        return False
+    return tensor.name.split(".")[-2] in lora.target_modules
+
+
+def _entries(tensors: list[TensorSpec], lora: LoRA | None) -> Iterator[ParameterEntry]:
+    for tensor in tensors:
+        yield ParameterEntry(tensor.name, tensor.segments, tensor.num_elements, lora is None)
+        if lora is not None and tensor.linear is not None and _targets(tensor, lora):
+            module = tensor.name.removesuffix(".weight")
+            for letter, width in zip("AB", tensor.linear, strict=True):
+                yield ParameterEntry(f"{module}.lora_{letter}.weight", tensor.segments, lora.rank * width)
+
+
+def _adapter_shapes(tensors: list[TensorSpec], lora: LoRA | None, name: str) -> tuple[tuple[int, int], ...]:
+    if lora is None:
+        return ()
+    linears = [tensor for tensor in tensors if tensor.linear and tensor.segments == ("block.0",)]
+    names = [tensor.name.split(".")[-2] for tensor in linears]
+    missing = [target for target in lora.target_modules if target not in names]
+    if missing:
+        raise ModelError(
+            f"model {name}: no linear of its blocks is called {', '.join(missing)}",
+            hint="linears are " + ", ".join(dict.fromkeys(names)),
+        )
+    return tuple(tensor.linear for tensor in linears if tensor.linear and _targets(tensor, lora))
+
+
+def _spec_of_file(path: Path, trainable: Trainable) -> ModelSpec:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        message = f"{path} is not a readable JSON file: {error}"
+        raise ModelError(message) from error
+    if not isinstance(loaded, dict):
+        raise ModelError(f"{path} holds {type(loaded).__name__}, a configuration is a JSON object")
+    if "groups" in loaded:
+        return _saved_spec(loaded, path, trainable)
+    name = path.parent.name if path.name == "config.json" else path.stem
+    return spec_of_config(loaded, name=name or str(path), trainable=trainable)
+
+
+def _saved_spec(loaded: dict[str, Any], path: Path, trainable: Trainable) -> ModelSpec:
+    if trainable != "all":
+        raise ModelError(
+            f"{path} is a saved model specification, which already states what is trainable",
+            hint="make it from a model that carries the adapters",
+        )
+    try:
+        return ModelSpec.model_validate(loaded)
+    except ValidationError as error:
+        message = f"{path} is not a valid model specification: {error}"
+        raise ModelError(message) from error
+
+
+def _shipped_name(source: str) -> str:
+    wanted = source.lower()
+    names = _shipped_aliases()
+    if wanted in names:
+        return names[wanted]
+    close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], _shipped(), n=3, cutoff=0.5)
+    known = "did you mean " + ", ".join(close) if close else "shipped sizes are " + ", ".join(_shipped())
+    raise ModelError(
+        f"there is no model {source!r}: neither a shipped size nor a directory with config.json",
+        hint=known,
+    )
+
+
+def _family_files() -> Iterator[dict[str, Any]]:
+    folder = resources.files("costmodel") / "data" / "models"
+    for family in FAMILIES:
+        yield yaml.safe_load((folder / f"{family}.yaml").read_text(encoding="utf-8"))
+
+
+@cache
+def _shipped() -> dict[str, dict[str, Any]]:
+    return {
+        name: {"model_type": data["family"], **data.get("common", {}), **size}
+        for data in _family_files()
+        for name, size in data["sizes"].items()
+    }
+
+
+@cache
+def _shipped_aliases() -> dict[str, str]:
+    aliases: dict[str, str] = {}
+    for data in _family_files():
+        names = {name: name for name in data["sizes"]} | data.get("aliases", {})
+        for prefix in ("", *data["prefixes"]):
+            aliases |= {prefix + alias: name for alias, name in names.items()}
+    return aliases

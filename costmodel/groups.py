@@ -1,0 +1,83 @@
+"""Parameter groups: which neighbouring parameters travel and are drawn together.
+
+One function makes them from a list of tensors. The configuration reader and the executor both call it, so a
+plan made without weights and a run with them agree on every name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import NamedTuple
+
+from costmodel.model_spec import EMBED, HEAD, ParameterGroup
+
+TIED_TABLE = "embed.tokens"
+"""Name of the group of a token table that the head reads as well."""
+
+
+class ParameterEntry(NamedTuple):
+    """One stored tensor.
+
+    Attributes
+    ----------
+    name : str
+        As ``named_parameters()`` spells it; a tied tensor under its first name.
+    segments : tuple of str
+        Segments that read it, in execution order.
+    num_elements : int
+    trainable : bool
+    """
+
+    name: str
+    segments: tuple[str, ...]
+    num_elements: int
+    trainable: bool = True
+
+
+def group_parameters(entries: Iterable[ParameterEntry]) -> tuple[ParameterGroup, ...]:
+    """Return the maximal runs of neighbours that the same segments read.
+
+    Parameters
+    ----------
+    entries : iterable of ParameterEntry (or tuples like it)
+        Every stored tensor once, in registration order.
+
+    Returns
+    -------
+    tuple of ParameterGroup
+        In registration order. A run read by one segment bears the segment's name; a second such run bears
+        ``.1``, a third ``.2``. A run read by embed and head is ``embed.tokens``.
+
+    Examples
+    --------
+    >>> rows = [
+    ...     ("wte", ("embed", "head"), 6, True),
+    ...     ("wpe", ("embed",), 4, True),
+    ...     ("ln_f", ("head",), 2, True),
+    ... ]
+    >>> [group.name for group in group_parameters(rows)]
+    ['embed.tokens', 'embed', 'head']
+    """
+    rows = (ParameterEntry(*entry) for entry in entries)
+    seen: dict[str, int] = {}
+    groups = []
+    for segments, run in groupby(rows, key=lambda entry: entry.segments):
+        base = TIED_TABLE if segments == (EMBED, HEAD) else "+".join(segments)
+        count = seen.get(base, 0)
+        seen[base] = count + 1
+        groups.append(_group(base if count == 0 else f"{base}.{count}", segments, list(run)))
+    return tuple(groups)
+
+
+def _group(name: str, segments: tuple[str, ...], run: list[ParameterEntry]) -> ParameterGroup:
+    trainable = [entry.num_elements for entry in run if entry.trainable]
+    return ParameterGroup(
+        name=name,
+        segments=segments,
+        num_parameters=sum(entry.num_elements for entry in run),
+        num_trainable=sum(trainable),
+        num_tensors=len(run),
+        num_trainable_tensors=len(trainable),
+        largest_trainable_tensor=max(trainable, default=0),
+    )

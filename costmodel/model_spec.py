@@ -1,0 +1,170 @@
+"""What is tuned: a causal language model as counts, without a weight in sight.
+
+A model is cut into *segments* that run one after the other: ``embed``, ``block.0`` ... ``block.{n-1}``,
+``head`` (final norm, output projection, loss). Its parameters form *groups*, listed in the order in which the
+model registers them, because that is the order in which the reference MeZO loop draws their directions. Most
+groups belong to one segment; a tied token table belongs to two.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, model_validator
+
+from topology.errors import ModelError
+
+EMBED = "embed"
+HEAD = "head"
+
+
+def block_segment(index: int) -> str:
+    """Name of the segment that is block `index` (from 0)."""
+    return f"block.{index}"
+
+
+class ParameterGroup(BaseModel):
+    """Parameters that are neighbours in registration order and are used by the same segments.
+
+    Attributes
+    ----------
+    name : str
+        Unique in the model; a block's group is named like its segment.
+    segments : tuple of str
+        Segments that read it, in execution order. Two for a tied token table.
+    num_parameters : int
+        Elements stored, a tied tensor once.
+    num_trainable : int
+        Elements that are perturbed and updated.
+    num_tensors, num_trainable_tensors : int
+    largest_trainable_tensor : int
+        Elements of the largest trainable tensor.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    segments: tuple[str, ...]
+    num_parameters: PositiveInt
+    num_trainable: NonNegativeInt
+    num_tensors: PositiveInt
+    num_trainable_tensors: NonNegativeInt
+    largest_trainable_tensor: NonNegativeInt
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether two segments read it."""
+        return len(self.segments) > 1
+
+
+class ModelSpec(BaseModel):
+    """A causal language model whose decoder is one ordered list of blocks.
+
+    Attributes
+    ----------
+    name, family : str
+        ``family`` is the transformers ``model_type``.
+    num_blocks, hidden_size, intermediate_size, num_heads, num_key_value_heads, head_dim, vocab_size : int
+    max_positions : int
+        Longest sequence that the model accepts.
+    mlp : str
+        ``"plain"`` (two linears) or ``"gated"`` (three).
+    norm : str
+        ``"layernorm"`` or ``"rmsnorm"``.
+    embed_dim : int
+        Width of the token table; differs from `hidden_size` where the model projects in and out (OPT-350M).
+    tied_head : bool
+        Whether the output projection is the token table.
+    activation : str
+        Name of the MLP's activation as transformers spells it; some are one kernel, ``gelu_new`` is eight.
+    positions : str
+        ``"learned"`` (a table added by the embed segment) or ``"rotary"`` (applied to q and k in each block).
+    qk_norm : bool
+        Whether each head of q and k is normalised (Qwen3).
+    fused_qkv : bool
+        Whether q, k and v come out of one matrix product (GPT-2).
+    final_norm : bool
+        Whether the head segment begins with a norm (OPT-350M has none).
+    adapter_rank : int
+        Rank of the LoRA adapters, 0 where there are none.
+    adapter_shapes : tuple of (int, int)
+        Inputs and outputs of each linear of one block that carries an adapter.
+    groups : tuple of ParameterGroup
+        In registration order.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    family: str
+    num_blocks: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    vocab_size: PositiveInt
+    max_positions: PositiveInt
+    mlp: Literal["plain", "gated"]
+    norm: Literal["layernorm", "rmsnorm"]
+    embed_dim: PositiveInt
+    tied_head: bool
+    activation: str = "relu"
+    positions: Literal["learned", "rotary"] = "learned"
+    qk_norm: bool = False
+    fused_qkv: bool = False
+    final_norm: bool = True
+    adapter_rank: NonNegativeInt = 0
+    adapter_shapes: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
+    groups: tuple[ParameterGroup, ...]
+
+    @model_validator(mode="after")
+    def _groups_cover_segments(self) -> ModelSpec:
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names):
+            raise ModelError(f"model {self.name}: parameter groups must have distinct names, got {names}")
+        used = {segment for group in self.groups for segment in group.segments}
+        unknown = used - set(self.segments)
+        if unknown:
+            raise ModelError(f"model {self.name}: groups name segments that do not exist: {sorted(unknown)}")
+        return self
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """Segment names in execution order."""
+        return (EMBED, *(block_segment(i) for i in range(self.num_blocks)), HEAD)
+
+    @property
+    def num_parameters(self) -> int:
+        """Stored elements, a tied tensor counted once."""
+        return sum(group.num_parameters for group in self.groups)
+
+    @property
+    def num_trainable(self) -> int:
+        """Elements that are perturbed and updated."""
+        return sum(group.num_trainable for group in self.groups)
+
+    @cached_property
+    def _by_name(self) -> dict[str, ParameterGroup]:
+        return {group.name: group for group in self.groups}
+
+    def group(self, name: str) -> ParameterGroup:
+        """Return the group called `name`.
+
+        Raises
+        ------
+        ModelError
+            If there is none.
+        """
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise ModelError(
+                f"model {self.name} has no parameter group {name!r}",
+                hint="groups are " + ", ".join(self._by_name),
+            ) from None
+
+    def groups_of(self, segment: str) -> tuple[ParameterGroup, ...]:
+        """Return the groups that `segment` reads, in registration order."""
+        return tuple(group for group in self.groups if segment in group.segments)

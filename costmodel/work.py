@@ -1,0 +1,171 @@
+"""What one operation has to do, in units that no machine appears in.
+
+A :class:`Work` is counted once, when a plan is lowered; a cost model turns it into seconds on a given device.
+Everything is additive: the work of two operations run one after the other is ``a + b``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+DType = Literal["float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
+
+DTYPE_BYTES: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "tf32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3": 1,
+}
+"""Bytes of one stored element. TF32 is a compute format: what it reads and writes is float32."""
+
+
+class _Counted(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Matmul(_Counted):
+    """``num`` products of an ``m x k`` by a ``k x n`` matrix: ``2 m n k`` FLOPs each."""
+
+    m: PositiveInt
+    n: PositiveInt
+    k: PositiveInt
+    num: PositiveInt = 1
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations, a multiply-add counted as two."""
+        return 2 * self.m * self.n * self.k * self.num
+
+    @property
+    def elements(self) -> int:
+        """Elements read and written when each operand crosses memory once."""
+        return (self.m * self.k + self.k * self.n + self.m * self.n) * self.num
+
+
+class Attention(_Counted):
+    """Scaled dot-product attention of ``num`` (batch x head) pairs over ``query x key`` positions.
+
+    ``materialised`` says that the score matrix is written out (the ``eager`` implementation); a fused
+    kernel keeps it on chip. Neither skips the masked half: FLOPs are those of the full square unless
+    ``causal_skip``.
+    """
+
+    num: PositiveInt
+    query: PositiveInt
+    key: PositiveInt
+    head_dim: PositiveInt
+    materialised: bool = False
+    causal_skip: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of both products (scores, and scores times values)."""
+        full = 4 * self.num * self.query * self.key * self.head_dim
+        return full // 2 if self.causal_skip else full
+
+    @property
+    def score_elements(self) -> int:
+        """Elements of the score matrix, whether or not it is ever stored."""
+        return self.num * self.query * self.key
+
+
+class Work(_Counted):
+    """Additive work of one operation.
+
+    Attributes
+    ----------
+    dtype : str
+        Compute format of the matrix products.
+    matmuls : tuple of Matmul
+    attention : tuple of Attention
+    elementwise_bytes : int
+        Bytes read plus written by element-wise and normalisation kernels (activations).
+    sweep_bytes : int
+        Bytes read plus written by passes over parameters and directions (perturb, restore, update, casts).
+    num_normals : int
+        Random numbers drawn.
+    draw_dtype : str
+        Format that they are drawn in (generators differ in speed by format).
+    distribution : str
+        ``"normal"`` or ``"rademacher"``.
+    num_kernels : int
+        Operations dispatched to the device, the launch-bound part of small models.
+    copy_bytes : int
+        Bytes that cross the route between memories.
+    num_allocations : int
+        Calls to the device's allocator that cannot be served from a cache.
+    allocation_bytes : int
+        Bytes they ask for.
+    workspace_bytes : int
+        Device memory that is alive only while the operation runs. Adding works keeps the larger one.
+    """
+
+    dtype: DType = "float32"
+    matmuls: tuple[Matmul, ...] = ()
+    attention: tuple[Attention, ...] = ()
+    elementwise_bytes: NonNegativeInt = 0
+    sweep_bytes: NonNegativeInt = 0
+    num_normals: NonNegativeInt = 0
+    draw_dtype: DType = "float32"
+    distribution: Literal["normal", "rademacher"] = "normal"
+    num_kernels: NonNegativeInt = 0
+    copy_bytes: NonNegativeInt = 0
+    num_allocations: NonNegativeInt = 0
+    allocation_bytes: NonNegativeInt = 0
+    workspace_bytes: NonNegativeInt = Field(default=0)
+
+    def __add__(self, other: Work) -> Work:
+        """Work of both, one after the other.
+
+        Raises
+        ------
+        ValueError
+            If both multiply matrices in different formats, or both draw numbers of different kinds: one
+            :class:`Work` states one of each.
+        """
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
+        drawing = self if self.num_normals or not other.num_normals else other
+        multiplying = self if self._multiplies or not other._multiplies else other
+        if self.num_normals and other.num_normals and _draw_kind(self) != _draw_kind(other):
+            message = f"cannot add draws of {_draw_kind(self)} and of {_draw_kind(other)}"
+            raise ValueError(message)
+        if self._multiplies and other._multiplies and self.dtype != other.dtype:
+            message = f"cannot add matrix products in {self.dtype} and in {other.dtype}"
+            raise ValueError(message)
+        return Work(
+            dtype=multiplying.dtype,
+            draw_dtype=drawing.draw_dtype,
+            distribution=drawing.distribution,
+            matmuls=self.matmuls + other.matmuls,
+            attention=self.attention + other.attention,
+            workspace_bytes=max(self.workspace_bytes, other.workspace_bytes),
+            **sums,
+        )
+
+    @property
+    def _multiplies(self) -> bool:
+        return bool(self.matmuls or self.attention)
+
+    @property
+    def flops(self) -> int:
+        """All floating-point operations of matrix products and attention."""
+        return sum(part.flops for part in self.matmuls) + sum(part.flops for part in self.attention)
+
+
+_SUMMED = (
+    "elementwise_bytes",
+    "sweep_bytes",
+    "num_normals",
+    "num_kernels",
+    "copy_bytes",
+    "num_allocations",
+    "allocation_bytes",
+)
+
+
+def _draw_kind(work: Work) -> tuple[str, str]:
+    return work.distribution, work.draw_dtype
