@@ -123,11 +123,13 @@ class ModelSpec(BaseModel):
     def _groups_cover_segments(self) -> ModelSpec:
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
-            raise ModelError(f"model {self.name}: parameter groups must have distinct names, got {names}")
+            message = f"model {self.name}: parameter groups must have distinct names, got {names}"
+            raise ModelError(message)
         used = {segment for group in self.groups for segment in group.segments}
         unknown = used - set(self.segments)
         if unknown:
-            raise ModelError(f"model {self.name}: groups name segments that do not exist: {sorted(unknown)}")
+            message = f"model {self.name}: groups name segments that do not exist: {sorted(unknown)}"
+            raise ModelError(message)
         return self
 
     @property
@@ -160,8 +162,9 @@ class ModelSpec(BaseModel):
         try:
             return self._by_name[name]
         except KeyError:
+            message = f"model {self.name} has no parameter group {name!r}"
             raise ModelError(
-                f"model {self.name} has no parameter group {name!r}",
+                message,
                 hint="groups are " + ", ".join(self._by_name),
             ) from None
 
