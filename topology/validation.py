@@ -1,0 +1,240 @@
+"""Validation errors in words: the name of the thing, its value, the rule, and what was probably meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from topology.errors import TopologyError, ZosimError
+
+Location = tuple[int | str, ...]
+MAX_ERRORS_SHOWN = 6
+
+
+class FrozenModel(BaseModel):
+    """Base of the declarative types: immutable, and an unknown key is an error rather than ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
+
+
+class RuleError(ValueError):
+    """A broken rule inside a validator, with the fix that :func:`raise_readable` prints.
+
+    Parameters
+    ----------
+    message : str
+        What is wrong, naming the thing and showing the value.
+    hint : str, optional
+        What to do about it.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def did_you_mean(value: str, known: Iterable[str]) -> str | None:
+    """A hint naming the closest known name, or all of them if none is close; None if none is known."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(value, names, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(names)}" if names else None
+
+
+@contextmanager
+def readable(
+    what: str,
+    cls: type[ZosimError] = TopologyError,
+    *,
+    locate: Callable[[Location], str | None] | None = None,
+    model: type | None = None,
+) -> Iterator[None]:
+    """Context in which a pydantic ``ValidationError`` leaves as a readable error of the given class.
+
+    Examples
+    --------
+    >>> class Point(FrozenModel):
+    ...     x: int
+    >>> with readable("point"):
+    ...     Point.model_validate({"y": 1})
+    Traceback (most recent call last):
+    topology.errors.TopologyError: point is not valid (2 problems):
+      x: missing
+      y: unknown key, value 1
+    <BLANKLINE>
+    hint: known: x
+    """
+    try:
+        yield
+    except ValidationError as error:
+        raise_readable(error, what, cls, locate=locate, model=model)
+
+
+def raise_readable(
+    error: ValidationError,
+    what: str,
+    cls: type[ZosimError] = TopologyError,
+    *,
+    locate: Callable[[Location], str | None] | None = None,
+    model: type | None = None,
+) -> typing.NoReturn:
+    """Raise a pydantic error as one of ours.
+
+    Parameters
+    ----------
+    error : ValidationError
+        What pydantic found.
+    what : str
+        The thing that was validated, such as ``"plan.json"``.
+    cls : type of ZosimError
+        Class of the error raised.
+    locate : callable, optional
+        Turns a location into words, such as ``"line 12"``.
+    model : type, optional
+        The validated class, used to suggest known keys for unknown ones; looked up by the error's title
+        among the :class:`FrozenModel` classes if omitted.
+
+    Raises
+    ------
+    ZosimError
+        Always, of class `cls`.
+    """
+    known_model = model or _model_by_name(error.title)
+    details = error.errors(include_url=False)
+    lines = [_describe(detail, locate) for detail in details]
+    hints = [hint for detail in details if (hint := _hint(detail, known_model)) is not None]
+    shown = lines[:MAX_ERRORS_SHOWN]
+    if len(lines) > len(shown):
+        shown.append(f"and {len(lines) - len(shown)} more")
+    if len(lines) == 1:
+        message = f"{what} is not valid: {lines[0]}"
+    else:
+        message = "\n  ".join([f"{what} is not valid ({len(lines)} problems):", *shown])
+    raise cls(message, hint="; ".join(dict.fromkeys(hints)) or None) from error
+
+
+def _describe(detail: Any, locate: Callable[[Location], str | None] | None) -> str:
+    location: Location = detail["loc"]
+    name = _spell(location)
+    rule = _rule(detail)
+    value = "" if _rule_shows_value(detail) else f", value {_shorten(detail['input'])}"
+    where = locate(location) if locate else None
+    return f"{name}{': ' if name else ''}{rule}{value}{f' ({where})' if where else ''}"
+
+
+def _spell(location: Location) -> str:
+    text = ""
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif not (part.startswith("function-") or part.endswith("]")):
+            text += f".{part}" if text else part
+    return text
+
+
+def _rule(detail: Any) -> str:
+    match detail["type"]:
+        case "missing":
+            return "missing"
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            return "unknown key"
+        case "literal_error" | "enum":
+            return f"must be one of {detail['ctx']['expected']}"
+        case "value_error":
+            error = detail["ctx"]["error"]
+            return error.message if isinstance(error, ZosimError) else str(error)
+        case _:
+            message: str = detail["msg"]
+            return message[:1].lower() + message[1:]
+
+
+def _rule_shows_value(detail: Any) -> bool:
+    return detail["type"] in {"missing", "value_error"}
+
+
+def _shorten(value: object, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _hint(detail: Any, model: type | None) -> str | None:
+    match detail["type"]:
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            *parents, key = detail["loc"]
+            return did_you_mean(str(key), _keys_at(model, tuple(parents)))
+        case "literal_error" | "enum":
+            known = [part.strip(" '\"") for part in detail["ctx"]["expected"].replace(" or ", ",").split(",")]
+            value = detail["input"]
+            return did_you_mean(value, known) if isinstance(value, str) else None
+        case "value_error":
+            return getattr(detail["ctx"]["error"], "hint", None)
+        case _:
+            return None
+
+
+def _model_by_name(name: str) -> type | None:
+    pending: list[type[FrozenModel]] = [FrozenModel]
+    while pending:
+        cls = pending.pop()
+        if cls.__name__ == name:
+            return cls
+        pending.extend(cls.__subclasses__())
+    return None
+
+
+def _keys_at(model: object, location: Location) -> set[str]:
+    """Names of the fields that may stand at a location inside a model."""
+    candidates: list[object] = [model]
+    for part in location:
+        candidates = [child for parent in candidates for child in _children(parent, part)]
+    keys: set[str] = set()
+    for candidate in candidates:
+        for leaf in _alternatives(candidate):
+            keys |= _field_types(leaf).keys()
+    return keys
+
+
+def _children(parent: object, part: int | str) -> list[object]:
+    found: list[object] = []
+    for option in _alternatives(parent):
+        fields = _field_types(option)
+        if isinstance(part, str) and part in fields:
+            found.append(fields[part])
+        elif typing.get_origin(option) is not None and not fields:
+            found.append(typing.get_args(option)[-1 if _is_mapping(option) else 0])
+        elif fields and getattr(option, "__name__", None) == part:
+            # Pydantic names the member of a union that it tried.
+            found.append(option)
+    return found
+
+
+def _alternatives(annotation: object) -> list[object]:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _alternatives(typing.get_args(annotation)[0])
+    if origin is typing.Union or isinstance(annotation, types.UnionType):
+        return [leaf for option in typing.get_args(annotation) for leaf in _alternatives(option)]
+    return [annotation]
+
+
+def _is_mapping(annotation: object) -> bool:
+    origin = typing.get_origin(annotation)
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _field_types(annotation: object) -> dict[str, object]:
+    if not isinstance(annotation, type):
+        return {}
+    if issubclass(annotation, BaseModel):
+        return {field.alias or name: field.annotation for name, field in annotation.model_fields.items()}
+    if dataclasses.is_dataclass(annotation):
+        return dict(typing.get_type_hints(annotation, include_extras=True))
+    return {}
