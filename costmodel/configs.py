@@ -42,7 +42,8 @@ class LoRA(BaseModel):
     @classmethod
     def _names_something(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not value:
-            raise ModelError("LoRA needs at least one target module", hint='for example ("q_proj", "v_proj")')
+            message = "LoRA needs at least one target module"
+            raise ModelError(message, hint='for example ("q_proj", "v_proj")')
         return value
 
 
@@ -101,8 +102,9 @@ def spec_of_config(config: Mapping[str, Any], *, name: str, trainable: Trainable
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
+        message = f"model {name}: model_type {model_type!r} cannot be read from its configuration alone"
         raise ModelError(
-            f"model {name}: model_type {model_type!r} cannot be read from its configuration alone",
+            message,
             hint=f"families are {', '.join(FAMILIES)}; the executor reads any other model by instantiating it: "
             "save its executors.spec_of_model(model).model_dump_json() to a file and pass that file",
         )
@@ -144,21 +146,24 @@ _SHARED_FIELDS = (
 def _architecture(family: Family, config: Mapping[str, Any], name: str) -> Architecture:
     full = {**family.defaults, **{key: config[key] for key in family.defaults if key in config}}
     if full.get("add_cross_attention"):
-        raise ModelError(f"model {name}: cross-attention has no place in a causal language model's blocks")
+        message = f"model {name}: cross-attention has no place in a causal language model's blocks"
+        raise ModelError(message)
     try:
         arch = family.architecture(full)
     except (TypeError, KeyError, ZeroDivisionError) as error:
         message = f"model {name}: its configuration has a field that does not make sense ({error})"
         raise ModelError(message) from error
     if arch.hidden_size % arch.num_heads and "head_dim" not in config:
-        raise ModelError(
+        message = (
             f"model {name}: hidden_size={arch.hidden_size} is not a multiple of num_heads={arch.num_heads}"
         )
+        raise ModelError(message)
     if arch.num_heads % arch.num_key_value_heads:
-        raise ModelError(
+        message = (
             f"model {name}: num_key_value_heads={arch.num_key_value_heads} does not divide "
             f"num_heads={arch.num_heads}"
         )
+        raise ModelError(message)
     return arch
 
 
@@ -184,8 +189,9 @@ def _adapter_shapes(tensors: list[TensorSpec], lora: LoRA | None, name: str) -> 
     names = [tensor.name.split(".")[-2] for tensor in linears]
     missing = [target for target in lora.target_modules if target not in names]
     if missing:
+        message = f"model {name}: no linear of its blocks is called {', '.join(missing)}"
         raise ModelError(
-            f"model {name}: no linear of its blocks is called {', '.join(missing)}",
+            message,
             hint="linears are " + ", ".join(dict.fromkeys(names)),
         )
     return tuple(tensor.linear for tensor in linears if tensor.linear and _targets(tensor, lora))
@@ -198,7 +204,8 @@ def _spec_of_file(path: Path, trainable: Trainable) -> ModelSpec:
         message = f"{path} is not a readable JSON file: {error}"
         raise ModelError(message) from error
     if not isinstance(loaded, dict):
-        raise ModelError(f"{path} holds {type(loaded).__name__}, a configuration is a JSON object")
+        message = f"{path} holds {type(loaded).__name__}, a configuration is a JSON object"
+        raise ModelError(message)
     if "groups" in loaded:
         return _saved_spec(loaded, path, trainable)
     name = path.parent.name if path.name == "config.json" else path.stem
@@ -207,8 +214,9 @@ def _spec_of_file(path: Path, trainable: Trainable) -> ModelSpec:
 
 def _saved_spec(loaded: dict[str, Any], path: Path, trainable: Trainable) -> ModelSpec:
     if trainable != "all":
+        message = f"{path} is a saved model specification, which already states what is trainable"
         raise ModelError(
-            f"{path} is a saved model specification, which already states what is trainable",
+            message,
             hint="make it from a model that carries the adapters",
         )
     try:
@@ -225,8 +233,9 @@ def _shipped_name(source: str) -> str:
         return names[wanted]
     close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], _shipped(), n=3, cutoff=0.5)
     known = "did you mean " + ", ".join(close) if close else "shipped sizes are " + ", ".join(_shipped())
+    message = f"there is no model {source!r}: neither a shipped size nor a directory with config.json"
     raise ModelError(
-        f"there is no model {source!r}: neither a shipped size nor a directory with config.json",
+        message,
         hint=known,
     )
 

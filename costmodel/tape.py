@@ -1,0 +1,102 @@
+"""A tape on which a segment's kernels are played, to count them and the memory alive between them.
+
+A segment is written down as the sequence of kernels that the model's code launches, with every temporary it
+keeps and drops. Bytes, kernels, matrix products and the peak of what is alive at once all fall out of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from costmodel.work import DTYPE_BYTES, Attention, DType, Matmul, Work
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """A tensor on the tape; two of equal size are still two."""
+
+    num_elements: int
+    dtype: DType
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes it occupies."""
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass
+class Tape:
+    """Kernels played so far.
+
+    Attributes
+    ----------
+    dtype : str
+        Compute format of the matrix products.
+    live_bytes, peak_bytes : int
+        What is alive now and the most that ever was.
+    """
+
+    dtype: DType
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    num_kernels: int = 0
+    elementwise_bytes: int = 0
+    matmuls: list[Matmul] = field(default_factory=list)
+    attention: list[Attention] = field(default_factory=list)
+    _live: set[Buffer] = field(default_factory=set)
+
+    def new(self, num_elements: int, dtype: DType | None = None) -> Buffer:
+        """Return a freshly allocated tensor."""
+        buffer = Buffer(num_elements, dtype or self.dtype)
+        self._live.add(buffer)
+        self.live_bytes += buffer.size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return buffer
+
+    def free(self, *buffers: Buffer) -> None:
+        """Drop tensors; one that was never allocated here (the caller's) or was dropped already stays as it is."""
+        for buffer in buffers:
+            if buffer in self._live:
+                self._live.remove(buffer)
+                self.live_bytes -= buffer.size_bytes
+
+    def map(
+        self,
+        *inputs: Buffer,
+        num_elements: int | None = None,
+        dtype: DType | None = None,
+        drop: tuple[Buffer, ...] = (),
+    ) -> Buffer:
+        """Return the output of one element-wise kernel over `inputs`, sized and typed like the first of them.
+
+        `drop` names inputs that nothing refers to once the kernel is done.
+        """
+        size = inputs[0].num_elements if num_elements is None else num_elements
+        output = self.new(size, dtype or inputs[0].dtype)
+        self.elementwise_bytes += sum(buffer.size_bytes for buffer in inputs) + output.size_bytes
+        self.num_kernels += 1
+        self.free(*drop)
+        return output
+
+    def cast(self, buffer: Buffer, dtype: DType, *, drop: bool = False) -> Buffer:
+        """Return `buffer` in another format: itself where it has that format already."""
+        if DTYPE_BYTES[buffer.dtype] == DTYPE_BYTES[dtype]:
+            return buffer
+        return self.map(buffer, dtype=dtype, drop=(buffer,) if drop else ())
+
+    def linear(self, rows: int, inputs: int, outputs: int) -> Buffer:
+        """Return the output of a matrix product with a weight; a bias rides along for free."""
+        self.matmuls.append(Matmul(m=rows, n=outputs, k=inputs))
+        self.num_kernels += 1
+        return self.new(rows * outputs)
+
+    def work(self, *, output_bytes: int = 0) -> Work:
+        """Return what was played; `output_bytes` of the peak are the segment's output, which its caller holds."""
+        return Work(
+            dtype=self.dtype,
+            matmuls=tuple(self.matmuls),
+            attention=tuple(self.attention),
+            elementwise_bytes=self.elementwise_bytes,
+            num_kernels=self.num_kernels,
+            workspace_bytes=max(0, self.peak_bytes - output_bytes),
+        )
