@@ -1,0 +1,99 @@
+"""What holds for every test: one thread, no network, slow ones only when asked, reproducible examples in CI."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports torch: oversubscribed OpenMP is several times slower, and another number of threads
+# changes bits. Child processes inherit these.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_variable] = "1"
+for _variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
+    os.environ[_variable] = "1"
+os.environ["MPLBACKEND"] = "Agg"
+
+import ipaddress
+import socket
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("dev", max_examples=50, deadline=None)
+settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("nightly", max_examples=2000, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+ON_DEMAND = {
+    "slow": "tests of more than about ten seconds",
+    "bench": "measurements",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    for marker, what in ON_DEMAND.items():
+        parser.addoption(f"--run-{marker}", action="store_true", help=f"also run {what}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = {marker for marker in ON_DEMAND if not config.getoption(f"--run-{marker}")}
+    unwanted = [item for item in items if any(item.get_closest_marker(marker) for marker in left_out)]
+    if unwanted:
+        config.hook.pytest_deselected(items=unwanted)
+        items[:] = [item for item in items if item not in unwanted]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        reason = _why_no_cuda()
+        if reason is not None:
+            pytest.skip(reason)
+
+
+def _why_no_cuda() -> str | None:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return "needs a CUDA device: torch is not installed"
+    if torch.cuda.is_available():
+        return None
+    return f"needs a CUDA device: torch {torch.__version__} finds none"
+
+
+def _refuse_unless_local(address: Any) -> None:
+    if not isinstance(address, tuple):
+        return  # a path of a Unix socket
+    host = address[0]
+    if host in ("", "localhost", socket.gethostname()):
+        return
+    try:
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    except ValueError:
+        pass
+    message = f"a test reached for the network: {address!r}"
+    raise RuntimeError(message)
+
+
+class _LocalSocket(socket.socket):
+    """Socket that connects to this machine only."""
+
+    def connect(self, address: Any, /) -> None:
+        _refuse_unless_local(address)
+        super().connect(address)
+
+    def connect_ex(self, address: Any, /) -> int:
+        _refuse_unless_local(address)
+        return super().connect_ex(address)
+
+
+socket.socket = _LocalSocket  # type: ignore[misc]
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> None:
+    """Undo what an earlier test did to torch's number of threads."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)

@@ -1,0 +1,196 @@
+"""The command line's own duties: finding commands, failing readably, keeping the streams apart."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import typer
+
+from topology.errors import PlanError
+from zosim import cli, console, registry
+
+
+def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of one call of the command."""
+    command = typer.main.get_command(cli.app)
+    with pytest.raises(SystemExit) as exit_info:
+        command(arguments, prog_name="zosim")
+    captured = capsys.readouterr()
+    return exit_info.value.code or 0, captured.out, captured.err
+
+
+PLUGIN = '''
+"""Module of a plug-in."""
+import typer
+
+raise_at_import = {missing}
+if raise_at_import:
+    import {missing_name}
+
+app = typer.Typer(help="A group of commands.")
+
+@app.command()
+def inner(count: int = 1) -> None:
+    """Count."""
+    print("inner", count)
+
+def works() -> None:
+    """Do the work.
+
+    In more words.
+    """
+    print("done")
+
+def mistake() -> None:
+    """Fail as a user would."""
+    from topology.errors import PlanError
+    raise PlanError("batch=[0] must be positive", hint="use --batch 1, or install zosim[run]")
+
+def bug() -> None:
+    """Fail as we would."""
+    raise ZeroDivisionError
+
+def stopped() -> None:
+    """Be interrupted."""
+    raise KeyboardInterrupt
+
+def wants_torch() -> None:
+    """Import torch where there is none."""
+    raise ModuleNotFoundError("no torch", name="torch.distributed")
+
+def wants_unknown() -> None:
+    """Import what no extra brings."""
+    raise ModuleNotFoundError("no such thing", name="nonesuch")
+'''
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of an importable module whose objects are registered as subcommands."""
+    name = "zosim_test_plugin"
+    (tmp_path / f"{name}.py").write_text(PLUGIN.format(missing=False, missing_name="json"))
+    monkeypatch.syspath_prepend(tmp_path)
+    attributes = ["works", "mistake", "bug", "stopped", "wants_torch", "wants_unknown", "nothing"]
+    entries = {attr: EntryPoint(attr, f"{name}:{attr}", registry.GROUP) for attr in attributes}
+    entries["group"] = EntryPoint("group", f"{name}:app", registry.GROUP)
+    entries["lost"] = EntryPoint("lost", "no_such_package.cli:run", registry.GROUP)
+    monkeypatch.setattr(registry, "registered", lambda: entries)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+def test_help_describes_every_command_and_imports_none(
+    plugin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(["--help"], capsys)
+    assert code == 0
+    for line in ("Do the work.", "A group of commands.", "Module of a plug-in.", "(not installed)"):
+        assert line in out
+    assert "In more words." not in out
+    assert plugin not in sys.modules
+
+
+def test_a_function_is_a_command(plugin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["works"], capsys) == (0, "done\n", "")
+
+
+def test_a_typer_is_a_group_even_with_one_command(plugin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["group", "inner", "--count", "3"], capsys) == (0, "inner 3\n", "")
+
+
+def test_a_users_mistake_is_a_message_and_exit_code_2(
+    plugin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(["mistake"], capsys)
+    assert (code, out) == (2, "")
+    assert err == "error: batch=[0] must be positive\n\nhint: use --batch 1, or install zosim[run]\n"
+
+
+def test_our_own_mistake_keeps_its_traceback(plugin: str) -> None:
+    with pytest.raises(ZeroDivisionError):
+        typer.main.get_command(cli.app)(["bug"], prog_name="zosim")
+
+
+def test_an_interrupt_exits_with_130(plugin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["stopped"], capsys) == (130, "", "interrupted\n")
+
+
+def test_missing_torch_names_the_extra_that_brings_it(
+    plugin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(["wants_torch"], capsys)
+    assert code == 2
+    assert "needs torch, which is not installed" in err
+    assert "pip install -e '.[run]'" in err
+
+
+def test_other_missing_modules_are_our_own_mistake(plugin: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match="no such thing"):
+        typer.main.get_command(cli.app)(["wants_unknown"], prog_name="zosim")
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [("lost", "there is no module no_such_package"), ("nothing", "has no 'nothing'")],
+)
+def test_a_registered_command_without_code_says_so(
+    plugin: str, capsys: pytest.CaptureFixture[str], command: str, reason: str
+) -> None:
+    code, _, err = run([command], capsys)
+    assert code == 2
+    assert reason in err
+
+
+def test_a_module_that_cannot_import_something_else_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zosim_broken_plugin.py").write_text("import surely_not_installed")
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = EntryPoint("broken", "zosim_broken_plugin:run", registry.GROUP)
+    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+        registry.load(entry)
+
+
+def test_an_unknown_command_suggests_the_nearest(plugin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(["work"], capsys)
+    assert (code, out) == (2, "")
+    assert "works" in err
+
+
+def test_version_names_what_numbers_depend_on(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(["--version"], capsys)
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["zosim", "python", "torch", "transformers"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Stand-in for what a command returns."""
+
+    file: Path
+    times_s: tuple[float, ...]
+
+
+def test_emit_json_is_one_document_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    console.emit(Result(Path("plan [1].json"), (1.5, 1e-9)), json=True, text="not this")
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"file": "plan [1].json", "times_s": [1.5, 1e-9]}
+    assert captured.err == ""
+
+
+def test_emit_refuses_what_json_cannot_say() -> None:
+    with pytest.raises(TypeError, match="PlanError has no form in JSON"):
+        console.emit({"what": PlanError("x")}, json=True)
+    with pytest.raises(ValueError, match="JSON"):
+        console.emit({"time_s": float("nan")}, json=True)
+
+
+def test_a_table_in_a_pipe_is_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    cell = "x[0]" * 100
+    console.emit([], json=False, text=console.table(["name", "time_s"], [[cell, 1.0]], numeric=["time_s"]))
+    assert cell in capsys.readouterr().out

@@ -1,0 +1,135 @@
+"""The ``zosim`` command: subcommands from every package, one way of failing.
+
+Data goes to stdout and everything said about it to stderr, so that output can be piped. Exit codes: 0 done,
+1 a check that was asked for did not hold (or our own mistake, with its traceback), 2 a mistake that the user can
+mend, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from topology.errors import ZosimError
+from zosim import registry
+from zosim.console import stderr, stdout
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+# Which extra of the distribution brings a package that planning can do without.
+EXTRA_OF_PACKAGE = {
+    "torch": "run",
+    "transformers": "run",
+    "safetensors": "run",
+    "tokenizers": "run",
+    "pynvml": "gpu",
+}
+
+
+class CommandGroup(TyperGroup):
+    """The root command, whose subcommands are imported when they are invoked and not before."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self._entries = registry.registered()
+        for name in self._entries:
+            self.add_command(TyperCommand(name))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Stand-in that can be listed, since the help page must not import what it lists."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None and command.help is None:
+            command.help = registry.summary(self._entries[cmd_name])
+        return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Real command, imported now because it is about to run."""
+        name, _, rest = super().resolve_command(ctx, args)
+        assert name is not None
+        return name, build(name, registry.load(self._entries[name])), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand; what a user can mend ends in a message instead of a traceback."""
+        try:
+            return super().invoke(ctx)
+        except ZosimError as error:
+            report(error)
+        except ModuleNotFoundError as error:
+            report(missing_extra(error))
+        except KeyboardInterrupt:
+            stderr.print("interrupted")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(EXIT_USER_ERROR)
+
+
+def build(name: str, registered: Any) -> Any:
+    """Command object of a registered function, or group of a registered ``typer.Typer``."""
+    if isinstance(registered, typer.Typer):
+        group = typer.main.get_group(registered)
+        group.name = name
+        return group
+    single = typer.Typer(add_completion=False)
+    single.command(name)(registered)
+    return typer.main.get_command(single)
+
+
+def missing_extra(error: ModuleNotFoundError) -> ZosimError:
+    """Explanation of a package that an optional extra would have installed; other errors go on."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRA_OF_PACKAGE:
+        raise error
+    command = f"{sys.executable} -m pip install -e '.[{EXTRA_OF_PACKAGE[package]}]'"
+    return ZosimError(
+        f"this command needs {package}, which is not installed",
+        hint=f"in a clone of zosim: {command}\n      planning and simulating work without it",
+    )
+
+
+def report(error: ZosimError) -> None:
+    """Print a user's mistake to stderr: ``error:``, a blank line, ``hint:``."""
+    stderr.print("[bold red]error:[/]", end=" ")
+    stderr.print(error.message, markup=False, soft_wrap=True)
+    if error.hint is not None:
+        stderr.print("\n[bold cyan]hint:[/]", end=" ")
+        stderr.print(error.hint, markup=False, soft_wrap=True)
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _show_versions(wanted: bool) -> None:
+    if not wanted:
+        return
+    stdout.print(f"zosim {_installed('zosim')}")
+    stdout.print(f"python {platform.python_version()}")
+    for package in ("torch", "transformers"):
+        stdout.print(f"{package} {_installed(package)}")
+    raise typer.Exit
+
+
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True)
+
+
+@app.callback()
+def root(
+    versions: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_versions, is_eager=True, help="Show versions and exit."),
+    ] = False,
+) -> None:
+    """Plan, simulate and run zeroth-order fine-tuning of large language models."""
+
+
+def main() -> None:
+    """Run the command line. Entry point of ``zosim`` and of ``python -m zosim``."""
+    typer.main.get_command(app)(prog_name="zosim")

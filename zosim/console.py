@@ -1,0 +1,113 @@
+"""What commands print: data on stdout, everything said about it on stderr.
+
+rich leaves colours and animation out where the stream is not a terminal or ``NO_COLOR`` is set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json as jsonlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from rich import box
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+stdout = Console(highlight=False)
+stderr = Console(stderr=True, highlight=False)
+
+# Wider than any table: a pipe has no width, and a cut cell is lost data.
+_PIPE_COLUMNS = 100_000
+
+
+def emit(data: Any, *, json: bool, text: RenderableType | None = None) -> None:
+    """Print a command's result to stdout.
+
+    Parameters
+    ----------
+    data : Any
+        The result: a pydantic model, a dataclass, or what JSON knows, nested at will.
+    json : bool
+        Whether the user asked for ``--json``. If so, `data` is printed as one indented JSON document.
+    text : renderable, optional
+        What people see: a string or a rich table. By default the JSON document, too.
+    """
+    if json or text is None:
+        stdout.print(
+            jsonlib.dumps(to_jsonable(data), indent=2, allow_nan=False), markup=False, soft_wrap=True
+        )
+        return
+    shown = Text(text) if isinstance(text, str) else text
+    if stdout.is_terminal:
+        stdout.print(shown)
+    else:
+        Console(highlight=False, width=_PIPE_COLUMNS).print(shown)
+
+
+def to_jsonable(value: Any) -> Any:
+    """Return the same value in the terms of JSON.
+
+    Raises
+    ------
+    TypeError
+        If something in `value` has no such terms. A silent ``str()`` would hide it from whoever reads the JSON.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case BaseModel():
+            return value.model_dump(mode="json")
+        case Path():
+            return str(value)
+        case dict():
+            return {str(key): to_jsonable(item) for key, item in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [to_jsonable(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    message = f"{type(value).__name__} has no form in JSON: {value!r}"
+    raise TypeError(message)
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    title: str | None = None,
+    numeric: Sequence[str] = (),
+) -> Table:
+    """Build a plain table whose cells are shown as they are; a ``rich.text.Text`` brings its own style.
+
+    Parameters
+    ----------
+    columns : sequence of str
+        Headings, with their units.
+    rows : iterable of sequence
+        Cells, one for each column.
+    title : str, optional
+    numeric : sequence of str
+        Headings whose cells are aligned to the right.
+    """
+    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        result.add_column(column, justify="right" if column in numeric else "left")
+    for row in rows:
+        result.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return result
+
+
+def progress() -> Progress:
+    """Progress bars on stderr, gone when done; used as a context manager."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=stderr,
+        transient=True,
+    )
