@@ -1,0 +1,158 @@
+"""What each task does. Standard library only: this runs before anything is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import environment
+
+ROOT = environment.ROOT
+
+# A hung test must not take a CI machine with it.
+TEST_TIMEOUT_S = 25 * 60
+
+STATIC_CHECKS: dict[str, list[str]] = {
+    "format": ["ruff", "format", "--check", "."],
+    "lint": ["ruff", "check", "."],
+    "types": ["mypy"],
+    "imports": ["lint-imports"],
+}
+
+
+def demo(arguments: Sequence[str]) -> int:
+    """Set up, then plan, simulate, run and compare on this machine (arguments go to `zosim demo`)."""
+    return _tool(["zosim", "demo", *arguments])
+
+
+def test(arguments: Sequence[str]) -> int:
+    """Set up, then everything that CI checks; with arguments, pytest alone with them."""
+    if arguments:
+        return _tool(["pytest", *arguments])
+    failed = [name for name in STATIC_CHECKS if _static(name) != 0]
+    _title("tests, and the commands of the README")
+    if _tool(["pytest", "-n", str(_num_workers())], timeout_s=TEST_TIMEOUT_S) != 0:
+        failed.append("tests")
+    return _verdict(failed)
+
+
+def check(_: Sequence[str]) -> int:
+    """Format, lint, types and imports: what `test` does before the tests, in seconds."""
+    return _verdict([name for name in STATIC_CHECKS if _static(name) != 0])
+
+
+def format_(arguments: Sequence[str]) -> int:
+    """Rewrite the sources in the project's format."""
+    return _tool(["ruff", "format", *(arguments or ["."])])
+
+
+def lint(arguments: Sequence[str]) -> int:
+    """Ruff's lint rules (`lint --fix` repairs what it can)."""
+    return _tool(["ruff", "check", *arguments, "."])
+
+
+def types(_: Sequence[str]) -> int:
+    """Check the types with mypy, strictly in the torch-free packages."""
+    return _static("types")
+
+
+def imports(_: Sequence[str]) -> int:
+    """Check that imports point one way and that planning needs no torch."""
+    return _static("imports")
+
+
+def docs(_: Sequence[str]) -> int:
+    """Write docs/commands.md anew from the commands' options, then run the README's commands."""
+    written = _tool(["python", str(ROOT / ".ci" / "commands_page.py")])
+    return written or _tool(["pytest", "tests/repository/test_readme.py"])
+
+
+def clean(_: Sequence[str]) -> int:
+    """Remove the environment and every cache."""
+    caches = [".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache", "build"]
+    for name in [environment.VENV.name, *caches, "zosim.egg-info"]:
+        shutil.rmtree(ROOT / name, ignore_errors=True)
+    return 0
+
+
+TASKS: dict[str, Callable[[Sequence[str]], int]] = {
+    "demo": demo,
+    "test": test,
+    "check": check,
+    "format": format_,
+    "lint": lint,
+    "types": types,
+    "imports": imports,
+    "docs": docs,
+    "clean": clean,
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the named task in the project's environment; without a name, list the tasks."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    name, *rest = arguments
+    if name not in TASKS:
+        print(f"error: no task {name!r}\n\nhint: one of {', '.join(TASKS)}", file=sys.stderr)
+        return 2
+    try:
+        if name != "clean":
+            environment.ensure()
+        return TASKS[name](rest)
+    except environment.SetupError as error:
+        print(f"\nerror: {error.message}\n\nhint: {error.hint}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+def _usage() -> str:
+    lines = [f"  {name:9}{(task.__doc__ or '').splitlines()[0]}" for name, task in TASKS.items()]
+    return "\n".join(["usage: python3 .ci/tasks.py TASK [ARGUMENTS]", "", *lines])
+
+
+def _static(name: str) -> int:
+    _title(name)
+    return _tool(STATIC_CHECKS[name])
+
+
+def _title(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def _tool(command: Sequence[str], *, timeout_s: float | None = None) -> int:
+    """Exit code of a program of the environment, run at the top of the clone."""
+    program, *arguments = command
+    path = os.pathsep.join([str(environment.BIN), os.environ.get("PATH", "")])
+    variables = {**os.environ, "PATH": path, "VIRTUAL_ENV": str(environment.VENV)}
+    started = time.monotonic()
+    try:
+        return subprocess.run(
+            [str(environment.BIN / program), *arguments],
+            cwd=ROOT,
+            env=variables,
+            timeout=timeout_s,
+            check=False,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        print(f"error: {program} was stopped after {time.monotonic() - started:.0f} s", file=sys.stderr)
+        return 124
+
+
+def _num_workers() -> int:
+    """Test processes: one for each core that this process may use, each with one thread."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(available, 8) if available > 1 else 0
+
+
+def _verdict(failed: Sequence[str]) -> int:
+    if failed:
+        print(f"\nfailed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
