@@ -9,6 +9,7 @@
     │   └── DoesNotFit     a plan whose memory exceeds a device or a host
     ├── ProgramError       a program that an interpreter must refuse
     │   └── Hazard         an access that finds the wrong contents or is not ordered
+    ├── TimelineError      spans that cannot be, or a timeline file that cannot be read
     ├── ProfileError       a calibration profile that is damaged or foreign
     ├── DataError          training data that cannot be read
     └── RunError           a run that could not go on
@@ -62,6 +63,10 @@ class ProgramError(ZosimError):
 
 class Hazard(ProgramError):  # noqa: N818 - the field's word
     """An access that finds the wrong contents, or that nothing orders."""
+
+
+class TimelineError(ZosimError):
+    """Spans that cannot be, or a timeline file that cannot be read."""
 
 
 class ProfileError(ZosimError):

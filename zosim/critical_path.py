@@ -1,0 +1,366 @@
+"""Why a run takes as long as it does: the chain of instructions of which each had to wait for the one before.
+
+The walk goes backwards from a last instruction. What an instruction waited for longest is the predecessor, on its
+stream or among its dependencies, that ended last; what lies between that end and its own start is a gap that no
+instruction fills, called ``dispatch``. Segments touch each other, so they add up to the time that they explain.
+
+For a step the walk is cut where it comes back to an instruction that it has already passed, some steps later:
+what lies between the two is the *critical circuit*, which repeats as long as steps do. Fill and drain of the
+pipeline, which happen once a run and not once a step, are not in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from topology.errors import TimelineError
+from zosim.order import Order, Place
+from zosim.program import Program, Stream
+from zosim.timeline import Repeat, Span, Timeline
+
+DISPATCH = "dispatch"
+WAIT = "wait"
+# Ends that differ by less than rounding are the same instant.
+_SAME_INSTANT = 1e-12
+# A steady step has as many steps before it as a walk wants.
+_ENDLESS = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class PathSegment:
+    """A stretch of the critical path.
+
+    Attributes
+    ----------
+    start_s, end_s : float
+    label : str
+        The instruction's label; ``dispatch`` for a gap before it although all that it waits for was done,
+        ``wait`` for a gap whose cause lies outside of the spans.
+    instruction : str
+        Instruction that runs, or that the gap stands before.
+    step : int
+    stream : Stream
+    segment : str
+    limiter : str
+    """
+
+    start_s: float
+    end_s: float
+    label: str
+    instruction: str
+    step: int
+    stream: Stream
+    segment: str
+    limiter: str
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from start to end."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class CriticalPath:
+    """Segments, in order of time, that tile an interval without hole or overlap.
+
+    Attributes
+    ----------
+    rank : int
+    segments : tuple of PathSegment
+    num_steps : int
+        Steps that the interval spans; for a whole run its steps, with prologue and flush included in the time.
+    """
+
+    rank: int
+    segments: tuple[PathSegment, ...]
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        touching = all(a.end_s == b.start_s for a, b in pairwise(self.segments))
+        total_s = math.fsum(segment.duration_s for segment in self.segments)
+        scale = max(abs(self.duration_s), abs(self.end_s))
+        assert touching, "segments of a critical path leave a hole"
+        assert abs(total_s - self.duration_s) <= _SAME_INSTANT * scale, "segments do not add up"
+
+    @property
+    def begin_s(self) -> float:
+        """Start of the interval."""
+        return self.segments[0].start_s if self.segments else 0.0
+
+    @property
+    def end_s(self) -> float:
+        """End of the interval."""
+        return self.segments[-1].end_s if self.segments else 0.0
+
+    @property
+    def duration_s(self) -> float:
+        """Length of the interval in seconds."""
+        return self.end_s - self.begin_s
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Length of the interval over the steps in it."""
+        return self.duration_s / max(self.num_steps, 1)
+
+    def seconds_by_label(self) -> dict[str, float]:
+        """Return the seconds of the path under each label, largest first. They add up to the interval."""
+        return _grouped(self.segments, lambda item: item.label)
+
+    def seconds_by_limiter(self) -> dict[str, float]:
+        """Return the seconds of the path under each limiting resource; label where none is known."""
+        return _grouped(self.segments, lambda item: item.limiter or item.label)
+
+    def seconds_by_stream(self) -> dict[str, float]:
+        """Return the seconds of the path on each stream, its gaps included."""
+        return _grouped(self.segments, lambda item: item.stream.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """What a critical path mostly consists of.
+
+    Attributes
+    ----------
+    words : str
+        Such as ``upload over pcie`` or ``forward (matmul)``.
+    label, limiter : str
+    share : float
+        Part of the path's time, 0 to 1.
+    seconds_per_step : float
+    """
+
+    words: str
+    label: str
+    limiter: str
+    share: float
+    seconds_per_step: float
+
+
+def bottleneck(path: CriticalPath) -> Bottleneck:
+    """Return the label and limiter that take the largest part of a critical path.
+
+    Raises
+    ------
+    TimelineError
+        If the path is empty or takes no time.
+    """
+    if not path.duration_s > 0:
+        message = f"the critical path of rank {path.rank} takes {path.duration_s} s, so nothing limits it"
+        raise TimelineError(message, hint="look at a timeline with at least one step that takes time")
+    groups: dict[tuple[str, str, bool], float] = defaultdict(float)
+    for item in path.segments:
+        groups[item.label, item.limiter, item.stream in (Stream.H2D, Stream.D2H)] += item.duration_s
+    (label, limiter, is_copy), seconds = max(groups.items(), key=lambda item: item[1])
+    return Bottleneck(
+        words=_words(label, limiter, is_copy),
+        label=label,
+        limiter=limiter,
+        share=seconds / path.duration_s,
+        seconds_per_step=seconds / max(path.num_steps, 1),
+    )
+
+
+def _words(label: str, limiter: str, is_copy: bool) -> str:
+    if not limiter or limiter == label:
+        return label
+    return f"{label} over {limiter}" if is_copy else f"{label} ({limiter})"
+
+
+def run_path(timeline: Timeline, program: Program, rank: int | None = None) -> CriticalPath:
+    """Return the critical path of a whole run, from its first start to its last end.
+
+    Omitted steps are listed again, so this is for runs of moderate length.
+
+    Parameters
+    ----------
+    timeline : Timeline
+    program : Program
+        The program that the timeline is of.
+    rank : int, optional
+        The rank that ends last unless given.
+
+    Raises
+    ------
+    TimelineError
+        If the rank has no spans, or spans of another program.
+    """
+    timeline = timeline.expanded()
+    rank = _last_rank(timeline) if rank is None else rank
+    order = Order(program, timeline.num_steps)
+    spans = _spans_by_place(timeline, order, rank)
+    last = _latest(spans, timeline, rank)
+    walked = list(_walk(spans.get, order, last))
+    begin_s = min(span.start_s for span in spans.values())
+    return CriticalPath(rank, _tiles(walked, begin_s, spans[last].end_s), timeline.num_steps)
+
+
+def step_path(timeline: Timeline, program: Program, rank: int | None = None) -> CriticalPath:
+    """Return the critical circuit of the steady steps.
+
+    Where the timeline says how steps repeat, the circuit takes exactly as long as the steps that it spans.
+    Otherwise it is the longest stretch between two visits of the walk to one instruction; its length is the
+    time between the ends of that instruction in the two steps. A timeline too short for either gives the
+    steady steps' walk, clipped to them.
+
+    Raises
+    ------
+    TimelineError
+        If the rank has no spans, or spans of another program.
+    """
+    rank = _last_rank(timeline) if rank is None else rank
+    if timeline.repeat is not None:
+        return _circuit(timeline, timeline.repeat, program, rank)
+    return _longest_recurrence(timeline, program, rank)
+
+
+Lookup = Callable[[Place], Span | None]
+
+
+def _circuit(timeline: Timeline, repeat: Repeat, program: Program, rank: int) -> CriticalPath:
+    """Follow the steady steps backwards for ever, as they repeat, until the walk closes."""
+    order = Order(program, 2 * _ENDLESS)
+    lookup = _steady_lookup(timeline, repeat, rank)
+    start = _latest(_spans_by_place(timeline, order, rank), timeline, rank, repeat.first_omitted_step - 1)
+    walked: list[tuple[Place, Span, float]] = []
+    seen: dict[tuple[str, int], int] = {}
+    # Far enough from the beginning that no walk reaches it.
+    lifted = start._replace(position=start.position + _ENDLESS // repeat.num_steps * repeat.num_steps)
+    for place, span, before_s in _walk(lookup, order, lifted):
+        key = place.instruction, place.position % repeat.num_steps
+        if key in seen:
+            circuit = walked[seen[key] :]
+            begin_s, end_s = span.end_s, circuit[0][1].end_s
+            return CriticalPath(
+                rank, _tiles(circuit, begin_s, end_s), circuit[0][0].position - place.position
+            )
+        seen[key] = len(walked)
+        walked.append((place, span, before_s))
+    # No dependency and no stream reaches back into the step before: impossible, a stream follows itself.
+    raise AssertionError("a steady step has a beginning")
+
+
+def _longest_recurrence(timeline: Timeline, program: Program, rank: int) -> CriticalPath:
+    order = Order(program, timeline.num_steps)
+    steady = set(timeline.steady_steps)
+    spans = _spans_by_place(timeline, order, rank)
+    inside = {place: span for place, span in spans.items() if span.part == "step" and span.step in steady}
+    if not inside:
+        message = f"timeline of {timeline.program} holds no step of rank {rank}"
+        raise TimelineError(message, hint="simulate or run at least one step")
+    last_step = max(steady)
+    walked = list(_walk(inside.get, order, _latest(spans, timeline, rank, last_step)))
+    first: dict[str, int] = {}
+    best, stretch = 0, (0, 0)
+    for number, (place, _, _) in enumerate(walked):
+        upper = first.setdefault(place.instruction, number)
+        distance = walked[upper][0].position - place.position
+        if distance > best:
+            best, stretch = distance, (upper, number)
+    if not best:
+        first_step = min(steady)
+        begin_s = timeline.step_end_s(first_step - 1) if first_step else timeline.begin_s
+        return CriticalPath(rank, _tiles(walked, begin_s, walked[0][1].end_s), len(steady))
+    upper, lower = stretch
+    return CriticalPath(
+        rank, _tiles(walked[upper:lower], walked[lower][1].end_s, walked[upper][1].end_s), best
+    )
+
+
+def _walk(lookup: Lookup, order: Order, start: Place) -> Iterator[tuple[Place, Span, float]]:
+    """Yield places backwards along the path, with the end of what each waited for longest (-inf for none)."""
+    place: Place | None = start
+    while place is not None:
+        span = lookup(place)
+        assert span is not None, f"{place} is on the path but has no span"
+        known = [(item, found) for item in order.predecessors(place) if (found := lookup(item)) is not None]
+        before_s = max((found.end_s for _, found in known), default=-math.inf)
+        yield place, span, before_s
+        # Among equals the first: the stream's own predecessor.
+        tolerance_s = _SAME_INSTANT * abs(before_s)
+        place = next((item for item, found in known if found.end_s >= before_s - tolerance_s), None)
+
+
+def _tiles(walked: list[tuple[Place, Span, float]], begin_s: float, end_s: float) -> tuple[PathSegment, ...]:
+    """Turn a backward walk into segments that tile [begin_s, end_s], earliest first."""
+    segments: list[PathSegment] = []
+    cursor_s = end_s
+
+    def add(start_s: float, span: Span, label: str, limiter: str) -> None:
+        nonlocal cursor_s
+        if start_s < cursor_s:
+            segments.append(
+                PathSegment(
+                    start_s, cursor_s, label, span.instruction, span.step, span.stream, span.segment, limiter
+                )
+            )
+            cursor_s = start_s
+
+    for number, (_, span, before_s) in enumerate(walked):
+        is_last = number == len(walked) - 1
+        # What starts before its predecessor has ended (two clocks) counts from that end.
+        until_s = max(begin_s, begin_s if is_last else before_s)
+        start_s = max(span.start_s, until_s)
+        if start_s - until_s <= _SAME_INSTANT * abs(start_s):
+            start_s = until_s
+        add(start_s, span, span.label, span.limiter)
+        add(until_s, span, DISPATCH if math.isfinite(before_s) else WAIT, "")
+    return tuple(reversed(segments))
+
+
+def _steady_lookup(timeline: Timeline, repeat: Repeat, rank: int) -> Lookup:
+    listed = {(span.step, span.instruction): span for span in timeline.steady_spans(rank)}
+
+    def lookup(place: Place) -> Span | None:
+        rounds, offset = divmod(place.position - 1 - repeat.first_step, repeat.num_steps)
+        # Times are taken relative to a far position, where doubles still tell picoseconds apart.
+        rounds -= _ENDLESS // repeat.num_steps
+        span = listed.get((repeat.first_step + offset, place.instruction))
+        return None if span is None else span.shifted(rounds * repeat.period_s, rounds * repeat.num_steps)
+
+    return lookup
+
+
+def _spans_by_place(timeline: Timeline, order: Order, rank: int) -> dict[Place, Span]:
+    spans = {
+        Place(order.position(span.part, span.step), span.instruction): span
+        for span in timeline.spans
+        if span.rank == rank
+    }
+    if not spans:
+        message = f"timeline of {timeline.program} has no spans of rank {rank}"
+        raise TimelineError(message, hint=f"it has ranks {', '.join(map(str, timeline.ranks)) or 'none'}")
+    for place, span in spans.items():
+        if not order.has(place):
+            message = f"timeline has a span of {span.part}/{span.instruction}, which program "
+            message += f"{order.program.name} does not have"
+            raise TimelineError(message, hint="give the program that the timeline is of")
+    return spans
+
+
+def _latest(spans: dict[Place, Span], timeline: Timeline, rank: int, step: int | None = None) -> Place:
+    """Return the place that ends last, in the run or in one of its steps."""
+    chosen = [
+        item for item in spans.items() if step is None or (item[1].part == "step" and item[1].step == step)
+    ]
+    if not chosen:
+        message = f"timeline of {timeline.program} has no spans of step {step} of rank {rank}"
+        raise TimelineError(message, hint="every rank needs spans in every step")
+    return max(chosen, key=lambda item: item[1].end_s)[0]
+
+
+def _last_rank(timeline: Timeline) -> int:
+    if not timeline.spans:
+        message = f"timeline of {timeline.program} has no spans"
+        raise TimelineError(message, hint="simulate or run at least one step")
+    return max(timeline.spans, key=lambda span: span.end_s).rank
+
+
+def _grouped(segments: tuple[PathSegment, ...], key: Callable[[PathSegment], str]) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for item in segments:
+        seconds[key(item)] += item.duration_s
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
