@@ -1,0 +1,175 @@
+"""Seconds of an operation on a device, term by term.
+
+Each matrix product is a roofline of its own: the longer of multiplying and of reading. A CPU runs one kernel
+after the other and dispatches between them; a GPU runs kernels while the host launches the next, so it is either
+the kernels or the launches that take the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from costmodel.profile import Bound, DeviceKind, Profile
+from costmodel.work import DTYPE_BYTES, Attention, Matmul, Work
+from topology.errors import ProfileError
+
+CopyDirection = Literal["h2d", "d2h"]
+
+_HOST_TERMS = ("dispatch", "overhead")
+_SERIAL_TERMS = frozenset({"draw", "allocation", *_HOST_TERMS})
+"""What one core does alone: torch's CPU generators draw on one thread whatever the number of threads."""
+
+
+@dataclass(frozen=True)
+class OperationCost:
+    """Cost of one operation on one device.
+
+    Attributes
+    ----------
+    seconds : float
+        Duration with nothing else running.
+    terms : mapping of str to float
+        Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``sweep``, ``draw``, ``copy``, ``allocation``,
+        ``dispatch``, ``overhead``. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
+    limiter : str
+        The largest term.
+    cores : float
+        Host cores that it keeps busy, averaged over its duration.
+    memory_bytes : int
+        Bytes that it moves through the device's memory, a copy's source and target both counted on a CPU.
+    """
+
+    seconds: float
+    terms: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    limiter: str = "overhead"
+    cores: float = 0.0
+    memory_bytes: int = 0
+
+
+def estimate(
+    work: Work, profile: Profile, *, bound: Bound = "central", direction: CopyDirection = "h2d"
+) -> OperationCost:
+    """Return what `work` costs on the device of `profile`.
+
+    Parameters
+    ----------
+    bound : {"central", "low", "high"}
+        ``low`` and ``high`` set every constant to the end of its interval that makes the work shortest or
+        longest; they enclose the truth if the constants' intervals do.
+    direction : {"h2d", "d2h"}
+        Which way ``copy_bytes`` go.
+
+    Raises
+    ------
+    ProfileError
+        If the profile has no rate for the work's formats.
+    """
+    values = profile.values(bound)
+    terms = work_terms(work, values, direction)
+    seconds = combine_terms(terms, profile.device_kind)
+    return OperationCost(
+        seconds=seconds,
+        terms=MappingProxyType(terms),
+        limiter=max(terms, key=lambda name: terms[name]),
+        cores=_busy_cores(terms, seconds, profile),
+        memory_bytes=_memory_bytes(work, profile.device_kind),
+    )
+
+
+def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection = "h2d") -> dict[str, float]:
+    """Return the seconds of each cause, for constants given by name (see :data:`~costmodel.profile.CONSTANT_UNITS`)."""
+    width = DTYPE_BYTES[work.dtype]
+    terms = {
+        "matmul": sum(_matmul_s(part, work.dtype, width, values) for part in work.matmuls),
+        "attention": sum(_attention_s(part, work.dtype, width, values) for part in work.attention),
+        "elementwise": _cached_s(work.elementwise_bytes, max(1, work.num_kernels), "elementwise", values),
+        "sweep": _cached_s(work.sweep_bytes, 1, "sweep", values),
+        "draw": _draw_s(work, values),
+        "copy": _copy_s(work, values, direction),
+        "allocation": work.num_allocations * values["allocation_s"]
+        + work.allocation_bytes * values["allocation_s_per_byte"],
+        "dispatch": work.num_kernels * values["dispatch_s"],
+        "overhead": values["instruction_s"],
+    }
+    return {name: seconds for name, seconds in terms.items() if seconds > 0 or name == "overhead"}
+
+
+def combine_terms(terms: Mapping[str, float], device_kind: DeviceKind) -> float:
+    """Return the duration: the sum on a CPU, the longer of kernels and launches on a GPU."""
+    if device_kind == "cpu":
+        return sum(terms.values())
+    host = sum(terms.get(name, 0.0) for name in _HOST_TERMS)
+    return max(sum(terms.values()) - host, host)
+
+
+def _matmul_s(part: Matmul, dtype: str, width: int, values: Mapping[str, float]) -> float:
+    rate = _rate("matmul_rate", dtype, values) * _efficiency(part, values["matmul_half_dim"])
+    return max(part.flops / rate, part.elements * width / values["memory_bandwidth"])
+
+
+def _efficiency(part: Matmul, half: float) -> float:
+    """Return the fraction of the large-product rate that a product of this shape reaches."""
+    return part.m / (part.m + half) * (part.n / (part.n + half)) * (part.k / (part.k + half))
+
+
+def _attention_s(part: Attention, dtype: str, width: int, values: Mapping[str, float]) -> float:
+    """Return the time of attention: one fused kernel, or two batched products where scores are stored."""
+    if not part.materialised:
+        return part.flops / _rate("attention_rate", dtype, values)
+    scores = Matmul(m=part.query, n=part.key, k=part.head_dim, num=part.num)
+    mixing = Matmul(m=part.query, n=part.head_dim, k=part.key, num=part.num)
+    return sum(_matmul_s(product, dtype, width, values) for product in (scores, mixing))
+
+
+def _cached_s(size_bytes: int, num_kernels: int, kind: str, values: Mapping[str, float]) -> float:
+    """Return the time of a pass of which each kernel finds up to ``cache_bytes`` in cache."""
+    cached = min(float(size_bytes), values["cache_bytes"] * num_kernels)
+    in_cache, in_memory = values[f"{kind}_cache_bandwidth"], values[f"{kind}_bandwidth"]
+    return cached / in_cache + (size_bytes - cached) / in_memory
+
+
+def _draw_s(work: Work, values: Mapping[str, float]) -> float:
+    if work.num_normals == 0:
+        return 0.0
+    return work.num_normals / _rate(f"draw_rate.{work.distribution}", work.draw_dtype, values)
+
+
+def _copy_s(work: Work, values: Mapping[str, float], direction: CopyDirection) -> float:
+    if work.copy_bytes == 0:
+        return 0.0
+    return values["copy_latency_s"] + work.copy_bytes / values[f"copy_{direction}_bandwidth"]
+
+
+def _rate(kind: str, dtype: str, values: Mapping[str, float]) -> float:
+    try:
+        return values[f"{kind}.{dtype}"]
+    except KeyError:
+        known = sorted(name.removeprefix(f"{kind}.") for name in values if name.startswith(f"{kind}."))
+        message = f"the profile has no {kind} for {dtype}"
+        raise ProfileError(message, hint=f"it has {', '.join(known)}; use one of these formats") from None
+
+
+def _busy_cores(terms: Mapping[str, float], seconds: float, profile: Profile) -> float:
+    if seconds <= 0:
+        return 0.0
+    if profile.device_kind == "gpu":
+        return min(1.0, sum(terms.get(name, 0.0) for name in _HOST_TERMS) / seconds)
+    busy = sum(cost * _cores_of(name, profile) for name, cost in terms.items())
+    return busy / seconds
+
+
+def _cores_of(term: str, profile: Profile) -> float:
+    if term == "copy":
+        return profile.values()["copy_cores"]
+    return 1.0 if term in _SERIAL_TERMS else float(profile.num_threads)
+
+
+def _memory_bytes(work: Work, device_kind: DeviceKind) -> int:
+    width = DTYPE_BYTES[work.dtype]
+    products = sum(part.elements for part in work.matmuls) * width
+    draws = work.num_normals * DTYPE_BYTES[work.draw_dtype]
+    copies = work.copy_bytes * (2 if device_kind == "cpu" else 1)
+    return products + work.elementwise_bytes + work.sweep_bytes + draws + copies

@@ -1,0 +1,262 @@
+"""What a device does per second: named constants with intervals and sources, kept in a checked JSON file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, ValidationError, model_validator
+
+from topology.errors import ProfileError
+
+Bound = Literal["central", "low", "high"]
+"""Which end of a duration is wanted: ``low`` the shortest that the intervals allow, ``high`` the longest."""
+
+DeviceKind = Literal["cpu", "gpu"]
+
+CONSTANT_UNITS: dict[str, str] = {
+    "matmul_rate": "flop/s",
+    "matmul_half_dim": "1",
+    "attention_rate": "flop/s",
+    "memory_bandwidth": "byte/s",
+    "elementwise_bandwidth": "byte/s",
+    "elementwise_cache_bandwidth": "byte/s",
+    "sweep_bandwidth": "byte/s",
+    "sweep_cache_bandwidth": "byte/s",
+    "cache_bytes": "byte",
+    "draw_rate": "number/s",
+    "dispatch_s": "s",
+    "copy_h2d_bandwidth": "byte/s",
+    "copy_d2h_bandwidth": "byte/s",
+    "copy_latency_s": "s",
+    "copy_cores": "core",
+    "allocation_s": "s",
+    "allocation_s_per_byte": "s/byte",
+    "instruction_s": "s",
+    "step_s": "s",
+    "context_bytes": "byte",
+    "allocator_slack": "1",
+    "allocation_granularity": "byte",
+}
+"""Unit of every constant by the part of its name before the first dot; the rest says format and distribution.
+
+``matmul_rate.<dtype>``, ``attention_rate.<dtype>``
+    Rates of large matrix products and of fused attention.
+``matmul_half_dim``
+    A dimension of this size halves the rate of a product: its efficiency is ``Π d / (d + half)`` over m, n, k.
+``memory_bandwidth``
+    Of matrix products that read their operands faster than they can be multiplied.
+``elementwise_*``, ``sweep_*``
+    Of activations and of parameters, each from memory and from cache; ``cache_bytes`` says what the cache holds.
+``draw_rate.<distribution>.<dtype>``
+    Random numbers written per second.
+``dispatch_s``, ``instruction_s``, ``step_s``
+    Time per kernel, per instruction of a program, per training step.
+``copy_*``
+    Host to device and back; on a CPU a copy is a thread that takes ``copy_cores`` cores.
+``allocation_s``, ``allocation_s_per_byte``
+    Of a call that the allocator's cache cannot serve, page faults included.
+``context_bytes``, ``allocator_slack``, ``allocation_granularity``
+    Memory the runtime takes, fraction lost to fragmentation, and the size that tensors are rounded up to.
+"""
+
+
+class Constant(BaseModel):
+    """One measured or published number.
+
+    Attributes
+    ----------
+    name : str
+        One of :data:`CONSTANT_UNITS`, with its formats after dots.
+    value, low, high : float
+        The number and its interval, in `unit`; ``0 <= low <= value <= high``.
+    unit : str
+    source : str
+        Where it comes from.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    value: NonNegativeFloat
+    low: NonNegativeFloat
+    high: NonNegativeFloat
+    unit: str
+    source: str
+
+    @model_validator(mode="after")
+    def _is_a_known_interval(self) -> Constant:
+        if not (self.low <= self.value <= self.high and math.isfinite(self.high)):
+            message = f"{self.name}: {self.value} does not lie in [{self.low}, {self.high}]"
+            raise ValueError(message)
+        expected = CONSTANT_UNITS.get(self.kind)
+        if self.unit != expected:
+            message = f"{self.name}: unit {self.unit!r}, expected {expected!r}"
+            raise ValueError(message)
+        if self.is_rate and self.low == 0:
+            message = f"{self.name}: a rate cannot be zero"
+            raise ValueError(message)
+        return self
+
+    @property
+    def kind(self) -> str:
+        """Name without formats."""
+        return self.name.split(".", 1)[0]
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether more of it makes things faster."""
+        return self.unit.endswith("/s")
+
+    def at(self, bound: Bound) -> float:
+        """Return the end of the interval that makes durations shortest (``low``) or longest (``high``)."""
+        if bound == "central":
+            return self.value
+        shortest, longest = (
+            (self.high, self.low) if self.is_rate or self.kind == "cache_bytes" else (self.low, self.high)
+        )
+        return shortest if bound == "low" else longest
+
+
+class Profile(BaseModel):
+    """Everything that turns work into seconds on one device.
+
+    Attributes
+    ----------
+    device_name : str
+    device_kind : {"cpu", "gpu"}
+    num_threads : int
+        Threads that a CPU's kernels use; 1 for a GPU, whose kernels one host thread launches.
+    num_cores : int
+        Cores of the host that its threads and copy threads share.
+    origin : {"datasheet", "calibrated"}
+    constants : tuple of Constant
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["zosim-profile"] = "zosim-profile"
+    version: Literal[1] = 1
+    device_name: str
+    device_kind: DeviceKind
+    num_threads: PositiveInt
+    num_cores: PositiveInt
+    origin: Literal["datasheet", "calibrated"]
+    constants: tuple[Constant, ...]
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Profile:
+        names = [constant.name for constant in self.constants]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        missing = sorted(set(CONSTANT_UNITS) - {constant.kind for constant in self.constants})
+        if twice or missing:
+            message = f"constants given twice: {twice}, constants missing: {missing}"
+            raise ValueError(message)
+        return self
+
+    @cached_property
+    def _by_name(self) -> dict[str, Constant]:
+        return {constant.name: constant for constant in self.constants}
+
+    @cached_property
+    def _values(self) -> dict[Bound, dict[str, float]]:
+        bounds: tuple[Bound, ...] = ("central", "low", "high")
+        return {bound: {c.name: c.at(bound) for c in self.constants} for bound in bounds}
+
+    def values(self, bound: Bound = "central") -> Mapping[str, float]:
+        """Return every constant's value by name, at one end of its interval."""
+        return self._values[bound]
+
+    def constant(self, name: str) -> Constant:
+        """Return the constant called `name`.
+
+        Raises
+        ------
+        ProfileError
+            If the profile does not hold it.
+        """
+        try:
+            return self._by_name[name]
+        except KeyError:
+            message = f"the profile of {self.device_name} has no constant {name!r}"
+            raise ProfileError(message, hint="constants are " + ", ".join(self._by_name)) from None
+
+    def with_constants(self, *constants: Constant, origin: Literal["datasheet", "calibrated"]) -> Profile:
+        """Return a profile in which `constants` replace those of the same names, or are added."""
+        merged = self._by_name | {constant.name: constant for constant in constants}
+        return self.model_copy(update={"constants": tuple(merged.values()), "origin": origin})
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON, with a digest that :func:`load_profile` checks.
+
+        Raises
+        ------
+        ProfileError
+            If the file cannot be written.
+        """
+        content = self.model_dump(mode="json")
+        text = json.dumps(content | {"sha256": _digest(content)}, indent=1)
+        try:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            message = f"the profile cannot be written to {path}: {error}"
+            raise ProfileError(message) from error
+
+    def check_device(self, *, device_name: str, device_kind: DeviceKind) -> None:
+        """Refuse a profile of another device.
+
+        Raises
+        ------
+        ProfileError
+            If it was made for a device of another name or kind.
+        """
+        if (self.device_name, self.device_kind) != (device_name, device_kind):
+            message = (
+                f"the profile was made for {self.device_kind} {self.device_name!r}, "
+                f"not for {device_kind} {device_name!r}"
+            )
+            raise ProfileError(message, hint="calibrate on this device, or plan without the profile")
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Return the profile in a file that :meth:`Profile.save` wrote.
+
+    Raises
+    ------
+    ProfileError
+        If the file is unreadable, damaged, of another format or version, or was edited.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        message = f"the profile {path} cannot be read: {error}"
+        raise ProfileError(message, hint="calibrate again to write a new one") from error
+    if not isinstance(content, dict) or content.get("format") != "zosim-profile":
+        message = f"{path} is not a profile: its format is not 'zosim-profile'"
+        raise ProfileError(message)
+    if content.get("version") != 1:
+        message = f"the profile {path} has version {content.get('version')!r}, this program reads version 1"
+        raise ProfileError(message, hint="calibrate again to write a new one")
+    _check_digest(content, path)
+    try:
+        return Profile.model_validate(content)
+    except ValidationError as error:
+        message = f"the profile {path} is not valid: {error}"
+        raise ProfileError(message) from error
+
+
+def _check_digest(content: dict[str, Any], path: str | Path) -> None:
+    stated = content.pop("sha256", None)
+    if stated != _digest(content):
+        message = f"the profile {path} is damaged or was edited: its digest does not match its content"
+        raise ProfileError(message, hint="calibrate again, or restore the file")
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,0 +1,136 @@
+"""Work of what a zeroth-order step does to parameters: draw, perturb, update, cast, copy, allocate.
+
+These are passes over memory. A pass reads or writes every element once; what differs between the ways of writing
+``θ + s·ε·z`` down is how many passes it takes, and how it rounds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from costmodel.work import DTYPE_BYTES, DType, Work
+
+Arithmetic = Literal["fused", "scaled", "literal"]
+"""How a multiple of a direction is added to parameters.
+
+``fused``
+    ``θ.add_(z, alpha=s)``: read θ, read z, write θ.
+``scaled``
+    ``z.mul_(ε)`` once, then ``θ.add_(z)``: one more read and write of z.
+``literal``
+    ``θ = θ + (s·z)·ε`` with a temporary for each step, as the reference MeZO loop writes it.
+"""
+
+Distribution = Literal["normal", "rademacher"]
+
+
+def draw_work(
+    num_elements: int,
+    *,
+    dtype: DType = "float32",
+    distribution: Distribution = "normal",
+    num_tensors: int = 1,
+) -> Work:
+    """Return the work of drawing a direction of `num_elements` into a buffer, one kernel per tensor.
+
+    Writing the numbers is part of drawing them: the rate of a generator is measured into memory.
+    """
+    return Work(
+        num_normals=num_elements, draw_dtype=dtype, distribution=distribution, num_kernels=num_tensors
+    )
+
+
+def perturb_work(
+    num_elements: int,
+    *,
+    dtype: DType = "float32",
+    direction_dtype: DType | None = None,
+    arithmetic: Arithmetic = "fused",
+    num_tensors: int = 1,
+    largest_tensor: int | None = None,
+) -> Work:
+    """Return the work of adding a multiple of a drawn direction to parameters (the draw not included).
+
+    Parameters
+    ----------
+    num_elements : int
+        Parameters perturbed.
+    dtype, direction_dtype : str
+        Formats of the parameters and of the direction (that of the parameters if not given).
+    arithmetic : {"fused", "scaled", "literal"}
+        See :data:`Arithmetic`.
+    num_tensors : int
+        Tensors they are spread over; each is a kernel of its own.
+    largest_tensor : int, optional
+        Elements of the largest of them, for the temporaries of ``literal``; all elements if not given.
+
+    Examples
+    --------
+    >>> perturb_work(10).sweep_bytes, perturb_work(10, arithmetic="literal").sweep_bytes
+    (120, 280)
+    """
+    theta, z = DTYPE_BYTES[dtype], DTYPE_BYTES[direction_dtype or dtype]
+    axpy_bytes = 2 * theta + z
+    if arithmetic == "fused":
+        return Work(sweep_bytes=num_elements * axpy_bytes, num_kernels=num_tensors)
+    if arithmetic == "scaled":
+        return Work(sweep_bytes=num_elements * (axpy_bytes + 2 * z), num_kernels=2 * num_tensors)
+    largest = num_elements if largest_tensor is None else largest_tensor
+    return Work(
+        sweep_bytes=num_elements * (axpy_bytes + 4 * z),
+        num_kernels=3 * num_tensors,
+        # The second temporary is made while the first is alive; then the sum while the second is.
+        workspace_bytes=largest * (z + max(z, theta)),
+    )
+
+
+def update_work(
+    num_elements: int,
+    *,
+    dtype: DType = "float32",
+    direction_dtype: DType | None = None,
+    arithmetic: Arithmetic = "fused",
+    num_tensors: int = 1,
+    largest_tensor: int | None = None,
+    weight_decay: bool = False,
+) -> Work:
+    """Return the work of a step along a drawn direction: a perturbation's passes, and those of a weight decay.
+
+    Weight decay scales θ in place (one read, one write, one kernel per tensor); the literal form makes a
+    temporary of it and adds that to the step.
+    """
+    theta = DTYPE_BYTES[dtype]
+    step = perturb_work(
+        num_elements,
+        dtype=dtype,
+        direction_dtype=direction_dtype,
+        arithmetic=arithmetic,
+        num_tensors=num_tensors,
+        largest_tensor=largest_tensor,
+    )
+    if not weight_decay:
+        return step
+    if arithmetic != "literal":
+        return step + Work(sweep_bytes=2 * theta * num_elements, num_kernels=num_tensors)
+    largest = num_elements if largest_tensor is None else largest_tensor
+    return step + Work(
+        sweep_bytes=5 * theta * num_elements,
+        num_kernels=2 * num_tensors,
+        workspace_bytes=3 * theta * largest,
+    )
+
+
+def cast_work(num_elements: int, *, source: DType, target: DType, num_tensors: int = 1) -> Work:
+    """Return the work of rewriting `num_elements` in another format: one read, one write."""
+    width = DTYPE_BYTES[source] + DTYPE_BYTES[target]
+    return Work(sweep_bytes=num_elements * width, num_kernels=num_tensors)
+
+
+def copy_work(size_bytes: int) -> Work:
+    """Return the work of moving one contiguous buffer between memories."""
+    return Work(copy_bytes=size_bytes, num_kernels=1)
+
+
+def allocation_work(size_bytes: int, *, num_allocations: int = 1) -> Work:
+    """Return the work of asking the device for memory that no cache holds, first touch included."""
+    return Work(num_allocations=num_allocations, allocation_bytes=size_bytes)
