@@ -1,0 +1,454 @@
+"""Training and evaluation data: JSON lines, read at random, so that a resumed run needs no state.
+
+A line is either tokens, ``{"input_ids": [...], "labels": [...]}`` with `labels` optional, or fields of a
+prompt template (:mod:`executors.prompts`). Files are indexed by the offsets of their lines and never loaded
+as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from executors.prompts import (
+    IGNORED,
+    Example,
+    JsonObject,
+    OffsetTokenizer,
+    PromptTemplate,
+    Question,
+    did_you_mean,
+)
+from topology.errors import DataError
+
+NUM_CHECKED_AT_START = 2000
+"""Lines read when a file is opened, so that most mistakes show before anything else is started."""
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class LineFile:
+    """Where the lines of a JSON-lines file begin. Blank lines do not count.
+
+    Attributes
+    ----------
+    path : Path
+    offsets : array of int64
+        First byte of each line.
+    numbers : array of int64
+        Its number in the file, from 1, for messages.
+    sha256 : str
+        Digest of the whole file.
+    """
+
+    path: Path
+    offsets: npt.NDArray[np.int64]
+    numbers: npt.NDArray[np.int64]
+    sha256: str
+
+    @classmethod
+    def index(cls, path: str | Path) -> LineFile:
+        """Return the index of a file, read once from end to end.
+
+        Raises
+        ------
+        DataError
+            If the file is missing, cannot be read, or has no line.
+        """
+        path = Path(path)
+        digest = hashlib.sha256()
+        offsets, numbers, at = [], [], 0
+        try:
+            with path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    digest.update(line)
+                    if line.removeprefix(_BYTE_ORDER_MARK).strip():
+                        offsets.append(at)
+                        numbers.append(number)
+                    at += len(line)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        if not offsets:
+            raise DataError(f"{path} is empty", hint='write one example a line: {"input_ids": [...]}')
+        return cls(path, np.array(offsets, np.int64), np.array(numbers, np.int64), digest.hexdigest())
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def read(self, indices: Sequence[int]) -> Iterator[JsonObject]:
+        """Yield the objects on some lines, counted from 0 without the blank ones.
+
+        Raises
+        ------
+        DataError
+            If a line is not a JSON object, or the file can no longer be read.
+        """
+        try:
+            with self.path.open("rb") as file:
+                for index in indices:
+                    file.seek(self.offsets[index])
+                    yield self._parse(index, file.readline())
+        except OSError as error:
+            raise _unreadable(self.path, error) from None
+
+    def where(self, index: int) -> str:
+        """Return the place of a line in words."""
+        return f"{self.path}, line {self.numbers[index]}"
+
+    def _parse(self, index: int, line: bytes) -> JsonObject:
+        try:
+            value = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.where(index)} is not UTF-8: {error.reason}") from None
+        except json.JSONDecodeError as error:
+            shown = line[:60].decode(errors="replace").strip()
+            raise DataError(
+                f"{self.where(index)} is not JSON: {error.msg} at column {error.colno}: {shown}",
+                hint="each line is one JSON object of its own; a JSON array over many lines is not JSON lines",
+            ) from None
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{self.where(index)} holds a JSON {type(value).__name__}, an example is an object",
+                hint='write {"input_ids": [...], "labels": [...]} or the fields of a template',
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an example must respect to be fed to a model.
+
+    Attributes
+    ----------
+    vocab_size : int or None
+        Token ids and labels must be below it.
+    max_length : int or None
+        Longest sequence, in tokens.
+    truncate : bool
+        Whether longer ones are cut rather than refused.
+    """
+
+    vocab_size: int | None = None
+    max_length: int | None = None
+    truncate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length < 2:
+            raise DataError(f"max_length={self.max_length} leaves nothing to predict", hint="use at least 2")
+
+    def fit(self, example: Example, where: str, *, num_kept: int = 0) -> Example:
+        """Return the example, cut if that was asked.
+
+        Raises
+        ------
+        DataError
+            If it is too long, has a token outside the vocabulary, or asks for nothing.
+        """
+        if self.max_length is not None and len(example) > self.max_length:
+            if not self.truncate:
+                raise DataError(
+                    f"{where} has {len(example)} tokens, the run's sequences have {self.max_length}",
+                    hint=f"use --seq {len(example)} or more, or --truncate to cut long examples",
+                )
+            example = example.truncated(self.max_length, num_kept=num_kept)
+        if self.vocab_size is not None:
+            self._check_vocabulary("input_ids", example.input_ids, where)
+            self._check_vocabulary("labels", [x for x in example.labels if x != IGNORED], where)
+        if not any(at > 0 for at in example.asked):
+            raise DataError(
+                f"{where} asks for nothing: no position after the first carries a label",
+                hint="labels of -100 are ignored, and nothing predicts the first token; give at least one label",
+            )
+        return example
+
+    def _check_vocabulary(self, name: str, tokens: Sequence[int], where: str) -> None:
+        if tokens and max(tokens) >= (self.vocab_size or 0):
+            raise DataError(
+                f"{where}: {name} holds {max(tokens)}, the model's vocabulary has {self.vocab_size} tokens",
+                hint="was the file made with another model's tokenizer?",
+            )
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Examples of one file, in the order of its lines.
+
+    Attributes
+    ----------
+    lines : LineFile
+    limits : Limits
+    template : PromptTemplate or None
+        None for lines of tokens.
+    tokenizer : OffsetTokenizer or None
+        The model's, needed with a template.
+    """
+
+    lines: LineFile
+    limits: Limits = Limits()
+    template: PromptTemplate | None = None
+    tokenizer: OffsetTokenizer | None = None
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def examples(self, indices: Sequence[int]) -> list[Example]:
+        """Return the training examples of some lines.
+
+        Raises
+        ------
+        DataError
+            If a line cannot be used; the message has its number.
+        """
+        return [question.candidates[question.answer] for question in self.questions(indices)]
+
+    def questions(self, indices: Sequence[int]) -> list[Question]:
+        """Return some lines as candidates to choose from; a line of tokens has only its own.
+
+        Raises
+        ------
+        DataError
+            As :meth:`examples`.
+        """
+        pairs = zip(indices, self.lines.read(indices), strict=True)
+        return [self._question(line, self.lines.where(index)) for index, line in pairs]
+
+    def check(self, num_lines: int | None = None) -> None:
+        """Read the first lines (None: all) and raise for one that cannot be used.
+
+        Raises
+        ------
+        DataError
+            As :meth:`examples`.
+        """
+        num_lines = len(self) if num_lines is None else min(num_lines, len(self))
+        for start in range(0, num_lines, 1000):
+            self.questions(range(start, min(start + 1000, num_lines)))
+
+    def _question(self, line: JsonObject, where: str) -> Question:
+        if self.template is None or self.tokenizer is None:
+            return Question((self.limits.fit(_tokens_of(line, where), where),), 0)
+        try:
+            question, num_kept = self.template.encode(line, self.tokenizer)
+        except DataError as error:
+            raise DataError(f"{where}: {error.message}", hint=error.hint) from None
+        fitted = (self.limits.fit(example, where, num_kept=num_kept) for example in question.candidates)
+        return Question(tuple(fitted), question.answer)
+
+
+def open_dataset(
+    path: str | Path,
+    *,
+    limits: Limits = Limits(),
+    template: PromptTemplate | None = None,
+    tokenizer: OffsetTokenizer | None = None,
+) -> Dataset:
+    """Return a file's examples, the first lines already checked.
+
+    Parameters
+    ----------
+    path : str or Path
+        JSON lines of tokens or of a template's fields; which of the two is told by the first line.
+    limits : Limits
+    template : PromptTemplate, optional
+        For lines of text. Lines with a ``text`` field and no template are plain language modelling.
+    tokenizer : OffsetTokenizer, optional
+        The model's, for lines of text.
+
+    Raises
+    ------
+    DataError
+        If the file cannot be used; the message names the line where there is one.
+    """
+    lines = LineFile.index(path)
+    (first,) = lines.read([0])
+    if "input_ids" in first:
+        dataset = Dataset(lines, limits)
+        if template is not None:
+            raise DataError(
+                f"{path} holds tokens, so the template {template.text!r} has no use", hint="leave it out"
+            )
+    else:
+        dataset = Dataset(
+            lines, limits, template or _default_template(first, lines), _usable(tokenizer, path)
+        )
+    dataset.check(NUM_CHECKED_AT_START)
+    return dataset
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Padded examples.
+
+    Attributes
+    ----------
+    input_ids, attention_mask, labels : LongTensor (batch, length)
+        Padded on the right; labels are -100 and the mask 0 where padded.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    labels: torch.Tensor
+
+
+def pad(examples: Sequence[Example], *, length: int | None = None, pad_token: int = 0) -> Batch:
+    """Return examples as one batch, padded on the right.
+
+    Parameters
+    ----------
+    examples : sequence of Example
+    length : int, optional
+        Columns; by default those of the longest example.
+    pad_token : int
+        Token that padded positions hold. A causal model's other positions do not see it.
+
+    Raises
+    ------
+    DataError
+        If an example is longer than `length`.
+    """
+    longest = max(len(example) for example in examples)
+    if length is not None and longest > length:
+        raise DataError(f"an example of {longest} tokens does not fit a batch of length {length}")
+    shape = (len(examples), length or longest)
+    input_ids = torch.full(shape, pad_token, dtype=torch.long)
+    labels = torch.full(shape, IGNORED, dtype=torch.long)
+    mask = torch.zeros(shape, dtype=torch.long)
+    for row, example in enumerate(examples):
+        num = len(example)
+        input_ids[row, :num] = torch.tensor(example.input_ids)
+        labels[row, :num] = torch.tensor(example.labels)
+        mask[row, :num] = 1
+    return Batch(input_ids, mask, labels)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches by number: batch ``k`` is a function of ``k`` alone.
+
+    Attributes
+    ----------
+    dataset : Dataset
+    batch_size : int
+    shuffle : bool
+        Off: batch ``k`` is lines ``k·B`` to ``k·B + B - 1``, wrapping. On: the same walk over a fresh seeded
+        permutation of the lines in each epoch.
+    seed : int
+        Of the permutations; torch's generators are neither used nor moved.
+    length : int or None
+        Pad every batch to this many tokens; None: to its longest example.
+    pad_token : int
+
+    Raises
+    ------
+    DataError
+        If `batch_size` or `seed` is out of range.
+    """
+
+    dataset: Dataset
+    batch_size: int
+    shuffle: bool = False
+    seed: int = 0
+    length: int | None = None
+    pad_token: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise DataError(f"batch_size={self.batch_size} must be at least 1")
+        if self.seed < 0:
+            raise DataError(f"seed={self.seed} must be at least 0")
+
+    def indices(self, k: int) -> tuple[int, ...]:
+        """Return the lines of batch `k`, counted from 0."""
+        walked = range(k * self.batch_size, (k + 1) * self.batch_size)
+        return tuple(self._line(*divmod(position, len(self.dataset))) for position in walked)
+
+    def batch(self, k: int) -> Batch:
+        """Return batch `k`.
+
+        Raises
+        ------
+        DataError
+            If one of its lines cannot be used.
+        """
+        examples = self.dataset.examples(self.indices(k))
+        return pad(examples, length=self.length, pad_token=self.pad_token)
+
+    def _line(self, epoch: int, place: int) -> int:
+        return int(_permutation(self.seed, epoch, len(self.dataset))[place]) if self.shuffle else place
+
+
+@lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, num: int) -> npt.NDArray[np.int64]:
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num)
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        parent = path.parent
+        near = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
+        return DataError(
+            f"there is no data file {path}",
+            hint=did_you_mean(path.name, near[:1000], kind=f"files in {parent}"),
+        )
+    return DataError(f"{path} cannot be read: {error.strerror}")
+
+
+def _tokens_of(line: JsonObject, where: str) -> Example:
+    if "input_ids" not in line:
+        raise DataError(
+            f"{where} has no input_ids", hint=did_you_mean("input_ids", list(line), kind="its fields")
+        )
+    input_ids = _token_list(line, "input_ids", where, lowest=0)
+    if line.get("labels") is None:
+        return Example(input_ids, input_ids)
+    labels = _token_list(line, "labels", where, lowest=IGNORED)
+    if len(labels) != len(input_ids):
+        raise DataError(
+            f"{where} has {len(input_ids)} input_ids and {len(labels)} labels",
+            hint="one label for each token, -100 where nothing is asked; the model shifts them itself",
+        )
+    return Example(input_ids, labels)
+
+
+def _token_list(line: Mapping[str, Any], name: str, where: str, *, lowest: int) -> tuple[int, ...]:
+    value = line[name]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: {name} must be a list of token ids, got {value!r:.60}")
+    for token in value:
+        if type(token) is not int or token < lowest or lowest < token < 0:
+            rule = "whole numbers from 0" + (" (or -100)" if lowest else "")
+            raise DataError(f"{where}: {name} holds {token!r:.60}, token ids are {rule}")
+    return tuple(value)
+
+
+def _default_template(first: JsonObject, lines: LineFile) -> PromptTemplate:
+    if "text" in first and "label" not in first:
+        return PromptTemplate("{text}")
+    raise DataError(
+        f"{lines.where(0)} has neither input_ids nor a template to read its fields with",
+        hint=f'its fields are {", ".join(first) or "none"}; give --template, such as "{{text}} It was {{label}}."',
+    )
+
+
+def _usable(tokenizer: OffsetTokenizer | None, path: str | Path) -> OffsetTokenizer:
+    if tokenizer is None:
+        raise DataError(
+            f"{path} holds text, but the model comes without a tokenizer",
+            hint="put the tokenizer's files beside the model's, or give lines of input_ids",
+        )
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{path} holds text, but the model's tokenizer cannot tell which token covers a label word",
+            hint="install its fast version (the tokenizers package), or give lines of input_ids",
+        )
+    return tokenizer

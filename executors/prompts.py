@@ -1,0 +1,292 @@
+"""Examples as token ids, and the prompt templates that make them from text.
+
+A template is ordinary text with field names in braces, such as ``"{text} It was {label}."``. The field
+``{label}`` is where the label word goes; only the tokens of that word carry labels, so the loss asks for it
+alone. A template without ``{label}`` is plain language modelling.
+"""
+
+from __future__ import annotations
+
+import difflib
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from topology.errors import DataError
+
+IGNORED = -100
+"""Label of a position that takes no part in the loss, transformers' convention."""
+
+LABEL_FIELD = "label"
+CHOICES_FIELD = "choices"
+
+JsonObject = Mapping[str, Any]
+
+
+class OffsetTokenizer(Protocol):
+    """What is used of a transformers tokenizer: calling it, and token positions in the text."""
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether it can say which characters a token covers."""
+
+    def __call__(self, text: str, *, return_offsets_mapping: bool) -> Mapping[str, Any]:
+        """Return ``input_ids`` and ``offset_mapping``, special tokens included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One sequence and what is asked of it.
+
+    Attributes
+    ----------
+    input_ids, labels : tuple of int
+        Of equal length; a label of -100 is not asked for. The model itself shifts labels by one position.
+    """
+
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """Positions that carry a label."""
+        return tuple(at for at, label in enumerate(self.labels) if label != IGNORED)
+
+    def truncated(self, max_length: int, *, num_kept: int = 0) -> Example:
+        """Return at most `max_length` tokens.
+
+        A masked prompt loses its beginning, after the first `num_kept` tokens, so that what is asked stays;
+        a sequence that carries labels from its start loses its end.
+        """
+        if len(self) <= max_length:
+            return self
+        if self.labels[0] != IGNORED:
+            return Example(self.input_ids[:max_length], self.labels[:max_length])
+        num_kept = min(num_kept, max_length)
+        rest = len(self) - (max_length - num_kept)
+        return Example(
+            self.input_ids[:num_kept] + self.input_ids[rest:], self.labels[:num_kept] + self.labels[rest:]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Candidate completions of one prompt.
+
+    Attributes
+    ----------
+    candidates : tuple of Example
+        Each labels only its own completion.
+    answer : int
+        Index of the right one.
+    """
+
+    candidates: tuple[Example, ...]
+    answer: int
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """Text with named fields, and the words that labels are spelled as.
+
+    Attributes
+    ----------
+    text : str
+        The template.
+    label_words : mapping of str to str
+        Word of each label, by the label as JSON spells it (``"0"``, ``"entailment"``, ``"true"``). Empty: the
+        label is its own word, or the index of one of the line's ``choices``.
+
+    Raises
+    ------
+    DataError
+        If the template is not well formed.
+
+    Examples
+    --------
+    >>> template = PromptTemplate("{text} It was {label}.", {"0": "terrible", "1": "great"})
+    >>> template.fill({"text": "I loved it.", "label": 1}, "great")
+    ('I loved it. It was great.', (19, 24))
+    """
+
+    text: str
+    label_words: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        fields = [name for _, name in self._pieces if name is not None]
+        if not fields:
+            raise DataError(
+                f"template {self.text!r} names no field", hint='name one in braces: "{text} It was {label}."'
+            )
+        if fields.count(LABEL_FIELD) > 1:
+            raise DataError(
+                f"template {self.text!r} has {{label}} {fields.count(LABEL_FIELD)} times; once is enough"
+            )
+        if self.label_words and LABEL_FIELD not in fields:
+            raise DataError(
+                f"label words are given, but template {self.text!r} has no {{label}}",
+                hint='say where the word goes: "{text} It was {label}."',
+            )
+
+    @cached_property
+    def _pieces(self) -> tuple[tuple[str, str | None], ...]:
+        """(literal text, field after it) pairs."""
+        try:
+            parsed = list(string.Formatter().parse(self.text))
+        except ValueError as error:
+            raise DataError(
+                f"template {self.text!r} cannot be read: {error}",
+                hint="double a brace that is meant literally",
+            ) from None
+        for _, name, spec, conversion in parsed:
+            if name is not None and (not name.isidentifier() or spec or conversion):
+                shown = f"{{{name}{'!' + conversion if conversion else ''}{':' + spec if spec else ''}}}"
+                raise DataError(
+                    f"template {self.text!r}: {shown} is not a plain field name",
+                    hint="write {name}, where name is a field of every line; double a literal brace",
+                )
+        return tuple((literal, name) for literal, name, _, _ in parsed)
+
+    @property
+    def asks_for_label(self) -> bool:
+        """Whether the template has a ``{label}``."""
+        return any(name == LABEL_FIELD for _, name in self._pieces)
+
+    def fill(self, line: JsonObject, word: str | None) -> tuple[str, tuple[int, int]]:
+        """Return the filled template and the span of characters that carries labels.
+
+        Parameters
+        ----------
+        line : mapping
+            Fields by name.
+        word : str or None
+            What stands for ``{label}``; None where the template has none, and everything carries labels.
+
+        Raises
+        ------
+        DataError
+            If the template names a field that the line has not.
+        """
+        out, span = "", (0, 0)
+        for literal, name in self._pieces:
+            out += literal
+            if name == LABEL_FIELD and word is not None:
+                span = (len(out), len(out) + len(word))
+                out += word
+            elif name is not None:
+                out += _plain(_field(line, name, self.text))
+        return out, span if word is not None else (0, len(out))
+
+    def words(self, line: JsonObject) -> tuple[tuple[str, ...], int]:
+        """Return the candidate words of a line and the index of the right one.
+
+        Raises
+        ------
+        DataError
+            If the line has no label, or one that no word or choice stands for.
+        """
+        label = _field(line, LABEL_FIELD, self.text)
+        if self.label_words:
+            return self._mapped(label)
+        if CHOICES_FIELD in line:
+            return _chosen(line[CHOICES_FIELD], label)
+        return (_plain(label),), 0
+
+    def _mapped(self, label: object) -> tuple[tuple[str, ...], int]:
+        key = _plain(label)
+        if key not in self.label_words:
+            known = ", ".join(f"{name}={word}" for name, word in self.label_words.items())
+            raise DataError(f"label {key!r} has no label word", hint=f"label words are {known}")
+        return tuple(self.label_words.values()), list(self.label_words).index(key)
+
+    def encode(self, line: JsonObject, tokenizer: OffsetTokenizer) -> tuple[Question, int]:
+        """Return a line as its candidates in tokens, and the number of special tokens that open each.
+
+        Raises
+        ------
+        DataError
+            As :meth:`fill` and :meth:`words`.
+        """
+        words, answer = self.words(line) if self.asks_for_label else ((None,), 0)
+        encoded = [_tokens(*self.fill(line, word), tokenizer) for word in words]
+        return Question(tuple(example for example, _ in encoded), answer), encoded[0][1]
+
+
+def parse_label_words(text: str) -> dict[str, str]:
+    """Return label words from their command-line form.
+
+    Raises
+    ------
+    DataError
+        If a part has no ``=``, a word is empty, or a label or a word stands twice.
+
+    Examples
+    --------
+    >>> parse_label_words("0=terrible,1=great")
+    {'0': 'terrible', '1': 'great'}
+    """
+    words: dict[str, str] = {}
+    for part in text.split(","):
+        label, equals, word = part.partition("=")
+        label = label.strip()
+        if not equals or not word.strip() or not label:
+            raise DataError(f"label words {text!r}: cannot read {part!r}", hint="write label=word,label=word")
+        if label in words or word in words.values():
+            raise DataError(f"label words {text!r}: {part!r} repeats a label or a word")
+        words[label] = word
+    return words
+
+
+def did_you_mean(name: str, known: Sequence[str], *, kind: str) -> str:
+    """Return a hint that offers the names closest to `name`, or all of them."""
+    close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else f"{kind} are " + (", ".join(known) or "none")
+
+
+def _tokens(text: str, span: tuple[int, int], tokenizer: OffsetTokenizer) -> tuple[Example, int]:
+    encoding = tokenizer(text, return_offsets_mapping=True)
+    ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
+    begin, end = span
+    labels = [
+        token if start < end and stop > begin else IGNORED
+        for token, (start, stop) in zip(ids, offsets, strict=True)
+    ]
+    num_special = next((at for at, (start, stop) in enumerate(offsets) if stop > start), 0)
+    return Example(tuple(ids), tuple(labels)), num_special
+
+
+def _field(line: JsonObject, name: str, template: str) -> object:
+    try:
+        return line[name]
+    except KeyError:
+        raise DataError(
+            f"template {template!r} names {{{name}}}, which the line does not have",
+            hint=did_you_mean(name, list(line), kind="its fields"),
+        ) from None
+
+
+def _chosen(choices: object, label: object) -> tuple[tuple[str, ...], int]:
+    if not isinstance(choices, list) or not choices:
+        raise DataError(f"choices must be a list of answers, got {choices!r}"[:200])
+    words = tuple(_plain(choice) for choice in choices)
+    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(words):
+        return words, label
+    if isinstance(label, str) and label in words:
+        return words, words.index(label)
+    raise DataError(
+        f"label {label!r} is neither an index of the {len(words)} choices nor one of them",
+        hint="indices count from 0",
+    )
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise DataError(f"a template's field must be text or a number, got {type(value).__name__}")

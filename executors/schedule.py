@@ -1,0 +1,92 @@
+"""Learning rates as pure functions of the step, so that replaying a run needs no scheduler state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from topology.errors import RunError
+
+ScheduleKind = Literal["constant", "linear", "cosine"]
+SCHEDULE_KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The learning rate that each step's update is applied with.
+
+    Attributes
+    ----------
+    kind : str
+        ``"constant"``, ``"linear"`` (to zero) or ``"cosine"`` (half a period, to zero).
+    learning_rate : float
+        The largest rate, ``lr0``.
+    num_steps : int
+        Steps of the whole run, ``T``; a resumed run must state the same number.
+    warmup_steps : int
+        Steps ``W`` over which the rate climbs linearly before `kind` takes over.
+
+    Raises
+    ------
+    RunError
+        If a field is out of range.
+
+    Notes
+    -----
+    With ``t`` from 0: during warm-up ``lr0 · (t + 1) / (W + 1)``, so that no step is wasted at rate 0 and the
+    first step after warm-up is the first at ``lr0``. Afterwards, with ``p = (t - W) / (T - W)``: constant
+    ``lr0``, linear ``lr0 · (1 - p)``, cosine ``lr0 · (1 + cos πp) / 2``. Steps from ``T`` on keep ``p = 1``.
+    Without warm-up the linear schedule is ``lr0 · (1 - t / T)`` in exactly these operations.
+
+    Examples
+    --------
+    >>> [Schedule("linear", 1.0, num_steps=4).at(t) for t in range(5)]
+    [1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+
+    kind: ScheduleKind
+    learning_rate: float
+    num_steps: int
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in SCHEDULE_KINDS:
+            raise RunError(
+                f"there is no learning-rate schedule {self.kind!r}",
+                hint="schedules are " + ", ".join(SCHEDULE_KINDS),
+            )
+        if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
+            raise RunError(
+                f"learning_rate={self.learning_rate} must be a finite number of at least 0",
+                hint="zeroth-order runs often start from 1e-6 (large models) to 1e-4 (small ones)",
+            )
+        if self.num_steps < 1:
+            raise RunError(f"num_steps={self.num_steps} must be at least 1")
+        if not 0 <= self.warmup_steps < self.num_steps:
+            raise RunError(
+                f"warmup_steps={self.warmup_steps} must be at least 0 and below num_steps={self.num_steps}",
+                hint="a twentieth of the steps is common",
+            )
+
+    def at(self, step: int) -> float:
+        """Return the learning rate of `step` (from 0).
+
+        Raises
+        ------
+        ValueError
+            If `step` is negative.
+        """
+        if step < 0:
+            message = f"step={step} must be at least 0"
+            raise ValueError(message)
+        if step < self.warmup_steps:
+            return self.learning_rate * ((step + 1) / (self.warmup_steps + 1))
+        return self.learning_rate * self._decay(step)
+
+    def _decay(self, step: int) -> float:
+        if self.kind == "constant":
+            return 1.0
+        past = min(step, self.num_steps) - self.warmup_steps
+        progress = past / (self.num_steps - self.warmup_steps)
+        return 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2

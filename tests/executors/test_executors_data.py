@@ -1,0 +1,299 @@
+"""Data files: batching by number, prompts, and every way in which a file can be wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from executors.data import Batches, Dataset, Limits, LineFile, open_dataset
+from executors.prompts import IGNORED, Example, PromptTemplate, parse_label_words
+from topology.errors import DataError
+
+
+def write_lines(folder: Path, lines: Iterable[Any], name: str = "data.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and one opening token, as OPT's tokenizer has."""
+    from tokenizers.processors import TemplateProcessing
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: at for at, letter in enumerate(alphabet)} | {"<s>": 256}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+
+
+@pytest.fixture
+def five(tmp_path: Path) -> Dataset:
+    return open_dataset(
+        write_lines(tmp_path, [{"input_ids": [*[7, 8, 9][: 2 + at % 2], at]} for at in range(5)])
+    )
+
+
+class TestBatches:
+    def test_unshuffled_batches_walk_the_lines_and_wrap(self, five: Dataset) -> None:
+        batches = Batches(five, 3)
+        assert [batches.indices(k) for k in range(4)] == [(0, 1, 2), (3, 4, 0), (1, 2, 3), (4, 0, 1)]
+
+    def test_a_batch_may_be_larger_than_the_file(self, five: Dataset) -> None:
+        assert Batches(five, 7).indices(1) == (2, 3, 4, 0, 1, 2, 3)
+
+    def test_pads_on_the_right_to_the_longest(self, five: Dataset) -> None:
+        batch = Batches(five, 2, pad_token=99).batch(0)
+        assert batch.input_ids.tolist() == [[7, 8, 0, 99], [7, 8, 9, 1]]
+        assert batch.labels.tolist() == [[7, 8, 0, -100], [7, 8, 9, 1]]
+        assert batch.attention_mask.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+        assert {t.dtype for t in (batch.input_ids, batch.labels, batch.attention_mask)} == {torch.long}
+
+    def test_pads_to_a_fixed_length_when_asked(self, five: Dataset) -> None:
+        assert Batches(five, 2, length=6).batch(1).input_ids.shape == (2, 6)
+        with pytest.raises(DataError, match="4 tokens does not fit a batch of length 3"):
+            Batches(five, 2, length=3).batch(0)
+
+    @settings(deadline=None)
+    @given(st.integers(1, 9), st.integers(0, 2**40), st.integers(1, 6))
+    def test_each_shuffled_epoch_is_a_permutation(self, batch_size: int, seed: int, num_epochs: int) -> None:
+        num_lines = 5
+        lines = LineFile(Path("unread"), *(torch.arange(num_lines).numpy(),) * 2, "")
+        batches = Batches(Dataset(lines), batch_size, shuffle=True, seed=seed)
+        walked = [at for k in range(num_epochs * num_lines) for at in batches.indices(k)]
+        for epoch in range(num_epochs):
+            assert sorted(walked[epoch * num_lines : (epoch + 1) * num_lines]) == list(range(num_lines))
+
+    def test_shuffling_is_random_access_and_leaves_torch_alone(self, five: Dataset) -> None:
+        before = torch.random.get_rng_state()
+        forwards = [Batches(five, 2, shuffle=True, seed=3).indices(k) for k in range(20)]
+        torch.manual_seed(1)
+        backwards = [Batches(five, 2, shuffle=True, seed=3).indices(k) for k in reversed(range(20))]
+        assert forwards == backwards[::-1]
+        assert len(set(forwards)) > 5
+        torch.random.set_rng_state(before)
+        Batches(five, 2, shuffle=True, seed=4).batch(11)
+        assert torch.equal(before, torch.random.get_rng_state())
+
+    @pytest.mark.parametrize("field", [{"batch_size": 0}, {"batch_size": 1, "seed": -1}])
+    def test_refuses_nonsense(self, five: Dataset, field: dict[str, int]) -> None:
+        with pytest.raises(DataError, match="must be at least"):
+            Batches(five, **field)
+
+
+class TestLines:
+    def test_labels_default_to_the_tokens(self, tmp_path: Path) -> None:
+        path = write_lines(tmp_path, [{"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": [-100, 5]}])
+        assert open_dataset(path).examples([0, 1]) == [Example((1, 2), (1, 2)), Example((1, 2), (IGNORED, 5))]
+
+    def test_blank_lines_and_byte_order_marks_do_not_count(self, tmp_path: Path) -> None:
+        path = tmp_path / "data.jsonl"
+        path.write_bytes(b'\xef\xbb\xbf{"input_ids": [1, 1]}\r\n\n  \n{"input_ids": [2, 2]}')
+        data = open_dataset(path)
+        assert [example.input_ids for example in data.examples([1, 0])] == [(2, 2), (1, 1)]
+        assert data.lines.where(1) == f"{path}, line 4"
+
+    def test_the_digest_is_of_the_whole_file(self, tmp_path: Path) -> None:
+        one = write_lines(tmp_path, [{"input_ids": [1, 2]}])
+        two = write_lines(tmp_path, [{"input_ids": [1, 3]}], "other.jsonl")
+        assert LineFile.index(one).sha256 != LineFile.index(two).sha256
+
+    @pytest.mark.parametrize(
+        ("lines", "words"),
+        [
+            ([], "is empty"),
+            (["", "  "], "is empty"),
+            ([{"input_ids": [1, 2]}, '{"input_ids": [1, '], "line 2 is not JSON"),
+            (["[", "]"], "line 1 is not JSON"),
+            ([[1, 2]], "line 1 holds a JSON list"),
+            (
+                [{"input_ids": [1, 2]}, {"input_id": [1, 2]}],
+                "line 2 has no input_ids\n\nhint: did you mean input_id?",
+            ),
+            ([{"input_ids": "abc"}], "line 1: input_ids must be a list"),
+            ([{"input_ids": []}], "line 1: input_ids must be a list"),
+            ([{"input_ids": [1, 2.5]}], "input_ids holds 2.5"),
+            ([{"input_ids": [1, True]}], "input_ids holds True"),
+            ([{"input_ids": [1, -1]}], "input_ids holds -1"),
+            ([{"input_ids": [1, 2], "labels": [1, -2]}], "labels holds -2"),
+            ([{"input_ids": [1, 2], "labels": [1]}], "2 input_ids and 1 labels"),
+            ([{"input_ids": [1, 2], "labels": [1, -100]}], "line 1 asks for nothing"),
+            ([{"input_ids": [1]}], "line 1 asks for nothing"),
+            ([{"input_ids": [1, 50]}], "input_ids holds 50, the model's vocabulary has 50"),
+            ([{"input_ids": [1, 2], "labels": [-100, 77]}], "labels holds 77"),
+            ([{"input_ids": [1] * 9}], "9 tokens, the run's sequences have 8"),
+            ([{"question": "a", "label": 1}], "neither input_ids nor a template"),
+            ([{"text": "a"}], "without a tokenizer"),
+        ],
+    )
+    def test_says_what_is_wrong_and_where(self, tmp_path: Path, lines: list[Any], words: str) -> None:
+        with pytest.raises(DataError) as caught:
+            open_dataset(write_lines(tmp_path, lines), limits=Limits(vocab_size=50, max_length=8))
+        assert words in str(caught.value)
+
+    def test_a_missing_file_offers_its_neighbour(self, tmp_path: Path) -> None:
+        write_lines(tmp_path, [{"input_ids": [1, 2]}], "train.jsonl")
+        with pytest.raises(DataError, match=r"no data file .*trian.jsonl\n\nhint: did you mean train.jsonl"):
+            open_dataset(tmp_path / "trian.jsonl")
+
+    def test_a_folder_is_not_a_file(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="cannot be read"):
+            open_dataset(tmp_path)
+
+    def test_bytes_that_are_not_text(self, tmp_path: Path) -> None:
+        (tmp_path / "data.jsonl").write_bytes(b'{"text": "\xff"}\n')
+        with pytest.raises(DataError, match="line 1 is not UTF-8"):
+            open_dataset(tmp_path / "data.jsonl")
+
+    def test_a_late_mistake_is_found_when_it_is_reached(self, tmp_path: Path) -> None:
+        path = write_lines(tmp_path, [{"input_ids": [1, 2]}] * 2500 + ["oops"])
+        data = open_dataset(path)
+        with pytest.raises(DataError, match="line 2501"):
+            Batches(data, 1).batch(2500)
+        with pytest.raises(DataError, match="line 2501"):
+            data.check()
+
+    def test_truncates_only_when_asked(self, tmp_path: Path) -> None:
+        masked = {"input_ids": list(range(10)), "labels": [-100] * 9 + [9]}
+        path = write_lines(tmp_path, [{"input_ids": list(range(10))}, masked])
+        data = open_dataset(path, limits=Limits(max_length=4, truncate=True))
+        assert data.examples([0, 1]) == [
+            Example((0, 1, 2, 3), (0, 1, 2, 3)),
+            Example((6, 7, 8, 9), (IGNORED, IGNORED, IGNORED, 9)),
+        ]
+
+
+class TestPrompts:
+    TEMPLATE = PromptTemplate("{text} It was {label}.", {"0": "bad", "1": "good"})
+
+    def asked(self, example: Example, tokenizer: PreTrainedTokenizerFast) -> str:
+        return tokenizer.decode([label for label in example.labels if label != IGNORED])
+
+    def test_only_the_label_word_carries_labels(
+        self, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        path = write_lines(tmp_path, [{"text": "Fine é.", "label": 1}, {"text": "No.", "label": 0}])
+        data = open_dataset(path, template=self.TEMPLATE, tokenizer=tokenizer)
+        first, second = data.examples([0, 1])
+        assert tokenizer.decode(first.input_ids) == "<s>Fine é. It was good."
+        assert self.asked(first, tokenizer) == "good"
+        assert self.asked(second, tokenizer) == "bad"
+        (question,) = data.questions([1])
+        assert [self.asked(candidate, tokenizer) for candidate in question.candidates] == ["bad", "good"]
+        assert question.answer == 0
+
+    def test_a_word_with_its_space_merged_is_found(self, tmp_path: Path) -> None:
+        inner = Tokenizer(
+            models.WordLevel({"▁It": 0, "▁was": 1, "▁good": 2, "?": 3, "▁so": 4}, unk_token="?")
+        )
+        inner.pre_tokenizer = pre_tokenizers.Metaspace()
+        words = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?")
+        template = PromptTemplate("{text} It was {label} so", {"1": "good"})
+        path = write_lines(tmp_path, [{"text": "It", "label": 1}])
+        (example,) = open_dataset(path, template=template, tokenizer=words).examples([0])
+        assert example.input_ids == (0, 0, 1, 2, 4)
+        assert example.labels == (IGNORED, IGNORED, IGNORED, 2, IGNORED)
+
+    def test_multiple_choice_by_index_and_by_text(
+        self, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        lines = [{"q": "2+2?", "choices": ["3", "4"], "label": label} for label in (1, "4")]
+        data = open_dataset(
+            write_lines(tmp_path, lines), template=PromptTemplate("{q} {label}"), tokenizer=tokenizer
+        )
+        assert [question.answer for question in data.questions([0, 1])] == [1, 1]
+        assert self.asked(data.examples([0])[0], tokenizer) == "4"
+
+    def test_text_alone_is_language_modelling(
+        self, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        data = open_dataset(write_lines(tmp_path, [{"text": "abc"}]), tokenizer=tokenizer)
+        (example,) = data.examples([0])
+        assert self.asked(example, tokenizer) == "abc"
+
+    def test_a_long_prompt_keeps_its_opening_token_and_its_end(
+        self, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        path = write_lines(tmp_path, [{"text": "x" * 50, "label": 1}])
+        limits = Limits(max_length=16, truncate=True)
+        (example,) = open_dataset(path, limits=limits, template=self.TEMPLATE, tokenizer=tokenizer).examples(
+            [0]
+        )
+        assert tokenizer.decode(example.input_ids) == "<s>xx It was good."
+        assert len(example) == 16
+
+    @pytest.mark.parametrize(
+        ("template", "words", "complaint"),
+        [
+            ("no field", {}, "names no field"),
+            ("{text", {}, "cannot be read"),
+            ("{0} {label}", {}, "{0} is not a plain field name"),
+            ("{text:>3} {label}", {}, "{text:>3} is not a plain field name"),
+            ("{label} {label}", {}, "{label} 2 times"),
+            ("{text}", {"0": "x"}, "has no {label}"),
+        ],
+    )
+    def test_refuses_a_template(self, template: str, words: dict[str, str], complaint: str) -> None:
+        with pytest.raises(DataError) as caught:
+            PromptTemplate(template, words)
+        assert complaint in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("line", "template", "complaint"),
+        [
+            (
+                {"text": "a", "label": 2},
+                TEMPLATE,
+                "line 1: label '2' has no label word\n\nhint: label words are 0=bad",
+            ),
+            (
+                {"txt": "a", "label": 1},
+                TEMPLATE,
+                "names {text}, which the line does not have\n\nhint: did you mean txt",
+            ),
+            ({"text": "a"}, TEMPLATE, "names {label}"),
+            ({"text": ["a"], "label": 1}, TEMPLATE, "must be text or a number, got list"),
+            (
+                {"text": "a", "choices": "b", "label": 0},
+                PromptTemplate("{text} {label}"),
+                "choices must be a list",
+            ),
+            (
+                {"text": "a", "choices": ["b"], "label": 1},
+                PromptTemplate("{text} {label}"),
+                "neither an index",
+            ),
+        ],
+    )
+    def test_says_what_a_line_lacks(
+        self,
+        tmp_path: Path,
+        tokenizer: PreTrainedTokenizerFast,
+        line: dict[str, Any],
+        template: PromptTemplate,
+        complaint: str,
+    ) -> None:
+        with pytest.raises(DataError) as caught:
+            open_dataset(write_lines(tmp_path, [line]), template=template, tokenizer=tokenizer)
+        assert complaint in str(caught.value)
+
+    def test_a_template_has_no_use_for_tokens(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="holds tokens"):
+            open_dataset(write_lines(tmp_path, [{"input_ids": [1, 2]}]), template=self.TEMPLATE)
+
+    @pytest.mark.parametrize("text", ["0", "0=", "=x", "0=a,0=b", "0=a,1=a"])
+    def test_label_words_from_the_command_line(self, text: str) -> None:
+        with pytest.raises(DataError, match="label words"):
+            parse_label_words(text)
