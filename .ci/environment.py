@@ -14,6 +14,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -163,14 +165,58 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _install(extras: str) -> None:
-    print(f"== installing zosim with [{extras}] into {VENV}: about a minute, 1.5 GB", flush=True)
+    print(f"== installing zosim with [{extras}]: about a minute and 1.5 GB, more where torch comes with CUDA")
     PIP_LOG.unlink(missing_ok=True)
     command: Sequence[str | Path] = [
-        *(PYTHON, "-m", "pip", "install", "--disable-pip-version-check"),
+        *(
+            PYTHON,
+            "-m",
+            "pip",
+            "install",
+            "--disable-pip-version-check",
+            "--progress-bar",
+            "off",
+            "--retries",
+            "3",
+        ),
         *("--log", PIP_LOG, "--editable", f"{ROOT}[{extras}]"),
     ]
-    if subprocess.run(command, check=False).returncode != 0:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+        errors = _follow(pip)
+    if pip.returncode != 0:
+        print("\n".join(errors[-20:]), file=sys.stderr)
         raise _explained(PIP_LOG.read_text(encoding="utf-8", errors="replace") if PIP_LOG.exists() else "")
+
+
+def _follow(pip: subprocess.Popen[str]) -> list[str]:
+    """Show what pip is doing until it ends, and return what it complained about.
+
+    A terminal gets one line that is written over; elsewhere a line every ten seconds.
+    """
+    doing, errors = ["starting"], []
+
+    def read() -> None:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            if re.match(r"\s*(Collecting|Downloading|Processing|Building|Installing)\b", line):
+                doing[0] = line.strip()
+            elif "Retrying" in line:
+                doing[0] = "the package index does not answer, trying again"
+            elif line.startswith(("ERROR", "error")):
+                errors.append(line.rstrip())
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    started = time.monotonic()
+    is_terminal = sys.stdout.isatty()
+    while reader.is_alive():
+        reader.join(timeout=0.5 if is_terminal else 10)
+        columns = shutil.get_terminal_size().columns - 1
+        status = f"   {time.monotonic() - started:4.0f} s  {doing[0]}"[:columns]
+        print(f"\r{status:{columns}}" if is_terminal else status, end="" if is_terminal else "\n", flush=True)
+    if is_terminal:
+        print()
+    return errors
 
 
 def _explained(log: str) -> SetupError:

@@ -20,7 +20,7 @@ STATIC_CHECKS: dict[str, list[str]] = {
     "format": ["ruff", "format", "--check", "."],
     "lint": ["ruff", "check", "."],
     "types": ["mypy"],
-    "imports": ["lint-imports"],
+    "imports": ["lint-imports", "--no-logo"],
 }
 
 

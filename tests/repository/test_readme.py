@@ -1,0 +1,128 @@
+"""The commands shown in README.md and in the pages of docs/ and studies/ do what is shown.
+
+A block of commands is preceded by a comment that says how it is run:
+
+``<!-- run -->``
+    Every line that begins with ``$`` is run, in order, and must exit with 0.
+``<!-- run: compare -->``
+    The output must also be what the block shows; ``...`` stands for anything.
+``<!-- run: slow -->``
+    As ``run``, but only with ``--run-slow``.
+``<!-- not run: REASON -->``
+    Left alone, for the reason given.
+
+The blocks of one page share a directory that starts out empty.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("studies/**/*.md"))]
+BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*?) -->\n+)?```(?:console|bash|sh)\n(?P<body>.*?)```", re.DOTALL)
+MODES = ("run", "run: compare", "run: slow")
+COMMAND_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Block:
+    """Commands of a page, with the output that the page shows for each."""
+
+    mark: str
+    commands: tuple[tuple[str, str], ...]
+
+
+def blocks(page: Path) -> list[Block]:
+    found = BLOCK.finditer(page.read_text(encoding="utf-8"))
+    return [Block(match["mark"] or "", tuple(commands(match["body"]))) for match in found]
+
+
+def commands(body: str) -> list[tuple[str, str]]:
+    """Commands of a block, and the lines that follow each."""
+    joined = body.replace("\\\n", " ")
+    pieces = re.split(r"^\$ ", joined, flags=re.MULTILINE)[1:]
+    return [(first, rest) for first, _, rest in (piece.partition("\n") for piece in pieces)]
+
+
+def is_as_shown(shown: str, actual: str) -> bool:
+    """Whether an output is the one shown, up to ``...`` and the amount of white space."""
+    parts = [re.escape(" ".join(part.split())) for part in shown.split("...")]
+    return re.fullmatch(r"\s?.*\s?".join(parts), " ".join(actual.split()), re.DOTALL) is not None
+
+
+def run(command: str, directory: Path) -> str:
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "NO_COLOR": "1",
+        "COLUMNS": "110",
+    }
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=False,
+    )
+    assert result.returncode == 0, f"{shlex.quote(command)} exits with {result.returncode}:\n{result.stderr}"
+    return result.stdout
+
+
+def with_blocks(*modes: str) -> list[Path]:
+    return [page for page in PAGES if any(block.mark in modes for block in blocks(page))]
+
+
+def check(page: Path, modes: tuple[str, ...], directory: Path) -> None:
+    for block in blocks(page):
+        for command, shown in block.commands if block.mark in modes else ():
+            actual = run(command, directory)
+            if block.mark == "run: compare":
+                assert is_as_shown(shown, actual), (
+                    f"$ {command}\n{actual}\n--- but {page.name} shows\n{shown}"
+                )
+
+
+@pytest.mark.parametrize("page", with_blocks("run", "run: compare"), ids=lambda page: page.name)
+def test_commands_do_what_the_page_shows(page: Path, tmp_path: Path) -> None:
+    check(page, ("run", "run: compare"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", with_blocks("run: slow"), ids=lambda page: page.name)
+def test_slow_commands_run(page: Path, tmp_path: Path) -> None:
+    check(page, MODES, tmp_path)
+
+
+def test_every_block_of_the_readme_says_how_it_is_run() -> None:
+    marks = [block.mark for block in blocks(ROOT / "README.md")]
+    assert [mark for mark in marks if mark not in MODES and not mark.startswith("not run: ")] == []
+    assert any(mark in MODES for mark in marks)
+
+
+@pytest.mark.parametrize(
+    ("shown", "actual", "expected"),
+    [
+        ("a 1\nb 2\n", "a   1\nb 2", True),
+        ("a ...\nb 2\n", "a 17 s\nb 2\n", True),
+        ("a 1\n", "a 2\n", False),
+        ("", "surprise\n", False),
+        ("...", "", True),
+    ],
+)
+def test_the_comparison_itself(shown: str, actual: str, *, expected: bool) -> None:
+    assert is_as_shown(shown, actual) is expected
+
+
+def test_a_command_may_go_on_over_several_lines() -> None:
+    assert commands("$ a \\\n  b\nout\n$ c\n") == [("a    b", "out\n"), ("c", "")]

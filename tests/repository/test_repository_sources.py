@@ -1,0 +1,80 @@
+"""What holds for the sources as a whole: docstrings, directions of imports, planning without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("topology", "costmodel", "zosim", "executors", "proofs_checks", "studies")
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_every_module_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_is_one(package: str) -> None:
+    assert (ROOT / package / "__init__.py").is_file(), "without it, an installed copy leaves the package out"
+
+
+def test_imports_point_one_way() -> None:
+    linter = Path(sys.executable).parent / "lint-imports"
+    result = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+
+
+PLAN_WITHOUT_TORCH = """
+import importlib, pkgutil, sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "safetensors", "tokenizers"):
+            raise ModuleNotFoundError(f"planning imported {name}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+for package in ("topology", "costmodel", "zosim"):
+    module = importlib.import_module(package)
+    for found in pkgutil.walk_packages(module.__path__, package + "."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+from zosim.cli import main
+sys.argv[1:] = sys.argv[1:] or ["--help"]
+main()
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["topology", "list"]], ids=" ".join)
+def test_planning_needs_no_torch(arguments: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", PLAN_WITHOUT_TORCH, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+def test_decisions_are_numbered_without_gaps() -> None:
+    numbers = [int(path.name.partition("-")[0]) for path in DECISIONS]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=relative)
+def test_a_decision_names_context_choice_and_cost(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    sections = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
+    assert sections[:3] == ["Context", "Choice", "Cost"]
