@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from topology.errors import TimelineError
-from zosim.order import Order, Place
+from zosim.places import Order, Place
 from zosim.program import Program, Stream
 from zosim.timeline import Repeat, Span, Timeline
 

@@ -1,0 +1,227 @@
+"""What a rank runs on, as far as the simulator needs to know: what operations cost, and what they share.
+
+An operation becomes an :class:`Activity`: the seconds that it takes alone, and what it asks of shared resources
+meanwhile.
+
+* On a GPU a copy is a flow over its route, bounded by the profile's copy rate. With a single copy engine, copies in
+  both directions wait for each other. Kernels take the device as a whole: what two streams run at the same time
+  shares it. What launches kernels takes host cores.
+* On a CPU everything, copies included, is threads: it asks for cores and for memory bandwidth. Threads of one
+  operation wait for each other at barriers, so an operation that loses part of one core slows down as a whole, and
+  the scheduler is taken to be fair among threads: all slow down alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from costmodel.estimate import CopyDirection, OperationCost, estimate
+from costmodel.profile import Bound, Profile
+from topology.errors import ProfileError
+from zosim.program import Instruction, Program, Space, Stream
+
+if TYPE_CHECKING:
+    from topology.graph import Route, Topology
+
+_HOST_TERMS = ("dispatch", "overhead")
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """An operation as the simulator sees it.
+
+    Attributes
+    ----------
+    seconds : float
+        Duration with nothing else running.
+    bound : float
+        Its rate then, in a unit of its own: bytes/s for a flow, 1 for everything else.
+    weight : float
+        Rate that counts as much as full speed does for an activity of bound 1.
+    uses : tuple of (str, float)
+        Resources, with what a unit of rate takes of each.
+    limiter : str
+        What the duration consists of mostly.
+    """
+
+    seconds: float
+    bound: float = 1.0
+    weight: float = 1.0
+    uses: tuple[tuple[str, float], ...] = ()
+    limiter: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's hardware.
+
+    Attributes
+    ----------
+    profile : Profile
+        What its operations cost.
+    capacities : mapping of str to float
+        Shared resources, bytes/s or cores or 1 for a device as a whole. Ranks share those of equal names.
+    fifo : frozenset of str
+        Those that serve one activity at a time, in order of arrival.
+    routes : mapping of {"h2d", "d2h"} to tuple of str
+        Resources on the way of a copy; empty on a CPU.
+    kernels : str
+        Resource that kernels take, the device as a whole; empty on a CPU, where they take cores.
+    cores : str
+        Resource of host cores.
+    memory : str
+        Resource of host memory bandwidth that a CPU's operations take; empty if it never limits.
+    """
+
+    profile: Profile
+    capacities: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    fifo: frozenset[str] = frozenset()
+    routes: Mapping[CopyDirection, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    kernels: str = ""
+    cores: str = ""
+    memory: str = ""
+
+    def __post_init__(self) -> None:
+        named = {self.kernels, self.cores, self.memory, *self.fifo} - {""}
+        named.update(name for route in self.routes.values() for name in route)
+        missing = sorted(named - set(self.capacities))
+        if missing:
+            message = f"machine {self.profile.device_name} shares {missing[0]!r} but gives it no capacity"
+            raise ProfileError(
+                message, hint=f"resources with a capacity: {', '.join(self.capacities) or 'none'}"
+            )
+
+    @classmethod
+    def from_topology(cls, topology: Topology, device: str, profile: Profile) -> Machine:
+        """Return the machine around one device of a topology.
+
+        A calibrated rate is a measurement: where a resource on a copy's way was declared smaller than the copy
+        was measured, its capacity is raised to it. A rate from a datasheet is not, so there the route limits.
+
+        Raises
+        ------
+        TopologyError
+            If there is no such device, or no way between it and its host's memory.
+        ProfileError
+            If the profile is of another kind of device.
+        """
+        spec = topology.device_spec(device)
+        if spec.kind != profile.device_kind:
+            message = f"device {device!r} is a {spec.kind}, the profile is of a {profile.device_kind}"
+            raise ProfileError(message, hint=f"use a profile of {spec.name}")
+        host, memory = topology.host_of(device).id, topology.host_memory(device).id
+        cores = f"{host}:cores"
+        capacities: dict[str, float] = {cores: float(profile.num_cores)}
+        if spec.kind == "cpu":
+            capacities[memory] = topology.resources[memory].bandwidth_bytes_per_s
+            return cls(profile, MappingProxyType(capacities), cores=cores, memory=memory)
+        routes = {"h2d": topology.route(memory, device), "d2h": topology.route(device, memory)}
+        return cls._gpu(topology, device, profile, routes, cores, spec.num_copy_engines)
+
+    @classmethod
+    def _gpu(
+        cls,
+        topology: Topology,
+        device: str,
+        profile: Profile,
+        routes: Mapping[str, Route],
+        cores: str,
+        num_copy_engines: int,
+    ) -> Machine:
+        kernels, engine = f"{device}:kernels", f"{device}:copy_engine"
+        capacities = {cores: float(profile.num_cores), kernels: 1.0}
+        ways: dict[CopyDirection, tuple[str, ...]] = {}
+        for direction in ("h2d", "d2h"):
+            ways[direction] = routes[direction].resource_ids
+            for name in ways[direction]:
+                declared = topology.resources[name].bandwidth_bytes_per_s
+                measured = _copy_rate(profile, direction) if profile.origin == "calibrated" else 0.0
+                capacities[name] = max(declared, measured, capacities.get(name, 0.0))
+        fifo = {name for way in ways.values() for name in way if topology.resources[name].sharing == "fifo"}
+        if num_copy_engines == 1:
+            capacities[engine] = math.inf
+            fifo.add(engine)
+            ways = {direction: (*way, engine) for direction, way in ways.items()}
+        return cls(
+            profile,
+            MappingProxyType(capacities),
+            frozenset(fifo),
+            MappingProxyType(ways),
+            kernels=kernels,
+            cores=cores,
+        )
+
+    def activity(self, program: Program, instruction: Instruction, bound: Bound = "central") -> Activity:
+        """Return an instruction's activity.
+
+        Parameters
+        ----------
+        program : Program
+            Where the instruction's buffers are declared.
+        instruction : Instruction
+        bound : {"central", "low", "high"}
+            Which end of the profile's intervals.
+
+        Raises
+        ------
+        ProfileError
+            If the profile has no rate for the work's formats.
+        """
+        direction = _direction(program, instruction)
+        cost = estimate(instruction.work, self.profile, bound=bound, direction=direction)
+        if self.profile.device_kind == "gpu" and instruction.work.copy_bytes:
+            return self._flow(cost, instruction.work.copy_bytes, direction, bound)
+        return self._threads(cost) if self.profile.device_kind == "cpu" else self._kernels(cost)
+
+    def step_s(self, bound: Bound = "central") -> float:
+        """Seconds of the host's own between two steps, before the next step's first computation."""
+        return self.profile.values(bound)["step_s"]
+
+    def _flow(self, cost: OperationCost, size_bytes: int, direction: CopyDirection, bound: Bound) -> Activity:
+        route = self.routes.get(direction, ())
+        # Latency is spread over the transfer, so that alone it takes exactly its cost.
+        limit = min((self.capacities[name] for name in route), default=math.inf)
+        seconds = max(cost.seconds, size_bytes / limit)
+        # Flows share links evenly whatever their own bounds, so all of a device's flows weigh the same.
+        weight = max(_copy_rate(self.profile, "h2d", bound), _copy_rate(self.profile, "d2h", bound))
+        return Activity(
+            seconds, size_bytes / seconds, weight, tuple((name, 1.0) for name in route), cost.limiter
+        )
+
+    def _kernels(self, cost: OperationCost) -> Activity:
+        host_s = sum(cost.terms.get(name, 0.0) for name in _HOST_TERMS)
+        busy_s = max(sum(cost.terms.values()) - host_s, 0.0)
+        share = min(busy_s / cost.seconds, 1.0) if cost.seconds else 0.0
+        return self._asking(cost, {self.kernels: share, self.cores: cost.cores})
+
+    def _threads(self, cost: OperationCost) -> Activity:
+        traffic = cost.memory_bytes / cost.seconds if cost.seconds else 0.0
+        return self._asking(cost, {self.cores: cost.cores, self.memory: traffic})
+
+    def _asking(self, cost: OperationCost, demands: Mapping[str, float]) -> Activity:
+        """Return an activity that asks for these; alone it gets them, whatever the capacity says.
+
+        The profile's rates were reached on the machine, so a demand above the declared capacity means that
+        the capacity is understated (or that caches served it), not that the operation is slower.
+        """
+        uses = tuple(
+            (name, min(demand, self.capacities[name]))
+            for name, demand in demands.items()
+            if name and demand > 0
+        )
+        return Activity(cost.seconds, uses=uses, limiter=cost.limiter)
+
+
+def _copy_rate(profile: Profile, direction: str, bound: Bound = "central") -> float:
+    return profile.values(bound)[f"copy_{direction}_bandwidth"]
+
+
+def _direction(program: Program, instruction: Instruction) -> CopyDirection:
+    """Return which way an instruction's bytes go: by where it writes, or by its stream if it writes nothing."""
+    if instruction.writes:
+        return "d2h" if program.buffer(instruction.writes[0].buffer).space == Space.HOST else "h2d"
+    return "d2h" if instruction.stream == Stream.D2H else "h2d"

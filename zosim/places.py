@@ -1,0 +1,139 @@
+"""Who waits for whom in a run, at any step, without unrolling the run.
+
+:meth:`Program.unroll` lists every instruction of every step; a run of ten thousand steps is too long for that.
+The rules are the same: a *position* counts parts in the order in which they run (0 the prologue, 1 the first
+step, one past the last step the flush), and a dependency reaches back by its distance in positions.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+from zosim.program import Instruction, Part, Program, Stream
+
+
+class Place(NamedTuple):
+    """An instruction of a run: the position of its part, and its id."""
+
+    position: int
+    instruction: str
+
+
+class Order:
+    """The two rules of a program's order, for a run of `num_steps` steps.
+
+    Parameters
+    ----------
+    program : Program
+    num_steps : int
+
+    Raises
+    ------
+    ProgramError
+        If an id stands twice in a part, or a dependency names no instruction.
+    """
+
+    def __init__(self, program: Program, num_steps: int) -> None:
+        self.program = program
+        self.num_steps = num_steps
+        # Deeper positions only repeat what these resolve, so this refuses exactly what a whole run would.
+        program.unroll(min(num_steps, self.max_distance + 1))
+
+    @cached_property
+    def max_distance(self) -> int:
+        """Largest iteration distance of any dependency, at least 1 for the stream's own order."""
+        found = (edge.distance for _, item in self.program.instructions() for edge in item.after)
+        return max(found, default=1) or 1
+
+    def part(self, position: int) -> Part:
+        """Part that stands at a position."""
+        if position == 0:
+            return "prologue"
+        return "step" if position <= self.num_steps else "flush"
+
+    def step(self, position: int) -> int:
+        """Step number under which a position's spans are reported."""
+        return max(position - 1, 0)
+
+    def instructions(self, position: int) -> tuple[Instruction, ...]:
+        """Instructions of the part at a position, in order."""
+        listed: tuple[Instruction, ...] = getattr(self.program, self.part(position))
+        return listed
+
+    def position(self, part: Part, step: int) -> int:
+        """Position of a part; `step` counts only for steps."""
+        return {"prologue": 0, "step": step + 1, "flush": self.num_steps + 1}[part]
+
+    @cached_property
+    def _by_part(self) -> dict[Part, dict[str, Instruction]]:
+        parts: tuple[Part, ...] = ("prologue", "step", "flush")
+        return {part: {item.id: item for item in getattr(self.program, part)} for part in parts}
+
+    @cached_property
+    def _before(self) -> dict[Part, dict[str, str]]:
+        """Per part, the instruction just before each on its stream."""
+        before: dict[Part, dict[str, str]] = {}
+        for part, items in self._by_part.items():
+            latest: dict[Stream, str] = {}
+            before[part] = {}
+            for item in items.values():
+                if item.stream in latest:
+                    before[part][item.id] = latest[item.stream]
+                latest[item.stream] = item.id
+        return before
+
+    @cached_property
+    def _last(self) -> dict[Part, dict[Stream, str]]:
+        return {
+            part: {item.stream: item.id for item in items.values()} for part, items in self._by_part.items()
+        }
+
+    def has(self, place: Place) -> bool:
+        """Whether the run has an instruction at a place."""
+        in_run = 0 <= place.position <= self.num_steps + 1
+        return in_run and place.instruction in self._by_part[self.part(place.position)]
+
+    def instruction(self, place: Place) -> Instruction:
+        """Return the instruction at a place."""
+        return self._by_part[self.part(place.position)][place.instruction]
+
+    def waits_for(self, place: Place) -> tuple[Place, ...]:
+        """Places named by the instruction's ``after``, those before the run left out."""
+        part = self.part(place.position)
+        found = []
+        for edge in self._by_part[part][place.instruction].after:
+            position = place.position - edge.distance
+            if position < 0:
+                continue
+            # What the first step waits for in "the step before" need not be in the prologue.
+            if part == "step" and position == 0 and edge.instruction not in self._by_part["prologue"]:
+                continue
+            found.append(Place(position, edge.instruction))
+        return tuple(found)
+
+    def follows(self, place: Place) -> Place | None:
+        """Return the place just before this one on its stream, None for the first."""
+        part = self.part(place.position)
+        same_part = self._before[part].get(place.instruction)
+        if same_part is not None:
+            return Place(place.position, same_part)
+        stream = self._by_part[part][place.instruction].stream
+        # A part without instructions on the stream is passed over; at most three kinds of part exist.
+        for position in self._earlier_positions(place.position):
+            last = self._last[self.part(position)].get(stream)
+            if last is not None:
+                return Place(position, last)
+        return None
+
+    def _earlier_positions(self, position: int) -> list[int]:
+        """Positions before this one of which any can hold the stream's last instruction."""
+        return sorted(
+            {candidate for candidate in (position - 1, 0) if 0 <= candidate < position}, reverse=True
+        )
+
+    def predecessors(self, place: Place) -> tuple[Place, ...]:
+        """All that must finish before an instruction starts: its stream's predecessor first."""
+        follows = self.follows(place)
+        waits = self.waits_for(place)
+        return waits if follows is None else (follows, *(item for item in waits if item != follows))

@@ -1,0 +1,341 @@
+"""A clock for programs: which instruction starts when, as discrete events.
+
+One simpy process per rank and stream runs its instructions in order; an instruction starts when its stream is free
+and all that it waits for is done, and then progresses at the rate that shared resources leave to it
+(:mod:`zosim.fluid`).
+
+What happens at one instant is independent of the order in which it is handled, with one exception: activities that
+arrive at a first-in-first-out resource at the same instant are served by rank, then by stream in the order of
+:class:`~zosim.program.Stream`.
+
+Steps that have become periodic are not simulated again (:mod:`zosim.steady`): the time that a simulation takes grows
+with the number of unlike steps.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import simpy
+
+from costmodel.profile import Bound
+from topology.errors import ProgramError
+from zosim.fluid import Fluid
+from zosim.machine import Activity, Machine
+from zosim.memory_curve import memory_samples
+from zosim.places import Order, Place
+from zosim.program import Program, Stream
+from zosim.steady import Cycle, SteadyDetector
+from zosim.timeline import Repeat, Span, Timeline
+
+# Steps after which a run that never becomes periodic is cut, where the caller names no number of steps.
+MAX_UNLIKE_STEPS = 32
+
+
+def simulate(
+    program: Program, machine: Machine, *, num_steps: int | None = None, bound: Bound = "central"
+) -> Timeline:
+    """Return the predicted timeline of a program on one rank.
+
+    Parameters
+    ----------
+    program : Program
+    machine : Machine
+    num_steps : int, optional
+        Steps of the run; unless given, as many as it takes until steps repeat, at most `MAX_UNLIKE_STEPS`.
+    bound : {"central", "low", "high"}
+        Which end of the profile's intervals.
+
+    Raises
+    ------
+    ProgramError
+        If a dependency names no instruction, instructions wait for each other in a circle, or `num_steps` is
+        negative.
+    ProfileError
+        If the profile has no rate for an instruction's formats.
+    """
+    return simulate_ranks([program], [machine], num_steps=num_steps, bound=bound)
+
+
+def simulate_ranks(
+    programs: Sequence[Program],
+    machines: Sequence[Machine],
+    *,
+    num_steps: int | None = None,
+    bound: Bound = "central",
+) -> Timeline:
+    """Return the predicted timeline of several ranks that share the resources of equal names.
+
+    Parameters
+    ----------
+    programs, machines : sequence
+        One per rank.
+    num_steps, bound
+        As for :func:`simulate`.
+
+    Raises
+    ------
+    ProgramError, ProfileError
+        As for :func:`simulate`.
+    """
+    if not programs or len(programs) != len(machines):
+        message = f"{len(programs)} programs for {len(machines)} machines"
+        raise ProgramError(message, hint="give one program and one machine per rank")
+    if num_steps is not None and num_steps < 0:
+        message = f"cannot simulate {num_steps} steps"
+        raise ProgramError(message, hint="num_steps counts from 0")
+    wanted = MAX_UNLIKE_STEPS if num_steps is None else num_steps
+    run = _Run(programs, machines, wanted, bound)
+    run.go(stop_when_steady=True)
+    if run.shortened is None:
+        return run.timeline(None)
+    # The same run with fewer like steps, whose last steps and flush only come later.
+    short = _Run(programs, machines, run.shortened, bound)
+    short.go(stop_when_steady=False)
+    omitted = 0 if num_steps is None else num_steps - run.shortened
+    assert run.cycle is not None
+    return short.timeline(run.cycle, omitted)
+
+
+class _Run:
+    """One simulation of a fixed number of steps."""
+
+    def __init__(
+        self, programs: Sequence[Program], machines: Sequence[Machine], num_steps: int, bound: Bound
+    ) -> None:
+        self.num_steps = num_steps
+        self.programs = programs
+        self.machines = machines
+        self.bound: Bound = bound
+        self.env = simpy.Environment()
+        self.fluid = Fluid(self.env, _merged_capacities(machines), _merged_fifo(machines))
+        self.ranks = [_Rank(self, number, program) for number, program in enumerate(programs)]
+        self.detector = SteadyDetector(depth=max(rank.order.max_distance for rank in self.ranks))
+        self.cycle: Cycle | None = None
+        self.shortened: int | None = None
+        self._steady = self.env.event()
+
+    def go(self, *, stop_when_steady: bool) -> None:
+        """Run to the end, or until the rest is known."""
+        for rank in self.ranks:
+            rank.start()
+        with _without_garbage_collection():
+            if stop_when_steady:
+                self.env.run(until=self._steady | self._all_done())
+            else:
+                self.env.run()
+        if self.shortened is None:
+            _refuse_deadlock(self.ranks)
+
+    def _all_done(self) -> simpy.Event:
+        """Return an event that happens when nothing can happen any more: every process ended or is stuck."""
+        done = self.env.event()
+
+        def watch() -> Generator[simpy.Event, None, None]:
+            yield self.env.all_of([process for rank in self.ranks for process in rank.processes])
+            done.succeed()
+
+        self.env.process(watch())
+        return done
+
+    def step_completed(self, step: int) -> None:
+        """Look whether the run has become periodic, whenever all ranks have completed another step."""
+        if self.cycle is not None or any(rank.num_completed <= step for rank in self.ranks):
+            return
+        entered = max(rank.max_step for rank in self.ranks)
+        times = np.concatenate([rank.step_times(step) for rank in self.ranks])
+        if times.size == 0:
+            return
+        self.cycle = self.detector.completed(times, entered - step)
+        if self.cycle is not None:
+            cycles = (self.num_steps - (entered + 2)) // self.cycle.num_steps
+            if cycles > 0:
+                self.shortened = self.num_steps - cycles * self.cycle.num_steps
+                self._steady.succeed()
+
+    def timeline(self, cycle: Cycle | None, num_omitted: int = 0) -> Timeline:
+        """Return what happened, with `num_omitted` further steps of the cycle put after its last step."""
+        cycle = cycle or self.cycle
+        repeat = None
+        if cycle is not None:
+            rounds = num_omitted // cycle.num_steps
+            repeat = Repeat(cycle.first_step, cycle.num_steps, rounds, cycle.period_s)
+        num_steps = self.num_steps + num_omitted
+        spans, memory = [], []
+        for rank in self.ranks:
+            own = [_later(span, repeat) for span in rank.spans]
+            spans += own
+            memory += memory_samples(rank.program, own, num_steps, rank.number)
+        return Timeline(
+            program=self.programs[0].name,
+            source="simulated",
+            num_steps=num_steps,
+            spans=tuple(spans),
+            memory=tuple(memory),
+            first_steady_step=repeat.first_step if repeat else 1,
+            repeat=repeat,
+        )
+
+
+class _Rank:
+    """The streams of one rank."""
+
+    def __init__(self, run: _Run, number: int, program: Program) -> None:
+        self.run = run
+        self.number = number
+        self.program = program
+        self.order = Order(program, run.num_steps)
+        self.spans: list[Span] = []
+        self.processes: list[simpy.Process] = []
+        self.waiting: dict[Stream, Place] = {}
+        self.num_completed = 0
+        self.max_step = 0
+        self._activities: dict[tuple[str, str], Activity] = {}
+        self._done: set[Place] = set()
+        self._waiters: dict[Place, list[simpy.Event]] = {}
+        self._left: dict[int, int] = {}
+        self._times: dict[int, dict[str, tuple[float, float]]] = {}
+
+    def start(self) -> None:
+        """Create the stream processes."""
+        used = {instruction.stream for _, instruction in self.program.instructions()}
+        for number, stream in enumerate(Stream):
+            if stream in used:
+                self.processes.append(self.run.env.process(self._stream(stream, (self.number, number))))
+
+    def _stream(self, stream: Stream, key: tuple[int, int]) -> Generator[simpy.Event, None, None]:
+        env, order = self.run.env, self.order
+        for place in self._places(stream):
+            if stream == Stream.COMPUTE and self._opens_step(place):
+                yield env.timeout(self.run.machines[self.number].step_s(self.run.bound))
+            self.waiting[stream] = place
+            for needed in order.waits_for(place):
+                if needed not in self._done:
+                    event = env.event()
+                    self._waiters.setdefault(needed, []).append(event)
+                    yield event
+            del self.waiting[stream]
+            start_s = env.now
+            activity = self._activity(place)
+            yield self.run.fluid.run(activity, key)
+            self._finish(place, start_s, activity.limiter)
+
+    def _places(self, stream: Stream) -> Iterator[Place]:
+        own = {
+            part: [item.id for item in getattr(self.program, part) if item.stream == stream]
+            for part in ("prologue", "step", "flush")
+        }
+        for name in own["prologue"]:
+            yield Place(0, name)
+        if own["step"]:
+            for step in range(self.order.num_steps):
+                self.max_step = max(self.max_step, step)
+                for name in own["step"]:
+                    yield Place(step + 1, name)
+        for name in own["flush"]:
+            yield Place(self.order.num_steps + 1, name)
+
+    def _opens_step(self, place: Place) -> bool:
+        if self.order.part(place.position) != "step":
+            return False
+        follows = self.order.follows(place)
+        return follows is None or follows.position < place.position
+
+    def _activity(self, place: Place) -> Activity:
+        key = self.order.part(place.position), place.instruction
+        if key not in self._activities:
+            machine = self.run.machines[self.number]
+            instruction = self.order.instruction(place)
+            self._activities[key] = machine.activity(self.program, instruction, self.run.bound)
+        return self._activities[key]
+
+    def _finish(self, place: Place, start_s: float, limiter: str) -> None:
+        instruction, end_s = self.order.instruction(place), self.run.env.now
+        part, step = self.order.part(place.position), self.order.step(place.position)
+        self.spans.append(
+            Span(
+                self.number,
+                part,
+                step,
+                instruction.id,
+                instruction.stream,
+                instruction.label,
+                instruction.segment,
+                start_s,
+                end_s,
+                limiter,
+            )
+        )
+        self._done.add(place)
+        for event in self._waiters.pop(place, ()):
+            event.succeed()
+        if part == "step":
+            self._count(step, instruction.id, start_s, end_s)
+
+    def _count(self, step: int, instruction: str, start_s: float, end_s: float) -> None:
+        times = self._times.setdefault(step, {})
+        times[instruction] = start_s, end_s
+        if len(times) == len(self.program.step):
+            # Streams run in order, so steps are completed in order.
+            self.num_completed = step + 1
+            self.run.step_completed(step)
+
+    def step_times(self, step: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Return starts and ends of a completed step's instructions, in the program's order."""
+        times = self._times.pop(step, {})
+        return np.array([time for item in self.program.step for time in times[item.id]], dtype=np.float64)
+
+
+def _later(span: Span, repeat: Repeat | None) -> Span:
+    """Return a span where it belongs when the omitted steps are put in before it."""
+    if repeat is None or repeat.num_rounds == 0:
+        return span
+    comes_after = span.part == "flush" or (span.part == "step" and span.step >= repeat.first_omitted_step)
+    return span.shifted(repeat.omitted_s, repeat.num_omitted_steps) if comes_after else span
+
+
+def _merged_capacities(machines: Sequence[Machine]) -> dict[str, float]:
+    capacities: dict[str, float] = {}
+    for machine in machines:
+        for name, capacity in machine.capacities.items():
+            capacities[name] = max(capacity, capacities.get(name, 0.0))
+    return capacities
+
+
+def _merged_fifo(machines: Sequence[Machine]) -> frozenset[str]:
+    return frozenset().union(*(machine.fifo for machine in machines))
+
+
+def _refuse_deadlock(ranks: Sequence[_Rank]) -> None:
+    """Raise for the first rank of which a stream can never go on."""
+    for rank in ranks:
+        if rank.waiting:
+            message = f"program {rank.program.name} can never go on: {' waits for '.join(_circle(rank))}"
+            raise ProgramError(message, hint="remove one of these dependencies, or reorder a stream")
+
+
+def _circle(rank: _Rank) -> list[str]:
+    """Return the instructions that wait for each other, the first again at the end."""
+    place = next(iter(rank.waiting.values()))
+    path: list[Place] = []
+    while place not in path:
+        path.append(place)
+        undone = [item for item in rank.order.predecessors(place) if item not in rank._done]
+        place = undone[0]
+    circle = [*path[path.index(place) :], place]
+    return [f"{rank.order.part(item.position)}/{item.instruction}" for item in circle]
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keep the collector from walking the many live events again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

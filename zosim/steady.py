@@ -1,0 +1,77 @@
+"""When a run has become periodic: from where on every step repeats an earlier one, shifted in time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+# Rounding of times, relative to the time: what differs by less is equal.
+TOLERANCE = 1e-12
+# Longest cycle looked for: two critical circuits of different lengths can make steps alternate.
+MAX_CYCLE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """Steps ``last_step - num_steps + 1 .. last_step`` repeat every `period_s` from now on."""
+
+    last_step: int
+    num_steps: int
+    period_s: float
+
+    @property
+    def first_step(self) -> int:
+        """First step of the cycle."""
+        return self.last_step - self.num_steps + 1
+
+
+class SteadyDetector:
+    """Looks for a cycle in the times of completed steps.
+
+    Notes
+    -----
+    Streams run in order and dependencies reach back at most ``depth`` steps, so the state of a run at the end of
+    step ``k`` is what has started by then and how far it has come. Nothing of a step later than ``k + a`` has
+    started, where ``a`` is how far streams run ahead. If every instruction of the steps ``k - a - d - p + 1 .. k``
+    starts and ends exactly one period later than its namesake ``p`` steps before (``d`` the depth), then the
+    states at the ends of the steps ``k - a`` and ``k - a - p`` are equal but for the shift; equal states have
+    equal futures, so the run is periodic for ever. Shared resources do not change the argument: rates depend on
+    what is running, which is part of the state.
+    """
+
+    def __init__(self, depth: int = 1) -> None:
+        self._depth = depth
+        self._times: list[Array] = []
+        self._max_ahead = 0
+
+    def completed(self, times: Array, run_ahead: int = 0) -> Cycle | None:
+        """Take in the next step, and return the cycle that it completes, if any.
+
+        Parameters
+        ----------
+        times : array
+            Starts and ends of the step's instructions, in seconds, always in the same order.
+        run_ahead : int
+            How many steps later the latest step is of which anything has started.
+        """
+        self._times.append(times)
+        self._max_ahead = max(self._max_ahead, run_ahead)
+        last = len(self._times) - 1
+        for num_steps in range(1, MAX_CYCLE + 1):
+            needed = self._max_ahead + self._depth - 1 + num_steps
+            if last - needed - num_steps + 1 >= 0 and self._repeats(last, num_steps, needed):
+                period_s = float(self._times[last].max() - self._times[last - num_steps].max())
+                return Cycle(last, num_steps, period_s)
+        return None
+
+    def _repeats(self, last: int, num_steps: int, needed: int) -> bool:
+        period_s = self._times[last].max() - self._times[last - num_steps].max()
+        tolerance_s = TOLERANCE * abs(self._times[last].max())
+        return all(
+            np.abs(self._times[step] - self._times[step - num_steps] - period_s).max() <= tolerance_s
+            for step in range(last, last - needed, -1)
+        )
