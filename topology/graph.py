@@ -160,7 +160,8 @@ class Topology(FrozenModel):
                     latency_s=link.latency_s,
                     resource_id=link_resource_id(link, source),
                 )
-        return nx.freeze(graph)
+        nx.freeze(graph)
+        return graph
 
     def node(self, node_id: str) -> Node:
         """The node of that name.

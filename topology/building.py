@@ -1,0 +1,241 @@
+"""Building a machine piece by piece, as detection and the importers do."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+from topology.documents import catalogue
+from topology.errors import TopologyError
+from topology.figures import Basis, Figure
+from topology.graph import Topology
+from topology.lint import NVLINK_BYTES_PER_S, NVLINKS_PER_GPU, PCIE_LANE_BYTES_PER_S
+from topology.schema import DeviceSpec, Link, LinkType, Node, PcieWidth
+from topology.validation import did_you_mean, readable
+
+DEFAULT_MEMORY = "256 GiB"
+DEFAULT_MEMORY_BANDWIDTH = "100 GB/s"
+
+
+class MachineBuilder:
+    """Collects nodes and links of a machine.
+
+    Parameters
+    ----------
+    name : str
+        Name of the machine.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.notes: list[str] = []
+        self._nodes: dict[str, Node] = {}
+        self._links: dict[str, Link] = {}
+
+    def __contains__(self, node_id: str) -> bool:
+        return node_id in self._nodes
+
+    def add_node(self, node_id: str, kind: str, **fields: Any) -> str:
+        """Add a node and return its id; a second of the same id is refused.
+
+        Raises
+        ------
+        TopologyError
+            If the id is taken or a field is not valid.
+        """
+        if node_id in self._nodes:
+            message = f"{self.name}: two devices are called {node_id!r}"
+            raise TopologyError(message)
+        with readable(f"node {node_id!r} of {self.name}"):
+            self._nodes[node_id] = Node.model_validate({"id": node_id, "kind": kind, **fields})
+        return node_id
+
+    def join(self, source: str, target: str, link_type: LinkType, count: int = 1) -> None:
+        """Add a link between two nodes."""
+        link = Link(source=source, target=target, type=link_type, count=count)
+        self._links[link.id] = link
+
+    def add_numa(
+        self,
+        index: int,
+        host: str,
+        memory: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Add a NUMA domain with its memory and return its id.
+
+        Parameters
+        ----------
+        index : int
+            Number of the domain.
+        host : str
+            Its host.
+        memory : mapping, optional
+            Capacity, bandwidth and the like of its DRAM; assumed if left out.
+        """
+        numa, dram = self.add_node(f"numa{index}", "numa", host=host), f"dram{index}"
+        self.add_node(dram, "memory", host=host, **(memory or assumed_memory()))
+        self.join(numa, dram, catalogue().link_types["dram-bus"])
+        return numa
+
+    def add_cpu(self, index: int, host: str, numas: list[str], spec: DeviceSpec) -> str:
+        """Add a CPU socket that is joined to its NUMA domains and return its id."""
+        cpu = self.add_node(f"cpu{index}", "cpu", host=host, spec=spec)
+        for numa in numas:
+            self.join(numa, cpu, catalogue().link_types["fabric"])
+        return cpu
+
+    def join_numas(self, numas: list[str], link_type: LinkType) -> None:
+        """Join every pair of NUMA domains."""
+        for position, source in enumerate(numas):
+            for target in numas[position + 1 :]:
+                self.join(source, target, link_type)
+
+    def build(self, description: str = "") -> Topology:
+        """The finished machine; what had to be assumed is appended to the description.
+
+        Raises
+        ------
+        TopologyError
+            If it is not consistent.
+        """
+        notes = " ".join(dict.fromkeys(self.notes))
+        with readable(self.name):
+            return Topology(
+                name=self.name,
+                description=f"{description} {notes}".strip(),
+                nodes=tuple(self._nodes.values()),
+                links=tuple(self._links.values()),
+            )
+
+
+def figure(value: float, unit: str, source: str, basis: Basis) -> Figure:
+    """A figure read now."""
+    return Figure(value=value, unit=unit, source=source, basis=basis, date=datetime.date.today())
+
+
+def assumed_memory(
+    capacity: str | None = None, bandwidth: str | None = None, num_domains: int = 1
+) -> dict[str, Any]:
+    """Fields of a memory node whose figures a user gave for the host, or that are assumed.
+
+    Parameters
+    ----------
+    capacity, bandwidth : str, optional
+        Of all the host's memory, such as ``"512 GiB"`` and ``"200 GB/s"``.
+    num_domains : int, optional
+        NUMA domains among which they are divided.
+    """
+    fields: dict[str, Any] = {}
+    pairs = (("capacity", capacity, DEFAULT_MEMORY), ("bandwidth", bandwidth, DEFAULT_MEMORY_BANDWIDTH))
+    for key, given, default in pairs:
+        with readable(f"host memory {key}"):
+            probe = Node.model_validate(
+                {
+                    "id": "probe",
+                    "kind": "memory",
+                    "host": "h",
+                    "capacity": "1 GiB",
+                    "bandwidth": "1 GB/s",
+                    key: given or default,
+                }
+            )
+        read: Figure = getattr(probe, key)
+        source = "given by the user" if given else "assumed: the imported file does not tell"
+        basis: Basis = "declared" if given else "assumed"
+        fields[key] = figure(read.value / num_domains, read.unit, source, basis)
+    return fields
+
+
+def find_device(name: str) -> DeviceSpec | None:
+    """The catalogue's device of that id or product name; None if it has none."""
+    devices = catalogue().devices
+    if name in devices:
+        return devices[name]
+    wanted = name.casefold().removeprefix("nvidia ").strip()
+    for spec in devices.values():
+        if spec.name.casefold().removeprefix("nvidia ") == wanted:
+            return spec
+    return None
+
+
+def require_device(name: str | None, kind: str, where: str) -> DeviceSpec:
+    """The catalogue's device of that name.
+
+    Raises
+    ------
+    TopologyError
+        If no name is given, or the catalogue has none of it.
+    """
+    known = [spec.id for spec in catalogue().devices.values() if spec.kind == kind]
+    if name is None:
+        message = f"{where} does not tell which {kind} it has"
+        raise TopologyError(message, hint=f"name it with --{kind}; known: {', '.join(known)}")
+    spec = find_device(name)
+    if spec is None or spec.kind != kind:
+        message = f"no {kind} in the catalogue is called {name!r}"
+        raise TopologyError(message, hint=did_you_mean(name, known))
+    return spec
+
+
+def pcie_type(generation: int, lanes: int) -> LinkType:
+    """The link type of a PCIe generation and width, from the catalogue where it has it."""
+    known = catalogue().link_types.get(f"pcie{generation}-x{lanes}")
+    if known is not None:
+        return known
+    value = lanes * PCIE_LANE_BYTES_PER_S[generation] / 1e9
+    with readable(f"PCIe {generation}.0 x{lanes}"):
+        return LinkType(
+            name=f"pcie{generation}-x{lanes}",
+            kind="pcie",
+            pcie=PcieWidth.model_validate({"generation": generation, "lanes": lanes}),
+            bandwidth=figure(value, "GB/s", "PCI Express Base Specification", "specification"),
+            latency=catalogue().link_types["pcie4-x16"].latency,
+            efficiency=catalogue().link_types["pcie4-x16"].efficiency,
+        )
+
+
+def nvlink_type(generation: int) -> LinkType:
+    """The link type of one NVLink of a generation, from the catalogue where it has it."""
+    known = catalogue().link_types.get(f"nvlink{generation}")
+    if known is not None:
+        return known
+    source = "https://www.nvidia.com/en-us/data-center/nvlink/"
+    with readable(f"NVLink {generation}"):
+        return LinkType(
+            name=f"nvlink{generation}",
+            kind="nvlink",
+            nvlink_generation=generation,
+            bandwidth=figure(NVLINK_BYTES_PER_S[generation] / 1e9, "GB/s", source, "datasheet"),
+            latency=catalogue().link_types["nvlink4"].latency,
+        )
+
+
+def nvlink_generation_of(spec: DeviceSpec) -> int:
+    """NVLink generation of a catalogue GPU, by its architecture."""
+    for prefix, generation in (("v100", 2), ("a100", 3), ("h100", 4), ("h200", 4), ("h20", 4)):
+        if spec.id.startswith(prefix):
+            return generation
+    return 4
+
+
+def max_nvlinks(generation: int) -> int:
+    """NVLinks that a GPU of a generation has."""
+    return NVLINKS_PER_GPU[generation]
+
+
+def generic_cpu(index: int, num_cores: int, source: str) -> DeviceSpec:
+    """A CPU of which only the number of cores is known: 2.5 GHz and AVX2 are assumed."""
+    rate = num_cores * 2.5 * 32
+    how = f"assumed: {num_cores} cores x 2.5 GHz x 32 flop (AVX2, two pipes); {source} does not tell"
+    return DeviceSpec(
+        id=f"generic-cpu{index}",
+        name=f"CPU with {num_cores} cores",
+        kind="cpu",
+        peak_dense={
+            "fp32": figure(rate, "Gflop/s", how, "assumed"),
+            "fp64": figure(rate / 2, "Gflop/s", how, "assumed"),
+        },
+        cores=figure(num_cores, "cores", source, "declared"),
+        copy_engines=figure(0, "engines", "a CPU's cores copy", "specification"),
+    )

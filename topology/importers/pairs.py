@@ -1,0 +1,123 @@
+"""A PCIe tree from what is known of each pair of devices, as ``nvidia-smi topo -m`` and NVML tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from topology.building import MachineBuilder, max_nvlinks, nvlink_type
+from topology.documents import catalogue
+from topology.schema import LinkType
+
+Pair = frozenset[str]
+# From the nearest common ancestor upwards: one switch, several switches, one root complex.
+ONE_SWITCH, SWITCHES, ROOT = ("PIX",), ("PIX", "PXB"), ("PIX", "PXB", "PHB")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A GPU or an adapter to be hung into the tree.
+
+    Attributes
+    ----------
+    id : str
+        Its node's id.
+    fields : mapping
+        Further fields of the node, its kind among them.
+    link_type : LinkType
+        Its PCIe link.
+    numa : str
+        NUMA domain it belongs to.
+    """
+
+    id: str
+    fields: Mapping[str, Any]
+    link_type: LinkType
+    numa: str
+
+
+def attach(builder: MachineBuilder, endpoints: Iterable[Endpoint], levels: Mapping[Pair, str]) -> None:
+    """Hang devices into the PCIe tree that explains their common ancestors.
+
+    Parameters
+    ----------
+    builder : MachineBuilder
+        Gets the nodes and links; the host is ``host0`` and the NUMA domains exist.
+    endpoints : iterable of Endpoint
+        GPUs and adapters.
+    levels : mapping of pair of ids to str
+        PIX, PXB or PHB per pair; other codes do not place a device below a common root.
+
+    Notes
+    -----
+    Where two GPUs share NVLinks, ``nvidia-smi`` prints those instead of their place in the tree; only an
+    adapter beside them can then show that they share a switch.
+    """
+    devices = {endpoint.id: endpoint for endpoint in endpoints}
+    for endpoint in devices.values():
+        builder.add_node(endpoint.id, host="host0", **endpoint.fields)
+    fabric = catalogue().link_types["fabric"]
+    num_switches = 0
+    for number, under_root in enumerate(_groups(devices, levels, ROOT)):
+        root = builder.add_node(f"root{number}", "pcie_root", host="host0")
+        builder.join(devices[under_root[0]].numa, root, fabric)
+        for cascade in _groups(under_root, levels, SWITCHES):
+            leaves = _groups(cascade, levels, ONE_SWITCH)
+            widest = max((devices[name].link_type for name in cascade), key=_bandwidth)
+            parent = root
+            if len(leaves) > 1:
+                parent = builder.add_node(f"switch{num_switches}", "pcie_switch", host="host0")
+                num_switches += 1
+                builder.join(root, parent, widest)
+            for leaf in leaves:
+                above = parent
+                if len(leaf) > 1:
+                    above = builder.add_node(f"switch{num_switches}", "pcie_switch", host="host0")
+                    num_switches += 1
+                    builder.join(parent, above, widest)
+                for name in leaf:
+                    builder.join(above, name, devices[name].link_type)
+
+
+def _bandwidth(link_type: LinkType) -> float:
+    return link_type.nominal_bandwidth_bytes_per_s
+
+
+def _groups(
+    names: Iterable[str], levels: Mapping[Pair, str], codes: tuple[str, ...]
+) -> list[tuple[str, ...]]:
+    """Connected components under the pairs that have one of the codes, in order."""
+    groups: list[list[str]] = []
+    for name in names:
+        touching = [
+            group for group in groups if any(levels.get(frozenset({name, o})) in codes for o in group)
+        ]
+        merged = [other for group in touching for other in group] + [name]
+        at = groups.index(touching[0]) if touching else len(groups)
+        groups = [group for group in groups if group not in touching]
+        groups.insert(at, merged)
+    return [tuple(group) for group in groups]
+
+
+def join_nvlinks(builder: MachineBuilder, counts: Mapping[tuple[str, str], int], generation: int) -> None:
+    """Join GPUs by the NVLinks counted per pair: directly, or by a switch where they cannot all be direct.
+
+    Notes
+    -----
+    Behind NVSwitches every pair is reported with all the links of a GPU. If the links of one GPU, summed
+    over its peers, are more than its generation has, a switch is what explains them.
+    """
+    totals: dict[str, int] = {}
+    for pair, count in counts.items():
+        for name in pair:
+            totals[name] = totals.get(name, 0) + count
+    link_type = nvlink_type(generation)
+    if max(totals.values(), default=0) <= max_nvlinks(generation):
+        for (source, target), count in counts.items():
+            builder.join(source, target, link_type, count)
+        return
+    builder.add_node("nvswitch0", "nvswitch", host="host0")
+    for name in totals:
+        most = max(count for pair, count in counts.items() if name in pair)
+        builder.join(name, "nvswitch0", link_type, most)
