@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
+import inspect
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,31 +26,75 @@ Data goes to stdout, everything said about it to stderr; `--json` makes the data
 
 
 def page() -> str:
-    """Text of the page."""
+    """Text of the page.
+
+    Typer's own help pages differ from release to release, so this lays out the same facts itself.
+    """
     sections = [INTRODUCTION]
     for name, entry in registry.registered().items():
-        sections += _sections(f"zosim {name}", cli.build(name, registry.load(entry)), parent=None)
+        sections += _sections(f"zosim {name}", cli.build(name, registry.load(entry)))
     return "\n".join(sections)
 
 
-def _sections(path: str, command: Any, parent: Any) -> Iterator[str]:
+def _sections(path: str, command: Any) -> Iterator[str]:
     """Sections of a command and of the commands under it."""
-    context = command.make_context(path, [], parent=parent, resilient_parsing=True)
-    usage = " ".join([path, *command.collect_usage_pieces(context)])
-    heading = f"## {path}\n\n{(command.help or '').strip()}\n\n    {usage}\n"
-    yield f"{heading}\n{_options(command, context)}"
-    for name, inner in sorted(getattr(command, "commands", {}).items()):
-        yield from _sections(f"{path} {name}", inner, parent=None)
+    inner = getattr(command, "commands", None)
+    if inner:
+        yield f"## {path}\n\n{(command.help or '').strip()}\n"
+        for name in sorted(inner):
+            yield from _sections(f"{path} {name}", inner[name])
+        return
+    arguments = [_argument(parameter) for parameter in command.params if _is_argument(parameter)]
+    usage = " ".join([path, *arguments, "[OPTIONS]"])
+    yield f"## {path}\n\n{(command.help or '').strip()}\n\n    {usage}\n\n{_table(command)}"
 
 
-def _options(command: Any, context: Any) -> str:
-    records = [parameter.get_help_record(context) for parameter in command.params]
-    rows = [f"| `{_cell(name)}` | {_cell(text)} |" for name, text in filter(None, records)]
+def _is_argument(parameter: Any) -> bool:
+    return bool(parameter.param_type_name == "argument")
+
+
+def _argument(parameter: Any) -> str:
+    name = parameter.name.upper()
+    return name if parameter.required else f"[{name}]"
+
+
+def _table(command: Any) -> str:
+    types = typing.get_type_hints(inspect.unwrap(command.callback))
+    rows = [
+        f"| `{_names(item)}` | {_meaning(item, types[item.name])} |"
+        for item in command.params
+        if not item.hidden and item.name in types
+    ]
     return "\n".join(["| option | meaning |", "| --- | --- |", *rows, ""]) if rows else ""
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+def _names(parameter: Any) -> str:
+    if _is_argument(parameter):
+        return _argument(parameter)
+    return ", ".join([*parameter.opts, *parameter.secondary_opts])
+
+
+def _meaning(parameter: Any, annotation: Any) -> str:
+    facts = [parameter.help or ""]
+    choices = list(_choices(annotation))
+    if choices:
+        facts.append(f"One of {', '.join(choices)}.")
+    if parameter.required:
+        facts.append("Required.")
+    elif isinstance(parameter.default, str | int | float) and parameter.default is not False:
+        facts.append(f"Default: {getattr(parameter.default, 'value', parameter.default)}.")
+    return " ".join(" ".join(facts).split()).replace("|", "\\|")
+
+
+def _choices(annotation: Any) -> Iterator[str]:
+    """Values that an annotation allows, if it lists them: a ``Literal`` or an ``Enum``, perhaps optional."""
+    if typing.get_origin(annotation) is typing.Literal:
+        yield from map(str, typing.get_args(annotation))
+    elif isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        yield from (str(item.value) for item in annotation)
+    else:
+        for inner in typing.get_args(annotation):
+            yield from _choices(inner)
 
 
 if __name__ == "__main__":
