@@ -5,10 +5,14 @@
 ['nvlink2']
 """
 
+from topology.detection import detect
 from topology.documents import catalogue, load, load_preset, loads, preset_names, resolve
+from topology.drawing import draw
 from topology.errors import TopologyError, ZosimError
 from topology.figures import Figure
 from topology.graph import Resource, Route, Topology
+from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo
+from topology.lint import Finding, lint, refuse_errors
 from topology.schema import (
     DeviceSpec,
     Dtype,
@@ -19,11 +23,13 @@ from topology.schema import (
     Node,
     NodeKind,
 )
+from topology.text import render_text
 
 __all__ = [
     "DeviceSpec",
     "Dtype",
     "Figure",
+    "Finding",
     "Link",
     "LinkKind",
     "LinkType",
@@ -36,9 +42,17 @@ __all__ = [
     "TopologyError",
     "ZosimError",
     "catalogue",
+    "detect",
+    "draw",
+    "from_hwloc_xml",
+    "from_nccl_xml",
+    "from_nvidia_smi_topo",
+    "lint",
     "load",
     "load_preset",
     "loads",
     "preset_names",
+    "refuse_errors",
+    "render_text",
     "resolve",
 ]

@@ -167,7 +167,8 @@ def _domains(root: Path, usable: frozenset[int], memory_bytes: int) -> tuple[Num
             found.append(NumaDomain(_number(folder), cpus, int(match[1]) * 1024))
     if not found:
         return (NumaDomain(0, usable, memory_bytes),)
-    share = min(1.0, memory_bytes / sum(domain.memory_bytes for domain in found))
+    # The kernel's totals per domain may leave out hot-plugged memory: only their proportion is used.
+    share = memory_bytes / sum(domain.memory_bytes for domain in found)
     return tuple(NumaDomain(d.index, d.cpus, int(d.memory_bytes * share)) for d in found)
 
 

@@ -1,0 +1,244 @@
+"""``zosim topology``: list, show, validate, detect, draw and import hardware descriptions."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from topology.documents import load_preset, preset_names, resolve
+from topology.errors import TopologyError
+from topology.graph import Topology
+from topology.lint import lint, refuse_errors
+
+app = typer.Typer(
+    name="topology",
+    help="Describe hardware: presets, this machine, files, and what other tools wrote.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+_logger = logging.getLogger(__name__)
+
+Hardware = Annotated[str, typer.Argument(help="A preset's name, a topology file, or host for this machine.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write a topology file here.")]
+
+
+class Tool(enum.StrEnum):
+    """Tools whose descriptions can be imported."""
+
+    NCCL = "nccl"
+    HWLOC = "hwloc"
+    SMI = "smi"
+
+
+@app.command("list")
+def list_presets(as_json: Json = False) -> None:
+    """List the machines that come with zosim."""
+    presets = [load_preset(name) for name in preset_names()]
+    if as_json:
+        _print_json([summary(preset) for preset in presets])
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("preset", "compute devices", "what it is"):
+        table.add_column(heading, no_wrap=heading != "what it is")
+    for preset in presets:
+        first_sentence = preset.description.split(". ")[0].rstrip(".")
+        table.add_row(preset.name, _count_devices(preset), first_sentence)
+    Console().print(table)
+
+
+@app.command()
+def show(hardware: Hardware, as_json: Json = False) -> None:
+    """Show a machine as a tree."""
+    _show(resolve(hardware), as_json)
+
+
+@app.command()
+def validate(hardware: Hardware, as_json: Json = False) -> None:
+    """Check a machine against physics; errors are refused, warnings are shown."""
+    topology = resolve(hardware)
+    findings = lint(topology)
+    if as_json:
+        _print_json({"name": topology.name, "findings": [dataclasses.asdict(item) for item in findings]})
+    else:
+        for finding in findings:
+            if finding.severity == "warning":
+                typer.echo(f"warning: {finding.where}: {finding.message}\n  hint: {finding.hint}")
+    refuse_errors(topology)
+    if not as_json:
+        counted = f"{len(topology.nodes)} nodes, {len(topology.links)} links, {len(findings)} warnings"
+        typer.echo(f"{topology.name} is valid: {counted}")
+
+
+@app.command()
+def detect(output: Output = None, as_json: Json = False) -> None:
+    """Detect this machine; measures the memory's bandwidth for half a second."""
+    _deliver(resolve("host"), output, as_json)
+
+
+@app.command()
+def draw(
+    hardware: Hardware,
+    output: Annotated[Path, typer.Option("--output", "-o", help="A .png, .svg or .pdf file.")],
+    as_json: Json = False,
+) -> None:
+    """Draw a machine."""
+    from topology.drawing import draw as draw_topology
+
+    written = draw_topology(resolve(hardware), output)
+    if as_json:
+        _print_json({"path": str(written)})
+    else:
+        typer.echo(str(written))
+
+
+@app.command("import")
+def import_description(
+    path: Annotated[Path, typer.Argument(help="The file; - reads nvidia-smi's matrix from stdin.")],
+    tool: Annotated[
+        Tool | None, typer.Option("--from", help="Who wrote it; told from its content if left out.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU model, a catalogue or product name.")] = None,
+    cpu: Annotated[str | None, typer.Option(help="CPU model, a catalogue or product name.")] = None,
+    memory: Annotated[str | None, typer.Option(help='Host memory, such as "512 GiB".')] = None,
+    memory_bandwidth: Annotated[str | None, typer.Option(help='Of it, such as "200 GB/s".')] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Import what NCCL, hwloc or nvidia-smi wrote."""
+    from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo
+
+    match tool or guess_tool(path):
+        case Tool.NCCL:
+            topology = from_nccl_xml(path, gpu=gpu, cpu=cpu, memory=memory, memory_bandwidth=memory_bandwidth)
+        case Tool.HWLOC:
+            if memory is not None:
+                _logger.warning("--memory is ignored: hwloc tells the memory of each NUMA domain")
+            topology = from_hwloc_xml(path, gpu=gpu, cpu=cpu, memory_bandwidth=memory_bandwidth)
+        case Tool.SMI:
+            topology = from_nvidia_smi_topo(
+                _read_text(path),
+                gpu=gpu,
+                cpu=cpu,
+                memory=memory,
+                memory_bandwidth=memory_bandwidth,
+                name="stdin" if str(path) == "-" else path.stem,
+            )
+    _deliver(topology, output, as_json)
+
+
+def guess_tool(path: Path) -> Tool:
+    """The tool that wrote a file, by its first element; a file that is no XML is nvidia-smi's.
+
+    Raises
+    ------
+    TopologyError
+        If the file cannot be read, or is XML of another kind.
+    """
+    if str(path) == "-":
+        return Tool.SMI
+    text = _read_text(path)
+    if not text.lstrip().startswith("<"):
+        return Tool.SMI
+    for tag, tool in (("<topology", Tool.HWLOC), ("<system", Tool.NCCL)):
+        if tag in text[:4096]:
+            return tool
+    message = f"{str(path)!r} is XML of neither NCCL nor hwloc"
+    raise TopologyError(message, hint="NCCL's starts with <system>, hwloc's with <topology>")
+
+
+def _read_text(path: Path) -> str:
+    if str(path) == "-":
+        return sys.stdin.read()
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        message = f"cannot read {str(path)!r}: {error.strerror}"
+        raise TopologyError(message) from error
+    except UnicodeDecodeError as error:
+        message = f"{str(path)!r} is not UTF-8 text: {error.reason} at byte {error.start}"
+        raise TopologyError(message) from error
+
+
+def _deliver(topology: Topology, output: Path | None, as_json: bool) -> None:
+    if output is not None:
+        try:
+            output.write_text(topology.to_yaml(), encoding="utf-8")
+        except OSError as error:
+            message = f"cannot write {str(output)!r}: {error.strerror}"
+            raise TopologyError(message) from error
+        typer.echo(f"wrote {output}", err=True)
+    _show(topology, as_json)
+
+
+def _show(topology: Topology, as_json: bool) -> None:
+    if as_json:
+        _print_json(describe(topology))
+        return
+    from rich.console import Console
+
+    from topology.text import render_text
+
+    console = Console()
+    color = console.is_terminal and not console.no_color
+    typer.echo(render_text(topology, width=max(console.width, 80), color=color), nl=False)
+
+
+def summary(topology: Topology) -> dict[str, Any]:
+    """A machine in a few JSON values."""
+    return {
+        "name": topology.name,
+        "description": topology.description,
+        "hosts": len(topology.hosts),
+        "compute_devices": [
+            {"id": node.id, "name": node.spec.name} for node in topology.compute_devices if node.spec
+        ],
+    }
+
+
+def describe(topology: Topology) -> dict[str, Any]:
+    """Everything about a machine as JSON values: as declared, and the resources that follow from it."""
+    dumped = topology.model_dump(mode="json", exclude_defaults=True)
+    dumped["resources"] = {
+        name: {
+            "bandwidth_bytes_per_s": resource.bandwidth_bytes_per_s,
+            "latency_s": resource.latency_s,
+            "sharing": resource.sharing,
+        }
+        for name, resource in topology.resources.items()
+    }
+    dumped["host_to_device"] = {node.id: _host_route(topology, node.id) for node in topology.compute_devices}
+    return dumped
+
+
+def _host_route(topology: Topology, device_id: str) -> dict[str, Any]:
+    memory = topology.host_memory(device_id)
+    route = topology.route(memory.id, device_id)
+    bandwidth = route.bandwidth_bytes_per_s
+    return {
+        "memory": memory.id,
+        "nodes": list(route.node_ids),
+        "bandwidth_bytes_per_s": bandwidth if math.isfinite(bandwidth) else None,
+        "latency_s": route.latency_s,
+    }
+
+
+def _count_devices(topology: Topology) -> str:
+    names = [node.spec.name for node in topology.compute_devices if node.spec]
+    kinds = dict.fromkeys(names)
+    return ", ".join(f"{names.count(name)} x {name}" for name in kinds)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))

@@ -1,0 +1,324 @@
+"""A machine as a picture: hosts as boxes, links with their bandwidth."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from topology.errors import TopologyError
+from topology.graph import Topology
+from topology.schema import Link, Node
+from topology.units import format_bandwidth, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Picture
+
+# A row per kind, from the memory at the top down to the network; NVSwitches stand below the GPUs they join.
+ROWS: Final = MappingProxyType(
+    {
+        "memory": 0,
+        "cpu": 0,
+        "numa": 1,
+        "pcie_root": 2,
+        "pcie_switch": 3,
+        "nic": 4,
+        "disk": 4,
+        "gpu": 4,
+        "nvswitch": 5,
+    }
+)
+# Okabe and Ito's palette, which people with colour vision deficiencies can tell apart.
+COLORS: Final = MappingProxyType(
+    {
+        "memory": "#f0e442",
+        "cpu": "#56b4e9",
+        "numa": "#dddddd",
+        "pcie_root": "#cccccc",
+        "pcie_switch": "#cccccc",
+        "nic": "#cc79a7",
+        "disk": "#e69f00",
+        "gpu": "#4db892",
+        "nvswitch": "#e69f00",
+        "network": "#cc79a7",
+    }
+)
+LINK_COLORS: Final = MappingProxyType(
+    {
+        "nvlink": "#009e73",
+        "pcie": "#0072b2",
+        "socket": "#d55e00",
+        "network": "#b0578d",
+        "storage": "#e69f00",
+        "fabric": "#999999",
+        "memory": "#999999",
+    }
+)
+NODE_WIDTH, NODE_HEIGHT, COLUMN, ROW = 1.55, 0.62, 1.95, 1.3
+FORMATS = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    positions: dict[str, tuple[float, float]]
+    boxes: dict[str, tuple[float, float, float, float]]
+
+
+def draw(topology: Topology, path: str | Path) -> Path:
+    """Draw a machine into a PNG, SVG or PDF file and return its path.
+
+    Raises
+    ------
+    TopologyError
+        If the file's ending is no known format, or it cannot be written.
+    """
+    file = Path(path)
+    if file.suffix.lower() not in FORMATS:
+        message = f"cannot draw into {str(path)!r}: the format {file.suffix!r} is unknown"
+        raise TopologyError(message, hint=f"end its name with one of {', '.join(FORMATS)}")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Picture
+
+    layout = _arrange(topology)
+    left, right, bottom, top = _extent(layout)
+    picture = Picture(figsize=(max(6.5, 0.75 * (right - left)), max(4.0, 0.8 * (top - bottom) + 0.8)))
+    FigureCanvasAgg(picture)
+    axes = picture.add_axes((0, 0, 1, 1))
+    axes.set_xlim(left, right)
+    axes.set_ylim(bottom, top)
+    axes.axis("off")
+    _draw_hosts(axes, topology, layout)
+    _draw_links(axes, topology, layout)
+    for node in topology.nodes:
+        if node.id in layout.positions:
+            _draw_node(axes, node, layout.positions[node.id])
+    axes.text(left + 0.45, top - 0.35, topology.name, fontsize=14, fontweight="bold", va="center")
+    _legend(axes, topology)
+    _save(picture, file)
+    return file
+
+
+def _save(picture: Picture, file: Path) -> None:
+    try:
+        picture.savefig(file, dpi=150)
+    except OSError as error:
+        message = f"cannot write {str(file)!r}: {error.strerror}"
+        raise TopologyError(message) from error
+
+
+def _extent(layout: _Layout) -> tuple[float, float, float, float]:
+    xs = [x for x, _ in layout.positions.values()]
+    ys = [y for _, y in layout.positions.values()]
+    return min(xs) - 1.5, max(xs) + 1.5, min(ys) - 1.6, max(ys) + 1.7
+
+
+def _arrange(topology: Topology) -> _Layout:
+    """Place each host's nodes in rows by kind, hosts side by side, networks below."""
+    positions: dict[str, tuple[float, float]] = {}
+    boxes: dict[str, tuple[float, float, float, float]] = {}
+    offset = 0.0
+    for host in topology.hosts:
+        members = [node for node in topology.nodes if node.host == host.id]
+        rows = _rows(topology, members)
+        widest = max((len(names) for names in rows.values()), default=1)
+        for depth, (_, names) in enumerate(sorted(rows.items())):
+            step = COLUMN * widest / len(names)
+            for place, name in enumerate(names):
+                positions[name] = offset + step * (place + 0.5), -ROW * depth
+        # GPUs that link to each other need room below them for the arcs.
+        lowest = -ROW * max(len(rows) - 1, 0) - (ROW if _has_mesh(topology, members) else 0)
+        boxes[host.id] = (
+            offset - 0.15,
+            lowest - NODE_HEIGHT,
+            COLUMN * widest + 0.3,
+            -lowest + 2 * NODE_HEIGHT + 0.35,
+        )
+        offset += COLUMN * widest + 1.1
+    bottom = min((box[1] for box in boxes.values()), default=0.0)
+    others = [
+        node.id
+        for node in topology.nodes
+        if node.kind == "network" or (node.kind == "nvswitch" and not node.host)
+    ]
+    for place, name in enumerate(others):
+        positions[name] = (offset - 1.1) * (place + 0.5) / len(others), bottom - 1.1
+    return _Layout(positions, boxes)
+
+
+def _has_mesh(topology: Topology, members: list[Node]) -> bool:
+    gpus = {node.id for node in members if node.kind == "gpu"}
+    return any({link.source, link.target} <= gpus for link in topology.links)
+
+
+def _rows(topology: Topology, members: list[Node]) -> dict[int, list[str]]:
+    """Nodes per row, each row ordered by where the nodes that its own hang on stand."""
+    rows: dict[int, list[str]] = {}
+    for node in members:
+        rows.setdefault(ROWS[node.kind], []).append(node.id)
+    place: dict[str, float] = {}
+    # NUMA domains keep file order and give the order to what stands above and below them.
+    for row in sorted(rows, key=lambda row: (abs(row - 1), row)):
+        names = rows[row]
+        order = {name: _parent_place(topology, name, place, fallback) for fallback, name in enumerate(names)}
+        rows[row] = sorted(names, key=lambda name: (order[name], names.index(name)))
+        for position, name in enumerate(rows[row]):
+            place[name] = (position + 0.5) / len(names)
+    return rows
+
+
+def _parent_place(topology: Topology, name: str, place: dict[str, float], fallback: int) -> float:
+    known = [
+        place[link.other_end(name)]
+        for link in topology.links
+        if name in {link.source, link.target}
+        and link.type.kind in {"pcie", "fabric", "memory"}
+        and link.other_end(name) in place
+    ]
+    return sum(known) / len(known) if known else float(fallback)
+
+
+def _draw_hosts(axes: Axes, topology: Topology, layout: _Layout) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    for host in topology.hosts:
+        x, y, width, height = layout.boxes[host.id]
+        style = "round,pad=0.08,rounding_size=0.2"
+        box = FancyBboxPatch(
+            (x, y), width, height, boxstyle=style, fc="#f7f7f7", ec="#888888", lw=1.2, zorder=0
+        )
+        axes.add_patch(box)
+        title = host.id if host.label is None else f"{host.id}: {host.label}"
+        axes.text(x + 0.1, y + height - 0.02, title, fontsize=10, va="top", color="#444444", zorder=5)
+
+
+def _draw_node(axes: Axes, node: Node, position: tuple[float, float]) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    x, y = position
+    style = "round,pad=0.02,rounding_size=0.1"
+    corner = (x - NODE_WIDTH / 2, y - NODE_HEIGHT / 2)
+    axes.add_patch(
+        FancyBboxPatch(
+            corner,
+            NODE_WIDTH,
+            NODE_HEIGHT,
+            boxstyle=style,
+            fc=COLORS[node.kind],
+            ec="#444444",
+            lw=0.8,
+            zorder=3,
+        )
+    )
+    name, detail = node.id.rsplit("/", maxsplit=1)[-1], _detail(node)
+    axes.text(
+        x,
+        y + (0.12 if detail else 0),
+        name,
+        ha="center",
+        va="center",
+        fontsize=9,
+        fontweight="bold",
+        zorder=4,
+    )
+    if detail:
+        axes.text(x, y - 0.15, detail, ha="center", va="center", fontsize=6.5, zorder=4)
+
+
+def _detail(node: Node) -> str:
+    if node.kind == "memory":
+        return f"{format_bytes(node.memory_bytes)}, {format_bandwidth(node.bandwidth_bytes_per_s)}"
+    if node.spec is not None:
+        name = node.spec.name
+        for brand in ("NVIDIA GeForce ", "NVIDIA ", "AMD ", "Intel "):
+            name = name.removeprefix(brand)
+        return name if len(name) <= 24 else f"{name[:23]}…"
+    return node.label or {"pcie_root": "PCIe root", "pcie_switch": "PCIe switch"}.get(node.kind, "")
+
+
+def _draw_links(axes: Axes, topology: Topology, layout: _Layout) -> None:
+    # In a wide row one label stands for all links of a type; alone, each link has its own.
+    crowded = Counter((link.type.name, _depths(link, layout)) for link in topology.links)
+    labelled: set[object] = set()
+    for link in topology.links:
+        key = (link.type.name, link.count, _depths(link, layout), topology.node(link.source).host)
+        is_mesh = all(topology.node(end).kind == "gpu" for end in (link.source, link.target))
+        wanted = is_mesh or crowded[link.type.name, _depths(link, layout)] <= 4 or key not in labelled
+        labelled.add(key)
+        if is_mesh:
+            _draw_arc(axes, link, layout)
+        else:
+            _draw_line(axes, link, layout, wanted and math.isfinite(link.bandwidth_bytes_per_s))
+
+
+def _depths(link: Link, layout: _Layout) -> tuple[float, float]:
+    low, high = sorted(layout.positions[end][1] for end in (link.source, link.target))
+    return low, high
+
+
+def _draw_line(axes: Axes, link: Link, layout: _Layout, labelled: bool) -> None:
+    (x0, y0), (x1, y1) = layout.positions[link.source], layout.positions[link.target]
+    axes.plot([x0, x1], [y0, y1], color=LINK_COLORS[link.type.kind], lw=_line_width(link), zorder=1)
+    if labelled:
+        _label(axes, link, (x0 + x1) / 2, (y0 + y1) / 2)
+
+
+def _draw_arc(axes: Axes, link: Link, layout: _Layout) -> None:
+    """A link between two GPUs of a row, as an arc below them whose depth grows with their distance."""
+    import numpy as np
+
+    (x0, y0), (x1, _) = sorted(layout.positions[end] for end in (link.source, link.target))
+    distance = (x1 - x0) / COLUMN
+    depth = 0.5 + 0.28 * distance
+    angle = np.linspace(0, np.pi, 60)
+    x = (x0 + x1) / 2 - (x1 - x0) / 2 * np.cos(angle)
+    y = y0 - NODE_HEIGHT / 2 - depth * np.sin(angle)
+    axes.plot(x, y, color=LINK_COLORS[link.type.kind], lw=_line_width(link), zorder=1, alpha=0.85)
+    _label(axes, link, (x0 + x1) / 2, y0 - NODE_HEIGHT / 2 - depth)
+
+
+def _line_width(link: Link) -> float:
+    if math.isinf(link.bandwidth_bytes_per_s):
+        return 1.0
+    return min(5.0, 0.8 + 0.7 * math.log10(max(link.bandwidth_bytes_per_s / 1e9, 1.0)) * 1.6)
+
+
+def _label(axes: Axes, link: Link, x: float, y: float) -> None:
+    text = format_bandwidth(link.bandwidth_bytes_per_s)
+    box = {"boxstyle": "round,pad=0.12", "fc": "white", "ec": "none", "alpha": 0.85}
+    axes.text(
+        x,
+        y,
+        text,
+        fontsize=6.5,
+        ha="center",
+        va="center",
+        color=LINK_COLORS[link.type.kind],
+        bbox=box,
+        zorder=2,
+    )
+
+
+def _legend(axes: Axes, topology: Topology) -> None:
+    from matplotlib.lines import Line2D
+
+    kinds = dict.fromkeys(link.type.kind for link in topology.links)
+    handles = [
+        Line2D([], [], color=LINK_COLORS[kind], lw=2.5, label=kind)
+        for kind in kinds
+        if kind not in {"fabric", "memory"}
+    ]
+    if handles:
+        handles.append(Line2D([], [], color=LINK_COLORS["fabric"], lw=1, label="on-die, not limiting"))
+        axes.legend(
+            handles=handles,
+            loc="lower right",
+            ncols=len(handles),
+            fontsize=8,
+            frameon=False,
+            title="bandwidth per direction that large transfers reach",
+            title_fontsize=8,
+        )
