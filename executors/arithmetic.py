@@ -45,7 +45,7 @@ class Sweeper:
             ``s``, a power of two with either sign.
         epsilon : float
         """
-        assert abs(frexp(scale)[0]) == 0.5, "the product with z must be exact"  # noqa: PLR2004
+        assert abs(frexp(scale)[0]) == 0.5, "the product with z must be exact"
         for begin, end, product, _ in self._pieces(theta):
             torch.mul(z[begin:end], scale * epsilon, out=product)
             theta[begin:end].add_(product)
@@ -85,7 +85,10 @@ class Sweeper:
         kept: dict[torch.dtype, tuple[Tensor, Tensor]] = self._scratch.__dict__
         held = kept.get(like.dtype)
         if held is None or held[0].numel() < size:
-            held = kept[like.dtype] = (torch.empty(size, dtype=like.dtype), torch.empty(size, dtype=like.dtype))
+            held = kept[like.dtype] = (
+                torch.empty(size, dtype=like.dtype),
+                torch.empty(size, dtype=like.dtype),
+            )
         return held
 
 

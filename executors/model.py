@@ -41,6 +41,8 @@ class NamedTensor:
     name : str
         As ``named_parameters()`` spells it; a tied parameter under its first name.
     parameter : torch.nn.Parameter
+    shape : torch.Size
+        The parameter's, also while it has no memory.
     index : int
         Position among all trainable parameters, or -1 where it is frozen.
     decays : bool
@@ -48,8 +50,14 @@ class NamedTensor:
 
     name: str
     parameter: nn.Parameter
+    shape: torch.Size
     index: int
     decays: bool
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        return self.shape.numel()
 
     @property
     def trainable(self) -> bool:
@@ -156,7 +164,7 @@ class CutModel:
         self.tensors = _named_tensors(model)
         self._segments_of = self._read_segments(blocks_path)
         self.groups = self._group()
-        self._embedding = self._token_embedding()
+        self.embedding = self._token_embedding()
 
     # -- running -----------------------------------------------------------------------------------------------
 
@@ -254,7 +262,7 @@ class CutModel:
         positions : torch.Tensor
             Row of each token of the batch, in the batch's shape.
         """
-        module = self._embedding
+        module = self.embedding
         if module.weight is not parameter:
             raise ModelError("only the input token table can be read through gathered rows")
         # padding_idx matters to gradients alone, but torch checks it against the number of rows.
@@ -293,7 +301,7 @@ class CutModel:
     def entries(self) -> list[ParameterEntry]:
         """Return every stored parameter in registration order, for grouping."""
         return [
-            ParameterEntry(t.name, self._segments_of[t.name], t.parameter.numel(), t.trainable)
+            ParameterEntry(t.name, self._segments_of[t.name], t.num_elements, t.trainable)
             for t in self.tensors
         ]
 
@@ -384,7 +392,7 @@ def _named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     for name, parameter in model.named_parameters():
         index = num_trainable if parameter.requires_grad else -1
         num_trainable += parameter.requires_grad
-        tensors.append(NamedTensor(name, parameter, index, decays(name)))
+        tensors.append(NamedTensor(name, parameter, parameter.shape, index, decays(name)))
     if not num_trainable:
         raise ModelError(
             "the model has no trainable parameter", hint="set requires_grad on what is to be tuned"

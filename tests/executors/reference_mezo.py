@@ -1,0 +1,71 @@
+"""A literal MeZO loop, written from its description and from nothing in this repository."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class LiteralMezo:
+    """The loop: perturb all parameters, run the whole model, three times over, then update.
+
+    ``walk`` gives the order in which directions are drawn; registration order by default.
+    """
+
+    def __init__(self, model, *, epsilon, weight_decay=0.0, walk=None, loss=None, central=True):
+        self.model = model.eval()
+        self.epsilon = epsilon
+        self.weight_decay = weight_decay
+        self.central = central
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.named = walk(trainable) if walk else trainable
+        self.loss = loss or (lambda batch: model(**batch).loss)
+
+    def _perturb(self, seed, scale):
+        torch.manual_seed(seed)
+        for _, p in self.named:
+            z = torch.normal(mean=0, std=1, size=p.data.size(), device=p.data.device, dtype=p.data.dtype)
+            p.data = p.data + (scale * z) * self.epsilon
+
+    @torch.no_grad()
+    def step(self, batch, seeds, learning_rate):
+        """Return [(loss_plus, loss_other, g)] of each query, after updating."""
+        rows = []
+        base = None if self.central else self.loss(batch)
+        for seed in seeds:
+            self._perturb(seed, 1)
+            plus = self.loss(batch)
+            if self.central:
+                self._perturb(seed, -2)
+                other = self.loss(batch)
+                self._perturb(seed, 1)
+                g = ((plus - other) / (2 * self.epsilon)).item()
+            else:
+                self._perturb(seed, -1)
+                other = base
+                g = ((plus - other) / self.epsilon).item()
+            rows.append((plus.item(), other.item(), g))
+        for query, seed in enumerate(seeds):
+            self._update(seed, rows[query][2] / len(seeds), learning_rate, decay=query == 0)
+        return rows
+
+    def _update(self, seed, g, learning_rate, *, decay):
+        torch.manual_seed(seed)
+        for name, p in self.named:
+            z = torch.normal(mean=0, std=1, size=p.data.size(), device=p.data.device, dtype=p.data.dtype)
+            if decay and "bias" not in name and "layer_norm" not in name and "layernorm" not in name:
+                p.data = p.data - learning_rate * (g * z + self.weight_decay * p.data)
+            else:
+                p.data = p.data - learning_rate * (g * z)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bit patterns, so that -0.0 differs from 0.0 and NaN equals itself."""
+    width = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
+    return tensor.detach().contiguous().view(width)
+
+
+def differing(model: nn.Module, other: nn.Module) -> list[str]:
+    """Names of parameters that differ in a bit."""
+    theirs = dict(other.named_parameters())
+    return [name for name, p in model.named_parameters() if not torch.equal(bits(p), bits(theirs[name]))]
