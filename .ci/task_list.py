@@ -35,7 +35,8 @@ def test(arguments: Sequence[str]) -> int:
         return _tool(["pytest", *arguments])
     failed = [name for name in STATIC_CHECKS if _static(name) != 0]
     _title("tests, and the commands of the README")
-    if _tool(["pytest", "-n", str(_num_workers())], timeout_s=TEST_TIMEOUT_S) != 0:
+    # One process: on two cores a second one costs more, in imports, than it saves (`test -n 2` to try).
+    if _tool(["pytest"], timeout_s=TEST_TIMEOUT_S) != 0:
         failed.append("tests")
     return _verdict(failed)
 
@@ -144,12 +145,6 @@ def _tool(command: Sequence[str], *, timeout_s: float | None = None) -> int:
     except subprocess.TimeoutExpired:
         print(f"error: {program} was stopped after {time.monotonic() - started:.0f} s", file=sys.stderr)
         return 124
-
-
-def _num_workers() -> int:
-    """Test processes: one for each core that this process may use, each with one thread."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(available, 8) if available > 1 else 0
 
 
 def _verdict(failed: Sequence[str]) -> int:
