@@ -132,6 +132,12 @@ class Order:
             {candidate for candidate in (position - 1, 0) if 0 <= candidate < position}, reverse=True
         )
 
+    def opens_step(self, place: Place) -> bool:
+        """Whether a place is the first computation of a step, which the host prepares."""
+        if self.part(place.position) != "step" or self.instruction(place).stream != Stream.COMPUTE:
+            return False
+        return place.instruction not in self._before["step"]
+
     def predecessors(self, place: Place) -> tuple[Place, ...]:
         """All that must finish before an instruction starts: its stream's predecessor first."""
         follows = self.follows(place)

@@ -15,11 +15,13 @@ with the number of unlike steps.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import simpy
+from simpy.core import EmptySchedule
 
 from costmodel.profile import Bound
 from topology.errors import ProgramError
@@ -89,12 +91,12 @@ def simulate_ranks(
         raise ProgramError(message, hint="num_steps counts from 0")
     wanted = MAX_UNLIKE_STEPS if num_steps is None else num_steps
     run = _Run(programs, machines, wanted, bound)
-    run.go(stop_when_steady=True)
+    run.go()
     if run.shortened is None:
         return run.timeline(None)
     # The same run with fewer like steps, whose last steps and flush only come later.
     short = _Run(programs, machines, run.shortened, bound)
-    short.go(stop_when_steady=False)
+    short.go()
     omitted = 0 if num_steps is None else num_steps - run.shortened
     assert run.cycle is not None
     return short.timeline(run.cycle, omitted)
@@ -113,33 +115,26 @@ class _Run:
         self.env = simpy.Environment()
         self.fluid = Fluid(self.env, _merged_capacities(machines), _merged_fifo(machines))
         self.ranks = [_Rank(self, number, program) for number, program in enumerate(programs)]
-        self.detector = SteadyDetector(depth=max(rank.order.max_distance for rank in self.ranks))
+        self.depth = max(rank.order.max_distance for rank in self.ranks)
+        self.detector = SteadyDetector(self.depth)
         self.cycle: Cycle | None = None
         self.shortened: int | None = None
-        self._steady = self.env.event()
 
-    def go(self, *, stop_when_steady: bool) -> None:
-        """Run to the end, or until the rest is known."""
+    def go(self) -> None:
+        """Run to the end, or until the rest is known.
+
+        Raises
+        ------
+        ProgramError
+            If instructions wait for each other in a circle.
+        """
         for rank in self.ranks:
             rank.start()
-        with _without_garbage_collection():
-            if stop_when_steady:
-                self.env.run(until=self._steady | self._all_done())
-            else:
-                self.env.run()
+        with _without_garbage_collection(), suppress(EmptySchedule):
+            while self.shortened is None:
+                self.env.step()
         if self.shortened is None:
             _refuse_deadlock(self.ranks)
-
-    def _all_done(self) -> simpy.Event:
-        """Return an event that happens when nothing can happen any more: every process ended or is stuck."""
-        done = self.env.event()
-
-        def watch() -> Generator[simpy.Event, None, None]:
-            yield self.env.all_of([process for rank in self.ranks for process in rank.processes])
-            done.succeed()
-
-        self.env.process(watch())
-        return done
 
     def step_completed(self, step: int) -> None:
         """Look whether the run has become periodic, whenever all ranks have completed another step."""
@@ -147,26 +142,36 @@ class _Run:
             return
         entered = max(rank.max_step for rank in self.ranks)
         times = np.concatenate([rank.step_times(step) for rank in self.ranks])
-        if times.size == 0:
+        if times.min() < self._others_until_s():
+            # Prologue and flush share resources, too: what runs beside them says nothing about later steps.
+            self.detector.restart()
             return
         self.cycle = self.detector.completed(times, entered - step)
         if self.cycle is not None:
-            cycles = (self.num_steps - (entered + 2)) // self.cycle.num_steps
+            # Streams must still have a step to go before the flush, and the flush must not reach back to here.
+            kept = entered + 1 + self.depth
+            cycles = (self.num_steps - kept) // self.cycle.num_steps
             if cycles > 0:
                 self.shortened = self.num_steps - cycles * self.cycle.num_steps
-                self._steady.succeed()
+
+    def _others_until_s(self) -> float:
+        """Return when the last instruction that is of no step ended, infinity while one is running."""
+        return max(rank.others_until_s for rank in self.ranks)
 
     def timeline(self, cycle: Cycle | None, num_omitted: int = 0) -> Timeline:
         """Return what happened, with `num_omitted` further steps of the cycle put after its last step."""
-        cycle = cycle or self.cycle
+        cycle = self.cycle if cycle is None else cycle
         repeat = None
         if cycle is not None:
             rounds = num_omitted // cycle.num_steps
             repeat = Repeat(cycle.first_step, cycle.num_steps, rounds, cycle.period_s)
         num_steps = self.num_steps + num_omitted
+        # A flush instruction that waits for no step has run before steps became steady, and stays there.
+        ends = [span.end_s for rank in self.ranks for span in rank.spans if _is_of_step(span, cycle)]
+        steady_s = max(ends, default=0.0)
         spans, memory = [], []
         for rank in self.ranks:
-            own = [_later(span, repeat) for span in rank.spans]
+            own = [_later(span, repeat, steady_s) for span in rank.spans]
             spans += own
             memory += memory_samples(rank.program, own, num_steps, rank.number)
         return Timeline(
@@ -193,6 +198,8 @@ class _Rank:
         self.waiting: dict[Stream, Place] = {}
         self.num_completed = 0
         self.max_step = 0
+        self.others_until_s = 0.0
+        self._num_others_running = 0
         self._activities: dict[tuple[str, str], Activity] = {}
         self._done: set[Place] = set()
         self._waiters: dict[Place, list[simpy.Event]] = {}
@@ -209,7 +216,7 @@ class _Rank:
     def _stream(self, stream: Stream, key: tuple[int, int]) -> Generator[simpy.Event, None, None]:
         env, order = self.run.env, self.order
         for place in self._places(stream):
-            if stream == Stream.COMPUTE and self._opens_step(place):
+            if order.opens_step(place):
                 yield env.timeout(self.run.machines[self.number].step_s(self.run.bound))
             self.waiting[stream] = place
             for needed in order.waits_for(place):
@@ -220,7 +227,9 @@ class _Rank:
             del self.waiting[stream]
             start_s = env.now
             activity = self._activity(place)
+            self._count_other(place, +1)
             yield self.run.fluid.run(activity, key)
+            self._count_other(place, -1)
             self._finish(place, start_s, activity.limiter)
 
     def _places(self, stream: Stream) -> Iterator[Place]:
@@ -237,12 +246,6 @@ class _Rank:
                     yield Place(step + 1, name)
         for name in own["flush"]:
             yield Place(self.order.num_steps + 1, name)
-
-    def _opens_step(self, place: Place) -> bool:
-        if self.order.part(place.position) != "step":
-            return False
-        follows = self.order.follows(place)
-        return follows is None or follows.position < place.position
 
     def _activity(self, place: Place) -> Activity:
         key = self.order.part(place.position), place.instruction
@@ -275,6 +278,11 @@ class _Rank:
         if part == "step":
             self._count(step, instruction.id, start_s, end_s)
 
+    def _count_other(self, place: Place, change: int) -> None:
+        if self.order.part(place.position) != "step":
+            self._num_others_running += change
+            self.others_until_s = math.inf if self._num_others_running else self.run.env.now
+
     def _count(self, step: int, instruction: str, start_s: float, end_s: float) -> None:
         times = self._times.setdefault(step, {})
         times[instruction] = start_s, end_s
@@ -289,11 +297,17 @@ class _Rank:
         return np.array([time for item in self.program.step for time in times[item.id]], dtype=np.float64)
 
 
-def _later(span: Span, repeat: Repeat | None) -> Span:
+def _is_of_step(span: Span, cycle: Cycle | None) -> bool:
+    return cycle is not None and span.part == "step" and span.step == cycle.last_step
+
+
+def _later(span: Span, repeat: Repeat | None, steady_s: float) -> Span:
     """Return a span where it belongs when the omitted steps are put in before it."""
     if repeat is None or repeat.num_rounds == 0:
         return span
-    comes_after = span.part == "flush" or (span.part == "step" and span.step >= repeat.first_omitted_step)
+    if span.part == "flush":
+        return span.shifted(repeat.omitted_s if span.start_s >= steady_s else 0.0, repeat.num_omitted_steps)
+    comes_after = span.part == "step" and span.step >= repeat.first_omitted_step
     return span.shifted(repeat.omitted_s, repeat.num_omitted_steps) if comes_after else span
 
 
@@ -319,7 +333,7 @@ def _refuse_deadlock(ranks: Sequence[_Rank]) -> None:
 
 def _circle(rank: _Rank) -> list[str]:
     """Return the instructions that wait for each other, the first again at the end."""
-    place = next(iter(rank.waiting.values()))
+    place = min(rank.waiting.values())
     path: list[Place] = []
     while place not in path:
         path.append(place)

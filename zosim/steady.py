@@ -39,14 +39,15 @@ class SteadyDetector:
     started, where ``a`` is how far streams run ahead. If every instruction of the steps ``k - a - d - p + 1 .. k``
     starts and ends exactly one period later than its namesake ``p`` steps before (``d`` the depth), then the
     states at the ends of the steps ``k - a`` and ``k - a - p`` are equal but for the shift; equal states have
-    equal futures, so the run is periodic for ever. Shared resources do not change the argument: rates depend on
-    what is running, which is part of the state.
+    equal futures, so the run is periodic for ever. Shared resources do not change the argument as long as only
+    steps are running: rates depend on what is running, which is part of the state.
     """
 
     def __init__(self, depth: int = 1) -> None:
         self._depth = depth
         self._times: list[Array] = []
         self._max_ahead = 0
+        self._first_step = 0
 
     def completed(self, times: Array, run_ahead: int = 0) -> Cycle | None:
         """Take in the next step, and return the cycle that it completes, if any.
@@ -65,8 +66,13 @@ class SteadyDetector:
             needed = self._max_ahead + self._depth - 1 + num_steps
             if last - needed - num_steps + 1 >= 0 and self._repeats(last, num_steps, needed):
                 period_s = float(self._times[last].max() - self._times[last - num_steps].max())
-                return Cycle(last, num_steps, period_s)
+                return Cycle(self._first_step + last, num_steps, period_s)
         return None
+
+    def restart(self) -> None:
+        """Forget the steps until now, and the one just completed, as if the run began after it."""
+        self._first_step += len(self._times) + 1
+        self._times.clear()
 
     def _repeats(self, last: int, num_steps: int, needed: int) -> bool:
         period_s = self._times[last].max() - self._times[last - num_steps].max()

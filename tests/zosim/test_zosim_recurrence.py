@@ -1,0 +1,78 @@
+"""The closed form against the event engine, and both against their bounds."""
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zosim_builders import RATE, instruction, pipeline, program, programs, shared, unshared
+
+from topology.errors import ProgramError
+from zosim.places import Order, Place
+from zosim.recurrence import run_times, step_time_bound
+from zosim.simulate import simulate
+
+
+@given(programs(), st.integers(1, 6), st.sampled_from([0.0, 2e-3]))
+def test_closed_form_and_engine_agree_wherever_nothing_is_shared(whole, num_steps, step_s):
+    machine = unshared(step_s=step_s)
+    timeline = simulate(whole, machine, num_steps=num_steps).expanded()
+    order = Order(whole, num_steps)
+    expected = run_times(whole, machine, num_steps)
+    assert len(expected) == len(timeline.spans)
+    for span in timeline.spans:
+        place = Place(order.position(span.part, span.step), span.instruction)
+        assert (span.start_s, span.end_s) == pytest.approx(expected[place], rel=1e-9, abs=1e-12)
+
+
+@given(programs())
+def test_steady_step_times_agree_wherever_nothing_is_shared(whole):
+    timeline = simulate(whole, unshared())
+    if timeline.repeat is not None:
+        assert step_time_bound(whole, unshared()) == pytest.approx(timeline.step_time_s, rel=1e-9, abs=1e-12)
+
+
+@given(programs(), st.floats(0.5, 3.0), st.floats(0.5, 4.0))
+def test_closed_form_is_a_lower_bound_where_something_is_shared(whole, num_cores, memory):
+    machine = shared(num_cores=num_cores, num_threads=2, memory=memory * RATE)
+    timeline = simulate(whole, machine, num_steps=6).expanded()
+    order = Order(whole, 6)
+    alone = run_times(whole, machine, 6)
+    for span in timeline.spans:
+        place = Place(order.position(span.part, span.step), span.instruction)
+        assert span.end_s >= alone[place][1] * (1 - 1e-9)
+    if timeline.first_steady_step > 1:
+        assert simulate(whole, machine).step_time_s >= step_time_bound(whole, machine) * (1 - 1e-9)
+
+
+@given(programs(), st.booleans())
+def test_a_step_takes_at_least_its_busiest_stream_and_at_most_all_streams_together(whole, is_shared):
+    machine = shared(num_cores=1.0, num_threads=2) if is_shared else unshared()
+    by_stream = defaultdict(float)
+    for item in whole.step:
+        by_stream[item.stream] += machine.activity(whole, item).seconds
+    timeline = simulate(whole, machine)
+    if timeline.repeat is not None:
+        assert max(by_stream.values()) * (1 - 1e-9) <= timeline.step_time_s
+        assert timeline.step_time_s <= sum(by_stream.values()) * (1 + 1e-9)
+
+
+def test_a_pipeline_without_enough_slots_is_bound_by_their_circuit():
+    # Two slots: each block's slot goes through upload, computation and offload before the next but one.
+    assert step_time_bound(pipeline(6, 2.0, 3.0, 2.0, 2), unshared()) == pytest.approx(6 * 7.0 / 2, rel=1e-12)
+    assert step_time_bound(pipeline(6, 2.0, 3.0, 2.0, 3), unshared()) == pytest.approx(6 * 3.0, rel=1e-12)
+
+
+def test_a_dependency_listed_before_what_it_needs_is_followed_all_the_same():
+    whole = program([instruction("a", "compute", 1.0, ["b"]), instruction("b", "h2d", 2.0)])
+    assert run_times(whole, unshared(), 1)[Place(1, "a")] == pytest.approx((2.0, 3.0))
+
+
+def test_a_circle_is_named():
+    whole = program([instruction("a", "compute", 1.0, ["b"]), instruction("b", "h2d", 1.0, ["a"])])
+    with pytest.raises(ProgramError, match=r"step/[ab] waits for step/[ab] waits for step/[ab]"):
+        step_time_bound(whole, unshared())
+
+
+def test_a_program_without_steps_takes_no_time_per_step():
+    assert step_time_bound(program([]), unshared()) == 0.0
