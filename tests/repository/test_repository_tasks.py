@@ -1,0 +1,120 @@
+"""The task script: what it decides before anything is installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module ``.ci/environment.py``, with its environment in an empty directory."""
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    monkeypatch.delitem(sys.modules, "environment", raising=False)
+    import environment as module
+
+    for name, path in {
+        "VENV": "",
+        "STAMP": "stamp.json",
+        "PIP_LOG": "pip.log",
+        "PYTHON": "bin/python",
+    }.items():
+        monkeypatch.setattr(module, name, tmp_path / path)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [("2.6.0", True), ("2.13.1+cu128", True), ("2.5.1", False), ("2.14.0", False), ("3.0", False)],
+)
+def test_a_torch_that_is_already_there_is_used_if_in_range(
+    environment: ModuleType, version: str, *, fits: bool
+) -> None:
+    assert environment._is_in_range(version) is fits
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("OSError: [Errno 28] No space left on device: '/x'", "the disk is full"),
+        (
+            "WARNING: NewConnectionError(...)\nERROR: No matching distribution found for simpy>=4.1",
+            "no package index could be reached",
+        ),
+        ("ERROR: No matching distribution found for torch<2.14,>=2.6", "no build for this Python"),
+        ("SyntaxError", "pip could not install the project"),
+    ],
+)
+def test_a_failed_installation_is_explained(environment: ModuleType, log: str, words: str) -> None:
+    assert words in environment._explained(log).message
+
+
+def test_the_environment_is_made_once_and_again_when_its_inputs_change(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(environment, "_works", lambda: "create" in done)
+    monkeypatch.setattr(environment, "_create", lambda: done.append("create"))
+    monkeypatch.setattr(environment, "_install", lambda extras: done.append(f"install {extras}"))
+    environment.ensure()
+    environment.ensure()
+    assert [step.partition(" ")[0] for step in done] == ["create", "install"]
+    stamp = json.loads(environment.STAMP.read_text())
+    environment.STAMP.write_text(json.dumps({**stamp, "sha256": "of another pyproject.toml"}))
+    environment.ensure()
+    assert [step.partition(" ")[0] for step in done] == ["create", "install", "install"]
+
+
+def test_an_interrupted_installation_is_taken_up_again(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(extras: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(environment, "_works", lambda: True)
+    monkeypatch.setattr(environment, "_install", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        environment.ensure()
+    installed: list[str] = []
+    monkeypatch.setattr(environment, "_install", installed.append)
+    environment.ensure()
+    assert len(installed) == 1
+
+
+@pytest.mark.parametrize("module", ["venv", "ensurepip"])
+def test_a_python_without_venv_is_told_what_to_install(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    found = environment.importlib.util.find_spec
+    monkeypatch.setattr(
+        environment.importlib.util, "find_spec", lambda name: None if name == module else found(name)
+    )
+    with pytest.raises(environment.SetupError, match=f"without its {module} module") as error:
+        environment._create()
+    assert "-venv" in error.value.hint
+
+
+def test_a_small_disk_is_noticed_before_anything_is_downloaded(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = environment.shutil.disk_usage(ROOT)._replace(free=400_000_000)
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(environment.SetupError, match=r"0\.4 GB are free"):
+        environment._create()
+
+
+def test_without_a_task_the_tasks_are_listed() -> None:
+    script = str(ROOT / ".ci" / "tasks.py")
+    listed = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    for task in ("demo", "test", "format", "lint", "types", "imports", "check", "docs", "clean"):
+        assert f"\n  {task} " in listed
+    unknown = subprocess.run([sys.executable, script, "tset"], capture_output=True, text=True, check=False)
+    assert unknown.returncode == 2
+    assert "no task 'tset'" in unknown.stderr
