@@ -199,7 +199,7 @@ def _follow(pip: subprocess.Popen[str]) -> list[str]:
         assert pip.stdout is not None
         for line in pip.stdout:
             if re.match(r"\s*(Collecting|Downloading|Processing|Building|Installing)\b", line):
-                doing[0] = line.strip()
+                doing[0] = line.strip().partition(" packages:")[0]
             elif "Retrying" in line:
                 doing[0] = "the package index does not answer, trying again"
             elif line.startswith(("ERROR", "error")):
