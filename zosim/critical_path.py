@@ -62,6 +62,11 @@ class PathSegment:
         """Seconds from start to end."""
         return self.end_s - self.start_s
 
+    @property
+    def is_gap(self) -> bool:
+        """Whether no instruction runs."""
+        return self.label in (DISPATCH, WAIT)
+
 
 @dataclass(frozen=True, slots=True)
 class CriticalPath:

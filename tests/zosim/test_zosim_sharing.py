@@ -74,7 +74,9 @@ def test_rates_are_feasible_and_everyone_has_a_reason_not_to_be_faster(problem):
     for i in range(len(bounds)):
         at_bound = rates[i] == bounds[i]
         bottlenecks = [
-            r for r in np.flatnonzero(full & (use[i] > 0)) if level[i] >= level[use[:, r] > 0].max() * (1 - 1e-9)
+            r
+            for r in np.flatnonzero(full & (use[i] > 0))
+            if level[i] >= level[use[:, r] > 0].max() * (1 - 1e-9)
         ]
         assert at_bound or bottlenecks
 

@@ -1,0 +1,105 @@
+"""Predicted against measured: the join, and contributions that add up to the error."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from rich.console import Console
+from zosim_builders import RATE, instruction, pipeline, program, shared, unshared
+
+from topology.errors import TimelineError
+from zosim.compare import compare
+from zosim.program import Space
+from zosim.simulate import simulate
+from zosim.timeline import MemorySample
+
+WHOLE = pipeline(3, 1e-3, 3e-3, 1e-3, num_slots=3)
+
+
+def measurement(whole, machine, num_steps=6, **fields):
+    """A run on another machine, listed step by step as a measurement is."""
+    listed = simulate(whole, machine, num_steps=num_steps).expanded()
+    return replace(listed, source="measured", first_steady_step=1, **fields)
+
+
+def test_a_perfect_prediction_has_no_error():
+    found = compare(simulate(WHOLE, unshared()), measurement(WHOLE, unshared()), WHOLE)
+    assert found.step_error == pytest.approx(0.0, abs=1e-12)
+    assert found.num_steps == 5
+    assert {line.name: line.error for line in found.labels} == pytest.approx(
+        {"upload": 0.0, "compute": 0.0, "offload": 0.0}, abs=1e-12
+    )
+    assert {line.name for line in found.instructions} == {item.id for item in WHOLE.step}
+
+
+def test_a_slow_computation_is_found_under_its_label():
+    slow = unshared(sweep_bandwidth=RATE / 2, sweep_cache_bandwidth=RATE / 2)
+    found = compare(simulate(WHOLE, unshared()), measurement(WHOLE, slow), WHOLE)
+    assert found.step_error == pytest.approx(-0.5)
+    worst = found.labels[0]
+    assert (worst.name, worst.error) == ("compute", pytest.approx(-0.5))
+    assert worst.contribution_s == pytest.approx(-9e-3)
+    assert worst.predicted_s == pytest.approx(9e-3)
+    assert worst.measured_s == pytest.approx(18e-3)
+
+
+def test_an_error_that_overlap_hides_contributes_nothing():
+    slow = unshared(copy_d2h_bandwidth=RATE / 2)
+    found = compare(simulate(WHOLE, unshared()), measurement(WHOLE, slow), WHOLE)
+    offload = next(line for line in found.labels if line.name == "offload")
+    assert offload.error == pytest.approx(-0.5)
+    assert offload.contribution_s == pytest.approx(0.0, abs=1e-12)
+    assert found.step_error == pytest.approx(0.0, abs=1e-9)
+
+
+@given(st.floats(0.3, 3.0), st.floats(0.3, 3.0), st.floats(0.3, 3.0), st.sampled_from([0.0, 1e-3]))
+def test_contributions_add_up_to_the_error_of_the_step(compute, upload, offload, step_s):
+    other = unshared(
+        sweep_bandwidth=RATE * compute,
+        copy_h2d_bandwidth=RATE * upload,
+        copy_d2h_bandwidth=RATE * offload,
+        step_s=step_s,
+    )
+    # Steps may alternate, and then their median is not their mean.
+    assume(simulate(WHOLE, other).repeat.num_steps == 1)
+    measured = replace(measurement(WHOLE, other, num_steps=12), first_steady_step=6)
+    found = compare(simulate(WHOLE, shared()), measured, WHOLE)
+    error_s = found.predicted_step_s - found.measured_step_s
+    for lines in (found.labels, found.instructions):
+        assert sum(line.contribution_s for line in lines) == pytest.approx(error_s, rel=1e-9, abs=1e-12)
+
+
+def test_peak_memory_is_compared_per_space():
+    sample = MemorySample(0, Space.DEVICE, "weights", 0.0, 100)
+    predicted = replace(simulate(WHOLE, unshared()), memory=(replace(sample, size_bytes=110),))
+    found = compare(predicted, measurement(WHOLE, unshared(), memory=(sample,)), WHOLE)
+    assert {line.space: line.error for line in found.memory} == {"device": pytest.approx(0.1), "host": None}
+
+
+def test_what_only_one_side_has_is_a_line_without_error():
+    more = program([*WHOLE.step, instruction("extra", "draw", 1e-3)])
+    found = compare(simulate(WHOLE, unshared()), measurement(more, unshared()), more)
+    extra = next(line for line in found.labels if line.name == "extra")
+    assert (extra.predicted_s, extra.measured_s, extra.error) == (None, pytest.approx(1e-3), None)
+
+
+def test_a_comparison_can_be_read_and_parsed():
+    found = compare(simulate(WHOLE, unshared()), measurement(WHOLE, unshared(step_s=1e-3)), WHOLE)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(found)
+    text = console.export_text()
+    assert "step time (ms)" in text
+    assert "compute (sweep)" in text
+    assert "dispatch" in text
+    data = json.loads(found.to_json())
+    assert data["step_error"] == pytest.approx(-0.1)
+    assert data["labels"][0]["error"] is None
+
+
+def test_timelines_of_different_programs_are_refused():
+    other = replace(simulate(WHOLE, unshared()), program="other")
+    with pytest.raises(TimelineError, match="predicted is of program other"):
+        compare(other, measurement(WHOLE, unshared()), WHOLE)

@@ -1,0 +1,119 @@
+"""Critical paths: they tile what they explain, and blame what is to blame."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zosim_builders import RATE, instruction, pipeline, program, programs, shared, unshared
+
+from topology.errors import TimelineError
+from zosim.critical_path import bottleneck, run_path, step_path
+from zosim.simulate import simulate
+from zosim.timeline import Timeline
+
+
+def as_measured(timeline):
+    """The same spans without the knowledge that they repeat."""
+    listed = timeline.expanded()
+    return replace(listed, source="measured", first_steady_step=1)
+
+
+def test_a_run_is_fill_and_the_slowest_stage_and_drain():
+    whole = pipeline(2, 2.0, 3.0, 1.0, num_slots=2)
+    path = run_path(simulate(whole, unshared(), num_steps=1), whole)
+    assert [(item.label, item.duration_s) for item in path.segments] == [
+        ("upload", 2.0),
+        ("compute", 3.0),
+        ("compute", 3.0),
+        ("offload", 1.0),
+    ]
+    assert path.seconds_by_label() == {"compute": 6.0, "upload": 2.0, "offload": 1.0}
+    assert path.seconds_by_stream() == {"compute": 6.0, "h2d": 2.0, "d2h": 1.0}
+    assert path.seconds_by_limiter() == {"sweep": 6.0, "copy": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("times", "slots", "label", "words"),
+    [
+        ((1.0, 3.0, 2.0), 3, "compute", "compute (sweep)"),
+        ((3.0, 1.0, 2.0), 3, "upload", "upload over copy"),
+        ((1.0, 2.0, 3.0), 3, "offload", "offload over copy"),
+    ],
+)
+def test_a_steady_step_is_its_slowest_stage_alone(times, slots, label, words):
+    whole = pipeline(4, *times, slots)
+    for timeline in (simulate(whole, unshared()), as_measured(simulate(whole, unshared(), num_steps=8))):
+        path = step_path(timeline, whole)
+        assert path.seconds_by_label() == pytest.approx({label: path.duration_s})
+        assert path.seconds_per_step == pytest.approx(12.0)
+        found = bottleneck(path)
+        assert (found.words, found.share) == (words, pytest.approx(1.0))
+        assert found.seconds_per_step == pytest.approx(12.0)
+
+
+def test_too_few_slots_show_as_a_circuit_through_all_three_streams():
+    whole = pipeline(4, 2.0, 3.0, 2.0, num_slots=2)
+    path = step_path(simulate(whole, unshared()), whole)
+    per_step = {label: seconds / path.num_steps for label, seconds in path.seconds_by_label().items()}
+    # Half of the blocks' slots: the other half runs beside them.
+    assert per_step == pytest.approx({"upload": 4.0, "compute": 6.0, "offload": 4.0})
+
+
+def test_the_hosts_part_of_a_step_is_a_gap_called_dispatch():
+    whole = program([instruction("work", "compute", 2.0)])
+    path = step_path(simulate(whole, unshared(step_s=0.5)), whole)
+    assert path.seconds_by_label() == pytest.approx({"work": 2.0, "dispatch": 0.5})
+    assert not bottleneck(path).words.startswith("dispatch")
+
+
+@given(programs(), st.booleans(), st.sampled_from([0.0, 1e-3]))
+def test_segments_tile_runs_and_steady_steps_exactly(whole, is_shared, step_s):
+    machine = shared(num_cores=1.3, memory=2 * RATE, step_s=step_s) if is_shared else unshared(step_s=step_s)
+    timeline = simulate(whole, machine, num_steps=7)
+    path = run_path(timeline, whole)
+    assert path.duration_s == pytest.approx(timeline.makespan_s, rel=1e-12, abs=1e-15)
+    assert sum(path.seconds_by_label().values()) == pytest.approx(path.duration_s, rel=1e-12, abs=1e-15)
+    circuit = step_path(timeline, whole)
+    if timeline.repeat is not None and circuit.segments:
+        assert circuit.seconds_per_step == pytest.approx(timeline.step_time_s, rel=1e-9)
+
+
+@given(programs(), st.lists(st.floats(0.0, 3e-3), min_size=40, max_size=40))
+def test_measured_spans_with_noise_and_overlap_are_tiled_as_well(whole, noise):
+    exact = as_measured(simulate(whole, unshared(), num_steps=5))
+    # Clocks of two threads: a span may seem to begin before what it waited for has ended.
+    spans = tuple(
+        replace(span, end_s=span.end_s + noise[number % len(noise)])
+        for number, span in enumerate(exact.spans)
+    )
+    timeline = replace(exact, spans=spans)
+    path = run_path(timeline, whole)
+    assert path.duration_s == pytest.approx(timeline.makespan_s, rel=1e-12, abs=1e-15)
+    circuit = step_path(timeline, whole)
+    assert sum(item.duration_s for item in circuit.segments) == pytest.approx(circuit.duration_s, abs=1e-12)
+
+
+def test_a_run_too_short_for_a_circuit_is_clipped_to_its_steady_step():
+    whole = pipeline(2, 2.0, 3.0, 1.0, num_slots=2)
+    timeline = as_measured(simulate(whole, unshared(), num_steps=2))
+    path = step_path(timeline, whole)
+    assert path.num_steps == 1
+    assert path.duration_s == pytest.approx(timeline.step_time_s)
+
+
+def test_spans_of_another_program_and_missing_ranks_are_refused():
+    whole = pipeline(2, 2.0, 3.0, 1.0, num_slots=2)
+    timeline = simulate(whole, unshared(), num_steps=2)
+    with pytest.raises(TimelineError, match="does not have"):
+        run_path(timeline, program([instruction("other", "compute", 1.0)]))
+    with pytest.raises(TimelineError, match="no spans of rank 3"):
+        run_path(timeline, whole, rank=3)
+    with pytest.raises(TimelineError, match="no spans"):
+        run_path(Timeline("test", "measured", 0, ()), whole)
+
+
+def test_an_empty_path_has_no_bottleneck():
+    whole = program([instruction("work", "compute", 0.0)])
+    with pytest.raises(TimelineError, match="nothing limits it"):
+        bottleneck(step_path(simulate(whole, unshared(), num_steps=2), whole))
