@@ -107,6 +107,7 @@ class BufferStore:
         self._flat: dict[str, Tensor | None] = {}
         self._placed: dict[tuple[str, str, int], Placed] = {}
         self.values: dict[tuple[str, int], Any] = {}
+        self.peak_bytes: dict[tuple[Space, str], int] = {}
         self._check_program()
         started_empty = {op.buffer for _, i in program.instructions() if (op := i.op).kind == "allocate"}
         for buffer in self._flat_buffers():
@@ -121,6 +122,8 @@ class BufferStore:
         buffer = self._program.buffer(name)
         dtype = TORCH_DTYPES[buffer.dtype]
         self._flat[name] = self._allocate(buffer, buffer.size_bytes // DTYPE_BYTES[buffer.dtype], dtype)
+        for key, size in self.arena_bytes().items():
+            self.peak_bytes[key] = max(size, self.peak_bytes.get(key, 0))
 
     def free(self, name: str) -> list[Placed]:
         """Take a buffer's memory away, and return what had been placed in it so that nothing keeps it alive."""
@@ -132,7 +135,7 @@ class BufferStore:
     def arena_bytes(self) -> dict[tuple[Space, str], int]:
         """Return the bytes of flat buffers that exist now, by space and role."""
         total: dict[tuple[Space, str], int] = {}
-        for name, flat in self._flat.items():
+        for name, flat in list(self._flat.items()):
             buffer = self._program.buffer(name)
             size = 0 if flat is None else flat.numel() * flat.element_size()
             total[buffer.space, buffer.role] = total.get((buffer.space, buffer.role), 0) + size

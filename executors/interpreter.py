@@ -161,6 +161,11 @@ class Interpreter:
         return 1 + max((i.op.query for i in self.program.step if isinstance(i.op, Scalar)), default=-1)
 
     @property
+    def num_steps(self) -> int:
+        """Number of the next step."""
+        return self._next_step
+
+    @property
     def is_pending(self) -> bool:
         """Whether a step has run since the last flush."""
         return self._frame is not None
@@ -191,6 +196,7 @@ class Interpreter:
         else:
             self._frame.previous = None
         self._run("step", frame)
+        frame.batch, frame.cache = None, StepCache()  # a pending update needs the numbers alone
         self._frame = frame
         self._next_step += 1
         return frame

@@ -134,6 +134,11 @@ class CutModel:
     ModelError
         If the model cannot be cut; the message says why.
 
+    Attributes
+    ----------
+    device : torch.device
+        Where segments run; at first, where the model is.
+
     Notes
     -----
     The model is put in evaluation mode. It stays whole: between calls its own forward works as before.
@@ -162,6 +167,7 @@ class CutModel:
             _StandIn(block, self._role, is_last=i == last) for i, block in enumerate(self.blocks)
         )
         self.tensors = _named_tensors(model)
+        self.device = self.tensors[0].parameter.device
         self._segments_of = self._read_segments(blocks_path)
         self.groups = self._group()
         self.embedding = self._token_embedding()
@@ -287,9 +293,8 @@ class CutModel:
     def _format(self) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:
             return nullcontext()
-        device = self.tensors[0].parameter.device.type
         # The cache would keep a cast of weights that change between calls.
-        return torch.autocast(device, dtype=self.autocast_dtype, cache_enabled=False)
+        return torch.autocast(self.device.type, dtype=self.autocast_dtype, cache_enabled=False)
 
     # -- what is read where ------------------------------------------------------------------------------------
 
@@ -369,8 +374,7 @@ class CutModel:
         return before, after
 
     def _probe(self) -> None:
-        device = self.tensors[0].parameter.device
-        batch = {"input_ids": torch.zeros((1, 2), dtype=torch.long, device=device)}
+        batch = {"input_ids": torch.zeros((1, 2), dtype=torch.long, device=self.device)}
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         cache = StepCache()
         hidden = self.embed(batch, cache)

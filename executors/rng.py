@@ -126,7 +126,7 @@ class CounterKey:
     @classmethod
     def of(cls, seed: int, step: int, query: int) -> CounterKey:
         """Return the key of one direction."""
-        state = _mix64(_mix64(_mix64(seed & _MASK64) ^ (step & _MASK64)) ^ query)
+        state = mixed(seed, step, query)
         second = _mix64(state)
         return cls((state & _MASK32) | 1, state >> 32, second & _MASK32)
 
@@ -137,6 +137,14 @@ class CounterKey:
         x ^= self.tweak
         x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK32
         return x ^ (x >> 16)
+
+
+def mixed(*numbers: int) -> int:
+    """Return 64 bits that depend on every bit of every number and on their order."""
+    state = 0
+    for number in numbers:
+        state = _mix64(state ^ (number & _MASK64))
+    return state
 
 
 def _mix64(x: int) -> int:
@@ -196,12 +204,15 @@ class CounterDraws:
         share = -(-len(blocks) // self._num_threads)
         parts = [blocks[i : i + share] for i in range(0, len(blocks), share)]
         tasks = [
-            self._pool.submit(self._fill_blocks, out, parameter, offset, key, direction, part) for part in parts
+            self._pool.submit(self._fill_blocks, out, parameter, offset, key, direction, part)
+            for part in parts
         ]
         for task in tasks:
             task.result()
 
-    def fill_rows(self, out: Tensor, rows: Tensor, parameter: int, key: CounterKey, direction: Direction) -> None:
+    def fill_rows(
+        self, out: Tensor, rows: Tensor, parameter: int, key: CounterKey, direction: Direction
+    ) -> None:
         """Fill `out` (kept rows, width) with rows of a table's direction; `rows` ascends."""
         width = out.shape[1]
         block, numbers = -1, torch.empty(0)
@@ -230,7 +241,9 @@ class CounterDraws:
             low, high = max(first, offset), min(last, end)
             out[low - offset : high - offset] = numbers[low - first : high - first]
 
-    def _block(self, like: Tensor, parameter: int, block: int, key: CounterKey, direction: Direction) -> Tensor:
+    def _block(
+        self, like: Tensor, parameter: int, block: int, key: CounterKey, direction: Direction
+    ) -> Tensor:
         length = min(self._length, self._numels[parameter] - block * self._length)
         numbers = torch.empty(length, dtype=like.dtype, device=like.device)
         self._draw(numbers, parameter, block, key, direction)

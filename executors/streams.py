@@ -50,19 +50,24 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """When one task ran, in seconds since the backend was made."""
+    """When one task ran, in seconds since the backend was made.
 
-    task: Task
+    It does not hold the task, whose action would keep the step's tensors alive.
+    """
+
+    instruction: Instruction
+    part: Part
+    step: int
     start_s: float
     end_s: float
 
     def span(self, rank: int) -> Span:
         """Return it as a span of a timeline."""
-        instruction = self.task.instruction
+        instruction = self.instruction
         return Span(
             rank,
-            self.task.part,
-            self.task.step,
+            self.part,
+            self.step,
             instruction.id,
             instruction.stream,
             instruction.label,
@@ -240,7 +245,8 @@ class CpuBackend(Backend):
             event.finish(RunError(f"{task.describe()} was interrupted"))
             raise
         if self.recording:
-            self._measured.append(Measured(task, start - self._begin, end - self._begin))
+            begin_s, end_s = start - self._begin, end - self._begin
+            self._measured.append(Measured(task.instruction, task.part, task.step, begin_s, end_s))
         event.finish()
 
     def drain(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from executors.streams import Backend, Measured, Task, Ticket, failure_of
 from topology.errors import RunError
-from zosim.program import Buffer, Space, Stream
+from zosim.program import Buffer, Instruction, Part, Space, Stream
 
 
 class _CudaTicket(Ticket):
@@ -51,7 +51,7 @@ class CudaBackend(Backend):
         }
         self._origin = torch.cuda.Event(enable_timing=True)
         self._origin.record(self._streams[Stream.COMPUTE])
-        self._timed: list[tuple[Task, torch.cuda.Event, torch.cuda.Event]] = []
+        self._timed: list[tuple[tuple[Instruction, Part, int], torch.cuda.Event, torch.cuda.Event]] = []
 
     def allocate(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return zeroed device memory, or pinned host memory."""
@@ -104,7 +104,7 @@ class CudaBackend(Backend):
             end = torch.cuda.Event(enable_timing=self.recording)
             end.record(stream)
         if start is not None:
-            self._timed.append((task, start, end))
+            self._timed.append(((task.instruction, task.part, task.step), start, end))
         return _CudaTicket(end)
 
     def drain(self) -> None:
@@ -113,14 +113,12 @@ class CudaBackend(Backend):
 
     def measured(self) -> list[Measured]:
         """Return what was recorded, in seconds since the backend was made."""
-        return [
-            Measured(
-                task,
-                self._origin.elapsed_time(start) / 1e3,
-                max(self._origin.elapsed_time(end), self._origin.elapsed_time(start)) / 1e3,
-            )
-            for task, start, end in self._timed
-        ]
+        found = []
+        for (instruction, part, step), start, end in self._timed:
+            start_s = self._origin.elapsed_time(start) / 1e3
+            end_s = max(start_s, self._origin.elapsed_time(end) / 1e3)
+            found.append(Measured(instruction, part, step, start_s, end_s))
+        return found
 
     def close(self) -> None:
         """Wait for the device; its streams end with the process."""

@@ -1,0 +1,101 @@
+"""Models from a directory or a name, as weights that are safe to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from executors.buffers import TORCH_DTYPES
+from topology.errors import ModelError
+
+_UNSAFE = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def load_model(
+    source: str | Path,
+    *,
+    dtype: str = "float32",
+    attention: str = "sdpa",
+    allow_download: bool = False,
+    random_weights: bool = False,
+    seed: int = 0,
+) -> nn.Module:
+    """Return a causal language model in evaluation mode, on the CPU.
+
+    Parameters
+    ----------
+    source : str or path
+        Directory with ``config.json`` and safetensors, or a name that transformers knows.
+    dtype : str
+        Format of the weights.
+    attention : str
+        ``"eager"`` or ``"sdpa"``.
+    allow_download : bool
+        Whether a name may be looked up on the Hub; off, only what is in the local cache is read.
+    random_weights : bool
+        Build the architecture with random weights, reading the configuration alone.
+    seed : int
+        Of the random weights.
+
+    Raises
+    ------
+    ModelError
+        If there is no such model, it holds pickled weights only, or its attention cannot be had.
+    """
+    import transformers
+
+    local = not allow_download
+    try:
+        if random_weights:
+            return _random(str(source), dtype, attention, seed, local_files_only=local)
+        _refuse_pickled(Path(source))
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(source),
+            dtype=TORCH_DTYPES[dtype],
+            attn_implementation=attention,
+            local_files_only=local,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _refusal(source, error, local=local) from error
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _random(source: str, dtype: str, attention: str, seed: int, **where: Any) -> nn.Module:
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(source, **where)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=TORCH_DTYPES[dtype], attn_implementation=attention
+        )
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _refuse_pickled(directory: Path) -> None:
+    if not directory.is_dir():
+        return
+    if not (directory / "config.json").is_file():
+        raise ModelError(
+            f"{directory} has no config.json",
+            hint="give a directory written by transformers' save_pretrained",
+        )
+    pickled = [name for name in _UNSAFE if (directory / name).exists()]
+    if pickled and not list(directory.glob("*.safetensors")):
+        raise ModelError(
+            f"{directory} holds its weights as {pickled[0]}, a pickle, which can run code when it is read",
+            hint="where you trust it, convert it once: AutoModelForCausalLM.from_pretrained(DIR)"
+            ".save_pretrained(NEW) writes safetensors",
+        )
+
+
+def _refusal(source: str | Path, error: Exception, *, local: bool) -> ModelError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    hint = "give a directory written by save_pretrained"
+    if local and not Path(source).exists():
+        hint += ", or allow the download of a model that the Hub knows"
+    return ModelError(f"cannot load the model {source}: {reason}", hint=hint)

@@ -1,0 +1,143 @@
+"""What a step really takes: the arena that a program declares, and the tensors that come and go beside it."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zosim.program import Space
+from zosim.timeline import MemorySample
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Measured memory of one rank.
+
+    Attributes
+    ----------
+    arena_bytes : mapping of (Space, str) to int
+        Memory of the program's flat buffers at its largest, by space and role.
+    live_bytes : int
+        Largest total of device tensors that existed beside the arena at one time, in the steps observed.
+    allocator_bytes : int
+        What a CUDA device's allocator held beyond both, for slack and alignment; 0 on a CPU.
+    rss_bytes, peak_rss_bytes : int
+        Resident set of the process now and at its largest: interpreter, libraries and all.
+    """
+
+    arena_bytes: Mapping[tuple[Space, str], int] = field(default_factory=dict)
+    live_bytes: int = 0
+    allocator_bytes: int = 0
+    rss_bytes: int = 0
+    peak_rss_bytes: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Arena on the device plus live tensors."""
+        return self._arena(Space.DEVICE) + self.live_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Arena on the host."""
+        return self._arena(Space.HOST)
+
+    def samples(self, rank: int, time_s: float) -> list[MemorySample]:
+        """Return the report as samples of a timeline, all at one time."""
+        parts = [(space, role, size) for (space, role), size in self.arena_bytes.items()]
+        parts.append((Space.DEVICE, "live tensors", self.live_bytes))
+        return [MemorySample(rank, space, role, time_s, size) for space, role, size in parts]
+
+    def _arena(self, space: Space) -> int:
+        return sum(size for (where, _), size in self.arena_bytes.items() if where == space)
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts storages that operations of this thread create while the mode is on, until they are freed.
+
+    Attributes
+    ----------
+    live_bytes, peak_bytes : int
+
+    Notes
+    -----
+    What a kernel allocates and frees inside itself does not pass here, nor do tensors that other threads make.
+    An operation's result counts while its inputs still do, as in reality.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and note the storages that are new."""
+        result = func(*args, **(kwargs or {}))
+        borrowed = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)
+        }
+        for leaf in tree_leaves(result):
+            if _has_storage(leaf):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in borrowed and storage._cdata not in self._known:
+                    self._note(storage)
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live_bytes -= size
+
+
+@contextmanager
+def observed(device: torch.device, found: list[int]) -> Iterator[None]:
+    """Append to `found` the peak of live tensors on `device` while the block runs.
+
+    On CUDA this is what the allocator handed out beyond what it had handed out before.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield
+        found.append(torch.cuda.max_memory_allocated(device) - before)
+        return
+    with LiveTensors() as tensors:
+        yield
+    found.append(tensors.peak_bytes)
+
+
+def report(
+    device: torch.device, arena_bytes: Mapping[tuple[Space, str], int], live_bytes: int
+) -> MemoryReport:
+    """Return what is known now."""
+    slack = 0
+    if device.type == "cuda":
+        arena = sum(size for (space, _), size in arena_bytes.items() if space == Space.DEVICE)
+        slack = max(0, torch.cuda.max_memory_reserved(device) - arena - live_bytes)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = largest if sys.platform == "darwin" else 1024 * largest
+    rss = psutil.Process().memory_info().rss
+    return MemoryReport(dict(arena_bytes), live_bytes, slack, rss, max(peak, rss))
+
+
+def _has_storage(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.device.type != "meta"

@@ -1,0 +1,405 @@
+"""One rank's training session: a plan and a model in, steps out.
+
+A loop of one's own takes a few lines::
+
+    session = Session(plan, model, learning_rate=1e-6)
+    for batch in batches:
+        print(session.step(batch).loss)
+    session.save_pretrained("tuned")
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from costmodel.work import DTYPE_BYTES
+from executors.buffers import TORCH_DTYPES
+from executors.interpreter import Hyperparameters, Interpreter, StepFrame
+from executors.memory import MemoryReport, observed, report
+from executors.model import Batch, CutModel, LossDType, StepCache
+from executors.rng import mixed
+from executors.runlog import header_of, save_pretrained
+from executors.streams import backend_for
+from topology.errors import PlanError, RunError
+from zosim.lowering import lower
+from zosim.plan import Plan
+from zosim.program import Program
+from zosim.timeline import Timeline
+
+_NUM_SEEDS = 1_000_000_000
+"""Seeds are drawn below this, as the reference loop draws them."""
+
+_OBSERVED_STEPS = 2
+"""Steps whose memory is observed: the first, and the first with something pending. They are not timed."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step found.
+
+    Attributes
+    ----------
+    step : int
+    seeds, losses_plus, losses_minus, projected_gradients : tuple
+        One element per query; `losses_minus` is None for a forward difference.
+    loss_base : float or None
+        Loss at the unperturbed weights, for a forward difference.
+    learning_rate : float
+        The one that this step's projected gradients are applied with.
+    seconds : float
+        Wall-clock time from the call to the losses.
+    """
+
+    step: int
+    seeds: tuple[int, ...]
+    losses_plus: tuple[float, ...]
+    losses_minus: tuple[float, ...] | None
+    loss_base: float | None
+    projected_gradients: tuple[float, ...]
+    learning_rate: float
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """Loss of the first query at ``+ε``, the number that MeZO logs."""
+        return self.losses_plus[0]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield one row of ``steps.jsonl`` per query."""
+        for query, seed in enumerate(self.seeds):
+            base = {} if self.loss_base is None else {"loss_base": self.loss_base}
+            yield {
+                "step": self.step,
+                "query": query,
+                "seed": seed,
+                **base,
+                "loss_plus": self.losses_plus[query],
+                "loss_minus": None if self.losses_minus is None else self.losses_minus[query],
+                "projected_grad": self.projected_gradients[query],
+                "learning_rate": self.learning_rate,
+                "seconds": self.seconds,
+            }
+
+
+class Session:
+    """Zeroth-order training of one model under one plan, on this rank.
+
+    Parameters
+    ----------
+    plan : Plan
+    model : torch.nn.Module
+        A transformers causal language model. Its parameters move into the plan's buffers; use it through the
+        session until :meth:`close`.
+    program : Program, optional
+        What to run; by default what the plan is lowered to.
+    learning_rate : float or callable
+        A rate, or a function from the step's number to its rate.
+    weight_decay : float
+    seed : int
+        Determines the seed of every step and query.
+    device : str
+        ``"cpu"``, or a CUDA device.
+    loss_dtype : str
+        ``"model"``, or ``"fp64"`` to compute the loss in float64 from the model's logits.
+    rank : int
+        Under which spans are reported.
+    num_timed_steps : int
+        Steps whose spans are kept.
+    num_draw_threads : int
+        Threads for one ``counter`` draw on a CPU.
+
+    Raises
+    ------
+    ZosimError
+        If the plan, the program and the model do not fit each other.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        *,
+        program: Program | None = None,
+        learning_rate: float | Callable[[int], float] = 1e-6,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        device: str = "cpu",
+        loss_dtype: LossDType = "model",
+        rank: int = 0,
+        num_timed_steps: int = 100,
+        num_draw_threads: int = 1,
+    ) -> None:
+        self.plan = plan
+        self.model = model
+        self.rank = rank
+        self.seed = seed
+        self.weight_decay = weight_decay
+        self._rate = learning_rate if callable(learning_rate) else lambda _step: learning_rate
+        self._num_timed_steps = num_timed_steps
+        self.program = program or lower(plan)
+        backend = backend_for(device)
+        self.device = backend.device
+        _prepare(model, plan, self.device)
+        self.header = header_of(
+            model,
+            plan=plan.model_dump(mode="json"),
+            epsilon=plan.estimator.epsilon,
+            weight_decay=weight_decay,
+            device=str(self.device),
+            attention=plan.runtime.attention,
+            loss_dtype=loss_dtype,
+            seed=seed,
+        )
+        self.cut = CutModel(
+            model,
+            loss_dtype=loss_dtype,
+            loss_chunk_tokens=plan.runtime.loss_chunk_tokens,
+            autocast_dtype=_autocast_dtype(plan),
+        )
+        self.interpreter = Interpreter(
+            self.program,
+            self.cut,
+            Hyperparameters(plan.estimator.epsilon, weight_decay),
+            backend,
+            num_draw_threads=num_draw_threads,
+        )
+        _move_module_buffers(model, self.device)
+        self.cut.device = self.device
+        self._live_bytes = 0
+
+    # -- training ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        """Steps run so far."""
+        return self.interpreter.num_steps
+
+    def step(
+        self, batch: Batch, *, seeds: tuple[int, ...] | None = None, learning_rate: float | None = None
+    ) -> StepRecord:
+        """Run one step.
+
+        Parameters
+        ----------
+        batch : mapping
+            ``input_ids``, ``attention_mask`` and ``labels`` of shape (sequences, tokens), on the CPU.
+        seeds : tuple of int, optional
+            One per query; by default those that the session's seed determines.
+        learning_rate : float, optional
+            By default what the session was given.
+
+        Raises
+        ------
+        RunError
+            If an instruction fails, or a loss is not a number.
+        """
+        number = self.num_steps
+        rate = self._rate(number) if learning_rate is None else learning_rate
+        seeds = seeds or self.seeds_of(number)
+        self.interpreter.backend.recording = number < self._num_timed_steps
+        begin = time.perf_counter()
+        frame = self._observed_step(batch, seeds, rate) if number < _OBSERVED_STEPS else None
+        frame = frame or self.interpreter.step(batch, seeds, rate)
+        record = _record(frame, time.perf_counter() - begin)
+        _refuse_nonfinite(record)
+        return record
+
+    def seeds_of(self, step: int) -> tuple[int, ...]:
+        """Return the seeds of one step, a pure function of the session's seed."""
+        return tuple(
+            mixed(self.seed, step, query) % _NUM_SEEDS for query in range(self.interpreter.num_queries)
+        )
+
+    def flush(self) -> None:
+        """Apply pending updates. Evaluations and checkpoints flush by themselves."""
+        self.interpreter.flush()
+
+    def _observed_step(self, batch: Batch, seeds: tuple[int, ...], rate: float) -> StepFrame:
+        peaks: list[int] = []
+        with observed(self.device, peaks):
+            frame = self.interpreter.step(batch, seeds, rate)
+        self._live_bytes = max(self._live_bytes, *peaks)
+        return frame
+
+    # -- the model as it stands --------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch) -> float:
+        """Return the loss of a batch at the present weights."""
+        return self._forward(batch, self.cut.head).item()
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Return the logits of a batch at the present weights, on the session's device."""
+        return self._forward(batch, lambda hidden, _moved: self.cut.logits(hidden))
+
+    def _forward(self, batch: Batch, head: Callable[[Tensor, Batch], Tensor]) -> Tensor:
+        self.flush()
+        moved = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        cache = StepCache()
+        with torch.no_grad():
+            with self._present("embed"):
+                hidden = self.cut.embed(moved, cache)
+            for i in range(len(self.cut.blocks)):
+                with self._present(f"block.{i}"):
+                    hidden = self.cut.block(i, hidden, cache)
+            with self._present("head"):
+                return head(hidden, moved)
+
+    @contextmanager
+    def _present(self, segment: str) -> Iterator[None]:
+        """Let a segment's weights be on the device in their storage format for a while."""
+        storage = TORCH_DTYPES[self.plan.precision.storage]
+        moved: list[tuple[nn.Parameter, Tensor]] = []
+        for group in self.cut.groups:
+            if segment in group.segments:
+                for tensor in self.cut.tensors_of(group.name):
+                    home = tensor.parameter.data
+                    if home.device != self.device or home.dtype != storage:
+                        moved.append((tensor.parameter, home))
+                        tensor.parameter.data = home.to(self.device, storage)
+        try:
+            yield
+        finally:
+            for parameter, home in moved:
+                parameter.data = home
+
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        """Flush, and yield the model with all its weights on the device in their storage format.
+
+        For generation and other uses that need the whole model at once; an offloaded one has to fit for as long.
+        """
+        self.flush()
+        storage = TORCH_DTYPES[self.plan.precision.storage]
+        homes = [tensor.parameter.data for tensor in self.cut.tensors]
+        try:
+            for tensor in self.cut.tensors:
+                tensor.parameter.data = tensor.parameter.data.to(self.device, storage)
+            yield self.model
+        finally:
+            for tensor, home in zip(self.cut.tensors, homes, strict=True):
+                tensor.parameter.data = home
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of the present parameters by name, a tied one once, on the CPU."""
+        self.flush()
+        storage = TORCH_DTYPES[self.plan.precision.storage]
+        return {
+            t.name: t.parameter.detach().to("cpu", storage, copy=True, memory_format=torch.contiguous_format)
+            for t in self.cut.tensors
+        }
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Flush, and write a directory that transformers loads, in the run's format."""
+        self.flush()
+        save_pretrained(self.model, directory, self.plan.precision.storage)
+
+    # -- measurements ------------------------------------------------------------------------------------------
+
+    def memory(self) -> MemoryReport:
+        """Return what has been measured of memory."""
+        return report(self.device, self.interpreter.store.peak_bytes, self._live_bytes)
+
+    def timeline(self) -> Timeline:
+        """Return the measured spans of the steps that were timed, and their memory.
+
+        Flushes. The first steps, whose memory was observed, do not count as steady.
+        """
+        self.flush()
+        spans = tuple(item.span(self.rank) for item in self.interpreter.backend.measured())
+        num_steps = min(self.num_steps, self._num_timed_steps)
+        spans = tuple(span for span in spans if span.step < num_steps or span.part == "flush")
+        begin = min((span.start_s for span in spans), default=0.0)
+        return Timeline(
+            program=self.program.name,
+            source="measured",
+            num_steps=num_steps,
+            spans=tuple(span.shifted(-begin) for span in spans if span.step <= num_steps),
+            memory=tuple(self.memory().samples(self.rank, 0.0)),
+            first_steady_step=_OBSERVED_STEPS,
+        )
+
+    # -- end ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the streams. The model keeps its weights, in the plan's buffers."""
+        self.interpreter.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _record(frame: StepFrame, seconds: float) -> StepRecord:
+    queries = range(len(frame.seeds))
+    central = "" not in frame.losses
+    return StepRecord(
+        step=frame.step,
+        seeds=frame.seeds,
+        losses_plus=tuple(frame.losses[f"q{query}+"].item() for query in queries),
+        losses_minus=tuple(frame.losses[f"q{query}-"].item() for query in queries) if central else None,
+        loss_base=None if central else frame.losses[""].item(),
+        projected_gradients=tuple(frame.gradients[query] for query in queries),
+        learning_rate=frame.learning_rate,
+        seconds=seconds,
+    )
+
+
+def _refuse_nonfinite(record: StepRecord) -> None:
+    if all(map(math.isfinite, record.projected_gradients)):
+        return
+    raise RunError(
+        f"step {record.step}: the projected gradient is {record.projected_gradients}, from losses "
+        f"{record.losses_plus} and {record.losses_minus or record.loss_base}",
+        hint="lower the learning rate; where the first step fails already, look for a batch without labels, or use "
+        "--dtype float32 or bfloat16 in place of float16",
+    )
+
+
+def _prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Give the model the plan's format and attention, and torch the plan's matrix products."""
+    storage = TORCH_DTYPES[plan.precision.storage]
+    for parameter in model.parameters():
+        if parameter.dtype != storage:
+            parameter.data = parameter.data.to(storage)
+    config = getattr(model, "config", None)
+    wanted = plan.runtime.attention
+    if getattr(config, "_attn_implementation", wanted) != wanted:
+        model.set_attn_implementation(wanted)  # type: ignore[operator]
+    if plan.precision.compute == "tf32" and device.type != "cuda":
+        raise PlanError("compute=tf32 needs a CUDA device", hint="use compute=float32")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if plan.precision.compute == "tf32" else "highest")
+
+
+def _autocast_dtype(plan: Plan) -> torch.dtype | None:
+    """Return the format of matrix products where it is not that of the weights."""
+    compute, storage = plan.precision.compute, plan.precision.storage
+    if compute in (storage, "tf32"):
+        return None
+    if compute not in ("float16", "bfloat16") or DTYPE_BYTES[compute] > DTYPE_BYTES[storage]:
+        raise PlanError(
+            f"compute={compute} with storage={storage} cannot be run",
+            hint=f"use compute={storage}, or bfloat16 or float16 with wider storage",
+        )
+    return TORCH_DTYPES[compute]
+
+
+def _move_module_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, tensor in module._buffers.items():
+            if tensor is not None:
+                module._buffers[name] = tensor.to(device)
