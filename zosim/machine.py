@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -69,6 +69,8 @@ class Machine:
         Those that serve one activity at a time, in order of arrival.
     routes : mapping of {"h2d", "d2h"} to tuple of str
         Resources on the way of a copy; empty on a CPU.
+    wires : mapping of {"h2d", "d2h"} to str
+        Kind of the narrowest link of each route, such as ``pcie``, to say what limits a copy.
     kernels : str
         Resource that kernels take, the device as a whole; empty on a CPU, where they take cores.
     cores : str
@@ -81,6 +83,7 @@ class Machine:
     capacities: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     fifo: frozenset[str] = frozenset()
     routes: Mapping[CopyDirection, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    wires: Mapping[CopyDirection, str] = field(default_factory=lambda: MappingProxyType({}))
     kernels: str = ""
     cores: str = ""
     memory: str = ""
@@ -151,6 +154,7 @@ class Machine:
             MappingProxyType(capacities),
             frozenset(fifo),
             MappingProxyType(ways),
+            MappingProxyType({direction: _narrowest(routes[direction]) for direction in ways}),
             kernels=kernels,
             cores=cores,
         )
@@ -173,6 +177,8 @@ class Machine:
         """
         direction = _direction(program, instruction)
         cost = estimate(instruction.work, self.profile, bound=bound, direction=direction)
+        if cost.limiter == "copy":
+            cost = replace(cost, limiter=self.wires.get(direction, "memory"))
         if self.profile.device_kind == "gpu" and instruction.work.copy_bytes:
             return self._flow(cost, instruction.work.copy_bytes, direction, bound)
         return self._threads(cost) if self.profile.device_kind == "cpu" else self._kernels(cost)
@@ -214,6 +220,11 @@ class Machine:
             if name and demand > 0
         )
         return Activity(cost.seconds, uses=uses, limiter=cost.limiter)
+
+
+def _narrowest(route: Route) -> str:
+    link = min(route.links, key=lambda link: link.bandwidth_bytes_per_s, default=None)
+    return "memory" if link is None else link.type.kind
 
 
 def _copy_rate(profile: Profile, direction: str, bound: Bound = "central") -> float:

@@ -29,7 +29,7 @@ from zosim.fluid import Fluid
 from zosim.machine import Activity, Machine
 from zosim.memory_curve import memory_samples
 from zosim.places import Order, Place
-from zosim.program import Program, Stream
+from zosim.program import Part, Program, Stream
 from zosim.steady import Cycle, SteadyDetector
 from zosim.timeline import Repeat, Span, Timeline
 
@@ -90,23 +90,35 @@ def simulate_ranks(
         message = f"cannot simulate {num_steps} steps"
         raise ProgramError(message, hint="num_steps counts from 0")
     wanted = MAX_UNLIKE_STEPS if num_steps is None else num_steps
-    run = _Run(programs, machines, wanted, bound)
-    run.go()
-    if run.shortened is None:
-        return run.timeline(None)
-    # The same run with fewer like steps, whose last steps and flush only come later.
-    short = _Run(programs, machines, run.shortened, bound)
-    short.go()
-    omitted = 0 if num_steps is None else num_steps - run.shortened
-    assert run.cycle is not None
-    return short.timeline(run.cycle, omitted)
+    with _without_garbage_collection():
+        activities = [_activities(*pair, bound) for pair in zip(programs, machines, strict=True)]
+        run = _Run(programs, machines, activities, wanted, bound)
+        run.go()
+        if run.shortened is None:
+            return run.timeline(run.cycle)
+        # The same run with fewer like steps, whose last steps and flush only come later.
+        short = _Run(programs, machines, activities, run.shortened, bound)
+        short.go()
+        return short.timeline(run.cycle, 0 if num_steps is None else num_steps - run.shortened)
+
+
+Activities = dict[tuple[Part, str], Activity]
+
+
+def _activities(program: Program, machine: Machine, bound: Bound) -> Activities:
+    return {(part, item.id): machine.activity(program, item, bound) for part, item in program.instructions()}
 
 
 class _Run:
     """One simulation of a fixed number of steps."""
 
     def __init__(
-        self, programs: Sequence[Program], machines: Sequence[Machine], num_steps: int, bound: Bound
+        self,
+        programs: Sequence[Program],
+        machines: Sequence[Machine],
+        activities: Sequence[Activities],
+        num_steps: int,
+        bound: Bound,
     ) -> None:
         self.num_steps = num_steps
         self.programs = programs
@@ -114,7 +126,9 @@ class _Run:
         self.bound: Bound = bound
         self.env = simpy.Environment()
         self.fluid = Fluid(self.env, _merged_capacities(machines), _merged_fifo(machines))
-        self.ranks = [_Rank(self, number, program) for number, program in enumerate(programs)]
+        self.ranks = [
+            _Rank(self, number, *known) for number, known in enumerate(zip(programs, activities, strict=True))
+        ]
         self.depth = max(rank.order.max_distance for rank in self.ranks)
         self.detector = SteadyDetector(self.depth)
         self.cycle: Cycle | None = None
@@ -130,7 +144,7 @@ class _Run:
         """
         for rank in self.ranks:
             rank.start()
-        with _without_garbage_collection(), suppress(EmptySchedule):
+        with suppress(EmptySchedule):
             while self.shortened is None:
                 self.env.step()
         if self.shortened is None:
@@ -160,7 +174,6 @@ class _Run:
 
     def timeline(self, cycle: Cycle | None, num_omitted: int = 0) -> Timeline:
         """Return what happened, with `num_omitted` further steps of the cycle put after its last step."""
-        cycle = self.cycle if cycle is None else cycle
         repeat = None
         if cycle is not None:
             rounds = num_omitted // cycle.num_steps
@@ -188,7 +201,7 @@ class _Run:
 class _Rank:
     """The streams of one rank."""
 
-    def __init__(self, run: _Run, number: int, program: Program) -> None:
+    def __init__(self, run: _Run, number: int, program: Program, activities: Activities) -> None:
         self.run = run
         self.number = number
         self.program = program
@@ -200,7 +213,7 @@ class _Rank:
         self.max_step = 0
         self.others_until_s = 0.0
         self._num_others_running = 0
-        self._activities: dict[tuple[str, str], Activity] = {}
+        self._activities = activities
         self._done: set[Place] = set()
         self._waiters: dict[Place, list[simpy.Event]] = {}
         self._left: dict[int, int] = {}
@@ -226,7 +239,7 @@ class _Rank:
                     yield event
             del self.waiting[stream]
             start_s = env.now
-            activity = self._activity(place)
+            activity = self._activities[order.part(place.position), place.instruction]
             self._count_other(place, +1)
             yield self.run.fluid.run(activity, key)
             self._count_other(place, -1)
@@ -246,14 +259,6 @@ class _Rank:
                     yield Place(step + 1, name)
         for name in own["flush"]:
             yield Place(self.order.num_steps + 1, name)
-
-    def _activity(self, place: Place) -> Activity:
-        key = self.order.part(place.position), place.instruction
-        if key not in self._activities:
-            machine = self.run.machines[self.number]
-            instruction = self.order.instruction(place)
-            self._activities[key] = machine.activity(self.program, instruction, self.run.bound)
-        return self._activities[key]
 
     def _finish(self, place: Place, start_s: float, limiter: str) -> None:
         instruction, end_s = self.order.instruction(place), self.run.env.now

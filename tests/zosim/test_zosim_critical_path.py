@@ -30,15 +30,15 @@ def test_a_run_is_fill_and_the_slowest_stage_and_drain():
     ]
     assert path.seconds_by_label() == {"compute": 6.0, "upload": 2.0, "offload": 1.0}
     assert path.seconds_by_stream() == {"compute": 6.0, "h2d": 2.0, "d2h": 1.0}
-    assert path.seconds_by_limiter() == {"sweep": 6.0, "copy": 3.0}
+    assert path.seconds_by_limiter() == {"sweep": 6.0, "memory": 3.0}
 
 
 @pytest.mark.parametrize(
     ("times", "slots", "label", "words"),
     [
         ((1.0, 3.0, 2.0), 3, "compute", "compute (sweep)"),
-        ((3.0, 1.0, 2.0), 3, "upload", "upload over copy"),
-        ((1.0, 2.0, 3.0), 3, "offload", "offload over copy"),
+        ((3.0, 1.0, 2.0), 3, "upload", "upload over memory"),
+        ((1.0, 2.0, 3.0), 3, "offload", "offload over memory"),
     ],
 )
 def test_a_steady_step_is_its_slowest_stage_alone(times, slots, label, words):

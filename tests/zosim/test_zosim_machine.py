@@ -35,6 +35,7 @@ def test_a_gpus_copy_is_a_flow_over_its_route():
     assert {name for name, _ in activity.uses} >= set(topology.route(memory, device).resource_ids)
     assert activity.seconds == pytest.approx(1.0)
     assert activity.bound == pytest.approx(RATE)
+    assert activity.limiter == "pcie"
 
 
 def test_a_datasheets_copy_is_no_faster_than_its_route_and_a_measured_one_is():
