@@ -5,7 +5,8 @@ meanwhile.
 
 * On a GPU a copy is a flow over its route, bounded by the profile's copy rate. With a single copy engine, copies in
   both directions wait for each other. Kernels take the device as a whole: what two streams run at the same time
-  shares it. What launches kernels takes host cores.
+  shares it, and so do allocations that no cache serves, because the driver makes the device wait for them. What
+  launches kernels takes host cores.
 * On a CPU everything, copies included, is threads: it asks for cores and for memory bandwidth. Threads of one
   operation wait for each other at barriers, so an operation that loses part of one core slows down as a whole, and
   the scheduler is taken to be fair among threads: all slow down alike.

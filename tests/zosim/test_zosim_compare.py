@@ -63,8 +63,9 @@ def test_contributions_add_up_to_the_error_of_the_step(compute, upload, offload,
         copy_d2h_bandwidth=RATE * offload,
         step_s=step_s,
     )
-    # Steps may alternate, and then their median is not their mean.
-    assume(simulate(WHOLE, other).repeat.num_steps == 1)
+    # Steps may alternate or settle late, and then their median is not their mean.
+    repeat = simulate(WHOLE, other).repeat
+    assume(repeat is not None and repeat.num_steps == 1 and repeat.first_step <= 6)
     measured = replace(measurement(WHOLE, other, num_steps=12), first_steady_step=6)
     found = compare(simulate(WHOLE, shared()), measured, WHOLE)
     error_s = found.predicted_step_s - found.measured_step_s
