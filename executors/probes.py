@@ -1,0 +1,296 @@
+"""What calibration runs: pairs of something done on a device and the work that it counts as."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from costmodel.estimate import CopyDirection
+from costmodel.forward import forward_work
+from costmodel.model_spec import EMBED, HEAD, block_segment
+from costmodel.sweeps import allocation_work, copy_work, draw_work, perturb_work
+from costmodel.work import Attention, DType, Matmul, Work
+from executors.arithmetic import Sweeper
+from executors.buffers import TORCH_DTYPES
+from executors.directions import Direction, direction_named
+from executors.model import Batch, CutModel, StepCache
+from executors.rng import generator_on
+from executors.spec import spec_of_model
+from executors.streams import Task, Ticket, backend_for
+from zosim.program import Instruction, Scalar, Stream
+
+Action = Callable[[], object]
+
+MEMORY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+"""Far above any cache that a core can call its own."""
+
+CACHE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 22}
+
+MATMUL_SHAPES = {
+    "cpu": (
+        (64, 64, 64),
+        (128, 256, 128),
+        (128, 1024, 256),
+        (256, 768, 768),
+        (256, 3072, 768),
+        (512, 512, 2048),
+    ),
+    "cuda": ((256, 256, 256), (1024, 1024, 1024), (2048, 2048, 8192), (4096, 4096, 4096), (8192, 8192, 4096)),
+}
+"""(m, n, k) of products, from launch-bound to far past it."""
+
+ATTENTION_SHAPES = {
+    "cpu": ((16, 64, 32), (24, 128, 64), (8, 512, 64)),
+    "cuda": ((64, 512, 64), (64, 2048, 128)),
+}
+"""(batch x heads, tokens, head width)."""
+
+SEGMENT_SHAPES = {
+    "cpu": ((128, 258, 2, 64), (256, 2048, 2, 128), (768, 4096, 2, 128)),
+    "cuda": ((768, 50272, 4, 512), (2048, 50272, 4, 1024), (4096, 50272, 2, 2048)),
+}
+"""(hidden, vocabulary, sequences, tokens) of the models whose segments are run; two blocks each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Something to time.
+
+    Attributes
+    ----------
+    name : str
+    work : Work
+        What it counts as.
+    run : callable
+        Does it `num_done` times; on a GPU, issues it.
+    direction : str
+        Which way bytes are copied, where they are.
+    beside : callable or None
+        Runs over and over on another thread meanwhile, to see what the two take from each other.
+    num_done : int
+    """
+
+    name: str
+    work: Work
+    run: Action
+    direction: CopyDirection = "h2d"
+    beside: Action | None = None
+    num_done: int = 1
+
+
+def kernel_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe]:
+    """Yield probes of single kernels, copies and allocations, and of an instruction that does nothing."""
+    for dtype in dtypes:
+        yield from _matmuls(device, dtype)
+        yield from _attentions(device, dtype)
+        yield from _sweeps(device, dtype)
+        yield from _draws(device, dtype)
+    yield from _elementwise(device)
+    yield from _dispatch(device)
+    yield from _copies(device)
+    yield from _contention(device, dtypes[0])
+    yield from _allocations(device)
+    yield _instruction(device)
+
+
+def segment_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe]:
+    """Yield forwards of whole segments of models with random weights, as the executor runs them."""
+    for dtype in dtypes:
+        for hidden, vocab, batch, seq in SEGMENT_SHAPES[device.type]:
+            yield from _segments(device, dtype, hidden, vocab, batch, seq)
+
+
+def _random(device: torch.device, dtype: str, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, generator=generator_on(device, 0)).to(TORCH_DTYPES[dtype])
+
+
+def _copies_of(make: Callable[[], Tensor], device: torch.device) -> list[Tensor]:
+    """Return as many tensors as overflow the caches, so that taking turns finds each of them cold."""
+    first = make()
+    size = first.numel() * first.element_size()
+    return [first, *(make() for _ in range(min(64, MEMORY_BYTES[device.type] // size)))]
+
+
+def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
+    for m, n, k in MATMUL_SHAPES[device.type]:
+        x, out = _random(device, dtype, m, k), _random(device, dtype, m, n)
+        # Weights are read from memory, as those of a model's next layer are; activations stay in cache.
+        weights = cycle(_copies_of(lambda n=n, k=k: _random(device, dtype, n, k), device))  # type: ignore[misc]
+
+        def run(x: Tensor = x, weights: Iterator[Tensor] = weights, out: Tensor = out) -> None:
+            torch.mm(x, next(weights).t(), out=out)
+
+        work = Work(dtype=_format(dtype), matmuls=(Matmul(m=m, n=n, k=k),), num_kernels=1)
+        yield Probe(f"matmul {m}x{n}x{k} {dtype}", work, run)
+
+
+def _attentions(device: torch.device, dtype: str) -> Iterator[Probe]:
+    for num, tokens, width in ATTENTION_SHAPES[device.type]:
+        q, k, v = (_random(device, dtype, 1, num, tokens, width) for _ in range(3))
+
+        def run(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        counted = Attention(num=num, query=tokens, key=tokens, head_dim=width, causal_skip=True)
+        work = Work(dtype=_format(dtype), attention=(counted,), num_kernels=1)
+        yield Probe(f"attention {num}x{tokens}x{width} {dtype}", work, run)
+
+
+def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
+    sweeper = Sweeper()
+    for place, size_bytes in _places(device):
+        num = size_bytes // TORCH_DTYPES[dtype].itemsize
+        theta, z = _random(device, dtype, num), _random(device, dtype, num)
+        # Back and forth, so that nothing grows however often it runs.
+        signs = cycle((1, -1))
+
+        def run(theta: Tensor = theta, z: Tensor = z, signs: Iterator[int] = signs) -> None:
+            sweeper.perturb(theta, z, next(signs), 1e-3)
+
+        yield Probe(f"sweep {place} {dtype}", perturb_work(num, dtype=_format(dtype)), run)
+
+
+def _draws(device: torch.device, dtype: str) -> Iterator[Probe]:
+    generator = generator_on(device, 1)
+    num = MEMORY_BYTES[device.type] // 16
+    out = torch.empty(num, dtype=TORCH_DTYPES[dtype], device=device)
+    for name, distribution in (("gaussian", "normal"), ("rademacher", "rademacher")):
+        direction = direction_named(name)
+        work = draw_work(num, dtype=_format(dtype), distribution=distribution)  # type: ignore[arg-type]
+
+        def run(direction: Direction = direction) -> None:
+            direction.fill(out, generator)
+
+        yield Probe(f"draw {name} {dtype}", work, run)
+
+
+def _elementwise(device: torch.device) -> Iterator[Probe]:
+    for place, size_bytes in _places(device):
+        x, out = _random(device, "float32", size_bytes // 4), _random(device, "float32", size_bytes // 4)
+
+        def run(x: Tensor = x, out: Tensor = out) -> None:
+            torch.clamp(x, min=0, out=out)
+
+        yield Probe(f"elementwise {place}", Work(elementwise_bytes=2 * size_bytes, num_kernels=1), run)
+
+
+def _dispatch(device: torch.device) -> Iterator[Probe]:
+    x, norm, bias = (_random(device, "float32", 16) for _ in range(3))
+
+    def run() -> None:
+        y = functional.relu(x)
+        y = functional.layer_norm(y + bias, (16,), norm, bias)
+        y.view(4, 4).transpose(0, 1)
+        y.add(x)
+
+    # A view launches nothing; it is part of what a kernel costs to reach in a model's code.
+    yield Probe("dispatch", Work(num_kernels=4), run)
+
+
+def _copies(device: torch.device) -> Iterator[Probe]:
+    for size_bytes in (1 << 12, MEMORY_BYTES[device.type] // 16, MEMORY_BYTES[device.type]):
+        near = torch.empty(size_bytes, dtype=torch.uint8, device=device).fill_(1)
+        far = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
+        for direction, target, source in (("h2d", near, far), ("d2h", far, near)):
+            run = _copier(target, source)
+            name = f"copy {direction} {size_bytes} bytes"
+            yield Probe(name, copy_work(size_bytes), run, direction)  # type: ignore[arg-type]
+
+
+def _copier(target: Tensor, source: Tensor) -> Action:
+    if target.is_cuda or source.is_cuda:
+        return lambda: target.copy_(source, non_blocking=True)
+    return lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+
+
+def _contention(device: torch.device, dtype: str) -> Iterator[Probe]:
+    """Yield a product and a copy, each while the other runs."""
+    product = list(_matmuls(device, dtype))[-1]
+    copy = list(_copies(device))[-1]
+    yield replace(product, name=f"{product.name} beside a copy", beside=copy.run)
+    yield replace(copy, name=f"{copy.name} beside a product", beside=product.run)
+
+
+def _instruction(device: torch.device) -> Probe:
+    """Return what an instruction costs apart from what it does."""
+    backend = backend_for(str(device))
+    backend.recording = False
+    nothing = Instruction("nothing", Scalar("projected_gradient"), Stream.COMPUTE, "overhead", EMBED)
+    num = 64
+
+    def make(_tickets: dict[str, Ticket]) -> Task:
+        return Task(nothing, "step", 0, lambda: None, ())
+
+    return Probe("instruction", Work(), lambda: backend.run([make] * num), num_done=num)
+
+
+def _allocations(device: torch.device) -> Iterator[Probe]:
+    for size_bytes in (1 << 16, MEMORY_BYTES[device.type]):
+
+        def run(size_bytes: int = size_bytes) -> None:
+            torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+        yield Probe(f"allocate {size_bytes} bytes", allocation_work(size_bytes), run)
+
+
+def _segments(
+    device: torch.device, dtype: str, hidden: int, vocab: int, batch: int, seq: int
+) -> Iterator[Probe]:
+    cut = CutModel(_random_opt(hidden, vocab, seq).to(device=device, dtype=TORCH_DTYPES[dtype]))
+    spec = spec_of_model(cut, name=f"opt-{hidden}")
+    inputs = _batch(batch, seq, vocab, device)
+    cache = StepCache()
+    state = cut.embed(inputs, cache)
+    turns = cycle(range(len(cut.blocks)))
+    actions: tuple[tuple[str, Action], ...] = (
+        (EMBED, lambda: cut.embed(inputs, cache)),
+        (block_segment(0), lambda: cut.block(next(turns), state, cache)),
+        (HEAD, lambda: cut.head(state, inputs)),
+    )
+    for segment, run in actions:
+        work = forward_work(spec, segment, batch=batch, seq=seq, dtype=_format(dtype))
+        yield Probe(f"{segment} of {hidden} wide, {batch}x{seq} {dtype}", work, run)
+
+
+def _random_opt(hidden: int, vocab: int, seq: int) -> torch.nn.Module:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        word_embed_proj_dim=hidden,
+        ffn_dim=4 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=max(1, hidden // 64),
+        max_position_embeddings=seq,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: torch.nn.Module = OPTForCausalLM(config)
+    return model
+
+
+def _batch(batch: int, seq: int, vocab: int, device: torch.device) -> Batch:
+    tokens = torch.randint(vocab, (batch, seq), generator=torch.Generator().manual_seed(0)).to(device)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+
+
+def _places(device: torch.device) -> tuple[tuple[str, int], ...]:
+    return ("in memory", MEMORY_BYTES[device.type]), ("in cache", CACHE_BYTES[device.type])
+
+
+def _format(dtype: str) -> DType:
+    """Return the name as the type that work is stated in; both use torch's names."""
+    assert dtype in TORCH_DTYPES, dtype
+    return dtype  # type: ignore[return-value]
