@@ -10,15 +10,20 @@ value. (Doubling ``z`` overflows only above half the largest number, which no di
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from math import frexp
 
 import torch
 from torch import Tensor
 
-PIECE_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Elements swept at a time: on a CPU a piece and its temporaries stay in the second-level cache; on a GPU the
-piece bounds the temporaries."""
+PIECE_ELEMENTS = {"cpu": (1 << 15) - 64, "cuda": 1 << 24}
+"""Elements swept at a time. On a CPU a piece and its temporaries stay in cache, and torch runs an
+operation of less than 32768 on the calling thread: a barrier between threads for each would cost more than the operation, and far more
+where cores are shared. On a GPU the piece bounds the temporaries."""
+
+_THREADED_ELEMENTS = 1 << 18
+"""Sweeps of at least this length are shared among threads."""
 
 
 class Sweeper:
@@ -28,11 +33,20 @@ class Sweeper:
     ----------
     piece_elements : int, optional
         Elements at a time; by default what suits the device.
+    num_threads : int
+        Threads that share a long sweep on a CPU. Bits do not depend on it.
     """
 
-    def __init__(self, piece_elements: int | None = None) -> None:
+    def __init__(self, piece_elements: int | None = None, num_threads: int = 1) -> None:
         self._piece_elements = piece_elements
+        self._num_threads = num_threads
+        self._pool = ThreadPoolExecutor(num_threads - 1, "zosim-sweep") if num_threads > 1 else None
         self._scratch = threading.local()
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
 
     def perturb(self, theta: Tensor, z: Tensor, scale: int, epsilon: float) -> None:
         """Change `theta` to ``θ + (s·z)·ε``.
@@ -46,9 +60,12 @@ class Sweeper:
         epsilon : float
         """
         assert abs(frexp(scale)[0]) == 0.5, "the product with z must be exact"
-        for begin, end, product, _ in self._pieces(theta):
+
+        def sweep(begin: int, end: int, product: Tensor, _spare: Tensor) -> None:
             torch.mul(z[begin:end], scale * epsilon, out=product)
             theta[begin:end].add_(product)
+
+        self._sweep(theta, sweep)
 
     def update(
         self, theta: Tensor, z: Tensor, *, gradient: float, learning_rate: float, weight_decay: float | None
@@ -57,7 +74,8 @@ class Sweeper:
 
         A decay of 0 is not the same as None: it may turn a zero's sign, and an infinity into a NaN.
         """
-        for begin, end, product, decay in self._pieces(theta):
+
+        def sweep(begin: int, end: int, product: Tensor, decay: Tensor) -> None:
             piece = theta[begin:end]
             torch.mul(z[begin:end], gradient, out=product)
             if weight_decay is not None:
@@ -66,29 +84,39 @@ class Sweeper:
             product.mul_(learning_rate)
             piece.sub_(product)
 
-    def _pieces(self, theta: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Yield the bounds of each piece with two scratch tensors of its length."""
+        self._sweep(theta, sweep)
+
+    def _sweep(self, theta: Tensor, sweep: Callable[[int, int, Tensor, Tensor], None]) -> None:
         size = self._piece_elements or PIECE_ELEMENTS.get(theta.device.type, 1 << 20)
         total = theta.numel()
-        first, second = self._temporaries(min(size, total), theta)
-        for begin in range(0, total, size):
-            end = min(begin + size, total)
-            yield begin, end, first[: end - begin], second[: end - begin]
+        if self._pool is None or theta.device.type != "cpu" or total < _THREADED_ELEMENTS:
+            self._share(theta, sweep, range(0, total, size))
+            return
+        begins = range(0, total, size)
+        length = -(-len(begins) // self._num_threads)
+        own, *others = (begins[i : i + length] for i in range(0, len(begins), length))
+        tasks = [self._pool.submit(self._share, theta, sweep, share) for share in others]
+        self._share(theta, sweep, own)
+        for task in tasks:
+            task.result()
+
+    def _share(self, theta: Tensor, sweep: Callable[[int, int, Tensor, Tensor], None], begins: range) -> None:
+        """Sweep the pieces that begin at `begins`."""
+        total = theta.numel()
+        first, second = self._temporaries(min(begins.step, total), theta)
+        with torch.no_grad():
+            for begin in begins:
+                end = min(begin + begins.step, total)
+                sweep(begin, end, first[: end - begin], second[: end - begin])
 
     def _temporaries(self, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        # Per thread: instructions of two streams may sweep at once. Not kept on a GPU, where memory is scarcer
-        # than time and the caching allocator orders reuse by stream.
+        # Not kept on a GPU, where the caching allocator orders reuse by stream.
         if like.device.type != "cpu":
-            return torch.empty(size, dtype=like.dtype, device=like.device), torch.empty(
-                size, dtype=like.dtype, device=like.device
-            )
+            return torch.empty_like(like[:size]), torch.empty_like(like[:size])
         kept: dict[torch.dtype, tuple[Tensor, Tensor]] = self._scratch.__dict__
         held = kept.get(like.dtype)
         if held is None or held[0].numel() < size:
-            held = kept[like.dtype] = (
-                torch.empty(size, dtype=like.dtype),
-                torch.empty(size, dtype=like.dtype),
-            )
+            held = kept[like.dtype] = (torch.empty_like(like[:size]), torch.empty_like(like[:size]))
         return held
 
 

@@ -144,7 +144,7 @@ class Interpreter:
         self.store = BufferStore(program, cut, backend.allocate)
         trainable = [t.num_elements for t in cut.tensors if t.trainable]
         self._counter = CounterDraws(trainable, backend.device, num_threads=num_draw_threads)
-        self._sweeper = Sweeper()
+        self._sweeper = Sweeper(num_threads=torch.get_num_threads())
         self._bound: dict[str, Placed] = {}
         self._loaded = LoadedBatch({})
         self._gathers = any(keeps_rows(instruction.op) for _, instruction in program.instructions())
@@ -226,6 +226,7 @@ class Interpreter:
         """End the streams."""
         self.backend.close()
         self._counter.close()
+        self._sweeper.close()
 
     def _run(self, part: Part, frame: StepFrame) -> None:
         before = self._tickets

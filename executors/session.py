@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from costmodel.work import DTYPE_BYTES
 from executors.buffers import TORCH_DTYPES
 from executors.interpreter import Hyperparameters, Interpreter, StepFrame
+from executors.launch import progress_of_this_rank
 from executors.memory import MemoryReport, observed, report
 from executors.model import Batch, CutModel, LossDType, StepCache
 from executors.rng import mixed
@@ -149,6 +150,8 @@ class Session:
         self.program = program or lower(plan)
         backend = backend_for(device)
         self.device = backend.device
+        progress = progress_of_this_rank()
+        backend.note = None if progress is None else progress.note
         _prepare(model, plan, self.device)
         self.header = header_of(
             model,

@@ -85,10 +85,13 @@ class Backend(ABC):
     device : torch.device
     recording : bool
         Whether tasks issued from now on are measured.
+    note : callable or None
+        Told, in words, which compute task begins.
     """
 
     device: torch.device
     recording: bool = True
+    note: Callable[[str], None] | None = None
 
     @abstractmethod
     def allocate(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -233,6 +236,8 @@ class CpuBackend(Backend):
                 ticket.wait()
             if self._failure is not None:
                 raise self._failure
+            if self.note is not None and task.instruction.stream == Stream.COMPUTE:
+                self.note(task.describe())
             start = time.perf_counter()
             task.action()
             end = time.perf_counter()

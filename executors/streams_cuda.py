@@ -93,6 +93,8 @@ class CudaBackend(Backend):
         for ticket in task.after:
             assert isinstance(ticket, _CudaTicket)
             stream.wait_event(ticket.event)
+        if self.note is not None and task.instruction.stream == Stream.COMPUTE:
+            self.note(task.describe())
         with torch.cuda.stream(stream):
             start = torch.cuda.Event(enable_timing=True) if self.recording else None
             if start is not None:

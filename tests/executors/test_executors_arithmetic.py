@@ -20,7 +20,16 @@ def _awkward(dtype: torch.dtype, seed: int, *, limit: float = 1.0) -> torch.Tens
     random = torch.randn(4001, generator=generator, dtype=torch.float64)
     scaled = random * 2.0 ** torch.randint(low, high, (4001,), generator=generator)
     info = torch.finfo(dtype)
-    special = [0.0, -0.0, info.tiny, -info.tiny, info.smallest_normal / 2, info.smallest_normal * 3 / 4, 1.0, -1.0]
+    special = [
+        0.0,
+        -0.0,
+        info.tiny,
+        -info.tiny,
+        info.smallest_normal / 2,
+        info.smallest_normal * 3 / 4,
+        1.0,
+        -1.0,
+    ]
     special += [info.max * limit, -info.max * limit]
     values = torch.cat([scaled, random * 1e-3, torch.tensor(special, dtype=torch.float64)])
     return values.to(dtype).nan_to_num(nan=0.0, posinf=info.max * limit, neginf=-info.max * limit)
@@ -76,3 +85,16 @@ def test_projected_gradient_is_computed_in_the_format_of_the_losses():
     plus, minus = torch.tensor(2.3456789), torch.tensor(2.3451234)
     assert projected_gradient(plus, minus, 1e-3, central=True) == ((plus - minus) / (2 * 1e-3)).item()
     assert projected_gradient(plus, minus, 1e-3, central=False) == ((plus - minus) / 1e-3).item()
+
+
+def test_threads_do_not_change_a_bit():
+    generator = torch.Generator().manual_seed(9)
+    theta, z = (torch.randn(300_001, generator=generator) for _ in range(2))
+    alone, shared = theta.clone(), theta.clone()
+    Sweeper().perturb(alone, z, -2, 1e-3)
+    sweeper = Sweeper(num_threads=3)
+    sweeper.perturb(shared, z, -2, 1e-3)
+    sweeper.update(shared, z, gradient=0.3, learning_rate=1e-3, weight_decay=0.1)
+    sweeper.close()
+    Sweeper().update(alone, z, gradient=0.3, learning_rate=1e-3, weight_decay=0.1)
+    assert _same_bits(alone, shared)

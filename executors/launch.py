@@ -1,0 +1,226 @@
+"""Starts the ranks under torch's own launcher, and says in a sentence which one died and at what.
+
+Every rank keeps a line with the instruction that it is running in a small file that is mapped into memory, so that
+the line is there even when the process is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from topology.errors import RunError, ZosimError
+
+_PROGRESS_BYTES = 256
+_DIRECTORY_VARIABLE = "ZOSIM_LAUNCH_DIRECTORY"
+DEFAULT_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Place of this process among the ranks.
+
+    Attributes
+    ----------
+    rank, local_rank, world_size : int
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def here(cls) -> RankInfo:
+        """Return what torch's launcher told this process; a lone rank if there is no launcher."""
+        read = {name: int(os.environ.get(name, default)) for name, default in _ENVIRONMENT.items()}
+        return cls(read["RANK"], read["LOCAL_RANK"], read["WORLD_SIZE"])
+
+
+_ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+class Progress:
+    """The line that says what a rank is doing.
+
+    Parameters
+    ----------
+    path : path
+        Of a file of fixed size, overwritten in place.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        with Path(path).open("w+b") as file:
+            file.truncate(_PROGRESS_BYTES)
+            self._memory = mmap.mmap(file.fileno(), _PROGRESS_BYTES)
+
+    def note(self, text: str) -> None:
+        """Replace the line."""
+        self._memory[:] = text.encode()[:_PROGRESS_BYTES].ljust(_PROGRESS_BYTES, b"\0")
+
+    @staticmethod
+    def read(path: str | Path) -> str:
+        """Return the line that a process left, or "" where there is none."""
+        try:
+            return Path(path).read_bytes().rstrip(b"\0").decode(errors="replace")
+        except OSError:
+            return ""
+
+
+def progress_of_this_rank() -> Progress | None:
+    """Return this rank's progress line, where :func:`launch` started it."""
+    directory = os.environ.get(_DIRECTORY_VARIABLE)
+    return Progress(_progress_path(Path(directory), RankInfo.here().rank)) if directory else None
+
+
+def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1) -> Any:
+    """Run ``function(*arguments)`` in every rank and return what rank 0 returned.
+
+    Parameters
+    ----------
+    function : callable
+        Importable by name, as its arguments and its result must be picklable. It finds its place with
+        :meth:`RankInfo.here` and its peers with :func:`process_group`.
+    world_size : int
+        Ranks to start on this machine. Where torchrun has started this process already, nothing is started.
+
+    Raises
+    ------
+    RunError
+        If a rank failed; the message names it, why, and the last instruction that it noted.
+    """
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        return function(*arguments)
+    with tempfile.TemporaryDirectory(prefix="zosim-launch-") as directory:
+        return _launch(Path(directory), function, arguments, world_size)
+
+
+@contextmanager
+def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[RankInfo]:
+    """Join the ranks' process group for the length of the block: NCCL on CUDA, gloo elsewhere.
+
+    Parameters
+    ----------
+    device_type : str
+    timeout_s : float
+        After which a rank that waits for another gives up.
+    """
+    import torch.distributed as dist
+
+    info = RankInfo.here()
+    if "MASTER_ADDR" not in os.environ:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=timeout_s)
+    )
+    try:
+        yield info
+    finally:
+        dist.destroy_process_group()
+
+
+def _launch(
+    directory: Path, function: Callable[..., Any], arguments: tuple[object, ...], world_size: int
+) -> Any:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        run_id=directory.name,
+        # As `torchrun --standalone`: a store on a free port of this machine.
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+    )
+    with _environment(directory), _quiet_launcher():
+        try:
+            results = elastic_launch(config, _entry)(function, arguments, str(directory))
+        except ChildFailedError as error:
+            raise _report(directory, error) from None
+    return results[0]
+
+
+def _entry(function: Callable[..., Any], arguments: tuple[object, ...], directory: str) -> Any:
+    """Run in a rank: leave a failure as a file in place of a traceback."""
+    try:
+        return function(*arguments)
+    except ZosimError as error:
+        failure = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
+        _failure_path(Path(directory), RankInfo.here().rank).write_text(json.dumps(failure))
+        sys.stderr.flush()
+        sys.exit(1)
+
+
+def _report(directory: Path, error: Any) -> ZosimError:
+    """Return what happened to the rank that failed first."""
+    rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
+    doing = Progress.read(_progress_path(directory, rank))
+    at = f", last at {doing}" if doing else ""
+    told = _failure_path(directory, rank)
+    if told.exists():
+        said = json.loads(told.read_text())
+        return RunError(f"rank {rank} stopped{at}: {said['message']}", hint=said["hint"])
+    signal = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    reason = failure.message if isinstance(failure.message, str) else failure.message.get("message", "")
+    reason = reason.strip().splitlines()[-1] if reason.strip() else ""
+    return RunError(
+        f"rank {rank} died ({signal}){at}" + (f": {reason}" if reason and failure.exitcode >= 0 else ""),
+        hint="where the system was short of memory, its log names the process that it killed",
+    )
+
+
+def _progress_path(directory: Path, rank: int) -> Path:
+    return directory / f"progress-{rank}"
+
+
+def _failure_path(directory: Path, rank: int) -> Path:
+    return directory / f"failure-{rank}.json"
+
+
+@contextmanager
+def _environment(directory: Path) -> Iterator[None]:
+    """Tell the ranks where to leave their lines, and keep gloo on loopback."""
+    wanted = {
+        _DIRECTORY_VARIABLE: str(directory),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+    # Without this the launcher sets one thread per rank and says so at length.
+    wanted |= {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]} if "OMP_NUM_THREADS" in os.environ else {}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ |= wanted
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Silence the launcher's own account of a failure: ours is shorter."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
