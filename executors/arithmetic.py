@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import frexp
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ class Sweeper:
         # Not kept on a GPU, where the caching allocator orders reuse by stream.
         if like.device.type != "cpu":
             return torch.empty_like(like[:size]), torch.empty_like(like[:size])
-        kept: dict[torch.dtype, tuple[Tensor, Tensor]] = self._scratch.__dict__
+        kept: dict[Any, tuple[Tensor, Tensor]] = self._scratch.__dict__
         held = kept.get(like.dtype)
         if held is None or held[0].numel() < size:
             held = kept[like.dtype] = (torch.empty_like(like[:size]), torch.empty_like(like[:size]))

@@ -158,8 +158,8 @@ class CutModel:
         self.autocast_dtype = autocast_dtype
         _refuse_unsupported(model)
         self._owner, self._list_name, blocks_path = _find_blocks(model)
-        self.blocks = list(self._owner._modules[self._list_name])  # type: ignore[arg-type]
-        self._whole = self._owner._modules[self._list_name]
+        self._whole = self._owner.get_submodule(self._list_name)
+        self.blocks = list(self._whole.children())
         self._role = _Role()
         self._head_needs_shape = False
         last = len(self.blocks) - 1

@@ -236,4 +236,4 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).cpu().numpy()) if math.prod(tensor.shape) else memoryview(b"")
+    return flat.view(torch.uint8).cpu().numpy().data if math.prod(tensor.shape) else memoryview(b"")

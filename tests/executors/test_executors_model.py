@@ -98,7 +98,7 @@ def test_models_that_cannot_be_cut_are_refused_with_the_reason():
         CutModel(shared)
     rescaled = model_of("opt")
     rescaled.model.decoder.embed_tokens.max_norm = 1.0
-    with pytest.raises(ModelError, match="max_norm=1.0"):
+    with pytest.raises(ModelError, match="max_norm=1"):
         CutModel(rescaled)
     frozen = model_of("opt").requires_grad_(False)
     with pytest.raises(ModelError, match="no trainable parameter"):

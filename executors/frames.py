@@ -1,0 +1,76 @@
+"""The numbers and tensors of one step, as the host loop hands them to the actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from executors.model import Batch, StepCache
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Numbers that a program leaves open.
+
+    Attributes
+    ----------
+    epsilon : float
+        Smoothing radius ``ε``.
+    weight_decay : float
+        ``wd``; 0 still multiplies, as the reference loop does.
+    """
+
+    epsilon: float
+    weight_decay: float = 0.0
+
+
+@dataclass
+class LoadedBatch:
+    """A batch where the forwards read it.
+
+    Attributes
+    ----------
+    tensors : mapping
+    rows : torch.Tensor or None
+        Ascending distinct tokens, where the program gathers rows.
+    positions : torch.Tensor or None
+        Place of each token in `rows`, in the batch's shape.
+    """
+
+    tensors: Batch
+    rows: Tensor | None = None
+    positions: Tensor | None = None
+
+
+@dataclass
+class StepFrame:
+    """The numbers of one step.
+
+    Attributes
+    ----------
+    step : int
+    seeds : tuple of int
+        One per query.
+    learning_rate : float
+    batch : mapping
+    previous : StepFrame or None
+        The step before; None for the first, and for the first after a flush.
+    losses : dict
+        By evaluation point.
+    gradients : dict
+        Projected gradient by query.
+    """
+
+    step: int
+    seeds: tuple[int, ...] = ()
+    learning_rate: float = 0.0
+    batch: Batch | None = None
+    previous: StepFrame | None = None
+    cache: StepCache = field(default_factory=StepCache)
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[int, float] = field(default_factory=dict)
+
+    def at(self, offset: int) -> StepFrame | None:
+        """Return the frame `offset` (0 or -1) steps from this one, if there is one."""
+        return self if offset == 0 else self.previous
