@@ -1,0 +1,120 @@
+"""Collectives in closed form: a latency per message plus bytes over bandwidth (Hockney's alpha-beta model).
+
+Every rank has one full-duplex link of the given bandwidth and all ranks start together. Where links are shared
+or unlike each other these are lower bounds; the event simulation sends the pieces themselves.
+
+References
+----------
+.. [1] R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH",
+   Int. J. High Performance Computing Applications 19(1), 2005, section 4.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2
+
+
+def point_to_point_s(size_bytes: float, *, latency_s: float, bandwidth_bytes_per_s: float) -> float:
+    """Return the seconds of one message.
+
+    Examples
+    --------
+    >>> point_to_point_s(1e9, latency_s=1.0, bandwidth_bytes_per_s=1e9)
+    2.0
+    """
+    _check(1, size_bytes, latency_s, bandwidth_bytes_per_s)
+    return latency_s + size_bytes / bandwidth_bytes_per_s
+
+
+def ring_all_reduce_s(
+    size_bytes: float, num_ranks: int, *, latency_s: float, bandwidth_bytes_per_s: float
+) -> float:
+    """Return the seconds of a ring all_reduce: ``2 (n - 1)`` rounds, each moving an n-th of the buffer.
+
+    Examples
+    --------
+    Four ranks, 1 GB at 1 GB/s: six rounds of 0.25 s.
+
+    >>> ring_all_reduce_s(1e9, 4, latency_s=0.0, bandwidth_bytes_per_s=1e9)
+    1.5
+    """
+    return 2 * ring_all_gather_s(
+        size_bytes, num_ranks, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s
+    )
+
+
+def ring_all_gather_s(
+    size_bytes: float, num_ranks: int, *, latency_s: float, bandwidth_bytes_per_s: float
+) -> float:
+    """Return the seconds of a ring all_gather of `size_bytes` in total: ``n - 1`` rounds of an n-th each.
+
+    A ring reduce_scatter of a buffer of `size_bytes` takes as long.
+    """
+    _check(num_ranks, size_bytes, latency_s, bandwidth_bytes_per_s)
+    rounds = num_ranks - 1
+    return rounds * (latency_s + size_bytes / num_ranks / bandwidth_bytes_per_s)
+
+
+def tree_all_reduce_s(
+    size_bytes: float, num_ranks: int, *, latency_s: float, bandwidth_bytes_per_s: float
+) -> float:
+    """Return the seconds of recursive doubling: ``ceil(log2 n)`` rounds, each moving the whole buffer.
+
+    It is what small buffers (the two losses of a step) take; rings win on large ones.
+    """
+    _check(num_ranks, size_bytes, latency_s, bandwidth_bytes_per_s)
+    return ceil(log2(num_ranks)) * (latency_s + size_bytes / bandwidth_bytes_per_s)
+
+
+def all_reduce_s(
+    size_bytes: float, num_ranks: int, *, latency_s: float, bandwidth_bytes_per_s: float
+) -> float:
+    """Return the seconds of the better of ring and recursive doubling, which libraries choose by size."""
+    return min(
+        algorithm(size_bytes, num_ranks, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+        for algorithm in (ring_all_reduce_s, tree_all_reduce_s)
+    )
+
+
+def serial_broadcast_s(
+    size_bytes: float, num_ranks: int, *, latency_s: float, bandwidth_bytes_per_s: float
+) -> float:
+    """Return the seconds of a broadcast whose root sends to one rank after the other, as gloo's does."""
+    _check(num_ranks, size_bytes, latency_s, bandwidth_bytes_per_s)
+    return (num_ranks - 1) * (latency_s + size_bytes / bandwidth_bytes_per_s)
+
+
+def pipelined_broadcast_s(
+    size_bytes: float,
+    num_ranks: int,
+    *,
+    latency_s: float,
+    bandwidth_bytes_per_s: float,
+    num_pieces: int = 1,
+) -> float:
+    """Return the seconds of a broadcast along a chain, in pieces that ranks forward while receiving the next.
+
+    Examples
+    --------
+    Three ranks, 1 GB in four pieces at 1 GB/s: the last piece leaves after 1 s and is forwarded in 0.25 s.
+
+    >>> pipelined_broadcast_s(1e9, 3, latency_s=0.0, bandwidth_bytes_per_s=1e9, num_pieces=4)
+    1.25
+    """
+    _check(num_ranks, size_bytes, latency_s, bandwidth_bytes_per_s)
+    if num_pieces < 1:
+        message = f"num_pieces={num_pieces} must be at least 1"
+        raise ValueError(message)
+    if num_ranks == 1:
+        return 0.0
+    piece_s = latency_s + size_bytes / num_pieces / bandwidth_bytes_per_s
+    return (num_pieces + num_ranks - 2) * piece_s
+
+
+def _check(num_ranks: int, size_bytes: float, latency_s: float, bandwidth_bytes_per_s: float) -> None:
+    if num_ranks < 1 or size_bytes < 0 or latency_s < 0 or bandwidth_bytes_per_s <= 0:
+        message = (
+            f"num_ranks={num_ranks}, size_bytes={size_bytes}, latency_s={latency_s}, bandwidth_bytes_per_s="
+            f"{bandwidth_bytes_per_s}: ranks and bandwidth must be positive, the others not negative"
+        )
+        raise ValueError(message)

@@ -1,0 +1,230 @@
+"""A profile from data-sheet figures alone: central guesses with intervals wide enough to be honest.
+
+What a data sheet prints is a peak; what runs is a fraction of it. The fractions here are stated with their
+sources, and a calibration replaces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from costmodel.profile import CONSTANT_UNITS, Constant, Profile
+from costmodel.work import DTYPE_BYTES, DType
+from topology import Topology
+from topology.errors import TopologyError
+from topology.schema import DeviceSpec, Dtype
+
+_TOPOLOGY_DTYPES: dict[DType, Dtype] = {
+    "float64": "fp64",
+    "float32": "fp32",
+    "tf32": "tf32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3": "fp8",
+}
+
+Spread = tuple[float, float, float]
+"""Central value, low and high, as factors of a data-sheet figure or as plain numbers."""
+
+_GEMM_GPU: Spread = (0.80, 0.55, 0.92)
+_GEMM_GPU_SOURCE = "large cuBLAS products reach 70-85 % of the dense peak"
+_GEMM_CPU: Spread = (0.70, 0.35, 1.60)
+_GEMM_CPU_SOURCE = "oneDNN and MKL reach 60-90 % of the peak at base clock; turbo clocks exceed it"
+_ATTENTION_GPU: Spread = (0.45, 0.25, 0.73)
+_ATTENTION_GPU_SOURCE = (
+    "FlashAttention-2 reaches 50-73 % of an A100's peak (arXiv:2307.08691, abstract) and 35 % of an H100's "
+    "(arXiv:2407.08608, abstract)"
+)
+_ATTENTION_CPU: Spread = (0.30, 0.08, 0.80)
+_ATTENTION_CPU_SOURCE = "assumed: softmax and masking beside products of short rows"
+_STREAM: Spread = (0.85, 0.65, 0.95)
+_STREAM_SOURCE = "STREAM reaches 80-90 % of peak memory bandwidth (https://www.cs.virginia.edu/stream/)"
+_CORE_BANDWIDTH: Spread = (10e9, 5e9, 20e9)
+_CORE_SOURCE = "assumed: what one core draws from memory, limited by its outstanding cache misses"
+
+_CPU_NORMALS: dict[DType, Spread] = {
+    "float64": (0.2e9, 0.08e9, 0.5e9),
+    "float32": (0.35e9, 0.15e9, 0.8e9),
+    "tf32": (0.35e9, 0.15e9, 0.8e9),
+    "bfloat16": (0.25e9, 0.10e9, 0.6e9),
+    "float16": (0.25e9, 0.10e9, 0.6e9),
+    "float8_e4m3": (0.25e9, 0.05e9, 0.6e9),
+}
+_CPU_DRAW_SOURCE = "measured with torch 2.13 on one x86-64 core: 0.39 G normals/s, 2.45 G signs/s"
+_CPU_SIGNS_PER_NORMAL = 6.3
+_GPU_DRAW_WRITE: Spread = (0.35, 0.10, 0.90)
+_GPU_DRAW_SOURCE = "assumed: Philox and Box-Muller, at best as fast as the numbers can be written to memory"
+
+_HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
+    "cpu": {
+        "matmul_half_dim": (12.0, 2.0, 64.0),
+        "cache_bytes": (4 * 2**20, 1 * 2**20, 32 * 2**20),
+        "dispatch_s": (8e-6, 2e-6, 30e-6),
+        "copy_latency_s": (20e-6, 2e-6, 200e-6),
+        "copy_cores": (1.0, 1.0, 1.0),
+        "allocation_s": (10e-6, 1e-6, 100e-6),
+        "allocation_s_per_byte": (0.2e-9, 0.05e-9, 0.7e-9),
+        "instruction_s": (30e-6, 5e-6, 200e-6),
+        "step_s": (1e-3, 0.1e-3, 10e-3),
+        "context_bytes": (0.0, 0.0, 0.0),
+        "allocator_slack": (0.0, 0.0, 0.05),
+        "allocation_granularity": (64.0, 64.0, 64.0),
+    },
+    "gpu": {
+        "matmul_half_dim": (96.0, 16.0, 256.0),
+        "cache_bytes": (24 * 2**20, 4 * 2**20, 96 * 2**20),
+        "dispatch_s": (8e-6, 3e-6, 25e-6),
+        "copy_latency_s": (10e-6, 4e-6, 40e-6),
+        "copy_cores": (0.0, 0.0, 0.0),
+        "allocation_s": (300e-6, 30e-6, 3e-3),
+        "allocation_s_per_byte": (0.02e-9, 0.0, 0.2e-9),
+        "instruction_s": (30e-6, 5e-6, 200e-6),
+        "step_s": (1e-3, 0.1e-3, 10e-3),
+        "context_bytes": (0.5e9, 0.3e9, 1.2e9),
+        "allocator_slack": (0.05, 0.0, 0.25),
+        "allocation_granularity": (512.0, 512.0, 512.0),
+    },
+}
+_HOST_SOURCES = {
+    "cache_bytes": "assumed: a core's share of the last-level cache, or a GPU's L2",
+    "dispatch_s": "assumed: PyTorch's eager dispatch, a Python module around it",
+    "context_bytes": "CUDA context with cuBLAS loaded, 0.3-1.2 GB by architecture; on a CPU reported with the process",
+    "allocator_slack": "assumed: blocks that torch's caching allocator split and cannot join",
+    "allocation_granularity": "torch's CUDA allocator rounds to 512 B (c10/cuda/CUDACachingAllocator), its CPU one to 64 B",
+    "allocation_s_per_byte": "page faults on a CPU, mapping pages of 2 MiB on a GPU",
+}
+
+
+def datasheet_profile(topology: Topology, device_id: str, *, num_threads: int | None = None) -> Profile:
+    """Return a profile of a device from its data-sheet figures.
+
+    Parameters
+    ----------
+    topology : Topology
+    device_id : str
+        A GPU or a CPU of it.
+    num_threads : int, optional
+        Threads of a CPU's kernels; all its cores if not given. Compute scales with them in proportion, memory
+        bandwidth until the memory is saturated.
+
+    Raises
+    ------
+    TopologyError
+        If the node is no processor or declares no peak for any format.
+    ValueError
+        If `num_threads` is not between 1 and the device's cores.
+    """
+    spec = topology.device_spec(device_id)
+    if spec.kind == "gpu":
+        host_cores = _host_cores(topology, device_id)
+        constants = _gpu_constants(spec)
+        threads = 1
+    else:
+        host_cores = spec.num_cores
+        threads = host_cores if num_threads is None else num_threads
+        if not 1 <= threads <= host_cores:
+            message = f"num_threads={threads} must lie between 1 and the {host_cores} cores of {device_id!r}"
+            raise ValueError(message)
+        constants = _cpu_constants(spec, threads)
+    return Profile(
+        device_name=spec.name,
+        device_kind=spec.kind,
+        num_threads=threads,
+        num_cores=host_cores,
+        origin="datasheet",
+        constants=(*constants, *_copy_constants(topology, device_id, spec), *_plain_constants(spec.kind)),
+    )
+
+
+def _host_cores(topology: Topology, device_id: str) -> int:
+    host = topology.host_of(device_id).id
+    cpus = [node for node in topology.of_kind("cpu") if node.host == host]
+    return max(1, sum(topology.device_spec(node.id).num_cores for node in cpus))
+
+
+def _constant(name: str, spread: Spread, source: str, *, scale: float = 1.0) -> Constant:
+    value, low, high = (figure * scale for figure in spread)
+    unit = CONSTANT_UNITS[name.split(".", 1)[0]]
+    return Constant(name=name, value=value, low=low, high=high, unit=unit, source=source)
+
+
+def _plain_constants(kind: str) -> Iterator[Constant]:
+    for name, spread in _HOST_CONSTANTS[kind].items():
+        yield _constant(name, spread, _HOST_SOURCES.get(name, "assumed; calibrate to know"))
+
+
+def _peak(spec: DeviceSpec, dtype: DType) -> tuple[float, float, str]:
+    """Return a peak in flop/s, how much further its interval reaches down, and a remark on its origin."""
+    declared = spec.peak_dense.get(_TOPOLOGY_DTYPES[dtype])
+    if declared is not None:
+        return declared.in_si("compute"), 1.0, f"data sheet peak of {spec.name}"
+    fp32 = spec.peak_flop_per_s("fp32")
+    if dtype == "tf32":
+        return fp32, 1.0, f"{spec.name} has no TF32: multiplied in float32"
+    factor = 0.5 if dtype == "float64" else 0.25
+    return fp32 * factor, 0.25, f"{spec.name} declares no peak for {dtype}: {factor} of float32 assumed"
+
+
+def _rates(
+    spec: DeviceSpec, share: float, gemm: tuple[Spread, str], attention: tuple[Spread, str]
+) -> Iterator[Constant]:
+    if "fp32" not in spec.peak_dense:
+        message = f"device {spec.name!r} declares no fp32 peak, from which the others are judged"
+        raise TopologyError(message, hint="add peak_dense.fp32 to its catalogue entry")
+    for dtype in DTYPE_BYTES:
+        peak, downwards, remark = _peak(spec, dtype)  # type: ignore[arg-type]
+        for name, ((value, low, high), source) in (("matmul_rate", gemm), ("attention_rate", attention)):
+            spread = (value, low * downwards, high)
+            yield _constant(f"{name}.{dtype}", spread, f"{remark}; {source}", scale=peak * share)
+
+
+def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
+    yield from _rates(spec, 1.0, (_GEMM_GPU, _GEMM_GPU_SOURCE), (_ATTENTION_GPU, _ATTENTION_GPU_SOURCE))
+    memory = spec.memory_bandwidth_bytes_per_s
+    source = f"data sheet bandwidth of {spec.name}; {_STREAM_SOURCE}"
+    for name in ("memory_bandwidth", "elementwise_bandwidth", "sweep_bandwidth"):
+        yield _constant(name, _STREAM, source, scale=memory)
+    for name in ("elementwise_cache_bandwidth", "sweep_cache_bandwidth"):
+        yield _constant(name, (1.7, 0.8, 3.0), "assumed: L2 against memory bandwidth", scale=memory)
+    for dtype, width in DTYPE_BYTES.items():
+        for distribution in ("normal", "rademacher"):
+            name = f"draw_rate.{distribution}.{dtype}"
+            yield _constant(name, _GPU_DRAW_WRITE, _GPU_DRAW_SOURCE, scale=memory / width)
+
+
+def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
+    share = threads / spec.num_cores
+    yield from _rates(spec, share, (_GEMM_CPU, _GEMM_CPU_SOURCE), (_ATTENTION_CPU, _ATTENTION_CPU_SOURCE))
+    spread = _thread_bandwidth(spec, threads)
+    source = f"{_STREAM_SOURCE}; {_CORE_SOURCE}"
+    for name in ("memory_bandwidth", "elementwise_bandwidth", "sweep_bandwidth"):
+        yield _constant(name, spread, source)
+    for name in ("elementwise_cache_bandwidth", "sweep_cache_bandwidth"):
+        yield _constant(name, (25e9, 10e9, 80e9), "assumed: one core in its cache", scale=threads)
+    for dtype, normals in _CPU_NORMALS.items():
+        yield _constant(f"draw_rate.normal.{dtype}", normals, _CPU_DRAW_SOURCE)
+        name = f"draw_rate.rademacher.{dtype}"
+        yield _constant(name, normals, _CPU_DRAW_SOURCE, scale=_CPU_SIGNS_PER_NORMAL)
+
+
+def _thread_bandwidth(spec: DeviceSpec, threads: int) -> Spread:
+    """Return what `threads` cores draw from memory: each its share until the memory is saturated."""
+    memory = spec.memory_bandwidth_bytes_per_s
+    value, low, high = (
+        min(core * threads, factor * memory) for core, factor in zip(_CORE_BANDWIDTH, _STREAM, strict=True)
+    )
+    return value, low, high
+
+
+def _copy_constants(topology: Topology, device_id: str, spec: DeviceSpec) -> Iterator[Constant]:
+    if spec.kind == "cpu":
+        spread = tuple(figure / 2 for figure in _thread_bandwidth(spec, 1))
+        for direction in ("h2d", "d2h"):
+            name = f"copy_{direction}_bandwidth"
+            yield _constant(name, spread, f"memcpy by one thread: {_CORE_SOURCE}")  # type: ignore[arg-type]
+        return
+    memory = topology.host_memory(device_id).id
+    for direction, ends in (("h2d", (memory, device_id)), ("d2h", (device_id, memory))):
+        bandwidth = topology.route(*ends).bandwidth_bytes_per_s
+        source = "bandwidth of the route, of which pinned copies reach 75-95 %"
+        yield _constant(f"copy_{direction}_bandwidth", (0.9, 0.6, 1.0), source, scale=bandwidth)
