@@ -31,11 +31,11 @@ PAD, END = 256, 257
 VOCAB_SIZE = 258
 
 WINDOW_BYTES = 60
-QUESTION = b"\n# "
-"""Follows the window. A comment marker: either word is a likely continuation, so the untrained answer is poor
-but not absurd."""
+QUESTION = b"\nThis is "
+"""Follows the window. Chosen on the tuning split: the pretrained model answers at chance, but what it believes of
+the two words already depends on the window, so a few hundred zeroth-order steps show."""
 LABEL_WORDS: Mapping[str, str] = {"text": "t", "code": "c"}
-TEMPLATE = "{text}\n# {label}"
+TEMPLATE = "{text}\nThis is {label}"
 """The same prompt for the text form of the data."""
 
 _HELD_OUT_OF_256 = 64

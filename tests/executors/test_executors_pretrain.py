@@ -22,7 +22,7 @@ from executors.prompts import PromptTemplate
 from topology.errors import DataError, ModelError
 
 TINY = pretrain.Recipe(
-    num_blocks=1, hidden_size=32, num_steps=4, batch=2, seq=64, max_positions=64, warmup_steps=1
+    num_blocks=1, hidden_size=32, num_steps=4, batch=2, seq=70, max_positions=70, warmup_steps=1
 )
 
 
@@ -178,7 +178,7 @@ class TestCache:
     def test_two_processes_make_one_model(self, tmp_path: Path) -> None:
         script = (
             "from executors.pretrain import *; from pathlib import Path; import sys; steps = []\n"
-            "pretrained_model(Recipe(num_blocks=1, hidden_size=32, num_steps=30, batch=2, seq=64),"
+            "pretrained_model(Recipe(num_blocks=1, hidden_size=32, num_steps=30, batch=2, seq=70),"
             " cache=Path(sys.argv[1]), on_step=lambda done, loss: steps.append(done)); print(len(steps))"
         )
         command = [sys.executable, "-c", script, str(tmp_path)]
@@ -193,7 +193,7 @@ class TestCache:
     ("field", "value", "words"),
     [
         ("hidden_size", 100, "multiple of 32"),
-        ("seq", 32, "from 64"),
+        ("seq", 32, "from 70"),
         ("seq", 1000, "max_positions=256"),
         ("num_steps", 0, "num_steps=0"),
     ],
