@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cache
 
 import torch
 from torch import Generator, Tensor
@@ -77,6 +78,7 @@ class Rademacher(Direction):
         words.bitwise_and_(_word_of(-0.0, dtype)).bitwise_or_(_word_of(1.0, dtype))
 
 
+@cache
 def _word_of(value: float, dtype: torch.dtype) -> int:
     """Return the 64-bit word that repeats `value`."""
     count = 8 // torch.empty(0, dtype=dtype).element_size()
@@ -97,4 +99,6 @@ def direction_named(name: str) -> Direction:
     try:
         return DIRECTIONS[name]
     except KeyError:
-        raise PlanError(f"there is no direction {name!r}", hint="directions are " + ", ".join(DIRECTIONS)) from None
+        raise PlanError(
+            f"there is no direction {name!r}", hint="directions are " + ", ".join(DIRECTIONS)
+        ) from None

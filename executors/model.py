@@ -404,6 +404,18 @@ def _named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     return tuple(tensors)
 
 
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return a model's blocks in order.
+
+    Raises
+    ------
+    ModelError
+        If it has no single list of them.
+    """
+    _, _, path = _find_blocks(model)
+    return list(model.get_submodule(path).children())
+
+
 def _find_blocks(model: nn.Module) -> tuple[nn.Module, str, str]:
     """Return the owner of the block list, its name there, and its path from the model."""
     wanted = _num_blocks(model)

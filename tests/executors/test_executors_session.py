@@ -14,7 +14,9 @@ from reference_mezo import LiteralMezo, differing
 from tiny import CONFIGS, batches, model_of, plan_of
 from transformers import AutoModelForCausalLM
 
+from costmodel.configs import LoRA, spec_of_config
 from executors.loading import load_model
+from executors.lora import attach_lora, merge_lora
 from executors.memory import LiveTensors
 from executors.runlog import HEADER_NAME, RunLog, read_steps, weights_digest
 from executors.session import Session
@@ -245,3 +247,46 @@ def test_random_weights_need_the_configuration_alone(tmp_path):
     CONFIGS["opt"].save_pretrained(tmp_path)
     first, second = (load_model(tmp_path, random_weights=True, seed=1) for _ in range(2))
     assert differing(first, second) == []
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gpt2"])
+@pytest.mark.parametrize(
+    "placement", [OFFLOADED, {}, {"runtime": {"traversal": "sweep"}}], ids=["off", "res", "sweep"]
+)
+def test_adapters_alone_equal_the_literal_loop(name, placement):
+    reference = model_of(name)
+    targets = {"opt": ("q_proj", "v_proj"), "llama": ("q_proj", "down_proj"), "gpt2": ("c_attn",)}[name]
+    lora = LoRA(rank=4, target_modules=targets)
+    attach_lora(reference, lora, seed=1)
+    tuned = model_of(name)
+    attach_lora(tuned, lora, seed=1)
+    loop = LiteralMezo(reference, epsilon=1e-3, weight_decay=0.1)
+    plan = plan_of(tuned, **placement)
+    assert plan.model == spec_of_config(CONFIGS[name].to_dict(), name="tiny", trainable=lora)
+    with Session(plan, tuned, learning_rate=1e-1, weight_decay=0.1) as session:
+        for batch in batches(5):
+            record = session.step(batch)
+            assert loop.step(batch, record.seeds, 1e-1)[0][2] == record.projected_gradients[0]
+        session.flush()
+    assert differing(reference, tuned) == []
+
+
+def test_merged_adapters_give_a_plain_model_with_the_same_outputs(tmp_path):
+    model, plain = model_of("gpt2"), model_of("gpt2")
+    attach_lora(model, LoRA(rank=2, target_modules=("c_attn",)), seed=1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+    (batch,) = batches(1)
+    with torch.no_grad():
+        adapted = model(**batch).logits
+        merge_lora(model)
+        merged = model(**batch).logits
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert torch.allclose(adapted, merged, atol=1e-5)
+    assert not torch.allclose(plain(**batch).logits, merged, atol=1e-2)
+
+
+def test_adapters_on_a_linear_that_does_not_exist_are_refused():
+    with pytest.raises(ModelError, match="nothing_proj"):
+        attach_lora(model_of("opt"), LoRA(rank=2, target_modules=("nothing_proj",)))

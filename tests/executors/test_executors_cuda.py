@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from reference_mezo import LiteralMezo, differing
+from tiny import batches, model_of, plan_of
+
+from executors.session import Session
+from executors.streams import backend_for
+from topology.errors import RunError
+
+PLACEMENTS = {
+    "resident": {},
+    "offloaded": {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}},
+    "draw-ahead": {
+        "residency": {"blocks": "offloaded"},
+        "runtime": {"update": "delayed", "draw_ahead": True},
+    },
+    "fresh-slots": {
+        "residency": {"blocks": "offloaded", "reuse_slots": False},
+        "runtime": {"update": "delayed"},
+    },
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cuda_equals_the_literal_loop_bit_for_bit(placement, dtype):
+    reference = model_of("opt", getattr(torch, dtype))
+    tuned = copy.deepcopy(reference)
+    reference.cuda()
+    loop = LiteralMezo(reference, epsilon=1e-3, weight_decay=0.01)
+    plan = plan_of(tuned, dtype=dtype, **placement)
+    with Session(plan, tuned, learning_rate=1e-3, weight_decay=0.01, device="cuda:0") as session:
+        for step, batch in enumerate(batches(8)):
+            moved = {name: tensor.cuda() for name, tensor in batch.items()}
+            ((plus, minus, g),) = loop.step(moved, (step,), 1e-3)
+            record = session.step(batch, seeds=(step,))
+            assert (record.losses_plus[0], record.losses_minus[0]) == (plus, minus)
+            assert record.projected_gradients == (g,)
+        timeline = session.timeline()
+        with session.whole_model() as whole:
+            assert differing(reference, whole) == []
+    assert timeline.step_time_s > 0
+
+
+@pytest.mark.gpu
+def test_counter_directions_on_cuda_do_not_depend_on_the_placement():
+    found = []
+    for placement in PLACEMENTS.values():
+        model = model_of("llama-tied")
+        plan = plan_of(model, estimator={"rng": "counter"}, **placement)
+        with Session(plan, model, learning_rate=1e-3, device="cuda:0") as session:
+            found.append([session.step(batch).projected_gradients for batch in batches(4)])
+    assert all(gradients == found[0] for gradients in found)
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(RunError, match="there is no device 'cuda:97'") as caught:
+        backend_for("cuda:97")
+    assert "--device cpu" in caught.value.hint
