@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,12 +62,12 @@ def merge_lora(model: nn.Module) -> None:
 
 
 def _attach(
-    module: nn.Module, inputs: int, outputs: int, rank: int, scale: float, generator: torch.Generator
+    module: Any, inputs: int, outputs: int, rank: int, scale: float, generator: torch.Generator
 ) -> None:
     like = {"dtype": module.weight.dtype, "device": module.weight.device}
-    module.lora_A = nn.Linear(inputs, rank, bias=False, **like)  # type: ignore[arg-type]
-    module.lora_B = nn.Linear(rank, outputs, bias=False, **like)  # type: ignore[arg-type]
-    module.lora_scale = scale  # type: ignore[assignment]
+    module.lora_A = nn.Linear(inputs, rank, bias=False, **like)
+    module.lora_B = nn.Linear(rank, outputs, bias=False, **like)
+    module.lora_scale = scale
     bound = 1 / math.sqrt(inputs)
     with torch.no_grad():
         module.lora_A.weight.copy_(torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator))
@@ -74,11 +75,12 @@ def _attach(
     setattr(module, _HOOK, module.register_forward_hook(_add_adapter))
 
 
-def _add_adapter(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return output + module.lora_B(module.lora_A(arguments[0])) * module.lora_scale  # type: ignore[operator]
+def _add_adapter(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    adapted: Tensor = output + module.lora_B(module.lora_A(arguments[0])) * module.lora_scale
+    return adapted
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, int]]:
+def _linears(model: nn.Module) -> Iterator[tuple[str, Any, int, int]]:
     """Yield (name, module, inputs, outputs) of every linear of the blocks."""
     from transformers.pytorch_utils import Conv1D
 
