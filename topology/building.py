@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from topology.documents import catalogue
 from topology.errors import TopologyError
 from topology.figures import Basis, Figure
 from topology.graph import Topology
-from topology.lint import NVLINK_BYTES_PER_S, NVLINKS_PER_GPU, PCIE_LANE_BYTES_PER_S
+from topology.lint import NVLINK_BYTES_PER_S, PCIE_LANE_BYTES_PER_S
 from topology.schema import DeviceSpec, Link, LinkType, Node, PcieWidth
 from topology.validation import did_you_mean, readable
 
@@ -211,17 +211,33 @@ def nvlink_type(generation: int) -> LinkType:
         )
 
 
-def nvlink_generation_of(spec: DeviceSpec) -> int:
-    """NVLink generation of a catalogue GPU, by its architecture."""
-    for prefix, generation in (("v100", 2), ("a100", 3), ("h100", 4), ("h200", 4), ("h20", 4)):
-        if spec.id.startswith(prefix):
-            return generation
-    return 4
+def connector_type(spec: DeviceSpec) -> LinkType:
+    """The PCIe link of a GPU in a slot that does it justice; Gen4 x16 if its connector is not known."""
+    return pcie_type(4, 16) if spec.pcie is None else pcie_type(spec.pcie.generation, spec.pcie.lanes)
 
 
-def max_nvlinks(generation: int) -> int:
-    """NVLinks that a GPU of a generation has."""
-    return NVLINKS_PER_GPU[generation]
+def cores_of(cpus: Iterable[int]) -> int:
+    """Physical cores behind logical processors of one socket.
+
+    Notes
+    -----
+    Kernels number the second hardware threads after all first ones, so two runs of equal length are one run
+    of cores with two threads each.
+
+    Examples
+    --------
+    >>> cores_of([0, 1, 2, 3, 8, 9, 10, 11]), cores_of([0, 1, 2])
+    (4, 3)
+    """
+    runs: list[int] = []
+    previous = -2
+    for cpu in sorted(cpus):
+        if cpu == previous + 1:
+            runs[-1] += 1
+        else:
+            runs.append(1)
+        previous = cpu
+    return runs[0] if len(runs) == 2 and runs[0] == runs[1] else max(1, sum(runs))
 
 
 def generic_cpu(index: int, num_cores: int, source: str) -> DeviceSpec:

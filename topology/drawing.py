@@ -64,7 +64,10 @@ FORMATS = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class _Layout:
+    """Where nodes stand, how wide they are, and the boxes of the hosts as (x, y, width, height)."""
+
     positions: dict[str, tuple[float, float]]
+    widths: dict[str, float]
     boxes: dict[str, tuple[float, float, float, float]]
 
 
@@ -95,7 +98,7 @@ def draw(topology: Topology, path: str | Path) -> Path:
     _draw_links(axes, topology, layout)
     for node in topology.nodes:
         if node.id in layout.positions:
-            _draw_node(axes, node, layout.positions[node.id])
+            _draw_node(axes, node, layout.positions[node.id], layout.widths[node.id])
     axes.text(left + 0.45, top - 0.35, topology.name, fontsize=14, fontweight="bold", va="center")
     _legend(axes, topology)
     _save(picture, file)
@@ -117,41 +120,49 @@ def _extent(layout: _Layout) -> tuple[float, float, float, float]:
 
 
 def _arrange(topology: Topology) -> _Layout:
-    """Place each host's nodes in rows by kind, hosts side by side, networks below."""
-    positions: dict[str, tuple[float, float]] = {}
-    boxes: dict[str, tuple[float, float, float, float]] = {}
+    """Place each host's nodes in rows by kind, hosts side by side, networks below as bars."""
+    layout = _Layout({}, {}, {})
     offset = 0.0
     for host in topology.hosts:
-        members = [node for node in topology.nodes if node.host == host.id]
-        rows = _rows(topology, members)
-        widest = max((len(names) for names in rows.values()), default=1)
+        rows = _rows(topology, [node for node in topology.nodes if node.host == host.id])
+        widest = COLUMN * max((len(names) for names in rows.values()), default=1)
         for depth, (_, names) in enumerate(sorted(rows.items())):
-            step = COLUMN * widest / len(names)
             for place, name in enumerate(names):
-                positions[name] = offset + step * (place + 0.5), -ROW * depth
-        # GPUs that link to each other need room below them for the arcs.
-        lowest = -ROW * max(len(rows) - 1, 0) - (ROW if _has_mesh(topology, members) else 0)
-        boxes[host.id] = (
+                layout.positions[name] = offset + widest * (place + 0.5) / len(names), -ROW * depth
+                is_bar = topology.node(name).kind == "nvswitch"
+                layout.widths[name] = widest / len(names) - 0.4 if is_bar else NODE_WIDTH
+        lowest = -ROW * max(len(rows) - 1, 0) - _deepest_arc(topology, host.id, layout)
+        layout.boxes[host.id] = (
             offset - 0.15,
             lowest - NODE_HEIGHT,
-            COLUMN * widest + 0.3,
+            widest + 0.3,
             -lowest + 2 * NODE_HEIGHT + 0.35,
         )
-        offset += COLUMN * widest + 1.1
-    bottom = min((box[1] for box in boxes.values()), default=0.0)
-    others = [
-        node.id
-        for node in topology.nodes
-        if node.kind == "network" or (node.kind == "nvswitch" and not node.host)
+        offset += widest + 1.1
+    bottom = min((box[1] for box in layout.boxes.values()), default=0.0)
+    outside = [node.id for node in topology.nodes if node.host is None and node.kind != "host"]
+    for place, name in enumerate(outside):
+        layout.positions[name] = (offset - 1.1) / 2, bottom - 1.1 - ROW * place
+        layout.widths[name] = max(offset - 1.5, NODE_WIDTH)
+    return layout
+
+
+def _deepest_arc(topology: Topology, host_id: str, layout: _Layout) -> float:
+    """How far the arcs between a host's GPUs reach below their row."""
+    spans = [
+        abs(layout.positions[link.source][0] - layout.positions[link.target][0])
+        for link in topology.links
+        if _is_mesh(topology, link) and topology.node(link.source).host == host_id
     ]
-    for place, name in enumerate(others):
-        positions[name] = (offset - 1.1) * (place + 0.5) / len(others), bottom - 1.1
-    return _Layout(positions, boxes)
+    return _arc_depth(max(spans)) + 0.1 if spans else 0.0
 
 
-def _has_mesh(topology: Topology, members: list[Node]) -> bool:
-    gpus = {node.id for node in members if node.kind == "gpu"}
-    return any({link.source, link.target} <= gpus for link in topology.links)
+def _is_mesh(topology: Topology, link: Link) -> bool:
+    return all(topology.node(end).kind == "gpu" for end in (link.source, link.target))
+
+
+def _arc_depth(span: float) -> float:
+    return 0.5 + 0.28 * span / COLUMN
 
 
 def _rows(topology: Topology, members: list[Node]) -> dict[int, list[str]]:
@@ -195,16 +206,16 @@ def _draw_hosts(axes: Axes, topology: Topology, layout: _Layout) -> None:
         axes.text(x + 0.1, y + height - 0.02, title, fontsize=10, va="top", color="#444444", zorder=5)
 
 
-def _draw_node(axes: Axes, node: Node, position: tuple[float, float]) -> None:
+def _draw_node(axes: Axes, node: Node, position: tuple[float, float], width: float) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     x, y = position
     style = "round,pad=0.02,rounding_size=0.1"
-    corner = (x - NODE_WIDTH / 2, y - NODE_HEIGHT / 2)
+    corner = (x - width / 2, y - NODE_HEIGHT / 2)
     axes.add_patch(
         FancyBboxPatch(
             corner,
-            NODE_WIDTH,
+            width,
             NODE_HEIGHT,
             boxstyle=style,
             fc=COLORS[node.kind],
@@ -245,7 +256,7 @@ def _draw_links(axes: Axes, topology: Topology, layout: _Layout) -> None:
     labelled: set[object] = set()
     for link in topology.links:
         key = (link.type.name, link.count, _depths(link, layout), topology.node(link.source).host)
-        is_mesh = all(topology.node(end).kind == "gpu" for end in (link.source, link.target))
+        is_mesh = _is_mesh(topology, link)
         wanted = is_mesh or crowded[link.type.name, _depths(link, layout)] <= 4 or key not in labelled
         labelled.add(key)
         if is_mesh:
@@ -261,9 +272,15 @@ def _depths(link: Link, layout: _Layout) -> tuple[float, float]:
 
 def _draw_line(axes: Axes, link: Link, layout: _Layout, labelled: bool) -> None:
     (x0, y0), (x1, y1) = layout.positions[link.source], layout.positions[link.target]
+    at = 0.5
+    # A bar is met straight above or below the other end, and its links are labelled next to it.
+    if layout.widths[link.target] > NODE_WIDTH:
+        x1, at = x0, 1 - 0.65 / max(abs(y1 - y0), 1.3)
+    elif layout.widths[link.source] > NODE_WIDTH:
+        x0, at = x1, 0.65 / max(abs(y1 - y0), 1.3)
     axes.plot([x0, x1], [y0, y1], color=LINK_COLORS[link.type.kind], lw=_line_width(link), zorder=1)
     if labelled:
-        _label(axes, link, (x0 + x1) / 2, (y0 + y1) / 2)
+        _label(axes, link, x0 + at * (x1 - x0), y0 + at * (y1 - y0))
 
 
 def _draw_arc(axes: Axes, link: Link, layout: _Layout) -> None:
@@ -271,8 +288,7 @@ def _draw_arc(axes: Axes, link: Link, layout: _Layout) -> None:
     import numpy as np
 
     (x0, y0), (x1, _) = sorted(layout.positions[end] for end in (link.source, link.target))
-    distance = (x1 - x0) / COLUMN
-    depth = 0.5 + 0.28 * distance
+    depth = _arc_depth(x1 - x0)
     angle = np.linspace(0, np.pi, 60)
     x = (x0 + x1) / 2 - (x1 - x0) / 2 * np.cos(angle)
     y = y0 - NODE_HEIGHT / 2 - depth * np.sin(angle)

@@ -42,9 +42,9 @@ class Figure(FrozenModel):
 
     @model_validator(mode="after")
     def _is_a_number(self) -> Figure:
-        if math.isnan(self.value):
-            message = "nan is not a figure"
-            raise RuleError(message)
+        if not math.isfinite(self.value):
+            message = f"{self.value} is not a figure"
+            raise RuleError(message, hint="leave it out where nothing limits")
         return self
 
     def in_si(self, dimension: Dimension) -> float:

@@ -26,9 +26,8 @@ PCIE_LANE_BYTES_PER_S: Final = MappingProxyType(
         7: 128e9 * 242 / 256 / 8,
     }
 )
-# Per link and direction, and links per GPU, https://www.nvidia.com/en-us/data-center/nvlink/
+# Per link and direction, https://www.nvidia.com/en-us/data-center/nvlink/
 NVLINK_BYTES_PER_S: Final = MappingProxyType({1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9, 6: 100e9})
-NVLINKS_PER_GPU: Final = MappingProxyType({1: 4, 2: 6, 3: 12, 4: 18, 5: 18, 6: 18})
 # Declared figures are rounded: 31.5 and 32 GB/s both name Gen4 x16.
 ROUNDING = 1.02
 
@@ -115,18 +114,25 @@ def _nvlink_speed(topology: Topology) -> Iterator[Finding]:
             yield Finding("error", "nvlink-speed", link.id, message, hint)
 
 
-def _nvlink_count(topology: Topology) -> Iterator[Finding]:
+def _connectors(topology: Topology) -> Iterator[Finding]:
+    """GPUs with more or faster links than they have connectors for."""
     for node in topology.of_kind("gpu"):
         links = [link for link in topology.links if node.id in {link.source, link.target}]
-        bundles = [link for link in links if link.type.nvlink_generation is not None]
-        if not bundles:
-            continue
-        generation = max(link.type.nvlink_generation or 0 for link in bundles)
-        total, limit = sum(link.count for link in bundles), NVLINKS_PER_GPU[generation]
-        if total > limit:
-            message = f"{total} NVLinks leave it, but a GPU of NVLink {generation} has {limit}"
+        spec = node.spec
+        num_nvlinks = sum(link.count for link in links if link.type.kind == "nvlink")
+        if spec is not None and spec.nvlink is not None and num_nvlinks > spec.nvlink.num_links:
+            message = f"{num_nvlinks} NVLinks leave it, but {spec.name} has {spec.nvlink.num_links}"
             hint = "GPUs that all reach each other at full speed hang on an nvswitch"
             yield Finding("error", "nvlink-count", node.id, message, hint)
+        if spec is not None and spec.nvlink is None and spec.pcie is not None and num_nvlinks:
+            message = f"{spec.name} has no NVLink"
+            yield Finding("error", "nvlink-count", node.id, message, "join it by PCIe")
+        for link in links:
+            width = link.type.pcie
+            if spec is not None and spec.pcie and width and width.generation > spec.pcie.generation:
+                message = f"PCIe {width.generation}.0, but {spec.name} has PCIe {spec.pcie.generation}.0"
+                hint = "a link runs at the lower generation of its ends"
+                yield Finding("error", "pcie-connector", link.id, message, hint)
 
 
 def _duplex(topology: Topology) -> Iterator[Finding]:
@@ -218,7 +224,7 @@ def _measured(topology: Topology) -> Iterator[Finding]:
 RULES: Final[tuple[Callable[[Topology], Iterator[Finding]], ...]] = (
     _pcie_speed,
     _nvlink_speed,
-    _nvlink_count,
+    _connectors,
     _duplex,
     _latency,
     _memory_channels,

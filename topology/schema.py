@@ -49,6 +49,20 @@ HOSTLESS_KINDS: frozenset[str] = frozenset({"host", "network"})
 UNLIMITED_KINDS: frozenset[str] = frozenset({"fabric", "memory"})
 
 
+class PcieWidth(FrozenModel):
+    """Generation and lanes of a PCIe link or of a device's connector."""
+
+    generation: int = Field(ge=1, le=7)
+    lanes: Literal[1, 2, 4, 8, 16, 32]
+
+
+class NvlinkPorts(FrozenModel):
+    """Generation and number of the NVLinks of a GPU."""
+
+    generation: int = Field(ge=1, le=6)
+    num_links: int = Field(gt=0)
+
+
 class DeviceSpec(FrozenModel):
     """What a processor can do, each figure with its source.
 
@@ -72,6 +86,10 @@ class DeviceSpec(FrozenModel):
         where cores do the copying.
     tdp : Figure or None
         Thermal design power in watts.
+    pcie : PcieWidth or None
+        What its connector can do; the slot may do less.
+    nvlink : NvlinkPorts or None
+        Its NVLinks.
     pcie_peer_to_peer : bool
         Whether two of these exchange data over PCIe directly; if not, copies are staged in host memory.
     """
@@ -86,6 +104,8 @@ class DeviceSpec(FrozenModel):
     cores: Count
     copy_engines: Count
     tdp: Power | None = None
+    pcie: PcieWidth | None = None
+    nvlink: NvlinkPorts | None = None
     pcie_peer_to_peer: bool = True
 
     @model_validator(mode="after")
@@ -228,13 +248,6 @@ class Node(FrozenModel):
             return self.spec.memory_bandwidth_bytes_per_s
         peak = _required(self.bandwidth, self.id, "bandwidth").in_si("bandwidth")
         return peak * (1.0 if self.efficiency is None else self.efficiency.in_si("ratio"))
-
-
-class PcieWidth(FrozenModel):
-    """Generation and lanes of a PCIe link, for the physics lint."""
-
-    generation: int = Field(ge=1, le=7)
-    lanes: Literal[1, 2, 4, 8, 16, 32]
 
 
 class LinkType(FrozenModel):

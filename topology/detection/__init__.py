@@ -8,12 +8,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from topology.building import MachineBuilder, figure, nvlink_generation_of
+from topology.building import MachineBuilder, figure
 from topology.detection.gpus import Gpus, find_gpus
 from topology.detection.host import HostFacts, cpu_spec, measure_copy_bandwidth, read_host
 from topology.documents import catalogue
 from topology.graph import Topology
-from topology.importers.pairs import Endpoint, attach, join_nvlinks
+from topology.importers.pairs import Endpoint, attach, join_nvlinks, join_switch
 from topology.schema import LinkType
 
 _logger = logging.getLogger(__name__)
@@ -95,19 +95,12 @@ def _add_gpus(builder: MachineBuilder, gpus: Gpus, root: Path, numas: dict[int, 
         fields = {"kind": "gpu", "index": gpu.index, "spec": gpu.spec}
         endpoints.append(Endpoint(gpu.id, fields, gpu.link_type, numas.get(domain, first)))
     attach(builder, endpoints, gpus.levels)
-    generation = gpus.nvlink_generation or nvlink_generation_of(gpus.devices[0].spec)
+    ports = gpus.devices[0].spec.nvlink
     if gpus.nvlinks_to_switch:
-        _join_switch(builder, gpus, generation)
+        generation = gpus.nvlink_generation or (ports.generation if ports else 4)
+        join_switch(builder, gpus.nvlinks_to_switch, generation)
     elif gpus.nvlinks:
-        join_nvlinks(builder, gpus.nvlinks, generation)
-
-
-def _join_switch(builder: MachineBuilder, gpus: Gpus, generation: int) -> None:
-    from topology.building import nvlink_type
-
-    builder.add_node("nvswitch0", "nvswitch", host="host0")
-    for gpu_id, count in gpus.nvlinks_to_switch.items():
-        builder.join(gpu_id, "nvswitch0", nvlink_type(generation), count)
+        join_nvlinks(builder, gpus.nvlinks, ports)
 
 
 def _sysfs_numa(root: Path, bus_id: str) -> int:

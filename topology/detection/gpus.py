@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from topology.building import figure, find_device, nvlink_generation_of, pcie_type
+from topology.building import connector_type, figure, find_device, pcie_type
 from topology.errors import TopologyError
 from topology.figures import Figure
 from topology.importers.pairs import Pair
@@ -136,11 +136,11 @@ def _gpu(nvml: Any, index: int, handle: Any, peer_to_peer: bool) -> Gpu:
 
 
 def _pcie_or_assumed(spec: DeviceSpec, generation: int | None, lanes: int | None) -> LinkType:
-    """The reported PCIe link; that of the architecture at x16 where a virtual machine hides it."""
+    """The reported PCIe link; that of its connector where a virtual machine hides it."""
     known = generation is not None and 1 <= generation <= 7 and lanes in {1, 2, 4, 8, 16, 32}
     if known and generation is not None and lanes is not None:
         return pcie_type(generation, lanes)
-    return pcie_type({2: 3, 3: 4}.get(nvlink_generation_of(spec), 5), 16)
+    return connector_type(spec)
 
 
 def _spec(nvml: Any, handle: Any, peer_to_peer: bool) -> DeviceSpec:

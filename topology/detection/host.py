@@ -15,6 +15,7 @@ import psutil
 
 from topology.building import figure, find_device
 from topology.figures import Figure
+from topology.importers.smi import parse_cpu_list
 from topology.schema import DeviceSpec, Dtype
 
 DEFAULT_FREQUENCY_HZ = 2.0e9
@@ -175,18 +176,6 @@ def _domains(root: Path, usable: frozenset[int], memory_bytes: int) -> tuple[Num
 def _number(path: Path) -> int:
     match = re.search(r"(\d+)$", path.name)
     return int(match[1]) if match else 0
-
-
-def parse_cpu_list(text: str) -> Iterator[int]:
-    """Members of a kernel list.
-
-    Examples
-    --------
-    >>> list(parse_cpu_list("0-2,8"))
-    [0, 1, 2, 8]
-    """
-    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-        yield from range(int(first), int(last or first) + 1)
 
 
 def _packages(

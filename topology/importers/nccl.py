@@ -10,6 +10,7 @@ from pathlib import Path
 from topology.building import (
     MachineBuilder,
     assumed_memory,
+    cores_of,
     find_device,
     generic_cpu,
     nvlink_type,
@@ -106,8 +107,9 @@ def _cpu_spec(cpu: str | None, domain: ET.Element, index: int) -> DeviceSpec:
     if cpu is not None:
         return require_device(cpu, "cpu", "the file")
     mask = domain.get("affinity", "").replace(",", "")
-    num_threads = int(mask, 16).bit_count() if re.fullmatch("[0-9a-fA-F]+", mask) else 0
-    return generic_cpu(index, max(1, num_threads), "affinity mask of the NCCL topology file")
+    bits = int(mask, 16) if re.fullmatch("[0-9a-fA-F]+", mask) else 0
+    num_cores = cores_of(cpu for cpu in range(bits.bit_length()) if bits >> cpu & 1)
+    return generic_cpu(index, num_cores, "affinity mask of the NCCL topology file")
 
 
 def _socket_type(domain: ET.Element) -> LinkType:

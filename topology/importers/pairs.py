@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from topology.building import MachineBuilder, max_nvlinks, nvlink_type
+from topology.building import MachineBuilder, nvlink_type
 from topology.documents import catalogue
-from topology.schema import LinkType
+from topology.schema import LinkType, NvlinkPorts
 
 Pair = frozenset[str]
 # From the nearest common ancestor upwards: one switch, several switches, one root complex.
@@ -100,24 +100,41 @@ def _groups(
     return [tuple(group) for group in groups]
 
 
-def join_nvlinks(builder: MachineBuilder, counts: Mapping[tuple[str, str], int], generation: int) -> None:
+def join_nvlinks(
+    builder: MachineBuilder, counts: Mapping[tuple[str, str], int], ports: NvlinkPorts | None
+) -> None:
     """Join GPUs by the NVLinks counted per pair: directly, or by a switch where they cannot all be direct.
+
+    Parameters
+    ----------
+    builder : MachineBuilder
+        Has the GPUs.
+    counts : mapping of (id, id) to int
+        NVLinks per pair.
+    ports : NvlinkPorts or None
+        The NVLinks of one GPU; those of the fourth generation if it is not known.
 
     Notes
     -----
     Behind NVSwitches every pair is reported with all the links of a GPU. If the links of one GPU, summed
-    over its peers, are more than its generation has, a switch is what explains them.
+    over its peers, are more than it has, a switch is what explains them.
     """
+    ports = ports or NvlinkPorts(generation=4, num_links=18)
     totals: dict[str, int] = {}
+    most: dict[str, int] = {}
     for pair, count in counts.items():
         for name in pair:
             totals[name] = totals.get(name, 0) + count
-    link_type = nvlink_type(generation)
-    if max(totals.values(), default=0) <= max_nvlinks(generation):
-        for (source, target), count in counts.items():
-            builder.join(source, target, link_type, count)
+            most[name] = max(most.get(name, 0), count)
+    if max(totals.values(), default=0) > ports.num_links:
+        join_switch(builder, most, ports.generation)
         return
+    for (source, target), count in counts.items():
+        builder.join(source, target, nvlink_type(ports.generation), count)
+
+
+def join_switch(builder: MachineBuilder, counts: Mapping[str, int], generation: int) -> None:
+    """Join GPUs with an NVSwitch, each by its number of NVLinks."""
     builder.add_node("nvswitch0", "nvswitch", host="host0")
-    for name in totals:
-        most = max(count for pair, count in counts.items() if name in pair)
-        builder.join(name, "nvswitch0", link_type, most)
+    for name, count in counts.items():
+        builder.join(name, "nvswitch0", nvlink_type(generation), count)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from topology.building import (
     MachineBuilder,
     assumed_memory,
+    connector_type,
+    cores_of,
     generic_cpu,
-    nvlink_generation_of,
     pcie_type,
     require_device,
 )
@@ -37,15 +39,15 @@ class TopoMatrix:
         NVLinks of a pair of GPUs.
     numa : mapping of str to int
         NUMA domain of the GPUs for which one is printed.
-    cpus : mapping of int to int
-        Logical processors per NUMA domain.
+    cores : mapping of int to int
+        Physical cores per NUMA domain.
     """
 
     devices: tuple[str, ...]
     levels: dict[Pair, str]
     nvlinks: dict[tuple[str, str], int]
     numa: dict[str, int]
-    cpus: dict[int, int]
+    cores: dict[int, int]
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -128,24 +130,25 @@ def _read_cell(
 
 
 def _affinity(cells: list[str]) -> tuple[int, int | None]:
-    """Logical processors and NUMA domain printed after the matrix; None where there is none."""
+    """Physical cores and NUMA domain printed after the matrix; None where there is none."""
     filled = [cell for cell in cells if cell]
     if not filled or not re.fullmatch(r"[\d,-]+", filled[0]):
         return 0, None
-    num_cpus = count_range(filled[0])
+    num_cores = cores_of(parse_cpu_list(filled[0]))
     domain = filled[1] if len(filled) > 1 else "0"
-    return num_cpus, int(re.match(r"\d+", domain)[0]) if re.match(r"\d+", domain) else None  # type: ignore[index]
+    return num_cores, int(re.match(r"\d+", domain)[0]) if re.match(r"\d+", domain) else None  # type: ignore[index]
 
 
-def count_range(text: str) -> int:
-    """Number of members of a list such as ``"0-23,48-71"``.
+def parse_cpu_list(text: str) -> Iterator[int]:
+    """Members of a list as the kernel writes it.
 
     Examples
     --------
-    >>> count_range("0-3,8")
-    5
+    >>> list(parse_cpu_list("0-2,8"))
+    [0, 1, 2, 8]
     """
-    return sum(int(last or first) - int(first) + 1 for first, last in re.findall(r"(\d+)(?:-(\d+))?", text))
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        yield from range(int(first), int(last or first) + 1)
 
 
 def from_nvidia_smi_topo(
@@ -189,7 +192,7 @@ def from_nvidia_smi_topo(
         for index in range(num_domains)
     ]
     for index, numa in enumerate(numas):
-        cores = max(1, matrix.cpus.get(index, 16))
+        cores = max(1, matrix.cores.get(index, 16))
         spec_cpu = (
             require_device(cpu, "cpu", "the command")
             if cpu
@@ -197,8 +200,7 @@ def from_nvidia_smi_topo(
         )
         builder.add_cpu(index, "host0", [numa], spec_cpu)
     builder.join_numas(numas, catalogue().link_types["xgmi-milan"])
-    generation = nvlink_generation_of(spec)
-    link_type = pcie_type(pcie_generation or {2: 3, 3: 4, 4: 5}[generation], 16)
+    link_type = connector_type(spec) if pcie_generation is None else pcie_type(pcie_generation, 16)
     endpoints = [
         Endpoint(
             device.lower(),
@@ -214,7 +216,7 @@ def from_nvidia_smi_topo(
     attach(builder, endpoints, levels)
     nvlinks = {(a.lower(), b.lower()): count for (a, b), count in matrix.nvlinks.items()}
     if nvlinks:
-        join_nvlinks(builder, nvlinks, generation)
+        join_nvlinks(builder, nvlinks, spec.nvlink)
     return builder.build("Imported from `nvidia-smi topo -m`; PCIe widths are assumed.")
 
 
