@@ -49,8 +49,9 @@ class Rademacher(Direction):
 
     Notes
     -----
-    Random 64-bit words are written over the tensor, and every bit but the signs' is then replaced by the bits of
-    1.0. The words must span the whole of int64: without bounds torch never sets the highest bit.
+    A random 64-bit word serves 64 elements: each of its bits in turn is shifted into the place of a sign, and the
+    other bits are those of 1.0. The words must span the whole of int64: without bounds torch never sets the
+    highest bit.
     """
 
     name = "rademacher"
@@ -59,30 +60,34 @@ class Rademacher(Direction):
 
     def fill(self, out: Tensor, generator: Generator) -> None:
         """Fill `out` with signs."""
-        per_word = 8 // out.element_size()
         flat = out.view(-1)
-        num_whole = flat.numel() // per_word * per_word
-        aligned = flat.data_ptr() % 8 == 0 and flat.storage_offset() % per_word == 0
-        if aligned and num_whole:
-            self._fill_words(flat[:num_whole].view(torch.int64), out.dtype, generator)
-        begin = num_whole if aligned else 0
-        if begin < flat.numel():
-            num_words = -(-(flat.numel() - begin) // per_word)
-            words = torch.empty(num_words, dtype=torch.int64, device=out.device)
-            self._fill_words(words, out.dtype, generator)
-            flat[begin:].copy_(words.view(out.dtype)[: flat.numel() - begin])
+        words = torch.empty(-(-flat.numel() // _WORD_BITS), dtype=torch.int64, device=out.device)
+        words.random_(-(2**63), None, generator=generator)
+        whole = flat.numel() // _WORD_BITS
+        self._spread(words[:whole], flat[: whole * _WORD_BITS])
+        if whole < words.numel():
+            last = torch.empty(_WORD_BITS, dtype=out.dtype, device=out.device)
+            self._spread(words[whole:], last)
+            flat[whole * _WORD_BITS :].copy_(last[: flat.numel() - whole * _WORD_BITS])
 
     @staticmethod
-    def _fill_words(words: Tensor, dtype: torch.dtype, generator: Generator) -> None:
-        words.random_(-(2**63), None, generator=generator)
-        words.bitwise_and_(_word_of(-0.0, dtype)).bitwise_or_(_word_of(1.0, dtype))
+    def _spread(words: Tensor, out: Tensor) -> None:
+        """Turn every bit of `words` into an element of `out`."""
+        integer, width = _INTEGERS[out.element_size()], 8 * out.element_size()
+        signs = out.view(integer).view(-1, width)
+        shifts = torch.arange(width, dtype=integer, device=out.device)
+        torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts, out=signs)
+        signs.bitwise_and_(_bits(-0.0, out.dtype)).bitwise_or_(_bits(1.0, out.dtype))
+
+
+_WORD_BITS = 64
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 @cache
-def _word_of(value: float, dtype: torch.dtype) -> int:
-    """Return the 64-bit word that repeats `value`."""
-    count = 8 // torch.empty(0, dtype=dtype).element_size()
-    return int(torch.full((count,), value, dtype=dtype).view(torch.int64).item())
+def _bits(value: float, dtype: torch.dtype) -> int:
+    """Return the bits of `value` as a signed integer of its width."""
+    return int(torch.tensor(value, dtype=dtype).view(_INTEGERS[dtype.itemsize]).item())
 
 
 DIRECTIONS: dict[str, Direction] = {direction.name: direction for direction in (Gaussian(), Rademacher())}
