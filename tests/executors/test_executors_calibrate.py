@@ -1,0 +1,128 @@
+"""Calibration: probes do the work they state, measurements are sane, torch is left as it was."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from costmodel.calibration import load_measurements, save_measurements
+from costmodel.work import Work
+from executors import calibrate, probes
+from topology.errors import RunError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_probes() -> Any:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(probes, "MEMORY_BYTES", {"cpu": 1 << 20})
+    patch.setattr(probes, "CACHE_BYTES", {"cpu": 1 << 14})
+    patch.setattr(probes, "MATMUL_SHAPES", {"cpu": ((8, 16, 32), (64, 64, 64))})
+    patch.setattr(probes, "ATTENTION_SHAPES", {"cpu": ((2, 16, 8),)})
+    patch.setattr(probes, "SEGMENT_SHAPES", {"cpu": ((64, 100, 2, 16),)})
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def all_probes(small_probes: Any) -> list[probes.Probe]:
+    with torch.no_grad():
+        return [
+            *probes.kernel_probes(CPU, ("float32", "bfloat16")),
+            *probes.segment_probes(CPU, ("float32",)),
+        ]
+
+
+def test_every_kind_of_work_is_measured(all_probes: list[probes.Probe]) -> None:
+    total = dict.fromkeys(Work.model_fields, 0)
+    for probe in all_probes:
+        for name in total:
+            value = getattr(probe.work, name)
+            total[name] += len(value) if isinstance(value, tuple) else value if isinstance(value, int) else 1
+    assert min(total.values()) > 0
+    assert {probe.work.distribution for probe in all_probes} == {"normal", "rademacher"}
+    assert {probe.direction for probe in all_probes if probe.work.copy_bytes} == {"h2d", "d2h"}
+    assert len({probe.name for probe in all_probes}) == len(all_probes)
+
+
+def test_products_do_the_flops_they_state(all_probes: list[probes.Probe]) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counted = [p for p in all_probes if p.work.matmuls and not p.work.attention and p.beside is None]
+    assert len(counted) > 4
+    for probe in counted:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            probe.run()
+        assert counter.get_total_flops() == probe.work.flops, probe.name
+
+
+def test_sweeps_return_to_where_they_began() -> None:
+    (memory, _) = probes._sweeps(CPU, "float32")
+    theta = memory.run.__defaults__[0]  # type: ignore[attr-defined]
+    before = theta.clone()
+    memory.run()
+    assert not torch.equal(before, theta)
+    memory.run()
+    assert torch.allclose(before, theta, atol=1e-6)
+
+
+def test_measurements_and_the_state_left_behind(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    seed, shares = torch.random.get_rng_state(), []
+    measured = calibrate.calibrate(dtypes=("float32",), budget_s=0.2, num_threads=2, on_round=shares.append)
+    assert torch.get_num_threads() == 1
+    assert torch.is_grad_enabled()
+    assert torch.equal(seed, torch.random.get_rng_state())
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert len(measured) > 20
+    assert all(m.num_threads == 2 and m.num_samples >= 3 for m in measured)
+    assert sum(m.contended for m in measured) == 2
+    save_measurements(measured, tmp_path / "measurements.jsonl")
+    assert load_measurements(tmp_path / "measurements.jsonl") == measured
+
+
+def test_a_larger_sweep_takes_longer() -> None:
+    memory, cache = probes._sweeps(CPU, "float32")
+    sampled = calibrate._sample([memory, cache], CPU, 0.05, None)
+    assert min(sampled[0].seconds) > 4 * min(sampled[1].seconds)
+
+
+def test_what_runs_beside_really_does_and_stops() -> None:
+    runs: list[float] = []
+
+    def beside() -> None:
+        runs.append(time.perf_counter())
+        time.sleep(1e-4)
+
+    probe = probes.Probe("slow", Work(), lambda: time.sleep(0.01), beside=beside)
+    calibrate._seconds(probe, 2, CPU)
+    done = len(runs)
+    assert done > 2
+    time.sleep(0.005)
+    assert len(runs) == done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"budget_s": 0}, "budget_s=0 must be above 0"),
+        ({"num_threads": -2}, "num_threads=-2"),
+        ({"device": "gpu"}, "no device 'gpu'"),
+        ({"device": "cuda:99"}, "no device 'cuda:99'"),
+        ({"device": "meta"}, "no device 'meta'"),
+    ],
+)
+def test_refuses_nonsense(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(RunError, match=words):
+        calibrate.calibrate(**arguments)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    assert calibrate.calibrate(device="cuda", budget_s=1.0)
