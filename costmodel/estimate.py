@@ -39,7 +39,8 @@ class OperationCost:
     cores : float
         Host cores that it keeps busy, averaged over its duration.
     memory_bytes : int
-        Bytes that it moves through the device's memory, a copy's source and target both counted on a CPU.
+        Bytes that it moves through the device's memory: what caches serve is left out, and a copy on a CPU counts
+        at its source and at its target.
     """
 
     seconds: float
@@ -75,7 +76,7 @@ def estimate(
         terms=MappingProxyType(terms),
         limiter=max(terms, key=lambda name: terms[name]),
         cores=_busy_cores(terms, seconds, profile),
-        memory_bytes=_memory_bytes(work, profile.device_kind),
+        memory_bytes=_memory_bytes(work, values["cache_bytes"], profile.device_kind),
     )
 
 
@@ -85,7 +86,7 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
     terms = {
         "matmul": sum(_matmul_s(part, work.dtype, width, values) for part in work.matmuls),
         "attention": sum(_attention_s(part, work.dtype, width, values) for part in work.attention),
-        "elementwise": _cached_s(work.elementwise_bytes, max(1, work.num_kernels), "elementwise", values),
+        "elementwise": _cached_s(work.elementwise_bytes, work.num_kernels, "elementwise", values),
         "sweep": _cached_s(work.sweep_bytes, 1, "sweep", values),
         "draw": _draw_s(work, values),
         "copy": _copy_s(work, values, direction),
@@ -126,9 +127,13 @@ def _attention_s(part: Attention, dtype: str, width: int, values: Mapping[str, f
 
 def _cached_s(size_bytes: int, num_kernels: int, kind: str, values: Mapping[str, float]) -> float:
     """Return the time of a pass of which each kernel finds up to ``cache_bytes`` in cache."""
-    cached = min(float(size_bytes), values["cache_bytes"] * num_kernels)
+    cached = _cached_bytes(size_bytes, num_kernels, values["cache_bytes"])
     in_cache, in_memory = values[f"{kind}_cache_bandwidth"], values[f"{kind}_bandwidth"]
     return cached / in_cache + (size_bytes - cached) / in_memory
+
+
+def _cached_bytes(size_bytes: int, num_kernels: int, cache_bytes: float) -> float:
+    return min(float(size_bytes), cache_bytes * max(1, num_kernels))
 
 
 def _draw_s(work: Work, values: Mapping[str, float]) -> float:
@@ -167,9 +172,12 @@ def _cores_of(term: str, profile: Profile) -> float:
     return 1.0 if term in _SERIAL_TERMS else float(profile.num_threads)
 
 
-def _memory_bytes(work: Work, device_kind: DeviceKind) -> int:
-    width = DTYPE_BYTES[work.dtype]
-    products = sum(part.elements for part in work.matmuls) * width
+def _memory_bytes(work: Work, cache_bytes: float, device_kind: DeviceKind) -> int:
+    products = sum(part.elements for part in work.matmuls) * DTYPE_BYTES[work.dtype]
+    activations = work.elementwise_bytes - _cached_bytes(
+        work.elementwise_bytes, work.num_kernels, cache_bytes
+    )
+    parameters = work.sweep_bytes - _cached_bytes(work.sweep_bytes, 1, cache_bytes)
     draws = work.num_normals * DTYPE_BYTES[work.draw_dtype]
     copies = work.copy_bytes * (2 if device_kind == "cpu" else 1)
-    return products + work.elementwise_bytes + work.sweep_bytes + draws + copies
+    return round(products + activations + parameters + draws + copies)

@@ -1,0 +1,372 @@
+"""Fitting a profile to measurements: which constants make the estimates agree with what a machine did.
+
+The measuring half needs tensors and lives with the executor. This half is a robust least-squares fit in log
+space, so that ten microseconds and ten seconds weigh alike and constants stay positive.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from scipy.optimize import least_squares
+
+from costmodel.estimate import CopyDirection, combine_terms, work_terms
+from costmodel.profile import Constant, DeviceKind, Profile
+from costmodel.work import Work
+from topology.errors import ProfileError
+
+Array = NDArray[np.float64]
+
+NOISE = 0.05
+"""Relative error of a good measurement: what the prior is weighed against."""
+
+OUTLIER = 0.20
+"""Log residual from which a measurement counts less and less (scale of the soft L1 loss)."""
+
+IDENTIFIED = 0.5
+"""A constant is identified if the data shrink its uncertainty to less than this part of the prior's."""
+
+_NOT_FITTED = frozenset(
+    {"cache_bytes", "copy_cores", "context_bytes", "allocator_slack", "allocation_granularity", "step_s"}
+)
+"""Constants that durations of single operations cannot tell."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How long a piece of work took.
+
+    Attributes
+    ----------
+    name : str
+        What was done. Its first word is its kind, by which reports are grouped.
+    work : Work
+        What it counts as.
+    seconds : float
+        Median duration; what the fit explains.
+    fastest_s : float
+        Shortest duration seen.
+    num_samples : int
+    num_threads : int
+        Threads of the kernels; those of the profile that is fitted.
+    direction : {"h2d", "d2h"}
+        Which way ``copy_bytes`` went.
+    contended : bool
+        Whether something else ran beside it on purpose. Such measurements are reported and not fitted.
+
+    Notes
+    -----
+    The fit wants, for each compute format, matrix products from small to large (rate and ``matmul_half_dim``), one
+    that only reads (``memory_bandwidth``), fused attention, draws of each distribution, sweeps and element-wise
+    passes over buffers far larger and far smaller than ``cache_bytes``, many tiny kernels (``dispatch_s``), copies
+    each way from tiny to large, large and tiny allocations, an empty instruction, and forwards of whole segments,
+    which weigh the parts as a model mixes them. What is missing keeps the base profile's value and interval.
+    """
+
+    name: str
+    work: Work
+    seconds: float
+    fastest_s: float
+    num_samples: int
+    num_threads: int
+    direction: CopyDirection = "h2d"
+    contended: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds) and 0 < self.fastest_s <= self.seconds):
+            message = f"measurement {self.name!r}: 0 < fastest {self.fastest_s} s <= median {self.seconds} s"
+            raise ProfileError(message, hint="a clock that stands still or runs back cannot be used")
+
+    @property
+    def kind(self) -> str:
+        """First word of the name."""
+        return self.name.split(" ", 1)[0]
+
+
+def save_measurements(measurements: Iterable[Measurement], path: str | Path) -> None:
+    """Write measurements as JSON lines."""
+    rows = [{**vars(m), "work": m.work.model_dump(mode="json")} for m in measurements]
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def load_measurements(path: str | Path) -> list[Measurement]:
+    """Return the measurements in a file that :func:`save_measurements` wrote.
+
+    Raises
+    ------
+    ProfileError
+        If the file cannot be read; a damaged line is named by its number.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"the measurements {path} cannot be read: {error}"
+        raise ProfileError(message) from error
+    return [_parse_line(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parse_line(line: str, number: int, path: str | Path) -> Measurement:
+    try:
+        row: dict[str, Any] = json.loads(line)
+        return Measurement(**{**row, "work": Work.model_validate(row["work"])})
+    except (json.JSONDecodeError, ValidationError, KeyError, TypeError) as error:
+        message = f"{path}, line {number} is not a measurement: {error}"
+        raise ProfileError(message) from error
+
+
+@dataclass(frozen=True)
+class Residual:
+    """One measurement beside what the fitted profile says.
+
+    Attributes
+    ----------
+    name : str
+    measured_s, predicted_s : float
+    contended : bool
+    """
+
+    name: str
+    measured_s: float
+    predicted_s: float
+    contended: bool = False
+
+    @property
+    def relative_error(self) -> float:
+        """``predicted / measured - 1``."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What a fit found.
+
+    Attributes
+    ----------
+    residuals : tuple of Residual
+        In the order of the measurements.
+    identified : tuple of str
+        Constants that the data determine.
+    unidentified : mapping of str to str
+        The others, each with the reason; they keep (close to) the base profile's value and its interval.
+    condition : float
+        Ratio of the largest to the smallest singular value of the data's Jacobian over the identified constants.
+    """
+
+    residuals: tuple[Residual, ...]
+    identified: tuple[str, ...]
+    unidentified: Mapping[str, str]
+    condition: float
+
+    @property
+    def median_error(self) -> float:
+        """Median of the absolute relative errors of what was fitted."""
+        return float(np.median([abs(row.relative_error) for row in self.residuals if not row.contended]))
+
+    def worst(self, count: int = 5) -> tuple[Residual, ...]:
+        """Return the rows with the largest log errors."""
+        ranked = sorted(self.residuals, key=lambda row: -abs(math.log(row.predicted_s / row.measured_s)))
+        return tuple(ranked[:count])
+
+
+def fit_profile(measurements: Sequence[Measurement], base_profile: Profile) -> tuple[Profile, FitReport]:
+    """Return the profile that explains `measurements` best, and how well it does.
+
+    Parameters
+    ----------
+    measurements : sequence of Measurement
+    base_profile : Profile
+        Where the fit starts, and what it falls back on. Its intervals are the prior.
+
+    Raises
+    ------
+    ProfileError
+        If there is nothing to fit, a measurement used another number of threads, or the profile lacks a rate for a
+        format that was measured.
+
+    Notes
+    -----
+    Minimises, over the logarithms ``x`` of the constants,
+
+    ``Σ ρ((log predicted_i(x) - log measured_i) / NOISE) + Σ ((x_j - x_j⁰) / σ_j)²``
+
+    with the soft L1 loss ``ρ``, and the base profile's value ``x⁰`` and half interval ``σ`` (in logs) as the prior,
+    which holds only what data leave open. Intervals are twice the posterior's standard deviation, widened by
+    the spread of the residuals of those measurements that the constant matters to: a model that explains its data
+    within 20 % must not claim 1 %.
+    """
+    fitted = [m for m in measurements if not m.contended]
+    if not fitted:
+        message = "there is no measurement to fit a profile to"
+        raise ProfileError(message, hint="measure the machine, contended rows do not count")
+    for measurement in fitted:
+        if base_profile.device_kind == "cpu" and measurement.num_threads != base_profile.num_threads:
+            message = (
+                f"measurement {measurement.name!r} ran on {measurement.num_threads} threads, "
+                f"the profile is for {base_profile.num_threads}"
+            )
+            raise ProfileError(message, hint="measure with the number of threads that runs will use")
+    problem = _Problem.of(fitted, base_profile)
+    solution = problem.solve()
+    return _outcome(problem, solution, measurements)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """The fit as vectors: one entry per measurement, one per constant."""
+
+    measurements: tuple[Measurement, ...]
+    profile: Profile
+    names: tuple[str, ...]
+    start: Array
+    sigma: Array
+    log_seconds: Array
+    fixed: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, measurements: Sequence[Measurement], profile: Profile) -> _Problem:
+        constants = [
+            constant
+            for constant in profile.constants
+            if constant.kind not in _NOT_FITTED and constant.value > 0 and constant.low < constant.high
+        ]
+        return cls(
+            tuple(measurements),
+            profile,
+            tuple(constant.name for constant in constants),
+            np.log([constant.value for constant in constants]),
+            np.array([_prior_sigma(constant) for constant in constants]),
+            np.log([measurement.seconds for measurement in measurements]),
+            dict(profile.values()),
+        )
+
+    def values(self, x: Array) -> dict[str, float]:
+        return {**self.fixed, **dict(zip(self.names, np.exp(x).tolist(), strict=True))}
+
+    def log_ratios(self, x: Array) -> Array:
+        """Return log predicted over measured, one per measurement."""
+        values, kind = self.values(x), self.profile.device_kind
+        predicted = [_predicted_s(measurement, values, kind) for measurement in self.measurements]
+        return np.log(predicted) - self.log_seconds
+
+    def residuals(self, x: Array) -> Array:
+        return np.concatenate([_soften(self.log_ratios(x)) / NOISE, (x - self.start) / self.sigma])
+
+    def solve(self) -> Array:
+        reach = np.maximum(8 * self.sigma, math.log(100.0))
+        result = least_squares(
+            self.residuals, self.start, bounds=(self.start - reach, self.start + reach), x_scale=self.sigma
+        )
+        return np.asarray(result.x, dtype=np.float64)
+
+    def jacobian(self, x: Array, step: float = 1e-3) -> Array:
+        """Return the central differences of the log predictions, measurements by constants."""
+        columns = []
+        for index in range(len(x)):
+            shift = np.zeros_like(x)
+            shift[index] = step
+            columns.append((self.log_ratios(x + shift) - self.log_ratios(x - shift)) / (2 * step))
+        return np.stack(columns, axis=1)
+
+
+def _prior_sigma(constant: Constant) -> float:
+    """Return half the base interval in logs; one that reaches zero counts as a factor of ten."""
+    low = constant.low if constant.low > 0 else constant.value / 10
+    return max(0.05, math.log(constant.high / low) / 2)
+
+
+def _predicted_s(measurement: Measurement, values: Mapping[str, float], kind: DeviceKind) -> float:
+    """Return the estimate of what a probe timed: the work, and nothing around it unless it is all there is.
+
+    Probes call what they time directly, so the cost of a program's instruction is part of a measurement only where
+    that is what was measured: where there is no work.
+    """
+    terms = work_terms(measurement.work, values, measurement.direction)
+    if len(terms) > 1:
+        terms.pop("overhead")
+    return combine_terms(terms, kind)
+
+
+def _soften(log_ratio: Array) -> Array:
+    """Return residuals whose squares are the soft L1 loss of `log_ratio`."""
+    scaled = log_ratio / OUTLIER
+    softened = np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1))
+    return np.asarray(np.sign(scaled) * softened * OUTLIER, dtype=np.float64)
+
+
+def _outcome(problem: _Problem, x: Array, measurements: Sequence[Measurement]) -> tuple[Profile, FitReport]:
+    log_ratios = problem.log_ratios(x)
+    jacobian = problem.jacobian(x)
+    weights = 1 / np.sqrt(1 + (log_ratios / OUTLIER) ** 2)
+    noise = max(NOISE, float(np.sqrt(np.average(log_ratios**2, weights=weights**2))))
+    information = (jacobian * weights[:, None]).T @ jacobian / noise**2
+    posterior = np.sqrt(np.diag(np.linalg.inv(information + np.diag(problem.sigma**-2))))
+    spread = _spread(jacobian, log_ratios, weights)
+    constants, reasons = [], {}
+    for index, name in enumerate(problem.names):
+        base = problem.profile.constant(name)
+        reason = _open_reason(jacobian[:, index], posterior[index] / problem.sigma[index])
+        if reason:
+            reasons[name] = reason
+            constants.append(_kept(base, math.exp(x[index])))
+        else:
+            half = math.hypot(2 * posterior[index], spread[index])
+            count = int(np.sum(np.abs(jacobian[:, index]) > 0.05))
+            constants.append(_determined(base, x[index], half, count))
+    profile = problem.profile.with_constants(*constants, origin="calibrated")
+    identified = [index for index, name in enumerate(problem.names) if name not in reasons]
+    report = FitReport(
+        residuals=tuple(_residual(m, profile) for m in measurements),
+        identified=tuple(problem.names[index] for index in identified),
+        unidentified=reasons,
+        condition=float(np.linalg.cond(jacobian[:, identified])) if identified else math.inf,
+    )
+    return profile, report
+
+
+def _spread(jacobian: Array, log_ratios: Array, weights: Array) -> Array:
+    """Return per constant the root mean square residual of the measurements that it matters to."""
+    influence = (jacobian**2) * (weights**2)[:, None]
+    total = influence.sum(axis=0)
+    mean_square = (influence * (log_ratios**2)[:, None]).sum(axis=0) / np.where(total > 0, total, 1.0)
+    return np.asarray(np.sqrt(mean_square), dtype=np.float64)
+
+
+def _open_reason(column: Array, shrinkage: float) -> str:
+    """Return why a constant is not identified, or nothing if it is."""
+    if float(np.abs(column).max()) < 0.01:
+        return "no measurement depends on it"
+    if shrinkage > IDENTIFIED:
+        return "measurements depend on it too little, or only together with others"
+    return ""
+
+
+def _kept(base: Constant, value: float) -> Constant:
+    inside = min(max(value, base.low), base.high)
+    return base.model_copy(
+        update={"value": inside, "source": f"not identified by calibration; {base.source}"}
+    )
+
+
+def _determined(base: Constant, x: float, half: float, count: int) -> Constant:
+    source = f"fitted to {count} measurement{'s' if count != 1 else ''}"
+    return Constant(
+        name=base.name,
+        value=math.exp(x),
+        low=math.exp(x - half),
+        high=math.exp(x + half),
+        unit=base.unit,
+        source=source,
+    )
+
+
+def _residual(measurement: Measurement, profile: Profile) -> Residual:
+    predicted = _predicted_s(measurement, profile.values(), profile.device_kind)
+    return Residual(measurement.name, measurement.seconds, predicted, measurement.contended)

@@ -1,0 +1,239 @@
+"""Memory in named parts, what a runtime adds to them, and whether a host can give what a plan asks.
+
+The parts of a plan (weights, slots, activations ...) are counted where the plan is lowered. Here is the rest: the
+context of a GPU's runtime, the allocator's rounding and slack, and the limits of the machine at hand.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from costmodel.profile import Profile
+from topology.units import format_bytes
+
+Where = Literal["device", "host"]
+
+SHARED_MEMORY_PATH = Path("/dev/shm")
+CGROUP_PATH = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """One named part of the memory that a plan takes.
+
+    Attributes
+    ----------
+    name : str
+    size_bytes : int
+    where : {"device", "host"}
+    """
+
+    name: str
+    size_bytes: int
+    where: Where
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0:
+            message = f"memory part {self.name!r} has {self.size_bytes} bytes"
+            raise ValueError(message)
+
+
+def total_bytes(parts: Iterable[MemoryPart], where: Where) -> int:
+    """Return the sum of the parts in one place."""
+    return sum(part.size_bytes for part in parts if part.where == where)
+
+
+def rounded_bytes(size_bytes: int, profile: Profile) -> int:
+    """Return what the device's allocator takes for one tensor of `size_bytes`.
+
+    Notes
+    -----
+    torch's CUDA allocator rounds every request up to a multiple of 512 bytes, its CPU allocator aligns to 64.
+    """
+    granularity = round(profile.constant("allocation_granularity").value)
+    return -(-size_bytes // granularity) * granularity
+
+
+def runtime_parts(profile: Profile, allocated_bytes: int) -> tuple[MemoryPart, ...]:
+    """Return what the device's runtime takes beside `allocated_bytes` of tensors: context and allocator slack.
+
+    Both are zero on a CPU, where the interpreter's own memory is reported apart.
+    """
+    context = round(profile.constant("context_bytes").value)
+    slack = round(profile.constant("allocator_slack").value * allocated_bytes)
+    parts = (
+        MemoryPart("runtime context", context, "device"),
+        MemoryPart("allocator slack", slack, "device"),
+    )
+    return tuple(part for part in parts if part.size_bytes)
+
+
+@dataclass(frozen=True)
+class HostLimits:
+    """What a host has left to give.
+
+    Attributes
+    ----------
+    available_bytes : int
+        RAM that a new process can have without swapping, within its control group.
+    shared_memory_bytes : int or None
+        Free bytes of the shared memory file system; None where there is none.
+    locked_bytes : int or None
+        Most memory that a process may pin; None where it is not limited.
+    limited_by : str
+        ``"RAM"`` or ``"control group"``.
+    """
+
+    available_bytes: int
+    shared_memory_bytes: int | None
+    locked_bytes: int | None
+    limited_by: Literal["RAM", "control group"] = "RAM"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that the host cannot give.
+
+    Attributes
+    ----------
+    name : str
+        ``"host memory"``, ``"pinned memory"`` or ``"shared memory"``.
+    message, hint : str
+    severity : {"error", "warning"}
+        A warning may turn out harmless.
+    """
+
+    name: str
+    message: str
+    hint: str
+    severity: Literal["error", "warning"] = "error"
+
+    def __str__(self) -> str:
+        return f"{self.message}\n\nhint: {self.hint}"
+
+
+def host_limits() -> HostLimits:
+    """Return the limits of the machine that this runs on."""
+    available = psutil.virtual_memory().available
+    group = _cgroup_headroom_bytes()
+    shared = shutil.disk_usage(SHARED_MEMORY_PATH).free if SHARED_MEMORY_PATH.is_dir() else None
+    limited = group is not None and group < available
+    return HostLimits(
+        available_bytes=min(available, group) if group is not None else available,
+        shared_memory_bytes=shared,
+        locked_bytes=_locked_limit_bytes(),
+        limited_by="control group" if limited else "RAM",
+    )
+
+
+def preflight_host(
+    required_host_bytes: int,
+    *,
+    pinned_bytes: int = 0,
+    shared_memory_bytes: int = 0,
+    limits: HostLimits | None = None,
+) -> list[Finding]:
+    """Return what stands in the way of a plan on this host; nothing if nothing does.
+
+    Parameters
+    ----------
+    required_host_bytes : int
+        All host memory that the ranks on this host take together, pinned and shared memory included.
+    pinned_bytes : int
+        Page-locked memory of the rank that pins most.
+    shared_memory_bytes : int
+        What the ranks put into shared memory.
+    limits : HostLimits, optional
+        Those of this machine if not given.
+    """
+    limits = limits or host_limits()
+    checks = (
+        _host_finding(required_host_bytes, limits),
+        _pinned_finding(pinned_bytes, limits),
+        _shared_finding(shared_memory_bytes, limits),
+    )
+    return [finding for finding in checks if finding is not None]
+
+
+def _host_finding(required: int, limits: HostLimits) -> Finding | None:
+    if required <= limits.available_bytes:
+        return None
+    return Finding(
+        "host memory",
+        f"the plan needs {format_bytes(required)} of host memory, {format_bytes(limits.available_bytes)} are "
+        f"available ({limits.limited_by})",
+        "store weights in a narrower format, run fewer ranks on this host, or end other processes"
+        if limits.limited_by == "RAM"
+        else "raise the container's memory limit, or store weights in a narrower format",
+    )
+
+
+def _pinned_finding(pinned: int, limits: HostLimits) -> Finding | None:
+    if limits.locked_bytes is None or pinned <= limits.locked_bytes:
+        return None
+    return Finding(
+        "pinned memory",
+        f"the plan pins {format_bytes(pinned)} in one process, RLIMIT_MEMLOCK allows "
+        f"{format_bytes(limits.locked_bytes)}",
+        "raise it with `ulimit -l unlimited` or the container's --ulimit memlock=-1; "
+        "CUDA's driver often pins outside this limit, mlock and RDMA never do",
+        severity="warning",
+    )
+
+
+def _shared_finding(shared: int, limits: HostLimits) -> Finding | None:
+    free = limits.shared_memory_bytes
+    if shared == 0 or (free is not None and shared <= free):
+        return None
+    found = "there is none" if free is None else f"{format_bytes(free)} are free"
+    return Finding(
+        "shared memory",
+        f"the plan puts {format_bytes(shared)} into {SHARED_MEMORY_PATH}, {found}",
+        f"enlarge it with `mount -o remount,size=... {SHARED_MEMORY_PATH}`, or start the container with --shm-size",
+    )
+
+
+def _locked_limit_bytes() -> int | None:
+    try:
+        import resource
+    except ImportError:  # not a POSIX system: nothing to ask
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _cgroup_headroom_bytes(root: Path = CGROUP_PATH) -> int | None:
+    """Return what the control group still allows: version 2 first, then version 1; None if it sets no limit."""
+    layouts = (
+        (root, "memory.max", "memory.current", "inactive_file"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    )
+    for folder, limit_name, used_name, cache_name in layouts:
+        try:
+            limit, used = (
+                (folder / name).read_text(encoding="ascii").strip() for name in (limit_name, used_name)
+            )
+        except OSError:
+            continue
+        if limit.isdecimal() and int(limit) < _NO_LIMIT:
+            return max(0, int(limit) - int(used) + _reclaimable_bytes(folder / "memory.stat", cache_name))
+    return None
+
+
+_NO_LIMIT = 1 << 60
+"""Control groups of version 1 write a number above this where they mean no limit."""
+
+
+def _reclaimable_bytes(stat_path: Path, name: str) -> int:
+    """Return the file cache that the kernel gives up before it refuses memory."""
+    try:
+        rows = (line.split() for line in stat_path.read_text(encoding="ascii").splitlines())
+        return next((int(row[1]) for row in rows if row[0] == name), 0)
+    except OSError:
+        return 0
