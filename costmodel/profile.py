@@ -189,7 +189,8 @@ class Profile(BaseModel):
     def with_constants(self, *constants: Constant, origin: Literal["datasheet", "calibrated"]) -> Profile:
         """Return a profile in which `constants` replace those of the same names, or are added."""
         merged = self._by_name | {constant.name: constant for constant in constants}
-        return self.model_copy(update={"constants": tuple(merged.values()), "origin": origin})
+        # Not model_copy, which would take the cached values along.
+        return Profile(**{**dict(self), "constants": tuple(merged.values()), "origin": origin})
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, with a digest that :func:`load_profile` checks.
