@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import networkx as nx
 from pydantic import Field, model_validator
@@ -426,13 +426,20 @@ class Topology(FrozenModel):
             )
             for pair, value in known.items()
         )
-        return Topology(
-            name=self.name,
-            description=self.description,
-            nodes=self.nodes,
-            links=self.links,
-            measured=entries,
-        )
+        return self.model_copy(update={"measured": entries})
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Topology:  # noqa: ARG002
+        """A copy with some fields replaced, validated, and with nothing computed from the old ones.
+
+        Parameters
+        ----------
+        update : mapping, optional
+            Fields to replace.
+        deep : bool, optional
+            Without effect: everything in a topology is immutable.
+        """
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**{**fields, **(update or {})})
 
     def to_yaml(self) -> str:
         """The machine as a file that :func:`topology.load` reads back as an equal one."""

@@ -1,0 +1,135 @@
+"""The subcommands: data on stdout, JSON on request, errors as exceptions that the main program prints."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from topology import TopologyError, draw, load, load_preset, loads, preset_names, render_text
+from topology.cli import app
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def invoke(*arguments, text=None):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=text)
+
+
+def run(*arguments, text=None):
+    result = invoke(*arguments, text=text)
+    assert result.exit_code == 0, result.exception
+    return result.stdout
+
+
+def refused(*arguments, text=None):
+    error = invoke(*arguments, text=text).exception
+    assert isinstance(error, TopologyError), error
+    return error
+
+
+def test_list_names_every_preset():
+    printed = run("list")
+    assert all(name in printed for name in preset_names())
+    listed = json.loads(run("list", "--json"))
+    assert [item["name"] for item in listed] == list(preset_names())
+    assert {item["name"]: len(item["compute_devices"]) for item in listed}["dgx-1v"] == 8
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_show_as_a_tree_and_as_json(name):
+    machine = load_preset(name)
+    printed = run("show", name)
+    assert all(node.id in printed for node in machine.nodes)
+    data = json.loads(run("show", name, "--json"))
+    assert data["resources"].keys() == machine.resources.keys()
+    assert data["host_to_device"].keys() == {node.id for node in machine.compute_devices}
+
+
+def test_the_tree_shows_every_link_once():
+    text = render_text(load_preset("dgx-1v"))
+    assert text.count("40 GB/s") == 8  # pairs of GPUs with two NVLinks
+    assert "6 GB/s" in text
+    assert "\x1b" not in text
+    assert "\x1b" in render_text(load_preset("dgx-1v"), color=True)
+
+
+def test_validate_accepts_presets_and_refuses_what_contradicts_physics(tmp_path):
+    assert "dgx-h100 is valid" in run("validate", "dgx-h100")
+    file = tmp_path / "fast.yaml"
+    file.write_text(load_preset("a100-80gb-milan").to_yaml().replace("31.508", "64"), encoding="utf-8")
+    error = refused("validate", file)
+    assert "faster than PCIe 4.0 x16" in error.message
+    assert "both directions" in error.hint
+    printed = json.loads(invoke("validate", file, "--json").stdout)
+    assert printed["findings"][0]["rule"] == "pcie-speed"
+
+
+def test_validate_shows_warnings_and_accepts(tmp_path):
+    file = tmp_path / "half.yaml"
+    text = load_preset("h200-1x").to_yaml().replace("kind: pcie\n", "kind: pcie\n    duplex: half\n")
+    file.write_text(text, encoding="utf-8")
+    printed = run("validate", file)
+    assert "warning: root0--gpu0: half duplex" in printed
+    assert "1 warnings" in printed
+
+
+def test_detect_writes_a_file_that_loads(tmp_path):
+    file = tmp_path / "host.yaml"
+    result = invoke("detect", "-o", file, "--json")
+    assert result.exit_code == 0, result.exception
+    assert json.loads(result.stdout)["name"] == load(file).name
+    assert f"wrote {file}" in result.stderr
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_draw_writes_pictures(tmp_path, suffix):
+    file = tmp_path / f"machine.{suffix}"
+    assert json.loads(run("draw", "cpu-laptop", "-o", file, "--json")) == {"path": str(file)}
+    assert file.read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml"}[suffix])
+
+
+def test_a_picture_names_every_node_and_bandwidth(tmp_path):
+    text = draw(load_preset("dgx-1v"), tmp_path / "dgx.svg").read_text(encoding="utf-8")
+    # Matplotlib draws letters as shapes and leaves the text in comments.
+    for expected in ("gpu7", "numa1", "network0", "40 GB/s", "20 GB/s", "12 GB/s", "6 GB/s"):
+        assert f"<!-- {expected} -->" in text
+
+
+def test_draw_refuses_unknown_formats_and_places(tmp_path):
+    assert ".png, .svg" in refused("draw", "cpu-laptop", "-o", tmp_path / "x.gif").hint
+    assert "cannot write" in refused("draw", "cpu-laptop", "-o", tmp_path / "none" / "x.png").message
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "devices"),
+    [
+        ("nccl_a100x4.xml", [], 4),
+        ("hwloc_workstation.xml", [], 1),
+        ("dgx1v_topo.txt", ["--cpu", "xeon-e5-2698v4"], 8),
+        ("vm_topo.txt", ["--from", "smi", "--gpu", "h200-141gb-sxm"], 2),
+    ],
+)
+def test_import_tells_the_tool_from_the_content(tmp_path, name, options, devices):
+    file = tmp_path / "imported.yaml"
+    data = json.loads(run("import", FIXTURES / name, *options, "-o", file, "--json"))
+    assert len(data["host_to_device"]) == devices
+    assert load(file) == loads(load(file).to_yaml())
+
+
+def test_import_reads_the_matrix_from_stdin():
+    text = (FIXTURES / "dgx1v_topo.txt").read_text(encoding="utf-8")
+    assert json.loads(run("import", "-", "--json", text=text))["name"] == "stdin"
+
+
+def test_import_refuses_what_it_does_not_know(tmp_path):
+    file = tmp_path / "other.xml"
+    file.write_text("<html/>", encoding="utf-8")
+    assert "neither NCCL nor hwloc" in refused("import", file).message
+    assert "No such file" in refused("import", tmp_path / "none").message
+
+
+def test_errors_leave_the_commands_as_they_are():
+    error = refused("show", "dgx1v")
+    assert "neither host, nor a preset, nor a file" in error.message
+    assert error.hint == "did you mean 'dgx-1v'?"
