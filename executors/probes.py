@@ -60,10 +60,13 @@ ATTENTION_SHAPES = {
 """(batch x heads, tokens, head width)."""
 
 SEGMENT_SHAPES = {
-    "cpu": ((128, 258, 2, 64), (256, 2048, 2, 128), (768, 4096, 2, 128)),
-    "cuda": ((768, 50272, 4, 512), (2048, 50272, 4, 1024), (4096, 50272, 2, 2048)),
+    "cpu": ((64, 64, 1, 8), (128, 258, 2, 64), (256, 2048, 2, 128), (768, 4096, 2, 128)),
+    "cuda": ((64, 64, 1, 8), (768, 50272, 4, 512), (2048, 50272, 4, 1024), (4096, 50272, 2, 2048)),
 }
-"""(hidden, vocabulary, sequences, tokens) of the models whose segments are run; two blocks each."""
+"""(hidden, vocabulary, sequences, tokens) of the models whose segments are run; two blocks each.
+
+The first is so small that calling it is all it takes: a model's modules cost far more than their kernels' launches.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,27 +197,47 @@ def _dispatch(device: torch.device) -> Iterator[Probe]:
     def run() -> None:
         y = functional.relu(x)
         y = functional.layer_norm(y + bias, (16,), norm, bias)
-        y.view(4, 4).transpose(0, 1)
         y.add(x)
 
-    # A view launches nothing; it is part of what a kernel costs to reach in a model's code.
     yield Probe("dispatch", Work(num_kernels=4), run)
 
 
 def _copies(device: torch.device) -> Iterator[Probe]:
     for size_bytes in (1 << 12, MEMORY_BYTES[device.type] // 16, MEMORY_BYTES[device.type]):
-        near = torch.empty(size_bytes, dtype=torch.uint8, device=device).fill_(1)
-        far = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
-        for direction, target, source in (("h2d", near, far), ("d2h", far, near)):
-            run = _copier(target, source)
+        near, far = (
+            _bytes(device, size_bytes),
+            _bytes(torch.device("cpu"), size_bytes, pinned=device.type == "cuda"),
+        )
+        for direction, targets, sources in (("h2d", near, far), ("d2h", far, near)):
+            run = _copier(cycle(targets), cycle(sources), device)
             name = f"copy {direction} {size_bytes} bytes"
-            yield Probe(name, copy_work(size_bytes), run, direction)  # type: ignore[arg-type]
+            yield Probe(name, _copy_work(size_bytes, device), run, direction)  # type: ignore[arg-type]
 
 
-def _copier(target: Tensor, source: Tensor) -> Action:
-    if target.is_cuda or source.is_cuda:
-        return lambda: target.copy_(source, non_blocking=True)
-    return lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+def _bytes(device: torch.device, size_bytes: int, *, pinned: bool = False) -> list[Tensor]:
+    """Return buffers to take turns with: what is copied next is cold, as the next block is."""
+
+    def make() -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned).fill_(1)
+
+    return _copies_of(make, device)
+
+
+def _copy_work(size_bytes: int, device: torch.device) -> Work:
+    """Return a copy's work; on a CPU it is no kernel of torch's, and would make those look cheap."""
+    work = copy_work(size_bytes)
+    return work.model_copy(update={"num_kernels": 0}) if device.type == "cpu" else work
+
+
+def _copier(targets: Iterator[Tensor], sources: Iterator[Tensor], device: torch.device) -> Action:
+    def by_torch() -> None:
+        next(targets).copy_(next(sources), non_blocking=True)
+
+    def by_hand() -> None:
+        source = next(sources)
+        ctypes.memmove(next(targets).data_ptr(), source.data_ptr(), source.numel())
+
+    return by_hand if device.type == "cpu" else by_torch
 
 
 def _contention(device: torch.device, dtype: str) -> Iterator[Probe]:
