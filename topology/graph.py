@@ -108,14 +108,14 @@ class Topology(FrozenModel):
         _refuse_duplicates("node", [node.id for node in self.nodes])
         _refuse_duplicates("link", [link.id for link in self.links])
         known = [node.id for node in self.nodes]
-        for link in self.links:
+        for position, link in enumerate(self.links):
             for end in (link.source, link.target):
                 if end not in known:
-                    raise unknown_node(end, known, f"link {link.id!r}")
-        for entry in self.measured:
+                    raise unknown_node(end, known, f"link {link.id!r}", ("links", position))
+        for position, entry in enumerate(self.measured):
             for end in (entry.source, entry.target):
                 if end not in known:
-                    raise unknown_node(end, known, "a measured bandwidth")
+                    raise unknown_node(end, known, "a measured bandwidth", ("measured", position))
         self._check_hosts()
         _refuse_ambiguous("device", [(node.spec.id, node.spec) for node in self.nodes if node.spec])
         _refuse_ambiguous("link type", [(link.type.name, link.type) for link in self.links if link.type.name])
@@ -126,10 +126,11 @@ class Topology(FrozenModel):
 
     def _check_hosts(self) -> None:
         hosts = [node.id for node in self.nodes if node.kind == "host"]
-        for node in self.nodes:
+        for position, node in enumerate(self.nodes):
             if node.host is not None and node.host not in hosts:
                 message = f"node {node.id!r} names the unknown host {node.host!r}"
-                raise RuleError(message, hint=did_you_mean(node.host, hosts))
+                hint = did_you_mean(node.host, hosts)
+                raise RuleError(message, hint=hint, location=("nodes", position, "host"))
 
     @cached_property
     def _nodes_by_id(self) -> Mapping[str, Node]:
@@ -460,11 +461,11 @@ def measured_resource_id(source_id: str, target_id: str) -> str:
 
 def _refuse_duplicates(what: str, names: list[str]) -> None:
     seen: set[str] = set()
-    for name in names:
+    for position, name in enumerate(names):
         if name in seen:
             hint = "parallel links need an id each, or one link with a count" if what == "link" else None
             message = f"two {what}s have the id {name!r}"
-            raise RuleError(message, hint=hint)
+            raise RuleError(message, hint=hint, location=(f"{what}s", position))
         seen.add(name)
 
 

@@ -20,7 +20,7 @@ from topology.figures import (
     Power,
     TransferRate,
 )
-from topology.validation import FrozenModel, RuleError, did_you_mean
+from topology.validation import FrozenModel, Location, RuleError, did_you_mean
 
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/-]*$", max_length=80)]
 NodeKind = Literal[
@@ -369,6 +369,7 @@ class MeasuredBandwidth(FrozenModel):
     bandwidth: Bandwidth
 
 
-def unknown_node(node_id: str, known: list[str], where: str) -> RuleError:
+def unknown_node(node_id: str, known: list[str], where: str, location: Location) -> RuleError:
     """The error for a name that no node has."""
-    return RuleError(f"{where} names the unknown node {node_id!r}", hint=did_you_mean(node_id, known))
+    message = f"{where} names the unknown node {node_id!r}"
+    return RuleError(message, hint=did_you_mean(node_id, known), location=location)

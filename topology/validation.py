@@ -33,11 +33,14 @@ class RuleError(ValueError):
         What is wrong, naming the thing and showing the value.
     hint : str, optional
         What to do about it.
+    location : tuple of str and int, optional
+        Where inside the validated thing it stands, so that its line can be told.
     """
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, location: Location = ()) -> None:
         super().__init__(message)
         self.hint = hint
+        self.location = location
 
 
 def did_you_mean(value: str, known: Iterable[str]) -> str | None:
@@ -126,7 +129,9 @@ def _describe(detail: Any, locate: Callable[[Location], str | None] | None) -> s
     name = _spell(location)
     rule = _rule(detail)
     value = "" if _rule_shows_value(detail) else f", value {_shorten(detail['input'])}"
-    where = locate(location) if locate else None
+    error = detail.get("ctx", {}).get("error")
+    inside: Location = error.location if isinstance(error, RuleError) else ()
+    where = locate((*location, *inside)) if locate else None
     return f"{name}{': ' if name else ''}{rule}{value}{f' ({where})' if where else ''}"
 
 

@@ -88,7 +88,7 @@ def test_pix_pxb_phb_and_sys_become_the_tree_that_explains_them():
 
 
 def test_the_matrix_is_read_with_spaces_as_well():
-    text = " ".join(["GPU0", "GPU1", "CPU", "Affinity"]) + "\nGPU0  X  NV12 0-7 0\nGPU1 NV12  X  0-7 0\n"
+    text = "GPU0 GPU1 CPU Affinity\nGPU0  X  NV12 0-7 0\nGPU1 NV12  X  0-7 0\n"
     matrix = parse_topo_matrix(text)
     assert matrix.nvlinks == {("GPU0", "GPU1"): 12}
     assert matrix.cores == {0: 8}
@@ -148,6 +148,7 @@ def test_what_the_files_do_not_tell_is_taken_from_the_user_or_marked_as_assumed(
     assert given.node("dram1").bandwidth_bytes_per_s == 200e9
     assert given.node("cpu0").spec.id == "epyc-7763"
     assert IMPORTED["nccl"]().node("dram0").bandwidth.basis == "assumed"
+    assert "link between NUMA domains is assumed" in IMPORTED["dgx1v"]().description
     with pytest.raises(TopologyError, match="cannot be a bandwidth"):
         from_nccl_xml(FIXTURES / "nccl_a100x4.xml", memory_bandwidth="400 GB")
 
@@ -165,6 +166,8 @@ def test_hwloc_xml_gives_memory_cores_and_the_pcie_tree():
 
 
 BOMB = '<!DOCTYPE lolz [<!ENTITY lol "lol">]><system version="1"><cpu numaid="0"/></system>'
+UNKNOWN_GPU = """<system><cpu numaid="0">
+<pci busid="1" device="0x1" link_speed="8 GT/s" link_width="16"><gpu dev="0"/></pci></cpu></system>"""
 EXTERNAL = '<!DOCTYPE system SYSTEM "file:///etc/passwd"><system version="1"/>'
 
 
@@ -181,8 +184,7 @@ EXTERNAL = '<!DOCTYPE system SYSTEM "file:///etc/passwd"><system version="1"/>'
         (from_nccl_xml, '<system><cpu numaid="zero"/></system>', "numaid='zero' of <cpu> is no whole number"),
         (
             from_nccl_xml,
-            '<system><cpu numaid="0"><pci busid="1" device="0x1" link_speed="8 GT/s" link_width="16">'
-            '<gpu dev="0"/></pci></cpu></system>',
+            UNKNOWN_GPU,
             r"PCI device 0x1\) does not tell which gpu",
         ),
         (from_hwloc_xml, "<topology/>", "is of hwloc 1.x"),

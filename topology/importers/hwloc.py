@@ -86,7 +86,9 @@ def from_hwloc_xml(
     numas = [_add_numa(walk, domain) for domain in domains]
     for package in machine.iterfind(".//object[@type='Package']"):
         _add_package(walk, package)
-    builder.join_numas(numas, catalogue().link_types["xgmi-milan"])
+    if len(numas) > 1:
+        builder.join_numas(numas, catalogue().link_types["xgmi-milan"])
+        builder.notes.append("The link between NUMA domains is assumed to be that of AMD's Milan.")
     _add_bridges(walk, machine, numas[0])
     return builder.build(f"Imported from the hwloc file {Path(path).name}.")
 

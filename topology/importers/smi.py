@@ -199,7 +199,9 @@ def from_nvidia_smi_topo(
             else generic_cpu(index, cores, "CPU affinity of the nvidia-smi matrix")
         )
         builder.add_cpu(index, "host0", [numa], spec_cpu)
-    builder.join_numas(numas, catalogue().link_types["xgmi-milan"])
+    if len(numas) > 1:
+        builder.join_numas(numas, catalogue().link_types["xgmi-milan"])
+        builder.notes.append("The link between NUMA domains is assumed to be that of AMD's Milan.")
     link_type = connector_type(spec) if pcie_generation is None else pcie_type(pcie_generation, 16)
     endpoints = [
         Endpoint(
