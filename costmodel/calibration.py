@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ from costmodel.work import Work
 from topology.errors import ProfileError
 
 Array = NDArray[np.float64]
+
+Statistic = Literal["median", "fastest"]
 
 NOISE = 0.05
 """Relative error of a good measurement: what the prior is weighed against."""
@@ -89,6 +91,10 @@ class Measurement:
     def kind(self) -> str:
         """First word of the name."""
         return self.name.split(" ", 1)[0]
+
+    def duration_s(self, statistic: Statistic) -> float:
+        """Return the median or the shortest duration."""
+        return self.seconds if statistic == "median" else self.fastest_s
 
 
 def save_measurements(measurements: Iterable[Measurement], path: str | Path) -> None:
@@ -176,7 +182,9 @@ class FitReport:
         return tuple(ranked[:count])
 
 
-def fit_profile(measurements: Sequence[Measurement], base_profile: Profile) -> tuple[Profile, FitReport]:
+def fit_profile(
+    measurements: Sequence[Measurement], base_profile: Profile, *, statistic: Statistic = "median"
+) -> tuple[Profile, FitReport]:
     """Return the profile that explains `measurements` best, and how well it does.
 
     Parameters
@@ -184,6 +192,9 @@ def fit_profile(measurements: Sequence[Measurement], base_profile: Profile) -> t
     measurements : sequence of Measurement
     base_profile : Profile
         Where the fit starts, and what it falls back on. Its intervals are the prior.
+    statistic : {"median", "fastest"}
+        Which duration of a measurement to explain. The fastest is the machine's own where other processes
+        disturbed the measuring; the median is what runs will meet if they are disturbed alike.
 
     Raises
     ------
@@ -213,7 +224,7 @@ def fit_profile(measurements: Sequence[Measurement], base_profile: Profile) -> t
                 f"the profile is for {base_profile.num_threads}"
             )
             raise ProfileError(message, hint="measure with the number of threads that runs will use")
-    problem = _Problem.of(fitted, base_profile)
+    problem = _Problem.of(fitted, base_profile, statistic)
     solution = problem.solve()
     return _outcome(problem, solution, measurements)
 
@@ -228,10 +239,11 @@ class _Problem:
     start: Array
     sigma: Array
     log_seconds: Array
-    fixed: Mapping[str, float] = field(default_factory=dict)
+    fixed: Mapping[str, float]
+    statistic: Statistic
 
     @classmethod
-    def of(cls, measurements: Sequence[Measurement], profile: Profile) -> _Problem:
+    def of(cls, measurements: Sequence[Measurement], profile: Profile, statistic: Statistic) -> _Problem:
         constants = [
             constant
             for constant in profile.constants
@@ -243,8 +255,9 @@ class _Problem:
             tuple(constant.name for constant in constants),
             np.log([constant.value for constant in constants]),
             np.array([_prior_sigma(constant) for constant in constants]),
-            np.log([measurement.seconds for measurement in measurements]),
+            np.log([measurement.duration_s(statistic) for measurement in measurements]),
             dict(profile.values()),
+            statistic,
         )
 
     def values(self, x: Array) -> dict[str, float]:
@@ -323,7 +336,7 @@ def _outcome(problem: _Problem, x: Array, measurements: Sequence[Measurement]) -
     profile = problem.profile.with_constants(*constants, origin="calibrated")
     identified = [index for index, name in enumerate(problem.names) if name not in reasons]
     report = FitReport(
-        residuals=tuple(_residual(m, profile) for m in measurements),
+        residuals=tuple(_residual(m, profile, problem.statistic) for m in measurements),
         identified=tuple(problem.names[index] for index in identified),
         unidentified=reasons,
         condition=float(np.linalg.cond(jacobian[:, identified])) if identified else math.inf,
@@ -367,6 +380,6 @@ def _determined(base: Constant, x: float, half: float, count: int) -> Constant:
     )
 
 
-def _residual(measurement: Measurement, profile: Profile) -> Residual:
+def _residual(measurement: Measurement, profile: Profile, statistic: Statistic) -> Residual:
     predicted = _predicted_s(measurement, profile.values(), profile.device_kind)
-    return Residual(measurement.name, measurement.seconds, predicted, measurement.contended)
+    return Residual(measurement.name, measurement.duration_s(statistic), predicted, measurement.contended)

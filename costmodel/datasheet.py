@@ -42,6 +42,9 @@ _STREAM_SOURCE = "STREAM reaches 80-90 % of peak memory bandwidth (https://www.c
 _CORE_BANDWIDTH: Spread = (10e9, 5e9, 20e9)
 _CORE_SOURCE = "assumed: what one core draws from memory, limited by its outstanding cache misses"
 
+_CACHE: Spread = (25e9, 10e9, 80e9)
+_CACHE_SOURCE = "assumed: one core in its cache"
+
 _CPU_NORMALS: dict[DType, Spread] = {
     "float64": (0.2e9, 0.08e9, 0.5e9),
     "float32": (0.35e9, 0.15e9, 0.8e9),
@@ -58,11 +61,15 @@ _GPU_DRAW_SOURCE = "assumed: Philox and Box-Muller, at best as fast as the numbe
 _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
     "cpu": {
         "matmul_half_dim": (12.0, 2.0, 64.0),
+        "attention_half_len": (96.0, 16.0, 400.0),
+        "call_s.embed": (100e-6, 20e-6, 600e-6),
+        "call_s.block": (100e-6, 20e-6, 600e-6),
+        "call_s.head": (100e-6, 20e-6, 600e-6),
         "cache_bytes": (4 * 2**20, 1 * 2**20, 32 * 2**20),
-        "dispatch_s": (8e-6, 2e-6, 30e-6),
-        "copy_latency_s": (20e-6, 2e-6, 200e-6),
+        "dispatch_s": (5e-6, 1e-6, 25e-6),
+        "copy_latency_s": (2e-6, 0.2e-6, 50e-6),
         "copy_cores": (1.0, 1.0, 1.0),
-        "allocation_s": (10e-6, 1e-6, 100e-6),
+        "allocation_s": (5e-6, 0.5e-6, 50e-6),
         "allocation_s_per_byte": (0.2e-9, 0.05e-9, 0.7e-9),
         "instruction_s": (30e-6, 5e-6, 200e-6),
         "step_s": (1e-3, 0.1e-3, 10e-3),
@@ -72,8 +79,12 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
     },
     "gpu": {
         "matmul_half_dim": (96.0, 16.0, 256.0),
+        "attention_half_len": (128.0, 32.0, 512.0),
+        "call_s.embed": (100e-6, 20e-6, 600e-6),
+        "call_s.block": (60e-6, 10e-6, 400e-6),
+        "call_s.head": (60e-6, 10e-6, 400e-6),
         "cache_bytes": (24 * 2**20, 4 * 2**20, 96 * 2**20),
-        "dispatch_s": (8e-6, 3e-6, 25e-6),
+        "dispatch_s": (6e-6, 3e-6, 20e-6),
         "copy_latency_s": (10e-6, 4e-6, 40e-6),
         "copy_cores": (0.0, 0.0, 0.0),
         "allocation_s": (300e-6, 30e-6, 3e-3),
@@ -87,7 +98,10 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
 }
 _HOST_SOURCES = {
     "cache_bytes": "assumed: a core's share of the last-level cache, or a GPU's L2",
-    "dispatch_s": "assumed: PyTorch's eager dispatch, a Python module around it",
+    "dispatch_s": "assumed: one kernel through PyTorch's eager dispatcher",
+    "call_s.embed": "assumed: the model's code from its entry to the first block",
+    "call_s.block": "assumed: a block's Python modules",
+    "call_s.head": "assumed: the model's code from the last block to the loss",
     "context_bytes": "CUDA context with cuBLAS loaded, 0.3-1.2 GB by architecture; on a CPU reported with the process",
     "allocator_slack": "assumed: blocks that torch's caching allocator split and cannot join",
     "allocation_granularity": "torch's CUDA allocator rounds to 512 B (c10/cuda/CUDACachingAllocator), its CPU one to 64 B",
@@ -197,10 +211,16 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
     yield from _rates(spec, share, (_GEMM_CPU, _GEMM_CPU_SOURCE), (_ATTENTION_CPU, _ATTENTION_CPU_SOURCE))
     spread = _thread_bandwidth(spec, threads)
     source = f"{_STREAM_SOURCE}; {_CORE_SOURCE}"
-    for name in ("memory_bandwidth", "elementwise_bandwidth", "sweep_bandwidth"):
+    for name in ("memory_bandwidth", "elementwise_bandwidth"):
         yield _constant(name, spread, source)
-    for name in ("elementwise_cache_bandwidth", "sweep_cache_bandwidth"):
-        yield _constant(name, (25e9, 10e9, 80e9), "assumed: one core in its cache", scale=threads)
+    yield _constant("elementwise_cache_bandwidth", _CACHE, _CACHE_SOURCE, scale=threads)
+    for dtype, width in DTYPE_BYTES.items():
+        # Formats that a CPU must widen to compute with take their time per element, not per byte.
+        factor = width / 4 if width < 4 else 1.0
+        for name, (value, low, high) in (("sweep_bandwidth", spread), ("sweep_cache_bandwidth", _CACHE)):
+            scale = threads if name == "sweep_cache_bandwidth" else 1.0
+            widened = (value * factor, low * factor, high)
+            yield _constant(f"{name}.{dtype}", widened, f"{source}; widened to compute with", scale=scale)
     for dtype, normals in _CPU_NORMALS.items():
         yield _constant(f"draw_rate.normal.{dtype}", normals, _CPU_DRAW_SOURCE)
         name = f"draw_rate.rademacher.{dtype}"
@@ -222,9 +242,11 @@ def _copy_constants(topology: Topology, device_id: str, spec: DeviceSpec) -> Ite
         for direction in ("h2d", "d2h"):
             name = f"copy_{direction}_bandwidth"
             yield _constant(name, spread, f"memcpy by one thread: {_CORE_SOURCE}")  # type: ignore[arg-type]
+        yield _constant("copy_cache_bandwidth", _CACHE, "assumed: memcpy by one thread in its cache")
         return
     memory = topology.host_memory(device_id).id
     for direction, ends in (("h2d", (memory, device_id)), ("d2h", (device_id, memory))):
         bandwidth = topology.route(*ends).bandwidth_bytes_per_s
         source = "bandwidth of the route, of which pinned copies reach 75-95 %"
         yield _constant(f"copy_{direction}_bandwidth", (0.9, 0.6, 1.0), source, scale=bandwidth)
+    yield _constant("copy_cache_bandwidth", (0.9, 0.6, 1.0), f"{source}; no cache helps it", scale=bandwidth)

@@ -87,12 +87,13 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
         "matmul": sum(_matmul_s(part, work.dtype, width, values) for part in work.matmuls),
         "attention": sum(_attention_s(part, work.dtype, width, values) for part in work.attention),
         "elementwise": _cached_s(work.elementwise_bytes, work.num_kernels, "elementwise", values),
-        "sweep": _cached_s(work.sweep_bytes, 1, "sweep", values),
+        "sweep": _cached_s(work.sweep_bytes, 1, "sweep", values, work.dtype),
         "draw": _draw_s(work, values),
         "copy": _copy_s(work, values, direction),
         "allocation": work.num_allocations * values["allocation_s"]
         + work.allocation_bytes * values["allocation_s_per_byte"],
-        "dispatch": work.num_kernels * values["dispatch_s"],
+        "dispatch": work.num_kernels * values["dispatch_s"]
+        + sum(_by_format("call_s", code, values) for code in work.calls),
         "overhead": values["instruction_s"],
     }
     return {name: seconds for name, seconds in terms.items() if seconds > 0 or name == "overhead"}
@@ -119,16 +120,20 @@ def _efficiency(part: Matmul, half: float) -> float:
 def _attention_s(part: Attention, dtype: str, width: int, values: Mapping[str, float]) -> float:
     """Return the time of attention: one fused kernel, or two batched products where scores are stored."""
     if not part.materialised:
-        return part.flops / _rate("attention_rate", dtype, values)
+        saturation = part.key / (part.key + values["attention_half_len"])
+        return part.flops / (_rate("attention_rate", dtype, values) * saturation)
     scores = Matmul(m=part.query, n=part.key, k=part.head_dim, num=part.num)
     mixing = Matmul(m=part.query, n=part.head_dim, k=part.key, num=part.num)
     return sum(_matmul_s(product, dtype, width, values) for product in (scores, mixing))
 
 
-def _cached_s(size_bytes: int, num_kernels: int, kind: str, values: Mapping[str, float]) -> float:
+def _cached_s(
+    size_bytes: int, num_kernels: int, kind: str, values: Mapping[str, float], dtype: str = ""
+) -> float:
     """Return the time of a pass of which each kernel finds up to ``cache_bytes`` in cache."""
     cached = _cached_bytes(size_bytes, num_kernels, values["cache_bytes"])
-    in_cache, in_memory = values[f"{kind}_cache_bandwidth"], values[f"{kind}_bandwidth"]
+    in_cache = _by_format(f"{kind}_cache_bandwidth", dtype, values)
+    in_memory = _by_format(f"{kind}_bandwidth", dtype, values)
     return cached / in_cache + (size_bytes - cached) / in_memory
 
 
@@ -145,7 +150,15 @@ def _draw_s(work: Work, values: Mapping[str, float]) -> float:
 def _copy_s(work: Work, values: Mapping[str, float], direction: CopyDirection) -> float:
     if work.copy_bytes == 0:
         return 0.0
-    return values["copy_latency_s"] + work.copy_bytes / values[f"copy_{direction}_bandwidth"]
+    cached = _cached_bytes(work.copy_bytes, 1, values["cache_bytes"])
+    in_memory_s = (work.copy_bytes - cached) / values[f"copy_{direction}_bandwidth"]
+    return values["copy_latency_s"] + cached / values["copy_cache_bandwidth"] + in_memory_s
+
+
+def _by_format(kind: str, name: str, values: Mapping[str, float]) -> float:
+    """Return a constant for a format or a kind of code, or the one for all of them."""
+    found = values.get(f"{kind}.{name}")
+    return values[kind] if found is None else found
 
 
 def _rate(kind: str, dtype: str, values: Mapping[str, float]) -> float:

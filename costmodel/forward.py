@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from costmodel.model_spec import EMBED, HEAD, ModelSpec
 from costmodel.tape import Buffer, Tape
-from costmodel.work import DTYPE_BYTES, Attention, DType, Work
+from costmodel.work import DTYPE_BYTES, Attention, DType, ModelCode, Work
 from topology.errors import ModelError
 
 AttentionImpl = Literal["eager", "sdpa", "flash"]
@@ -90,7 +90,7 @@ def forward_work(
     shape = _Pass(
         batch=batch, seq=seq, dtype=dtype, attention=attention, loss_chunk=loss_chunk, padded=padded
     )
-    work = _SEGMENTS.get(segment, _block_work)(spec, shape)
+    work = _SEGMENTS.get(segment, _block_work)(spec, shape).model_copy(update={"calls": (_code_of(segment),)})
     stored = storage_dtype or dtype
     if DTYPE_BYTES[stored] == DTYPE_BYTES[dtype] and {stored, dtype} != {"float16", "bfloat16"}:
         return work
@@ -120,10 +120,17 @@ def segment_parameters(spec: ModelSpec, segment: str) -> int:
     return sum(group.num_parameters for group in spec.groups_of(segment))
 
 
+def _code_of(segment: str) -> ModelCode:
+    if segment == EMBED:
+        return "embed"
+    return "head" if segment == HEAD else "block"
+
+
 def _with_cast_weights(work: Work, spec: ModelSpec, segment: str, stored: DType, dtype: DType) -> Work:
     groups = spec.groups_of(segment)
     elements = sum(group.num_parameters for group in groups)
     cast = Work(
+        dtype=dtype,
         sweep_bytes=elements * (DTYPE_BYTES[stored] + DTYPE_BYTES[dtype]),
         num_kernels=sum(group.num_tensors for group in groups),
     )

@@ -23,6 +23,7 @@ CONSTANT_UNITS: dict[str, str] = {
     "matmul_rate": "flop/s",
     "matmul_half_dim": "1",
     "attention_rate": "flop/s",
+    "attention_half_len": "1",
     "memory_bandwidth": "byte/s",
     "elementwise_bandwidth": "byte/s",
     "elementwise_cache_bandwidth": "byte/s",
@@ -31,8 +32,10 @@ CONSTANT_UNITS: dict[str, str] = {
     "cache_bytes": "byte",
     "draw_rate": "number/s",
     "dispatch_s": "s",
+    "call_s": "s",
     "copy_h2d_bandwidth": "byte/s",
     "copy_d2h_bandwidth": "byte/s",
+    "copy_cache_bandwidth": "byte/s",
     "copy_latency_s": "s",
     "copy_cores": "core",
     "allocation_s": "s",
@@ -49,16 +52,19 @@ CONSTANT_UNITS: dict[str, str] = {
     Rates of large matrix products and of fused attention.
 ``matmul_half_dim``
     A dimension of this size halves the rate of a product: its efficiency is ``Π d / (d + half)`` over m, n, k.
+``attention_half_len``
+    A sequence of this length halves the rate of fused attention.
 ``memory_bandwidth``
     Of matrix products that read their operands faster than they can be multiplied.
-``elementwise_*``, ``sweep_*``
+``elementwise_*``, ``sweep_*[.<dtype>]``
     Of activations and of parameters, each from memory and from cache; ``cache_bytes`` says what the cache holds.
+    Sweeps differ by format where arithmetic, not memory, limits them, as half precision on a CPU does.
 ``draw_rate.<distribution>.<dtype>``
     Random numbers written per second.
-``dispatch_s``, ``instruction_s``, ``step_s``
-    Time per kernel, per instruction of a program, per training step.
+``dispatch_s``, ``call_s.<embed|block|head>``, ``instruction_s``, ``step_s``
+    Host time per kernel, per segment of model code entered, per instruction of a program, per training step.
 ``copy_*``
-    Host to device and back; on a CPU a copy is a thread that takes ``copy_cores`` cores.
+    Host to device and back, the first ``cache_bytes`` of each copy at the cache's bandwidth; on a CPU a copy is a thread that takes ``copy_cores`` cores.
 ``allocation_s``, ``allocation_s_per_byte``
     Of a call that the allocator's cache cannot serve, page faults included.
 ``context_bytes``, ``allocator_slack``, ``allocation_granularity``

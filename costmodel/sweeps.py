@@ -72,11 +72,13 @@ def perturb_work(
     theta, z = DTYPE_BYTES[dtype], DTYPE_BYTES[direction_dtype or dtype]
     axpy_bytes = 2 * theta + z
     if arithmetic == "fused":
-        return Work(sweep_bytes=num_elements * axpy_bytes, num_kernels=num_tensors)
+        return Work(dtype=dtype, sweep_bytes=num_elements * axpy_bytes, num_kernels=num_tensors)
     if arithmetic == "scaled":
-        return Work(sweep_bytes=num_elements * (axpy_bytes + 2 * z), num_kernels=2 * num_tensors)
+        passes_bytes = num_elements * (axpy_bytes + 2 * z)
+        return Work(dtype=dtype, sweep_bytes=passes_bytes, num_kernels=2 * num_tensors)
     largest = num_elements if largest_tensor is None else largest_tensor
     return Work(
+        dtype=dtype,
         sweep_bytes=num_elements * (axpy_bytes + 4 * z),
         num_kernels=3 * num_tensors,
         # The second temporary is made while the first is alive; then the sum while the second is.
@@ -111,9 +113,11 @@ def update_work(
     if not weight_decay:
         return step
     if arithmetic != "literal":
-        return step + Work(sweep_bytes=2 * theta * num_elements, num_kernels=num_tensors)
+        decay_bytes = 2 * theta * num_elements
+        return step + Work(dtype=dtype, sweep_bytes=decay_bytes, num_kernels=num_tensors)
     largest = num_elements if largest_tensor is None else largest_tensor
     return step + Work(
+        dtype=dtype,
         sweep_bytes=5 * theta * num_elements,
         num_kernels=2 * num_tensors,
         workspace_bytes=3 * theta * largest,
@@ -123,12 +127,12 @@ def update_work(
 def cast_work(num_elements: int, *, source: DType, target: DType, num_tensors: int = 1) -> Work:
     """Return the work of rewriting `num_elements` in another format: one read, one write."""
     width = DTYPE_BYTES[source] + DTYPE_BYTES[target]
-    return Work(sweep_bytes=num_elements * width, num_kernels=num_tensors)
+    return Work(dtype=source, sweep_bytes=num_elements * width, num_kernels=num_tensors)
 
 
 def copy_work(size_bytes: int) -> Work:
-    """Return the work of moving one contiguous buffer between memories."""
-    return Work(copy_bytes=size_bytes, num_kernels=1)
+    """Return the work of moving one contiguous buffer between memories; the profile's latency covers its start."""
+    return Work(copy_bytes=size_bytes)
 
 
 def allocation_work(size_bytes: int, *, num_allocations: int = 1) -> Work:

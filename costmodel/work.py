@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 DType = Literal["float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
 
+ModelCode = Literal["embed", "block", "head"]
+
 DTYPE_BYTES: dict[str, int] = {
     "float64": 8,
     "float32": 4,
@@ -79,7 +81,7 @@ class Work(_Counted):
     Attributes
     ----------
     dtype : str
-        Compute format of the matrix products.
+        Compute format of the matrix products, and of the parameters that are swept over.
     matmuls : tuple of Matmul
     attention : tuple of Attention
     elementwise_bytes : int
@@ -94,6 +96,9 @@ class Work(_Counted):
         ``"normal"`` or ``"rademacher"``.
     num_kernels : int
         Operations dispatched to the device, the launch-bound part of small models.
+    calls : tuple of str
+        Pieces of the model's own Python code that are entered: ``"embed"``, ``"block"``, ``"head"``. What that code
+        does besides launching kernels takes the host's time.
     copy_bytes : int
         Bytes that cross the route between memories.
     num_allocations : int
@@ -113,6 +118,7 @@ class Work(_Counted):
     draw_dtype: DType = "float32"
     distribution: Literal["normal", "rademacher"] = "normal"
     num_kernels: NonNegativeInt = 0
+    calls: tuple[ModelCode, ...] = ()
     copy_bytes: NonNegativeInt = 0
     num_allocations: NonNegativeInt = 0
     allocation_bytes: NonNegativeInt = 0
@@ -129,7 +135,7 @@ class Work(_Counted):
         """
         sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
         drawing = self if self.num_normals or not other.num_normals else other
-        multiplying = self if self._multiplies or not other._multiplies else other
+        formatted = max(self, other, key=lambda work: (work._multiplies, work.sweep_bytes > 0))
         if self.num_normals and other.num_normals and _draw_kind(self) != _draw_kind(other):
             message = f"cannot add draws of {_draw_kind(self)} and of {_draw_kind(other)}"
             raise ValueError(message)
@@ -137,11 +143,12 @@ class Work(_Counted):
             message = f"cannot add matrix products in {self.dtype} and in {other.dtype}"
             raise ValueError(message)
         return Work(
-            dtype=multiplying.dtype,
+            dtype=formatted.dtype,
             draw_dtype=drawing.draw_dtype,
             distribution=drawing.distribution,
             matmuls=self.matmuls + other.matmuls,
             attention=self.attention + other.attention,
+            calls=self.calls + other.calls,
             workspace_bytes=max(self.workspace_bytes, other.workspace_bytes),
             **sums,
         )
