@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from costmodel import LoRA, ModelSpec, group_parameters, read_model_spec, shipped_models, spec_of_config
+from costmodel.configs import shipped_config
+from topology.errors import ModelError
+
+PUBLISHED_COUNTS = {
+    # num_parameters() of the published checkpoints, tied tensors once
+    "opt-125m": 125_239_296,
+    "opt-350m": 331_196_416,
+    "opt-1.3b": 1_315_758_080,
+    "opt-2.7b": 2_651_596_800,
+    "opt-6.7b": 6_658_473_984,
+    "opt-13b": 12_853_473_280,
+    "opt-30b": 29_974_540_288,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "mistral-7b-v0.1": 7_241_732_096,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED_COUNTS.items())
+def test_shipped_sizes_have_the_published_number_of_parameters(name, count):
+    assert read_model_spec(name).num_parameters == count
+
+
+@pytest.mark.parametrize("name", [n for n in shipped_models() if n.startswith("opt") and n != "opt-350m"])
+def test_opt_counts_agree_with_the_closed_form(name):
+    # V h (tied table) + (P + 2) h + 2 h (final norm) + L (12 h^2 + 13 h)
+    spec = read_model_spec(name)
+    h, blocks = spec.hidden_size, spec.num_blocks
+    expected = (spec.vocab_size + spec.max_positions + 2 + 2) * h + blocks * (12 * h * h + 13 * h)
+    assert spec.num_parameters == expected == spec.num_trainable
+
+
+@pytest.mark.parametrize(
+    ("heads", "hidden", "layers", "name"),
+    [
+        (32, 2048, 24, "OPT-1.3B"),
+        (32, 2560, 32, "OPT-2.7B"),
+        (40, 5120, 40, "opt-13b"),
+        (96, 12288, 96, "opt-175b"),
+    ],
+)
+def test_opt_shapes_are_those_of_the_zo2_paper(heads, hidden, layers, name):
+    spec = read_model_spec(name)
+    assert (spec.num_heads, spec.hidden_size, spec.num_blocks) == (heads, hidden, layers)
+    assert spec.max_positions == 2048
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("facebook/OPT-13B", "opt-13b"),
+        ("openai-community/gpt2", "gpt2"),
+        ("gpt2-small", "gpt2"),
+        ("meta-llama/Llama-2-7b-hf", "llama-2-7b"),
+        ("Qwen/Qwen3-0.6B", "qwen3-0.6b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b-v0.1"),
+    ],
+)
+def test_sizes_are_found_by_the_names_people_use(alias, name):
+    assert read_model_spec(alias) == read_model_spec(name)
+
+
+def test_a_configuration_file_a_directory_and_a_name_read_alike(tmp_path):
+    directory = tmp_path / "opt-1m"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(shipped_config("opt-1m")))
+    assert (
+        read_model_spec(directory) == read_model_spec(directory / "config.json") == read_model_spec("opt-1m")
+    )
+
+
+def test_a_saved_specification_reads_back(tmp_path):
+    spec = read_model_spec("llama-1m")
+    path = tmp_path / "model.json"
+    path.write_text(spec.model_dump_json())
+    assert read_model_spec(path) == spec
+    with pytest.raises(ModelError, match="already states what is trainable"):
+        read_model_spec(path, trainable=LoRA(rank=4, target_modules=("q_proj",)))
+
+
+def test_groups_are_named_in_registration_order():
+    def names(spec: ModelSpec) -> list[str]:
+        return [group.name for group in spec.groups if not group.name.startswith("block.")]
+
+    assert names(read_model_spec("opt-1m")) == ["embed.tokens", "embed", "head"]
+    assert [g.name for g in read_model_spec("opt-1m").groups][-1] == "block.3"
+    assert names(read_model_spec("opt-350m")) == ["embed.tokens", "embed", "head", "embed.1"]
+    assert [g.name for g in read_model_spec("gpt2").groups][-1] == "head"
+    untied = spec_of_config({"model_type": "opt", "tie_word_embeddings": False}, name="untied")
+    assert names(untied) == ["embed", "head", "head.1"]
+    assert untied.group("embed").num_tensors == 2
+    assert untied.group("head.1").num_parameters == 50272 * 768
+
+
+def test_neighbours_of_the_same_segments_form_one_group():
+    rows = [
+        ("a", ("embed",), 3, True),
+        ("b", ("embed",), 5, False),
+        ("c", ("block.0",), 7, True),
+        ("d", ("embed",), 11, True),
+    ]
+    first, block, second = group_parameters(rows)
+    assert (first.name, first.num_parameters, first.num_trainable, first.num_tensors) == ("embed", 8, 3, 2)
+    assert (first.num_trainable_tensors, first.largest_trainable_tensor) == (1, 3)
+    assert (block.name, second.name) == ("block.0", "embed.1")
+
+
+def test_lora_trains_two_narrow_matrices_per_target():
+    base = read_model_spec("llama-3-8b")
+    spec = read_model_spec("llama-3-8b", trainable=LoRA(rank=8, target_modules=("q_proj", "v_proj")))
+    # q: 4096 -> 4096, v: 4096 -> 1024 (8 key-value heads of 128)
+    per_block = 8 * (4096 + 4096) + 8 * (4096 + 1024)
+    assert spec.num_trainable == 32 * per_block
+    assert spec.num_parameters == base.num_parameters + spec.num_trainable
+    assert spec.adapter_shapes == ((4096, 4096), (4096, 1024))
+    assert spec.group("block.0").largest_trainable_tensor == 8 * 4096
+    assert spec.group("embed").num_trainable == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mamba"}, "'mamba' cannot be read from its configuration"),
+        ({}, "None cannot be read"),
+        (
+            {"model_type": "opt", "hidden_size": 100, "num_attention_heads": 12},
+            "not a multiple of num_heads=12",
+        ),
+        ({"model_type": "llama", "num_key_value_heads": 5}, "num_key_value_heads=5 does not divide"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "does not make sense"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "cross-attention"),
+    ],
+)
+def test_configurations_that_cannot_be_are_refused(config, message):
+    with pytest.raises(ModelError, match=message):
+        spec_of_config(config, name="odd")
+
+
+def test_unknown_families_are_pointed_to_the_executor():
+    with pytest.raises(ModelError, match="instantiating it"):
+        spec_of_config({"model_type": "mamba"}, name="odd")
+
+
+def test_unknown_names_and_damaged_files_are_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"no model 'opt-1\.4b'(?s:.*)did you mean opt-1\.3b"):
+        read_model_spec("opt-1.4b")
+    damaged = tmp_path / "config.json"
+    damaged.write_text("{")
+    with pytest.raises(ModelError, match="not a readable JSON file"):
+        read_model_spec(damaged)
+    damaged.write_text("[1]")
+    with pytest.raises(ModelError, match="holds list"):
+        read_model_spec(tmp_path)
+    damaged.write_text('{"groups": []}')
+    with pytest.raises(ModelError, match="not a valid model specification"):
+        read_model_spec(tmp_path)
+    with pytest.raises(ModelError, match=r"no linear of its blocks is called c_attn(?s:.*)q_proj"):
+        read_model_spec("opt-1m", trainable=LoRA(rank=1, target_modules=("c_attn",)))
+    with pytest.raises(ModelError, match="at least one target"):
+        LoRA(rank=1, target_modules=())

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from costmodel import Attention, Matmul, Work, read_model_spec
+from costmodel.datasheet import datasheet_profile
+from costmodel.estimate import estimate
+from costmodel.forward import forward_work
+from costmodel.profile import CONSTANT_UNITS, Constant, Profile
+from costmodel.sweeps import copy_work, draw_work, perturb_work
+from topology import load_preset, preset_names
+from topology.errors import ProfileError
+
+_FORMATS = {"matmul_rate": ".float32", "attention_rate": ".float32", "draw_rate": ".normal.float32"}
+
+
+def profile_of(kind: str = "cpu", num_threads: int = 2, **values: float) -> Profile:
+    """A profile with rates of 1e9 and no overheads, apart from `values`."""
+    constants = []
+    for name, unit in CONSTANT_UNITS.items():
+        value = values.get(name, 1e9 if unit.endswith("/s") else 0.0)
+        full = name + _FORMATS.get(name, "")
+        constants.append(
+            Constant(name=full, value=value, low=value / 2, high=value * 2, unit=unit, source="a test")
+        )
+    return Profile(
+        device_name="test",
+        device_kind=kind,
+        num_threads=num_threads,
+        num_cores=4,
+        origin="datasheet",
+        constants=tuple(constants),
+    )
+
+
+def test_a_product_takes_the_longer_of_multiplying_and_reading():
+    product = Matmul(m=10, n=20, k=30)
+    work = Work(matmuls=(product,))
+    assert estimate(work, profile_of()).seconds == pytest.approx(2 * 10 * 20 * 30 / 1e9)
+    slow_memory = profile_of(memory_bandwidth=1e8)
+    assert estimate(work, slow_memory).seconds == pytest.approx((300 + 600 + 200) * 4 / 1e8)
+
+
+def test_small_dimensions_reach_a_part_of_the_rate():
+    work = Work(matmuls=(Matmul(m=8, n=8, k=8),))
+    full = estimate(work, profile_of(memory_bandwidth=1e12)).seconds
+    assert estimate(work, profile_of(memory_bandwidth=1e12, matmul_half_dim=8)).seconds == pytest.approx(
+        8 * full
+    )
+
+
+def test_stored_scores_are_two_products_and_fused_ones_a_rate_of_their_own():
+    fused = Attention(num=2, query=16, key=16, head_dim=4)
+    stored = fused.model_copy(update={"materialised": True})
+    profile = profile_of(attention_rate=2e9, memory_bandwidth=1e12)
+    assert estimate(Work(attention=(fused,)), profile).seconds == pytest.approx(fused.flops / 2e9)
+    assert estimate(Work(attention=(stored,)), profile).seconds == pytest.approx(stored.flops / 1e9)
+    long_half = profile_of(attention_rate=2e9, attention_half_len=16)
+    assert estimate(Work(attention=(fused,)), long_half).seconds == pytest.approx(fused.flops / 1e9)
+
+
+def test_what_fits_a_cache_moves_at_the_cache_bandwidth():
+    profile = profile_of(cache_bytes=1000, sweep_cache_bandwidth=1e10, elementwise_cache_bandwidth=1e10)
+    assert estimate(Work(sweep_bytes=500), profile).seconds == pytest.approx(500 / 1e10)
+    assert estimate(Work(sweep_bytes=3000), profile).seconds == pytest.approx(1000 / 1e10 + 2000 / 1e9)
+    three_kernels = Work(elementwise_bytes=3000, num_kernels=3)
+    assert estimate(three_kernels, profile).seconds == pytest.approx(3000 / 1e10)
+    assert estimate(three_kernels, profile).memory_bytes == 0
+    assert estimate(Work(sweep_bytes=3000), profile).memory_bytes == 2000
+
+
+def test_a_format_of_its_own_goes_before_the_one_for_all():
+    own = Constant(
+        name="sweep_bandwidth.bfloat16", value=5e8, low=5e8, high=5e8, unit="byte/s", source="a test"
+    )
+    profile = profile_of().with_constants(own, origin="calibrated")
+    assert estimate(perturb_work(100, dtype="bfloat16"), profile).seconds == pytest.approx(600 / 5e8)
+    assert estimate(perturb_work(100), profile).seconds == pytest.approx(1200 / 1e9)
+
+
+def test_a_cpu_adds_and_a_gpu_overlaps_launches_with_kernels():
+    work = Work(sweep_bytes=1000, num_kernels=3, calls=("block",))
+    constants = {"dispatch_s": 1e-7, "call_s": 2e-7}
+    assert estimate(work, profile_of("cpu", **constants)).seconds == pytest.approx(1e-6 + 5e-7)
+    assert estimate(work, profile_of("gpu", **constants)).seconds == pytest.approx(1e-6)
+    launch_bound = estimate(work, profile_of("gpu", dispatch_s=1e-6))
+    assert launch_bound.seconds == pytest.approx(3e-6)
+    assert launch_bound.limiter == "dispatch"
+    assert launch_bound.cores == 1
+
+
+def test_copies_have_a_latency_a_direction_and_a_core():
+    profile = profile_of(copy_latency_s=1e-6, copy_d2h_bandwidth=5e8, copy_cores=1)
+    assert estimate(copy_work(1000), profile).seconds == pytest.approx(2e-6)
+    back = estimate(copy_work(1000), profile, direction="d2h")
+    assert back.seconds == pytest.approx(3e-6)
+    assert back.cores == pytest.approx(1)
+    assert back.memory_bytes == 2000
+    assert estimate(copy_work(1000), profile_of("gpu")).cores == 0
+
+
+def test_draws_take_one_core_and_products_all_threads():
+    profile = profile_of(num_threads=4)
+    assert estimate(draw_work(1000), profile).cores == pytest.approx(1)
+    assert estimate(perturb_work(1000), profile).cores == pytest.approx(4)
+    both = estimate(draw_work(12_000) + perturb_work(1000), profile)  # 12 us on one core, 12 us on four
+    assert both.cores == pytest.approx(2.5)
+    assert both.limiter in {"draw", "sweep"}
+
+
+def test_doing_nothing_takes_the_overhead_of_an_instruction():
+    assert estimate(Work(), profile_of()).seconds == 0
+    assert estimate(Work(), profile_of(instruction_s=1e-5)).seconds == pytest.approx(1e-5)
+
+
+def test_a_format_without_a_rate_is_refused():
+    work = Work(dtype="float16", matmuls=(Matmul(m=1, n=1, k=1),))
+    with pytest.raises(ProfileError, match=r"no matmul_rate for float16(?s:.*)it has float32"):
+        estimate(work, profile_of())
+
+
+PROFILES = [
+    datasheet_profile(load_preset(name), device.id)
+    for name in preset_names()
+    for device in load_preset(name).compute_devices[:1]
+]
+SPECS = [read_model_spec(name) for name in ("opt-125m", "llama-1m", "gpt2", "qwen3-0.6b")]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(PROFILES),
+    st.sampled_from(SPECS),
+    st.sampled_from(["embed", "block.0", "head"]),
+    st.integers(1, 8),
+    st.integers(1, 200),
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.sampled_from(["eager", "sdpa", "flash"]),
+)
+def test_estimates_hold_their_invariants(profile, spec, segment, batch, seq, dtype, attention):
+    work = forward_work(spec, segment, batch=batch, seq=seq, dtype=dtype, attention=attention)
+    low, central, high = (estimate(work, profile, bound=bound) for bound in ("low", "central", "high"))
+    assert low.seconds <= central.seconds <= high.seconds
+    assert max(central.terms.values()) <= central.seconds * (1 + 1e-9) or profile.device_kind == "gpu"
+    assert central.seconds <= sum(central.terms.values()) * (1 + 1e-9)
+    assert central.limiter in central.terms
+    assert 0 <= central.cores <= max(profile.num_threads, 1) + 1e-9
+    larger = forward_work(spec, segment, batch=batch + 1, seq=seq, dtype=dtype, attention=attention)
+    # A kernel's own dimensions make larger products more efficient, never a whole pass shorter.
+    assert estimate(larger, profile).seconds >= central.seconds * (1 - 1e-9)
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), st.sampled_from(PROFILES))
+def test_more_bytes_never_take_less_time(size, extra, profile):
+    for field in ("sweep_bytes", "elementwise_bytes", "copy_bytes", "num_normals", "allocation_bytes"):
+        less, more = (estimate(Work(**{field: amount}), profile).seconds for amount in (size, size + extra))
+        assert less <= more * (1 + 1e-12)
+
+
+def test_a_large_half_precision_product_reaches_what_an_h200_is_known_for():
+    profile = datasheet_profile(load_preset("h200-1x"), "gpu0")
+    work = Work(dtype="bfloat16", matmuls=(Matmul(m=8192, n=8192, k=8192),))
+    low, high = (work.flops / estimate(work, profile, bound=bound).seconds for bound in ("high", "low"))
+    assert low < 790e12 < high  # measured elsewhere: about 790 Tflop/s
