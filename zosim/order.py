@@ -1,139 +1,77 @@
-"""Who waits for whom in a run, at any step, without unrolling the run.
+"""Which instructions of an unrolled program have finished whenever another one starts.
 
-:meth:`Program.unroll` lists every instruction of every step; a run of ten thousand steps is too long for that.
-The rules are the same: a *position* counts parts in the order in which they run (0 the prologue, 1 the first
-step, one past the last step the flush), and a dependency reaches back by its distance in positions.
+Happens-before is kept as vector clocks with one component per stream: a stream runs in order, so how far each
+stream has certainly come says everything.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from zosim.program import Instruction, Part, Program, Stream
-
-
-class Place(NamedTuple):
-    """An instruction of a run: the position of its part, and its id."""
-
-    position: int
-    instruction: str
+from topology.errors import ProgramError
+from zosim.program import Placed, Stream
 
 
-class Order:
-    """The two rules of a program's order, for a run of `num_steps` steps.
+class HappensBefore:
+    """The order that streams and dependencies impose on an unrolled program.
 
     Parameters
     ----------
-    program : Program
-    num_steps : int
+    name : str
+        The program's, for messages.
+    placed : sequence of Placed
+        As :meth:`zosim.program.Program.unroll` returns them.
 
     Raises
     ------
     ProgramError
-        If an id stands twice in a part, or a dependency names no instruction.
+        If an instruction waits for one that is listed after it.
     """
 
-    def __init__(self, program: Program, num_steps: int) -> None:
-        self.program = program
-        self.num_steps = num_steps
-        # Deeper positions only repeat what these resolve, so this refuses exactly what a whole run would.
-        program.unroll(min(num_steps, self.max_distance + 1))
+    def __init__(self, name: str, placed: Sequence[Placed]) -> None:
+        self._position = {stream: position for position, stream in enumerate(Stream)}
+        self._clocks: list[list[int]] = []
+        self._places: list[tuple[int, int]] = []
+        self._before_on_stream: list[int | None] = []
+        last: dict[Stream, int] = {}
+        for item in placed:
+            _refuse_waiting_for_later(name, item, placed)
+            self._append(item, last.get(item.instruction.stream))
+            last[item.instruction.stream] = item.index
 
-    @cached_property
-    def max_distance(self) -> int:
-        """Largest iteration distance of any dependency, at least 1 for the stream's own order."""
-        found = (edge.distance for _, item in self.program.instructions() for edge in item.after)
-        return max(found, default=1) or 1
+    def ordered(self, earlier: int, later: int) -> bool:
+        """Whether instruction `earlier` has finished whenever `later` starts."""
+        position, count = self._places[earlier]
+        return self._clocks[later][position] >= count
 
-    def part(self, position: int) -> Part:
-        """Part that stands at a position."""
-        if position == 0:
-            return "prologue"
-        return "step" if position <= self.num_steps else "flush"
+    def needed(self, item: Placed) -> list[int]:
+        """Return the dependencies of `item` that no other dependency and no stream implies."""
+        implied_by = self._before_on_stream[item.index]
+        kept = sorted(set(item.after))
+        for index in tuple(kept):
+            others = [other for other in (*kept, implied_by) if other is not None and other != index]
+            if index == implied_by or any(self.ordered(index, other) for other in others):
+                kept.remove(index)
+        return kept
 
-    def step(self, position: int) -> int:
-        """Step number under which a position's spans are reported."""
-        return max(position - 1, 0)
+    def _append(self, item: Placed, previous: int | None) -> None:
+        before = [*item.after, *([] if previous is None else [previous])]
+        clock = [0] * len(self._position)
+        for index in before:
+            clock = [max(mine, theirs) for mine, theirs in zip(clock, self._clocks[index], strict=True)]
+        position = self._position[item.instruction.stream]
+        count = 1 if previous is None else self._places[previous][1] + 1
+        clock[position] = count
+        self._clocks.append(clock)
+        self._places.append((position, count))
+        self._before_on_stream.append(previous)
 
-    def instructions(self, position: int) -> tuple[Instruction, ...]:
-        """Instructions of the part at a position, in order."""
-        listed: tuple[Instruction, ...] = getattr(self.program, self.part(position))
-        return listed
 
-    def position(self, part: Part, step: int) -> int:
-        """Position of a part; `step` counts only for steps."""
-        return {"prologue": 0, "step": step + 1, "flush": self.num_steps + 1}[part]
-
-    @cached_property
-    def _by_part(self) -> dict[Part, dict[str, Instruction]]:
-        parts: tuple[Part, ...] = ("prologue", "step", "flush")
-        return {part: {item.id: item for item in getattr(self.program, part)} for part in parts}
-
-    @cached_property
-    def _before(self) -> dict[Part, dict[str, str]]:
-        """Per part, the instruction just before each on its stream."""
-        before: dict[Part, dict[str, str]] = {}
-        for part, items in self._by_part.items():
-            latest: dict[Stream, str] = {}
-            before[part] = {}
-            for item in items.values():
-                if item.stream in latest:
-                    before[part][item.id] = latest[item.stream]
-                latest[item.stream] = item.id
-        return before
-
-    @cached_property
-    def _last(self) -> dict[Part, dict[Stream, str]]:
-        return {
-            part: {item.stream: item.id for item in items.values()} for part, items in self._by_part.items()
-        }
-
-    def has(self, place: Place) -> bool:
-        """Whether the run has an instruction at a place."""
-        in_run = 0 <= place.position <= self.num_steps + 1
-        return in_run and place.instruction in self._by_part[self.part(place.position)]
-
-    def instruction(self, place: Place) -> Instruction:
-        """Return the instruction at a place."""
-        return self._by_part[self.part(place.position)][place.instruction]
-
-    def waits_for(self, place: Place) -> tuple[Place, ...]:
-        """Places named by the instruction's ``after``, those before the run left out."""
-        part = self.part(place.position)
-        found = []
-        for edge in self._by_part[part][place.instruction].after:
-            position = place.position - edge.distance
-            if position < 0:
-                continue
-            # What the first step waits for in "the step before" need not be in the prologue.
-            if part == "step" and position == 0 and edge.instruction not in self._by_part["prologue"]:
-                continue
-            found.append(Place(position, edge.instruction))
-        return tuple(found)
-
-    def follows(self, place: Place) -> Place | None:
-        """Return the place just before this one on its stream, None for the first."""
-        part = self.part(place.position)
-        same_part = self._before[part].get(place.instruction)
-        if same_part is not None:
-            return Place(place.position, same_part)
-        stream = self._by_part[part][place.instruction].stream
-        # A part without instructions on the stream is passed over; at most three kinds of part exist.
-        for position in self._earlier_positions(place.position):
-            last = self._last[self.part(position)].get(stream)
-            if last is not None:
-                return Place(position, last)
-        return None
-
-    def _earlier_positions(self, position: int) -> list[int]:
-        """Positions before this one of which any can hold the stream's last instruction."""
-        return sorted(
-            {candidate for candidate in (position - 1, 0) if 0 <= candidate < position}, reverse=True
-        )
-
-    def predecessors(self, place: Place) -> tuple[Place, ...]:
-        """All that must finish before an instruction starts: its stream's predecessor first."""
-        follows = self.follows(place)
-        waits = self.waits_for(place)
-        return waits if follows is None else (follows, *(item for item in waits if item != follows))
+def _refuse_waiting_for_later(name: str, item: Placed, placed: Sequence[Placed]) -> None:
+    for index in item.after:
+        if index >= item.index:
+            message = (
+                f"program {name}: {item.part}/{item.instruction.id} waits for "
+                f"{placed[index].instruction.id}, which is listed after it"
+            )
+            raise ProgramError(message, hint="list instructions in an order that respects their dependencies")

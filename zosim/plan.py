@@ -17,7 +17,7 @@ from costmodel.work import DTYPE_BYTES, DType
 from topology.errors import PlanError
 from topology.validation import raise_readable
 
-PLAN_VERSION = 1
+PLAN_VERSION: Literal[1] = 1
 
 StorageDType = Literal["float64", "float32", "float16", "bfloat16"]
 TransferDType = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3"]
@@ -215,7 +215,9 @@ class Plan(_Axis):
         try:
             data = json.loads(Path(path).read_text())
         except FileNotFoundError:
-            raise PlanError(f"no plan at {path}", hint="make one with `zosim plan ... -o plan.json`") from None
+            raise PlanError(
+                f"no plan at {path}", hint="make one with `zosim plan ... -o plan.json`"
+            ) from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise PlanError(f"{path} is not a plan: {error}") from None
         if isinstance(data, dict) and data.get("version") != PLAN_VERSION:

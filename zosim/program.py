@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,7 @@ from costmodel.work import Work
 from topology.errors import ProgramError
 from topology.validation import raise_readable
 
-PROGRAM_VERSION = 1
+PROGRAM_VERSION: Literal[1] = 1
 
 
 class Stream(StrEnum):
@@ -183,8 +183,10 @@ class Draw:
         ``"all"``; ``"rows"`` keeps only the rows of a token table that the batch names; ``"none"`` walks the
         generator past the group.
     generator : str
-        ``"mezo"``: a generator state is read (none: the step's seed starts the stream) and, if written, the state
-        after the group is kept. ``"counter"``: keyed by (seed, step, query, parameter), no state.
+        ``"mezo"``: one stream walked over the groups. The state before the group is read (as ``rng:<group>``, or
+        as ``rng:<previous>+`` while walking; none: the step's seed starts the stream). A walking draw writes the
+        state before the group (``rng:<group>``, for drawing again) and the state after it (``rng:<group>+``).
+        ``"counter"``: keyed by (seed, step, query, parameter), no state.
     distribution : str
     """
 
@@ -295,7 +297,7 @@ class Instruction:
     after: tuple[Dependency, ...] = ()
     reads: tuple[Access, ...] = ()
     writes: tuple[Access, ...] = ()
-    work: Work = Work()
+    work: Work = field(default_factory=Work)
 
 
 Part = Literal["prologue", "step", "flush"]
@@ -391,8 +393,10 @@ class Program:
 
     def to_json(self) -> str:
         """Return the program as JSON, one instruction to a line so that it can be edited by hand."""
-        data = _ADAPTER.dump_python(self, mode="json", exclude_defaults=True)
-        data = {"version": PROGRAM_VERSION, **data}
+        data = {"version": PROGRAM_VERSION, **_ADAPTER.dump_python(self, mode="json", exclude_defaults=True)}
+        for part in ("prologue", "step", "flush"):
+            for instruction, written in zip(getattr(self, part), data.get(part, ()), strict=False):
+                written["op"] = {"kind": instruction.op.kind, **written["op"]}
         lines = [f"  {json.dumps(key)}: {_json_lines(value)}" for key, value in data.items()]
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -412,7 +416,9 @@ class Program:
         try:
             data = json.loads(Path(path).read_text())
         except FileNotFoundError:
-            raise ProgramError(f"no program at {path}", hint="write one with `zosim lower plan.json`") from None
+            raise ProgramError(
+                f"no program at {path}", hint="write one with `zosim lower plan.json`"
+            ) from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ProgramError(f"{path} is not a program: {error}") from None
         if isinstance(data, dict) and data.get("version") != PROGRAM_VERSION:
@@ -446,7 +452,9 @@ def _place(name: str, parts: list[tuple[Part, int, tuple[Instruction, ...]]]) ->
             here[instruction.id] = index + offset
         positions.append(here)
         for instruction in instructions:
-            after = tuple(_resolve(name, part, instruction, dependency, positions) for dependency in instruction.after)
+            after = tuple(
+                _resolve(name, part, instruction, dependency, positions) for dependency in instruction.after
+            )
             yield Placed(index, part, step, instruction, tuple(found for found in after if found is not None))
             index += 1
 

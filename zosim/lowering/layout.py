@@ -1,0 +1,274 @@
+"""Which buffers a plan needs, and where in them everything lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from costmodel.forward import activation_bytes, shared_activation_bytes
+from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup
+from costmodel.work import DTYPE_BYTES
+from zosim.plan import Plan
+from zosim.program import Access, Buffer, Space
+
+ALIGNMENT_BYTES = 64
+"""Every tensor of a bucket starts at a multiple of this: misaligned weights change the bits of a product."""
+
+RNG_STATE_BYTES = 5056
+"""State of torch's CPU generator (a CUDA generator's is smaller)."""
+
+SCALAR_BYTES = 8
+DIRECTIONS = "directions"
+ROWS = "direction_rows"
+LOSSES = "losses"
+GRADIENTS = "projected_gradients"
+BATCH = "batch"
+WALK = "rng"
+
+
+def bucket_bytes(num_elements: int, num_tensors: int, dtype: str) -> int:
+    """Return the most that `num_tensors` aligned tensors of `num_elements` together can take."""
+    if num_elements == 0:
+        return 0
+    size = num_elements * DTYPE_BYTES[dtype] + num_tensors * (ALIGNMENT_BYTES - 1)
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, sizes and ranges of one plan's buffers.
+
+    A group's bucket holds its frozen tensors first, then the trainable ones, each part aligned.
+    """
+
+    plan: Plan
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model that is tuned."""
+        return self.plan.model
+
+    @cached_property
+    def points(self) -> tuple[str, ...]:
+        """Evaluation points of one step, in the order in which a segment visits them."""
+        queries = range(self.plan.estimator.num_queries)
+        if self.plan.estimator.difference == "central":
+            return tuple(f"q{query}{sign}" for query in queries for sign in "+-")
+        return ("", *(f"q{query}+" for query in queries))
+
+    def is_edge(self, segment: str) -> bool:
+        """Whether `segment` is the embedding or the head."""
+        return segment in (EMBED, HEAD)
+
+    def is_offloaded(self, group: ParameterGroup) -> bool:
+        """Whether `group` lives on the host."""
+        residency = self.plan.residency
+        place = residency.edges if self.is_edge(group.segments[0]) else residency.blocks
+        return place == "offloaded"
+
+    def is_delayed(self, group: ParameterGroup) -> bool:
+        """Whether the update of `group` waits for its turn in the next step."""
+        return self.plan.runtime.update == "delayed" and not self.is_edge(group.segments[0])
+
+    def home(self, group: ParameterGroup) -> str:
+        """Return the buffer that holds `group` between steps."""
+        return f"{'host' if self.is_offloaded(group) else 'device'}.{group.name}"
+
+    def slot(self, segment: str) -> str:
+        """Return the device slot that an offloaded `segment` passes through."""
+        if self.is_edge(segment):
+            return "slot.edge"
+        return f"slot.{int(segment.rpartition('.')[2]) % self.plan.residency.num_slots}"
+
+    def staging(self, segment: str) -> str:
+        """Return the device buffer in which a slot's contents cross the bus in another format."""
+        return self.slot(segment).replace("slot", "staging")
+
+    def place(self, group: ParameterGroup, segment: str) -> str:
+        """Return the device buffer in which `segment` finds `group` at its turn."""
+        return self.slot(segment) if self.is_offloaded(group) else self.home(group)
+
+    def trainable(
+        self, group: ParameterGroup, buffer: str, step: int, point: str = "", dtype: str | None = None
+    ) -> Access:
+        """Return the access to the trainable part of `group` in `buffer`."""
+        dtype = dtype or self.plan.precision.storage
+        size = bucket_bytes(group.num_trainable, group.num_trainable_tensors, dtype)
+        offset = self._frozen_bytes(group, dtype)
+        return Access(buffer, group.name, step, size, point, offset + self._offset_in(buffer, group, dtype))
+
+    def frozen(self, group: ParameterGroup, buffer: str, dtype: str | None = None) -> tuple[Access, ...]:
+        """Return the access to the frozen part of `group` in `buffer`, if it has one."""
+        dtype = dtype or self.plan.precision.storage
+        size = self._frozen_bytes(group, dtype)
+        offset = self._offset_in(buffer, group, dtype)
+        return (Access(buffer, f"{group.name}:frozen", None, size, "", offset),) if size else ()
+
+    def weights(
+        self, group: ParameterGroup, buffer: str, step: int, point: str = "", dtype: str | None = None
+    ) -> tuple[Access, ...]:
+        """Return the accesses to all of `group` in `buffer`."""
+        trainable = (self.trainable(group, buffer, step, point, dtype),) if group.num_trainable else ()
+        return (*self.frozen(group, buffer, dtype), *trainable)
+
+    def group_bytes(self, group: ParameterGroup, dtype: str) -> int:
+        """Return the bytes of the bucket of `group`."""
+        trainable = bucket_bytes(group.num_trainable, group.num_trainable_tensors, dtype)
+        return self._frozen_bytes(group, dtype) + trainable
+
+    def direction(
+        self, group: ParameterGroup, query: int, step: int, *, offset_bytes: int, rows: bool = False
+    ) -> Access:
+        """Return the access to the direction of `group`, or to the rows of it that the batch names."""
+        if rows:
+            size = self._rows_bytes
+            return Access(ROWS, f"z:{group.name}:rows", step, size, f"q{query}", query * size)
+        size = bucket_bytes(group.num_trainable, group.num_trainable_tensors, self.plan.precision.storage)
+        return Access(DIRECTIONS, f"z:{group.name}", step, size, f"q{query}", offset_bytes)
+
+    def direction_bytes(self, group: ParameterGroup) -> int:
+        """Return the bytes of a direction of `group`."""
+        return bucket_bytes(group.num_trainable, group.num_trainable_tensors, self.plan.precision.storage)
+
+    @cached_property
+    def block_direction_bytes(self) -> int:
+        """Bytes of the largest direction of any block."""
+        blocks = (group for group in self.model.groups if not self.is_edge(group.segments[0]))
+        return max((self.direction_bytes(group) for group in blocks), default=0)
+
+    def hidden(self, point: str, segment: str) -> Access:
+        """Return the access to the hidden state that `segment` leaves at `point`."""
+        buffer = f"hidden.{point or 'base'}"
+        return Access(buffer, f"{segment}:out", 0, self._activation_bytes, point)
+
+    def loss(self, point: str) -> Access:
+        """Return the access to the loss at `point`."""
+        return Access(LOSSES, "loss", 0, SCALAR_BYTES, point, SCALAR_BYTES * self.points.index(point))
+
+    def gradient(self, query: int, step: int) -> Access:
+        """Return the access to the projected gradient of `query`."""
+        return Access(GRADIENTS, "g", step, SCALAR_BYTES, f"q{query}", SCALAR_BYTES * query)
+
+    def batch(self) -> Access:
+        """Return the access to the batch."""
+        return Access(BATCH, "batch", 0, 3 * 8 * self.plan.tokens_per_step)
+
+    def rng_before(self, group: ParameterGroup, query: int, step: int) -> Access:
+        """Return the access to the kept generator state before `group`."""
+        return Access(f"rng.{group.name}.q{query}", f"rng:{group.name}", step, RNG_STATE_BYTES, f"q{query}")
+
+    def rng_after(self, group: ParameterGroup, query: int) -> Access:
+        """Return the access to the running generator state after `group`."""
+        return Access(f"{WALK}.q{query}", f"rng:{group.name}+", 0, RNG_STATE_BYTES, f"q{query}")
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Return every buffer of the plan."""
+        return (
+            *self._weight_buffers(),
+            *self._slot_buffers(),
+            *self._direction_buffers(),
+            *self._activation_buffers(),
+            *self._scalar_buffers(),
+        )
+
+    def _frozen_bytes(self, group: ParameterGroup, dtype: str) -> int:
+        num_elements = group.num_parameters - group.num_trainable
+        return bucket_bytes(num_elements, group.num_tensors - group.num_trainable_tensors, dtype)
+
+    def _offset_in(self, buffer: str, group: ParameterGroup, dtype: str) -> int:
+        """Return where `group` starts in `buffer`: behind its neighbours in a shared slot, else at 0."""
+        if not buffer.startswith(("slot.", "staging.")):
+            return 0
+        offset = 0
+        for neighbour in self.model.groups_of(group.segments[0]):
+            if neighbour.name == group.name:
+                break
+            offset += self.group_bytes(neighbour, dtype) if self.is_offloaded(neighbour) else 0
+        return offset
+
+    @cached_property
+    def _activation_bytes(self) -> int:
+        compute = self.plan.precision.compute
+        return activation_bytes(self.model, batch=self.plan.batch, seq=self.plan.seq, dtype=compute)
+
+    @cached_property
+    def _rows_bytes(self) -> int:
+        return self.plan.tokens_per_step * self.model.embed_dim * DTYPE_BYTES[self.plan.precision.storage]
+
+    def _weight_buffers(self) -> Iterator[Buffer]:
+        precision = self.plan.precision
+        for group in self.model.groups:
+            offloaded = self.is_offloaded(group)
+            dtype = precision.transfer if offloaded else precision.storage
+            space = Space.HOST if offloaded else Space.DEVICE
+            yield Buffer(self.home(group), space, self.group_bytes(group, dtype), "weights", dtype)
+
+    def _slot_buffers(self) -> Iterator[Buffer]:
+        precision = self.plan.precision
+        sizes: dict[str, int] = {}
+        staging: dict[str, int] = {}
+        for segment in self.model.segments:
+            groups = [group for group in self.model.groups_of(segment) if self.is_offloaded(group)]
+            if not groups:
+                continue
+            slot, side = self.slot(segment), self.staging(segment)
+            size = sum(self.group_bytes(group, precision.storage) for group in groups)
+            sizes[slot] = max(sizes.get(slot, 0), size)
+            if precision.is_lossy:
+                size = sum(self.group_bytes(group, precision.transfer) for group in groups)
+                staging[side] = max(staging.get(side, 0), size)
+        for name, size in sizes.items():
+            yield Buffer(name, Space.DEVICE, size, "slots", precision.storage)
+        for name, size in staging.items():
+            yield Buffer(name, Space.DEVICE, size, "staging", precision.transfer)
+
+    def _direction_buffers(self) -> Iterator[Buffer]:
+        dtype = self.plan.precision.storage
+        size = max(self._segment_direction_bytes(segment) for segment in self.model.segments)
+        if self.plan.runtime.draw_ahead:
+            size = max(size, 2 * self.block_direction_bytes)
+        yield Buffer(DIRECTIONS, Space.DEVICE, size, "directions", dtype)
+        if any(self.gathers(group, EMBED) for group in self.model.groups):
+            rows = self._rows_bytes * self.plan.estimator.num_queries
+            yield Buffer(ROWS, Space.DEVICE, rows, "directions", dtype)
+
+    def _segment_direction_bytes(self, segment: str) -> int:
+        sizes = [
+            self.direction_bytes(g) for g in self.model.groups_of(segment) if not self.gathers(g, segment)
+        ]
+        return (max if self.plan.runtime.traversal == "sweep" else sum)(sizes or [0])
+
+    def gathers(self, group: ParameterGroup, segment: str) -> bool:
+        """Whether `segment` reads `group` through gathered rows, because a later segment needs it unperturbed."""
+        is_blockwise = self.plan.runtime.traversal == "blockwise"
+        return is_blockwise and group.num_trainable > 0 and group.is_tied and segment == group.segments[0]
+
+    def _activation_buffers(self) -> Iterator[Buffer]:
+        plan = self.plan
+        dtype = "float32" if plan.precision.compute == "tf32" else plan.precision.compute
+        for point in self.points:
+            name = f"hidden.{point or 'base'}"
+            yield Buffer(name, Space.DEVICE, self._activation_bytes, "activations", dtype, dynamic=True)
+        shared = shared_activation_bytes(
+            plan.model,
+            batch=plan.batch,
+            seq=plan.seq,
+            dtype=plan.precision.compute,
+            attention=plan.runtime.attention,
+        )
+        if shared:
+            yield Buffer("shared", Space.DEVICE, shared, "activations", dtype)
+
+    def _scalar_buffers(self) -> Iterator[Buffer]:
+        estimator = self.plan.estimator
+        yield Buffer(BATCH, Space.DEVICE, self.batch().size_bytes, "batch", "int64")
+        yield Buffer(LOSSES, Space.DEVICE, SCALAR_BYTES * len(self.points), "scalars", "float64")
+        yield Buffer(GRADIENTS, Space.HOST, SCALAR_BYTES * estimator.num_queries, "scalars", "float64")
+        if estimator.rng == "mezo":
+            for query in range(estimator.num_queries):
+                yield Buffer(f"{WALK}.q{query}", Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
+                for group in self.model.groups:
+                    if group.num_trainable:
+                        name = f"rng.{group.name}.q{query}"
+                        yield Buffer(name, Space.HOST, RNG_STATE_BYTES, "rng", "uint8")

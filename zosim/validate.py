@@ -1,0 +1,211 @@
+"""Two rules that a program must keep, whoever wrote it.
+
+1. *State.* Every operand has the contents that its reader requires, at the step and the perturbation required.
+2. *Order.* Every two accesses to common bytes, of which one writes, are ordered: by their stream, or by a chain
+   of dependencies.
+
+With the second rule every read has one last writer, so the first is well defined. Each hazard that offloading
+papers warn of breaks one of them: a block read before its upload (state, or order), a slot overwritten while it
+is being offloaded (order), an update that is never flushed (state, at the end), two signs that see different
+directions (state). Also checked: names that exist, capacities, ids, and that no instruction waits for a later
+one of its own step.
+
+The rules are checked on an unrolled run, long enough that every dependency between neighbouring steps occurs
+twice and the flush follows a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from topology.errors import Hazard, ProgramError
+from zosim.order import HappensBefore
+from zosim.program import Access, Allocate, Free, Placed, Program
+
+_NUM_UNROLLED_STEPS = 3
+
+
+def validate(program: Program) -> None:
+    """Refuse a program that could go wrong.
+
+    Raises
+    ------
+    ProgramError
+        If a name, a range or an id is wrong.
+    Hazard
+        If one of the two rules is broken; the message names both instructions and the contents.
+    """
+    _check_operands(program)
+    placed = program.unroll(_NUM_UNROLLED_STEPS)
+    order = HappensBefore(program.name, placed)
+    state = _State(program, order)
+    for item in placed:
+        state.run(item)
+    state.check_final(_NUM_UNROLLED_STEPS)
+
+
+def _check_operands(program: Program) -> None:
+    names = [buffer.name for buffer in program.buffers]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ProgramError(f"program {program.name} declares a buffer twice: {', '.join(twice)}")
+    for access in (*program.initial, *program.final):
+        _check_range(program, "initial or final contents", access)
+    for part, instruction in program.instructions():
+        where = f"{part}/{instruction.id}"
+        for access in (*instruction.reads, *instruction.writes):
+            _check_range(program, where, access)
+        if isinstance(instruction.op, Allocate | Free):
+            program.buffer(instruction.op.buffer)
+
+
+def _check_range(program: Program, where: str, access: Access) -> None:
+    buffer = program.buffer(access.buffer)
+    if access.offset_bytes < 0 or access.size_bytes < 0 or access.end_bytes > buffer.size_bytes:
+        raise ProgramError(
+            f"program {program.name}: {where} touches bytes {access.offset_bytes}..{access.end_bytes} of "
+            f"{buffer.name}, which has {buffer.size_bytes}",
+            hint="enlarge the buffer or correct the range",
+        )
+
+
+@dataclass
+class _Contents:
+    """Bytes of a buffer with what is in them, who wrote it (None: there at the start) and who read it."""
+
+    access: Access
+    writer: Placed | None
+    readers: list[Placed] = field(default_factory=list)
+
+
+class _State:
+    """What every buffer holds while the unrolled run is walked in the order listed."""
+
+    def __init__(self, program: Program, order: HappensBefore) -> None:
+        self._program = program
+        self._order = order
+        self._held: dict[str, list[_Contents]] = {buffer.name: [] for buffer in program.buffers}
+        self._unallocated: set[str] = {
+            instruction.op.buffer
+            for _, instruction in program.instructions()
+            if isinstance(instruction.op, Allocate)
+        }
+        for access in program.initial:
+            self._held[access.buffer].append(_Contents(access, None))
+
+    def run(self, item: Placed) -> None:
+        """Apply one instruction."""
+        op = item.instruction.op
+        if isinstance(op, Allocate):
+            self._unallocated.discard(op.buffer)
+        for access in item.instruction.reads:
+            self._read(item, _absolute(access, item.step))
+        for access in item.instruction.writes:
+            self._write(item, _absolute(access, item.step))
+        if isinstance(op, Free):
+            self._unallocated.add(op.buffer)
+
+    def check_final(self, step: int) -> None:
+        """Compare what is held with what the program promises at its end."""
+        for access in self._program.final:
+            wanted = _absolute(access, step)
+            held = self._covering(wanted)
+            if held is None or not _same(held.access, wanted):
+                found = "nothing" if held is None else _show(held.access, step)
+                raise Hazard(
+                    f"program {self._program.name}: after the flush {access.buffer} must hold "
+                    f"{_show(wanted, step)}, but holds {found}",
+                    hint="every pending update has to be applied, and every block offloaded, before the end",
+                )
+
+    def _read(self, item: Placed, wanted: Access) -> None:
+        self._check_allocated(item, wanted)
+        held = self._covering(wanted)
+        if held is None or not _same(held.access, wanted):
+            raise self._state_hazard(item, wanted, held)
+        if held.writer is not None and not self._order.ordered(held.writer.index, item.index):
+            raise self._order_hazard(item, held.writer, wanted, "reads it while it is being written by")
+        held.readers.append(item)
+
+    def _write(self, item: Placed, left: Access) -> None:
+        self._check_allocated(item, left)
+        kept = []
+        for held in self._held[left.buffer]:
+            if not held.access.overlaps(left):
+                kept.append(held)
+                continue
+            self._check_conflicts(item, held, left)
+            kept.extend(_remains(held, left))
+        kept.append(_Contents(left, item))
+        self._held[left.buffer] = kept
+
+    def _check_conflicts(self, item: Placed, held: _Contents, left: Access) -> None:
+        for other in (*([held.writer] if held.writer else []), *held.readers):
+            if other.index != item.index and not self._order.ordered(other.index, item.index):
+                by_writer = other is held.writer
+                verb = f"{'writes' if by_writer else 'overwrites'} it while it is {'written' if by_writer else 'read'} by"
+                raise self._order_hazard(item, other, left, verb)
+
+    def _check_allocated(self, item: Placed, access: Access) -> None:
+        if access.buffer in self._unallocated:
+            raise Hazard(
+                f"program {self._program.name}: {_name(item)} uses {access.buffer} before it is allocated",
+                hint="order it after the buffer's allocate and before its free",
+            )
+
+    def _covering(self, wanted: Access) -> _Contents | None:
+        overlapping = [held for held in self._held[wanted.buffer] if held.access.overlaps(wanted)]
+        if len(overlapping) != 1:
+            return None
+        held = overlapping[0].access
+        inside = held.offset_bytes <= wanted.offset_bytes and wanted.end_bytes <= held.end_bytes
+        return overlapping[0] if inside else None
+
+    def _state_hazard(self, item: Placed, wanted: Access, held: _Contents | None) -> Hazard:
+        if held is None:
+            found, by = "nothing of the kind", ""
+        else:
+            found = _show(held.access, item.step)
+            by = f", left by {_name(held.writer)}" if held.writer else ", there from the start"
+        return Hazard(
+            f"program {self._program.name}: {_name(item)} needs {_show(wanted, item.step)} in "
+            f"{wanted.buffer}, but finds {found}{by}",
+            hint="an instruction is missing, out of order, or uses another buffer",
+        )
+
+    def _order_hazard(self, item: Placed, other: Placed, access: Access, verb: str) -> Hazard:
+        return Hazard(
+            f"program {self._program.name}: nothing orders {_name(item)} and {_name(other)} on "
+            f"{access.buffer}: the first {verb} the second ({_show(access, item.step)})",
+            hint=f"make {item.instruction.id} wait for {other.instruction.id} (an entry in its `after`)",
+        )
+
+
+def _absolute(access: Access, step: int) -> Access:
+    return access if access.step is None else replace(access, step=access.step + step)
+
+
+def _show(access: Access, step: int) -> str:
+    return access.shifted(step).describe()
+
+
+def _same(held: Access, wanted: Access) -> bool:
+    return (held.what, held.step, held.point) == (wanted.what, wanted.step, wanted.point)
+
+
+def _remains(held: _Contents, left: Access) -> Iterable[_Contents]:
+    """Yield the pieces of `held` that a write to `left` leaves as they were."""
+    access = held.access
+    if access.offset_bytes < left.offset_bytes:
+        size = left.offset_bytes - access.offset_bytes
+        yield _Contents(replace(access, size_bytes=size), held.writer, list(held.readers))
+    if left.end_bytes < access.end_bytes:
+        size = access.end_bytes - left.end_bytes
+        yield _Contents(
+            replace(access, offset_bytes=left.end_bytes, size_bytes=size), held.writer, list(held.readers)
+        )
+
+
+def _name(item: Placed) -> str:
+    return f"{item.part}[{item.step}]/{item.instruction.id}"
