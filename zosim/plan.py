@@ -103,8 +103,13 @@ class Precision(_Axis):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the transfer format is narrower than the storage format."""
+        """Whether the transfer format is another than the storage format."""
         return self.transfer != self.storage
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the transfer format takes fewer bytes than the storage format."""
+        return DTYPE_BYTES[self.transfer] < DTYPE_BYTES[self.storage]
 
 
 class Runtime(_Axis):

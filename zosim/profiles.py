@@ -1,0 +1,65 @@
+"""Which profile a prediction uses: the file named, else this machine's calibration, else the data sheet."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from costmodel.datasheet import datasheet_profile
+from costmodel.profile import Profile, load_profile
+from topology.graph import Topology
+from zosim.cache import cache_directory
+
+
+def host_profile_path(device_name: str, num_threads: int) -> Path:
+    """Return where the calibration of a device of this machine is kept."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    return cache_directory() / "profiles" / f"{slug}-{num_threads}.json"
+
+
+def save_host_profile(profile: Profile) -> Path:
+    """Keep the calibration of a device of this machine for later commands, and return where."""
+    path = host_profile_path(profile.device_name, profile.num_threads)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    profile.save(partial)
+    partial.replace(path)
+    return path
+
+
+def profile_for(
+    topology: Topology,
+    device: str,
+    *,
+    path: str | Path | None = None,
+    num_threads: int | None = None,
+    is_host: bool = False,
+) -> Profile:
+    """Return the profile to predict `device` with.
+
+    Parameters
+    ----------
+    topology : Topology
+    device : str
+        A node of it.
+    path : path, optional
+        A profile to use whatever else there is.
+    num_threads : int, optional
+        Threads of a CPU's kernels.
+    is_host : bool
+        Whether `topology` is this machine, so that its own calibration may be used if there is one.
+
+    Raises
+    ------
+    ProfileError
+        If the file is damaged, or was made for another device.
+    TopologyError
+        If there is no such device.
+    """
+    sheet = datasheet_profile(topology, device, num_threads=num_threads)
+    if path is not None:
+        profile = load_profile(path)
+        profile.check_device(device_name=sheet.device_name, device_kind=sheet.device_kind)
+        return profile
+    kept = host_profile_path(sheet.device_name, sheet.num_threads)
+    return load_profile(kept) if is_host and kept.exists() else sheet
