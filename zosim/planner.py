@@ -240,13 +240,15 @@ def _transfer_formats(request: Request) -> Iterator[Precision]:
 
 
 def _candidates(request: Request) -> Iterator[Candidate]:
-    """Yield every placement, and again with a chunked loss where it does not fit without."""
+    """Yield every placement, and again with a chunked loss where that makes it fit."""
     for plan in placements(request):
         whole = _candidate(request, plan)
         yield whole
         if whole.missing and plan.tokens_per_step > _LOSS_CHUNK_TOKENS:
             runtime = plan.runtime.model_copy(update={"loss_chunk_tokens": _LOSS_CHUNK_TOKENS})
-            yield _candidate(request, plan.model_copy(update={"runtime": runtime}))
+            chunked = _candidate(request, plan.model_copy(update={"runtime": runtime}))
+            if not chunked.missing:
+                yield chunked
 
 
 def _candidate(request: Request, plan: Plan) -> Candidate:

@@ -1,0 +1,128 @@
+"""``zosim plan``, ``lower``, ``simulate`` and ``compare`` as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from zosim.cli import app
+from zosim.plan import Plan
+from zosim.program import Program
+
+PLAN = ["plan", "--model", "opt-125m", "--hardware", "a100-80gb-milan", "--seq", "128"]
+
+
+def call(*words: str | Path, fails: bool = False) -> Result:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == (2 if fails else 0), (result.output, result.exception)
+    assert not fails or result.stderr.startswith("error: ")
+    return result
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    call(*PLAN, "--method", "zo2", "-o", tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_plan_says_what_and_why_and_writes_it(tmp_path: Path) -> None:
+    result = call(*PLAN, "-o", tmp_path / "plan.json")
+    assert "chosen" in result.stdout
+    assert "bottleneck" in result.stdout
+    assert "second:" in result.stdout
+    assert Plan.load(tmp_path / "plan.json").seq == 128
+
+
+def test_plan_as_json_is_one_document() -> None:
+    data = json.loads(call(*PLAN, "--json").stdout)
+    assert data["prediction"]["step_time_low_s"] <= data["prediction"]["step_time_s"]
+    assert data["plan"]["model"]["name"] == "opt-125m"
+    assert data["reasons"]
+
+
+def test_simulate_agrees_with_plan_and_writes_a_trace(plan_file: Path, tmp_path: Path) -> None:
+    planned = json.loads(call(*PLAN, "--method", "zo2", "--json").stdout)["prediction"]
+    simulated = json.loads(call("simulate", plan_file, "--trace", tmp_path / "t.json", "--json").stdout)
+    assert simulated["step_time_s"] == planned["step_time_s"]
+    trace = json.loads((tmp_path / "t.json").read_text())
+    assert any(event.get("ph") == "X" for event in trace["traceEvents"])
+
+
+def test_an_edited_program_changes_the_prediction(plan_file: Path, tmp_path: Path) -> None:
+    """A dependency too many is legal, and slower."""
+    call("lower", plan_file, "-o", tmp_path / "program.json")
+    data = json.loads((tmp_path / "program.json").read_text())
+    for instruction in data["step"]:
+        if instruction["id"].endswith("/upload") and instruction["segment"] != "block.0":
+            block = int(instruction["segment"].removeprefix("block."))
+            instruction.setdefault("after", []).append({"instruction": f"block.{block - 1}/restore[q0]"})
+    edited = tmp_path / "edited.json"
+    edited.write_text(json.dumps(data))
+    call("lower", plan_file, "--check", edited)
+    before = json.loads(call("simulate", plan_file, "--json").stdout)["step_time_s"]
+    after = json.loads(call("simulate", plan_file, "--program", edited, "--json").stdout)["step_time_s"]
+    assert after > before
+
+
+def test_a_program_with_a_hazard_is_refused_by_name(plan_file: Path, tmp_path: Path) -> None:
+    call("lower", plan_file, "-o", tmp_path / "program.json")
+    data = json.loads((tmp_path / "program.json").read_text())
+    update = next(i for i in data["step"] if i["id"] == "block.5/update[q0]")
+    del update["after"]
+    (tmp_path / "program.json").write_text(json.dumps(data))
+    error = call("simulate", plan_file, "--program", tmp_path / "program.json", fails=True).stderr
+    assert "nothing orders step[0]/block.5/update[q0] and step[0]/block.5/upload" in error
+
+
+def test_lower_prints_a_program(plan_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(call("lower", plan_file).stdout)
+    assert Program.load(tmp_path / "p.json").step
+
+
+@pytest.mark.parametrize(
+    ("words", "says", "hint"),
+    [
+        (["--dtype", "fp17"], "--dtype fp17 is no format", "float16"),
+        (["--rng", "mezzo"], "must be one of 'mezo' or 'counter'", "did you mean 'mezo'"),
+        (["--eps", "0"], "epsilon", None),
+        (["--max-device-memory", "lots"], "lots", None),
+        (["--max-device-memory", "100MiB"], "no plan fits", "smaller batch"),
+        (["--seq", "4096"], "exceeds the 2048 positions", "2048 or less"),
+        (["--device", "gpu7"], "gpu7", None),
+        (["--hardware", "a100-80gb-mlian"], "a100-80gb-mlian", "a100-80gb-milan"),
+        (["--model", "opt-13"], "opt-13", None),
+        (["--transfer-dtype", "fp8"], "loses precision", "--allow-lossy"),
+        (["--profile", "nowhere.json"], "nowhere.json", "calibrate"),
+    ],
+)
+def test_mistakes_are_answered_in_words(words: list[str], says: str, hint: str | None) -> None:
+    error = call(*PLAN, *words, fails=True).stderr
+    assert says in error
+    if hint is not None:
+        assert hint in error
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "no plan at"),
+        ("{", "is not a plan"),
+        ("[]", "not valid"),
+        ('{"version": 7}', "version 7"),
+        ('{"version": 1, "batch": -2}', "batch"),
+    ],
+)
+def test_a_damaged_plan_is_refused(tmp_path: Path, content: str | None, says: str) -> None:
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_text(content)
+    assert says in call("simulate", path, fails=True).stderr
+
+
+def test_a_plan_for_other_hardware_names_the_devices(plan_file: Path) -> None:
+    error = call("simulate", plan_file, "--hardware", "cpu-laptop", fails=True).stderr
+    assert "the plan runs on gpu0" in error
+    assert "cpu0" in error

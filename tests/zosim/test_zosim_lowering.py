@@ -1,0 +1,237 @@
+"""Lowering: every point of the placement space becomes a program that keeps both rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodel import LoRA, read_model_spec
+from topology.errors import Hazard, PlanError, ProgramError
+from zosim.lowering import lower
+from zosim.order import HappensBefore
+from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
+from zosim.program import Draw, Instruction, Program, Stream, Update
+from zosim.validate import validate
+
+MODELS = {
+    "tied": read_model_spec("opt-125m"),
+    "untied": read_model_spec("llama-2-7b"),
+    "projected": read_model_spec("opt-350m"),
+    "adapters": read_model_spec("opt-125m", trainable=LoRA(rank=4, target_modules=("q_proj", "v_proj"))),
+}
+
+
+def plan_of(model: str = "tied", **axes: object) -> Plan:
+    placement = Placement(topology="cpu-laptop", devices=("cpu0",))
+    return Plan(model=MODELS[model], placement=placement, batch=2, seq=32, **axes)  # type: ignore[arg-type]
+
+
+def zo2(model: str = "tied", **residency: object) -> Plan:
+    offloaded = Residency(blocks="offloaded", **residency)  # type: ignore[arg-type]
+    return plan_of(model, residency=offloaded, runtime=Runtime(update="delayed"))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any point of the space whose axes agree."""
+    model = draw(st.sampled_from(sorted(MODELS)))
+    blocks = draw(st.sampled_from(["resident", "offloaded"]))
+    sweeps = blocks == "resident" and draw(st.booleans())
+    may_offload_edges = blocks == "offloaded" and not MODELS[model].tied_head
+    storage = draw(st.sampled_from(["float32", "bfloat16"]))
+    return plan_of(
+        model,
+        estimator=Estimator(
+            direction=draw(st.sampled_from(["gaussian", "rademacher"])),
+            difference=draw(st.sampled_from(["central", "forward"])),
+            num_queries=draw(st.integers(1, 3)),
+            rng=draw(st.sampled_from(["mezo", "counter"])),
+            order=draw(st.sampled_from(["registration", "execution"])),
+        ),
+        residency=Residency(
+            blocks=blocks,
+            edges="offloaded" if may_offload_edges and draw(st.booleans()) else "resident",
+            num_slots=draw(st.integers(1, 4)),
+            overlap=draw(st.booleans()),
+            reuse_slots=draw(st.booleans()),
+        ),
+        precision=Precision(
+            storage=storage,
+            compute=storage,
+            transfer=draw(st.sampled_from([storage, "bfloat16", "float8_e4m3"])),
+        ),
+        runtime=Runtime(
+            traversal="sweep" if sweeps else "blockwise",
+            update="immediate" if sweeps else draw(st.sampled_from(["immediate", "delayed"])),
+            draw_ahead=draw(st.booleans()),
+        ),
+    )
+
+
+@given(plans())
+def test_every_placement_keeps_both_rules(plan: Plan) -> None:
+    validate(lower(plan))
+
+
+@given(plans())
+def test_every_parameter_is_updated_once_per_query(plan: Plan) -> None:
+    updates = Counter(i.op.group for i in lower(plan).step if isinstance(i.op, Update))
+    trainable = [group.name for group in plan.model.groups if group.num_trainable]
+    assert updates == Counter(dict.fromkeys(trainable, plan.estimator.num_queries))
+
+
+def test_a_program_survives_json(tmp_path) -> None:
+    program = lower(zo2())
+    program.save(tmp_path / "program.json")
+    assert Program.load(tmp_path / "program.json") == program
+
+
+def draws_per_group(plan: Plan) -> set[int]:
+    program = lower(plan)
+    kept = [i.op.group for i in program.step if isinstance(i.op, Draw) and i.op.keep == "all"]
+    return set(Counter(name for name in kept if name.startswith("block")).values())
+
+
+def test_the_reference_sweep_draws_four_times_and_blockwise_twice() -> None:
+    assert draws_per_group(plan_of(runtime=Runtime(traversal="sweep"))) == {4}
+    assert draws_per_group(plan_of()) == {2}
+    assert draws_per_group(zo2()) == {2}
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 5])
+def test_a_slot_is_not_overwritten_before_its_offload_is_done(num_slots: int) -> None:
+    program = lower(zo2(num_slots=num_slots))
+    placed = program.unroll(2)
+    order = HappensBefore(program.name, placed)
+    index = {(p.step, p.instruction.id): p.index for p in placed if p.part == "step"}
+    for i in range(MODELS["tied"].num_blocks - num_slots):
+        earlier, later = index[0, f"block.{i}/offload"], index[0, f"block.{i + num_slots}/upload"]
+        assert order.ordered(earlier, later)
+
+
+def test_copies_run_beside_compute_unless_overlap_is_off() -> None:
+    def are_ordered(plan: Plan) -> bool:
+        program = lower(plan)
+        placed = program.unroll(1)
+        index = {p.instruction.id: p.index for p in placed if p.part == "step"}
+        order = HappensBefore(program.name, placed)
+        return order.ordered(index["block.0/forward[q0+]"], index["block.1/upload"])
+
+    assert not are_ordered(zo2())
+    assert are_ordered(zo2(overlap=False))
+
+
+def without_edge(program: Program, position: int, edge: int) -> Program:
+    instruction = program.step[position]
+    after = instruction.after[:edge] + instruction.after[edge + 1 :]
+    edited = replace(instruction, after=after)
+    return replace(program, step=(*program.step[:position], edited, *program.step[position + 1 :]))
+
+
+def is_start_of_step(program: Program, instruction: Instruction) -> bool:
+    """Whether an edge of `instruction` only says that the host issues one step after the other."""
+    first = next(i for i in program.step if i.stream is instruction.stream)
+    return instruction is first
+
+
+@pytest.mark.parametrize("plan", [zo2(), zo2(num_slots=1), zo2(reuse_slots=False)], ids=["3", "1", "fresh"])
+def test_cutting_any_dependency_is_refused(plan: Plan) -> None:
+    program = lower(plan)
+    cut = 0
+    for position, instruction in enumerate(program.step):
+        for edge in range(len(instruction.after)):
+            if is_start_of_step(program, instruction):
+                continue
+            with pytest.raises(Hazard, match="nothing orders"):
+                validate(without_edge(program, position, edge))
+            cut += 1
+    assert cut > 2 * plan.model.num_blocks
+
+
+def test_a_hazard_names_both_instructions_the_buffer_and_the_fix() -> None:
+    program = lower(zo2())
+    position = next(k for k, i in enumerate(program.step) if i.id == "block.4/offload")
+    with pytest.raises(Hazard) as caught:
+        validate(without_edge(program, position, 0))
+    assert "block.4/offload" in str(caught.value)
+    assert "block.4/restore[q0]" in str(caught.value)
+    assert "slot.1" in str(caught.value)
+    assert "make block.4/offload wait for block.4/restore[q0]" in str(caught.value)
+
+
+def test_a_moved_instruction_is_refused() -> None:
+    program = lower(plan_of())
+    ids = [i.id for i in program.step]
+    k = ids.index("block.3/forward[q0-]")
+    step = list(program.step)
+    step[k - 1], step[k] = step[k], step[k - 1]  # forward before the perturbation that it needs
+    with pytest.raises(
+        Hazard, match=r"block\.3/forward\[q0-\] needs block\.3\[t\] at q0-.*finds block\.3\[t\] at q0\+"
+    ):
+        validate(replace(program, step=tuple(step)))
+
+
+def test_an_update_that_is_never_flushed_is_refused() -> None:
+    with pytest.raises(Hazard, match=r"after the flush .* must hold"):
+        validate(replace(lower(zo2()), flush=()))
+
+
+def test_signs_that_see_different_directions_are_refused() -> None:
+    program = lower(plan_of(estimator=Estimator(num_queries=2)))
+    edited = tuple(
+        replace(i, reads=tuple(replace(a, point="q1") if a.what.startswith("z:") else a for a in i.reads))
+        if i.id == "block.2/perturb[q0-]"
+        else i
+        for i in program.step
+    )
+    with pytest.raises(Hazard, match="needs z:block.2"):
+        validate(replace(program, step=edited))
+
+
+def test_a_range_outside_its_buffer_is_refused() -> None:
+    program = lower(plan_of())
+    small = tuple(replace(b, size_bytes=8) if b.name == "directions" else b for b in program.buffers)
+    with pytest.raises(ProgramError, match=r"directions, which has 8"):
+        validate(replace(program, buffers=small))
+
+
+def test_an_unknown_dependency_is_refused() -> None:
+    program = lower(zo2())
+    first = program.step[0]
+    edited = replace(first, after=(replace(first.after[0], instruction="nothing"),))
+    with pytest.raises(ProgramError, match=r"waits for 'nothing'"):
+        validate(replace(program, step=(edited, *program.step[1:])))
+
+
+def test_draws_ahead_leave_the_compute_stream() -> None:
+    program = lower(plan_of(runtime=Runtime(draw_ahead=True)))
+    assert {i.stream for i in program.step if isinstance(i.op, Draw)} == {Stream.DRAW}
+
+
+def test_frozen_weights_are_uploaded_and_not_offloaded() -> None:
+    program = lower(zo2("adapters"))
+    sizes = {i.id: i.work.copy_bytes for i in program.step}
+    assert sizes["block.0/offload"] < sizes["block.0/upload"] / 20
+
+
+@pytest.mark.parametrize(
+    ("axes", "complaint"),
+    [
+        (
+            {"residency": Residency(blocks="offloaded"), "runtime": Runtime(traversal="sweep")},
+            "traversal=sweep",
+        ),
+        ({"runtime": Runtime(traversal="sweep", update="delayed")}, "update=delayed"),
+        ({"residency": Residency(blocks="offloaded", edges="offloaded")}, "ties its head"),
+        ({"residency": Residency(edges="offloaded")}, "blocks=resident"),
+        ({"precision": Precision(storage="float16", compute="float16", transfer="float32")}, "wider"),
+        ({"precision": Precision(storage="float16", compute="tf32", transfer="float16")}, "tf32"),
+    ],
+)
+def test_axes_that_contradict_each_other_are_refused(axes: dict[str, object], complaint: str) -> None:
+    with pytest.raises(PlanError, match=complaint):
+        plan_of(**axes)

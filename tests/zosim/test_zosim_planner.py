@@ -1,0 +1,127 @@
+"""The planner: best of what fits, by its own simulator, and honest about what does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from costmodel import read_model_spec
+from topology import load_preset
+from topology.errors import DoesNotFit, PlanError
+from zosim.plan import Plan, Precision
+from zosim.planner import Request, choose, describe, placements
+from zosim.predict import Subject
+from zosim.profiles import profile_for
+
+GIB = 2**30
+
+
+def request(
+    model: str = "opt-1.3b", hardware: str = "a100-80gb-milan", dtype: str = "float16", **fields
+) -> Request:
+    topology = load_preset(hardware)
+    device = topology.compute_devices[0].id
+    return Request(
+        model=read_model_spec(model),
+        topology=topology,
+        hardware=hardware,
+        device=device,
+        profile=profile_for(topology, device),
+        batch=fields.pop("batch", 1),
+        seq=fields.pop("seq", 512),
+        precision=fields.pop("precision", Precision(storage=dtype, compute=dtype, transfer=dtype)),
+        **fields,
+    )
+
+
+def simulated_s(asked: Request, plan: Plan) -> float:
+    return Subject(plan, asked.topology, asked.profile).timeline.step_time_s
+
+
+@pytest.mark.parametrize("limit", [None, 2 * GIB])
+def test_the_choice_is_the_best_of_a_full_search(limit: int | None) -> None:
+    asked = request(max_device_bytes=limit)
+    decision = choose(asked)
+    fitting = [p for p in placements(asked) if p in [c.plan for c in (decision.chosen, *decision.others)]]
+    best = min(simulated_s(asked, plan) for plan in fitting)
+    assert decision.chosen.prediction is not None
+    assert decision.chosen.prediction.step_time_s == pytest.approx(best, rel=1e-12)
+
+
+def test_a_limit_makes_the_planner_offload_and_the_limit_is_kept() -> None:
+    free, tight = choose(request()), choose(request(max_device_bytes=2 * GIB))
+    assert free.chosen.plan.residency.blocks == "resident"
+    assert tight.chosen.plan.residency.blocks == "offloaded"
+    assert tight.chosen.subject.footprint.device_bytes <= 2 * GIB
+    assert any("would be faster but does not fit" in reason for reason in tight.reasons)
+
+
+def test_more_memory_never_makes_the_best_plan_slower() -> None:
+    times = []
+    for limit_gib in (1.3, 1.6, 2.4, 4, 8):
+        prediction = choose(request(max_device_bytes=int(limit_gib * GIB))).chosen.prediction
+        assert prediction is not None
+        times.append(prediction.step_time_s)
+    assert times == sorted(times, reverse=True)
+
+
+def test_the_interval_holds_the_prediction() -> None:
+    prediction = choose(request()).chosen.prediction
+    assert prediction is not None
+    assert prediction.low_s < prediction.step_time_s < prediction.high_s
+
+
+def test_the_footprint_bounds_the_simulated_memory_closely() -> None:
+    from zosim.program import Space
+
+    for limit in (None, 2 * GIB):
+        subject = choose(request(max_device_bytes=limit)).chosen.subject
+        simulated = subject.timeline.peak_memory(Space.DEVICE).size_bytes
+        runtime = sum(
+            p.size_bytes for p in subject.footprint.parts if p.name in ("runtime context", "allocator slack")
+        )
+        declared = subject.footprint.device_bytes - runtime
+        assert simulated <= declared <= 1.1 * simulated
+
+
+def test_nothing_fits_names_the_closest_and_what_it_lacks() -> None:
+    with pytest.raises(DoesNotFit, match=r"closest, zo2, 1 slot.*needs .* more than 512 MiB") as caught:
+        choose(request(max_device_bytes=GIB // 2))
+    assert caught.value.hint is not None
+
+
+def test_a_chunked_loss_is_used_only_where_it_is_needed() -> None:
+    asked = request(batch=8, seq=2048)
+    assert choose(asked).chosen.plan.runtime.loss_chunk_tokens is None
+    tight = choose(request(batch=8, seq=2048, max_device_bytes=int(5.0 * GIB)))
+    assert tight.chosen.plan.runtime.loss_chunk_tokens is not None
+
+
+def test_plans_compute_the_same_thing_unless_loss_is_allowed() -> None:
+    asked = request(dtype="float32", method="zo2")
+    assert all(not plan.precision.is_lossy for plan in placements(asked))
+    lossy = {
+        plan.precision.transfer
+        for plan in placements(request(dtype="float32", method="zo2", allow_lossy=True))
+    }
+    assert lossy == {"float32", "float16", "bfloat16", "float8_e4m3"}
+
+
+def test_a_narrower_transfer_needs_permission() -> None:
+    narrow = Precision(storage="float32", compute="float32", transfer="float16")
+    with pytest.raises(PlanError, match="loses precision"):
+        choose(request(precision=narrow))
+
+
+def test_narrower_transfers_help_exactly_where_the_bus_limits() -> None:
+    wide = choose(request(dtype="float32", method="zo2", precision=Precision(compute="tf32"), seq=128))
+    lossy = choose(
+        request(dtype="float32", method="zo2", precision=Precision(compute="tf32"), seq=128, allow_lossy=True)
+    )
+    assert "pcie" in wide.reasons[0]
+    assert "lossy" in describe(lossy.chosen.plan)
+    assert lossy.chosen.seconds < 0.5 * wide.chosen.seconds
+
+
+def test_methods_restrict_the_residency() -> None:
+    assert {p.residency.blocks for p in placements(request(method="mezo"))} == {"resident"}
+    assert {p.residency.blocks for p in placements(request(method="zo2"))} == {"offloaded"}
