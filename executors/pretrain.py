@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
 import shutil
 import tempfile
@@ -25,11 +24,11 @@ import torch
 
 from executors import corpus as text
 from topology.errors import ModelError
+from zosim.cache import CACHE_VARIABLE, cache_directory
 
 if TYPE_CHECKING:
     from transformers import OPTForCausalLM
 
-CACHE_VARIABLE = "ZOSIM_CACHE_DIR"
 _FORMAT = 1
 """Raised when what a recipe makes changes, so that older caches are not taken for it."""
 
@@ -182,14 +181,6 @@ def pretrained_model(
             f"the pretrained model cannot be kept in {models}: {error.strerror or error}",
             hint=f"set {CACHE_VARIABLE} to a directory that can be written",
         ) from error
-
-
-def cache_directory() -> Path:
-    """Return the directory for files that can be made again: ``$ZOSIM_CACHE_DIR``, or the user's cache."""
-    if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen)
-    base = os.environ.get("LOCALAPPDATA") if os.name == "nt" else os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "zosim"
 
 
 @contextmanager
