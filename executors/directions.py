@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cache
+from math import prod
 
 import torch
 from torch import Generator, Tensor
@@ -12,7 +14,7 @@ from topology.errors import PlanError
 
 
 class Direction(ABC):
-    """A distribution whose elements are independent and alike.
+    """A distribution of tensors whose elements are alike and uncorrelated.
 
     Attributes
     ----------
@@ -31,6 +33,13 @@ class Direction(ABC):
     def fill(self, out: Tensor, generator: Generator) -> None:
         """Fill a contiguous floating-point tensor with the generator's next numbers."""
 
+    @abstractmethod
+    def energy(self, shape: Sequence[int]) -> float:
+        """Return ``E[(a·z)²·|z|²]`` for a tensor `z` of this shape and a constant unit tensor `a`.
+
+        It is the expected square of an estimate ``g·z``, in squares of the gradient, where the loss is linear.
+        """
+
 
 class Gaussian(Direction):
     """Standard normal elements, the numbers of ``torch.normal`` with the same generator."""
@@ -42,6 +51,10 @@ class Gaussian(Direction):
     def fill(self, out: Tensor, generator: Generator) -> None:
         """Fill `out` with standard normals."""
         out.normal_(0.0, 1.0, generator=generator)
+
+    def energy(self, shape: Sequence[int]) -> float:
+        """Return ``d + 2``."""
+        return prod(shape) + 2.0
 
 
 class Rademacher(Direction):
@@ -69,6 +82,10 @@ class Rademacher(Direction):
             last = torch.empty(_WORD_BITS, dtype=out.dtype, device=out.device)
             self._spread(words[whole:], last)
             flat[whole * _WORD_BITS :].copy_(last[: flat.numel() - whole * _WORD_BITS])
+
+    def energy(self, shape: Sequence[int]) -> float:
+        """Return ``d``, the least that any direction of unit elements can have."""
+        return float(prod(shape))
 
     @staticmethod
     def _spread(words: Tensor, out: Tensor) -> None:

@@ -1,0 +1,130 @@
+"""A causal language model whose loss is any function of its parameters, to run theory through the shipped executor.
+
+Every segment appends its parameters to the hidden state, and the head computes the loss from all of them. To the
+executor it is a model like any other: cut, placed in buffers, perturbed, forwarded and updated block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from executors.model import CutModel
+from executors.session import Session
+from executors.spec import spec_of_model
+from zosim.plan import Placement, Plan, Precision
+
+NUM_BLOCKS = 2
+PER_SEGMENT = 2
+DIMENSION = PER_SEGMENT * (NUM_BLOCKS + 2)
+"""Parameters ``d`` of the model."""
+
+Loss = Callable[[Tensor], Tensor]
+"""From parameters of shape (d,) to a scalar."""
+
+_BATCH = {
+    "input_ids": torch.zeros((1, 1), dtype=torch.long),
+    "attention_mask": torch.ones((1, 1), dtype=torch.long),
+    "labels": torch.zeros((1, 1), dtype=torch.long),
+}
+
+
+class _Append(nn.Module):
+    """Appends its parameters to the hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(PER_SEGMENT, dtype=torch.float64))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.cat([hidden, self.weight.expand(*hidden.shape[:-1], -1)], dim=-1)
+
+
+class AnalyticModel(nn.Module):
+    """A model of ``d`` parameters in float64 whose loss is `loss` of them.
+
+    Parameters
+    ----------
+    loss : callable
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.config = LlamaConfig(
+            vocab_size=1,
+            hidden_size=PER_SEGMENT,
+            intermediate_size=1,
+            num_hidden_layers=NUM_BLOCKS,
+            num_attention_heads=1,
+            bos_token_id=None,
+            eos_token_id=None,
+            attn_implementation="sdpa",
+        )
+        self.tokens = nn.Embedding(1, PER_SEGMENT, dtype=torch.float64)
+        self.layers = nn.ModuleList(_Append() for _ in range(NUM_BLOCKS))
+        self.final = _Append()
+        self._loss = loss
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the token table, as transformers models do."""
+        return self.tokens
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_ignored: Any) -> Any:
+        """Return ``loss`` and ``logits``; the latter are the parameters themselves."""
+        hidden = self.tokens(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        theta = self.final(hidden)
+        return SimpleNamespace(logits=theta, loss=None if labels is None else self._loss(theta[0, 0]))
+
+
+def estimates(
+    loss: Loss, theta: Tensor, num_steps: int, *, seed: int, num_queries: int = 1, **estimator: Any
+) -> Tensor:
+    """Return gradient estimates as the shipped executor applies them.
+
+    Every step starts at `theta`, runs with learning rate 1, and what the weights lose is the estimate ``g·z``
+    (the mean over queries).
+
+    Parameters
+    ----------
+    loss : callable
+    theta : torch.Tensor
+        Shape (d,), float64.
+    num_steps : int
+        Sample size ``n``.
+    seed : int
+    num_queries : int
+    **estimator
+        Fields of the plan's estimator.
+
+    Returns
+    -------
+    torch.Tensor
+        Shape (n, d), float64.
+    """
+    model = AnalyticModel(loss)
+    plan = Plan(
+        model=spec_of_model(CutModel(model), name="analytic"),
+        placement=Placement(topology="none", devices=("cpu0",)),
+        batch=1,
+        seq=1,
+        estimator={"num_queries": num_queries, **estimator},
+        precision=Precision(storage="float64", compute="float64", transfer="float64"),
+    )
+    found = torch.empty((num_steps, DIMENSION), dtype=torch.float64)
+    with Session(plan, model, learning_rate=1.0, seed=seed, num_timed_steps=0) as session:
+        session.flush()
+        segments = list(theta.split(PER_SEGMENT))
+        for row in found:
+            with torch.no_grad():
+                for parameter, values in zip(model.parameters(), segments, strict=True):
+                    parameter.view(-1).copy_(values)
+                session.step(_BATCH)
+                row.copy_(theta - torch.cat([parameter.view(-1) for parameter in model.parameters()]))
+    return found

@@ -1,0 +1,103 @@
+"""Planted faults: one-line changes of shipped code, in force while a context lasts.
+
+A fault names a function and a piece of its source, and what to put in its place. The changed source is compiled and
+its code object put into the shipped function, so that every caller sees it, however it imported the function.
+"""
+
+from __future__ import annotations
+
+import __future__ as future_features
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from types import CodeType, FunctionType
+from typing import Any
+
+from topology.errors import ZosimError
+
+
+class MutantError(ZosimError):
+    """A planted fault that no longer fits the code it was written for."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A one-line change of shipped code that a claim's check must catch.
+
+    Attributes
+    ----------
+    name : str
+    target : str
+        ``module:function`` or ``module:Class.method``.
+    old, new : str
+        Source text that stands exactly once in the target, and its replacement.
+    """
+
+    name: str
+    target: str
+    old: str
+    new: str
+
+    @property
+    def description(self) -> str:
+        """The change in words."""
+        return f"{self.target}: `{self.old}` becomes `{self.new}`"
+
+    def apply(self) -> AbstractContextManager[None]:
+        """Return a context in which the shipped function has the fault.
+
+        Raises
+        ------
+        MutantError
+            If the target, or the text in it, does not exist (any more).
+        """
+        return _swapped(_function(self.target), self)
+
+
+def _function(target: str) -> FunctionType:
+    module, _, path = target.partition(":")
+    try:
+        found: Any = import_module(module)
+        for name in path.split("."):
+            found = inspect.getattr_static(found, name) if inspect.isclass(found) else getattr(found, name)
+    except (ModuleNotFoundError, AttributeError):
+        raise MutantError(
+            f"there is no {target}", hint="point the planted fault at where the code went"
+        ) from None
+    if isinstance(found, property):
+        found = found.fget
+    found = getattr(found, "__func__", found)
+    return inspect.unwrap(found)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _swapped(function: FunctionType, mutant: Mutant) -> Iterator[None]:
+    code = function.__code__
+    function.__code__ = _changed(function, mutant)
+    try:
+        yield
+    finally:
+        function.__code__ = code
+
+
+def _changed(function: FunctionType, mutant: Mutant) -> CodeType:
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(mutant.old) != 1:
+        raise MutantError(
+            f"{mutant.target} contains `{mutant.old}` {source.count(mutant.old)} times, the planted fault "
+            f"{mutant.name!r} needs exactly one",
+            hint="adapt the planted fault to the code as it is now",
+        )
+    flags = future_features.annotations.compiler_flag
+    module = compile(source.replace(mutant.old, mutant.new), mutant.target, "exec", flags, dont_inherit=True)
+    found = [
+        code for code in module.co_consts if isinstance(code, CodeType) and code.co_name == function.__name__
+    ]
+    assert len(found) == 1
+    assert found[0].co_freevars == function.__code__.co_freevars, (
+        "a fault must not change what a function closes over"
+    )
+    return found[0]
