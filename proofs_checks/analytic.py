@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from executors.model import CutModel
 from executors.session import Session
 from executors.spec import spec_of_model
-from zosim.plan import Placement, Plan, Precision
+from zosim.plan import Estimator, Placement, Plan, Precision
 
 NUM_BLOCKS = 2
 PER_SEGMENT = 2
@@ -27,7 +27,7 @@ DIMENSION = PER_SEGMENT * (NUM_BLOCKS + 2)
 Loss = Callable[[Tensor], Tensor]
 """From parameters of shape (d,) to a scalar."""
 
-_BATCH = {
+BATCH = {
     "input_ids": torch.zeros((1, 1), dtype=torch.long),
     "attention_mask": torch.ones((1, 1), dtype=torch.long),
     "labels": torch.zeros((1, 1), dtype=torch.long),
@@ -63,8 +63,8 @@ class AnalyticModel(nn.Module):
             num_attention_heads=1,
             bos_token_id=None,
             eos_token_id=None,
-            attn_implementation="sdpa",
         )
+        self.config._attn_implementation = "sdpa"
         self.tokens = nn.Embedding(1, PER_SEGMENT, dtype=torch.float64)
         self.layers = nn.ModuleList(_Append() for _ in range(NUM_BLOCKS))
         self.final = _Append()
@@ -81,6 +81,18 @@ class AnalyticModel(nn.Module):
             hidden = layer(hidden)
         theta = self.final(hidden)
         return SimpleNamespace(logits=theta, loss=None if labels is None else self._loss(theta[0, 0]))
+
+
+def plan_of(model: AnalyticModel, **axes: Any) -> Plan:
+    """Return a plan for `model` with these axes."""
+    return Plan(
+        model=spec_of_model(CutModel(model), name="analytic"),
+        placement=Placement(topology="none", devices=("cpu0",)),
+        batch=1,
+        seq=1,
+        precision=Precision(storage="float64", compute="float64", transfer="float64"),
+        **axes,
+    )
 
 
 def estimates(
@@ -109,14 +121,7 @@ def estimates(
         Shape (n, d), float64.
     """
     model = AnalyticModel(loss)
-    plan = Plan(
-        model=spec_of_model(CutModel(model), name="analytic"),
-        placement=Placement(topology="none", devices=("cpu0",)),
-        batch=1,
-        seq=1,
-        estimator={"num_queries": num_queries, **estimator},
-        precision=Precision(storage="float64", compute="float64", transfer="float64"),
-    )
+    plan = plan_of(model, estimator=Estimator(num_queries=num_queries, **estimator))
     found = torch.empty((num_steps, DIMENSION), dtype=torch.float64)
     with Session(plan, model, learning_rate=1.0, seed=seed, num_timed_steps=0) as session:
         session.flush()
@@ -125,6 +130,6 @@ def estimates(
             with torch.no_grad():
                 for parameter, values in zip(model.parameters(), segments, strict=True):
                     parameter.view(-1).copy_(values)
-                session.step(_BATCH)
+                session.step(BATCH)
                 row.copy_(theta - torch.cat([parameter.view(-1) for parameter in model.parameters()]))
     return found

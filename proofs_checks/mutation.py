@@ -6,7 +6,6 @@ its code object put into the shipped function, so that every caller sees it, how
 
 from __future__ import annotations
 
-import __future__ as future_features
 import inspect
 import textwrap
 from collections.abc import Iterator
@@ -91,8 +90,8 @@ def _changed(function: FunctionType, mutant: Mutant) -> CodeType:
             f"{mutant.name!r} needs exactly one",
             hint="adapt the planted fault to the code as it is now",
         )
-    flags = future_features.annotations.compiler_flag
-    module = compile(source.replace(mutant.old, mutant.new), mutant.target, "exec", flags, dont_inherit=True)
+    lazy = "from __future__ import annotations\n"  # as every module here: annotations are not evaluated
+    module = compile(lazy + source.replace(mutant.old, mutant.new), mutant.target, "exec", dont_inherit=True)
     found = [
         code for code in module.co_consts if isinstance(code, CodeType) and code.co_name == function.__name__
     ]

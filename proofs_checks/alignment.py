@@ -1,0 +1,330 @@
+"""Every placement, order, slice and resume point draws the same directions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from scipy.stats import kstest, kstwobign
+from torch import Tensor
+
+from executors.directions import DIRECTIONS, Direction
+from executors.rng import COUNTER_BLOCK_ELEMENTS, CounterDraws, CounterKey, draw_rows, generator_on, walk_past
+from executors.session import Session
+from proofs_checks.claims import Claim, Context, Outcome
+from proofs_checks.mutation import Mutant
+from proofs_checks.placements import (
+    BLOCKWISE,
+    OFFLOADED,
+    PLACEMENTS,
+    Trace,
+    num_unlike,
+    same_bits,
+    tiny_batches,
+    tiny_model,
+    tiny_plan,
+    train,
+)
+from proofs_checks.statistics import FALSE_ALARMS
+from zosim.plan import Estimator
+
+_CPU = torch.device("cpu")
+
+
+def check_placements(context: Context) -> Outcome:
+    """Count directions, losses and weights that differ between placements, or from the literal loop's."""
+    differing, details = 0, []
+    for name in ("tied", "untied") if context.size == "full" else ("tied",):
+        for rng in ("mezo", "counter"):
+            estimator = Estimator(rng=rng, num_queries=2)
+            traces = {
+                placement: train(
+                    name,
+                    num_steps=context.samples(4, 2),
+                    estimator=estimator,
+                    seed=context.seed,
+                    num_draw_threads=1 + number % 2,
+                    **axes,
+                )
+                for number, (placement, axes) in enumerate(PLACEMENTS.items())
+            }
+            found = _differences(traces)
+            if rng == "mezo":
+                found += _from_literal(name, next(iter(traces.values())))
+            details.append(f"{name} table, {rng}: {found} differences over {len(traces)} placements")
+            differing += found
+    return Outcome(differing, 0, "directions, losses and weights that differ in a bit", tuple(details))
+
+
+def _differences(traces: Mapping[str, Trace]) -> int:
+    reference, *others = traces.values()
+    found = sum(_uses_unlike(trace) for trace in traces.values())
+    for trace in others:
+        found += num_unlike(_first_use(trace), _first_use(reference))
+        found += num_unlike(trace.weights, reference.weights)
+        pairs = zip(trace.records, reference.records, strict=True)
+        found += sum(mine.projected_gradients != theirs.projected_gradients for mine, theirs in pairs)
+    return found
+
+
+def _first_use(trace: Trace) -> dict[tuple[int, int, str], Tensor]:
+    return {key: uses[0] for key, uses in trace.directions.items()}
+
+
+def _uses_unlike(trace: Trace) -> int:
+    """Return how many uses of a direction (three perturbations, one update) saw another than the first did."""
+    return sum(not same_bits(use, uses[0]) for uses in trace.directions.values() for use in uses[1:])
+
+
+def _from_literal(name: str, trace: Trace) -> int:
+    """Return how many directions differ from ``manual_seed`` and one ``normal`` per parameter, in their order."""
+    model = tiny_model(name)
+    found = 0
+    for record in trace.records:
+        for query, seed in enumerate(record.seeds):
+            generator = torch.Generator().manual_seed(seed)
+            drawn = [
+                torch.normal(0.0, 1.0, size=parameter.shape, generator=generator).flatten()
+                for parameter in model.parameters()
+            ]
+            # Groups are neighbours in registration order, so together they are the whole walk.
+            groups = [group.name for group in tiny_plan(model).model.groups]
+            walked = torch.cat([trace.directions[record.step, query, group][0] for group in groups])
+            found += not same_bits(walked, torch.cat(drawn))
+    return found
+
+
+def check_orders(context: Context) -> Outcome:
+    """Compare directions drawn in registration and in execution order with the normal distribution."""
+    registration, execution = (
+        _first_use(
+            train(
+                "tied",
+                num_steps=context.samples(12, 3),
+                estimator=Estimator(order=order),
+                seed=context.seed,
+                **OFFLOADED,
+            )
+        )
+        for order in ("registration", "execution")
+    )
+    num_unlike_groups = num_unlike(registration, execution)
+    details = [f"{num_unlike_groups} of {len(registration)} directions differ between the orders"]
+    statistic, bound = 0.0, float(kstwobign.isf(FALSE_ALARMS / 2))
+    for order, directions in (("registration", registration), ("execution", execution)):
+        sample = torch.cat(list(directions.values())).double().numpy()
+        distance = kstest(sample, "norm").statistic * math.sqrt(len(sample))
+        details.append(
+            f"{order}: {distance:.2f} = √n times Kolmogorov's distance to the normal, n = {len(sample)}"
+        )
+        statistic = max(statistic, float(distance))
+    statistic = statistic if num_unlike_groups else math.inf
+    return Outcome(
+        statistic, bound, "√n times Kolmogorov's distance; infinite if the streams are one", tuple(details)
+    )
+
+
+def check_slices(context: Context) -> Outcome:
+    """Count slices, rows and resumed runs that differ from the whole."""
+    slices = sum(_unlike_slices(direction, context.seed) for direction in DIRECTIONS.values())
+    walks = sum(_unlike_walks(direction, context.seed) for direction in DIRECTIONS.values())
+    keys = _keys_that_meet(context.seed)
+    details = [
+        f"counter: {slices} of the slices, rows and threaded draws differ from the whole",
+        f"counter: {keys} keys that differ in one part draw the same numbers",
+        f"mezo: {walks} of the redraws, kept rows and walks differ from the whole",
+    ]
+    resumed = 0
+    for rng in ("mezo", "counter"):
+        found = _unlike_resumed(Estimator(rng=rng), context)
+        details.append(f"{rng}: {found} tensors of runs resumed under another placement differ")
+        resumed += found
+    return Outcome(
+        slices + walks + keys + resumed, 0, "pieces that differ in a bit from the whole", tuple(details)
+    )
+
+
+def _unlike_slices(direction: Direction, seed: int) -> int:
+    block = COUNTER_BLOCK_ELEMENTS["cpu"]
+    width = 96
+    numels = [33, 4 * block + width, 2 * width]
+    numels[1] -= numels[1] % width
+    alone, threaded = CounterDraws(numels, _CPU), CounterDraws(numels, _CPU, num_threads=2)
+    key = CounterKey.of(seed, 3, 1)
+    whole = torch.empty(numels[1])
+    alone.fill(whole, 1, 0, key, direction)
+    pieces = torch.empty_like(whole)
+    # Descending, so that no piece can lean on the one before it.
+    for begin, end in ((3 * block + 1, numels[1]), (block - 1, 3 * block + 1), (17, block - 1), (0, 17)):
+        alone.fill(pieces[begin:end], 1, begin, key, direction)
+    at_once = torch.empty_like(whole)
+    threaded.fill(at_once, 1, 0, key, direction)
+    threaded.close()
+    rows = torch.tensor([0, 1, block // width, numels[1] // width - 1])
+    kept = torch.empty((len(rows), width))
+    alone.fill_rows(kept, rows, 1, key, direction)
+    table = whole.view(-1, width)
+    return sum(not same_bits(*pair) for pair in ((pieces, whole), (at_once, whole), (kept, table[rows])))
+
+
+def _keys_that_meet(seed: int) -> int:
+    keys = [(seed, 0, 0), (seed + 1, 0, 0), (seed, 1, 0), (seed, 0, 1)]
+    draws = CounterDraws([40, 40], _CPU)
+    seen = set()
+    for key in keys:
+        for parameter in (0, 1):
+            out = torch.empty(40)
+            draws.fill(out, parameter, 0, CounterKey.of(*key), DIRECTIONS["gaussian"])
+            seen.add(tuple(out.tolist()))
+    return 2 * len(keys) - len(seen)
+
+
+def _unlike_walks(direction: Direction, seed: int) -> int:
+    """Walk past a table, keep rows of another, and draw what follows: all as if everything had been drawn."""
+    shapes = [(301,), (2100, 33), (50,)]
+    generator = generator_on(_CPU, seed)
+    whole = [torch.empty(shape) for shape in shapes]
+    for tensor in whole:
+        direction.fill(tensor, generator)
+    again = generator_on(_CPU, seed)
+    walk_past([301], torch.empty(0), direction, again)
+    state = again.get_state()
+    rows = torch.tensor(
+        [0, 5, 1986, 2099]
+    )  # one of them lies across two of the pieces that are drawn at once
+    kept = torch.empty((len(rows), 33))
+    draw_rows(kept, rows, 2100, direction, again)
+    last = torch.empty(shapes[2])
+    direction.fill(last, again)
+    redrawn = torch.empty(shapes[1])
+    again.set_state(state)
+    direction.fill(redrawn, again)
+    pairs = ((kept, whole[1][rows]), (last, whole[2]), (redrawn, whole[1]))
+    return sum(not same_bits(*pair) for pair in pairs)
+
+
+def _unlike_resumed(estimator: Estimator, context: Context) -> int:
+    """Stop a run after two steps, go on from its log under another placement, and compare the ends."""
+    batches = tiny_batches(4)
+    found = 0
+    for first, second in ((BLOCKWISE, OFFLOADED), (OFFLOADED, BLOCKWISE)):
+        ended = train("tied", num_steps=4, estimator=estimator, seed=context.seed, **first)
+        model = tiny_model("tied")
+        plan = tiny_plan(model, estimator=estimator, **second)
+        with Session(
+            plan,
+            model,
+            learning_rate=lambda step: 1e-2 / (step + 1),
+            weight_decay=0.1,
+            seed=context.seed,
+            num_timed_steps=0,
+        ) as session:
+            for record in ended.records[:2]:
+                session.replay(record)
+            records = [session.step(batch) for batch in batches[2:]]
+            found += num_unlike(session.state_dict(), ended.weights)
+        pairs = zip(records, ended.records[2:], strict=True)
+        found += sum(mine.projected_gradients != theirs.projected_gradients for mine, theirs in pairs)
+    return found
+
+
+CLAIMS = (
+    Claim(
+        "same-direction-everywhere",
+        "Resident or offloaded, swept or block by block, updated at once or a step later, drawn ahead or not: "
+        "each step and query draws the same z, all three perturbations and the update use it, and runs end with "
+        "bit-equal weights. Under `mezo` z is what manual_seed and one normal per parameter give.",
+        "ZO2 section 5.1 and algorithm 1 (random state manager)",
+        "one torch build and thread count; transfer format = storage format",
+        check_placements,
+        (
+            Mutant(
+                "every group starts from the seed",
+                "executors.actions:Actions._draw",
+                "generator.set_state(values[source[0]])",
+                "generator.manual_seed(seeded.seeds[op.query])",
+            ),
+            Mutant(
+                "a delayed update draws from the present step",
+                "executors.actions:_counter_key",
+                "source = frame.at(op.step)",
+                "source = frame.at(0) if frame.seeds else frame.at(op.step)",
+            ),
+            Mutant(
+                "rows perturbed with another rounding than their table",
+                "executors.arithmetic:gathered",
+                "rows.add_(torch.mul(z, scale * epsilon))",
+                "rows.add_(z, alpha=scale * epsilon)",
+            ),
+            Mutant(
+                "gathered rows that skip the step to -ε",
+                "executors.arithmetic:gathered",
+                "for scale in scales:",
+                "for scale in scales[:1]:",
+            ),
+        ),
+    ),
+    Claim(
+        "drawing-orders",
+        "Registration order and execution order are different streams of the same distribution.",
+        "MeZO (registration order); ZO2 algorithm 1 (execution order: a final norm is drawn last)",
+        "a model whose final norm is registered before its blocks",
+        check_orders,
+        (
+            Mutant(
+                "the order ignored",
+                "zosim.lowering.step:_walk_order",
+                'plan.estimator.order == "registration"',
+                "plan.estimator.order",
+            ),
+            Mutant(
+                "normals of the wrong width",
+                "executors.directions:Gaussian.fill",
+                "out.normal_(0.0, 1.0,",
+                "out.normal_(0.0, 1.2,",
+            ),
+        ),
+    ),
+    Claim(
+        "slices-and-resume-points",
+        "`counter` makes any slice, any rows, on any number of threads, as the whole has them; `mezo` redraws a "
+        "group from its saved state, keeps rows and walks past groups as if all had been drawn; a run resumed from "
+        "base weights and log under another placement ends with the same bits.",
+        "ZO2 section 5.1; the counter keyed by (seed, step, query, parameter)",
+        "one torch build and device type",
+        check_slices,
+        (
+            Mutant(
+                "a slice read from its block's start",
+                "executors.rng:CounterDraws._fill_blocks",
+                "numbers[low - first : high - first]",
+                "numbers[: high - low]",
+            ),
+            Mutant(
+                "a key without its step",
+                "executors.rng:CounterKey.of",
+                "mixed(seed, step, query)",
+                "mixed(seed, query)",
+            ),
+            Mutant(
+                "blocks numbered within their parameter",
+                "executors.rng:CounterDraws._draw",
+                "self._first_block[parameter] + block",
+                "block",
+            ),
+            Mutant(
+                "a walk that draws pieces of 1000",
+                "executors.rng:_pieces",
+                "length = min(_WALK_ELEMENTS, numel - begin)",
+                "length = min(1000, numel - begin)",
+            ),
+            Mutant(
+                "a resumed run that starts its seeds again",
+                "executors.session:Session.seeds_of",
+                "step, query)",
+                "step - 2 * (self._first_timed > 0), query)",
+            ),
+        ),
+    ),
+)

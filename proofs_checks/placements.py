@@ -1,0 +1,209 @@
+"""One small model trained under every placement, with what was drawn and done on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
+
+from executors.interpreter import StepFrame
+from executors.model import Batch, CutModel
+from executors.session import Session, StepRecord
+from executors.spec import spec_of_model
+from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
+from zosim.program import Access, Instruction, Perturb, Update
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_CONFIGS = {
+    "tied": lambda: OPTConfig(ffn_dim=24, word_embed_proj_dim=16, **_SHAPE),
+    "untied": lambda: LlamaConfig(intermediate_size=24, **_SHAPE),
+}
+
+SWEEP = {"runtime": Runtime(traversal="sweep")}
+BLOCKWISE: dict[str, Any] = {}
+DELAYED = {"runtime": Runtime(update="delayed")}
+OFFLOADED = {"residency": Residency(blocks="offloaded"), **DELAYED}
+PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
+    "resident, swept": SWEEP,
+    "resident, block by block": BLOCKWISE,
+    "resident, delayed": DELAYED,
+    "offloaded, delayed": OFFLOADED,
+    "offloaded, one slot": {"residency": Residency(blocks="offloaded", num_slots=1), **DELAYED},
+    "offloaded, immediate": {"residency": Residency(blocks="offloaded")},
+    "offloaded, drawn ahead": {**OFFLOADED, "runtime": Runtime(update="delayed", draw_ahead=True)},
+}
+
+Key = tuple[int, int, str]
+"""Step, query and parameter group of a direction."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One perturbation as it ran.
+
+    Attributes
+    ----------
+    key : tuple
+        Step, query and group.
+    scale : int
+    before, z, after : torch.Tensor
+        The group's parameters before and after, and the direction.
+    """
+
+    key: Key
+    scale: int
+    before: Tensor
+    z: Tensor
+    after: Tensor
+
+
+@dataclass
+class Trace:
+    """What a training run did.
+
+    Attributes
+    ----------
+    records : list of StepRecord
+    weights : dict of str to torch.Tensor
+        After the flush.
+    directions : dict
+        By step, query and group: the direction of each perturbation and update that used it, in turn.
+    sweeps : list of Sweep
+    """
+
+    records: list[StepRecord] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    directions: dict[Key, list[Tensor]] = field(default_factory=dict)
+    sweeps: list[Sweep] = field(default_factory=list)
+
+
+def tiny_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a causal language model of three small blocks: ``"tied"`` or ``"untied"``."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(7)
+        model: nn.Module = AutoModelForCausalLM.from_config(_CONFIGS[name](), attn_implementation="sdpa")
+        for parameter in model.parameters():  # initial zeros and ones would hide mistakes
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model.to(dtype).eval()
+
+
+def tiny_batches(count: int) -> list[Batch]:
+    """Return batches of two sequences, one of them padded."""
+    generator = torch.Generator().manual_seed(11)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(3, 48, (2, 7), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[1, 5:] = 0
+        ids[mask == 0] = 0
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    return found
+
+
+def tiny_plan(model: nn.Module, *, dtype: str = "float32", **axes: Any) -> Plan:
+    """Return a plan for a tiny model with these axes."""
+    return Plan(
+        model=spec_of_model(CutModel(model), name="tiny"),
+        placement=Placement(topology="none", devices=("cpu0",)),
+        batch=2,
+        seq=7,
+        precision=Precision(storage=dtype, compute=dtype, transfer=dtype),  # type: ignore[arg-type]
+        **axes,
+    )
+
+
+def train(
+    name: str,
+    *,
+    num_steps: int = 3,
+    dtype: str = "float32",
+    estimator: Estimator | None = None,
+    learning_rate: Callable[[int], float] = lambda step: 1e-2 / (step + 1),
+    weight_decay: float = 0.1,
+    seed: int = 0,
+    num_draw_threads: int = 1,
+    **axes: Any,
+) -> Trace:
+    """Train a tiny model under one placement and return what happened."""
+    model = tiny_model(name, getattr(torch, dtype))
+    plan = tiny_plan(model, dtype=dtype, estimator=estimator or Estimator(), **axes)
+    trace = Trace()
+    with Session(
+        plan,
+        model,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        seed=seed,
+        num_draw_threads=num_draw_threads,
+        num_timed_steps=0,
+    ) as session:
+        _observe(session, trace)
+        trace.records += [session.step(batch) for batch in tiny_batches(num_steps)]
+        trace.weights.update(session.state_dict())
+    return trace
+
+
+def _observe(session: Session, trace: Trace) -> None:
+    """Have every perturbation and update of `session` leave its operands in `trace`."""
+    resolved = session.interpreter._resolved
+    for part, items in resolved.items():
+        resolved[part] = [
+            replace(item, action=_observed(item.instruction, item.action, session, trace))
+            if isinstance(item.instruction.op, Perturb | Update)
+            else item
+            for item in items
+        ]
+
+
+def _observed(
+    instruction: Instruction, action: Callable[[StepFrame], None], session: Session, trace: Trace
+) -> Callable[[StepFrame], None]:
+    op = instruction.op
+    assert isinstance(op, Perturb | Update)
+    offset = op.step if isinstance(op, Update) else 0
+    weights = next(access for access in instruction.writes if access.what == op.group)
+    direction = next(access for access in instruction.reads if access.what == f"z:{op.group}")
+
+    def values(access: Access) -> Tensor:
+        return torch.cat([view.flatten() for view in session.interpreter.store.placed(access).views])
+
+    def observed(frame: StepFrame) -> None:
+        used = frame.at(offset)
+        if used is None:
+            action(frame)
+            return
+        key, z, before = (used.step, op.query, op.group), values(direction), values(weights)
+        action(frame)
+        trace.directions.setdefault(key, []).append(z)
+        if isinstance(op, Perturb):
+            trace.sweeps.append(Sweep(key, op.scale, before, z, values(weights)))
+
+    return observed
+
+
+def num_unlike(first: Mapping[Any, Tensor], second: Mapping[Any, Tensor]) -> int:
+    """Return how many tensors of two collections are missing in one of them, or differ in a bit."""
+    common = first.keys() & second.keys()
+    unlike = sum(not same_bits(first[key], second[key]) for key in common)
+    return len(first.keys() ^ second.keys()) + unlike
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors agree in format, shape and every bit."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    width = {8: torch.int64, 4: torch.int32, 2: torch.int16}[first.element_size()]
+    return torch.equal(first.contiguous().view(width), second.contiguous().view(width))

@@ -1,0 +1,210 @@
+"""What perturbing and restoring does to the weights, and when and with what they are updated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executors.session import Session
+from proofs_checks.analytic import BATCH, DIMENSION, AnalyticModel, plan_of
+from proofs_checks.claims import Claim, Context, Outcome
+from proofs_checks.mutation import Mutant
+from proofs_checks.placements import (
+    BLOCKWISE,
+    DELAYED,
+    OFFLOADED,
+    SWEEP,
+    Key,
+    Sweep,
+    Trace,
+    num_unlike,
+    same_bits,
+    train,
+)
+from zosim.plan import Estimator
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+EPSILON = 1e-3
+_ROUND_TRIP = (1, -2, 1)
+
+
+def _visits(trace: Trace) -> dict[Key, list[Sweep]]:
+    """Return the perturbations of each step, query and group, in the order in which they ran."""
+    found: dict[Key, list[Sweep]] = {}
+    for sweep in trace.sweeps:
+        found.setdefault(sweep.key, []).append(sweep)
+    return found
+
+
+def check_sequence(context: Context) -> Outcome:
+    """Count perturbations that are out of sequence, or differ in a bit from the literal expression."""
+    details, differing = [], 0
+    for dtype in DTYPES:
+        for name, axes in (("swept", SWEEP), ("offloaded", OFFLOADED)):
+            trace = train("tied", num_steps=2, dtype=dtype, seed=context.seed, **axes)
+            sequences = sum(
+                tuple(sweep.scale for sweep in sweeps) != _ROUND_TRIP for sweeps in _visits(trace).values()
+            )
+            unlike = sum(
+                not same_bits(sweep.after, sweep.before + (sweep.scale * sweep.z) * EPSILON)
+                for sweep in trace.sweeps
+            )
+            details.append(
+                f"{dtype}, {name}: {unlike} of {len(trace.sweeps)} differ from θ + (s·z)·ε, "
+                f"{sequences} visits are not +1, -2, +1"
+            )
+            differing += sequences + unlike
+    return Outcome(differing, 0, "perturbations that differ from the literal sequence", tuple(details))
+
+
+def check_drift(context: Context) -> Outcome:
+    """Compare what a round trip leaves of the weights with the bound on its rounding."""
+    details, largest = [], 0.0
+    for dtype in DTYPES:
+        trace = train("untied", num_steps=context.samples(10, 2), dtype=dtype, seed=context.seed, **BLOCKWISE)
+        ratios, changed, total = 0.0, 0, 0
+        for sweeps in _visits(trace).values():
+            drift = (sweeps[-1].after.double() - sweeps[0].before.double()).abs()
+            ratios = max(ratios, float((drift / _rounding_bound(sweeps)).max()))
+            changed += int((drift > 0).sum())
+            total += drift.numel()
+        largest = max(largest, ratios)
+        details.append(
+            f"{dtype}: a round trip changes {changed / total:.1%} of the weights, by {ratios:.2f} of the bound at most"
+        )
+    return Outcome(largest, 1.0, "drift of a weight in a round trip, over its bound", tuple(details))
+
+
+def _rounding_bound(sweeps: list[Sweep]) -> Tensor:
+    """Return ``u·(|θ₁| + |θ₂| + |θ₃|)``, plus what products may lose below the normal range."""
+    info = torch.finfo(sweeps[0].after.dtype)
+    visited = sum(sweep.after.double().abs() for sweep in sweeps)
+    return torch.as_tensor(visited * (info.eps / 2) + 2 * info.smallest_normal * info.eps)
+
+
+def check_delayed(context: Context) -> Outcome:
+    """Count weights that differ between immediate and delayed updates under a changing learning rate."""
+    details, differing = [], 0
+    for queries in (1, 2):
+        for decay in (0.0, 0.1):
+            options: dict[str, Any] = {
+                "num_steps": context.samples(8, 3),
+                "estimator": Estimator(num_queries=queries),
+                "weight_decay": decay,
+                "seed": context.seed,
+            }
+            reference = train("tied", **BLOCKWISE, **options)
+            for name, axes in (("resident", DELAYED), ("offloaded", OFFLOADED)):
+                found = num_unlike(train("tied", **axes, **options).weights, reference.weights)
+                details.append(f"{name}, {queries} queries, decay {decay}: {found} tensors differ")
+                differing += found
+    still = sum(_unlike_decay(axes) for axes in (BLOCKWISE, DELAYED, OFFLOADED))
+    details.append(f"g = 0: {still} weights differ from θ - η_t·(0 + wd·θ)")
+    return Outcome(
+        differing + still, 0, "weights that differ in a bit from an immediate update", tuple(details)
+    )
+
+
+def _unlike_decay(axes: Mapping[str, Any]) -> int:
+    """Train a constant loss, so that g = 0, and compare with decay alone at each step's own learning rate."""
+    rates = (0.5, 0.25, 0.125)
+    model = AnalyticModel(lambda theta: 0.0 * theta.sum())
+    expected = torch.linspace(1.0, 2.0, DIMENSION, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter, values in zip(model.parameters(), expected.view(-1, 2), strict=True):
+            parameter.view(-1).copy_(values)
+    # Powers of two, and no random bit in what they multiply: perturbations restore exactly.
+    plan = plan_of(model, estimator=Estimator(direction="rademacher", epsilon=2.0**-10), **axes)
+    with Session(
+        plan, model, learning_rate=rates.__getitem__, weight_decay=0.1, num_timed_steps=0
+    ) as session:
+        for rate in rates:
+            session.step(BATCH)
+            expected = expected - rate * (0.1 * expected)
+        found = torch.cat([tensor.flatten() for tensor in session.state_dict().values()])
+    return int((found - expected).abs().gt(1e-12).sum())
+
+
+CLAIMS = (
+    Claim(
+        "perturb-sequence",
+        "A step perturbs every group by s = +1, -2, +1, each time to θ + (s·z)·ε with every operation rounded to "
+        "the storage format, whether the whole model or one block at a time is visited.",
+        "MeZO algorithm 1; ZO2 algorithm 3, lines 3 to 9",
+        "|z| below half the format's largest number, so that s·z is exact",
+        check_sequence,
+        (
+            Mutant(
+                "a fused multiply-add",
+                "executors.arithmetic:Sweeper.perturb",
+                "theta[begin:end].add_(product)",
+                "theta[begin:end].add_(z[begin:end], alpha=scale * epsilon)",
+            ),
+            Mutant(
+                "every perturbation in two halves",
+                "executors.arithmetic:Sweeper.perturb",
+                "torch.mul(z[begin:end], scale * epsilon, out=product)",
+                "torch.mul(z[begin:end], scale * epsilon / 2, out=product); theta[begin:end].add_(product)",
+            ),
+            Mutant(
+                "a second forward at +2ε",
+                "zosim.lowering.step:StepWriter._signs",
+                '("-", -2)',
+                '("-", 1)',
+            ),
+        ),
+    ),
+    Claim(
+        "restore-drift",
+        "A round trip does not restore every bit, but |θ₃ - θ₀| <= u·(|θ₁| + |θ₂| + |θ₃|) for every weight, with u "
+        "the format's unit roundoff: the products cancel exactly and only three additions round.",
+        "MeZO algorithm 1; Higham (2002), section 2.2 (standard model of rounding)",
+        "round to nearest; fl(-2x) = -2·fl(x)",
+        check_drift,
+        (
+            Mutant(
+                "a second perturbation one percent short",
+                "executors.arithmetic:Sweeper.perturb",
+                "scale * epsilon",
+                "(scale if scale > 0 else 0.99 * scale) * epsilon",
+            ),
+            Mutant(
+                "no way back",
+                "executors.arithmetic:Sweeper.perturb",
+                "scale * epsilon",
+                "(scale if scale > 0 else -1) * epsilon",
+            ),
+        ),
+    ),
+    Claim(
+        "delayed-equals-immediate",
+        "An update delayed until its block's turn in the next step leaves the bits of an immediate one: it uses its "
+        "own step's g, z and learning rate, happens when g = 0 if there is decay, and is flushed at the end.",
+        "ZO2 section D.3 and algorithm 1, lines 18 to 22 (whose test g ≠ 0 skips the decay)",
+        "a learning rate that changes every step",
+        check_delayed,
+        (
+            Mutant(
+                "the present step's learning rate",
+                "executors.actions:Actions._update",
+                "learning_rate=source.learning_rate",
+                "learning_rate=frame.learning_rate or source.learning_rate",
+            ),
+            Mutant(
+                "no update where g = 0",
+                "executors.actions:Actions._update",
+                "if source is None:",
+                "if source is None or not source.gradients[op.query]:",
+            ),
+            Mutant(
+                "a flush that applies nothing",
+                "executors.interpreter:Interpreter.flush",
+                'self._run("flush", StepFrame(self._next_step, previous=self._frame))',
+                'self._run("flush", StepFrame(self._next_step))',
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,283 @@
+"""Programs that cannot go wrong, whatever their instructions take, and what makes them so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
+
+from proofs_checks.claims import Claim, Context, Outcome
+from proofs_checks.mutation import Mutant
+from proofs_checks.placements import tiny_model, tiny_plan
+from topology.errors import Hazard, PlanError, ProgramError
+from zosim.lowering import lower
+from zosim.order import HappensBefore
+from zosim.plan import Estimator, Plan, Precision, Residency, Runtime
+from zosim.program import Access, Dependency, Instruction, Part, Placed, Program, Stream
+from zosim.validate import validate
+
+_NUM_STEPS = 3
+
+
+def plans() -> Iterator[Plan]:
+    """Yield a plan for every combination of axes that is one."""
+    models = [tiny_plan(tiny_model(name)) for name in ("tied", "untied")]
+    estimators = product(
+        ("central", "forward"),
+        (1, 2),
+        (("mezo", "registration"), ("mezo", "execution"), ("counter", "registration")),
+    )
+    residencies = [("resident", "resident", 3), *product(["offloaded"], ("resident", "offloaded"), (1, 2, 3))]
+    runtimes = product(("sweep", "blockwise"), ("immediate", "delayed"), (False, True))
+    switches = product((True, False), (True, False), ("float32", "bfloat16"))
+    for base, estimator, residency, runtime, switch in product(
+        models, estimators, residencies, runtimes, switches
+    ):
+        difference, num_queries, (rng, order) = estimator
+        blocks, edges, num_slots = residency
+        traversal, update, draw_ahead = runtime
+        overlap, reuse_slots, transfer = switch
+        chosen: dict[str, Any] = {
+            "estimator": Estimator(difference=difference, num_queries=num_queries, rng=rng, order=order),
+            "residency": {"blocks": blocks, "edges": edges, "num_slots": num_slots, "overlap": overlap}
+            | {"reuse_slots": reuse_slots},
+            "runtime": Runtime(traversal=traversal, update=update, draw_ahead=draw_ahead),
+            "precision": Precision(transfer=transfer),
+        }
+        try:
+            yield Plan.model_validate(
+                base.model_dump() | {key: _data(value) for key, value in chosen.items()}
+            )
+        except PlanError:
+            continue
+
+
+def _data(value: Any) -> Any:
+    return value if isinstance(value, dict) else value.model_dump()
+
+
+def zo2_program(num_slots: int = 3) -> Program:
+    """Return the offloaded program with delayed updates of a tiny model."""
+    residency = Residency(blocks="offloaded", num_slots=num_slots)
+    return lower(tiny_plan(tiny_model("untied"), residency=residency, runtime=Runtime(update="delayed")))
+
+
+def check_rules(context: Context) -> Outcome:
+    """Count lowered programs that the validator refuses, or that go wrong under random durations."""
+    chosen = list(plans())
+    total, rng = len(chosen), random.Random(context.seed)
+    chosen = rng.sample(chosen, min(total, context.samples(800, 40)))
+    refused, wrong, first = 0, 0, ""
+    for plan in chosen:
+        program = lower(plan)
+        try:
+            validate(program)
+        except ProgramError as error:
+            refused += 1
+            first = first or error.message
+        wrong += any(clashes(program, rng) for _ in range(2))
+    details = [
+        f"{len(chosen)} of {total} combinations of axes: {refused} refused by the validator",
+        f"under random durations: {wrong} in which conflicting accesses met",
+    ]
+    details += [f"first: {first}"] if first else []
+    return Outcome(refused + wrong, 0, "programs that break a rule", tuple(details))
+
+
+def clashes(program: Program, rng: random.Random) -> list[tuple[str, str]]:
+    """Return pairs of instructions that touch common bytes at one time, one of them writing, in a random run.
+
+    Durations spread over four decades. Nothing of the validator, the simulator or their order is used: a second
+    witness for what may overlap.
+    """
+    placed = program.unroll(_NUM_STEPS)
+    ends: dict[int, float] = {}
+    starts: dict[int, float] = {}
+    free: dict[Stream, float] = {}
+    for item in placed:
+        stream = item.instruction.stream
+        starts[item.index] = max([free.get(stream, 0.0), *(ends[index] for index in item.after)])
+        ends[item.index] = free[stream] = starts[item.index] + 10.0 ** rng.uniform(-2, 2)
+    return [
+        (first.instruction.id, second.instruction.id)
+        for first, second in _conflicting(placed)
+        if starts[first.index] < ends[second.index] and starts[second.index] < ends[first.index]
+    ]
+
+
+def _conflicting(placed: Sequence[Placed]) -> Iterator[tuple[Placed, Placed]]:
+    """Yield pairs on different streams that touch common bytes, one of them writing."""
+    touched: dict[str, list[tuple[Placed, Access, bool]]] = {}
+    for item in placed:
+        for access in item.instruction.reads:
+            touched.setdefault(access.buffer, []).append((item, access, False))
+        for access in item.instruction.writes:
+            touched.setdefault(access.buffer, []).append((item, access, True))
+    for uses in touched.values():
+        for (first, mine, writes), (second, theirs, overwrites) in combinations(uses, 2):
+            apart = first.instruction.stream != second.instruction.stream
+            if apart and (writes or overwrites) and mine.overlaps(theirs):
+                yield first, second
+
+
+def check_edges(_context: Context) -> Outcome:
+    """Count dependencies of the offloaded program that could be cut without anyone noticing."""
+    unnoticed, refused, reordered = 0, 0, 0
+    for num_slots in (1, 2, 3):
+        program = zo2_program(num_slots)
+        edges = [(part, item, edge) for part, item in program.instructions() for edge in item.after]
+        for part, item, edge in edges:
+            cut = without(program, part, item, edge)
+            if is_refused(cut):
+                refused += 1
+            elif _is_host_loop(program, edge) and _orders_less(cut, program):
+                reordered += 1
+            else:
+                unnoticed += 1
+    detail = (
+        f"{refused + reordered + unnoticed} edges cut one by one: {refused} refused by the validator, {reordered} "
+        f"only let a stream start before the host has read the step's scalars, {unnoticed} not noticed"
+    )
+    return Outcome(unnoticed, 0, "dependencies whose loss nobody notices", (detail,))
+
+
+def without(program: Program, part: Part, item: Instruction, edge: Dependency) -> Program:
+    """Return `program` with one dependency less."""
+    after = tuple(other for other in item.after if other != edge)
+    changed = tuple(replace(i, after=after) if i.id == item.id else i for i in getattr(program, part))
+    return replace(program, **{part: changed})
+
+
+def is_refused(program: Program) -> bool:
+    """Whether the validator finds a hazard."""
+    try:
+        validate(program)
+    except Hazard:
+        return True
+    return False
+
+
+def _is_host_loop(program: Program, edge: Dependency) -> bool:
+    last = [item.id for item in program.step if item.stream is Stream.COMPUTE][-1]
+    return edge == Dependency(last, 1)
+
+
+def _orders_less(cut: Program, program: Program) -> bool:
+    before, after = (HappensBefore(p.name, p.unroll(_NUM_STEPS)) for p in (program, cut))
+    pairs = combinations(range(len(program.unroll(_NUM_STEPS))), 2)
+    return any(before.ordered(*pair) and not after.ordered(*pair) for pair in pairs)
+
+
+def check_slots(context: Context) -> Outcome:
+    """Count programs under the paper's two rules alone that the validator lets through, or that never clash."""
+    rng = random.Random(context.seed)
+    details, unnoticed = [], 0
+    for num_slots in (1, 2, 3):
+        program = zo2_program(num_slots)
+        published = under_published_rules(program)
+        runs = context.samples(500, 60)
+        met = sum(any(_is_overwritten(pair) for pair in clashes(published, rng)) for _ in range(runs))
+        ours = sum(bool(clashes(program, rng)) for _ in range(runs))
+        refused = is_refused(published)
+        unnoticed += (not refused) + (met == 0) + ours
+        details.append(
+            f"{num_slots} slots: published rules {'refused' if refused else 'accepted'}, a slot overwritten during "
+            f"its offload in {met} of {runs} random runs; shipped program {ours} of {runs}"
+        )
+    return Outcome(unnoticed, 0, "hazards not noticed, or present in the shipped program", tuple(details))
+
+
+def under_published_rules(program: Program) -> Program:
+    """Return `program` with uploads that wait for the upload before them (their stream) and for nothing else."""
+    last = [item.id for item in program.step if item.stream is Stream.COMPUTE][-1]
+    step = tuple(
+        replace(item, after=tuple(edge for edge in item.after if edge.instruction == last))
+        if item.label == "upload"
+        else item
+        for item in program.step
+    )
+    return replace(program, step=step)
+
+
+def _is_overwritten(pair: tuple[str, str]) -> bool:
+    return sorted(name.rpartition("/")[2] for name in pair) == ["offload", "upload"]
+
+
+_READS_UNSEEN = Mutant(
+    "a write that does not wait for those who read",
+    "zosim.lowering.hazards:_conflicts",
+    "(t.event for t in touched.get(access.buffer, ()) if t.access.overlaps(access))",
+    "(t.event for t in touched.get(access.buffer, ()) if t.writes and t.access.overlaps(access))",
+)
+_BLIND_VALIDATOR = Mutant(
+    "a validator that forgets readers",
+    "zosim.validate:_State._check_conflicts",
+    "*held.readers",
+    "*held.readers[:0]",
+)
+
+CLAIMS = (
+    Claim(
+        "schedules-are-safe",
+        "Every combination of axes is lowered to a program in which each operand has the contents that its reader "
+        "requires and every two conflicting accesses are ordered: under any durations, none meet.",
+        "ZO2 section 5.2 and algorithm 2 (its two dependency rules, completed)",
+        "streams run in order; an instruction starts when all that it waits for has finished",
+        check_rules,
+        (
+            _READS_UNSEEN,
+            Mutant(
+                "a step without its delayed updates",
+                "zosim.lowering.step:StepWriter._blockwise",
+                "self._pending_updates(segment)",
+                "self.plan",
+            ),
+            Mutant(
+                "blocks that are not restored",
+                "zosim.lowering.step:StepWriter._both_points",
+                'self._perturb_all(in_place, segment, query, restore, previous, "")',
+                "restore += 0",
+            ),
+            Mutant(
+                "a direction not drawn again",
+                "zosim.lowering.step:StepWriter._draw",
+                "if not held.overlaps(target)",
+                "if held.what != target.what",
+            ),
+        ),
+    ),
+    Claim(
+        "every-dependency-is-needed",
+        "Cutting any one dependency of the offloaded program is refused by the validator, or lets a stream start a "
+        "step before the host has read the scalars of the step before.",
+        "ZO2 section D.1 (its two dependency relationships)",
+        "one cut at a time; 1, 2 and 3 slots",
+        check_edges,
+        (
+            _BLIND_VALIDATOR,
+            Mutant(
+                "an order that nothing can break",
+                "zosim.order:HappensBefore.ordered",
+                "self._clocks[later][position] >= count",
+                "later >= earlier",
+            ),
+            Mutant(
+                "dependencies that others imply",
+                "zosim.order:HappensBefore.needed",
+                "kept.remove(index)",
+                "kept.sort()",
+            ),
+        ),
+    ),
+    Claim(
+        "slots-are-not-overwritten",
+        "Under the two published rules alone an upload may overwrite a slot that is still being offloaded; such a "
+        "program is refused, and the shipped one never does it.",
+        "ZO2 section 5.2, rules 1 and 2, with the reusable memory of section D.2",
+        "1, 2 and 3 slots; durations spread over four decades",
+        check_slots,
+        (_READS_UNSEEN, _BLIND_VALIDATOR),
+    ),
+)
