@@ -45,6 +45,15 @@ _CORE_SOURCE = "assumed: what one core draws from memory, limited by its outstan
 _CACHE: Spread = (25e9, 10e9, 80e9)
 _CACHE_SOURCE = "assumed: one core in its cache"
 
+_CPU_EXPONENTIALS: Spread = (2e9, 0.8e9, 8e9)
+_CPU_EXPONENTIALS_SOURCE = (
+    "measured with torch 2.13 on one x86-64 core: softmax 0.6 ns, GELU 0.5 ns per element"
+)
+_GPU_EXPONENTIALS: Spread = (1.0, 0.3, 4.0)
+_GPU_EXPONENTIALS_SOURCE = (
+    "assumed: special function units keep up with memory, a number per byte of its bandwidth"
+)
+
 _CPU_NORMALS: dict[DType, Spread] = {
     "float64": (0.2e9, 0.08e9, 0.5e9),
     "float32": (0.35e9, 0.15e9, 0.8e9),
@@ -67,6 +76,12 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "call_s.head": (100e-6, 20e-6, 600e-6),
         "cache_bytes": (4 * 2**20, 1 * 2**20, 32 * 2**20),
         "dispatch_s": (5e-6, 1e-6, 25e-6),
+        "product_s": (0.0, 0.0, 0.0),
+        "product_s.bfloat16": (12e-6, 0.5e-6, 60e-6),
+        "product_s.float16": (12e-6, 0.5e-6, 60e-6),
+        "matmul_half_dim.bfloat16": (16.0, 2.0, 96.0),
+        "matmul_half_dim.float16": (16.0, 2.0, 96.0),
+        "kept_row_s": (5e-6, 1e-6, 25e-6),
         "copy_latency_s": (2e-6, 0.2e-6, 50e-6),
         "copy_cores": (1.0, 1.0, 1.0),
         "allocation_s": (5e-6, 0.5e-6, 50e-6),
@@ -85,6 +100,8 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "call_s.head": (60e-6, 10e-6, 400e-6),
         "cache_bytes": (24 * 2**20, 4 * 2**20, 96 * 2**20),
         "dispatch_s": (6e-6, 3e-6, 20e-6),
+        "product_s": (0.0, 0.0, 0.0),
+        "kept_row_s": (0.0, 0.0, 0.0),
         "copy_latency_s": (10e-6, 4e-6, 40e-6),
         "copy_cores": (0.0, 0.0, 0.0),
         "allocation_s": (300e-6, 30e-6, 3e-3),
@@ -99,6 +116,10 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
 _HOST_SOURCES = {
     "cache_bytes": "assumed: a core's share of the last-level cache, or a GPU's L2",
     "dispatch_s": "assumed: one kernel through PyTorch's eager dispatcher",
+    "product_s": "a product is launched as any other kernel",
+    "product_s.bfloat16": "measured with torch 2.13: oneDNN finds or makes a primitive for every product",
+    "product_s.float16": "assumed as for bfloat16",
+    "kept_row_s": "a loop in Python on a CPU, one kernel on a GPU",
     "call_s.embed": "assumed: the model's code from its entry to the first block",
     "call_s.block": "assumed: a block's Python modules",
     "call_s.head": "assumed: the model's code from the last block to the loss",
@@ -196,8 +217,9 @@ def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
     yield from _rates(spec, 1.0, (_GEMM_GPU, _GEMM_GPU_SOURCE), (_ATTENTION_GPU, _ATTENTION_GPU_SOURCE))
     memory = spec.memory_bandwidth_bytes_per_s
     source = f"data sheet bandwidth of {spec.name}; {_STREAM_SOURCE}"
-    for name in ("memory_bandwidth", "elementwise_bandwidth", "sweep_bandwidth"):
+    for name in ("memory_bandwidth", "elementwise_bandwidth", "sweep_bandwidth", "scratch_bandwidth"):
         yield _constant(name, _STREAM, source, scale=memory)
+    yield _constant("exponential_rate", _GPU_EXPONENTIALS, _GPU_EXPONENTIALS_SOURCE, scale=memory)
     for name in ("elementwise_cache_bandwidth", "sweep_cache_bandwidth"):
         yield _constant(name, (1.7, 0.8, 3.0), "assumed: L2 against memory bandwidth", scale=memory)
     for dtype, width in DTYPE_BYTES.items():
@@ -214,11 +236,16 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
     for name in ("memory_bandwidth", "elementwise_bandwidth"):
         yield _constant(name, spread, source)
     yield _constant("elementwise_cache_bandwidth", _CACHE, _CACHE_SOURCE, scale=threads)
+    yield _constant("exponential_rate", _CPU_EXPONENTIALS, _CPU_EXPONENTIALS_SOURCE, scale=threads)
     for dtype, width in DTYPE_BYTES.items():
         # Formats that a CPU must widen to compute with take their time per element, not per byte.
         factor = width / 4 if width < 4 else 1.0
-        for name, (value, low, high) in (("sweep_bandwidth", spread), ("sweep_cache_bandwidth", _CACHE)):
-            scale = threads if name == "sweep_cache_bandwidth" else 1.0
+        for name, (value, low, high) in (
+            ("sweep_bandwidth", spread),
+            ("sweep_cache_bandwidth", _CACHE),
+            ("scratch_bandwidth", _CACHE),
+        ):
+            scale = threads if name != "sweep_bandwidth" else 1.0
             widened = (value * factor, low * factor, high)
             yield _constant(f"{name}.{dtype}", widened, f"{source}; widened to compute with", scale=scale)
     for dtype, normals in _CPU_NORMALS.items():

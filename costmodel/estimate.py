@@ -32,7 +32,7 @@ class OperationCost:
     seconds : float
         Duration with nothing else running.
     terms : mapping of str to float
-        Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``sweep``, ``draw``, ``copy``, ``allocation``,
+        Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``exponential``, ``sweep``, ``draw``, ``copy``, ``allocation``,
         ``dispatch``, ``overhead``. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
     limiter : str
         The largest term.
@@ -87,12 +87,14 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
         "matmul": sum(_matmul_s(part, work.dtype, width, values) for part in work.matmuls),
         "attention": sum(_attention_s(part, work.dtype, width, values) for part in work.attention),
         "elementwise": _cached_s(work.elementwise_bytes, work.num_kernels, "elementwise", values),
-        "sweep": _cached_s(work.sweep_bytes, 1, "sweep", values, work.dtype),
+        "exponential": work.num_exponentials / values["exponential_rate"],
+        "sweep": _sweep_s(work, values),
         "draw": _draw_s(work, values),
         "copy": _copy_s(work, values, direction),
         "allocation": work.num_allocations * values["allocation_s"]
         + work.allocation_bytes * values["allocation_s_per_byte"],
         "dispatch": work.num_kernels * values["dispatch_s"]
+        + len(work.matmuls) * _by_format("product_s", work.dtype, values)
         + sum(_by_format("call_s", code, values) for code in work.calls),
         "overhead": values["instruction_s"],
     }
@@ -108,8 +110,9 @@ def combine_terms(terms: Mapping[str, float], device_kind: DeviceKind) -> float:
 
 
 def _matmul_s(part: Matmul, dtype: str, width: int, values: Mapping[str, float]) -> float:
-    rate = _rate("matmul_rate", dtype, values) * _efficiency(part, values["matmul_half_dim"])
-    return max(part.flops / rate, part.elements * width / values["memory_bandwidth"])
+    rate = _rate("matmul_rate", dtype, values)
+    efficiency = _efficiency(part, _by_format("matmul_half_dim", dtype, values))
+    return max(part.flops / (rate * efficiency), part.elements * width / values["memory_bandwidth"])
 
 
 def _efficiency(part: Matmul, half: float) -> float:
@@ -141,10 +144,16 @@ def _cached_bytes(size_bytes: int, num_kernels: int, cache_bytes: float) -> floa
     return min(float(size_bytes), cache_bytes * max(1, num_kernels))
 
 
+def _sweep_s(work: Work, values: Mapping[str, float]) -> float:
+    scratch_s = work.scratch_bytes / _by_format("scratch_bandwidth", work.dtype, values)
+    return scratch_s + _cached_s(work.sweep_bytes, 1, "sweep", values, work.dtype)
+
+
 def _draw_s(work: Work, values: Mapping[str, float]) -> float:
     if work.num_normals == 0:
         return 0.0
-    return work.num_normals / _rate(f"draw_rate.{work.distribution}", work.draw_dtype, values)
+    numbers_s = work.num_normals / _rate(f"draw_rate.{work.distribution}", work.draw_dtype, values)
+    return numbers_s + work.num_kept_rows * values["kept_row_s"]
 
 
 def _copy_s(work: Work, values: Mapping[str, float], direction: CopyDirection) -> float:

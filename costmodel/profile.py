@@ -29,9 +29,13 @@ CONSTANT_UNITS: dict[str, str] = {
     "elementwise_cache_bandwidth": "byte/s",
     "sweep_bandwidth": "byte/s",
     "sweep_cache_bandwidth": "byte/s",
+    "scratch_bandwidth": "byte/s",
     "cache_bytes": "byte",
+    "exponential_rate": "number/s",
     "draw_rate": "number/s",
+    "kept_row_s": "s",
     "dispatch_s": "s",
+    "product_s": "s",
     "call_s": "s",
     "copy_h2d_bandwidth": "byte/s",
     "copy_d2h_bandwidth": "byte/s",
@@ -50,7 +54,7 @@ CONSTANT_UNITS: dict[str, str] = {
 
 ``matmul_rate.<dtype>``, ``attention_rate.<dtype>``
     Rates of large matrix products and of fused attention.
-``matmul_half_dim``
+``matmul_half_dim[.<dtype>]``
     A dimension of this size halves the rate of a product: its efficiency is ``Π d / (d + half)`` over m, n, k.
 ``attention_half_len``
     A sequence of this length halves the rate of fused attention.
@@ -59,10 +63,14 @@ CONSTANT_UNITS: dict[str, str] = {
 ``elementwise_*``, ``sweep_*[.<dtype>]``
     Of activations and of parameters, each from memory and from cache; ``cache_bytes`` says what the cache holds.
     Sweeps differ by format where arithmetic, not memory, limits them, as half precision on a CPU does.
-``draw_rate.<distribution>.<dtype>``
-    Random numbers written per second.
-``dispatch_s``, ``call_s.<embed|block|head>``, ``instruction_s``, ``step_s``
-    Host time per kernel, per segment of model code entered, per instruction of a program, per training step.
+``scratch_bandwidth[.<dtype>]``
+    Of temporaries between the passes of one sweep: cached pieces on a CPU, memory on a GPU.
+``exponential_rate``
+    Exponentials per second, beyond the time that reading and writing takes.
+``draw_rate.<distribution>.<dtype>``, ``kept_row_s``
+    Random numbers written per second; time per row that is picked out of a table's numbers.
+``dispatch_s``, ``product_s[.<dtype>]``, ``call_s.<embed|block|head>``, ``instruction_s``, ``step_s``
+    Host time per kernel, per matrix product besides, per segment of model code entered, per instruction of a program, per training step.
 ``copy_*``
     Host to device and back, the first ``cache_bytes`` of each copy at the cache's bandwidth; on a CPU a copy is a thread that takes ``copy_cores`` cores.
 ``allocation_s``, ``allocation_s_per_byte``

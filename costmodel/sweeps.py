@@ -10,7 +10,7 @@ from typing import Literal
 
 from costmodel.work import DTYPE_BYTES, DType, Work
 
-Arithmetic = Literal["fused", "scaled", "literal"]
+Arithmetic = Literal["fused", "scaled", "literal", "pieces"]
 """How a multiple of a direction is added to parameters.
 
 ``fused``
@@ -19,6 +19,9 @@ Arithmetic = Literal["fused", "scaled", "literal"]
     ``z.mul_(ε)`` once, then ``θ.add_(z)``: one more read and write of z.
 ``literal``
     ``θ = θ + (s·z)·ε`` with a temporary for each step, as the reference MeZO loop writes it.
+``pieces``
+    The roundings of ``literal`` in place, piece by piece: ``z·(s·ε)`` into scratch memory, then ``θ.add_``. What
+    the executor does.
 """
 
 Distribution = Literal["normal", "rademacher"]
@@ -30,13 +33,18 @@ def draw_work(
     dtype: DType = "float32",
     distribution: Distribution = "normal",
     num_tensors: int = 1,
+    num_kept_rows: int = 0,
 ) -> Work:
     """Return the work of drawing a direction of `num_elements` into a buffer, one kernel per tensor.
 
-    Writing the numbers is part of drawing them: the rate of a generator is measured into memory.
+    With `num_kept_rows`, only so many rows of it are kept. Writing the numbers is part of drawing them: the rate of a generator is measured into memory.
     """
     return Work(
-        num_normals=num_elements, draw_dtype=dtype, distribution=distribution, num_kernels=num_tensors
+        num_normals=num_elements,
+        draw_dtype=dtype,
+        distribution=distribution,
+        num_kernels=num_tensors,
+        num_kept_rows=num_kept_rows,
     )
 
 
@@ -71,6 +79,13 @@ def perturb_work(
     """
     theta, z = DTYPE_BYTES[dtype], DTYPE_BYTES[direction_dtype or dtype]
     axpy_bytes = 2 * theta + z
+    if arithmetic == "pieces":
+        return Work(
+            dtype=dtype,
+            sweep_bytes=num_elements * axpy_bytes,
+            scratch_bytes=num_elements * 2 * z,
+            num_kernels=2,
+        )
     if arithmetic == "fused":
         return Work(dtype=dtype, sweep_bytes=num_elements * axpy_bytes, num_kernels=num_tensors)
     if arithmetic == "scaled":
@@ -110,6 +125,11 @@ def update_work(
         num_tensors=num_tensors,
         largest_tensor=largest_tensor,
     )
+    if arithmetic == "pieces":
+        # p = g·z, (d = wd·θ, p + d,) η·p, θ - p: all but one read of z and θ and one write of θ is scratch.
+        num_passes, num_kernels = (9, 5) if weight_decay else (4, 3)
+        changed = {"scratch_bytes": num_elements * theta * num_passes, "num_kernels": num_kernels}
+        return step.model_copy(update=changed)
     if not weight_decay:
         return step
     if arithmetic != "literal":
@@ -127,7 +147,7 @@ def update_work(
 def cast_work(num_elements: int, *, source: DType, target: DType, num_tensors: int = 1) -> Work:
     """Return the work of rewriting `num_elements` in another format: one read, one write."""
     width = DTYPE_BYTES[source] + DTYPE_BYTES[target]
-    return Work(dtype=source, sweep_bytes=num_elements * width, num_kernels=num_tensors)
+    return Work(dtype=source, elementwise_bytes=num_elements * width, num_kernels=num_tensors)
 
 
 def copy_work(size_bytes: int) -> Work:

@@ -41,6 +41,7 @@ class Tape:
     peak_bytes: int = 0
     num_kernels: int = 0
     elementwise_bytes: int = 0
+    num_exponentials: int = 0
     matmuls: list[Matmul] = field(default_factory=list)
     attention: list[Attention] = field(default_factory=list)
     _live: set[Buffer] = field(default_factory=set)
@@ -66,15 +67,18 @@ class Tape:
         num_elements: int | None = None,
         dtype: DType | None = None,
         drop: tuple[Buffer, ...] = (),
+        exponentials: int = 0,
     ) -> Buffer:
         """Return the output of one element-wise kernel over `inputs`, sized and typed like the first of them.
 
-        `drop` names inputs that nothing refers to once the kernel is done.
+        `drop` names inputs that nothing refers to once the kernel is done; `exponentials` says how many the kernel
+        computes per element of its output.
         """
         size = inputs[0].num_elements if num_elements is None else num_elements
         output = self.new(size, dtype or inputs[0].dtype)
         self.elementwise_bytes += sum(buffer.size_bytes for buffer in inputs) + output.size_bytes
         self.num_kernels += 1
+        self.num_exponentials += exponentials * size
         self.free(*drop)
         return output
 
@@ -97,6 +101,7 @@ class Tape:
             matmuls=tuple(self.matmuls),
             attention=tuple(self.attention),
             elementwise_bytes=self.elementwise_bytes,
+            num_exponentials=self.num_exponentials,
             num_kernels=self.num_kernels,
             workspace_bytes=max(0, self.peak_bytes - output_bytes),
         )

@@ -88,8 +88,15 @@ class Work(_Counted):
         Bytes read plus written by element-wise and normalisation kernels (activations).
     sweep_bytes : int
         Bytes read plus written by passes over parameters and directions (perturb, restore, update, casts).
+    scratch_bytes : int
+        Bytes that these passes read and write once more, in temporaries that stay near the processor.
+    num_exponentials : int
+        Exponentials in element-wise kernels, beside their bytes: softmax and activation functions. A hyperbolic
+        tangent counts as several.
     num_normals : int
         Random numbers drawn.
+    num_kept_rows : int
+        Rows that are picked one by one out of numbers that are drawn and not kept.
     draw_dtype : str
         Format that they are drawn in (generators differ in speed by format).
     distribution : str
@@ -114,7 +121,10 @@ class Work(_Counted):
     attention: tuple[Attention, ...] = ()
     elementwise_bytes: NonNegativeInt = 0
     sweep_bytes: NonNegativeInt = 0
+    scratch_bytes: NonNegativeInt = 0
+    num_exponentials: NonNegativeInt = 0
     num_normals: NonNegativeInt = 0
+    num_kept_rows: NonNegativeInt = 0
     draw_dtype: DType = "float32"
     distribution: Literal["normal", "rademacher"] = "normal"
     num_kernels: NonNegativeInt = 0
@@ -166,7 +176,10 @@ class Work(_Counted):
 _SUMMED = (
     "elementwise_bytes",
     "sweep_bytes",
+    "scratch_bytes",
+    "num_exponentials",
     "num_normals",
+    "num_kept_rows",
     "num_kernels",
     "copy_bytes",
     "num_allocations",

@@ -16,6 +16,7 @@ from statistics import median
 import torch
 
 from costmodel.calibration import Measurement
+from executors.heap import keep_freed_memory
 from executors.probes import Action, Probe, kernel_probes, segment_probes
 from topology.errors import RunError
 
@@ -84,6 +85,8 @@ def calibrate(
     if threads < 1:
         raise RunError(f"num_threads={threads} must be at least 1")
     where = _device(device)
+    if where.type == "cpu":
+        keep_freed_memory()
     with _threads(threads), torch.no_grad():
         probes = [*kernel_probes(where, dtypes), *segment_probes(where, dtypes)]
         sampled = _sample(probes, where, budget_s, on_round)
@@ -108,12 +111,16 @@ def _sample(
 def _num_repeats(probe: Probe, device: torch.device) -> int:
     """Warm the probe up, and return how often to run it for one sample."""
     _seconds(probe, 1, device)
+    if probe.before is not None:
+        return 1
     once = _seconds(probe, 1, device) * probe.num_done
     return max(1, min(_MOST_REPEATS, round(_SAMPLE_S / max(once, 1e-9))))
 
 
 def _seconds(probe: Probe, num_repeats: int, device: torch.device) -> float:
     """Return the mean time of the work done once, by the device's own clock if it has one."""
+    if probe.before is not None:
+        probe.before()
     with _beside(probe.beside):
         if device.type == "cuda":
             total = _cuda_seconds(probe, num_repeats, device)

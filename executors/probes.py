@@ -14,13 +14,13 @@ from torch.nn import functional
 from costmodel.estimate import CopyDirection
 from costmodel.forward import forward_work
 from costmodel.model_spec import EMBED, HEAD, block_segment
-from costmodel.sweeps import allocation_work, copy_work, draw_work, perturb_work
+from costmodel.sweeps import allocation_work, copy_work, draw_work, perturb_work, update_work
 from costmodel.work import Attention, DType, Matmul, Work
 from executors.arithmetic import Sweeper
 from executors.buffers import TORCH_DTYPES
 from executors.directions import Direction, direction_named
 from executors.model import Batch, CutModel, StepCache
-from executors.rng import generator_on
+from executors.rng import draw_rows, generator_on
 from executors.spec import spec_of_model
 from executors.streams import Task, Ticket, backend_for
 from zosim.program import Instruction, Scalar, Stream
@@ -60,7 +60,7 @@ ATTENTION_SHAPES = {
 """(batch x heads, tokens, head width)."""
 
 SEGMENT_SHAPES = {
-    "cpu": ((64, 64, 1, 8), (128, 258, 2, 64), (256, 2048, 2, 128), (768, 4096, 2, 128)),
+    "cpu": ((64, 64, 1, 8), (128, 258, 2, 64), (320, 9000, 2, 72), (768, 4096, 2, 128)),
     "cuda": ((64, 64, 1, 8), (768, 50272, 4, 512), (2048, 50272, 4, 1024), (4096, 50272, 2, 2048)),
 }
 """(hidden, vocabulary, sequences, tokens) of the models whose segments are run; two blocks each.
@@ -84,6 +84,8 @@ class Probe:
         Which way bytes are copied, where they are.
     beside : callable or None
         Runs over and over on another thread meanwhile, to see what the two take from each other.
+    before : callable or None
+        Runs before each sample and is not timed; such a sample runs the probe once.
     num_done : int
     """
 
@@ -92,6 +94,7 @@ class Probe:
     run: Action
     direction: CopyDirection = "h2d"
     beside: Action | None = None
+    before: Action | None = None
     num_done: int = 1
 
 
@@ -102,7 +105,9 @@ def kernel_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe
         yield from _attentions(device, dtype)
         yield from _sweeps(device, dtype)
         yield from _draws(device, dtype)
+    yield from _kept_rows(device, dtypes[0])
     yield from _elementwise(device)
+    yield from _exponentials(device)
     yield from _dispatch(device)
     yield from _copies(device)
     yield from _contention(device, dtypes[0])
@@ -154,17 +159,29 @@ def _attentions(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 
 def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
-    sweeper = Sweeper()
-    for place, size_bytes in _places(device):
+    sweeper = Sweeper(num_threads=torch.get_num_threads())
+    for place, size_bytes in (("in memory", MEMORY_BYTES[device.type] // 16), _places(device)[1]):
         num = size_bytes // TORCH_DTYPES[dtype].itemsize
-        theta, z = _random(device, dtype, num), _random(device, dtype, num)
+        z = _random(device, dtype, num)
+        # A block's parameters come from memory, its direction has just been drawn.
+        thetas = [_random(device, dtype, num)]
+        if place == "in memory":
+            thetas = _copies_of(lambda num=num: _random(device, dtype, num), device)  # type: ignore[misc]
+        turns = cycle(thetas)
+
         # Back and forth, so that nothing grows however often it runs.
         signs = cycle((1, -1))
 
-        def run(theta: Tensor = theta, z: Tensor = z, signs: Iterator[int] = signs) -> None:
-            sweeper.perturb(theta, z, next(signs), 1e-3)
+        def perturb(turns: Iterator[Tensor] = turns, z: Tensor = z, signs: Iterator[int] = signs) -> None:
+            sweeper.perturb(next(turns), z, next(signs), 1e-3)
 
-        yield Probe(f"sweep {place} {dtype}", perturb_work(num, dtype=_format(dtype)), run)
+        def update(turns: Iterator[Tensor] = turns, z: Tensor = z, signs: Iterator[int] = signs) -> None:
+            sweeper.update(next(turns), z, gradient=next(signs), learning_rate=1e-3, weight_decay=0.0)
+
+        work = perturb_work(num, dtype=_format(dtype), arithmetic="pieces")
+        yield Probe(f"perturb {place} {dtype}", work, perturb)
+        work = update_work(num, dtype=_format(dtype), arithmetic="pieces", weight_decay=True)
+        yield Probe(f"update {place} {dtype}", work, update)
 
 
 def _draws(device: torch.device, dtype: str) -> Iterator[Probe]:
@@ -179,6 +196,25 @@ def _draws(device: torch.device, dtype: str) -> Iterator[Probe]:
             direction.fill(out, generator)
 
         yield Probe(f"draw {name} {dtype}", work, run)
+
+
+def _kept_rows(device: torch.device, dtype: str) -> Iterator[Probe]:
+    num_rows, width = 1024, 64
+    rows = torch.arange(0, num_rows, 4, device=device)
+    out = _random(device, dtype, rows.numel(), width)
+    direction, generator = direction_named("gaussian"), generator_on(device, 1)
+
+    def run() -> None:
+        draw_rows(out, rows, num_rows, direction, generator)
+
+    work = draw_work(num_rows * width, dtype=_format(dtype), num_kept_rows=rows.numel())
+    yield Probe(f"rows {rows.numel()} of {num_rows}", work, run)
+
+
+def _exponentials(device: torch.device) -> Iterator[Probe]:
+    x = _random(device, "float32", 128, MEMORY_BYTES[device.type] >> 13)
+    work = Work(elementwise_bytes=8 * x.numel(), num_exponentials=x.numel(), num_kernels=1)
+    yield Probe("softmax", work, lambda: functional.log_softmax(x, -1))
 
 
 def _elementwise(device: torch.device) -> Iterator[Probe]:
@@ -281,6 +317,7 @@ def _segments(
     cache = StepCache()
     state = cut.embed(inputs, cache)
     turns = cycle(range(len(cut.blocks)))
+    drawn, generator = _random(device, dtype, MEMORY_BYTES[device.type] // 64), generator_on(device, 1)
     actions: tuple[tuple[str, Action], ...] = (
         (EMBED, lambda: cut.embed(inputs, cache)),
         (block_segment(0), lambda: cut.block(next(turns), state, cache)),
@@ -288,7 +325,22 @@ def _segments(
     )
     for segment, run in actions:
         work = forward_work(spec, segment, batch=batch, seq=seq, dtype=_format(dtype))
-        yield Probe(f"{segment} of {hidden} wide, {batch}x{seq} {dtype}", work, run)
+        # A step draws before it runs a segment twice: what the first run finds in cache is little.
+        yield Probe(
+            f"{segment} of {hidden} wide, {batch}x{seq} {dtype}",
+            work,
+            _twice(run),
+            before=lambda: direction_named("gaussian").fill(drawn, generator),
+            num_done=2,
+        )
+
+
+def _twice(action: Action) -> Action:
+    def run() -> None:
+        action()
+        action()
+
+    return run
 
 
 def _random_opt(hidden: int, vocab: int, seq: int) -> torch.nn.Module:

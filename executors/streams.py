@@ -13,6 +13,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from executors.heap import keep_freed_memory
 from topology.errors import RunError, ZosimError
 from zosim.program import Buffer, Instruction, Part, Stream
 from zosim.timeline import Span
@@ -184,6 +185,7 @@ class CpuBackend(Backend):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        keep_freed_memory()
         self._begin = time.perf_counter()
         self._workers: dict[Stream, _Worker] = {}
         self._pending: list[_Event] = []

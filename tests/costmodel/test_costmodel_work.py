@@ -71,8 +71,14 @@ def test_updates_casts_copies_and_allocations():
     assert update_work(100) == perturb_work(100)
     assert update_work(100, weight_decay=True).sweep_bytes == (3 + 2) * 400
     assert update_work(100, weight_decay=True, arithmetic="literal").sweep_bytes == (7 + 5) * 400
+    # The executor's sweeps: z and θ are read and θ is written once, all else stays in scratch memory.
+    pieces = perturb_work(100, arithmetic="pieces")
+    assert (pieces.sweep_bytes, pieces.scratch_bytes, pieces.num_kernels) == (3 * 400, 2 * 400, 2)
+    for weight_decay, passes in ((False, 4), (True, 9)):
+        update = update_work(100, arithmetic="pieces", weight_decay=weight_decay)
+        assert (update.sweep_bytes, update.scratch_bytes) == (3 * 400, passes * 400)
     assert perturb_work(100, dtype="bfloat16", direction_dtype="float32").sweep_bytes == 100 * (2 + 4 + 2)
-    assert cast_work(100, source="float32", target="float16").sweep_bytes == 600
+    assert cast_work(100, source="float32", target="float16").elementwise_bytes == 600
     assert copy_work(77).copy_bytes == 77
     assert allocation_work(77, num_allocations=2).num_allocations == 2
 

@@ -58,17 +58,18 @@ def test_products_do_the_flops_they_state(all_probes: list[probes.Probe]) -> Non
     for probe in counted:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             probe.run()
-        assert counter.get_total_flops() == probe.work.flops, probe.name
+        assert counter.get_total_flops() == probe.work.flops * probe.num_done, probe.name
 
 
 def test_sweeps_return_to_where_they_began() -> None:
-    (memory, _) = probes._sweeps(CPU, "float32")
-    theta = memory.run.__defaults__[0]  # type: ignore[attr-defined]
-    before = theta.clone()
-    memory.run()
-    assert not torch.equal(before, theta)
-    memory.run()
-    assert torch.allclose(before, theta, atol=1e-6)
+    *_, perturb, update = probes._sweeps(CPU, "float32")
+    for probe in (perturb, update):
+        theta = next(probe.run.__defaults__[0])  # type: ignore[attr-defined]
+        before = theta.clone()
+        probe.run()
+        assert not torch.equal(before, theta)
+        probe.run()
+        assert torch.allclose(before, theta, atol=1e-6)
 
 
 def test_measurements_and_the_state_left_behind(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_measurements_and_the_state_left_behind(tmp_path: Path) -> None:
 
 
 def test_a_larger_sweep_takes_longer() -> None:
-    memory, cache = probes._sweeps(CPU, "float32")
+    memory, _, cache, _ = probes._sweeps(CPU, "float32")
     sampled = calibrate._sample([memory, cache], CPU, 0.05, None)
     assert min(sampled[0].seconds) > 4 * min(sampled[1].seconds)
 

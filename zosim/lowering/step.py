@@ -168,8 +168,9 @@ class StepWriter:
             work = update_work(
                 group.num_trainable,
                 dtype=self.plan.precision.storage,
-                num_tensors=group.num_trainable_tensors,
-                largest_tensor=group.largest_trainable_tensor,
+                arithmetic="pieces",
+                # A decay of 0 takes its passes as well: it may change a zero's sign.
+                weight_decay=True,
             )
             name = f"{group.name}/update[q{query}]"
             self._emit(
@@ -206,7 +207,7 @@ class StepWriter:
             segment,
             reads if keep != "rows" else (*reads, self.layout.batch()),
             (target, *writes),
-            self._draw_work(group),
+            self._draw_work(group, num_kept_rows=self.plan.tokens_per_step if keep == "rows" else 0),
         )
         self._at_hand = [held for held in self._at_hand if not held.overlaps(target)]
         self._at_hand.append(target)
@@ -242,13 +243,14 @@ class StepWriter:
         name = f"{group.name}/walk[q{query}]"
         self._emit(name, op, self._draw_stream, "draw", group.segments[0], reads, writes, work)
 
-    def _draw_work(self, group: ParameterGroup) -> Work:
+    def _draw_work(self, group: ParameterGroup, *, num_kept_rows: int = 0) -> Work:
         distributions: dict[str, Distribution] = {"gaussian": "normal", "rademacher": "rademacher"}
         return draw_work(
             group.num_trainable,
             dtype=self.plan.precision.storage,
             distribution=distributions[self.plan.estimator.direction],
             num_tensors=group.num_trainable_tensors,
+            num_kept_rows=num_kept_rows,
         )
 
     @property
@@ -279,8 +281,7 @@ class StepWriter:
             perturb_work(
                 group.num_trainable,
                 dtype=self.plan.precision.storage,
-                num_tensors=group.num_trainable_tensors,
-                largest_tensor=group.largest_trainable_tensor,
+                arithmetic="pieces",
             ),
         )
 

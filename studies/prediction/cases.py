@@ -1,0 +1,187 @@
+"""What is predicted and measured: small models with random weights under many placements.
+
+The tuning list may be looked at while the cost model is being improved. The held-out list is drawn at random from
+the same ranges by a seed, and is only ever reported.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from costmodel.work import DType
+
+PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "sweep": {"runtime": {"traversal": "sweep"}},
+    "blockwise": {"runtime": {"update": "immediate"}},
+    "delayed": {"runtime": {"update": "delayed"}},
+    "delayed, counter": {"runtime": {"update": "delayed"}, "estimator": {"rng": "counter"}},
+    "delayed, rademacher": {"runtime": {"update": "delayed"}, "estimator": {"direction": "rademacher"}},
+    "delayed, draw ahead": {"runtime": {"update": "delayed", "draw_ahead": True}},
+    "delayed, forward difference": {"runtime": {"update": "delayed"}, "estimator": {"difference": "forward"}},
+    "offloaded, 1 slot": {
+        "runtime": {"update": "delayed"},
+        "residency": {"blocks": "offloaded", "num_slots": 1},
+    },
+    "offloaded, 2 slots": {
+        "runtime": {"update": "delayed"},
+        "residency": {"blocks": "offloaded", "num_slots": 2},
+    },
+    "offloaded, 3 slots": {
+        "runtime": {"update": "delayed"},
+        "residency": {"blocks": "offloaded", "num_slots": 3},
+    },
+    "offloaded, no overlap": {
+        "runtime": {"update": "delayed"},
+        "residency": {"blocks": "offloaded", "overlap": False},
+    },
+    "offloaded, no reuse": {
+        "runtime": {"update": "delayed"},
+        "residency": {"blocks": "offloaded", "reuse_slots": False},
+    },
+    "offloaded, immediate": {"runtime": {"update": "immediate"}, "residency": {"blocks": "offloaded"}},
+    "offloaded, lossy": {
+        "runtime": {"update": "delayed"},
+        "residency": {"blocks": "offloaded"},
+        "precision": {"transfer": "narrower"},
+    },
+    "offloaded, draw ahead": {
+        "runtime": {"update": "delayed", "draw_ahead": True},
+        "residency": {"blocks": "offloaded"},
+    },
+    "offloaded, counter": {
+        "runtime": {"update": "delayed"},
+        "residency": {"blocks": "offloaded"},
+        "estimator": {"rng": "counter"},
+    },
+}
+"""Axes of the plan that each placement sets; the others keep their defaults."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model with random weights."""
+
+    family: str
+    hidden: int
+    num_blocks: int
+    vocab: int
+    tied: bool = True
+
+    @property
+    def num_heads(self) -> int:
+        """Attention heads, 64 wide where the hidden state is wide enough."""
+        return max(2, self.hidden // 64)
+
+    @property
+    def name(self) -> str:
+        """Family and sizes."""
+        tied = "" if self.tied else "-untied"
+        return f"{self.family}-{self.hidden}x{self.num_blocks}-v{self.vocab}{tied}"
+
+    @property
+    def num_block_parameters(self) -> int:
+        """Parameters of the blocks, up to norms and biases."""
+        return 12 * self.hidden**2 * self.num_blocks
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, up to norms, biases and positions."""
+        return self.num_block_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration."""
+
+    shape: Shape
+    batch: int
+    seq: int
+    dtype: DType
+    num_threads: int
+    placement: str
+
+    @property
+    def name(self) -> str:
+        """Everything that tells it from others."""
+        dtype = {"float32": "fp32", "bfloat16": "bf16"}[self.dtype]
+        return (
+            f"{self.shape.name} {self.batch}x{self.seq} {dtype} "
+            f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''}, {self.placement}"
+        )
+
+    @property
+    def rough_step_s(self) -> float:
+        """Order of magnitude of a step on a small machine, to keep lists short: draws and products alone."""
+        tokens = self.batch * self.seq
+        products = 4 * tokens * (self.shape.num_block_parameters + self.shape.vocab * self.shape.hidden)
+        draws = 4 if self.placement == "sweep" else 2
+        return products / 60e9 + draws * self.shape.num_parameters / 0.35e9
+
+
+def tuning_cases() -> list[Case]:
+    """Return the list that the cost model may be improved on."""
+    small, medium = Shape("opt", 128, 4, 512), Shape("opt", 256, 4, 8000)
+    wide = Shape("gpt2", 512, 3, 10000)
+    llama = Shape("llama", 256, 4, 4000, tied=False)
+    large = Shape("opt", 768, 3, 16000)
+    rows = [
+        (small, 4, 64, "float32", 2, "delayed"),
+        (small, 4, 64, "bfloat16", 1, "offloaded, 3 slots"),
+        (small, 8, 128, "float32", 1, "sweep"),
+        (small, 2, 32, "float32", 2, "offloaded, no overlap"),
+        (medium, 2, 96, "float32", 2, "sweep"),
+        (medium, 2, 96, "float32", 2, "offloaded, 3 slots"),
+        (medium, 2, 96, "float32", 1, "offloaded, 1 slot"),
+        (medium, 4, 128, "bfloat16", 2, "delayed"),
+        (medium, 1, 64, "float32", 1, "delayed, draw ahead"),
+        (medium, 4, 48, "float32", 2, "offloaded, lossy"),
+        (llama, 2, 128, "float32", 2, "blockwise"),
+        (llama, 4, 64, "bfloat16", 2, "offloaded, 2 slots"),
+        (llama, 1, 200, "float32", 1, "delayed, counter"),
+        (llama, 3, 80, "float32", 2, "offloaded, draw ahead"),
+        (wide, 2, 64, "float32", 2, "delayed"),
+        (wide, 2, 64, "float32", 2, "offloaded, 2 slots"),
+        (wide, 1, 160, "bfloat16", 1, "sweep"),
+        (wide, 4, 96, "float32", 1, "offloaded, no reuse"),
+        (wide, 2, 64, "float32", 2, "delayed, rademacher"),
+        (large, 1, 96, "float32", 2, "offloaded, 3 slots"),
+        (large, 2, 64, "float32", 1, "blockwise"),
+        (large, 2, 64, "bfloat16", 2, "offloaded, immediate"),
+        (large, 1, 64, "float32", 2, "delayed, forward difference"),
+        (large, 2, 32, "float32", 2, "offloaded, counter"),
+    ]
+    return [Case(*row) for row in rows]  # type: ignore[arg-type]
+
+
+def held_out_cases(num_cases: int = 48, *, seed: int = 20261121, longest_step_s: float = 1.2) -> list[Case]:
+    """Return random cases, each placement equally often, none of them on the tuning list."""
+    generator = random.Random(seed)
+    seen = set(tuning_cases())
+    names = list(PLACEMENTS)
+    found: list[Case] = []
+    for case in _random_cases(generator, names):
+        if case not in seen and case.rough_step_s <= longest_step_s:
+            seen.add(case)
+            found.append(case)
+            names.remove(case.placement)
+            names.extend(PLACEMENTS if not names else ())
+        if len(found) == num_cases:
+            return found
+    raise AssertionError
+
+
+def _random_cases(generator: random.Random, names: list[str]) -> Iterator[Case]:
+    while True:
+        shape = Shape(
+            generator.choice(["opt", "gpt2", "llama"]),
+            generator.choice([64, 128, 192, 256, 384, 512, 640, 768]),
+            generator.randint(2, 12),
+            generator.choice([300, 1000, 5000, 12000, 32000, 50257]),
+            generator.random() < 0.6,
+        )
+        batch, seq = generator.randint(1, 8), generator.randrange(32, 257, 8)
+        dtype: DType = generator.choice(["float32", "float32", "bfloat16"])
+        yield Case(shape, batch, seq, dtype, generator.choice([1, 2]), generator.choice(names))

@@ -1,0 +1,148 @@
+"""Measured step times of cases: short rounds, interleaved, with what else the machine was doing meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+
+import psutil
+import torch
+
+from executors.session import Session
+from studies.prediction.cases import Case
+from studies.prediction.setting import batch_of, session_of
+from zosim.plan import Plan
+from zosim.timeline import Timeline
+
+NUM_ROUNDS = 4
+STEPS_PER_ROUND = 4
+"""Timed steps of a round; one step before them, whose caches and pending copies belong to another case, is not."""
+
+SHORT_STEP_S = 0.02
+"""Cases with steps shorter than this run three times as many of them per round."""
+
+SESSIONS_AT_ONCE = 6
+"""Cases that take turns, and whose models are in memory at the same time."""
+
+OnCase = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Round:
+    """Step times of one round."""
+
+    step_s: tuple[float, ...]
+    foreign_cores: float
+    """Cores that other processes (and other guests of the machine) kept busy meanwhile."""
+
+
+@dataclass
+class Measured:
+    """What a case did."""
+
+    case: Case
+    plan: Plan
+    timeline: Timeline
+    device_bytes: int
+    host_bytes: int
+    arena_bytes: int
+    rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def quiet_rounds(self) -> list[Round]:
+        """The half of the rounds in which others disturbed least."""
+        ranked = sorted(self.rounds, key=lambda item: item.foreign_cores)
+        return ranked[: max(1, (len(ranked) + 1) // 2)]
+
+    @property
+    def step_s(self) -> float:
+        """Median step time of the quiet rounds."""
+        return median(second for item in self.quiet_rounds for second in item.step_s)
+
+    @property
+    def foreign_cores(self) -> float:
+        """Mean number of cores that others used in the quiet rounds."""
+        return sum(item.foreign_cores for item in self.quiet_rounds) / len(self.quiet_rounds)
+
+    @property
+    def num_samples(self) -> int:
+        """Timed steps that :attr:`step_s` is the median of."""
+        return sum(len(item.step_s) for item in self.quiet_rounds)
+
+
+def measure(
+    cases: Sequence[Case], *, topology: str, device: str, on_case: OnCase = lambda _: None
+) -> list[Measured]:
+    """Return what each case did, in the order of `cases`.
+
+    Notes
+    -----
+    A step's time runs from the end of one step to the end of the next, as a training loop sees it: copies that one
+    step leaves behind slow the next. torch's number of threads is as before afterwards.
+    """
+    before = torch.get_num_threads()
+    found: list[Measured] = []
+    try:
+        for begin in range(0, len(cases), SESSIONS_AT_ONCE):
+            chosen = cases[begin : begin + SESSIONS_AT_ONCE]
+            on_case(f"{begin + 1}-{begin + len(chosen)} of {len(cases)}")
+            found += _take_turns(chosen, topology, device)
+    finally:
+        torch.set_num_threads(before)
+    return found
+
+
+def _take_turns(cases: Sequence[Case], topology: str, device: str) -> list[Measured]:
+    sessions = []
+    for case in cases:
+        torch.set_num_threads(case.num_threads)
+        session = session_of(case, topology=topology, device=device)
+        sessions.append((case, session, _warm_up(case, session)))
+    rounds: list[list[Round]] = [[] for _ in cases]
+    for _ in range(NUM_ROUNDS):
+        for index, (case, session, num_steps) in enumerate(sessions):
+            torch.set_num_threads(case.num_threads)
+            rounds[index].append(_round(case, session, num_steps))
+    found = []
+    for (case, session, _), taken in zip(sessions, rounds, strict=True):
+        memory = session.memory()
+        arena = memory.device_bytes - memory.live_bytes
+        # Turns of other cases lie between rounds, so lines are compared within the last one.
+        timeline = replace(session.timeline(), first_steady_step=session.num_steps - len(taken[-1].step_s))
+        session.close()
+        found.append(
+            Measured(case, session.plan, timeline, memory.device_bytes, memory.host_bytes, arena, taken)
+        )
+    return found
+
+
+def _warm_up(case: Case, session: Session) -> int:
+    """Run the steps whose memory is observed and two more, and return how many steps a round has."""
+    for step in range(4):
+        begin = time.perf_counter()
+        session.step(batch_of(case, step))
+        seconds = time.perf_counter() - begin
+    return STEPS_PER_ROUND * (3 if seconds < SHORT_STEP_S else 1)
+
+
+def _round(case: Case, session: Session, num_steps: int) -> Round:
+    batch = batch_of(case, session.num_steps)
+    session.step(batch)
+    process = psutil.Process()
+    began, own, busy = time.perf_counter(), sum(process.cpu_times()[:2]), _busy_s()
+    ends = [began]
+    for _ in range(num_steps):
+        session.step(batch)
+        ends.append(time.perf_counter())
+    elapsed = ends[-1] - began
+    others = (_busy_s() - busy) - (sum(process.cpu_times()[:2]) - own)
+    return Round(tuple(end - begin for begin, end in pairwise(ends)), max(0.0, others / elapsed))
+
+
+def _busy_s() -> float:
+    """Return the processors' busy seconds since the machine started, what its host took away included."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))

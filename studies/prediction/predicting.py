@@ -1,0 +1,93 @@
+"""Predictions of cases from calibrated profiles, joined with what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from costmodel.profile import Profile
+from studies.prediction.measuring import Measured
+from topology import Topology
+from zosim.compare import Line, compare
+from zosim.lowering import lower
+from zosim.machine import Machine
+from zosim.program import Space
+from zosim.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case, predicted and measured.
+
+    Attributes
+    ----------
+    name, placement : str
+    predicted_s, low_s, high_s : float
+        Step time, with the constants' intervals.
+    measured_s : float
+    foreign_cores : float
+        Cores that other processes used while this was measured.
+    predicted_bytes, measured_bytes : int
+        Peak memory of the device.
+    limiter : str
+        What the predicted step spends most of its critical path on.
+    lines : tuple of Line
+        The instructions' labels, those first that contribute most to the error of the step.
+    """
+
+    name: str
+    placement: str
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured_s: float
+    foreign_cores: float
+    predicted_bytes: int
+    measured_bytes: int
+    limiter: str
+    lines: tuple[Line, ...]
+
+    @property
+    def step_error(self) -> float:
+        """Predicted over measured step time, less 1."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Predicted over measured peak, less 1."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the measured step time lies in the predicted interval."""
+        return self.low_s <= self.measured_s <= self.high_s
+
+
+def predict(
+    measured: Sequence[Measured], profiles: Mapping[int, Profile], topology: Topology, device: str
+) -> list[Row]:
+    """Return a row per case, predicted with the profile of its number of threads."""
+    machines = {
+        threads: Machine.from_topology(topology, device, profile) for threads, profile in profiles.items()
+    }
+    return [_row(item, machines[item.case.num_threads]) for item in measured]
+
+
+def _row(item: Measured, machine: Machine) -> Row:
+    program = lower(item.plan)
+    central = simulate(program, machine)
+    low, high = (simulate(program, machine, bound=bound).step_time_s for bound in ("low", "high"))
+    compared = compare(central, item.timeline, program)
+    return Row(
+        name=item.case.name,
+        placement=item.case.placement,
+        predicted_s=central.step_time_s,
+        low_s=low,
+        high_s=high,
+        measured_s=item.step_s,
+        foreign_cores=item.foreign_cores,
+        predicted_bytes=central.peak_memory(Space.DEVICE).size_bytes,
+        measured_bytes=item.device_bytes,
+        limiter=compared.predicted_bottleneck,
+        lines=compared.labels,
+    )
