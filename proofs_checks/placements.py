@@ -32,10 +32,10 @@ _CONFIGS = {
     "untied": lambda: LlamaConfig(intermediate_size=24, **_SHAPE),
 }
 
-SWEEP = {"runtime": Runtime(traversal="sweep")}
+SWEEP: dict[str, Any] = {"runtime": Runtime(traversal="sweep")}
 BLOCKWISE: dict[str, Any] = {}
-DELAYED = {"runtime": Runtime(update="delayed")}
-OFFLOADED = {"residency": Residency(blocks="offloaded"), **DELAYED}
+DELAYED: dict[str, Any] = {"runtime": Runtime(update="delayed")}
+OFFLOADED: dict[str, Any] = {"residency": Residency(blocks="offloaded"), **DELAYED}
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "resident, swept": SWEEP,
     "resident, block by block": BLOCKWISE,
@@ -103,7 +103,7 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 def tiny_batches(count: int) -> list[Batch]:
     """Return batches of two sequences, one of them padded."""
     generator = torch.Generator().manual_seed(11)
-    found = []
+    found: list[Batch] = []
     for _ in range(count):
         ids = torch.randint(3, 48, (2, 7), generator=generator)
         mask = torch.ones_like(ids)

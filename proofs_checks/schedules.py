@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
-from typing import Any
 
 from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
@@ -14,7 +13,7 @@ from proofs_checks.placements import tiny_model, tiny_plan
 from topology.errors import Hazard, PlanError, ProgramError
 from zosim.lowering import lower
 from zosim.order import HappensBefore
-from zosim.plan import Estimator, Plan, Precision, Residency, Runtime
+from zosim.plan import Plan, Residency, Runtime
 from zosim.program import Access, Dependency, Instruction, Part, Placed, Program, Stream
 from zosim.validate import validate
 
@@ -39,23 +38,17 @@ def plans() -> Iterator[Plan]:
         blocks, edges, num_slots = residency
         traversal, update, draw_ahead = runtime
         overlap, reuse_slots, transfer = switch
-        chosen: dict[str, Any] = {
-            "estimator": Estimator(difference=difference, num_queries=num_queries, rng=rng, order=order),
+        chosen = {
+            "estimator": {"difference": difference, "num_queries": num_queries, "rng": rng, "order": order},
             "residency": {"blocks": blocks, "edges": edges, "num_slots": num_slots, "overlap": overlap}
             | {"reuse_slots": reuse_slots},
-            "runtime": Runtime(traversal=traversal, update=update, draw_ahead=draw_ahead),
-            "precision": Precision(transfer=transfer),
+            "runtime": {"traversal": traversal, "update": update, "draw_ahead": draw_ahead},
+            "precision": {"transfer": transfer},
         }
         try:
-            yield Plan.model_validate(
-                base.model_dump() | {key: _data(value) for key, value in chosen.items()}
-            )
+            yield Plan.model_validate(base.model_dump() | chosen)
         except PlanError:
             continue
-
-
-def _data(value: Any) -> Any:
-    return value if isinstance(value, dict) else value.model_dump()
 
 
 def zo2_program(num_slots: int = 3) -> Program:
@@ -147,7 +140,13 @@ def without(program: Program, part: Part, item: Instruction, edge: Dependency) -
     """Return `program` with one dependency less."""
     after = tuple(other for other in item.after if other != edge)
     changed = tuple(replace(i, after=after) if i.id == item.id else i for i in getattr(program, part))
-    return replace(program, **{part: changed})
+    parts = {part: changed}
+    return replace(
+        program,
+        prologue=parts.get("prologue", program.prologue),
+        step=parts.get("step", program.step),
+        flush=parts.get("flush", program.flush),
+    )
 
 
 def is_refused(program: Program) -> bool:
@@ -174,7 +173,7 @@ def check_slots(context: Context) -> Outcome:
     """Count programs under the paper's two rules alone that the validator lets through, or that never clash."""
     rng = random.Random(context.seed)
     details, unnoticed = [], 0
-    for num_slots in (1, 2, 3):
+    for num_slots in (1, 2):
         program = zo2_program(num_slots)
         published = under_published_rules(program)
         runs = context.samples(500, 60)
@@ -190,14 +189,18 @@ def check_slots(context: Context) -> Outcome:
 
 
 def under_published_rules(program: Program) -> Program:
-    """Return `program` with uploads that wait for the upload before them (their stream) and for nothing else."""
+    """Return `program` with uploads that wait for the upload before them, and for their own block's last offload.
+
+    The first is the stream's order. The second stands for the end of an iteration, which the publication leaves
+    open. Nothing makes an upload wait for the block that had the slot before.
+    """
     last = [item.id for item in program.step if item.stream is Stream.COMPUTE][-1]
-    step = tuple(
-        replace(item, after=tuple(edge for edge in item.after if edge.instruction == last))
-        if item.label == "upload"
-        else item
-        for item in program.step
-    )
+
+    def published(item: Instruction) -> tuple[Dependency, ...]:
+        own = Dependency(item.id.replace("upload", "offload"), 1)
+        return (own, *(edge for edge in item.after if edge.instruction == last))
+
+    step = tuple(replace(i, after=published(i)) if i.label == "upload" else i for i in program.step)
     return replace(program, step=step)
 
 
@@ -216,6 +219,12 @@ _BLIND_VALIDATOR = Mutant(
     "zosim.validate:_State._check_conflicts",
     "*held.readers",
     "*held.readers[:0]",
+)
+_NO_ORDER = Mutant(
+    "a validator that lets anything be overwritten",
+    "zosim.validate:_State._check_conflicts",
+    "other.index != item.index and",
+    "False and",
 )
 
 CLAIMS = (
@@ -276,8 +285,8 @@ CLAIMS = (
         "Under the two published rules alone an upload may overwrite a slot that is still being offloaded; such a "
         "program is refused, and the shipped one never does it.",
         "ZO2 section 5.2, rules 1 and 2, with the reusable memory of section D.2",
-        "1, 2 and 3 slots; durations spread over four decades",
+        "fewer slots than blocks; durations spread over four decades",
         check_slots,
-        (_READS_UNSEEN, _BLIND_VALIDATOR),
+        (_READS_UNSEEN, _NO_ORDER),
     ),
 )
