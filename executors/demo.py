@@ -1,0 +1,299 @@
+"""``zosim demo``: the whole job on this machine, from its topology to how close the prediction came.
+
+Every stage is also a command of its own (``topology detect``, ``calibrate``, ``plan``, ``run``, ``compare``); the
+demo calls what they call.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from topology.errors import RunError
+
+if TYPE_CHECKING:
+    from costmodel.profile import Profile
+    from executors.pretrain import Pretrained, Recipe
+    from topology.graph import Topology
+    from zosim.compare import Comparison
+    from zosim.plan import Plan
+    from zosim.planner import Decision
+
+HOST = "host"
+_NUM_EVALUATED = 500
+_CALIBRATION_S = 20.0
+_METHOD_NAMES = {"resident": "MeZO, all on the device", "offloaded": "ZO2-style offload"}
+
+
+def demo(
+    out: Annotated[
+        Path, typer.Option(help="Directory of the run; an earlier demo there is replaced.")
+    ] = Path("runs/demo"),
+    steps: Annotated[int, typer.Option(min=4, help="Training steps.")] = 400,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of torch; by default all cores.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the run.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on stdout.")] = False,
+) -> None:
+    """Plan, run and compare on this machine: a few minutes, nothing to prepare."""
+    from zosim.console import emit
+
+    stages = Stages(out, steps, threads, seed)
+    outcome = stages.run()
+    emit(outcome.data(), json=as_json, text=outcome.view())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the demo found.
+
+    Attributes
+    ----------
+    comparison : Comparison
+        Predicted and measured.
+    summary : dict
+        The run's.
+    before, after : dict
+        Loss and accuracy on held-out questions.
+    bottleneck : str
+    """
+
+    comparison: Comparison
+    summary: dict[str, Any]
+    before: dict[str, float]
+    after: dict[str, float]
+    bottleneck: str
+
+    def data(self) -> dict[str, Any]:
+        """Return the outcome as JSON knows it."""
+        import json
+
+        return {
+            "comparison": json.loads(self.comparison.to_json()),
+            "summary": self.summary,
+            "before": self.before,
+            "after": self.after,
+            "bottleneck": self.bottleneck,
+        }
+
+    def view(self) -> Any:
+        """Return the outcome as a person reads it."""
+        from rich.console import Group
+
+        from zosim.console import table
+
+        learned = table(
+            ("held-out questions", "before", "after"),
+            [
+                ("accuracy", f"{self.before['accuracy']:.1%}", f"{self.after['accuracy']:.1%}"),
+                ("loss", f"{self.before['loss']:.3f}", f"{self.after['loss']:.3f}"),
+            ],
+            numeric=("before", "after"),
+        )
+        return Group(self.comparison, f"bottleneck, predicted: {self.bottleneck}", "", learned)
+
+
+class Stages:
+    """The demo's stages, each with a heading on standard error.
+
+    Parameters
+    ----------
+    out : Path
+    num_steps : int
+    num_threads : int or None
+    seed : int
+    recipe : Recipe, optional
+        Of the model; the default one if not given.
+    calibration_s : float
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        num_steps: int,
+        num_threads: int | None,
+        seed: int,
+        *,
+        recipe: Recipe | None = None,
+        calibration_s: float = _CALIBRATION_S,
+    ) -> None:
+        self.out = out
+        self.recipe = recipe
+        self.calibration_s = calibration_s
+        self.num_steps = num_steps
+        self.num_threads = num_threads
+        self.seed = seed
+        self._stage = 0
+
+    def run(self) -> Outcome:
+        """Go through all stages."""
+        topology = self._detect()
+        pretrained = self._model()
+        profile = self._calibrate(topology)
+        decision = self._plan(topology, profile, pretrained)
+        summary = self._train(decision.chosen.plan, pretrained)
+        return self._compare(decision, summary)
+
+    def _detect(self) -> Topology:
+        from topology.documents import resolve
+        from topology.text import render_text
+        from zosim.console import stderr
+
+        self._heading("this machine")
+        topology = resolve(HOST)
+        stderr.print(render_text(topology), markup=False)
+        return topology
+
+    def _model(self) -> Pretrained:
+        from executors.pretrain import Recipe, pretrained_model, progress_bar
+        from zosim.console import stderr
+
+        self._heading("a small language model, pretrained here on text that Python brings along")
+        recipe = self.recipe or Recipe()
+        stderr.print(f"{recipe.num_steps} steps of AdamW, a minute or two the first time", markup=False)
+        with progress_bar(recipe) as on_step:
+            pretrained = pretrained_model(recipe, on_step=on_step)
+        stderr.print(
+            f"{pretrained.model.name}: {pretrained.bits_per_byte:.2f} bits per byte; "
+            f"its task: is a passage documentation or code?",
+            markup=False,
+        )
+        return pretrained
+
+    def _calibrate(self, topology: Topology) -> Profile:
+        from costmodel.calibration import fit_profile
+        from costmodel.datasheet import datasheet_profile
+        from executors.calibrate import calibrate
+        from zosim.console import stderr
+        from zosim.profiles import save_host_profile
+
+        self._heading(f"what this machine does per second ({self.calibration_s:.0f} s)")
+        device = topology.compute_devices[0].id
+        base = datasheet_profile(topology, device, num_threads=self.num_threads)
+        self.num_threads = base.num_threads
+        samples = calibrate(
+            device="cpu", num_threads=base.num_threads, dtypes=("float32",), budget_s=self.calibration_s
+        )
+        profile, fit = fit_profile(samples, base)
+        path = save_host_profile(profile)
+        stderr.print(
+            f"{len(samples)} measurements fitted, median residual {fit.median_error:.0%}; kept in {path}",
+            markup=False,
+        )
+        return profile
+
+    def _plan(self, topology: Topology, profile: Profile, pretrained: Pretrained) -> Decision:
+        from zosim.console import stderr
+        from zosim.planner import choose
+        from zosim.report import decision_view
+
+        self._heading("plans: first with all the memory there is, then with a limit between the two methods")
+        free = choose(self._request(topology, profile, pretrained, None))
+        limit = _between(free)
+        stderr.print(f"without a limit: {free.reasons[0]}", markup=False)
+        decision = choose(self._request(topology, profile, pretrained, limit))
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        stderr.print(decision_view(decision))
+        return decision
+
+    def _request(
+        self, topology: Topology, profile: Profile, pretrained: Pretrained, limit: int | None
+    ) -> Any:
+        from costmodel.configs import read_model_spec
+        from executors.planning import longest_example
+        from executors.pretrain import TaskSettings
+        from zosim.plan import Estimator
+        from zosim.planner import Request
+
+        task = TaskSettings()
+        model = read_model_spec(str(pretrained.model))
+        return Request(
+            model=model,
+            topology=topology,
+            hardware=HOST,
+            device=topology.compute_devices[0].id,
+            profile=profile,
+            batch=task.batch,
+            seq=longest_example(pretrained.train) or model.max_positions,
+            estimator=Estimator(epsilon=task.epsilon),
+            max_device_bytes=limit,
+        )
+
+    def _train(self, plan: Plan, pretrained: Pretrained) -> dict[str, Any]:
+        from executors.launch import launch
+        from executors.pretrain import TaskSettings
+        from executors.run import run_in_rank
+        from executors.schedule import Schedule
+        from executors.settings import DataSettings, EvaluationSettings, RunSettings
+
+        self._heading(
+            f"{self.num_steps} steps of {_METHOD_NAMES[plan.residency.blocks]}, under torch.distributed"
+        )
+        _clear(self.out)
+        settings = RunSettings(
+            model=str(pretrained.model),
+            plan=plan,
+            data=DataSettings(str(pretrained.train), shuffle=True),
+            schedule=Schedule("constant", TaskSettings().learning_rate, self.num_steps),
+            out=str(self.out),
+            seed=self.seed,
+            num_threads=self.num_threads or 1,
+            evaluation=EvaluationSettings(str(pretrained.validation), num_examples=_NUM_EVALUATED),
+        )
+        summary: dict[str, Any] = launch(run_in_rank, settings, world_size=plan.placement.world_size)
+        return summary
+
+    def _compare(self, decision: Decision, summary: dict[str, Any]) -> Outcome:
+        from executors.jsonlines import read_lines
+        from zosim.compare import compare
+        from zosim.timeline import Timeline
+
+        self._heading("predicted and measured")
+        subject = decision.chosen.subject
+        measured = Timeline.load(self.out / "timeline.json")
+        rows = [line.row for line in read_lines(self.out / "metrics.jsonl")]
+        evaluations = [row for row in rows if row.get("split") == "eval"]
+        assert decision.chosen.prediction is not None
+        return Outcome(
+            comparison=compare(subject.timeline, measured, subject.program),
+            summary=summary,
+            before=evaluations[0],
+            after=evaluations[-1],
+            bottleneck=decision.chosen.prediction.bottleneck.words,
+        )
+
+    def _heading(self, text: str) -> None:
+        from zosim.console import stderr
+
+        self._stage += 1
+        stderr.print(f"\n[bold]{self._stage}. {text}[/bold]", soft_wrap=True)
+
+
+def _between(decision: Decision) -> int:
+    """Return a limit that lets in the leanest offloaded plan, and little more: no resident one."""
+    candidates = (decision.chosen, *decision.others)
+    leanest = {
+        blocks: min(c.subject.footprint.device_bytes for c in candidates if c.plan.residency.blocks == blocks)
+        for blocks in ("resident", "offloaded")
+    }
+    return leanest["offloaded"] + (leanest["resident"] - leanest["offloaded"]) // 4
+
+
+def _clear(out: Path) -> None:
+    """Remove an earlier demo; anything else is left alone.
+
+    Raises
+    ------
+    RunError
+        If the directory holds something that is not a run.
+    """
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if not (out / "run.json").exists():
+        raise RunError(f"{out} is not empty and holds no run", hint="give another --out")
+    shutil.rmtree(out)

@@ -1,0 +1,167 @@
+"""Time one zeroth-order step of an OPT shape in several ways, in turns, and print ratios of medians.
+
+``python -m studies.speed --shape 125m --threads 2 --dtype float32`` prints the table that the documentation quotes.
+The contenders take turns round by round, so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from executors.session import Session
+from executors.spec import spec_of_model
+from studies.speed.reference import literal_step, two_forwards
+from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
+
+SHAPES = {
+    "1m": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},
+    "125m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50272},
+}
+_RATE, _EPSILON = 1e-7, 1e-3
+Batch = dict[str, torch.Tensor]
+Step = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender's time.
+
+    Attributes
+    ----------
+    name : str
+    median_s, fastest_s : float
+    to_literal, to_forwards : float
+        Medians divided by those of the reference loop and of two forwards, in the same run.
+    """
+
+    name: str
+    median_s: float
+    fastest_s: float
+    to_literal: float
+    to_forwards: float
+
+
+def main() -> None:
+    """Time the contenders and print the table."""
+    options = _options()
+    torch.set_num_threads(options.threads)
+    model = _model(options.shape, getattr(torch, options.dtype))
+    seconds = measure(model, options.batch, options.seq, options.dtype, options.rounds)
+    rows = table(seconds)
+    header = f"OPT-{options.shape} shape, {options.dtype}, batch {options.batch} x {options.seq}, {options.threads} thread(s)"
+    print(f"{header}, torch {torch.__version__}, medians of {options.rounds} rounds")
+    print(f"{'':28s}{'median':>10s}{'fastest':>10s}{'/ literal':>11s}{'/ forwards':>12s}")
+    for row in rows:
+        print(
+            f"{row.name:28s}{row.median_s * 1e3:8.1f}ms{row.fastest_s * 1e3:8.1f}ms"
+            f"{row.to_literal:11.3f}{row.to_forwards:12.3f}"
+        )
+    if options.json is not None:
+        options.json.write_text(json.dumps({"setting": header, "seconds": seconds}, indent=1) + "\n")
+
+
+def measure(model: nn.Module, batch: int, seq: int, dtype: str, rounds: int) -> dict[str, list[float]]:
+    """Return seconds of every contender in every round, after one round that is thrown away."""
+    tokens = torch.randint(
+        0, model.config.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0)
+    )
+    data = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    contenders = dict(_contenders(model, data, dtype))
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    num_warmups = 3  # a session observes its memory in the first two steps
+    for turn in range(-num_warmups, rounds):
+        for name, step in contenders.items():
+            begin = time.perf_counter()
+            step(turn + num_warmups)
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def table(seconds: dict[str, list[float]]) -> list[Row]:
+    """Return one row per contender."""
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return [
+        Row(
+            name,
+            median,
+            min(seconds[name]),
+            median / medians["literal loop"],
+            median / medians["two forwards"],
+        )
+        for name, median in medians.items()
+    ]
+
+
+def _contenders(model: nn.Module, data: Batch, dtype: str) -> list[tuple[str, Step]]:
+    literal, forwards = copy.deepcopy(model), copy.deepcopy(model)
+    found: list[tuple[str, Step]] = [
+        ("literal loop", lambda step: literal_step(literal, data, step, _RATE, _EPSILON)),
+        ("two forwards", lambda _step: two_forwards(forwards, data)),
+    ]
+    delayed = Runtime(update="delayed")
+    points = {
+        "mezo, blockwise": (Estimator(), Residency(), Runtime()),
+        "mezo, delayed": (Estimator(), Residency(), delayed),
+        "mezo, offloaded": (Estimator(), Residency(blocks="offloaded"), delayed),
+        "counter, gaussian": (Estimator(rng="counter"), Residency(), Runtime()),
+        "counter, rademacher": (Estimator(rng="counter", direction="rademacher"), Residency(), Runtime()),
+    }
+    for name, (estimator, residency, runtime) in points.items():
+        session = _session(copy.deepcopy(model), data, dtype, estimator, residency, runtime)
+        found.append((name, lambda _step, session=session: session.step(data)))  # type: ignore[misc]
+    return found
+
+
+def _session(
+    model: nn.Module, data: Batch, dtype: str, estimator: Estimator, residency: Residency, runtime: Runtime
+) -> Session:
+    batch, seq = data["input_ids"].shape
+    plan = Plan(
+        model=spec_of_model(model),
+        placement=Placement(topology="host", devices=("cpu0",)),
+        batch=batch,
+        seq=seq,
+        estimator=estimator.model_copy(update={"epsilon": _EPSILON}),
+        residency=residency,
+        precision=Precision.model_validate({"storage": dtype, "compute": dtype, "transfer": dtype}),
+        runtime=runtime,
+    )
+    return Session(plan, model, learning_rate=_RATE, num_draw_threads=torch.get_num_threads())
+
+
+def _model(shape: str, dtype: torch.dtype) -> nn.Module:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = SHAPES[shape]
+    hidden = sizes["hidden_size"]
+    config = OPTConfig(**sizes, ffn_dim=4 * hidden, word_embed_proj_dim=hidden, max_position_embeddings=2048)
+    torch.manual_seed(0)
+    model: nn.Module = OPTForCausalLM(config).to(dtype).eval()
+    return model
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m studies.speed", description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="125m")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=None, help="write every round's seconds here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The demo, whole, with a model that is pretrained for a moment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from costmodel.configs import spec_of_config
+from executors.demo import Stages, _between, _clear
+from executors.pretrain import Recipe, TaskSettings, build_model
+from topology import load_preset
+from topology.errors import RunError
+from zosim.plan import Plan
+from zosim.planner import Request, choose
+from zosim.profiles import profile_for
+
+TINY = Recipe(num_blocks=2, hidden_size=32, num_steps=2, batch=2)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZOSIM_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_it_plans_runs_and_compares(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    outcome = Stages(out, 6, 1, 0, recipe=TINY, calibration_s=0.1).run()
+    assert Plan.load(out / "plan.json").model.num_blocks == 2
+    assert outcome.summary["num_steps"] == 6
+    assert outcome.comparison.predicted_step_s > 0
+    assert outcome.comparison.measured_step_s > 0
+    assert 0 <= outcome.after["accuracy"] <= 1
+    assert (out / "model" / "model.safetensors").exists() or (out / "model.safetensors").exists()
+    assert outcome.data()["bottleneck"]
+
+
+def test_its_limit_leaves_no_room_for_the_default_model_on_the_device() -> None:
+    topology = load_preset("cpu-laptop")
+    device = topology.compute_devices[0].id
+    config = build_model(Recipe()).config.to_dict()
+    asked = Request(
+        model=spec_of_config(config, name="demo"),
+        topology=topology,
+        hardware="cpu-laptop",
+        device=device,
+        profile=profile_for(topology, device),
+        batch=TaskSettings().batch,
+        seq=75,
+    )
+    free = choose(asked)
+    tight = choose(replace(asked, max_device_bytes=_between(free)))
+    assert free.chosen.plan.residency.blocks == "resident"
+    assert tight.chosen.plan.residency.blocks == "offloaded"
+
+
+def test_it_leaves_other_directories_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunError, match="is not empty and holds no run"):
+        _clear(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
