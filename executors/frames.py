@@ -60,6 +60,8 @@ class StepFrame:
         By evaluation point.
     gradients : dict
         Projected gradient by query.
+    replayed : bool
+        Whether the gradients are known beforehand, so that nothing is forwarded.
     """
 
     step: int
@@ -70,6 +72,7 @@ class StepFrame:
     cache: StepCache = field(default_factory=StepCache)
     losses: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[int, float] = field(default_factory=dict)
+    replayed: bool = False
 
     def at(self, offset: int) -> StepFrame | None:
         """Return the frame `offset` (0 or -1) steps from this one, if there is one."""

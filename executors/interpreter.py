@@ -98,9 +98,33 @@ class Interpreter:
         StepFrame
             With its losses and projected gradients.
         """
+        self._check_queries(seeds)
+        return self._advance(StepFrame(self._next_step, tuple(seeds), learning_rate, batch, self._frame))
+
+    def replay(self, seeds: Sequence[int], gradients: Sequence[float], learning_rate: float) -> StepFrame:
+        """Do to the weights what a step with these projected gradients did, without its forwards.
+
+        Parameters
+        ----------
+        seeds, gradients : sequence
+            One per query, as they were logged.
+        learning_rate : float
+
+        Notes
+        -----
+        Every instruction but batches, forwards and losses runs as it did: the perturbations too, since
+        ``+ε, -2ε, +ε`` does not restore every bit.
+        """
+        self._check_queries(seeds)
+        frame = StepFrame(self._next_step, tuple(seeds), learning_rate, None, self._frame, replayed=True)
+        frame.gradients.update(enumerate(gradients))
+        return self._advance(frame)
+
+    def _check_queries(self, seeds: Sequence[int]) -> None:
         if len(seeds) != self.num_queries:
             raise RunError(f"the program takes {self.num_queries} seeds a step, but got {len(seeds)}")
-        frame = StepFrame(self._next_step, tuple(seeds), learning_rate, batch, self._frame)
+
+    def _advance(self, frame: StepFrame) -> StepFrame:
         if self._frame is None:
             self._run("prologue", StepFrame(self._next_step))
         else:

@@ -6,10 +6,12 @@ the line is there even when the process is killed.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import mmap
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -157,7 +159,8 @@ def _launch(
 
 
 def _entry(function: Callable[..., Any], arguments: tuple[object, ...], directory: str) -> Any:
-    """Run in a rank: leave a failure as a file in place of a traceback."""
+    """Run in a rank: leave a failure as a file in place of a traceback, and do not outlive the launcher."""
+    _die_with_parent()
     try:
         return function(*arguments)
     except ZosimError as error:
@@ -165,6 +168,18 @@ def _entry(function: Callable[..., Any], arguments: tuple[object, ...], director
         _failure_path(Path(directory), RankInfo.here().rank).write_text(json.dumps(failure))
         sys.stderr.flush()
         sys.exit(1)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process when its launcher is gone, where the kernel is Linux.
+
+    An orphan would go on writing the log of a run that somebody resumes.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 def _report(directory: Path, error: Any) -> ZosimError:
@@ -176,11 +191,11 @@ def _report(directory: Path, error: Any) -> ZosimError:
     if told.exists():
         said = json.loads(told.read_text())
         return RunError(f"rank {rank} stopped{at}: {said['message']}", hint=said["hint"])
-    signal = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    ending = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     reason = failure.message if isinstance(failure.message, str) else failure.message.get("message", "")
     reason = reason.strip().splitlines()[-1] if reason.strip() else ""
     return RunError(
-        f"rank {rank} died ({signal}){at}" + (f": {reason}" if reason and failure.exitcode >= 0 else ""),
+        f"rank {rank} died ({ending}){at}" + (f": {reason}" if reason and failure.exitcode >= 0 else ""),
         hint="where the system was short of memory, its log names the process that it killed",
     )
 

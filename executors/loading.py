@@ -46,6 +46,7 @@ def load_model(
     """
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()  # models load in seconds, and steps have a bar of their own
     local = not allow_download
     try:
         if random_weights:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from costmodel.configs import LoRA
+from executors.runlog import write_atomically, write_tensors
 from topology.errors import ModelError
 
 _HOOK = "_zosim_lora_hook"
@@ -59,6 +62,28 @@ def merge_lora(model: nn.Module) -> None:
             getattr(module, _HOOK).remove()
             for name in ("lora_A", "lora_B", "lora_scale", _HOOK):
                 delattr(module, name)
+
+
+def save_adapters(model: nn.Module, directory: str | Path, dtype: str | None = None) -> None:
+    """Write the adapters as PEFT reads them: ``adapter_model.safetensors`` and ``adapter_config.json``."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    carrying = [(name, module) for name, module, _, _ in _linears(model) if hasattr(module, _HOOK)]
+    rank = carrying[0][1].lora_A.weight.shape[0]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": carrying[0][1].lora_scale * rank,
+        "target_modules": sorted({name for name, _ in carrying}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": not isinstance(carrying[0][1], nn.Linear),
+        "base_model_name_or_path": getattr(model.config, "_name_or_path", None),
+    }
+    write_atomically(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
+    tensors = {f"base_model.model.{n}": p.detach() for n, p in model.named_parameters() if ".lora_" in n}
+    write_tensors(tensors, directory / "adapter_model.safetensors", dtype)
 
 
 def _attach(

@@ -7,7 +7,7 @@ blocks left. Masks, positions, projections, logits and the loss are therefore th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,6 +21,9 @@ from topology.errors import ModelError
 
 Batch = Mapping[str, Tensor]
 """``input_ids``, ``attention_mask`` and ``labels``, each of shape (sequences, tokens)."""
+
+Objective = Callable[[Tensor, Batch], Tensor]
+"""Takes logits (sequences, tokens, vocabulary) and the batch, and returns the scalar to minimise."""
 
 LossDType = Literal["model", "fp64"]
 IGNORED_LABEL = -100
@@ -128,6 +131,8 @@ class CutModel:
         Tokens whose logits are alive at once. The loss is then summed over chunks, which rounds differently.
     autocast_dtype : torch.dtype, optional
         Format of matrix products, where it differs from that of the weights.
+    objective : callable, optional
+        Takes the place of the loss; it need not be differentiable.
 
     Raises
     ------
@@ -151,8 +156,10 @@ class CutModel:
         loss_dtype: LossDType = "model",
         loss_chunk_tokens: int | None = None,
         autocast_dtype: torch.dtype | None = None,
+        objective: Objective | None = None,
     ) -> None:
         self.model = model.eval()
+        self.objective = objective
         self.loss_dtype = loss_dtype
         self.loss_chunk_tokens = loss_chunk_tokens
         self.autocast_dtype = autocast_dtype
@@ -217,8 +224,10 @@ class CutModel:
         Returns
         -------
         torch.Tensor
-            Scalar: the mean over labels that are not -100.
+            Scalar: the mean over labels that are not -100, or what the objective makes of the logits.
         """
+        if self.objective is not None:
+            return self.objective(self.logits(hidden), batch)
         labels = batch["labels"]
         if self.loss_chunk_tokens is None and self.loss_dtype == "model":
             return self._run_head(hidden, labels=labels).loss  # type: ignore[no-any-return]

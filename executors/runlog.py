@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from executors.buffers import TORCH_DTYPES
+from executors.jsonlines import JsonLines, read_lines
 from topology.errors import RunError
 
 HEADER_NAME = "run.json"
@@ -62,24 +63,28 @@ class RunLog:
             if (self.directory / STEPS_NAME).exists():
                 raise RunError(
                     f"{self.directory} holds the log of a run already ({STEPS_NAME})",
-                    hint="give another --out, or remove that directory",
+                    hint="go on with it (--resume), give another --out, or remove that directory",
                 )
-            write_atomically(self.directory / HEADER_NAME, json.dumps(dict(header), indent=2) + "\n")
-            self._steps: IO[str] = (self.directory / STEPS_NAME).open("x", encoding="utf-8")
+            write_header(self.directory, header)
         except OSError as error:
             message = f"cannot write to {self.directory}: {error}"
             raise RunError(message, hint="give an --out that can be written") from error
+        self._steps = JsonLines(self.directory / STEPS_NAME)
+
+    @classmethod
+    def resumed(cls, directory: str | Path, keep_bytes: int) -> Self:
+        """Return a log that goes on after its first `keep_bytes` bytes."""
+        log = cls.__new__(cls)
+        log.directory = Path(directory)
+        log._steps = JsonLines(log.directory / STEPS_NAME, keep_bytes=keep_bytes)
+        return log
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write the rows of one step and hand them to the operating system."""
-        text = "".join(json.dumps(dict(row)) + "\n" for row in rows)
-        self._steps.write(text)
-        self._steps.flush()
+        """Write the rows of one step to the disk."""
+        self._steps.append(rows)
 
     def close(self) -> None:
         """End the log."""
-        self._steps.flush()
-        os.fsync(self._steps.fileno())
         self._steps.close()
 
     def __enter__(self) -> Self:
@@ -100,19 +105,41 @@ def read_steps(directory: str | Path) -> list[dict[str, Any]]:
         If there is no log, or a line of it is damaged.
     """
     path = Path(directory) / STEPS_NAME
+    if not path.is_file():
+        raise RunError(f"there is no log {path}", hint="`zosim run --out DIR` writes it")
+    return [line.row for line in read_lines(path)]
+
+
+def write_header(directory: Path, header: Mapping[str, Any]) -> None:
+    """Write ``run.json``, in one instant."""
+    write_atomically(directory / HEADER_NAME, json.dumps(dict(header), indent=2) + "\n")
+
+
+def read_header(directory: str | Path) -> dict[str, Any]:
+    """Return a run's header.
+
+    Raises
+    ------
+    RunError
+        If there is none, it is damaged, or another version wrote it.
+    """
+    path = Path(directory) / HEADER_NAME
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        message = f"{path} cannot be read: {error}"
-        raise RunError(message, hint="`zosim run --out DIR` writes it") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            message = f"{path} line {number} is damaged: {error}"
-            raise RunError(message) from error
-    return rows
+        header = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{directory} holds no run ({HEADER_NAME} is missing)") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RunError(f"{path} is damaged: {error}") from error
+    if not isinstance(header, dict) or header.get("version") != RUNLOG_VERSION:
+        found = header.get("version") if isinstance(header, dict) else type(header).__name__
+        raise RunError(f"{path} is not the header of a run (version {found!r}, known is {RUNLOG_VERSION})")
+    missing = [name for name in _HEADER_FIELDS if name not in header]
+    if missing:
+        raise RunError(f"{path} is damaged: it lacks {', '.join(missing)}")
+    return header
+
+
+_HEADER_FIELDS = ("epsilon", "weight_decay", "plan", "trainable", "base_digest", "seed", "loss_dtype")
 
 
 def header_of(
@@ -122,6 +149,7 @@ def header_of(
     epsilon: float,
     weight_decay: float,
     device: str,
+    base_digest: str | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """Return what a replay has to know beside the log, and what its bits depend on."""
@@ -132,7 +160,7 @@ def header_of(
         "weight_decay": weight_decay,
         "plan": dict(plan),
         "trainable": names,
-        "base_digest": weights_digest(model),
+        "base_digest": base_digest or weights_digest(model),
         "torch": torch.__version__,
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "num_threads": torch.get_num_threads(),
@@ -143,16 +171,38 @@ def header_of(
     }
 
 
-def weights_digest(model: nn.Module) -> str:
-    """Return a hash over names, formats, shapes and bits of all parameters, in registration order."""
+def weights_digest(model: nn.Module, dtype: str | None = None, *, trainable_only: bool = False) -> str:
+    """Return a hash over names, formats, shapes and bits of all parameters, in registration order.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    dtype : str, optional
+        Format to read the parameters in; by default their own.
+    trainable_only : bool
+        Leave frozen parameters out.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
-        digest.update(_bytes_of(parameter.data))
+        if parameter.requires_grad or not trainable_only:
+            update_digest(digest, name, parameter.data.to(TORCH_DTYPES[dtype] if dtype else parameter.dtype))
     return digest.hexdigest()
 
 
-def save_weights(model: nn.Module, path: str | Path, dtype: str | None = None) -> None:
+def update_digest(digest: hashlib.blake2b, name: str, tensor: Tensor) -> None:
+    """Add one named tensor to a hash."""
+    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    digest.update(_bytes_of(tensor))
+
+
+def save_weights(
+    model: nn.Module,
+    path: str | Path,
+    dtype: str | None = None,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    trainable_only: bool = False,
+) -> None:
     """Write a model's parameters as safetensors under their names, a tied one once.
 
     Parameters
@@ -162,14 +212,28 @@ def save_weights(model: nn.Module, path: str | Path, dtype: str | None = None) -
         Replaced only when everything has been written.
     dtype : str, optional
         Format to write floating-point tensors in; by default their own.
+    metadata : mapping, optional
+        What to say about the weights in the file.
+    trainable_only : bool
+        Leave frozen parameters and buffers out.
 
     Notes
     -----
     Tensors are written one by one: the buckets that they lie in are neither copied nor written.
     """
+    tensors = _trainable_tensors(model) if trainable_only else _saved_tensors(model)
+    write_tensors(tensors, path, dtype, metadata)
+
+
+def write_tensors(
+    tensors: Mapping[str, Tensor],
+    path: str | Path,
+    dtype: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write named tensors as safetensors, in one instant; parameters as :func:`save_weights`."""
     wanted = TORCH_DTYPES[dtype] if dtype else None
-    tensors = _saved_tensors(model)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for name, tensor in tensors.items():
         to = wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
@@ -232,6 +296,10 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     persistent = set(model.state_dict().keys())
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach() for name, tensor in named if name in persistent}
+
+
+def _trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +27,9 @@ from executors.buffers import TORCH_DTYPES
 from executors.interpreter import Hyperparameters, Interpreter, StepFrame
 from executors.launch import progress_of_this_rank
 from executors.memory import MemoryReport, observed, report
-from executors.model import Batch, CutModel, LossDType, StepCache
+from executors.model import Batch, CutModel, LossDType, Objective, StepCache
 from executors.rng import mixed
-from executors.runlog import header_of, save_pretrained
+from executors.runlog import header_of, save_pretrained, weights_digest
 from executors.streams import backend_for
 from topology.errors import PlanError, RunError
 from zosim.lowering import lower
@@ -75,6 +75,22 @@ class StepRecord:
         """Loss of the first query at ``+ε``, the number that MeZO logs."""
         return self.losses_plus[0]
 
+    @classmethod
+    def of_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Self:
+        """Return the record that :meth:`rows` wrote."""
+        first = rows[0]
+        central = first["loss_minus"] is not None
+        return cls(
+            step=first["step"],
+            seeds=tuple(row["seed"] for row in rows),
+            losses_plus=tuple(row["loss_plus"] for row in rows),
+            losses_minus=tuple(row["loss_minus"] for row in rows) if central else None,
+            loss_base=None if central else first["loss_base"],
+            projected_gradients=tuple(row["projected_grad"] for row in rows),
+            learning_rate=first["learning_rate"],
+            seconds=first["seconds"],
+        )
+
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield one row of ``steps.jsonl`` per query."""
         for query, seed in enumerate(self.seeds):
@@ -118,6 +134,10 @@ class Session:
         Steps whose spans are kept.
     num_draw_threads : int
         Threads for one ``counter`` draw on a CPU.
+    base_digest : str, optional
+        Hash of the base weights for the header, where `model` holds later ones; by default `model`'s own.
+    objective : callable, optional
+        What is minimised, a function of logits and batch, in place of the model's loss.
 
     Raises
     ------
@@ -139,6 +159,8 @@ class Session:
         rank: int = 0,
         num_timed_steps: int = 100,
         num_draw_threads: int = 1,
+        base_digest: str | None = None,
+        objective: Objective | None = None,
     ) -> None:
         self.plan = plan
         self.model = model
@@ -152,7 +174,7 @@ class Session:
         self.device = backend.device
         progress = progress_of_this_rank()
         backend.note = None if progress is None else progress.note
-        _prepare(model, plan, self.device)
+        prepare(model, plan, self.device)
         self.header = header_of(
             model,
             plan=plan.model_dump(mode="json"),
@@ -162,12 +184,14 @@ class Session:
             attention=plan.runtime.attention,
             loss_dtype=loss_dtype,
             seed=seed,
+            base_digest=base_digest,
         )
         self.cut = CutModel(
             model,
             loss_dtype=loss_dtype,
             loss_chunk_tokens=plan.runtime.loss_chunk_tokens,
             autocast_dtype=_autocast_dtype(plan),
+            objective=objective,
         )
         self.interpreter = Interpreter(
             self.program,
@@ -179,6 +203,7 @@ class Session:
         _move_module_buffers(model, self.device)
         self.cut.device = self.device
         self._live_bytes = 0
+        self._first_timed = 0
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -209,9 +234,10 @@ class Session:
         number = self.num_steps
         rate = self._rate(number) if learning_rate is None else learning_rate
         seeds = seeds or self.seeds_of(number)
-        self.interpreter.backend.recording = number < self._num_timed_steps
+        num_timed = number - self._first_timed
+        self.interpreter.backend.recording = num_timed < self._num_timed_steps
         begin = time.perf_counter()
-        frame = self._observed_step(batch, seeds, rate) if number < _OBSERVED_STEPS else None
+        frame = self._observed_step(batch, seeds, rate) if num_timed < _OBSERVED_STEPS else None
         frame = frame or self.interpreter.step(batch, seeds, rate)
         record = _record(frame, time.perf_counter() - begin)
         _refuse_nonfinite(record)
@@ -219,9 +245,36 @@ class Session:
 
     def seeds_of(self, step: int) -> tuple[int, ...]:
         """Return the seeds of one step, a pure function of the session's seed."""
-        return tuple(
-            mixed(self.seed, step, query) % _NUM_SEEDS for query in range(self.interpreter.num_queries)
-        )
+        return tuple(seed_of(self.seed, step, query) for query in range(self.interpreter.num_queries))
+
+    @property
+    def first_timed_step(self) -> int:
+        """First step that was run here rather than replayed."""
+        return self._first_timed
+
+    def start_at(self, step: int) -> None:
+        """Number the next step; the model holds the weights after `step` steps. Only before the first step."""
+        self.interpreter.start_at(step)
+        self._first_timed = step
+
+    def replay(self, record: StepRecord) -> None:
+        """Do to the weights, bit for bit, what a logged step did, without its forwards.
+
+        Raises
+        ------
+        RunError
+            If the record is not the next step's.
+        """
+        if record.step != self.num_steps:
+            raise RunError(f"step {record.step} cannot be replayed as step {self.num_steps}")
+        self.interpreter.backend.recording = False
+        self.interpreter.replay(record.seeds, record.projected_gradients, record.learning_rate)
+        self._first_timed = self.num_steps
+
+    def digest(self) -> str:
+        """Flush, and return a hash over names, formats, shapes and bits of all parameters."""
+        self.flush()
+        return weights_digest(self.model, self.plan.precision.storage)
 
     def flush(self) -> None:
         """Apply pending updates. Evaluations and checkpoints flush by themselves."""
@@ -315,11 +368,13 @@ class Session:
     def timeline(self) -> Timeline:
         """Return the measured spans of the steps that were timed, and their memory.
 
-        Flushes. The first steps, whose memory was observed, do not count as steady.
+        Flushes. The first steps, whose memory was observed, do not count as steady. Steps are counted from the
+        first that was not replayed.
         """
         self.flush()
-        spans = tuple(item.span(self.rank) for item in self.interpreter.backend.measured())
-        num_steps = min(self.num_steps, self._num_timed_steps)
+        first = self._first_timed
+        spans = tuple(item.span(self.rank).shifted(0, -first) for item in self.interpreter.backend.measured())
+        num_steps = min(self.num_steps - first, self._num_timed_steps)
         spans = tuple(span for span in spans if span.step < num_steps or span.part == "flush")
         begin = min((span.start_s for span in spans), default=0.0)
         return Timeline(
@@ -346,6 +401,11 @@ class Session:
         self.close()
 
 
+def seed_of(seed: int, step: int, query: int) -> int:
+    """Return the seed of one step and query of a run."""
+    return mixed(seed, step, query) % _NUM_SEEDS
+
+
 def _record(frame: StepFrame, seconds: float) -> StepRecord:
     queries = range(len(frame.seeds))
     central = "" not in frame.losses
@@ -361,10 +421,14 @@ def _record(frame: StepFrame, seconds: float) -> StepRecord:
     )
 
 
+class LossNotFinite(RunError):  # noqa: N818 - reads as the statement it makes
+    """A projected gradient that is no number. The weights may hold its traces: rebuild them from the log."""
+
+
 def _refuse_nonfinite(record: StepRecord) -> None:
     if all(map(math.isfinite, record.projected_gradients)):
         return
-    raise RunError(
+    raise LossNotFinite(
         f"step {record.step}: the projected gradient is {record.projected_gradients}, from losses "
         f"{record.losses_plus} and {record.losses_minus or record.loss_base}",
         hint="lower the learning rate; where the first step fails already, look for a batch without labels, or use "
@@ -372,7 +436,7 @@ def _refuse_nonfinite(record: StepRecord) -> None:
     )
 
 
-def _prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
+def prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
     """Give the model the plan's format and attention, and torch the plan's matrix products."""
     storage = TORCH_DTYPES[plan.precision.storage]
     for parameter in model.parameters():

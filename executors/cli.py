@@ -1,0 +1,326 @@
+"""``zosim run``, ``replay`` and ``calibrate``. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from topology.errors import RunError
+from topology.units import format_bytes, format_seconds
+from zosim.console import emit, progress, stderr, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from costmodel.calibration import FitReport
+    from costmodel.profile import Profile
+
+_PLACEMENT = "Placement"
+_ESTIMATOR = "Estimator and learning rate"
+_DATA = "Model and data"
+_PRECISION = "Precision"
+_KEEPING = "Evaluation, checkpoints and logs"
+
+
+ResidencyName = enum.StrEnum("ResidencyName", {"RESIDENT": "resident", "OFFLOADED": "offloaded"})
+MethodName = enum.StrEnum("MethodName", {"AUTO": "auto", "MEZO": "mezo", "ZO2": "zo2"})
+TraversalName = enum.StrEnum("TraversalName", {"SWEEP": "sweep", "BLOCKWISE": "blockwise"})
+UpdateName = enum.StrEnum("UpdateName", {"IMMEDIATE": "immediate", "DELAYED": "delayed"})
+RngName = enum.StrEnum("RngName", {"MEZO": "mezo", "COUNTER": "counter"})
+OrderName = enum.StrEnum("OrderName", {"REGISTRATION": "registration", "EXECUTION": "execution"})
+DirectionName = enum.StrEnum("DirectionName", {"GAUSSIAN": "gaussian", "RADEMACHER": "rademacher"})
+DifferenceName = enum.StrEnum("DifferenceName", {"CENTRAL": "central", "FORWARD": "forward"})
+ScheduleName = enum.StrEnum("ScheduleName", {"CONSTANT": "constant", "LINEAR": "linear", "COSINE": "cosine"})
+Switch = enum.StrEnum("Switch", {"ON": "on", "OFF": "off"})
+LossFormat = enum.StrEnum("LossFormat", {"MODEL": "model", "FP64": "fp64"})
+AttentionName = enum.StrEnum("AttentionName", {"EAGER": "eager", "SDPA": "sdpa"})
+
+
+def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **more)
+
+
+def run(
+    plan: Annotated[
+        Path | None,
+        typer.Argument(help="A plan from `zosim plan -o`; without it, one is made.", show_default=False),
+    ] = None,
+    out: Annotated[Path | None, _option(_KEEPING, "Directory of the run.")] = None,
+    model: Annotated[str | None, _option(_DATA, "Directory (or cached name) of the base weights.")] = None,
+    data: Annotated[str | None, _option(_DATA, "JSON lines: input_ids and labels, or text fields.")] = None,
+    steps: Annotated[int | None, _option(_ESTIMATOR, "Steps of the whole run.", min=1)] = None,
+    batch: Annotated[int | None, _option(_DATA, "Sequences per step.", min=1)] = None,
+    seq: Annotated[
+        int | None, _option(_DATA, "Most tokens per sequence; by default the longest line's.", min=1)
+    ] = None,
+    residency: Annotated[ResidencyName | None, _option(_PLACEMENT, "Where blocks live between uses.")] = None,
+    method: Annotated[MethodName | None, _option(_PLACEMENT, "Let the planner choose.")] = None,
+    slots: Annotated[int | None, _option(_PLACEMENT, "Device slots for offloaded blocks.", min=1)] = None,
+    traversal: Annotated[
+        TraversalName | None, _option(_PLACEMENT, "Perturb everything first, or block by block.")
+    ] = None,
+    update: Annotated[
+        UpdateName | None,
+        _option(_PLACEMENT, "Apply a step's update at once, or in the next."),
+    ] = None,
+    max_device_memory: Annotated[
+        str | None, _option(_PLACEMENT, "Limit for the planner, such as 20GiB.")
+    ] = None,
+    program: Annotated[
+        Path | None, _option(_PLACEMENT, "A program (perhaps edited) in place of the plan's own.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=_PLACEMENT)] = "cpu",
+    threads: Annotated[int | None, _option(_PLACEMENT, "Threads of a CPU's kernels.", min=1)] = None,
+    rng: Annotated[RngName | None, _option(_ESTIMATOR, "One generator, or a keyed stream each.")] = None,
+    order: Annotated[OrderName | None, _option(_ESTIMATOR, "Order of draws under --rng mezo.")] = None,
+    direction: Annotated[
+        DirectionName | None, _option(_ESTIMATOR, "Distribution of the perturbation.")
+    ] = None,
+    queries: Annotated[int | None, _option(_ESTIMATOR, "Directions per step.", min=1)] = None,
+    difference: Annotated[DifferenceName | None, _option(_ESTIMATOR, "Finite difference.")] = None,
+    eps: Annotated[float | None, _option(_ESTIMATOR, "Smoothing radius; 1e-3 by default.")] = None,
+    lr: Annotated[float | None, _option(_ESTIMATOR, "Largest learning rate; 1e-6 by default.")] = None,
+    lr_schedule: Annotated[ScheduleName | None, _option(_ESTIMATOR, "How the learning rate falls.")] = None,
+    warmup: Annotated[int | None, _option(_ESTIMATOR, "Steps until the largest rate.", min=0)] = None,
+    weight_decay: Annotated[
+        float | None, _option(_ESTIMATOR, "Not of biases and layer norms.", min=0)
+    ] = None,
+    objective: Annotated[
+        str | None,
+        _option(_ESTIMATOR, "What is minimised: loss, accuracy, f1, or module:function of logits and batch."),
+    ] = None,
+    seed: Annotated[int | None, _option(_ESTIMATOR, "Of directions and of the shuffle.", min=0)] = None,
+    shuffle: Annotated[
+        Switch | None, _option(_DATA, "Off: batch k is lines kB to kB+B-1. On by default.")
+    ] = None,
+    template: Annotated[str | None, _option(_DATA, 'Such as "{text} It was {label}."')] = None,
+    label_words: Annotated[str | None, _option(_DATA, "Such as 0=terrible,1=great.")] = None,
+    truncate: Annotated[
+        bool | None, _option(_DATA, "Cut longer lines, or refuse them.", "--truncate/--no-truncate")
+    ] = None,
+    lora_rank: Annotated[int | None, _option(_DATA, "Tune adapters of this rank alone.", min=1)] = None,
+    lora_targets: Annotated[
+        str | None, _option(_DATA, "Linears that get one, such as q_proj,v_proj.")
+    ] = None,
+    random_weights: Annotated[
+        bool | None,
+        _option(_DATA, "Use the architecture alone, or its weights.", "--random-weights/--weights"),
+    ] = None,
+    allow_download: Annotated[
+        bool, typer.Option("--allow-download", help="Fetch a named model.", rich_help_panel=_DATA)
+    ] = False,
+    dtype: Annotated[
+        str | None, _option(_PRECISION, "Of weights, and of the rest: float32, bfloat16, float16, float64.")
+    ] = None,
+    compute_dtype: Annotated[str | None, _option(_PRECISION, "Of matrix products.")] = None,
+    transfer_dtype: Annotated[
+        str | None, _option(_PRECISION, "Of offloaded blocks; narrower is lossy.")
+    ] = None,
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Accept lost precision.", rich_help_panel=_PRECISION)
+    ] = False,
+    loss_dtype: Annotated[LossFormat | None, _option(_PRECISION, "Of the loss.")] = None,
+    loss_chunk_tokens: Annotated[
+        int | None, _option(_PRECISION, "Tokens whose logits are alive at once.", min=1)
+    ] = None,
+    attention: Annotated[AttentionName | None, _option(_PRECISION, "Implementation.")] = None,
+    eval_data: Annotated[str | None, _option(_KEEPING, "Lines to evaluate on.")] = None,
+    eval_every: Annotated[int | None, _option(_KEEPING, "Steps between evaluations.", min=0)] = None,
+    eval_examples: Annotated[int | None, _option(_KEEPING, "Only the first so many.", min=1)] = None,
+    keep_best: Annotated[
+        bool | None, _option(_KEEPING, "Keep the best weights in OUT/best.", "--keep-best/--no-keep-best")
+    ] = None,
+    digest_every: Annotated[
+        int | None, _option(_KEEPING, "Steps between digests of the parameters; 0 never.", min=0)
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, _option(_KEEPING, "Steps between checkpoints; 0 (default): the log is enough.", min=0)
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what OUT holds.", rich_help_panel=_KEEPING)
+    ] = False,
+    early_stop: Annotated[
+        bool, typer.Option(help="Stop when the loss diverges.", rich_help_panel=_KEEPING)
+    ] = True,
+    tensorboard: Annotated[
+        bool, typer.Option(help="Write logs for TensorBoard if installed.", rich_help_panel=_KEEPING)
+    ] = True,
+    launch: Annotated[
+        bool,
+        typer.Option(help="Start ranks of their own, or run in this process.", rich_help_panel=_PLACEMENT),
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Train a model: carry out a plan, or make one and carry it out."""
+    given = {
+        name: value.value if isinstance(value, enum.Enum) else value for name, value in dict(locals()).items()
+    }
+    from executors.asking import settings_from
+    from executors.launch import launch as launch_ranks
+    from executors.run import run_in_rank
+
+    settings, warnings = settings_from(given)
+    for warning in warnings:
+        stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)
+    world_size = settings.plan.placement.world_size
+    if world_size != 1:
+        raise RunError(f"the plan has {world_size} ranks, this executor runs one")
+    summary = launch_ranks(run_in_rank, settings) if launch else run_in_rank(settings)
+    emit(summary, json=as_json, text=_summary_view(summary))
+
+
+def replay(
+    directory: Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)],
+    model: Annotated[str, typer.Option(help="The base weights that it began from.", show_default=False)],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="Where the weights go, as a model directory.", show_default=False
+        ),
+    ],
+    steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps to replay; by default all.", show_default=False)
+    ] = None,
+    residency: Annotated[
+        ResidencyName | None, typer.Option(help="Replay placed otherwise.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="By default the run's.", show_default=False)
+    ] = None,
+    checkpoints: Annotated[
+        bool, typer.Option(help="Start from the newest checkpoint, or from the base.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Rebuild a run's weights, bit for bit, from its base weights and its log."""
+    import torch
+
+    from executors.planning import Asked, plan_for
+    from executors.replay import replay as replay_run
+    from executors.runlog import read_header
+    from zosim.plan import Plan
+
+    header = read_header(directory)
+    torch.set_num_threads(threads or header["num_threads"])
+    recorded = Plan.model_validate(header["plan"])
+    placed = plan_for(Asked(residency=residency.value), recorded.model, recorded, None) if residency else None
+    with progress() as bar:
+        task = bar.add_task("replaying", total=None)
+        result = replay_run(
+            directory,
+            model,
+            output,
+            num_steps=steps,
+            plan=placed,
+            device=device,
+            use_checkpoints=checkpoints,
+            warn=lambda text: stderr.print(f"warning: {text}", markup=False, soft_wrap=True),
+            on_step=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    checked = result["digests_checked"]
+    text = f"{output} holds the weights after {result['num_steps']} steps, digest {result['digest']}"
+    emit(result, json=as_json, text=f"{text}; {checked} recorded digests agree" if checked else text)
+
+
+def calibrate(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the profile here, too.", show_default=False)
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Seconds to measure for.", min=0.1)] = 20.0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of a CPU's kernels.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
+    save: Annotated[bool, typer.Option(help="Keep it for this machine's predictions.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Measure this machine, and fit the rates that predictions use."""
+    from costmodel.calibration import fit_profile
+    from costmodel.datasheet import datasheet_profile
+    from executors.asking import default_threads
+    from executors.calibrate import calibrate as measure
+    from executors.planning import host_node
+    from zosim.profiles import save_host_profile
+
+    topology, node = host_node(device)
+    num_threads = threads or default_threads()
+    with progress() as bar:
+        task = bar.add_task("measuring", total=100)
+        measurements = measure(
+            device=device,
+            num_threads=num_threads,
+            budget_s=budget,
+            on_round=lambda share: bar.update(task, completed=round(100 * share)),
+        )
+    base = datasheet_profile(topology, node, num_threads=num_threads)
+    profile, fit = fit_profile(measurements, base)
+    written = [save_host_profile(profile)] if save else []
+    if output is not None:
+        profile.save(output)
+        written.append(output)
+    for path in written:
+        stderr.print(f"wrote {path}", markup=False, soft_wrap=True)
+    data = {
+        "profile": profile,
+        "fit": fit,
+        "median_error": fit.median_error,
+        "num_measurements": len(measurements),
+    }
+    emit(data, json=as_json, text=_calibration_view(profile, fit))
+
+
+def _summary_view(summary: dict[str, Any]) -> RenderableType:
+    rows = [
+        ("steps", f"{summary['num_steps']}"),
+        ("loss", f"{summary['first_loss']:.5g} at first, {summary['last_loss']:.5g} over the last ten steps"),
+        ("step time", f"{format_seconds(summary['step_time_s'])}  ({summary['tokens_per_s']:,.0f} tokens/s)"),
+        ("device memory", f"{format_bytes(summary['device_bytes'])} at most"),
+        ("host memory", format_bytes(summary["host_bytes"])),
+        ("process", f"{format_bytes(summary['peak_rss_bytes'])} resident at most"),
+    ]
+    for name, title in (("evaluation", "last evaluation"), ("best_evaluation", "best evaluation")):
+        if summary[name] is not None:
+            rows.append((title, _evaluation_words(summary[name])))
+    return table(("run", summary["out"]), rows)
+
+
+def _evaluation_words(metrics: dict[str, Any]) -> str:
+    names = ("accuracy", "perplexity", "loss")
+    shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name in metrics)
+    return f"{shown} after {metrics['num_steps']} steps"
+
+
+def _calibration_view(profile: Profile, fit: FitReport) -> RenderableType:
+    from rich.console import Group
+
+    constants = [
+        (c.name, f"{c.value:.4g}", f"{c.low:.4g} to {c.high:.4g}", c.unit, fit.unidentified.get(c.name, ""))
+        for c in profile.constants
+    ]
+    worst = [
+        (
+            row.name,
+            format_seconds(row.measured_s),
+            format_seconds(row.predicted_s),
+            f"{row.relative_error:+.1%}",
+        )
+        for row in fit.worst()
+    ]
+    return Group(
+        table(
+            ("constant", "value", "interval", "unit", "not identified because"),
+            constants,
+            title=f"{profile.device_name}, {profile.num_threads} threads",
+            numeric=("value",),
+        ),
+        table(
+            ("least well explained", "measured", "fitted", "error"),
+            worst,
+            numeric=("measured", "fitted", "error"),
+        ),
+        f"median error of the fit: {fit.median_error:.1%} over {len(fit.residuals)} measurements",
+    )

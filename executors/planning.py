@@ -1,0 +1,245 @@
+"""The plan of ``zosim run``: a file's, or one made on the spot, with the options that were given laid over it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from costmodel.configs import LoRA, read_model_spec
+from costmodel.memory import preflight_host
+from costmodel.model_spec import ModelSpec
+from topology.documents import resolve
+from topology.errors import DoesNotFit, ModelError, PlanError
+from topology.validation import readable
+from zosim.lowering import lower
+from zosim.plan import Estimator, Plan, Precision, Runtime
+from zosim.program import Program, Space
+
+if TYPE_CHECKING:
+    from topology.graph import Topology
+
+HOST = "host"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the options said, None where they said nothing.
+
+    Attributes
+    ----------
+    method, residency : str or None
+    batch, seq : int or None
+    device : str
+        ``"cpu"`` or a CUDA device.
+    num_threads : int
+    allow_lossy : bool
+    max_device_bytes : int or None
+        What a plan that is made on the spot may take of the device.
+    axes : mapping
+        Fields by axis: ``estimator``, ``residency``, ``precision``, ``runtime``.
+    """
+
+    method: str | None = None
+    residency: str | None = None
+    batch: int | None = None
+    seq: int | None = None
+    device: str = "cpu"
+    num_threads: int = 1
+    allow_lossy: bool = False
+    max_device_bytes: int | None = None
+    axes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def given(self, axis: str) -> dict[str, Any]:
+        """Return the fields of an axis that were given."""
+        return {name: value for name, value in self.axes.get(axis, {}).items() if value is not None}
+
+
+def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | None) -> Plan:
+    """Return the plan to run.
+
+    Parameters
+    ----------
+    asked : Asked
+    model : ModelSpec
+        Of the model at hand.
+    base : Plan, optional
+        What options are laid over.
+    longest : int, optional
+        Tokens of the longest example, the sequence length of a plan made on the spot.
+
+    Raises
+    ------
+    PlanError
+        If the options contradict each other, or lose precision without leave.
+    """
+    if asked.method is not None or (base is None and asked.residency is None):
+        start = _planned(asked, model, base, longest)
+    else:
+        start = base or _named_placement(asked, model, longest)
+    plan = _laid_over(start, asked, model)
+    may_lose = asked.allow_lossy or (base is not None and base.precision.is_lossy)
+    if plan.precision.is_lossy and plan.residency.blocks == "offloaded" and not may_lose:
+        raise PlanError(
+            f"transfer format {plan.precision.transfer} is narrower than storage format {plan.precision.storage} "
+            "and loses precision at every offload",
+            hint="add --allow-lossy if that is meant",
+        )
+    return plan
+
+
+def _laid_over(base: Plan, asked: Asked, model: ModelSpec) -> Plan:
+    """Return `base` with every option that was given in place of its own field."""
+    data = base.model_dump(mode="json")
+    data["model"] = model.model_dump(mode="json")
+    data |= {name: value for name in ("batch", "seq") if (value := getattr(asked, name)) is not None}
+    if asked.residency is not None and asked.residency != base.residency.blocks:
+        if asked.method is not None:
+            raise PlanError(
+                f"--method {asked.method} places the blocks otherwise than --residency {asked.residency}",
+                hint="one of the two is enough",
+            )
+        data["residency"] = {"blocks": asked.residency}
+        data["runtime"] |= _runtime_beside(asked.residency)
+    for axis in ("estimator", "residency", "precision", "runtime"):
+        data[axis] = data[axis] | _formats(asked, axis)
+    with readable("options of zosim run", PlanError, model=Plan):
+        return Plan.model_validate(data)
+
+
+def _runtime_beside(residency: str) -> dict[str, Any]:
+    """Return how blocks are visited that reside there: an offloaded one is updated at its next visit."""
+    return {"traversal": "blockwise", "update": "delayed" if residency == "offloaded" else "immediate"}
+
+
+def _formats(asked: Asked, axis: str) -> dict[str, Any]:
+    """Return an axis's options; a storage format alone is the format of everything."""
+    given = asked.given(axis)
+    if axis == "precision" and "storage" in given:
+        return {"compute": given["storage"], "transfer": given["storage"], **given}
+    return given
+
+
+def _named_placement(asked: Asked, model: ModelSpec, longest: int | None) -> Plan:
+    """Return a plan whose residency was named."""
+    node = "gpu0" if asked.device.startswith("cuda") else "cpu0"
+    residency = asked.residency or "resident"
+    with readable("options of zosim run", PlanError, model=Plan):
+        return Plan.model_validate(
+            {
+                "model": model.model_dump(mode="json"),
+                "placement": {"topology": HOST, "devices": [node]},
+                "batch": asked.batch or 1,
+                "seq": _sequence_length(asked, model, longest),
+                "residency": {"blocks": residency},
+                "runtime": _runtime_beside(residency),
+            }
+        )
+
+
+def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | None) -> Plan:
+    """Return the fastest plan that fits this machine and computes what was asked."""
+    from zosim.planner import Request, choose
+    from zosim.profiles import profile_for
+
+    topology, node = host_node(asked.device)
+    kept = {} if base is None else base.model_dump(mode="json")
+    with readable("options of zosim run", PlanError):
+        estimator = Estimator.model_validate(kept.get("estimator", {}) | asked.given("estimator"))
+        precision = Precision.model_validate(kept.get("precision", {}) | _formats(asked, "precision"))
+        runtime = Runtime.model_validate(kept.get("runtime", {}) | asked.given("runtime"))
+        request = Request(
+            model=model,
+            topology=topology,
+            hardware=HOST,
+            device=node,
+            profile=profile_for(topology, node, num_threads=asked.num_threads, is_host=True),
+            batch=asked.batch or kept.get("batch", 1),
+            seq=kept.get("seq", 0) if base and not asked.seq else _sequence_length(asked, model, longest),
+            estimator=estimator,
+            precision=precision,
+            method=asked.method or "auto",
+            attention=runtime.attention,
+            max_device_bytes=asked.max_device_bytes,
+            allow_lossy=asked.allow_lossy,
+        )
+        return choose(request).chosen.plan
+
+
+def _sequence_length(asked: Asked, model: ModelSpec, longest: int | None) -> int:
+    return asked.seq or min(longest or model.max_positions, model.max_positions)
+
+
+def host_node(device: str) -> tuple[Topology, str]:
+    """Return this machine, and the node of it that stands for a torch device.
+
+    Raises
+    ------
+    PlanError
+        If there is none.
+    """
+    topology = resolve(HOST)
+    nodes = [node.id for node in topology.of_kind("gpu" if device.startswith("cuda") else "cpu")]
+    index = int(device.partition(":")[2] or 0)
+    if index >= len(nodes):
+        raise PlanError(f"there is no device {device}: this machine shows {len(nodes)} of that kind")
+    return topology, nodes[index]
+
+
+def spec_for(model: str, lora: LoRA | None, **loading: Any) -> ModelSpec:
+    """Return what is known of a model: from its configuration, or where that does not tell, from the model itself.
+
+    Raises
+    ------
+    ModelError
+        If there is no such model, or it cannot be run.
+    """
+    try:
+        return read_model_spec(model, trainable=lora or "all")
+    except ModelError:
+        if not Path(model).is_dir() and not loading.get("allow_download"):
+            raise
+    from executors.loading import load_model
+    from executors.lora import attach_lora
+    from executors.spec import spec_of_model
+
+    loaded = load_model(model, **loading)
+    if lora is not None:
+        attach_lora(loaded, lora)
+    return spec_of_model(loaded)
+
+
+def longest_example(path: str | Path) -> int | None:
+    """Return the tokens of the longest line of `path`; None where the lines are text, or there is no such file."""
+    longest = 0
+    try:
+        with Path(path).open(encoding="utf-8-sig") as file:
+            for line in file:
+                if line.strip():
+                    longest = max(longest, len(json.loads(line)["input_ids"]))
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError):
+        return None  # whoever opens the data says what is wrong with it
+    return longest or None
+
+
+def refuse_too_large(plan: Plan, program: Program | None) -> list[str]:
+    """Return warnings about this host's memory, before anything is loaded.
+
+    Raises
+    ------
+    DoesNotFit
+        If the program's buffers cannot be had.
+    """
+    program = program or lower(plan)
+    on_cpu = not plan.placement.devices[0].startswith("gpu")
+    held = [b for b in program.buffers if on_cpu or b.space is Space.HOST]
+    # While they move into their buffers, the weights of one group stand twice.
+    moving = max(group.num_parameters for group in plan.model.groups) * 4
+    pinned = 0 if on_cpu else sum(b.size_bytes for b in held)
+    findings = preflight_host(sum(b.size_bytes for b in held) + moving, pinned_bytes=pinned)
+    for finding in findings:
+        if finding.severity == "error":
+            raise DoesNotFit(finding.message, hint=finding.hint)
+    return [str(finding) for finding in findings]
