@@ -1,0 +1,112 @@
+"""The benchmark: calibrate, predict, measure, report."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from costmodel.calibration import FitReport, fit_profile
+from costmodel.datasheet import datasheet_profile
+from costmodel.profile import Profile
+from executors.calibrate import DEFAULT_BUDGET_S, calibrate
+from studies.prediction.cases import Case, held_out_cases, tuning_cases
+from studies.prediction.measuring import measure
+from studies.prediction.predicting import Row, predict
+from studies.prediction.report import Benchmark, machine_words
+from topology import Topology, detect
+
+Say = Callable[[str], None]
+
+
+def run_benchmark(
+    *,
+    num_held_out: int = 48,
+    with_tuning: bool = True,
+    threads: Sequence[int] = (1, 2),
+    calibration_s: float = DEFAULT_BUDGET_S,
+    command: str = "",
+    say: Say = lambda _: None,
+) -> Benchmark:
+    """Return predictions and measurements of the held-out list, and of the tuning list beside it.
+
+    Parameters
+    ----------
+    num_held_out : int
+        The first so many of the held-out cases.
+    with_tuning : bool
+    threads : sequence of int
+        Numbers of threads whose cases are run.
+    calibration_s : float
+        Seconds that the calibration of one number of threads measures.
+    command : str
+        What to type to do it again, for the report.
+    say : callable
+        Told what is being done.
+    """
+    topology = detect()
+    device = topology.of_kind("cpu")[0].id
+    profiles: dict[int, Profile] = {}
+    fits: dict[int, FitReport] = {}
+    for number in threads:
+        say(f"calibrating with {number} threads")
+        profiles[number], fits[number] = calibrated(topology, device, number, calibration_s)
+    lists = {"held out": held_out_cases(num_held_out), "tuning": tuning_cases() if with_tuning else []}
+    rows = {
+        name: _rows([case for case in cases if case.num_threads in profiles], profiles, topology, device, say)
+        for name, cases in lists.items()
+    }
+    return Benchmark(
+        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        command=command or " ".join(sys.argv),
+        commit=_commit(),
+        machine=machine_words(topology.device_spec(device).name),
+        held_out=tuple(rows["held out"]),
+        tuning=tuple(rows["tuning"]),
+        profiles=profiles,
+        fits=fits,
+    )
+
+
+def calibrated(
+    topology: Topology, device: str, num_threads: int, budget_s: float
+) -> tuple[Profile, FitReport]:
+    """Return the profile of this machine's processor, and how well it explains what was measured."""
+    base = datasheet_profile(topology, device, num_threads=num_threads)
+    return fit_profile(calibrate(num_threads=num_threads, budget_s=budget_s), base)
+
+
+def _rows(
+    cases: Sequence[Case], profiles: dict[int, Profile], topology: Topology, device: str, say: Say
+) -> list[Row]:
+    measured = measure(
+        cases, topology=topology.name, device=device, on_case=lambda which: say(f"running cases {which}")
+    )
+    return predict(measured, profiles, topology, device)
+
+
+def write(benchmark: Benchmark, folder: Path) -> Path:
+    """Write the report and the JSON next to it, and return the report's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    cores = max(benchmark.profiles.values(), key=lambda profile: profile.num_cores).num_cores
+    report = folder / f"{benchmark.date}-cpu-{cores}core-prediction.md"
+    report.write_text(benchmark.to_markdown(), encoding="utf-8")
+    report.with_suffix(".json").write_text(benchmark.to_json(), encoding="utf-8")
+    return report
+
+
+def _commit() -> str:
+    """Return the commit of this checkout, marked where files differ from it."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()

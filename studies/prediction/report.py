@@ -1,0 +1,261 @@
+"""The report of a benchmark: figures, a table per case, what was wrong, and how to do it again."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from statistics import median
+
+import numpy as np
+import psutil
+
+from costmodel.calibration import FitReport
+from costmodel.profile import Profile
+from studies.prediction.predicting import Row
+
+STEP_GOAL = (0.15, 0.30)
+MEMORY_GOAL = (0.05, 0.10)
+"""Median and 90th percentile of the absolute relative errors."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures over one list of cases."""
+
+    num_cases: int
+    step_median: float
+    step_p90: float
+    step_bias: float
+    memory_median: float
+    memory_p90: float
+    largest_underestimate: float
+    """Of peak memory, as a part of what was measured; 0 if none was underestimated."""
+    covered: float
+    interval_width: float
+    """Median of the widths of the intervals, as parts of the prediction."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Summary:
+        """Return the figures of these rows."""
+        step, memory = ([getattr(row, name) for row in rows] for name in ("step_error", "memory_error"))
+        return cls(
+            num_cases=len(rows),
+            step_median=float(np.median(np.abs(step))),
+            step_p90=float(np.percentile(np.abs(step), 90)),
+            step_bias=float(np.median(step)),
+            memory_median=float(np.median(np.abs(memory))),
+            memory_p90=float(np.percentile(np.abs(memory), 90)),
+            largest_underestimate=max(0.0, -min(memory)),
+            covered=sum(row.is_covered for row in rows) / len(rows),
+            interval_width=float(np.median([(row.high_s - row.low_s) / row.predicted_s for row in rows])),
+        )
+
+    @property
+    def meets_goals(self) -> bool:
+        """Whether step time and memory are within both of their goals."""
+        return all(
+            error <= goal
+            for error, goal in zip(
+                (self.step_median, self.step_p90, self.memory_median, self.memory_p90),
+                (*STEP_GOAL, *MEMORY_GOAL),
+                strict=True,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Everything that a report says."""
+
+    date: str
+    command: str
+    commit: str
+    machine: str
+    held_out: tuple[Row, ...]
+    tuning: tuple[Row, ...]
+    profiles: Mapping[int, Profile]
+    fits: Mapping[int, FitReport]
+
+    def to_json(self) -> str:
+        """Return all rows, the constants and the residuals of the calibration."""
+        data = {
+            "date": self.date,
+            "command": self.command,
+            "commit": self.commit,
+            "machine": self.machine,
+            "versions": versions(),
+            "held_out": {
+                "summary": asdict(Summary.of(self.held_out)),
+                "rows": [asdict(row) for row in self.held_out],
+            },
+            "tuning": {
+                "summary": asdict(Summary.of(self.tuning)) if self.tuning else None,
+                "rows": [asdict(row) for row in self.tuning],
+            },
+            "profiles": {str(n): p.model_dump(mode="json") for n, p in self.profiles.items()},
+            "calibration_residuals": {
+                str(n): [asdict(row) for row in fit.residuals] for n, fit in self.fits.items()
+            },
+        }
+        return json.dumps(data, indent=1) + "\n"
+
+    def to_markdown(self) -> str:
+        """Return the report."""
+        parts = [self._head(), self._figures(), self._groups(), self._culprits(), self._calibration()]
+        parts.append("## Held-out cases, worst first\n\n" + _table(self.held_out))
+        if self.tuning:
+            parts.append("## Tuning cases, worst first\n\n" + _table(self.tuning))
+        return "\n\n".join(parts) + "\n"
+
+    def _head(self) -> str:
+        listed = ", ".join(f"{name} {number}" for name, number in versions().items())
+        return f"""# Predicted against measured on {self.machine}
+
+{self.date}, commit `{self.commit}`. {listed}.
+
+    {self.command}
+
+The machine is calibrated as `zosim demo` does it, once per number of threads; then each case is lowered, simulated
+and run. Models have random weights, batches random tokens. The held-out list is drawn by a seed, and no shape, batch
+size or placement of it was looked at while the cost model was made; the calibration runs single kernels and single
+segments of other shapes. Measured step times are medians over the half of the rounds in which other processes used
+least of the processors; memory is arena plus live tensors, peaks over the first steps."""
+
+    def _figures(self) -> str:
+        held_out = Summary.of(self.held_out)
+        columns = {"held out": held_out} | ({"tuning": Summary.of(self.tuning)} if self.tuning else {})
+        lines = [
+            "## Figures\n",
+            f"| | goal | {' | '.join(f'{name} ({s.num_cases})' for name, s in columns.items())} |",
+            "| --- | ---: |" + " ---: |" * len(columns),
+        ]
+        goals = (
+            ("step time, median absolute error", "step_median", f"≤ {STEP_GOAL[0]:.0%}"),
+            ("step time, 90th percentile", "step_p90", f"≤ {STEP_GOAL[1]:.0%}"),
+            ("step time, median signed error", "step_bias", ""),
+            ("peak memory, median absolute error", "memory_median", f"≤ {MEMORY_GOAL[0]:.0%}"),
+            ("peak memory, 90th percentile", "memory_p90", f"≤ {MEMORY_GOAL[1]:.0%}"),
+            ("peak memory, largest underestimate", "largest_underestimate", "0 %"),
+            ("measured step time inside the interval", "covered", "90 %"),
+            ("median width of the interval", "interval_width", ""),
+        )
+        for words, name, goal in goals:
+            values = " | ".join(f"{getattr(summary, name):.1%}" for summary in columns.values())
+            lines.append(f"| {words} | {goal} | {values} |")
+        verdict = "met" if held_out.meets_goals else "**missed**"
+        lines.append(f"\nGoals for step time and memory on the held-out list: {verdict}.")
+        disturbed = sum(row.foreign_cores > _DISTURBED for row in self.held_out)
+        lines.append(
+            f"In {disturbed} of the {held_out.num_cases} held-out cases other processes used more than "
+            f"{_DISTURBED} of a processor even in the quieter rounds."
+        )
+        return "\n".join(lines)
+
+    def _groups(self) -> str:
+        lines = [
+            "## Held-out step time by group\n",
+            "| group | cases | median error | 90th percentile | median signed |",
+            "| --- | ---: | ---: | ---: | ---: |",
+        ]
+        for name, rows in _grouped(self.held_out):
+            errors = [row.step_error for row in rows]
+            absolute = np.abs(errors)
+            lines.append(
+                f"| {name} | {len(rows)} | {np.median(absolute):.1%} | {np.percentile(absolute, 90):.1%} | "
+                f"{median(errors):+.1%} |"
+            )
+        return "\n".join(lines)
+
+    def _culprits(self) -> str:
+        lines = [
+            "## Which instructions were wrong\n",
+            (
+                "Seconds on the predicted critical path less those on the measured one, as parts of the measured step; "
+                "means over the held-out cases. The size says how much a label matters, the signed mean whether it is "
+                "too slow (+) or too fast (-).\n"
+            ),
+            "| label | mean size | signed mean |",
+            "| --- | ---: | ---: |",
+        ]
+        shares: dict[str, list[float]] = defaultdict(list)
+        for row in self.held_out:
+            for line in row.lines:
+                shares[line.name].append(line.contribution_s / row.measured_s)
+        count = len(self.held_out)
+        ranked = sorted(shares.items(), key=lambda item: -sum(map(abs, item[1])))
+        for name, values in ranked[:8]:
+            lines.append(f"| {name} | {sum(map(abs, values)) / count:.1%} | {sum(values) / count:+.1%} |")
+        return "\n".join(lines)
+
+    def _calibration(self) -> str:
+        lines = [
+            "## Calibration\n",
+            "| threads | measurements | median residual | identified constants | not identified |",
+            "| ---: | ---: | ---: | ---: | --- |",
+        ]
+        for threads, fit in self.fits.items():
+            open_names = ", ".join(f"`{name}`" for name in fit.unidentified if name.count(".") < 2) or "none"
+            lines.append(
+                f"| {threads} | {len(fit.residuals)} | {fit.median_error:.1%} | {len(fit.identified)} | {open_names} |"
+            )
+        return "\n".join(lines)
+
+
+_DISTURBED = 0.1
+
+
+def _grouped(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """Yield the rows by number of threads, format, residency and size of step."""
+    groups = {
+        "1 thread": lambda row: "1 thread," in row.name,
+        "2 threads": lambda row: "2 threads," in row.name,
+        "float32": lambda row: "fp32" in row.name,
+        "bfloat16": lambda row: "bf16" in row.name,
+        "resident": lambda row: "offloaded" not in row.placement,
+        "offloaded": lambda row: "offloaded" in row.placement,
+        "drawn ahead": lambda row: "draw ahead" in row.placement,
+        "steps below 100 ms": lambda row: row.measured_s < 0.1,
+        "steps of 100 ms and more": lambda row: row.measured_s >= 0.1,
+    }
+    for name, belongs in groups.items():
+        chosen = [row for row in rows if belongs(row)]
+        if chosen:
+            yield name, chosen
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [
+        (
+            "| case | predicted (ms) | interval | measured (ms) | error | others (cores) | memory (MiB): predicted | "
+            "measured | error | limited by |"
+        ),
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for row in sorted(rows, key=lambda row: -abs(row.step_error)):
+        lines.append(
+            f"| {row.name} | {row.predicted_s * 1e3:.1f} | {row.low_s * 1e3:.1f}–{row.high_s * 1e3:.1f} | "
+            f"{row.measured_s * 1e3:.1f} | {row.step_error:+.1%} | {row.foreign_cores:.2f} | "
+            f"{row.predicted_bytes / 2**20:.2f} | {row.measured_bytes / 2**20:.2f} | {row.memory_error:+.2%} | "
+            f"{row.limiter} |"
+        )
+    return "\n".join(lines)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what the figures depend on."""
+    return {"Python": sys.version.split()[0]} | {
+        name: version(name) for name in ("torch", "transformers", "numpy", "scipy")
+    }
+
+
+def machine_words(processor: str) -> str:
+    """Return this machine in words."""
+    memory = psutil.virtual_memory().total / 2**30
+    return (
+        f"{processor}, {psutil.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}"
+    )
