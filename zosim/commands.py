@@ -97,6 +97,16 @@ def plan(
     queries: Annotated[int, typer.Option(min=1, help="Directions per step.")] = 1,
     eps: Annotated[float, typer.Option(help="Smoothing radius.")] = 1e-3,
     attention: Annotated[str, typer.Option(help="eager or sdpa.")] = "sdpa",
+    slots: Annotated[int | None, typer.Option(min=1, help="Fix the slots that blocks pass through.")] = None,
+    overlap: Annotated[bool | None, typer.Option(help="Fix whether copies run beside compute.")] = None,
+    reuse_slots: Annotated[bool | None, typer.Option(help="Fix whether slots are allocated once.")] = None,
+    update: Annotated[str | None, typer.Option(help="Fix the update: immediate or delayed.")] = None,
+    traversal: Annotated[str | None, typer.Option(help="Fix the traversal: sweep or blockwise.")] = None,
+    edges: Annotated[str | None, typer.Option(help="Fix embedding and head: resident or offloaded.")] = None,
+    draw_ahead: Annotated[bool | None, typer.Option(help="Fix whether directions are drawn ahead.")] = None,
+    loss_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Fix the tokens whose logits live at once.")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="Node of the topology; by default its first GPU.")
     ] = None,
@@ -131,6 +141,12 @@ def plan(
         max_device_bytes=None if max_device_memory is None else parse_bytes(max_device_memory),
         max_host_bytes=None if max_host_memory is None else parse_bytes(max_host_memory),
         allow_lossy=allow_lossy,
+        fixed={
+            "residency": _given(num_slots=slots, overlap=overlap, reuse_slots=reuse_slots, edges=edges),
+            "runtime": _given(
+                update=update, traversal=traversal, draw_ahead=draw_ahead, loss_chunk_tokens=loss_chunk
+            ),
+        },
     )
     decision = choose(request)
     if output is not None:
@@ -251,6 +267,10 @@ def _dtype(option: str, value: str, known: tuple[str, ...]) -> str:
     if name not in known:
         raise PlanError(f"--{option} {value} is no format that zosim knows", hint=did_you_mean(name, known))
     return name
+
+
+def _given(**options: object) -> dict[str, object]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _axis(axis: type[_Model], **fields: object) -> _Model:

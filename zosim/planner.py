@@ -7,7 +7,7 @@ what does not fit for want of how much memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,6 +16,7 @@ from costmodel.profile import Profile
 from topology.errors import DoesNotFit, PlanError
 from topology.graph import Topology
 from topology.units import format_bytes, format_seconds
+from topology.validation import readable
 from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime, TransferDType
 from zosim.predict import Prediction, Subject
 from zosim.recurrence import step_time_bound
@@ -51,6 +52,9 @@ class Request:
         Limits below what the hardware has.
     allow_lossy : bool
         Whether plans that compute something else (a narrower transfer format) may be considered.
+    fixed : mapping
+        Fields of ``residency`` and ``runtime`` that every plan must have, whatever the planner would choose:
+        how an ablation is asked for.
     """
 
     model: ModelSpec
@@ -67,6 +71,7 @@ class Request:
     max_device_bytes: int | None = None
     max_host_bytes: int | None = None
     allow_lossy: bool = False
+    fixed: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     @property
     def device_limit_bytes(self) -> int:
@@ -185,16 +190,34 @@ def placements(request: Request) -> Iterator[Plan]:
             f"{request.precision.storage} and loses precision at every offload",
             hint="add --allow-lossy if that is meant",
         )
-    for residency, runtime, precision in _points(request):
-        yield Plan(
+    seen: list[Plan] = []
+    contradiction: PlanError | None = None
+    for point in _points(request):
+        try:
+            plan = _plan(request, *point)
+        except PlanError as error:
+            contradiction = error
+            continue
+        if plan not in seen:
+            seen.append(plan)
+            yield plan
+    if contradiction is not None and not seen:
+        raise contradiction
+
+
+def _plan(request: Request, residency: Residency, runtime: Runtime, precision: Precision) -> Plan:
+    """Return one point as a plan, with the fields that the request fixes."""
+    runtime = runtime.model_copy(update={"attention": request.attention})
+    with readable("what the plan is asked to fix", PlanError):
+        return Plan(
             model=request.model,
             placement=Placement(topology=request.hardware, devices=(request.device,)),
             batch=request.batch,
             seq=request.seq,
             estimator=request.estimator,
-            residency=residency,
+            residency=Residency.model_validate(dict(residency) | dict(request.fixed.get("residency", {}))),
             precision=precision,
-            runtime=runtime.model_copy(update={"attention": request.attention}),
+            runtime=Runtime.model_validate(dict(runtime) | dict(request.fixed.get("runtime", {}))),
         )
 
 
@@ -203,6 +226,10 @@ def describe(plan: Plan) -> str:
     words = [plan.method]
     if plan.residency.blocks == "offloaded":
         words.append(f"{plan.residency.num_slots} slot{'s' if plan.residency.num_slots > 1 else ''}")
+        if not plan.residency.overlap:
+            words.append("no overlap")
+        if not plan.residency.reuse_slots:
+            words.append("slots allocated anew")
         if plan.residency.edges == "offloaded":
             words.append("embedding and head offloaded")
         if plan.precision.is_lossy:
@@ -243,10 +270,11 @@ def _transfer_formats(request: Request) -> Iterator[Precision]:
 
 def _candidates(request: Request) -> Iterator[Candidate]:
     """Yield every placement, and again with a chunked loss where that makes it fit."""
+    is_open = "loss_chunk_tokens" not in request.fixed.get("runtime", {})
     for plan in placements(request):
         whole = _candidate(request, plan)
         yield whole
-        if whole.missing and plan.tokens_per_step > _LOSS_CHUNK_TOKENS:
+        if whole.missing and is_open and plan.tokens_per_step > _LOSS_CHUNK_TOKENS:
             runtime = plan.runtime.model_copy(update={"loss_chunk_tokens": _LOSS_CHUNK_TOKENS})
             chunked = _candidate(request, plan.model_copy(update={"runtime": runtime}))
             if not chunked.missing:

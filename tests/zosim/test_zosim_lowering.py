@@ -188,7 +188,7 @@ def test_signs_that_see_different_directions_are_refused() -> None:
         else i
         for i in program.step
     )
-    with pytest.raises(Hazard, match="needs z:block.2"):
+    with pytest.raises(Hazard, match=r"needs z:block\.2"):
         validate(replace(program, step=edited))
 
 

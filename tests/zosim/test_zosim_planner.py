@@ -125,3 +125,26 @@ def test_narrower_transfers_help_exactly_where_the_bus_limits() -> None:
 def test_methods_restrict_the_residency() -> None:
     assert {p.residency.blocks for p in placements(request(method="mezo"))} == {"resident"}
     assert {p.residency.blocks for p in placements(request(method="zo2"))} == {"offloaded"}
+
+
+def test_ablations_are_fixed_fields_and_each_costs_what_it_removes() -> None:
+    def seconds(**fixed) -> float:
+        return choose(request(method="zo2", fixed=fixed, dtype="float32")).chosen.seconds
+
+    whole = seconds()
+    assert seconds(residency={"overlap": False}) > 1.5 * whole
+    assert seconds(residency={"reuse_slots": False}) > whole
+    assert seconds(runtime={"update": "immediate"}) > 1.3 * whole
+    assert seconds(residency={"num_slots": 1}) > 1.5 * whole
+
+
+def test_what_is_fixed_is_never_traded_away() -> None:
+    asked = request(fixed={"runtime": {"traversal": "sweep"}})
+    assert {plan.runtime.traversal for plan in placements(asked)} == {"sweep"}
+
+
+def test_a_fixed_field_that_no_plan_can_have_is_refused() -> None:
+    with pytest.raises(PlanError, match="traversal=sweep"):
+        choose(request(method="zo2", fixed={"runtime": {"traversal": "sweep"}}))
+    with pytest.raises(PlanError, match=r"must be one of 'immediate' or 'delayed'"):
+        choose(request(fixed={"runtime": {"update": "later"}}))
