@@ -123,6 +123,9 @@ class Actions:
         _one(instruction.writes, "write of a batch")
 
         def load(frame: StepFrame) -> None:
+            if frame.replayed:  # no row is read, but drawing none still walks the generator past the table
+                self.loaded = LoadedBatch({}, torch.empty(0, dtype=torch.long, device=self.backend.device))
+                return
             assert frame.batch is not None
             rows = positions = None
             if self._gathers:
@@ -334,6 +337,8 @@ class Actions:
         run = self._segment(op, _key(_one(inputs, "read of a hidden state")) if op.segment != EMBED else None)
 
         def forward(frame: StepFrame) -> None:
+            if frame.replayed:
+                return
             self.bind([self.store.placed(access) for access in weights])
             with ExitStack() as stack:
                 for table in tables:
@@ -386,6 +391,8 @@ class Actions:
         epsilon = self.hyperparameters.epsilon
 
         def scalar(frame: StepFrame) -> None:
+            if frame.replayed:
+                return
             losses = frame.losses
             central = other[0] != ""
             frame.gradients[op.query] = projected_gradient(
