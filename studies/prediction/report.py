@@ -236,13 +236,13 @@ def _table(rows: Sequence[Row]) -> str:
         ),
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
-    for row in sorted(rows, key=lambda row: -abs(row.step_error)):
-        lines.append(
-            f"| {row.name} | {row.predicted_s * 1e3:.1f} | {row.low_s * 1e3:.1f}–{row.high_s * 1e3:.1f} | "
-            f"{row.measured_s * 1e3:.1f} | {row.step_error:+.1%} | {row.foreign_cores:.2f} | "
-            f"{row.predicted_bytes / 2**20:.2f} | {row.measured_bytes / 2**20:.2f} | {row.memory_error:+.2%} | "
-            f"{row.limiter} |"
-        )
+    lines += [
+        f"| {row.name} | {row.predicted_s * 1e3:.1f} | {row.low_s * 1e3:.1f}–{row.high_s * 1e3:.1f} | "
+        f"{row.measured_s * 1e3:.1f} | {row.step_error:+.1%} | {row.foreign_cores:.2f} | "
+        f"{row.predicted_bytes / 2**20:.2f} | {row.measured_bytes / 2**20:.2f} | {row.memory_error:+.2%} | "
+        f"{row.limiter} |"
+        for row in sorted(rows, key=lambda row: -abs(row.step_error))
+    ]
     return "\n".join(lines)
 
 

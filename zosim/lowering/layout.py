@@ -18,6 +18,9 @@ ALIGNMENT_BYTES = 64
 RNG_STATE_BYTES = 5056
 """State of torch's CPU generator (a CUDA generator's is smaller)."""
 
+SCRATCH_ELEMENTS = 1 << 15
+"""Elements of each of the two temporaries that sweeps over parameters on a CPU keep from one to the next."""
+
 SCALAR_BYTES = 8
 DIRECTIONS = "directions"
 ROWS = "direction_rows"
@@ -262,6 +265,10 @@ class Layout:
 
     def _scalar_buffers(self) -> Iterator[Buffer]:
         estimator = self.plan.estimator
+        largest = max((group.num_trainable for group in self.model.groups), default=0)
+        scratch = 2 * min(largest, SCRATCH_ELEMENTS) * DTYPE_BYTES[self.plan.precision.storage]
+        if scratch:
+            yield Buffer("scratch", Space.DEVICE, scratch, "scratch", self.plan.precision.storage)
         yield Buffer(BATCH, Space.DEVICE, self.batch().size_bytes, "batch", "int64")
         yield Buffer(LOSSES, Space.DEVICE, SCALAR_BYTES * len(self.points), "scalars", "float64")
         yield Buffer(GRADIENTS, Space.HOST, SCALAR_BYTES * estimator.num_queries, "scalars", "float64")
