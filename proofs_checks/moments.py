@@ -96,7 +96,7 @@ def check_estimates(direction: str, context: Context) -> Outcome:
         applied = estimates(
             _quadratic,
             theta,
-            context.samples(8000, 1000),
+            context.samples(8000, 400),
             seed=context.seed,
             direction=direction,
             difference=difference,

@@ -30,7 +30,6 @@ def claims_named(name: str | None) -> tuple[Claim, ...]:
         return CLAIMS
     found = tuple(claim for claim in CLAIMS if claim.name == name)
     if not found:
-        names = [claim.name for claim in CLAIMS]
         hint = did_you_mean(name, [claim.name for claim in CLAIMS])
         raise ZosimError(f"there is no claim {name!r}", hint=hint)
     return found

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from executors import arithmetic
+from executors.families import LowRank, QuantisedGaussian, Sphere
+from executors.quantisers import StochasticRounding
+from executors.rng import generator_on
+from proofs_checks.claims import Claim, Context, Outcome, try_mutant
+from proofs_checks.mutation import Mutant, MutantError
+from proofs_checks.statistics import compare_means, standard_errors_off
+from topology.errors import PlanError
+
+CPU = torch.device("cpu")
+HALVED = Mutant("halved", "executors.arithmetic:projected_gradient", "2 * epsilon", "4 * epsilon")
+
+
+def gradient():
+    return arithmetic.projected_gradient(torch.tensor(3.0), torch.tensor(1.0), 1.0, central=True)
+
+
+def claim_that(check):
+    return Claim("c", "It holds.", "a paper", "none", check, (HALVED,))
+
+
+def test_a_planted_fault_lasts_as_long_as_its_context_and_reaches_every_importer():
+    from executors.arithmetic import projected_gradient as imported_by_name
+
+    with HALVED.apply():
+        assert gradient() == 0.5
+        assert imported_by_name(torch.tensor(3.0), torch.tensor(1.0), 1.0, central=True) == 0.5
+    assert gradient() == 1.0
+
+
+def test_a_fault_is_taken_back_after_an_error():
+    with pytest.raises(KeyError), HALVED.apply():
+        raise KeyError
+    assert gradient() == 1.0
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        Mutant("gone", "executors.arithmetic:projected_gradient", "no such text", ""),
+        Mutant("twice", "executors.arithmetic:projected_gradient", "epsilon", "1"),
+        Mutant("moved", "executors.arithmetic:no_such_function", "a", "b"),
+    ],
+    ids=lambda mutant: mutant.name,
+)
+def test_a_fault_that_does_not_fit_is_refused_and_counts_as_uncaught(mutant):
+    with pytest.raises(MutantError), mutant.apply():
+        pass
+    result = try_mutant(claim_that(lambda _context: Outcome(0.0, 1.0, "")), mutant, Context())
+    assert (result.verdict, bool(result.reason)) == ("does not apply", True)
+
+
+def test_an_error_in_a_check_fails_its_claim_naming_the_error():
+    def check(_context):
+        raise ZeroDivisionError("by nothing")
+
+    outcome = claim_that(check).run(Context())
+    assert not outcome.passed
+    assert outcome.details == ("ZeroDivisionError: by nothing",)
+
+
+def test_a_check_that_looks_away_lets_the_fault_survive():
+    blind = claim_that(lambda _context: Outcome(0.0, 1.0, "nothing"))
+    seeing = claim_that(lambda _context: Outcome(abs(gradient() - 1.0), 0.0, "error"))
+    assert try_mutant(blind, HALVED, Context()).verdict == "survived"
+    assert try_mutant(seeing, HALVED, Context()).verdict == "caught"
+
+
+def test_a_mean_is_compared_in_standard_errors():
+    samples = torch.tensor([[1.0], [3.0]], dtype=torch.float64)  # mean 2, standard error 1
+    assert standard_errors_off(samples, torch.tensor([5.0])).item() == pytest.approx(3.0)
+    constant = torch.ones((4, 2), dtype=torch.float64)
+    assert standard_errors_off(constant, torch.tensor([1.0, 2.0])).tolist() == [0.0, math.inf]
+
+
+def test_true_means_stay_within_the_bound_and_false_ones_do_not():
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.randn((4000, 5), generator=generator, dtype=torch.float64) + 1
+    ones = torch.ones(5, dtype=torch.float64)
+    assert compare_means("true", samples, ones).passed
+    assert not compare_means("false", samples, 1.2 * ones).passed
+
+
+def invoke(*arguments):
+    from proofs_checks.cli import check
+
+    app = typer.Typer(add_completion=False)
+    app.command()(check)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_command_reports_one_claim_in_json():
+    result = invoke("quantised-rge", "--mutate", "--quick", "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    (claim,) = report["claims"]
+    assert claim["holds"]
+    assert {mutant["verdict"] for mutant in claim["mutants"]} == {"caught"}
+
+
+def test_the_command_fails_naming_the_claim_when_shipped_code_is_wrong():
+    fault = Mutant(
+        "off", "executors.quantisers:StochasticRounding.codes", "scaled.floor()", "scaled.floor() + 1"
+    )
+    with fault.apply():
+        result = invoke("stochastic-rounding-unbiased", "--quick")
+    assert result.exit_code == 1
+    assert "FAILS  stochastic-rounding-unbiased" in result.stdout
+    assert "wrong: stochastic-rounding-unbiased" in result.stdout
+
+
+def test_the_command_lists_claims_with_their_faults():
+    result = invoke("--list")
+    assert result.exit_code == 0
+    assert "quantised-rge" in result.stdout
+    assert "one rounding where two are due" in result.stdout
+
+
+@pytest.mark.parametrize(("bits", "zero_point"), [(2, 0), (4, 7), (8, 0), (8, 127)])
+def test_codes_fit_their_bits_and_values_are_levels(bits, zero_point):
+    rounding = StochasticRounding(bits, scale=0.7, zero_point=zero_point)
+    codes = rounding.codes(torch.linspace(-500, 500, 2001), generator_on(CPU, 0))
+    assert codes.min() == zero_point - rounding.highest
+    assert codes.max() == zero_point + rounding.highest
+    values = rounding.values(codes, torch.float64)
+    assert set(values.tolist()) <= set(rounding.levels)
+
+
+def test_levels_are_kept_as_they_are():
+    rounding = StochasticRounding(5, scale=2.0)
+    levels = torch.tensor(rounding.levels)
+    assert torch.equal(rounding.rounded(levels, generator_on(CPU, 0)), levels)
+
+
+def test_rounding_in_half_precision_is_not_biased():
+    values = torch.full((200_000,), 0.3, dtype=torch.bfloat16)
+    mean = StochasticRounding(2, scale=1.0).rounded(values, generator_on(CPU, 1)).float().mean().item()
+    assert mean == pytest.approx(values[0].item(), abs=5 * math.sqrt(0.21 / 200_000))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StochasticRounding(1, 1.0),
+        lambda: StochasticRounding(9, 1.0),
+        lambda: StochasticRounding(4, 0.0),
+        lambda: StochasticRounding(4, math.inf),
+        lambda: StochasticRounding(8, 1.0, zero_point=200),
+        lambda: LowRank(0),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_hint(make):
+    with pytest.raises(PlanError) as caught:
+        make()
+    assert caught.value.hint
+
+
+def test_a_sphere_has_exactly_its_radius_and_low_rank_its_rank():
+    out = torch.empty((9, 7), dtype=torch.float64)
+    Sphere().fill(out, generator_on(CPU, 0))
+    assert out.norm().item() == pytest.approx(math.sqrt(63), rel=1e-12)
+    LowRank(2).fill(out, generator_on(CPU, 0))
+    assert torch.linalg.matrix_rank(out) == 2
+    assert LowRank(10**9).energy((3, 4)) == pytest.approx(14)  # many ranks: a normal matrix's
+
+
+def test_declared_moments_of_rounded_normals_agree_with_two_limits():
+    fine = QuantisedGaussian(StochasticRounding(8, scale=127 / 6))
+    assert fine.second_moment == pytest.approx(
+        1 + (6 / 127) ** 2 / 6, rel=1e-6
+    )  # a uniform fraction's variance
+    coarse = QuantisedGaussian(StochasticRounding(2, scale=1 / 6))
+    assert coarse.second_moment == pytest.approx(6 * math.sqrt(2 / math.pi), rel=1e-6)  # step · E|u|
