@@ -76,8 +76,11 @@ def check_unbiased(direction: str, context: Context) -> Outcome:
         for loss in LOSSES
         for difference, queries in (("central", 1), ("forward", 1), ("central", 3))
     ]
+    quick = (0, 4, 5)  # every loss, difference and number of queries once
     outcomes = []
     for number, (loss, difference, queries) in enumerate(cases):
+        if context.size == "quick" and number not in quick:
+            continue
         sampled = estimates(
             loss.loss,
             THETA,
