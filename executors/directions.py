@@ -23,11 +23,14 @@ class Direction(ABC):
         Expectation of an element.
     second_moment : float
         Expectation of an element's square.
+    block_factor : int
+        How many times longer than others its ``counter`` blocks are: more where an element costs less.
     """
 
     name: str
     mean: float
     second_moment: float
+    block_factor: int = 1
 
     @abstractmethod
     def fill(self, out: Tensor, generator: Generator) -> None:
@@ -70,6 +73,7 @@ class Rademacher(Direction):
     name = "rademacher"
     mean = 0.0
     second_moment = 1.0
+    block_factor = 8
 
     def fill(self, out: Tensor, generator: Generator) -> None:
         """Fill `out` with signs."""

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Generator, Tensor
@@ -29,7 +30,8 @@ _WALK_ELEMENTS = 1 << 16
 """Numbers held at once when they are not kept; a multiple of `_GROUP`."""
 
 COUNTER_BLOCK_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
-"""Length of a ``counter`` block: long enough that seeding costs little, short enough that a row is cheap."""
+"""Length of a ``counter`` block, times the direction's ``block_factor``: long enough that seeding costs little,
+short enough that a row is cheap."""
 
 _MASK32 = (1 << 32) - 1
 _MASK64 = (1 << 64) - 1
@@ -168,11 +170,9 @@ class CounterDraws:
 
     def __init__(self, numels: Sequence[int], device: torch.device, *, num_threads: int = 1) -> None:
         self._device = device
-        self._length = COUNTER_BLOCK_ELEMENTS.get(device.type, 1 << 20)
+        self._base_length = COUNTER_BLOCK_ELEMENTS.get(device.type, 1 << 20)
         self._numels = list(numels)
-        self._first_block = [0]
-        for numel in numels:
-            self._first_block.append(self._first_block[-1] - (-numel // self._length))
+        self._first_blocks: dict[int, list[int]] = {}
         self._local = threading.local()
         threaded = num_threads > 1 and device.type == "cpu"
         self._pool = ThreadPoolExecutor(num_threads, "zosim-draw") if threaded else None
@@ -197,7 +197,8 @@ class CounterDraws:
         key : CounterKey
         direction : Direction
         """
-        blocks = range(offset // self._length, -(-(offset + out.numel()) // self._length))
+        length = self._length(direction)
+        blocks = range(offset // length, -(-(offset + out.numel()) // length))
         if self._pool is None or len(blocks) < 2 * self._num_threads:
             self._fill_blocks(out, parameter, offset, key, direction, blocks)
             return
@@ -214,26 +215,26 @@ class CounterDraws:
         self, out: Tensor, rows: Tensor, parameter: int, key: CounterKey, direction: Direction
     ) -> None:
         """Fill `out` (kept rows, width) with rows of a table's direction; `rows` ascends."""
-        width = out.shape[1]
+        width, length = out.shape[1], self._length(direction)
         block, numbers = -1, torch.empty(0)
         for target, row in enumerate(rows.tolist()):
             begin, end = row * width, (row + 1) * width
             while begin < end:
-                if begin // self._length != block:
-                    block = begin // self._length
+                if begin // length != block:
+                    block = begin // length
                     numbers = self._block(out, parameter, block, key, direction)
-                stop = min(end, (block + 1) * self._length)
-                first = block * self._length
+                stop = min(end, (block + 1) * length)
+                first = block * length
                 out[target, begin - row * width : stop - row * width] = numbers[begin - first : stop - first]
                 begin = stop
 
     def _fill_blocks(
         self, out: Tensor, parameter: int, offset: int, key: CounterKey, direction: Direction, blocks: range
     ) -> None:
-        end = offset + out.numel()
+        end, length = offset + out.numel(), self._length(direction)
         for block in blocks:
-            first = block * self._length
-            last = min(first + self._length, self._numels[parameter])
+            first = block * length
+            last = min(first + length, self._numels[parameter])
             if offset <= first and last <= end:
                 self._draw(out[first - offset : last - offset], parameter, block, key, direction)
                 continue
@@ -244,7 +245,8 @@ class CounterDraws:
     def _block(
         self, like: Tensor, parameter: int, block: int, key: CounterKey, direction: Direction
     ) -> Tensor:
-        length = min(self._length, self._numels[parameter] - block * self._length)
+        length = self._length(direction)
+        length = min(length, self._numels[parameter] - block * length)
         numbers = torch.empty(length, dtype=like.dtype, device=like.device)
         self._draw(numbers, parameter, block, key, direction)
         return numbers
@@ -253,5 +255,16 @@ class CounterDraws:
         generator = getattr(self._local, "generator", None)
         if generator is None:
             generator = self._local.generator = Generator(device=self._device)
-        generator.manual_seed(key.seed_of(self._first_block[parameter] + block))
+        first_block = self._first_blocks_of(self._length(direction))[parameter]
+        generator.manual_seed(key.seed_of(first_block + block))
         direction.fill(out, generator)
+
+    def _length(self, direction: Direction) -> int:
+        return self._base_length * direction.block_factor
+
+    def _first_blocks_of(self, length: int) -> list[int]:
+        """Return the number of every parameter's first block, where blocks are of `length` elements."""
+        if length not in self._first_blocks:
+            counts = [-(-numel // length) for numel in self._numels]
+            self._first_blocks[length] = [0, *accumulate(counts)]
+        return self._first_blocks[length]
