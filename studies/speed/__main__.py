@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from executors.spec import spec_of_model
 from studies.speed.reference import literal_step, two_forwards
 from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "1m": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},
     "125m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50272},
 }
@@ -70,7 +71,7 @@ def main() -> None:
         options.json.write_text(json.dumps({"setting": header, "seconds": seconds}, indent=1) + "\n")
 
 
-def measure(model: nn.Module, batch: int, seq: int, dtype: str, rounds: int) -> dict[str, list[float]]:
+def measure(model: Any, batch: int, seq: int, dtype: str, rounds: int) -> dict[str, list[float]]:
     """Return seconds of every contender in every round, after one round that is thrown away."""
     tokens = torch.randint(
         0, model.config.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0)
@@ -147,8 +148,9 @@ def _model(shape: str, dtype: torch.dtype) -> nn.Module:
     hidden = sizes["hidden_size"]
     config = OPTConfig(**sizes, ffn_dim=4 * hidden, word_embed_proj_dim=hidden, max_position_embeddings=2048)
     torch.manual_seed(0)
-    model: nn.Module = OPTForCausalLM(config).to(dtype).eval()
-    return model
+    model: Any = OPTForCausalLM(config)
+    whole: nn.Module = model.to(dtype).eval()
+    return whole
 
 
 def _options() -> argparse.Namespace:
