@@ -7,7 +7,6 @@ the schedule, projected gradients against the losses. A digit that changed on di
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -100,8 +99,8 @@ def _steps_of(path: Path, lines: Sequence[Line], queries: int) -> list[list[Line
     """Return the lines of each complete step; a last step that lacks queries was being written."""
     whole = len(lines) // queries * queries
     steps = [list(lines[begin : begin + queries]) for begin in range(0, whole, queries)]
-    wanted = itertools.product(itertools.count(), range(queries))
-    for line, (step, query) in zip(lines, wanted, strict=False):
+    for position, line in enumerate(lines):
+        step, query = divmod(position, queries)
         found = (line.row.get("step"), line.row.get("query"))
         if found != (step, query):
             raise RunError(
@@ -132,14 +131,12 @@ class _Check:
 
     def _check_types(self, line: Line) -> None:
         row = line.row
+        other = "loss_base" if row.get("loss_minus") is None else "loss_minus"
+        floats = [
+            row.get(name) for name in ("loss_plus", other, "projected_grad", "learning_rate", "seconds")
+        ]
         whole = type(row.get("seed")) is int
-        floats = [row.get(name) for name in ("loss_plus", "projected_grad", "learning_rate", "seconds")]
-        floats.append(
-            row["loss_base"]
-            if row.get("loss_minus") is None and "loss_base" in row
-            else row.get("loss_minus")
-        )
-        if not whole or not all(type(x) in (int, float) and math.isfinite(x) for x in floats):
+        if not whole or not all(isinstance(x, int | float) and math.isfinite(x) for x in floats):
             raise RunError(f"{self._path} line {line.number} is damaged: a number is missing or not finite")
 
     def _check_numbers(self, step: int, line: Line) -> None:
@@ -165,8 +162,8 @@ class _Check:
 
 
 def _gradient(plus: float, other: float, epsilon: float, dtype: torch.dtype, *, central: bool) -> float:
-    losses = (torch.tensor(loss, dtype=torch.float64).to(dtype) for loss in (plus, other))
-    return projected_gradient(*losses, epsilon, central=central)
+    first, second = (torch.tensor(loss, dtype=torch.float64).to(dtype) for loss in (plus, other))
+    return projected_gradient(first, second, epsilon, central=central)
 
 
 def _digests(path: Path) -> dict[int, str]:

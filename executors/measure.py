@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -53,17 +54,26 @@ class Evaluator:
     def __init__(self, session: Session, data: Dataset, *, batch_size: int, num_examples: int | None) -> None:
         self._session = session
         self._data = data
-        self._options = {"batch_size": batch_size, "num_examples": num_examples}
+        self._batch_size = batch_size
+        self._num_examples = num_examples
         self.metric = "accuracy" if _asks_a_question(data) else "loss"
 
     def __call__(self) -> dict[str, Any]:
         """Return the metrics at the present weights: accuracy among label words or choices, else perplexity."""
         if self.metric == "accuracy":
             try:
-                return asdict(evaluate_choices(_Weights(self._session), self._data, **self._options))
+                return asdict(self._evaluated(evaluate_choices))
             except DataError:
                 self.metric = "loss"  # the lines offer nothing to choose among
-        return asdict(evaluate_perplexity(_Weights(self._session), self._data, **self._options))
+        return asdict(self._evaluated(evaluate_perplexity))
+
+    def _evaluated(self, evaluate: Callable[..., Any]) -> Any:
+        return evaluate(
+            _Weights(self._session),
+            self._data,
+            batch_size=self._batch_size,
+            num_examples=self._num_examples,
+        )
 
     def is_better(self, metrics: dict[str, Any], best: dict[str, Any] | None) -> bool:
         """Whether `metrics` are better than the best so far."""

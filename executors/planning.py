@@ -16,6 +16,8 @@ from topology.errors import DoesNotFit, ModelError, PlanError
 from topology.validation import readable
 from zosim.lowering import lower
 from zosim.plan import Estimator, Plan, Precision, Runtime
+from zosim.planner import Method, Request, choose
+from zosim.profiles import profile_for
 from zosim.program import Program, Space
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class Asked:
         Fields by axis: ``estimator``, ``residency``, ``precision``, ``runtime``.
     """
 
-    method: str | None = None
+    method: Method | None = None
     residency: str | None = None
     batch: int | None = None
     seq: int | None = None
@@ -141,9 +143,6 @@ def _named_placement(asked: Asked, model: ModelSpec, longest: int | None) -> Pla
 
 def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | None) -> Plan:
     """Return the fastest plan that fits this machine and computes what was asked."""
-    from zosim.planner import Request, choose
-    from zosim.profiles import profile_for
-
     topology, node = host_node(asked.device)
     kept = {} if base is None else base.model_dump(mode="json")
     with readable("options of zosim run", PlanError):

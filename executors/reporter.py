@@ -90,4 +90,4 @@ def _tensorboard_writer(directory: Path, begin: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(directory), purge_step=begin + 1 if begin else None)  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(directory), purge_step=begin + 1 if begin else None)

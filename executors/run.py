@@ -416,8 +416,7 @@ class Run:
             lora=self.settings.lora,
             random_weights=self.settings.random_weights,
         )
-        options = {"device": self.settings.device, "num_draw_threads": self.settings.num_threads}
-        with session_at(None, history, model, **options) as session:
+        with session_at(None, history, model, device=self.settings.device) as session:
             advance(session, history, num_steps)
             save_tuned(session.model, self.out, session, lora=self.settings.lora is not None)
         _copy_tokenizer(self.settings.model, self.out)

@@ -23,7 +23,7 @@ class DivergenceWatch:
     Notes
     -----
     A run diverges when the median exceeds twice its lowest value so far, and by more than one. Medians of ten do not
-    heed single batches; a step that blows up shows within six steps.
+    heed single batches; a step that blows up shows within five steps.
     """
 
     best_step: int = 0
@@ -42,7 +42,7 @@ class DivergenceWatch:
         if len(self._recent) < WINDOW_STEPS:
             return False
         level = median(self._recent)
-        if self._best is None or level <= self._best:
+        if self._best is None or level < self._best:
             # The loss was found at the weights before the step.
             self._best, self.best_step = level, num_steps - 1
             return False

@@ -49,9 +49,15 @@ def literal(model, lines, rows, rate_at, *, decay, steps=STEPS, fp64=False):
     if fp64:
 
         def loss(batch):
-            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.double()
-            labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]  # as transformers shifts
-            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+            logits = model(
+                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+            ).logits.double()
+            labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[
+                :, 1:
+            ]  # as transformers shifts
+            return torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), ignore_index=-100
+            )
 
     loop = LiteralMezo(model, epsilon=1e-3, weight_decay=decay, loss=loss)
     for step in range(steps):
@@ -86,7 +92,12 @@ def test_a_run_leaves_files_that_the_other_commands_read(inputs, tmp_path):
     out = tmp_path / "out"
     assert train(model, data, out, "--residency", "offloaded", "--eval-data", data, "--eval-every", 2) == 0
     plan, program = Plan.load(out / "plan.json"), Program.load(out / "program.json")
-    assert (plan.batch, plan.seq, plan.residency.blocks, plan.runtime.update) == (3, 9, "offloaded", "delayed")
+    assert (plan.batch, plan.seq, plan.residency.blocks, plan.runtime.update) == (
+        3,
+        9,
+        "offloaded",
+        "delayed",
+    )
     timeline = Timeline.load(out / "timeline.json")
     assert timeline.num_steps == STEPS
     assert {s.instruction for s in timeline.spans if s.part == "step"} == {i.id for i in program.step}
@@ -105,7 +116,17 @@ def test_evaluations_and_digests_change_no_bit(inputs, tmp_path):
     plain, watched = tmp_path / "plain", tmp_path / "watched"
     options = ["--residency", "offloaded", "--lr", 1e-3]
     assert train(model, data, plain, *options) == 0
-    more = ["--eval-data", data, "--eval-every", 1, "--digest-every", 1, "--checkpoint-every", 2, "--keep-best"]
+    more = [
+        "--eval-data",
+        data,
+        "--eval-every",
+        1,
+        "--digest-every",
+        1,
+        "--checkpoint-every",
+        2,
+        "--keep-best",
+    ]
     assert train(model, data, watched, *options, *more) == 0
     assert differing(loaded(plain), loaded(watched)) == []
     assert [row["loss_plus"] for row in rows_of(plain)] == [row["loss_plus"] for row in rows_of(watched)]
@@ -249,7 +270,9 @@ def test_objectives_need_no_gradient(inputs, tmp_path):
     model, data, lines = inputs
     for objective in ("accuracy", "f1", "test_executors_run:share_of_even_answers"):
         out = tmp_path / objective.replace(":", "-")
-        assert train(model, data, out, "--objective", objective, "--eps", 0.1, "--residency", "offloaded") == 0
+        assert (
+            train(model, data, out, "--objective", objective, "--eps", 0.1, "--residency", "offloaded") == 0
+        )
         assert all(0 <= row["loss_plus"] <= 1 for row in rows_of(out))
     row = rows_of(tmp_path / "accuracy")[0]
     weights = loaded(model)
@@ -257,7 +280,9 @@ def test_objectives_need_no_gradient(inputs, tmp_path):
     loop._perturb(row["seed"], 1)
     batch = batch_of(lines, 0, BATCH)
     with torch.no_grad():
-        predicted = weights(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.argmax(-1)
+        predicted = weights(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+        ).logits.argmax(-1)
     asked = batch["labels"][:, 1:] != -100
     wrong = (predicted[:, :-1] != batch["labels"][:, 1:])[asked]
     assert row["loss_plus"] == pytest.approx(wrong.double().mean().item(), abs=1e-12)
@@ -268,9 +293,9 @@ def share_of_even_answers(logits, batch):
 
 
 def test_text_goes_through_a_template_and_moves(tmp_path):
-    from executors.corpus import byte_tokenizer
-
     from transformers import OPTConfig, OPTForCausalLM
+
+    from executors.corpus import byte_tokenizer
 
     torch.manual_seed(0)
     config = OPTConfig(vocab_size=258, hidden_size=32, ffn_dim=64, word_embed_proj_dim=32, num_hidden_layers=2,
