@@ -76,6 +76,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "call_s.head": (100e-6, 20e-6, 600e-6),
         "cache_bytes": (4 * 2**20, 1 * 2**20, 32 * 2**20),
         "dispatch_s": (5e-6, 1e-6, 25e-6),
+        "memory_overlap": (0.0, 0.0, 0.0),
         "product_s": (0.0, 0.0, 0.0),
         "product_s.bfloat16": (12e-6, 0.5e-6, 60e-6),
         "product_s.float16": (12e-6, 0.5e-6, 60e-6),
@@ -100,6 +101,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "call_s.head": (60e-6, 10e-6, 400e-6),
         "cache_bytes": (24 * 2**20, 4 * 2**20, 96 * 2**20),
         "dispatch_s": (6e-6, 3e-6, 20e-6),
+        "memory_overlap": (1.0, 1.0, 1.0),
         "product_s": (0.0, 0.0, 0.0),
         "kept_row_s": (0.0, 0.0, 0.0),
         "copy_latency_s": (10e-6, 4e-6, 40e-6),
@@ -116,6 +118,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
 _HOST_SOURCES = {
     "cache_bytes": "assumed: a core's share of the last-level cache, or a GPU's L2",
     "dispatch_s": "assumed: one kernel through PyTorch's eager dispatcher",
+    "memory_overlap": "GPU kernels load tiles ahead; CPU libraries pack operands before they multiply",
     "product_s": "a product is launched as any other kernel",
     "product_s.bfloat16": "measured with torch 2.13: oneDNN finds or makes a primitive for every product",
     "product_s.float16": "assumed as for bfloat16",

@@ -1,6 +1,7 @@
 """Seconds of an operation on a device, term by term.
 
-Each matrix product is a roofline of its own: the longer of multiplying and of reading. A CPU runs one kernel
+Each matrix product is a roofline of its own: on a GPU the longer of multiplying and of moving its operands, on a
+CPU their sum. A CPU runs one kernel
 after the other and dispatches between them; a GPU runs kernels while the host launches the next, so it is either
 the kernels or the launches that take the time.
 """
@@ -112,7 +113,10 @@ def combine_terms(terms: Mapping[str, float], device_kind: DeviceKind) -> float:
 def _matmul_s(part: Matmul, dtype: str, width: int, values: Mapping[str, float]) -> float:
     rate = _rate("matmul_rate", dtype, values)
     efficiency = _efficiency(part, _by_format("matmul_half_dim", dtype, values))
-    return max(part.flops / (rate * efficiency), part.elements * width / values["memory_bandwidth"])
+    multiplying_s = part.flops / (rate * efficiency)
+    moving_s = part.elements * width / values["memory_bandwidth"]
+    shorter_s = min(multiplying_s, moving_s)
+    return multiplying_s + moving_s - values["memory_overlap"] * shorter_s
 
 
 def _efficiency(part: Matmul, half: float) -> float:

@@ -25,6 +25,7 @@ CONSTANT_UNITS: dict[str, str] = {
     "attention_rate": "flop/s",
     "attention_half_len": "1",
     "memory_bandwidth": "byte/s",
+    "memory_overlap": "1",
     "elementwise_bandwidth": "byte/s",
     "elementwise_cache_bandwidth": "byte/s",
     "sweep_bandwidth": "byte/s",
@@ -58,8 +59,9 @@ CONSTANT_UNITS: dict[str, str] = {
     A dimension of this size halves the rate of a product: its efficiency is ``Π d / (d + half)`` over m, n, k.
 ``attention_half_len``
     A sequence of this length halves the rate of fused attention.
-``memory_bandwidth``
-    Of matrix products that read their operands faster than they can be multiplied.
+``memory_bandwidth``, ``memory_overlap``
+    Of matrix products reading and writing their operands, and the part of that time that passes while they
+    multiply: all of it on a GPU, none on a CPU, whose libraries copy operands into panels first.
 ``elementwise_*``, ``sweep_*[.<dtype>]``
     Of activations and of parameters, each from memory and from cache; ``cache_bytes`` says what the cache holds.
     Sweeps differ by format where arithmetic, not memory, limits them, as half precision on a CPU does.

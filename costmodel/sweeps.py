@@ -127,7 +127,8 @@ def update_work(
     )
     if arithmetic == "pieces":
         # p = g·z, (d = wd·θ, p + d,) η·p, θ - p: all but one read of z and θ and one write of θ is scratch.
-        num_passes, num_kernels = (9, 5) if weight_decay else (4, 3)
+        # Runs of tensors that decay and of those that do not take turns, at worst after every tensor.
+        num_passes, num_kernels = (9, 5 * num_tensors) if weight_decay else (4, 3)
         changed = {"scratch_bytes": num_elements * theta * num_passes, "num_kernels": num_kernels}
         return step.model_copy(update=changed)
     if not weight_decay:

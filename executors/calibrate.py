@@ -18,10 +18,13 @@ import torch
 from costmodel.calibration import Measurement
 from executors.heap import keep_freed_memory
 from executors.probes import Action, Probe, kernel_probes, segment_probes
+from executors.quiet import OtherLoad
 from topology.errors import RunError
 
 DEFAULT_BUDGET_S = 20.0
 _LEAST_ROUNDS = 3
+"""Rounds that are made, and kept, whatever the budget and whatever others do."""
+
 _SAMPLE_S = 2e-3
 """A sample repeats its probe until it lasts about this long: a clock and a call cost a microsecond."""
 
@@ -76,7 +79,8 @@ def calibrate(
     Notes
     -----
     All probes run once per round, and rounds repeat until the budget is spent, so a disturbance meets every
-    probe alike instead of all samples of one. What is kept is the median over rounds, with the fastest beside it.
+    probe alike instead of all samples of one. The half of the rounds in which other processes used least of the
+    processors is kept (at least three): its median, with the fastest beside it.
     torch's number of threads and gradient mode are as before afterwards, its generators untouched.
     """
     if budget_s <= 0:
@@ -98,14 +102,24 @@ def _sample(
 ) -> list[_Samples]:
     began = time.perf_counter()
     sampled = [_Samples(probe, _num_repeats(probe, device)) for probe in probes]
-    num_rounds = 0
-    while num_rounds < _LEAST_ROUNDS or time.perf_counter() - began < budget_s:
+    disturbance: list[float] = []
+    while len(disturbance) < _LEAST_ROUNDS or time.perf_counter() - began < budget_s:
+        others = OtherLoad()
         for samples in sampled:
             samples.seconds.append(_seconds(samples.probe, samples.num_repeats, device))
-        num_rounds += 1
+        disturbance.append(others.cores())
         if on_round is not None:
             on_round(min(1.0, (time.perf_counter() - began) / budget_s))
+    kept = _quietest(disturbance)
+    for samples in sampled:
+        samples.seconds = [samples.seconds[index] for index in kept]
     return sampled
+
+
+def _quietest(disturbance: Sequence[float]) -> list[int]:
+    """Return which rounds to keep: the less disturbed half, at least as many as are made in any case."""
+    ranked = sorted(range(len(disturbance)), key=lambda index: disturbance[index])
+    return sorted(ranked[: max(_LEAST_ROUNDS, (len(ranked) + 1) // 2)])
 
 
 def _num_repeats(probe: Probe, device: torch.device) -> int:

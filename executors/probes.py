@@ -34,10 +34,11 @@ CACHE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 MATMUL_SHAPES = {
     "cpu": (
-        (1, 2048, 2048),
+        (16, 2048, 2048),
         (64, 64, 64),
         (128, 256, 128),
         (128, 1024, 256),
+        (128, 8192, 256),
         (256, 768, 768),
         (256, 3072, 768),
         (512, 512, 2048),
@@ -51,7 +52,8 @@ MATMUL_SHAPES = {
         (8192, 8192, 4096),
     ),
 }
-"""(m, n, k) of products: one that only reads its weights, then from launch-bound to far past it."""
+"""(m, n, k) of products: one that mostly reads its weights, then from launch-bound to far past it; on a CPU also one
+of few and wide rows, as the logits of a small model are."""
 
 ATTENTION_SHAPES = {
     "cpu": ((16, 64, 32), (24, 128, 64), (8, 512, 64)),

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
-import psutil
 import torch
 
+from executors.quiet import OtherLoad
 from executors.session import Session
 from studies.prediction.cases import Case
 from studies.prediction.setting import batch_of, session_of
 from zosim.plan import Plan
 from zosim.timeline import Timeline
 
-NUM_ROUNDS = 4
+NUM_ROUNDS = 6
 STEPS_PER_ROUND = 4
 """Timed steps of a round; one step before them, whose caches and pending copies belong to another case, is not."""
 
@@ -131,18 +131,9 @@ def _warm_up(case: Case, session: Session) -> int:
 def _round(case: Case, session: Session, num_steps: int) -> Round:
     batch = batch_of(case, session.num_steps)
     session.step(batch)
-    process = psutil.Process()
-    began, own, busy = time.perf_counter(), sum(process.cpu_times()[:2]), _busy_s()
-    ends = [began]
+    others = OtherLoad()
+    ends = [time.perf_counter()]
     for _ in range(num_steps):
         session.step(batch)
         ends.append(time.perf_counter())
-    elapsed = ends[-1] - began
-    others = (_busy_s() - busy) - (sum(process.cpu_times()[:2]) - own)
-    return Round(tuple(end - begin for begin, end in pairwise(ends)), max(0.0, others / elapsed))
-
-
-def _busy_s() -> float:
-    """Return the processors' busy seconds since the machine started, what its host took away included."""
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
+    return Round(tuple(end - begin for begin, end in pairwise(ends)), others.cores())

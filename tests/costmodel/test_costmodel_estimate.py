@@ -38,15 +38,23 @@ def profile_of(kind: str = "cpu", num_threads: int = 2, **values: float) -> Prof
 def test_a_product_takes_the_longer_of_multiplying_and_reading():
     product = Matmul(m=10, n=20, k=30)
     work = Work(matmuls=(product,))
-    assert estimate(work, profile_of()).seconds == pytest.approx(2 * 10 * 20 * 30 / 1e9)
-    slow_memory = profile_of(memory_bandwidth=1e8)
+    assert estimate(work, profile_of(memory_overlap=1)).seconds == pytest.approx(2 * 10 * 20 * 30 / 1e9)
+    slow_memory = profile_of(memory_bandwidth=1e8, memory_overlap=1)
     assert estimate(work, slow_memory).seconds == pytest.approx((300 + 600 + 200) * 4 / 1e8)
+
+
+def test_a_product_without_overlap_takes_both():
+    work = Work(matmuls=(Matmul(m=10, n=20, k=30),))
+    multiplying_s, moving_s = 2 * 10 * 20 * 30 / 1e9, (300 + 600 + 200) * 4 / 1e9
+    assert estimate(work, profile_of()).seconds == pytest.approx(multiplying_s + moving_s)
+    half = estimate(work, profile_of(memory_overlap=0.5)).seconds
+    assert half == pytest.approx(multiplying_s + moving_s / 2)
 
 
 def test_small_dimensions_reach_a_part_of_the_rate():
     work = Work(matmuls=(Matmul(m=8, n=8, k=8),))
-    full = estimate(work, profile_of(memory_bandwidth=1e12)).seconds
-    assert estimate(work, profile_of(memory_bandwidth=1e12, matmul_half_dim=8)).seconds == pytest.approx(
+    full = estimate(work, profile_of(memory_bandwidth=1e18)).seconds
+    assert estimate(work, profile_of(memory_bandwidth=1e18, matmul_half_dim=8)).seconds == pytest.approx(
         8 * full
     )
 
@@ -54,7 +62,7 @@ def test_small_dimensions_reach_a_part_of_the_rate():
 def test_stored_scores_are_two_products_and_fused_ones_a_rate_of_their_own():
     fused = Attention(num=2, query=16, key=16, head_dim=4)
     stored = fused.model_copy(update={"materialised": True})
-    profile = profile_of(attention_rate=2e9, memory_bandwidth=1e12)
+    profile = profile_of(attention_rate=2e9, memory_bandwidth=1e18)
     assert estimate(Work(attention=(fused,)), profile).seconds == pytest.approx(fused.flops / 2e9)
     assert estimate(Work(attention=(stored,)), profile).seconds == pytest.approx(stored.flops / 1e9)
     long_half = profile_of(attention_rate=2e9, attention_half_len=16)

@@ -168,6 +168,7 @@ class StepWriter:
             work = update_work(
                 group.num_trainable,
                 dtype=self.plan.precision.storage,
+                num_tensors=group.num_trainable_tensors,
                 arithmetic="pieces",
                 # A decay of 0 takes its passes as well: it may change a zero's sign.
                 weight_decay=True,
