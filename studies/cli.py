@@ -1,0 +1,125 @@
+"""``zosim study``: pages to read, scripts to run, exercises to try."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from topology.errors import ZosimError
+from topology.validation import did_you_mean
+from zosim.console import emit, stdout, table
+
+_ROOT = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Study:
+    """A folder of this package.
+
+    Attributes
+    ----------
+    name : str
+        The folder's.
+    subject : str
+        One line.
+    has_exercise : bool
+    """
+
+    name: str
+    subject: str
+    has_exercise: bool = False
+
+    @property
+    def page(self) -> Path | None:
+        """The page to read, if there is one."""
+        found = _ROOT / self.name / "page.md"
+        return found if found.is_file() else None
+
+    @property
+    def script(self) -> str:
+        """The command that runs its script."""
+        return f"python -m studies.{self.name}"
+
+
+STUDIES = (
+    Study("first_steps", "plan, simulate, run and compare, once each"),
+    Study("why_seeds_suffice", "a run is its base weights, its seeds and its scalars", has_exercise=True),
+    Study("prediction", "predicted against measured on this machine (minutes)"),
+    Study("speed", "a step against the reference loop and against two forwards (minutes)"),
+)
+
+
+def study(
+    name: Annotated[str | None, typer.Argument(help="Which to show.", show_default=False)] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="List the studies; so does no name.")] = False,
+    check: Annotated[
+        Path | None,
+        typer.Option("--check", help="Try your solution of the study's exercise.", show_default=False),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Show a page that teaches, or try your solution of its exercise; exit with 1 if that does not pass."""
+    if name is None or list_only:
+        _show_list(json=json)
+        return
+    chosen = _study_named(name)
+    if check is not None:
+        _try(chosen, check, json=json)
+    elif json:
+        emit(_described(chosen), json=True)
+    elif chosen.page is None:
+        stdout.print(f"{chosen.subject}\n\n$ {chosen.script}", markup=False, soft_wrap=True)
+    else:
+        _show_page(chosen.page)
+
+
+def _study_named(name: str) -> Study:
+    for found in STUDIES:
+        if found.name == name.replace("-", "_"):
+            return found
+    raise ZosimError(
+        f"there is no study {name!r}", hint=did_you_mean(name, [study.name for study in STUDIES])
+    )
+
+
+def _show_list(*, json: bool) -> None:
+    rows = [(item.name, item.subject, item.script, "yes" if item.has_exercise else "") for item in STUDIES]
+    shown = table(("study", "subject", "script", "exercise"), rows)
+    emit([_described(item) for item in STUDIES], json=json, text=shown)
+
+
+def _described(item: Study) -> dict[str, str | bool | None]:
+    return {
+        "name": item.name,
+        "subject": item.subject,
+        "page": None if item.page is None else str(item.page),
+        "script": item.script,
+        "has_exercise": item.has_exercise,
+    }
+
+
+def _show_page(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    if stdout.is_terminal:
+        from rich.markdown import Markdown
+
+        stdout.print(Markdown(text))
+    else:
+        stdout.print(text, markup=False, soft_wrap=True, end="")
+
+
+def _try(chosen: Study, solution: Path, *, json: bool) -> None:
+    from studies.exercises import function_in, tried
+
+    if not chosen.has_exercise:
+        with_one = ", ".join(item.name for item in STUDIES if item.has_exercise)
+        raise ZosimError(f"{chosen.name} has no exercise", hint=f"these have one: {with_one}")
+    exercise = import_module(f"studies.{chosen.name}.exercise")
+    verdict = tried(exercise.check, function_in(solution, exercise.FUNCTION))
+    emit(verdict, json=json, text=f"{'passed' if verdict.passed else 'not yet'}: {verdict.message}")
+    if not verdict.passed:
+        raise typer.Exit(1)

@@ -1,0 +1,57 @@
+"""The exercise: rebuild the weights of a run by hand. Start from ``stub.py``; :func:`check` says how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from studies.exercises import Verdict
+from studies.why_seeds_suffice.training import EPSILON, LogRow, Run, num_differing, train
+
+Rebuild = Callable[[Mapping[str, Tensor], Sequence[LogRow], float], Mapping[str, Tensor]]
+"""From base weights, log and ε to the weights after the run."""
+
+FUNCTION = "rebuild"
+"""Name of the function in a solution's file."""
+
+_CASES = ((1, 3), (6, 4), (6, 5))
+"""Steps and seed of the runs that a solution is tried on."""
+
+
+def check(rebuild: Rebuild) -> Verdict:
+    """Return whether `rebuild` gives the weights of several runs, bit for bit, and if not, what to look at."""
+    for num_steps, seed in _CASES:
+        run = train(num_steps, seed=seed)
+        base = {name: tensor.clone() for name, tensor in run.base.items()}
+        found = rebuild(base, run.log, EPSILON)
+        complaint = _complaint(found, run)
+        if complaint:
+            return Verdict(False, f"a run of {num_steps} steps: {complaint}")
+    return Verdict(True, f"{len(_CASES)} runs rebuilt bit for bit, from {sum(n for n, _ in _CASES)} rows")
+
+
+def _complaint(found: object, run: Run) -> str:
+    """Return what is wrong with rebuilt weights, or nothing."""
+    if not isinstance(found, Mapping) or found.keys() != run.tuned.keys():
+        return "return a dict with the names of the base weights, every one of them"
+    for name, tensor in run.tuned.items():
+        given = found[name]
+        if not isinstance(given, Tensor) or (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
+            return f"{name} must be a tensor of shape {tuple(tensor.shape)} in {tensor.dtype}"
+    differing = num_differing(found, run.tuned)
+    if not differing:
+        return ""
+    if not num_differing(found, run.base):
+        return "nothing has changed since the base weights"
+    distance = max(float((found[name] - tensor).abs().max()) for name, tensor in run.tuned.items())
+    moved = max(float((run.base[name] - tensor).abs().max()) for name, tensor in run.tuned.items())
+    if not distance < 1e-3 * moved:
+        return (
+            f"off by up to {distance:.2g}, where the run moved weights by up to {moved:.2g}: look at which numbers "
+            "each parameter draws, at the sign, and at whose learning rate is used"
+        )
+    return (
+        f"very close, but {differing} elements differ in their last bits: the run also perturbed and restored every "
+        "weight, and (θ + εz) - 2εz + εz is not θ in floating point"
+    )

@@ -1,0 +1,24 @@
+"""Copy this file, write the function, and try it: ``zosim study why_seeds_suffice --check mine.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from studies.why_seeds_suffice.training import LogRow
+
+
+def rebuild(base: Mapping[str, Tensor], log: Sequence[LogRow], epsilon: float) -> Mapping[str, Tensor]:
+    """Return the weights after the run whose base weights and log these are.
+
+    Parameters
+    ----------
+    base : mapping of str to torch.Tensor
+        By name, in registration order. They are yours: change them if you like.
+    log : sequence of LogRow
+        ``seed``, ``projected_gradient`` and ``learning_rate`` of each step.
+    epsilon : float
+        ``ε``.
+    """
+    raise NotImplementedError("write it")

@@ -1,0 +1,111 @@
+"""A small run to look at: a model of two blocks, trained for some steps, offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from executors.model import CutModel
+from executors.session import Session, StepRecord
+from executors.spec import spec_of_model
+from zosim.plan import Estimator, Placement, Plan, Residency, Runtime
+
+EPSILON = 1e-3
+
+
+@dataclass(frozen=True)
+class LogRow:
+    """What one step leaves in the log.
+
+    Attributes
+    ----------
+    seed : int
+        The step's, given to ``torch.Generator.manual_seed``.
+    projected_gradient : float
+        ``g = (l₊ - l₋)/2ε``.
+    learning_rate : float
+        The one that this step's update is applied with.
+    """
+
+    seed: int
+    projected_gradient: float
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes
+    ----------
+    base, tuned : dict of str to torch.Tensor
+        Parameters before and after, in registration order, in float32.
+    records : tuple of StepRecord
+    """
+
+    base: Mapping[str, Tensor]
+    tuned: Mapping[str, Tensor]
+    records: tuple[StepRecord, ...]
+
+    @property
+    def log(self) -> list[LogRow]:
+        """Seeds and scalars of the steps, one query each."""
+        return [LogRow(r.seeds[0], r.projected_gradients[0], r.learning_rate) for r in self.records]
+
+
+def small_model() -> nn.Module:
+    """Return the base model; its weights are the same at every call."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return model.eval()
+
+
+def session_of(model: nn.Module, *, offloaded: bool, seed: int = 0) -> Session:
+    """Return a session on `model` with a learning rate that falls from step to step."""
+    plan = Plan(
+        model=spec_of_model(CutModel(model), name="small"),
+        placement=Placement(topology="none", devices=("cpu0",)),
+        batch=2,
+        seq=16,
+        estimator=Estimator(epsilon=EPSILON),
+        residency=Residency(blocks="offloaded" if offloaded else "resident"),
+        runtime=Runtime(update="delayed" if offloaded else "immediate"),
+    )
+    return Session(plan, model, learning_rate=lambda step: 1e-2 / (1 + step), seed=seed, num_timed_steps=0)
+
+
+def train(num_steps: int, *, seed: int = 0) -> Run:
+    """Train the small model on random tokens, its blocks offloaded."""
+    model = small_model()
+    base = weights_of(model)
+    generator = torch.Generator().manual_seed(seed)
+    with session_of(model, offloaded=True, seed=seed) as session:
+        records = []
+        for _ in range(num_steps):
+            ids = torch.randint(0, 64, (2, 16), generator=generator)
+            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+            records.append(session.step(batch))
+        return Run(base, session.state_dict(), tuple(records))
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of a model's parameters by name, in registration order."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def num_differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> int:
+    """Return how many elements of float32 parameters differ in a bit."""
+    return sum(int((first[k].view(torch.int32) != second[k].view(torch.int32)).sum()) for k in first)

@@ -1,0 +1,107 @@
+"""The prediction benchmark: its lists, its plans and its arithmetic. What it measures is no test."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from costmodel.datasheet import datasheet_profile
+from studies.prediction.cases import PLACEMENTS, Case, Shape, held_out_cases, tuning_cases
+from studies.prediction.measuring import Measured, Round
+from studies.prediction.predicting import Row
+from studies.prediction.report import Benchmark, Summary
+from topology import load_preset
+from zosim.compare import Line
+
+TINY = {family: Shape(family, 32, 2, 50, tied=family != "llama") for family in ("opt", "gpt2", "llama")}
+
+
+def row(predicted_s: float, measured_s: float, **fields) -> Row:
+    values = {
+        "name": "opt 1x32 fp32 1 thread, delayed",
+        "placement": "delayed",
+        "predicted_s": predicted_s,
+        "low_s": 0.9 * predicted_s,
+        "high_s": 1.1 * predicted_s,
+        "measured_s": measured_s,
+        "foreign_cores": 0.0,
+        "predicted_bytes": 100,
+        "measured_bytes": 100,
+        "limiter": "draw",
+        "lines": (Line("draw", predicted_s, measured_s, predicted_s - measured_s),),
+    }
+    return Row(**(values | fields))
+
+
+def test_the_held_out_list_is_fixed_by_its_seed_and_apart_from_the_tuning_list():
+    cases = held_out_cases()
+    assert cases == held_out_cases()
+    assert held_out_cases(seed=1) != cases
+    assert len(set(cases)) == len(cases) == 48
+    assert not set(cases) & set(tuning_cases())
+    assert cases[:7] == held_out_cases(7)
+    counts = [sum(case.placement == name for case in cases) for name in PLACEMENTS]
+    assert set(counts) == {3}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_every_placement_is_a_valid_plan(family, placement):
+    from studies.prediction.setting import model_of, plan_of
+    from zosim.lowering import lower
+    from zosim.validate import validate
+
+    case = Case(TINY[family], 2, 8, "float32", 1, placement)
+    plan = plan_of(case, model_of(case.shape), topology="host", device="cpu0")
+    validate(lower(plan))
+    assert plan.tokens_per_step == 16
+    assert plan.precision.is_lossy == ("lossy" in placement)
+
+
+def test_models_are_the_same_every_time():
+    import torch
+
+    from studies.prediction.setting import batch_of, model_of
+
+    one, two = (model_of(TINY["gpt2"]).state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    batch = batch_of(Case(TINY["opt"], 2, 8, "float32", 1, "delayed"))
+    assert batch["input_ids"].shape == (2, 8)
+    assert int(batch["input_ids"].max()) < 50
+
+
+def test_measured_steps_are_those_of_the_quieter_rounds():
+    rounds = [Round((5.0, 5.0), 0.9), Round((1.0, 2.0), 0.0), Round((3.0, 2.0), 0.1), Round((9.0,), 1.0)]
+    measured = Measured(tuning_cases()[0], None, None, 0, 0, 0, rounds)  # type: ignore[arg-type]
+    assert measured.step_s == 2.0
+    assert measured.num_samples == 4
+    assert measured.foreign_cores == pytest.approx(0.05)
+
+
+def test_a_summary_counts_errors_by_their_size():
+    rows = [row(1.1, 1.0), row(0.7, 1.0), row(1.0, 1.0), row(1.05, 1.0, predicted_bytes=98)]
+    summary = Summary.of(rows)
+    assert summary.step_median == pytest.approx(0.075)
+    assert summary.step_bias == pytest.approx(0.025)
+    assert summary.largest_underestimate == pytest.approx(0.02)
+    assert summary.covered == 0.75
+    assert summary.interval_width == pytest.approx(0.2)
+    assert summary.meets_goals
+    assert not Summary.of([row(2.0, 1.0)]).meets_goals
+
+
+def test_a_report_holds_every_case_and_says_what_was_missed():
+    profile = datasheet_profile(load_preset("cpu-laptop"), "cpu0", num_threads=2)
+    bad = row(3.0, 1.0, name="opt 2x64 bf16 2 threads, sweep", placement="sweep", foreign_cores=0.5)
+    benchmark = Benchmark(
+        "2026-01-01", "a command", "abc", "a machine", (bad,), (row(1.0, 1.0),), {2: profile}, {}
+    )
+    text = benchmark.to_markdown()
+    assert "**missed**" in text
+    assert "In 1 of the 1 held-out cases" in text
+    assert bad.name in text
+    assert "+200.0%" in text
+    data = json.loads(benchmark.to_json())
+    assert data["held_out"]["rows"][0]["measured_s"] == 1.0
+    assert data["profiles"]["2"]["num_threads"] == 2
