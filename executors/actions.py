@@ -13,11 +13,11 @@ from costmodel.model_spec import EMBED, HEAD
 from executors.arithmetic import Sweeper, gathered, projected_gradient
 from executors.buffers import BufferStore, Placed, bind, decay_runs, keeps_rows
 from executors.directions import direction_named
-from executors.frames import Hyperparameters, LoadedBatch, StepFrame
-from executors.model import Batch, CutModel
+from executors.frames import Hyperparameters, LoadedBatch, MicroBatch, StepFrame
+from executors.model import IGNORED_LABEL, Batch, CutModel
 from executors.rng import CounterDraws, CounterKey, draw_rows, walk_past
 from executors.streams import Backend
-from topology.errors import ProgramError
+from topology.errors import ProgramError, RunError
 from zosim.program import (
     Access,
     Allocate,
@@ -46,6 +46,7 @@ class Actions:
     hyperparameters : Hyperparameters
     backend : Backend
     num_draw_threads : int
+    num_micro_batches : int
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Actions:
         backend: Backend,
         *,
         num_draw_threads: int,
+        num_micro_batches: int = 1,
     ) -> None:
         self.program = program
         self.cut = cut
@@ -68,7 +70,8 @@ class Actions:
         self._counter = CounterDraws(trainable, backend.device, num_threads=num_draw_threads)
         self._sweeper = Sweeper(num_threads=torch.get_num_threads())
         self._bound: dict[str, Placed] = {}
-        self.loaded = LoadedBatch({})
+        self.loaded = LoadedBatch()
+        self._num_micro_batches = num_micro_batches
         self._gathers = any(keeps_rows(instruction.op) for _, instruction in program.instructions())
         self._perturbations = _perturbations(program)
 
@@ -124,19 +127,27 @@ class Actions:
 
         def load(frame: StepFrame) -> None:
             if frame.replayed:  # no row is read, but drawing none still walks the generator past the table
-                self.loaded = LoadedBatch({}, torch.empty(0, dtype=torch.long, device=self.backend.device))
+                none = torch.empty(0, dtype=torch.long, device=self.backend.device)
+                self.loaded = LoadedBatch(rows=none)
                 return
             assert frame.batch is not None
             rows = positions = None
             if self._gathers:
                 rows, positions = torch.unique(frame.batch["input_ids"], return_inverse=True)
+            parts = micro_batches(frame.batch, positions, self._num_micro_batches)
             self.loaded = LoadedBatch(
-                {name: self._to_device(tensor) for name, tensor in frame.batch.items()},
+                tuple(self._on_device(part) for part in parts),
                 None if rows is None else self._to_device(rows),
-                None if positions is None else self._to_device(positions),
             )
 
         return load
+
+    def _on_device(self, part: MicroBatch) -> MicroBatch:
+        return MicroBatch(
+            {name: self._to_device(tensor) for name, tensor in part.tensors.items()},
+            part.num_labels,
+            None if part.positions is None else self._to_device(part.positions),
+        )
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.backend.device, non_blocking=True)
@@ -334,37 +345,40 @@ class Actions:
         inputs = [a for a in instruction.reads if a.what.endswith(":out")]
         output = _key(_one(instruction.writes, "write of what it makes"))
         tables = self._gathered_tables(instruction, op)
-        run = self._segment(op, _key(_one(inputs, "read of a hidden state")) if op.segment != EMBED else None)
+        run = self._segment(op)
+        source = _key(_one(inputs, "read of a hidden state")) if op.segment != EMBED else None
+        values = self.store.values
 
         def forward(frame: StepFrame) -> None:
             if frame.replayed:
                 return
             self.bind([self.store.placed(access) for access in weights])
-            with ExitStack() as stack:
-                for table in tables:
-                    table.enter(stack)
-                self.store.values[output] = run(frame)
+            hidden = None if source is None else values.pop(source)
+            made = []
+            for part in self.loaded.parts:
+                with ExitStack() as stack:
+                    for table in tables:
+                        table.enter(stack, part)
+                    # Popped, so that no hidden state outlives its use.
+                    made.append(run(part, None if hidden is None else hidden.pop(0)))
+            values[output] = made
+            if op.segment == HEAD:
+                counts = [part.num_labels for part in self.loaded.parts]
+                frame.losses[op.point] = accumulated(made, counts)
 
         return forward
 
-    def _segment(self, op: Forward, source: tuple[str, int] | None) -> Callable[[StepFrame], Tensor]:
-        values = self.store.values
+    def _segment(self, op: Forward) -> Callable[[MicroBatch, Tensor | None], Tensor]:
+        """Return what makes a segment's output from a micro-batch and its hidden state."""
         if op.segment == EMBED:
-            return lambda frame: self.cut.embed(self._borrowed_batch(), frame.cache)
-        assert source is not None
+            return lambda part, _hidden: self.cut.embed(self._borrowed(part), part.cache)
         if op.segment == HEAD:
-
-            def head(frame: StepFrame) -> Tensor:
-                loss = self.cut.head(values.pop(source), self._borrowed_batch())
-                frame.losses[op.point] = loss
-                return loss
-
-            return head
+            return lambda part, hidden: self.cut.head(_given(hidden), self._borrowed(part))
         index = int(op.segment.rpartition(".")[2])
-        return lambda frame: self.cut.block(index, values.pop(source), frame.cache)
+        return lambda part, hidden: self.cut.block(index, _given(hidden), part.cache)
 
-    def _borrowed_batch(self) -> Batch:
-        return {name: self.backend.borrow(t) for name, t in self.loaded.tensors.items()}
+    def _borrowed(self, part: MicroBatch) -> Batch:
+        return {name: self.backend.borrow(tensor) for name, tensor in part.tensors.items()}
 
     def _gathered_tables(self, instruction: Instruction, op: Forward) -> list[_GatheredTable]:
         return [self._gathered_table(instruction, op, group) for group in op.gather]
@@ -410,25 +424,72 @@ class _GatheredTable:
     table: Access
     path: list[tuple[tuple[str, int], tuple[int, ...]]]
 
-    def enter(self, stack: ExitStack) -> None:
+    def enter(self, stack: ExitStack, part: MicroBatch) -> None:
         """Put the rows in the table's place for as long as `stack` lasts."""
         actions = self.owner
         batch = actions.loaded
         assert batch.rows is not None
-        assert batch.positions is not None
+        assert part.positions is not None
         placed = actions.store.placed(self.table)
         rows = placed.views[0].index_select(0, actions.backend.borrow(batch.rows))
         for key, scales in self.path:
             z = actions.backend.borrow(actions.store.values[key])
             rows = gathered(rows, z, scales, actions.hyperparameters.epsilon)
         parameter: nn.Parameter = placed.part.tensors[0].parameter
-        positions = actions.backend.borrow(batch.positions)
+        positions = actions.backend.borrow(part.positions)
         actions.bind([placed])
         stack.enter_context(actions.cut.gathered_rows(parameter, rows, positions))
 
 
 class _Unfit(Exception):  # noqa: N818 - half a sentence that the caller completes
     """Says why an instruction's operands do not fit its operation."""
+
+
+def micro_batches(batch: Batch, positions: Tensor | None, count: int) -> list[MicroBatch]:
+    """Return a batch in `count` parts of as many sequences each.
+
+    Raises
+    ------
+    RunError
+        If its sequences cannot be shared out evenly.
+    """
+    num_sequences = batch["input_ids"].shape[0]
+    if num_sequences % count:
+        raise RunError(
+            f"a batch of {num_sequences} sequences cannot be forwarded in {count} equal micro-batches",
+            hint="let the number of micro-batches divide the batch",
+        )
+    chunks = {name: tensor.chunk(count) for name, tensor in batch.items()}
+    places = [None] * count if positions is None else positions.chunk(count)
+    parts = []
+    for i in range(count):
+        tensors = {name: pieces[i] for name, pieces in chunks.items()}
+        # The first label is not asked for: nothing predicts it.
+        num_labels = int((tensors["labels"][:, 1:] != IGNORED_LABEL).sum())
+        parts.append(MicroBatch(tensors, num_labels, places[i]))
+    return parts
+
+
+def accumulated(losses: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """Return the mean over all labels, given each micro-batch's mean over its own.
+
+    Notes
+    -----
+    One loss is returned as it is. Several are weighted in float64, ``Σ lᵢ·nᵢ / Σ nᵢ``: the projected gradient then
+    loses nothing in the sum, but is not rounded as that of one large batch is.
+    """
+    if len(losses) == 1:
+        return losses[0]
+    pairs = [(loss.double(), n) for loss, n in zip(losses, counts, strict=True) if n]
+    total = torch.zeros((), dtype=torch.float64, device=losses[0].device)
+    for loss, n in pairs:
+        total += loss * n
+    return total / sum(counts)
+
+
+def _given(hidden: Tensor | None) -> Tensor:
+    assert hidden is not None
+    return hidden
 
 
 _RNG = "rng:"

@@ -68,6 +68,7 @@ def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
         weight_decay=_or(given, header, "weight_decay", 0.0),
         loss_dtype=_or(given, header, "loss_dtype", "model"),
         objective=_or(given, run, "objective", "loss"),
+        accumulate=_or(given, run, "accumulate", 1),
         device=given["device"],
         num_threads=num_threads,
         lora=lora,

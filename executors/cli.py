@@ -81,6 +81,9 @@ def run(
     ] = None,
     queries: Annotated[int | None, _option(_ESTIMATOR, "Directions per step.", min=1)] = None,
     difference: Annotated[DifferenceName | None, _option(_ESTIMATOR, "Finite difference.")] = None,
+    accumulate: Annotated[
+        int | None, _option(_ESTIMATOR, "Micro-batches that a step's batch is forwarded in.", min=1)
+    ] = None,
     eps: Annotated[float | None, _option(_ESTIMATOR, "Smoothing radius; 1e-3 by default.")] = None,
     lr: Annotated[float | None, _option(_ESTIMATOR, "Largest learning rate; 1e-6 by default.")] = None,
     lr_schedule: Annotated[ScheduleName | None, _option(_ESTIMATOR, "How the learning rate falls.")] = None,

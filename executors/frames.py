@@ -26,21 +26,40 @@ class Hyperparameters:
 
 
 @dataclass
+class MicroBatch:
+    """Sequences that are forwarded together.
+
+    Attributes
+    ----------
+    tensors : mapping
+    num_labels : int
+        Labels that count towards the loss.
+    positions : torch.Tensor or None
+        Place of each token among the loaded rows, in the micro-batch's shape.
+    cache : StepCache
+        What its blocks are called with.
+    """
+
+    tensors: Batch
+    num_labels: int
+    positions: Tensor | None = None
+    cache: StepCache = field(default_factory=StepCache)
+
+
+@dataclass
 class LoadedBatch:
     """A batch where the forwards read it.
 
     Attributes
     ----------
-    tensors : mapping
+    parts : tuple of MicroBatch
+        One, unless losses are accumulated.
     rows : torch.Tensor or None
-        Ascending distinct tokens, where the program gathers rows.
-    positions : torch.Tensor or None
-        Place of each token in `rows`, in the batch's shape.
+        Ascending distinct tokens of all parts, where the program gathers rows.
     """
 
-    tensors: Batch
+    parts: tuple[MicroBatch, ...] = ()
     rows: Tensor | None = None
-    positions: Tensor | None = None
 
 
 @dataclass
@@ -69,7 +88,6 @@ class StepFrame:
     learning_rate: float = 0.0
     batch: Batch | None = None
     previous: StepFrame | None = None
-    cache: StepCache = field(default_factory=StepCache)
     losses: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[int, float] = field(default_factory=dict)
     replayed: bool = False

@@ -15,7 +15,7 @@ import torch
 from executors.actions import Action, Actions
 from executors.buffers import BufferStore
 from executors.frames import Hyperparameters, StepFrame
-from executors.model import Batch, CutModel, StepCache
+from executors.model import Batch, CutModel
 from executors.streams import Backend, Task, Ticket
 from topology.errors import RunError
 from zosim.program import Instruction, Part, Program
@@ -36,6 +36,8 @@ class Interpreter:
     backend : Backend
     num_draw_threads : int
         Threads for one ``counter`` draw on a CPU.
+    num_micro_batches : int
+        Parts that a batch is forwarded in, whose losses are accumulated.
 
     Raises
     ------
@@ -51,13 +53,20 @@ class Interpreter:
         backend: Backend,
         *,
         num_draw_threads: int = 1,
+        num_micro_batches: int = 1,
     ) -> None:
         validate(program)
         self.program = program
         self.backend = backend
         self.store = BufferStore(program, cut, backend.allocate)
         self._actions = Actions(
-            program, cut, self.store, hyperparameters, backend, num_draw_threads=num_draw_threads
+            program,
+            cut,
+            self.store,
+            hyperparameters,
+            backend,
+            num_draw_threads=num_draw_threads,
+            num_micro_batches=num_micro_batches,
         )
         self._resolved = {part: self._resolve(part) for part in ("prologue", "step", "flush")}
         self._frame: StepFrame | None = None
@@ -130,7 +139,7 @@ class Interpreter:
         else:
             self._frame.previous = None
         self._run("step", frame)
-        frame.batch, frame.cache = None, StepCache()  # a pending update needs the numbers alone
+        frame.batch = None  # a pending update needs the numbers alone
         self._frame = frame
         self._next_step += 1
         return frame

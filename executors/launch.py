@@ -11,6 +11,7 @@ import json
 import logging
 import mmap
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from topology.errors import RunError, ZosimError
 
@@ -102,8 +105,20 @@ def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1
     """
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         return function(*arguments)
-    with tempfile.TemporaryDirectory(prefix="zosim-launch-") as directory:
+    _remove_leftovers()
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as directory:
         return _launch(Path(directory), function, arguments, world_size)
+
+
+def _remove_leftovers() -> None:
+    """Remove what launchers that were killed could not."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        owner = left.name.removeprefix(_PREFIX).partition("-")[0]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+_PREFIX = "zosim-launch-"
 
 
 @contextmanager

@@ -171,6 +171,7 @@ class Run:
             "rank": RankInfo.here().rank,
             "num_timed_steps": settings.num_timed_steps,
             "num_draw_threads": settings.num_threads,
+            "num_micro_batches": settings.accumulate,
             "objective": objective_named(settings.objective),
         }
         if self.history is None:
@@ -258,7 +259,7 @@ class Run:
             try:
                 record = session.step(asdict(self.batches.batch(number)))
             except LossNotFinite as error:
-                return number, error.message
+                return watch.last_good(number), error.message
             self.log.append(record.rows())
             self.records.append(record)
             self._files[0].append([_metrics_row(record, self.settings.plan.tokens_per_step)])

@@ -134,6 +134,8 @@ class Session:
         Steps whose spans are kept.
     num_draw_threads : int
         Threads for one ``counter`` draw on a CPU.
+    num_micro_batches : int
+        Parts that each batch is forwarded in; their losses are accumulated over labels.
     base_digest : str, optional
         Hash of the base weights for the header, where `model` holds later ones; by default `model`'s own.
     objective : callable, optional
@@ -159,6 +161,7 @@ class Session:
         rank: int = 0,
         num_timed_steps: int = 100,
         num_draw_threads: int = 1,
+        num_micro_batches: int = 1,
         base_digest: str | None = None,
         objective: Objective | None = None,
     ) -> None:
@@ -199,6 +202,7 @@ class Session:
             Hyperparameters(plan.estimator.epsilon, weight_decay),
             backend,
             num_draw_threads=num_draw_threads,
+            num_micro_batches=num_micro_batches,
         )
         _move_module_buffers(model, self.device)
         self.cut.device = self.device

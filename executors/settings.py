@@ -82,6 +82,8 @@ class RunSettings:
     loss_dtype : str
     objective : str
         ``"loss"``, or the name of what is minimised in its place.
+    accumulate : int
+        Micro-batches that a step's batch is forwarded in.
     device : str
     num_threads : int
     lora : LoRA or None
@@ -115,6 +117,7 @@ class RunSettings:
     weight_decay: float = 0.0
     loss_dtype: LossName = "model"
     objective: str = "loss"
+    accumulate: int = 1
     device: str = "cpu"
     num_threads: int = 1
     lora: LoRA | None = None
@@ -133,6 +136,16 @@ class RunSettings:
             raise RunError(f"threads={self.num_threads} must be at least 1")
         if min(self.digest_every, self.checkpoint_every) < 0:
             raise RunError("digests and checkpoints are every 1 or more steps, or 0 for never")
+        if self.accumulate < 1 or self.plan.batch % self.accumulate:
+            raise PlanError(
+                f"batch={self.plan.batch} cannot be forwarded in {self.accumulate} equal micro-batches",
+                hint="let --accumulate divide --batch",
+            )
+        if self.accumulate > 1 and self.objective not in ("loss", "accuracy"):
+            raise PlanError(
+                f"objective={self.objective} of micro-batches does not make up that of the batch",
+                hint="leave --accumulate out",
+            )
         if self.seed < 0:
             raise RunError(f"seed={self.seed} must be at least 0")
         if self.weight_decay < 0:
@@ -168,6 +181,7 @@ class RunSettings:
             "loss_chunk_tokens": plan.runtime.loss_chunk_tokens,
             "loss_dtype": self.loss_dtype,
             "objective": self.objective,
+            "accumulate": self.accumulate,
             "weight_decay": self.weight_decay,
             "seed": self.seed,
             "shuffle": self.data.shuffle,
@@ -207,6 +221,7 @@ class RunSettings:
             "schedule": asdict(self.schedule),
             "lora": None if self.lora is None else self.lora.model_dump(mode="json"),
             "objective": self.objective,
+            "accumulate": self.accumulate,
             "evaluation": None if self.evaluation is None else asdict(self.evaluation),
             "digest_every": self.digest_every,
             "checkpoint_every": self.checkpoint_every,

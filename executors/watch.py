@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 WINDOW_STEPS = 10
+_LEAST_STEPS = 5
 _FACTOR = 2.0
 _MARGIN = 1.0
 
@@ -18,12 +19,12 @@ class DivergenceWatch:
     Attributes
     ----------
     best_step : int
-        Steps behind the weights when that median was lowest: the last good state.
+        Steps behind the weights when that median was lowest: the last good state of a run that diverges.
 
     Notes
     -----
-    A run diverges when the median exceeds twice its lowest value so far, and by more than one. Medians of ten do not
-    heed single batches; a step that blows up shows within five steps.
+    A run diverges when the median exceeds twice its lowest value so far (at first, the first loss), and by more than
+    one. Medians do not heed single batches; a step that blows up shows within five steps.
     """
 
     best_step: int = 0
@@ -39,11 +40,19 @@ class DivergenceWatch:
             Whether the run diverges.
         """
         self._recent.append(loss)
-        if len(self._recent) < WINDOW_STEPS:
-            return False
+        if self._best is None:
+            self._best = loss
         level = median(self._recent)
-        if self._best is None or level < self._best:
+        if len(self._recent) == WINDOW_STEPS and level < self._best:
             # The loss was found at the weights before the step.
             self._best, self.best_step = level, num_steps - 1
-            return False
+        return len(self._recent) >= _LEAST_STEPS and self._is_far(level)
+
+    def last_good(self, num_steps: int) -> int:
+        """Return the steps behind the last good state of a run that cannot go on after `num_steps`."""
+        ruined = bool(self._recent) and self._is_far(median(self._recent))
+        return self.best_step if ruined else num_steps
+
+    def _is_far(self, level: float) -> bool:
+        assert self._best is not None
         return level > _FACTOR * self._best and level > self._best + _MARGIN

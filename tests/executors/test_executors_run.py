@@ -156,6 +156,26 @@ def test_several_queries_and_a_forward_difference(inputs, tmp_path):
     assert differing(reference, loaded(out)) == []
 
 
+@pytest.mark.parametrize("residency", ["resident", "offloaded"])
+def test_accumulated_losses_are_those_of_the_micro_batches(inputs, tmp_path, residency):
+    model, data, lines = inputs
+    out = tmp_path / "out"
+    assert train(model, data, out, "--accumulate", 3, "--residency", residency, "--lr", 1e-3) == 0
+    reference = loaded(model)
+
+    def loss(batch):
+        parts = [{name: tensor[i : i + 1] for name, tensor in batch.items()} for i in range(BATCH)]
+        counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+        losses = [reference(**part).loss.double() for part in parts]
+        return sum(mean * n for mean, n in zip(losses, counts, strict=True)) / sum(counts)
+
+    loop = LiteralMezo(reference, epsilon=1e-3, loss=loss)
+    for step, row in enumerate(rows_of(out)):
+        ((plus, minus, g),) = loop.step(batch_of(lines, step, BATCH), [row["seed"]], 1e-3)
+        assert (row["loss_plus"], row["loss_minus"], row["projected_grad"]) == (plus, minus, g)
+    assert differing(reference, loaded(out)) == []
+
+
 def test_adapters_alone_are_tuned_and_come_out_merged_and_apart(inputs, tmp_path):
     from costmodel.configs import LoRA
 
@@ -226,6 +246,7 @@ def test_a_narrower_transfer_format_needs_leave(inputs, tmp_path, capsys):
         (["--residency", "offloaded", "--traversal", "sweep"], "traversal=sweep needs every block"),
         (["--objective", "nonsense"], "module:function"),
         (["--objective", "accuracy", "--loss-dtype", "fp64"], "--loss-dtype"),
+        (["--accumulate", 2], "--accumulate divide"),
         (["--device", "cuda:7"], "7"),
     ],
 )
@@ -253,11 +274,14 @@ def test_a_directory_with_a_run_is_not_written_over(inputs, tmp_path, capsys):
     assert (tmp_path / "out" / "steps.jsonl").read_bytes() == before
 
 
-def test_a_loss_that_leaves_for_good_stops_the_run_at_its_last_good_state(inputs, tmp_path, capsys):
+@pytest.mark.parametrize(("rate", "says"), [(0.1, "has left for good"), (1e36, "the projected gradient is")])
+@pytest.mark.parametrize("residency", ["resident", "offloaded"])
+def test_a_ruined_run_stops_at_its_last_good_state(inputs, tmp_path, capsys, residency, rate, says):
     model, data, _ = inputs
     out = tmp_path / "out"
-    assert train(model, data, out, "--residency", "offloaded", "--lr", 1.0, steps=200) == 2
+    assert train(model, data, out, "--residency", residency, "--lr", rate, steps=200) == 2
     said = capsys.readouterr().err
+    assert says in said
     assert "lower --lr" in said
     assert "holds the weights after" in said
     assert len(rows_of(out)) < 200
