@@ -17,7 +17,7 @@ from studies.prediction.setting import batch_of, session_of
 from zosim.plan import Plan
 from zosim.timeline import Timeline
 
-NUM_ROUNDS = 6
+NUM_ROUNDS = 4
 STEPS_PER_ROUND = 4
 """Timed steps of a round; one step before them, whose caches and pending copies belong to another case, is not."""
 
