@@ -1,0 +1,36 @@
+"""The speed study times what it says it times."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from studies.speed import __main__ as speed
+from studies.speed.reference import literal_step, two_forwards
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch):
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    monkeypatch.setitem(speed.SHAPES, "tiny", shape)
+    return speed._model("tiny", torch.float32)
+
+
+def test_every_contender_is_timed_every_round_beside_its_two_baselines(tiny) -> None:
+    seconds = speed.measure(tiny, 2, 8, "float32", rounds=2)
+    assert {len(values) for values in seconds.values()} == {2}
+    rows = {row.name: row for row in speed.table(seconds)}
+    assert rows["literal loop"].to_literal == 1
+    assert rows["two forwards"].to_forwards == 1
+    assert rows["counter, rademacher"].median_s > 0
+
+
+def test_the_reference_takes_a_real_step(tiny) -> None:
+    tokens = torch.arange(16).reshape(2, 8)
+    data = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    before, stepped = copy.deepcopy(tiny), copy.deepcopy(tiny)
+    g = literal_step(stepped, data, 3, 0.1, 1e-3)
+    assert g != 0
+    assert two_forwards(stepped, data) != two_forwards(before, data)
