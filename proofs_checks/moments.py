@@ -47,7 +47,7 @@ def check_families(context: Context) -> Outcome:
     unit /= unit.norm()
     members = families()
     for direction in members:
-        z = drawn(direction, context.samples(60_000, 6000), context.seed)
+        z = drawn(direction, context.samples(40_000, 6000), context.seed)
         products = torch.stack([z[:, 0] * z[:, 1], z[:, 0] * z[:, -1], z[:, 1] * z[:, 5]], dim=1)
         energy = ((z @ unit) ** 2 * (z**2).sum(1))[:, None]
         columns = torch.cat([z, z**2, products, energy], dim=1)
@@ -96,7 +96,7 @@ def check_estimates(direction: str, context: Context) -> Outcome:
         applied = estimates(
             _quadratic,
             theta,
-            context.samples(8000, 400),
+            context.samples(2500, 400),
             seed=context.seed,
             direction=direction,
             difference=difference,

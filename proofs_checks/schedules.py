@@ -61,7 +61,7 @@ def check_rules(context: Context) -> Outcome:
     """Count lowered programs that the validator refuses, or that go wrong under random durations."""
     chosen = list(plans())
     total, rng = len(chosen), random.Random(context.seed)
-    chosen = rng.sample(chosen, min(total, context.samples(800, 40)))
+    chosen = rng.sample(chosen, min(total, context.samples(300, 40)))
     refused, wrong, first = 0, 0, ""
     for plan in chosen:
         program = lower(plan)
@@ -176,7 +176,7 @@ def check_slots(context: Context) -> Outcome:
     for num_slots in (1, 2):
         program = zo2_program(num_slots)
         published = under_published_rules(program)
-        runs = context.samples(500, 60)
+        runs = context.samples(200, 60)
         met = sum(any(_is_overwritten(pair) for pair in clashes(published, rng)) for _ in range(runs))
         ours = sum(bool(clashes(program, rng)) for _ in range(runs))
         refused = is_refused(published)

@@ -84,7 +84,7 @@ def check_unbiased(direction: str, context: Context) -> Outcome:
         sampled = estimates(
             loss.loss,
             THETA,
-            context.samples(4000, 120),
+            context.samples(1200, 120),
             seed=context.seed + 1000 * number,
             num_queries=queries,
             direction=direction,
