@@ -148,7 +148,7 @@ def check_slices(context: Context) -> Outcome:
 
 
 def _unlike_slices(direction: Direction, seed: int) -> int:
-    block = COUNTER_BLOCK_ELEMENTS["cpu"]
+    block = COUNTER_BLOCK_ELEMENTS["cpu"] * direction.block_factor
     width = 96
     numels = [33, 4 * block + width, 2 * width]
     numels[1] -= numels[1] % width
@@ -312,7 +312,7 @@ CLAIMS = (
             Mutant(
                 "blocks numbered within their parameter",
                 "executors.rng:CounterDraws._draw",
-                "self._first_block[parameter] + block",
+                "first_block + block",
                 "block",
             ),
             Mutant(
