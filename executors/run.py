@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import statistics
 import time
 from collections.abc import Iterator
@@ -23,13 +22,13 @@ from torch import nn
 
 from executors.agreement import gathered_digests, refuse_disagreement
 from executors.checkpoint import CHECKPOINTS_NAME, newest_checkpoint, save_checkpoint
-from executors.data import Batches, Dataset, Limits, open_dataset
+from executors.data import Batches
 from executors.history import DIGESTS_NAME, History, read_history
+from executors.inputs import copy_tokenizer, evaluation_data, open_data, pad_token
 from executors.jsonlines import JsonLines, read_lines
 from executors.launch import RankInfo, process_group
 from executors.measure import Evaluator
 from executors.objectives import objective_named
-from executors.prompts import PromptTemplate
 from executors.replay import (
     PROGRAM_NAME,
     advance,
@@ -42,7 +41,7 @@ from executors.replay import (
 from executors.reporter import Reporter
 from executors.runlog import HEADER_NAME, STEPS_NAME, RunLog, weights_digest, write_header
 from executors.session import LossNotFinite, Session, StepRecord
-from executors.settings import DataSettings, RunSettings, refuse_other_identity
+from executors.settings import RunSettings, refuse_other_identity
 from executors.watch import DivergenceWatch
 from topology.errors import RunError
 from zosim.console import stderr
@@ -51,15 +50,6 @@ PLAN_NAME = "plan.json"
 METRICS_NAME = "metrics.jsonl"
 TIMELINE_NAME = "timeline.json"
 BEST_NAME = "best"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-)
 
 
 def run_in_rank(settings: RunSettings) -> dict[str, Any]:
@@ -99,9 +89,9 @@ class Run:
             settings.plan.batch,
             shuffle=settings.data.shuffle,
             seed=settings.seed,
-            pad_token=_pad_token(settings),
+            pad_token=pad_token(settings),
         )
-        self.evaluation = _evaluation_data(settings)
+        self.evaluation = evaluation_data(settings)
         self.records: list[StepRecord] = []
         self._best: dict[str, Any] | None = None
         self._latest: dict[str, Any] | None = None
@@ -329,7 +319,7 @@ class Run:
         folder = self.out / BEST_NAME
         if self.settings.lora is None:
             session.save_pretrained(folder)
-            _copy_tokenizer(self.settings.model, folder)
+            copy_tokenizer(self.settings.model, folder)
         else:
             from executors.lora import save_adapters
 
@@ -375,7 +365,7 @@ class Run:
             session.timeline().save(self.out / TIMELINE_NAME)
         digest = session.digest()
         save_tuned(session.model, self.out, session, lora=settings.lora is not None)
-        _copy_tokenizer(settings.model, self.out)
+        copy_tokenizer(settings.model, self.out)
         summary["digest"] = digest
         write_header(self.out, self.header | {"finished": summary})
         return summary
@@ -420,65 +410,12 @@ class Run:
         with session_at(None, history, model, device=self.settings.device) as session:
             advance(session, history, num_steps)
             save_tuned(session.model, self.out, session, lora=self.settings.lora is not None)
-        _copy_tokenizer(self.settings.model, self.out)
+        copy_tokenizer(self.settings.model, self.out)
         raise RunError(
             f"{why}; the run was stopped, and {self.out} holds the weights after {num_steps} steps",
             hint="lower --lr (by 3 to 10), or raise --queries; where the first step fails already, look for a batch "
             "without labels, or use --dtype float32 or bfloat16 in place of float16",
         )
-
-
-def open_data(settings: RunSettings, data: DataSettings) -> Dataset:
-    """Return the examples that a run reads, for its model.
-
-    Raises
-    ------
-    DataError
-        If the file cannot be used.
-    """
-    template = PromptTemplate(data.template, data.label_words or {}) if data.template else None
-    limits = Limits(settings.plan.model.vocab_size, settings.plan.seq, data.truncate)
-    return open_dataset(
-        data.path, limits=limits, template=template, tokenizer=tokenizer_for(settings.model, data.path)
-    )
-
-
-def tokenizer_for(model: str, path: str) -> Any:
-    """Return the model's tokenizer if the file's lines are text; None where they are tokens or there is none."""
-    from executors.data import LineFile
-
-    (first,) = LineFile.index(path).read([0])
-    if "input_ids" in first:
-        return None
-    import transformers
-
-    try:
-        return transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _evaluation_data(settings: RunSettings) -> Dataset | None:
-    wanted = settings.evaluation
-    if wanted is None:
-        return None
-    data = settings.data
-    return open_data(
-        settings, DataSettings(wanted.path, data.template, data.label_words, truncate=data.truncate)
-    )
-
-
-def _pad_token(settings: RunSettings) -> int:
-    """Return what padded positions hold: the model's own token for it, if it has one."""
-    import transformers
-
-    if settings.random_weights:
-        return 0
-    config = transformers.AutoConfig.from_pretrained(
-        settings.model, local_files_only=not settings.allow_download
-    )
-    token = getattr(config, "pad_token_id", None)
-    return token if isinstance(token, int) and 0 <= token < settings.plan.model.vocab_size else 0
 
 
 def _metrics_row(record: StepRecord, tokens: int) -> dict[str, Any]:
@@ -491,13 +428,6 @@ def _metrics_row(record: StepRecord, tokens: int) -> dict[str, Any]:
         "seconds": record.seconds,
         "tokens_per_s": tokens / record.seconds,
     }
-
-
-def _copy_tokenizer(model: str, out: Path) -> None:
-    for name in _TOKENIZER_FILES:
-        source = Path(model) / name
-        if source.is_file() and source.resolve() != (out / name).resolve():
-            shutil.copyfile(source, out / name)
 
 
 def _warn(text: str) -> None:

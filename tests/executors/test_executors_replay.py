@@ -439,5 +439,7 @@ def test_a_watch_heeds_levels_and_not_single_batches():
     assert told.index(True) == 4
     assert (watch.best_step, watch.last_good(99)) == (good, good)
     early = DivergenceWatch()
-    assert [early.diverges(i + 1, loss) for i, loss in enumerate([3.0, 40, 40, 40, 40])] == [False] * 4 + [True]
+    assert [early.diverges(i + 1, loss) for i, loss in enumerate([3.0, 40, 40, 40, 40])] == [False] * 4 + [
+        True
+    ]
     assert early.last_good(5) == 0
