@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from costmodel.configs import shipped_config
 from executors.buffers import TORCH_DTYPES
 from topology.errors import ModelError
 
@@ -35,7 +36,8 @@ def load_model(
     allow_download : bool
         Whether a name may be looked up on the Hub; off, only what is in the local cache is read.
     random_weights : bool
-        Build the architecture with random weights, reading the configuration alone.
+        Build the architecture with random weights, reading the configuration alone; `source` may then be a size that
+        comes with zosim, such as ``opt-125m``.
     seed : int
         Of the random weights.
 
@@ -68,13 +70,26 @@ def _random(source: str, dtype: str, attention: str, seed: int, **where: Any) ->
     import torch
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(source, **where)
+    config = _shipped_config(source) or transformers.AutoConfig.from_pretrained(source, **where)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=TORCH_DTYPES[dtype], attn_implementation=attention
         )
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _shipped_config(source: str) -> Any:
+    """Return the configuration of a size that comes with zosim, None if `source` is something else."""
+    import transformers
+
+    if Path(source).exists():
+        return None
+    try:
+        fields = shipped_config(source)
+    except ModelError:
+        return None
+    return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def _refuse_pickled(directory: Path) -> None:

@@ -257,6 +257,17 @@ def test_what_cannot_be_is_refused_in_words(inputs, tmp_path, capsys, options, s
         assert says in capsys.readouterr().err
 
 
+def test_a_shipped_size_runs_with_random_weights_and_replays(inputs, tmp_path, monkeypatch):
+    _, data, _ = inputs
+    tiny = {"model_type": "opt", "vocab_size": 96, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}  # fmt: skip
+    monkeypatch.setattr("costmodel.configs._shipped", lambda: {"opt-125m": tiny})
+    out = tmp_path / "out"
+    assert train("opt-125m", data, out, "--random-weights", "--residency", "offloaded") == 0
+    assert zosim("replay", out, "--model", "opt-125m", "-o", tmp_path / "again") == 0
+    assert differing(loaded(out), loaded(tmp_path / "again")) == []
+
+
 def test_missing_files_are_named(inputs, tmp_path, capsys):
     model, data, _ = inputs
     assert train(tmp_path / "nowhere", data, tmp_path / "out") == 2
