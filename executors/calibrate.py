@@ -30,6 +30,10 @@ _SAMPLE_S = 2e-3
 
 _MOST_REPEATS = 2000
 
+_SLOWER = 1.25
+"""A sample slower than the fastest by more than this met another process, and does not count: with several threads,
+which wait for each other, one such meeting costs a scheduler's time slice, many times what is measured."""
+
 OnRound = Callable[[float], None]
 """Told the share of the budget that is spent."""
 
@@ -80,7 +84,7 @@ def calibrate(
     -----
     All probes run once per round, and rounds repeat until the budget is spent, so a disturbance meets every
     probe alike instead of all samples of one. The half of the rounds in which other processes used least of the
-    processors is kept (at least three): its median, with the fastest beside it.
+    processors is kept (at least three), and of it the samples near the fastest: their median.
     torch's number of threads and gradient mode are as before afterwards, its generators untouched.
     """
     if budget_s <= 0:
@@ -207,10 +211,11 @@ def _device(name: str) -> torch.device:
 
 def _measurement(samples: _Samples, num_threads: int) -> Measurement:
     probe, seconds = samples.probe, samples.seconds
+    near = [second for second in seconds if second <= _SLOWER * min(seconds)]
     return Measurement(
         name=probe.name,
         work=probe.work,
-        seconds=median(seconds),
+        seconds=median(near),
         fastest_s=min(seconds),
         num_samples=len(seconds),
         num_threads=num_threads,
