@@ -243,6 +243,7 @@ class Stages:
             out=str(self.out),
             seed=self.seed,
             num_threads=self.num_threads or 1,
+            log_every=max(1, self.num_steps // 20),
             evaluation=EvaluationSettings(str(pretrained.validation), num_examples=_NUM_EVALUATED),
         )
         summary: dict[str, Any] = launch(run_in_rank, settings, world_size=plan.placement.world_size)

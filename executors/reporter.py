@@ -29,12 +29,22 @@ class Reporter:
         Directory of the run.
     tensorboard : bool
         Whether to write logs for TensorBoard, where it is installed.
+    every : int
+        Steps between printed lines.
     """
 
     def __init__(
-        self, num_steps: int, *, begin: int, tokens_per_step: int, out: Path, tensorboard: bool
+        self,
+        num_steps: int,
+        *,
+        begin: int,
+        tokens_per_step: int,
+        out: Path,
+        tensorboard: bool,
+        every: int = 1,
     ) -> None:
         self._num_steps = num_steps
+        self._every = every
         self._tokens = tokens_per_step
         self._width = len(str(num_steps))
         self._bar: Progress = progress()
@@ -52,14 +62,8 @@ class Reporter:
 
     def step(self, record: StepRecord) -> None:
         """Tell one step."""
-        number = f"{record.step + 1:>{self._width}}/{self._num_steps}"
-        gradients = " ".join(f"{g:>+11.4e}" for g in record.projected_gradients)
-        stderr.print(
-            f"step {number}  loss {record.loss:>9.5f}  g {gradients}  lr {record.learning_rate:>9.3e}  "
-            f"{format_seconds(record.seconds):>9}  {self._tokens / record.seconds:>9,.0f} tokens/s",
-            markup=False,
-            soft_wrap=True,
-        )
+        if (record.step + 1) % self._every == 0 or record.step + 1 == self._num_steps:
+            self._print(record)
         self._bar.update(self._task, completed=record.step + 1)
         values = {
             "train/loss": record.loss,
@@ -68,6 +72,16 @@ class Reporter:
             "train/seconds": record.seconds,
         }
         self._scalars(record.step + 1, values)
+
+    def _print(self, record: StepRecord) -> None:
+        number = f"{record.step + 1:>{self._width}}/{self._num_steps}"
+        gradients = " ".join(f"{g:>+11.4e}" for g in record.projected_gradients)
+        stderr.print(
+            f"step {number}  loss {record.loss:>9.5f}  g {gradients}  lr {record.learning_rate:>9.3e}  "
+            f"{format_seconds(record.seconds):>9}  {self._tokens / record.seconds:>9,.0f} tokens/s",
+            markup=False,
+            soft_wrap=True,
+        )
 
     def evaluation(self, num_steps: int, metrics: Mapping[str, Any]) -> None:
         """Tell one evaluation."""

@@ -236,6 +236,7 @@ class Run:
                 tokens_per_step=settings.plan.tokens_per_step,
                 out=self.out,
                 tensorboard=settings.tensorboard,
+                every=settings.log_every,
             ) as self._reporter:
                 self._evaluator = self._make_evaluator(session)
                 return self._steps(session)

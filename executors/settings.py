@@ -100,6 +100,8 @@ class RunSettings:
         Whether logs for TensorBoard are written where it is installed.
     num_timed_steps : int
         Steps whose spans are kept.
+    log_every : int
+        Steps between the lines that are printed; the files have every step.
 
     Raises
     ------
@@ -130,6 +132,7 @@ class RunSettings:
     allow_download: bool = False
     tensorboard: bool = False
     num_timed_steps: int = 100
+    log_every: int = 1
 
     def __post_init__(self) -> None:
         if self.num_threads < 1:

@@ -25,6 +25,7 @@ Method = Literal["auto", "mezo", "zo2"]
 _SLOTS = (1, 2, 3)
 _LOSS_CHUNK_TOKENS = 512
 _SIGNIFICANT_DIGITS = 6
+_ALIKE = 5e-4
 _LOSSY_TRANSFERS: tuple[TransferDType, ...] = ("float16", "bfloat16", "float8_e4m3")
 
 
@@ -151,7 +152,8 @@ class Decision:
             second = self.others[0]
             slower = second.seconds / best.prediction.step_time_s - 1
             word = "" if second.is_simulated else "at least "
-            found.append(f"second: {second.describe()}, {word}{slower:.1%} slower")
+            difference = f"{word}{slower:.1%} slower" if slower >= _ALIKE else "as fast"
+            found.append(f"second: {second.describe()}, {difference}")
         faster = [c for c in self.rejected if c.seconds < best.prediction.step_time_s]
         if faster:
             found.append(f"would be faster but does not fit: {faster[0].describe()} ({faster[0].missing})")

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from costmodel.datasheet import datasheet_profile
 from costmodel.profile import Profile, load_profile
+from topology.errors import ProfileError
 from topology.graph import Topology
 from zosim.cache import cache_directory
+from zosim.console import stderr
 
 
 def host_profile_path(device_name: str, num_threads: int) -> Path:
@@ -62,4 +64,16 @@ def profile_for(
         profile.check_device(device_name=sheet.device_name, device_kind=sheet.device_kind)
         return profile
     kept = host_profile_path(sheet.device_name, sheet.num_threads)
-    return load_profile(kept) if is_host and kept.exists() else sheet
+    return _kept_or(sheet, kept) if is_host and kept.exists() else sheet
+
+
+def _kept_or(sheet: Profile, kept: Path) -> Profile:
+    """Return the calibration that was kept, or the data sheet's where it cannot be read any more."""
+    try:
+        return load_profile(kept)
+    except ProfileError as error:
+        reason = error.message.splitlines()[0]
+        stderr.print(
+            f"predicting from data-sheet figures: {reason}; `zosim calibrate` makes a new one", markup=False
+        )
+        return sheet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -347,7 +348,8 @@ def test_text_goes_through_a_template_and_moves(tmp_path):
     )  # fmt: skip
     assert code == 0
     assert (out / "tokenizer.json").is_file()
-    assert list((out / "tensorboard").iterdir())
+    if importlib.util.find_spec("tensorboard"):  # optional: logs for it are written where it is installed
+        assert list((out / "tensorboard").iterdir())
     final = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     assert final["num_examples"] == 4
     assert 0 <= final["accuracy"] <= 1

@@ -10,7 +10,7 @@ from topology.errors import DoesNotFit, PlanError
 from zosim.plan import Plan, Precision
 from zosim.planner import Request, choose, describe, placements
 from zosim.predict import Subject
-from zosim.profiles import profile_for
+from zosim.profiles import profile_for, save_host_profile
 
 GIB = 2**30
 
@@ -148,3 +148,16 @@ def test_a_fixed_field_that_no_plan_can_have_is_refused() -> None:
         choose(request(method="zo2", fixed={"runtime": {"traversal": "sweep"}}))
     with pytest.raises(PlanError, match=r"must be one of 'immediate' or 'delayed'"):
         choose(request(fixed={"runtime": {"update": "later"}}))
+
+
+def test_a_calibration_that_cannot_be_read_any_more_is_said_and_passed_over(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("ZOSIM_CACHE_DIR", str(tmp_path))
+    topology = load_preset("cpu-laptop")
+    sheet = profile_for(topology, "cpu0", is_host=True)
+    path = save_host_profile(sheet)
+    assert profile_for(topology, "cpu0", is_host=True) == sheet
+    path.write_text(path.read_text().replace("matmul_half_dim", "matmul_half_life"))
+    assert profile_for(topology, "cpu0", is_host=True) == sheet
+    assert "predicting from data-sheet figures" in capsys.readouterr().err
