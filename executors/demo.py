@@ -176,9 +176,7 @@ class Stages:
         device = topology.compute_devices[0].id
         base = datasheet_profile(topology, device, num_threads=self.num_threads)
         self.num_threads = base.num_threads
-        samples = calibrate(
-            device="cpu", num_threads=base.num_threads, dtypes=("float32",), budget_s=self.calibration_s
-        )
+        samples = calibrate(device="cpu", num_threads=base.num_threads, budget_s=self.calibration_s)
         profile, fit = fit_profile(samples, base)
         path = save_host_profile(profile)
         stderr.print(
