@@ -33,9 +33,10 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def model_of(name, dtype=torch.float32, attention="sdpa", seed=0):
+def model_of(name, dtype=torch.float32, attention="sdpa", seed=0, **changed):
     torch.manual_seed(seed)
     config = copy.deepcopy(CONFIGS[name])
+    config.update(changed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():  # the initial zeros and ones would hide mistakes
