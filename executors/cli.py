@@ -285,10 +285,20 @@ def _summary_view(summary: dict[str, Any]) -> RenderableType:
         ("host memory", format_bytes(summary["host_bytes"])),
         ("process", f"{format_bytes(summary['peak_rss_bytes'])} resident at most"),
     ]
+    if summary["lost_updates"] is not None:
+        rows.append(("updates lost", _lost_words(summary["lost_updates"])))
     for name, title in (("evaluation", "last evaluation"), ("best_evaluation", "best evaluation")):
         if summary[name] is not None:
             rows.append((title, _evaluation_words(summary[name])))
     return table(("run", summary["out"]), rows)
+
+
+def _lost_words(lost: dict[str, Any]) -> str:
+    """Return how many updates rounding undid, and where."""
+    words = f"{lost['lost_in_storage']:.1%} left a {lost['storage']} weight as it was"
+    if lost["transfer"] == lost["storage"]:
+        return words
+    return f"{lost['lost_in_transfer']:.1%} vanished when it was rounded to {lost['transfer']}; {words}"
 
 
 def _evaluation_words(metrics: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from executors.buffers import BufferStore
 from executors.frames import Hyperparameters, StepFrame
 from executors.model import Batch, CutModel
 from executors.streams import Backend, Task, Ticket
+from executors.update_watch import UpdateWatch
 from topology.errors import RunError
 from zosim.program import Instruction, Part, Program
 from zosim.validate import validate
@@ -38,6 +39,8 @@ class Interpreter:
         Threads for one ``counter`` draw on a CPU.
     num_micro_batches : int
         Parts that a batch is forwarded in, whose losses are accumulated.
+    watch_updates : bool
+        Whether to count updates that rounding undoes.
 
     Raises
     ------
@@ -54,11 +57,13 @@ class Interpreter:
         *,
         num_draw_threads: int = 1,
         num_micro_batches: int = 1,
+        watch_updates: bool = False,
     ) -> None:
         validate(program)
         self.program = program
         self.backend = backend
         self.store = BufferStore(program, cut, backend.allocate)
+        self.update_watch = UpdateWatch(program, self.store, backend.device) if watch_updates else None
         self._actions = Actions(
             program,
             cut,
@@ -209,6 +214,8 @@ class Interpreter:
             )
             before = tuple(d.instruction for d in instruction.after if d.distance == 1)
             action = self._actions.of(part, instruction)
+            if self.update_watch is not None:
+                action = self.update_watch.watched(instruction, action)
             resolved.append(_Resolved(instruction, action, waits, before))
         return resolved
 

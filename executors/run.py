@@ -374,6 +374,7 @@ class Run:
     def _summary(self, session: Session) -> dict[str, Any]:
         session.flush()
         memory, last = session.memory(), self.records[-10:]
+        lost = session.lost_updates()
         recent = [record.seconds for record in self.records[session.first_timed_step + 2 :]]
         step_time_s = statistics.median(recent or [record.seconds for record in self.records])
         return {
@@ -388,6 +389,7 @@ class Run:
             "arena_bytes": {f"{space}/{role}": size for (space, role), size in memory.arena_bytes.items()},
             "live_bytes": memory.live_bytes,
             "peak_rss_bytes": memory.peak_rss_bytes,
+            "lost_updates": None if lost is None else asdict(lost),
             "evaluation": self._latest,
             "best_evaluation": self._best,
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -31,6 +31,7 @@ from executors.model import Batch, CutModel, LossDType, Objective, StepCache
 from executors.rng import mixed
 from executors.runlog import header_of, save_pretrained, weights_digest
 from executors.streams import backend_for
+from executors.update_watch import UpdateLoss
 from topology.errors import PlanError, RunError
 from zosim.lowering import lower
 from zosim.plan import Plan
@@ -203,6 +204,7 @@ class Session:
             backend,
             num_draw_threads=num_draw_threads,
             num_micro_batches=num_micro_batches,
+            watch_updates=_loses_updates(plan),
         )
         _move_module_buffers(model, self.device)
         self.cut.device = self.device
@@ -365,6 +367,11 @@ class Session:
 
     # -- measurements ------------------------------------------------------------------------------------------
 
+    def lost_updates(self) -> UpdateLoss | None:
+        """Return the share of updates so far that rounding undid; None where weights are kept in 32 bits or more."""
+        watch = self.interpreter.update_watch
+        return None if watch is None else watch.result()
+
     def memory(self) -> MemoryReport:
         """Return what has been measured of memory."""
         return report(self.device, self.interpreter.store.peak_bytes, self._live_bytes)
@@ -454,6 +461,11 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
         raise PlanError("compute=tf32 needs a CUDA device", hint="use compute=float32")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if plan.precision.compute == "tf32" else "highest")
+
+
+def _loses_updates(plan: Plan) -> bool:
+    """Whether weights are kept in a format that is too coarse for many updates."""
+    return DTYPE_BYTES[plan.precision.storage] < 4 or plan.precision.narrows
 
 
 def _autocast_dtype(plan: Plan) -> torch.dtype | None:
