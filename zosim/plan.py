@@ -6,7 +6,7 @@ what an axis means is decided once, in :mod:`zosim.lowering`.
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ from costmodel.model_spec import ModelSpec
 from costmodel.work import DTYPE_BYTES, DType
 from topology.errors import PlanError
 from topology.validation import raise_readable
+from zosim.documents import read_document
 
 PLAN_VERSION: Literal[1] = 1
 
@@ -73,6 +74,13 @@ class Residency(_Axis):
     reuse_slots : bool
         Whether slots are allocated once. Off, each upload allocates its slot and each offload frees it
         (ZO2's "no reusable memory" ablation).
+    transfers : str
+        How several ranks share the host's copies. ``"private"``: every rank has a copy of its own and moves whole
+        blocks. ``"shared"``: one copy per host; every rank uploads whole blocks and offloads its share of each.
+        ``"sliced"``: as shared, and every rank uploads its share alone and gets the others from its peers
+        (DistZO2's communication optimisation).
+    share_group : str
+        Ranks among whom blocks are shared out: those of one ``"host"``, or the whole ``"world"``.
     """
 
     blocks: Literal["resident", "offloaded"] = "resident"
@@ -80,6 +88,8 @@ class Residency(_Axis):
     num_slots: PositiveInt = 3
     overlap: bool = True
     reuse_slots: bool = True
+    transfers: Literal["private", "shared", "sliced"] = "private"
+    share_group: Literal["host", "world"] = "host"
 
 
 class Precision(_Axis):
@@ -140,6 +150,50 @@ class Runtime(_Axis):
     draw_ahead: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Place of a rank on the mesh, counted from 0 along each axis."""
+
+    data: int
+    perturb: int
+
+
+class Mesh(_Axis):
+    """The ranks as a grid: how the forwards of one step are shared out.
+
+    Attributes
+    ----------
+    data : int
+        Shards of the batch. All see the same directions; what they exchange are losses (DistZO2's DDP).
+    perturb : int
+        Parts of a step's evaluation points: with 2 the two signs of one query (DistZO2's PertP), with more the
+        queries too.
+    inner : str
+        Axis along which neighbouring ranks differ. Only where ranks are joined by unlike links does it matter.
+    """
+
+    data: PositiveInt = 1
+    perturb: PositiveInt = 1
+    inner: Literal["perturb", "data"] = "perturb"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.data * self.perturb
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return the place of `rank`."""
+        if self.inner == "perturb":
+            return Coordinates(*divmod(rank, self.perturb))
+        perturb, data = divmod(rank, self.data)
+        return Coordinates(data, perturb)
+
+    def describe(self) -> str:
+        """Return the axes of more than one rank, such as ``data=2,perturb=2``, the outer one first."""
+        names = ("data", "perturb") if self.inner == "perturb" else ("perturb", "data")
+        return ",".join(f"{name}={size}" for name in names if (size := getattr(self, name)) > 1)
+
+
 class Placement(_Axis):
     """The hardware that one plan uses.
 
@@ -149,15 +203,26 @@ class Placement(_Axis):
         Name of the topology that it was planned for.
     devices : tuple of str
         Node of each rank's device, in rank order.
+    hosts : tuple of str
+        Host of each rank's device, in rank order; empty if all are on one.
     """
 
     topology: str
     devices: tuple[str, ...] = Field(min_length=1)
+    hosts: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.devices)
+
+    @property
+    def ranks_by_host(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each host, hosts in the order of their first rank."""
+        hosts = self.hosts or ("",) * len(self.devices)
+        return tuple(
+            tuple(rank for rank, host in enumerate(hosts) if host == name) for name in dict.fromkeys(hosts)
+        )
 
 
 class Plan(_Axis):
@@ -177,6 +242,7 @@ class Plan(_Axis):
     placement: Placement
     batch: PositiveInt
     seq: PositiveInt
+    mesh: Mesh = Mesh()
     estimator: Estimator = Estimator()
     residency: Residency = Residency()
     precision: Precision = Precision()
@@ -194,15 +260,47 @@ class Plan(_Axis):
         return self.batch * self.seq
 
     @property
+    def points(self) -> tuple[str, ...]:
+        """Evaluation points of one step, in the order in which a segment visits them."""
+        queries = range(self.estimator.num_queries)
+        if self.estimator.difference == "central":
+            return tuple(f"q{query}{sign}" for query in queries for sign in "+-")
+        return ("", *(f"q{query}+" for query in queries))
+
+    def points_of(self, rank: int) -> tuple[str, ...]:
+        """Return the evaluation points that `rank` forwards: neighbours, as evenly as can be."""
+        part = self.mesh.coordinates(rank).perturb
+        return tuple(self.points[i] for i in _share(len(self.points), self.mesh.perturb, part))
+
+    def rows_of(self, rank: int) -> range:
+        """Return the sequences of the batch that `rank` forwards: neighbours, as evenly as can be."""
+        return _share(self.batch, self.mesh.data, self.mesh.coordinates(rank).data)
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether ranks share one host copy of the offloaded blocks."""
+        return self.residency.transfers != "private" and self.placement.world_size > 1
+
+    @property
+    def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Groups of ranks that work together, by name: each a partition of all ranks."""
+        return {"world": (tuple(range(self.placement.world_size)),), "host": self.placement.ranks_by_host}
+
+    @property
     def method(self) -> str:
         """Name of the preset that this plan is a point of, or a description of the point."""
         point = (self.residency.blocks, self.runtime.update)
-        return {
+        alone = {
             ("resident", "immediate"): "mezo",
             ("resident", "delayed"): "mezo+delayed",
             ("offloaded", "delayed"): "zo2",
             ("offloaded", "immediate"): "zo2-no-efficient-update",
         }[point]
+        axes = (self.mesh.data > 1, self.mesh.perturb > 1)
+        shared = {(False, False): "", (True, False): "+ddp", (False, True): "+pertp", (True, True): "+2d"}[
+            axes
+        ]
+        return alone + shared + ("+sliced" if self.residency.transfers == "sliced" else "")
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -217,23 +315,20 @@ class Plan(_Axis):
         PlanError
             If the file is missing, is not JSON, is of another version, or contradicts itself.
         """
-        try:
-            data = json.loads(Path(path).read_text())
-        except FileNotFoundError:
-            raise PlanError(
-                f"no plan at {path}", hint="make one with `zosim plan ... -o plan.json`"
-            ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise PlanError(f"{path} is not a plan: {error}") from None
-        if isinstance(data, dict) and data.get("version") != PLAN_VERSION:
-            raise PlanError(
-                f"{path} is a plan of version {data.get('version')!r}, this zosim reads {PLAN_VERSION}",
-                hint="plan again with this version",
-            )
+        data = read_document(
+            path, "plan", PLAN_VERSION, PlanError, make="make one with `zosim plan ... -o plan.json`"
+        )
         try:
             return cls.model_validate(data)
         except ValidationError as error:
             raise_readable(error, f"plan {path}", PlanError)
+
+
+def _share(count: int, num_parts: int, part: int) -> range:
+    """Return a part of ``range(count)``, the first parts longer by one where they cannot be alike."""
+    each, longer = divmod(count, num_parts)
+    begin = part * each + min(part, longer)
+    return range(begin, begin + each + (part < longer))
 
 
 def _contradictions(plan: Plan) -> list[tuple[str, str]]:
@@ -279,5 +374,54 @@ def _contradictions(plan: Plan) -> list[tuple[str, str]]:
     if plan.precision.compute == "tf32" and plan.precision.storage != "float32":
         found.append(
             (f"compute=tf32 reads float32, but storage={plan.precision.storage}", "use storage=float32")
+        )
+    return found + _contradictions_of_ranks(plan)
+
+
+def _contradictions_of_ranks(plan: Plan) -> list[tuple[str, str]]:
+    """Every reason why mesh, placement and transfers cannot stand together, with its remedy."""
+    mesh, placement, found = plan.mesh, plan.placement, []
+    if mesh.world_size != placement.world_size:
+        found.append(
+            (
+                f"data={mesh.data} times perturb={mesh.perturb} needs {mesh.world_size} ranks, not "
+                + str(placement.world_size),
+                "name one device per rank, or change the mesh",
+            )
+        )
+    if mesh.data > plan.batch:
+        found.append(
+            (
+                f"a batch of {plan.batch} cannot be shared by data={mesh.data}: some rank would have none",
+                f"use data={plan.batch} or less, or a larger batch",
+            )
+        )
+    if mesh.perturb > len(plan.points):
+        found.append(
+            (
+                f"perturb={mesh.perturb} shares out {len(plan.points)} evaluation points: some rank has none",
+                f"use perturb={len(plan.points)} or less, or more queries",
+            )
+        )
+    if placement.hosts and len(placement.hosts) != placement.world_size:
+        found.append(
+            (f"{len(placement.hosts)} hosts for {placement.world_size} devices", "name one per device")
+        )
+    if plan.residency.transfers != "private":
+        found += _contradictions_of_shares(plan)
+    return found
+
+
+def _contradictions_of_shares(plan: Plan) -> list[tuple[str, str]]:
+    transfers, found = plan.residency.transfers, []
+    if plan.residency.blocks == "resident":
+        found.append((f"transfers={transfers}, but blocks=resident are not moved", "use blocks=offloaded"))
+    if plan.placement.world_size == 1:
+        found.append((f"transfers={transfers} needs several ranks", "use transfers=private"))
+    if transfers == "shared" and plan.residency.share_group == "world" and len(plan.groups["host"]) > 1:
+        found.append(("transfers=shared over several hosts, which share no memory", "use share_group=host"))
+    if len({len(ranks) for ranks in plan.groups["host"]}) > 1:
+        found.append(
+            (f"transfers={transfers} with unlike numbers of ranks per host", "use as many on every host")
         )
     return found
