@@ -108,6 +108,8 @@ class Work(_Counted):
         does besides launching kernels takes the host's time.
     copy_bytes : int
         Bytes that cross the route between memories.
+    link_bytes : int
+        Bytes that one rank receives from the others of a group, and as many that it sends.
     num_allocations : int
         Calls to the device's allocator that cannot be served from a cache.
     allocation_bytes : int
@@ -130,6 +132,7 @@ class Work(_Counted):
     num_kernels: NonNegativeInt = 0
     calls: tuple[ModelCode, ...] = ()
     copy_bytes: NonNegativeInt = 0
+    link_bytes: NonNegativeInt = 0
     num_allocations: NonNegativeInt = 0
     allocation_bytes: NonNegativeInt = 0
     workspace_bytes: NonNegativeInt = Field(default=0)
@@ -182,6 +185,7 @@ _SUMMED = (
     "num_kept_rows",
     "num_kernels",
     "copy_bytes",
+    "link_bytes",
     "num_allocations",
     "allocation_bytes",
 )

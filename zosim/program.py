@@ -22,18 +22,19 @@ before the first is the identity.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from costmodel.work import Work
 from topology.errors import ProgramError
 from topology.validation import raise_readable
+from zosim.documents import read_document
 
 PROGRAM_VERSION: Literal[1] = 1
 
@@ -45,6 +46,7 @@ class Stream(StrEnum):
     H2D = "h2d"
     D2H = "d2h"
     DRAW = "draw"
+    LINK = "link"
 
 
 class Space(StrEnum):
@@ -72,6 +74,8 @@ class Buffer:
         Format of its elements.
     dynamic : bool
         Allocated at its first write and freed after its last read in each step, rather than for ever.
+    shared : bool
+        One for all ranks of a host, in memory that they share.
     """
 
     name: str
@@ -80,6 +84,7 @@ class Buffer:
     role: str
     dtype: str
     dynamic: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,9 @@ class Access:
         a direction, the query alone.
     offset_bytes, size_bytes : int
         Range inside the buffer.
+    share : str
+        Group among whose members the range is cut into equal parts, of which only this rank's own is touched;
+        empty for all of it. What else the range holds is then not said.
     """
 
     buffer: str
@@ -106,6 +114,7 @@ class Access:
     size_bytes: int
     point: str = ""
     offset_bytes: int = 0
+    share: str = ""
 
     @property
     def end_bytes(self) -> int:
@@ -128,7 +137,8 @@ class Access:
         """Return the contents in words."""
         step = "" if self.step is None else f"[t{self.step:+d}]" if self.step else "[t]"
         point = f" at {self.point}" if self.point else ""
-        return f"{self.what}{step}{point}"
+        share = f", a share by {self.share}" if self.share else ""
+        return f"{self.what}{step}{point}{share}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,15 +254,42 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A few numbers made from a few numbers: ``projected_gradient`` turns losses into ``g``."""
+    """A few numbers made from a few numbers.
 
-    function: Literal["projected_gradient"]
+    Attributes
+    ----------
+    function : str
+        ``"projected_gradient"`` turns losses into the ``g`` of `query`. ``"pack_losses"`` puts this rank's losses,
+        with the labels that each is the mean over, side by side. ``"mean_loss"`` turns the packed losses of all ranks
+        into one loss per point: the mean over all labels, ``Σ lᵢ·nᵢ / Σ nᵢ`` in float64 and in rank order; the loss of a
+        point that one rank alone forwarded stays what it is.
+    query : int
+    """
+
+    function: Literal["projected_gradient", "pack_losses", "mean_loss"]
     query: int = 0
     kind: Literal["scalar"] = "scalar"
 
 
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Bytes exchanged by all members of a group; it starts when the last of them is there.
+
+    Attributes
+    ----------
+    function : str
+        ``"all_gather"``: the n-th write holds every member's n-th read, in rank order. A read of a share is gathered
+        into the whole range; any other is gathered into a range as many times as long.
+    group : str
+    """
+
+    function: Literal["all_gather"]
+    group: str
+    kind: Literal["collective"] = "collective"
+
+
 Operation = Annotated[
-    Load | Copy | Cast | Allocate | Free | Draw | Perturb | Update | Forward | Scalar,
+    Load | Copy | Cast | Allocate | Free | Draw | Perturb | Update | Forward | Scalar | Collective,
     Field(discriminator="kind"),
 ]
 
@@ -263,10 +300,18 @@ class Dependency:
 
     A distance of 1 in the first step, and one that reaches from the flush into the last step, are both resolved
     by counting parts in the order in which they run; before the first there is nothing to wait for.
+
+    Attributes
+    ----------
+    instruction : str
+    distance : int
+    group : str
+        Empty for an instruction of this rank. Otherwise a group, on whose *other* members it must have finished.
     """
 
     instruction: str
     distance: int = 0
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +361,9 @@ class Placed:
         Number of the step, from 0. The prologue has that of the first step, the flush one past the last.
     instruction : Instruction
     after : tuple of int
-        Indices of the instructions that it waits for, its predecessor on its stream not among them.
+        Indices of this rank's instructions that it waits for, its predecessor on its stream not among them.
+    after_peers : tuple of (str, int)
+        Groups, with indices of the instructions that it waits for on their other members.
     """
 
     index: int
@@ -324,6 +371,7 @@ class Placed:
     step: int
     instruction: Instruction
     after: tuple[int, ...]
+    after_peers: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -340,6 +388,8 @@ class Program:
     final : tuple of Access
         What they must hold after the flush, in the frame of the step that would come next.
     prologue, step, flush : tuple of Instruction
+    groups : mapping of str to int
+        Members of each group that the rank is one of.
     """
 
     name: str
@@ -349,7 +399,17 @@ class Program:
     step: tuple[Instruction, ...]
     prologue: tuple[Instruction, ...] = ()
     flush: tuple[Instruction, ...] = ()
+    groups: Mapping[str, int] = field(default_factory=dict)
     version: Literal[1] = PROGRAM_VERSION
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing in it takes another rank."""
+        return all(size == 1 for size in self.groups.values())
+
+    def share_bytes(self, access: Access) -> int:
+        """Return the bytes that `access` really touches on one rank."""
+        return access.size_bytes // self.groups[access.share] if access.share else access.size_bytes
 
     @cached_property
     def buffer_by_name(self) -> dict[str, Buffer]:
@@ -391,13 +451,31 @@ class Program:
         parts += [("flush", num_steps, self.flush)] if flush else []
         return list(_place(self.name, parts))
 
-    def to_json(self) -> str:
-        """Return the program as JSON, one instruction to a line so that it can be edited by hand."""
+    def to_data(self) -> dict[str, Any]:
+        """Return the program as what JSON can hold."""
         data = {"version": PROGRAM_VERSION, **_ADAPTER.dump_python(self, mode="json", exclude_defaults=True)}
         for part in ("prologue", "step", "flush"):
             for instruction, written in zip(getattr(self, part), data.get(part, ()), strict=False):
                 written["op"] = {"kind": instruction.op.kind, **written["op"]}
-        lines = [f"  {json.dumps(key)}: {_json_lines(value)}" for key, value in data.items()]
+        return data
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any], where: str) -> Program:
+        """Return the program that :meth:`to_data` made; `where` is for messages.
+
+        Raises
+        ------
+        ProgramError
+            If it is none.
+        """
+        try:
+            return _ADAPTER.validate_python(data)
+        except ValidationError as error:
+            raise_readable(error, f"program {where}", ProgramError)
+
+    def to_json(self) -> str:
+        """Return the program as JSON, one instruction to a line so that it can be edited by hand."""
+        lines = [f"  {json.dumps(key)}: {_json_lines(value)}" for key, value in self.to_data().items()]
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def save(self, path: str | Path) -> None:
@@ -413,23 +491,10 @@ class Program:
         ProgramError
             If the file is missing, is not JSON, or is not a program of this version.
         """
-        try:
-            data = json.loads(Path(path).read_text())
-        except FileNotFoundError:
-            raise ProgramError(
-                f"no program at {path}", hint="write one with `zosim lower plan.json`"
-            ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ProgramError(f"{path} is not a program: {error}") from None
-        if isinstance(data, dict) and data.get("version") != PROGRAM_VERSION:
-            raise ProgramError(
-                f"{path} is a program of version {data.get('version')!r}, this zosim reads {PROGRAM_VERSION}",
-                hint="lower the plan again with this version",
-            )
-        try:
-            return _ADAPTER.validate_python(data)
-        except ValidationError as error:
-            raise_readable(error, f"program {path}", ProgramError)
+        data = read_document(
+            path, "program", PROGRAM_VERSION, ProgramError, make="write one with `zosim lower plan.json`"
+        )
+        return cls.from_data(data, str(path))
 
 
 _ADAPTER: TypeAdapter[Program] = TypeAdapter(Program)
@@ -452,10 +517,10 @@ def _place(name: str, parts: list[tuple[Part, int, tuple[Instruction, ...]]]) ->
             here[instruction.id] = index + offset
         positions.append(here)
         for instruction in instructions:
-            after = tuple(
-                _resolve(name, part, instruction, dependency, positions) for dependency in instruction.after
-            )
-            yield Placed(index, part, step, instruction, tuple(found for found in after if found is not None))
+            found = [(d.group, _resolve(name, part, instruction, d, positions)) for d in instruction.after]
+            own = tuple(at for group, at in found if at is not None and not group)
+            peers = tuple((group, at) for group, at in found if at is not None and group)
+            yield Placed(index, part, step, instruction, own, peers)
             index += 1
 
 

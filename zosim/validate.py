@@ -12,6 +12,8 @@ one of its own step.
 
 The rules are checked on an unrolled run, long enough that every dependency between neighbouring steps occurs
 twice and the flush follows a step.
+
+What several ranks do to each other is the business of :mod:`zosim.validate_set`.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from dataclasses import dataclass, field, replace
 
 from topology.errors import Hazard, ProgramError
 from zosim.order import HappensBefore
-from zosim.program import Access, Allocate, Free, Placed, Program
+from zosim.program import Access, Allocate, Collective, Free, Instruction, Placed, Program
 
-_NUM_UNROLLED_STEPS = 3
+NUM_UNROLLED_STEPS = 3
 
 
 def validate(program: Program) -> None:
@@ -37,12 +39,12 @@ def validate(program: Program) -> None:
         If one of the two rules is broken; the message names both instructions and the contents.
     """
     _check_operands(program)
-    placed = program.unroll(_NUM_UNROLLED_STEPS)
+    placed = program.unroll(NUM_UNROLLED_STEPS)
     order = HappensBefore(program.name, placed)
     state = _State(program, order)
     for item in placed:
         state.run(item)
-    state.check_final(_NUM_UNROLLED_STEPS)
+    state.check_final(NUM_UNROLLED_STEPS)
 
 
 def _check_operands(program: Program) -> None:
@@ -56,12 +58,31 @@ def _check_operands(program: Program) -> None:
         where = f"{part}/{instruction.id}"
         for access in (*instruction.reads, *instruction.writes):
             _check_range(program, where, access)
+        _check_groups(program, where, instruction)
         if isinstance(instruction.op, Allocate | Free):
             program.buffer(instruction.op.buffer)
 
 
+def _check_groups(program: Program, where: str, instruction: Instruction) -> None:
+    named = [edge.group for edge in instruction.after]
+    named += [access.share for access in (*instruction.reads, *instruction.writes)]
+    named += [instruction.op.group] if isinstance(instruction.op, Collective) else []
+    for group in filter(None, named):
+        if group not in program.groups:
+            raise ProgramError(
+                f"program {program.name}: {where} speaks of the group {group!r}, of which the rank is no member",
+                hint=f"its groups are {', '.join(program.groups) or 'none'}",
+            )
+
+
 def _check_range(program: Program, where: str, access: Access) -> None:
     buffer = program.buffer(access.buffer)
+    if access.share and access.size_bytes % program.groups.get(access.share, 1):
+        raise ProgramError(
+            f"program {program.name}: {where} cuts {access.size_bytes} bytes of {buffer.name} into "
+            f"{program.groups[access.share]} shares",
+            hint="a range that is shared out must be divisible by the members of the group",
+        )
     if access.offset_bytes < 0 or access.size_bytes < 0 or access.end_bytes > buffer.size_bytes:
         raise ProgramError(
             f"program {program.name}: {where} touches bytes {access.offset_bytes}..{access.end_bytes} of "
@@ -100,18 +121,18 @@ class _State:
         if isinstance(op, Allocate):
             self._unallocated.discard(op.buffer)
         for access in item.instruction.reads:
-            self._read(item, _absolute(access, item.step))
+            self._read(item, absolute(access, item.step))
         for access in item.instruction.writes:
-            self._write(item, _absolute(access, item.step))
+            self._write(item, absolute(access, item.step))
         if isinstance(op, Free):
             self._unallocated.add(op.buffer)
 
     def check_final(self, step: int) -> None:
         """Compare what is held with what the program promises at its end."""
         for access in self._program.final:
-            wanted = _absolute(access, step)
+            wanted = absolute(access, step)
             held = self._covering(wanted)
-            if held is None or not _same(held.access, wanted):
+            if held is None or not self._satisfies(held.access, wanted):
                 found = "nothing" if held is None else _show(held.access, step)
                 raise Hazard(
                     f"program {self._program.name}: after the flush {access.buffer} must hold "
@@ -122,7 +143,7 @@ class _State:
     def _read(self, item: Placed, wanted: Access) -> None:
         self._check_allocated(item, wanted)
         held = self._covering(wanted)
-        if held is None or not _same(held.access, wanted):
+        if held is None or not self._satisfies(held.access, wanted):
             raise self._state_hazard(item, wanted, held)
         if held.writer is not None and not self._order.ordered(held.writer.index, item.index):
             raise self._order_hazard(item, held.writer, wanted, "reads it while it is being written by")
@@ -162,6 +183,11 @@ class _State:
         inside = held.offset_bytes <= wanted.offset_bytes and wanted.end_bytes <= held.end_bytes
         return overlapping[0] if inside else None
 
+    def _satisfies(self, held: Access, wanted: Access) -> bool:
+        """Whether what is held is what is wanted; of a shared buffer, other ranks see to the other shares."""
+        is_there = held.share in ("", wanted.share) or self._program.buffer(held.buffer).shared
+        return is_there and same_contents(held, wanted)
+
     def _state_hazard(self, item: Placed, wanted: Access, held: _Contents | None) -> Hazard:
         if held is None:
             found, by = "nothing of the kind", ""
@@ -182,16 +208,18 @@ class _State:
         )
 
 
-def _absolute(access: Access, step: int) -> Access:
+def same_contents(held: Access, wanted: Access) -> bool:
+    """Whether two accesses speak of the same contents, whatever their ranges."""
+    return (held.what, held.step, held.point) == (wanted.what, wanted.step, wanted.point)
+
+
+def absolute(access: Access, step: int) -> Access:
+    """Return `access` with its step counted from the beginning of the run."""
     return access if access.step is None else replace(access, step=access.step + step)
 
 
 def _show(access: Access, step: int) -> str:
     return access.shifted(step).describe()
-
-
-def _same(held: Access, wanted: Access) -> bool:
-    return (held.what, held.step, held.point) == (wanted.what, wanted.step, wanted.point)
 
 
 def _remains(held: _Contents, left: Access) -> Iterable[_Contents]:

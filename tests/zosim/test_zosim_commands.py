@@ -110,7 +110,7 @@ def test_mistakes_are_answered_in_words(words: list[str], says: str, hint: str |
     [
         (None, "no plan at"),
         ("{", "is not a plan"),
-        ("[]", "not valid"),
+        ("[]", "no JSON object"),
         ('{"version": 7}', "version 7"),
         ('{"version": 1, "batch": -2}', "batch"),
     ],

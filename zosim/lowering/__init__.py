@@ -5,47 +5,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from zosim.lowering.hazards import connect, without_implied
 from zosim.lowering.layout import Layout
 from zosim.lowering.step import StepWriter
 from zosim.plan import Plan
 from zosim.program import Access, Program
+from zosim.program_set import ProgramSet
 
-__all__ = ["lower"]
+__all__ = ["lower", "lower_all"]
 
 
-def lower(plan: Plan) -> Program:
-    """Return the program that every rank of `plan` runs.
+def lower(plan: Plan, rank: int = 0) -> Program:
+    """Return the program that `rank` of `plan` runs.
 
     Notes
     -----
     The outcome is not validated here; both interpreters do that with every program, lowered or edited.
     """
-    step, flush = StepWriter(plan), StepWriter(plan)
+    layout = Layout(plan, rank)
+    step, flush = StepWriter(plan, rank), StepWriter(plan, rank)
     step.write_step()
     flush.write_flush()
-    instructions, flushing = connect(step.instructions, flush.instructions, overlap=plan.residency.overlap)
-    layout = Layout(plan)
+    buffers = layout.buffers()
+    instructions, flushing = connect(
+        step.instructions,
+        flush.instructions,
+        overlap=plan.residency.overlap,
+        shared=frozenset(buffer.name for buffer in buffers if buffer.shared),
+        group=layout.share,
+    )
     program = Program(
         name=f"{plan.model.name}/{plan.method}",
-        buffers=layout.buffers(),
+        buffers=buffers,
         initial=tuple(_initial(layout)),
         final=tuple(_at_rest(layout, delayed_by=0)),
         step=instructions,
         flush=flushing,
+        groups={name: len(_members(parts, rank)) for name, parts in plan.groups.items()},
     )
     return without_implied(program)
 
 
+def lower_all(plan: Plan) -> ProgramSet:
+    """Return what all ranks of `plan` run. Ranks with as many sequences at the same points share a program."""
+    roles: dict[tuple[tuple[str, ...], int], int] = {}
+    programs: list[Program] = []
+    of_rank = []
+    for rank in range(plan.placement.world_size):
+        role = (plan.points_of(rank), len(plan.rows_of(rank)))
+        if role not in roles:
+            roles[role] = len(programs)
+            programs.append(lower(plan, rank))
+        of_rank.append(roles[role])
+    return ProgramSet(tuple(programs), tuple(of_rank), plan.groups)
+
+
+def _members(parts: Iterable[tuple[int, ...]], rank: int) -> tuple[int, ...]:
+    return next(part for part in parts if rank in part)
+
+
 def _at_rest(layout: Layout, *, delayed_by: int) -> Iterator[Access]:
-    """Yield what the home of every group holds between steps."""
+    """Yield what the home of every group holds between steps: before the first all of it, later perhaps a share."""
     for group in layout.model.groups:
         home = layout.home(group)
         dtype = layout.plan.precision.transfer if layout.is_offloaded(group) else None
         step = -delayed_by if layout.is_delayed(group) else 0
-        yield from layout.weights(group, home, step, dtype=dtype)
+        held = layout.weights(group, home, step, dtype=dtype)
+        yield from layout.shared_out(held) if layout.is_offloaded(group) and not delayed_by else held
 
 
 def _initial(layout: Layout) -> Iterator[Access]:

@@ -31,7 +31,12 @@ class _Touch:
 
 
 def connect(
-    step: Sequence[Instruction], flush: Sequence[Instruction], *, overlap: bool
+    step: Sequence[Instruction],
+    flush: Sequence[Instruction],
+    *,
+    overlap: bool,
+    shared: frozenset[str] = frozenset(),
+    group: str = "",
 ) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
     """Return `step` and `flush` with the dependencies that their accesses need.
 
@@ -39,6 +44,10 @@ def connect(
     ----------
     overlap : bool
         Off, every instruction waits for the one listed before it.
+    shared : frozenset of str
+        Buffers that the ranks of a host have in common.
+    group : str
+        The ranks among whom these are shared out.
 
     Notes
     -----
@@ -46,8 +55,8 @@ def connect(
     step waits for the last compute instruction of the step before.
     """
     derive = _from_hazards if overlap else _chained
-    connected_step = derive(step, step)
-    return _begin_after(connected_step, step), derive(step, flush) if flush else ()
+    connected_step = _with_peers(_begin_after(derive(step, step), step), step, shared, group)
+    return connected_step, _with_peers(derive(step, flush), step, shared, group) if flush else ()
 
 
 def without_implied(program: Program) -> Program:
@@ -61,7 +70,7 @@ def without_implied(program: Program) -> Program:
     for item in placed:
         if item.step >= 1:
             needed = {placed[index].instruction.id for index in order.needed(item)}
-            after = tuple(edge for edge in item.instruction.after if edge.instruction in needed)
+            after = tuple(edge for edge in item.instruction.after if edge.group or edge.instruction in needed)
             kept[item.part, item.instruction.id] = after
     return replace(
         program,
@@ -105,8 +114,8 @@ def _inside(inner: Access, outer: Access) -> bool:
     return outer.offset_bytes <= inner.offset_bytes and inner.end_bytes <= outer.end_bytes
 
 
-def _edges(stream: Stream, found: Iterable[_Event]) -> tuple[Dependency, ...]:
-    """Keep the latest conflict of every other stream; the earlier ones are ordered before it."""
+def _edges(stream: Stream | None, found: Iterable[_Event]) -> tuple[Dependency, ...]:
+    """Keep the latest conflict of every stream but `stream`; the earlier ones are ordered before it."""
     latest: dict[Stream, _Event] = {}
     for event in found:
         other = event.instruction.stream
@@ -118,6 +127,49 @@ def _edges(stream: Stream, found: Iterable[_Event]) -> tuple[Dependency, ...]:
         Dependency(event.instruction.id, 1 - event.part)
         for event in sorted(latest.values(), key=lambda event: (event.part, event.order))
     )
+
+
+def _with_peers(
+    part: tuple[Instruction, ...], before: Sequence[Instruction], shared: frozenset[str], group: str
+) -> tuple[Instruction, ...]:
+    """Return `part`, which runs after `before`, with what each waits for on the other ranks of its host.
+
+    All run the same instructions, so whatever one of them would conflict with on its own rank, it conflicts with on
+    the others; except that two shares are never of the same bytes.
+    """
+    if not shared:
+        return part
+    touched: dict[str, list[_Touch]] = {}
+    for order, instruction in enumerate(before):
+        _touch(touched, _Event(0, order, _only(instruction, shared)))
+    connected = []
+    for order, instruction in enumerate(part):
+        event = _Event(1, order, _only(instruction, shared))
+        edges = _edges(None, _peer_conflicts(touched, event))
+        _touch(touched, event)
+        connected.append(
+            replace(instruction, after=(*instruction.after, *(replace(edge, group=group) for edge in edges)))
+        )
+    return tuple(connected)
+
+
+def _only(instruction: Instruction, shared: frozenset[str]) -> Instruction:
+    """Return an instruction with its accesses to shared buffers alone."""
+    reads = tuple(access for access in instruction.reads if access.buffer in shared)
+    return replace(
+        instruction, reads=reads, writes=tuple(a for a in instruction.writes if a.buffer in shared)
+    )
+
+
+def _peer_conflicts(touched: dict[str, list[_Touch]], event: _Event) -> Iterable[_Event]:
+    for access, writes in (
+        *((access, False) for access in event.instruction.reads),
+        *((access, True) for access in event.instruction.writes),
+    ):
+        for touch in touched.get(access.buffer, ()):
+            are_apart = bool(access.share) and access.share == touch.access.share
+            if (writes or touch.writes) and touch.access.overlaps(access) and not are_apart:
+                yield touch.event
 
 
 def _chained(before: Sequence[Instruction], part: Sequence[Instruction]) -> tuple[Instruction, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from costmodel.forward import activation_bytes, shared_activation_bytes
@@ -24,7 +24,12 @@ SCRATCH_ELEMENTS = 1 << 15
 SCALAR_BYTES = 8
 DIRECTIONS = "directions"
 ROWS = "direction_rows"
+LOSS_BYTES = 16
+"""A loss and the number of labels that it is the mean over."""
 LOSSES = "losses"
+OWN_LOSSES = "losses.own"
+PACKED_LOSSES = "losses.packed"
+GATHERED_LOSSES = "losses.gathered"
 GRADIENTS = "projected_gradients"
 BATCH = "batch"
 WALK = "rng"
@@ -40,12 +45,14 @@ def bucket_bytes(num_elements: int, num_tensors: int, dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, sizes and ranges of one plan's buffers.
+    """Names, sizes and ranges of one rank's buffers.
 
-    A group's bucket holds its frozen tensors first, then the trainable ones, each part aligned.
+    A group's bucket holds its frozen tensors first, then the trainable ones, each part aligned. Where ranks share
+    blocks out, each part is as long as makes equal, aligned shares.
     """
 
     plan: Plan
+    rank: int = 0
 
     @property
     def model(self) -> ModelSpec:
@@ -53,12 +60,33 @@ class Layout:
         return self.plan.model
 
     @cached_property
-    def points(self) -> tuple[str, ...]:
-        """Evaluation points of one step, in the order in which a segment visits them."""
-        queries = range(self.plan.estimator.num_queries)
-        if self.plan.estimator.difference == "central":
-            return tuple(f"q{query}{sign}" for query in queries for sign in "+-")
-        return ("", *(f"q{query}+" for query in queries))
+    def own_points(self) -> tuple[str, ...]:
+        """Evaluation points that this rank forwards."""
+        return self.plan.points_of(self.rank)
+
+    @cached_property
+    def num_sequences(self) -> int:
+        """Sequences that this rank forwards at each of its points."""
+        return len(self.plan.rows_of(self.rank))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of these sequences, padding included."""
+        return self.num_sequences * self.plan.seq
+
+    @property
+    def share(self) -> str:
+        """Group that shares blocks out; empty if every rank has its own copy of all."""
+        return self.plan.residency.share_group if self.plan.is_shared_out else ""
+
+    @cached_property
+    def num_shares(self) -> int:
+        """Members of that group."""
+        return len(self.plan.groups[self.share][0]) if self.share else 1
+
+    def shared_out(self, accesses: Iterable[Access]) -> tuple[Access, ...]:
+        """Return this rank's shares of `accesses`, or all of them where nothing is shared out."""
+        return tuple(replace(access, share=self.share) for access in accesses)
 
     def is_edge(self, segment: str) -> bool:
         """Whether `segment` is the embedding or the head."""
@@ -97,7 +125,7 @@ class Layout:
     ) -> Access:
         """Return the access to the trainable part of `group` in `buffer`."""
         dtype = dtype or self.plan.precision.storage
-        size = bucket_bytes(group.num_trainable, group.num_trainable_tensors, dtype)
+        size = self._trainable_bytes(group, dtype)
         offset = self._frozen_bytes(group, dtype)
         return Access(buffer, group.name, step, size, point, offset + self._offset_in(buffer, group, dtype))
 
@@ -117,8 +145,7 @@ class Layout:
 
     def group_bytes(self, group: ParameterGroup, dtype: str) -> int:
         """Return the bytes of the bucket of `group`."""
-        trainable = bucket_bytes(group.num_trainable, group.num_trainable_tensors, dtype)
-        return self._frozen_bytes(group, dtype) + trainable
+        return self._frozen_bytes(group, dtype) + self._trainable_bytes(group, dtype)
 
     def direction(
         self, group: ParameterGroup, query: int, step: int, *, offset_bytes: int, rows: bool = False
@@ -147,7 +174,21 @@ class Layout:
 
     def loss(self, point: str) -> Access:
         """Return the access to the loss at `point`."""
-        return Access(LOSSES, "loss", 0, SCALAR_BYTES, point, SCALAR_BYTES * self.points.index(point))
+        return Access(LOSSES, "loss", 0, SCALAR_BYTES, point, SCALAR_BYTES * self.plan.points.index(point))
+
+    def own_loss(self, point: str) -> Access:
+        """Return the access to this rank's loss at `point`, with the labels that it is the mean over."""
+        offset = LOSS_BYTES * self.own_points.index(point)
+        return Access(OWN_LOSSES, "loss:own", 0, LOSS_BYTES, point, offset)
+
+    def packed_losses(self) -> Access:
+        """Return the access to this rank's losses at all points, those that others forward left empty."""
+        return Access(PACKED_LOSSES, "losses", 0, LOSS_BYTES * len(self.plan.points))
+
+    def gathered_losses(self) -> Access:
+        """Return the access to all ranks' losses at all points, in rank order."""
+        size = LOSS_BYTES * len(self.plan.points) * self.plan.placement.world_size
+        return Access(GATHERED_LOSSES, "losses:gathered", 0, size)
 
     def gradient(self, query: int, step: int) -> Access:
         """Return the access to the projected gradient of `query`."""
@@ -155,7 +196,7 @@ class Layout:
 
     def batch(self) -> Access:
         """Return the access to the batch."""
-        return Access(BATCH, "batch", 0, 3 * 8 * self.plan.tokens_per_step)
+        return Access(BATCH, "batch", 0, 3 * 8 * self.num_tokens)
 
     def rng_before(self, group: ParameterGroup, query: int, step: int) -> Access:
         """Return the access to the kept generator state before `group`."""
@@ -177,7 +218,17 @@ class Layout:
 
     def _frozen_bytes(self, group: ParameterGroup, dtype: str) -> int:
         num_elements = group.num_parameters - group.num_trainable
-        return bucket_bytes(num_elements, group.num_tensors - group.num_trainable_tensors, dtype)
+        size = bucket_bytes(num_elements, group.num_tensors - group.num_trainable_tensors, dtype)
+        return self._divisible(size, group)
+
+    def _trainable_bytes(self, group: ParameterGroup, dtype: str) -> int:
+        size = bucket_bytes(group.num_trainable, group.num_trainable_tensors, dtype)
+        return self._divisible(size, group)
+
+    def _divisible(self, size_bytes: int, group: ParameterGroup) -> int:
+        """Return the size with room for equal, aligned shares, where `group` is shared out."""
+        unit = ALIGNMENT_BYTES * (self.num_shares if self.is_offloaded(group) else 1)
+        return -(-size_bytes // unit) * unit
 
     def _offset_in(self, buffer: str, group: ParameterGroup, dtype: str) -> int:
         """Return where `group` starts in `buffer`: behind its neighbours in a shared slot, else at 0."""
@@ -193,11 +244,11 @@ class Layout:
     @cached_property
     def _activation_bytes(self) -> int:
         compute = self.plan.precision.compute
-        return activation_bytes(self.model, batch=self.plan.batch, seq=self.plan.seq, dtype=compute)
+        return activation_bytes(self.model, batch=self.num_sequences, seq=self.plan.seq, dtype=compute)
 
     @cached_property
     def _rows_bytes(self) -> int:
-        return self.plan.tokens_per_step * self.model.embed_dim * DTYPE_BYTES[self.plan.precision.storage]
+        return self.num_tokens * self.model.embed_dim * DTYPE_BYTES[self.plan.precision.storage]
 
     def _weight_buffers(self) -> Iterator[Buffer]:
         precision = self.plan.precision
@@ -205,7 +256,10 @@ class Layout:
             offloaded = self.is_offloaded(group)
             dtype = precision.transfer if offloaded else precision.storage
             space = Space.HOST if offloaded else Space.DEVICE
-            yield Buffer(self.home(group), space, self.group_bytes(group, dtype), "weights", dtype)
+            shared = offloaded and bool(self.share)
+            yield Buffer(
+                self.home(group), space, self.group_bytes(group, dtype), "weights", dtype, shared=shared
+            )
 
     def _slot_buffers(self) -> Iterator[Buffer]:
         precision = self.plan.precision
@@ -250,12 +304,12 @@ class Layout:
     def _activation_buffers(self) -> Iterator[Buffer]:
         plan = self.plan
         dtype = "float32" if plan.precision.compute == "tf32" else plan.precision.compute
-        for point in self.points:
+        for point in self.own_points:
             name = f"hidden.{point or 'base'}"
             yield Buffer(name, Space.DEVICE, self._activation_bytes, "activations", dtype, dynamic=True)
         shared = shared_activation_bytes(
             plan.model,
-            batch=plan.batch,
+            batch=self.num_sequences,
             seq=plan.seq,
             dtype=plan.precision.compute,
             attention=plan.runtime.attention,
@@ -270,7 +324,12 @@ class Layout:
         if scratch:
             yield Buffer("scratch", Space.DEVICE, scratch, "scratch", self.plan.precision.storage)
         yield Buffer(BATCH, Space.DEVICE, self.batch().size_bytes, "batch", "int64")
-        yield Buffer(LOSSES, Space.DEVICE, SCALAR_BYTES * len(self.points), "scalars", "float64")
+        yield Buffer(LOSSES, Space.DEVICE, SCALAR_BYTES * len(self.plan.points), "scalars", "float64")
+        if self.plan.placement.world_size > 1:
+            own = LOSS_BYTES * len(self.own_points)
+            yield Buffer(OWN_LOSSES, Space.DEVICE, own, "scalars", "float64")
+            for access in (self.packed_losses(), self.gathered_losses()):
+                yield Buffer(access.buffer, Space.DEVICE, access.size_bytes, "scalars", "float64")
         yield Buffer(GRADIENTS, Space.HOST, SCALAR_BYTES * estimator.num_queries, "scalars", "float64")
         if estimator.rng == "mezo":
             for query in range(estimator.num_queries):

@@ -15,6 +15,7 @@ from zosim.program import (
     Access,
     Allocate,
     Cast,
+    Collective,
     Copy,
     Draw,
     Forward,
@@ -38,9 +39,9 @@ class StepWriter:
     query's generator has been walked.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, rank: int = 0) -> None:
         self.plan = plan
-        self.layout = Layout(plan)
+        self.layout = Layout(plan, rank)
         self.model = plan.model
         self.instructions: list[Instruction] = []
         self._at_hand: list[Access] = []
@@ -54,12 +55,14 @@ class StepWriter:
     def write_step(self) -> None:
         """Write one step: load, forwards at every point, projected gradients, immediate updates."""
         self._emit(
-            "load", Load(), Stream.H2D, "load", EMBED, (), (self.layout.batch(),), _load_work(self.plan)
+            "load", Load(), Stream.H2D, "load", EMBED, (), (self.layout.batch(),), _load_work(self.layout)
         )
         if self.plan.runtime.traversal == "sweep":
             self._sweep()
         else:
             self._blockwise()
+        if self.plan.placement.world_size > 1:
+            self._exchange_losses()
         for query in range(self.plan.estimator.num_queries):
             self._projected_gradient(query)
         self._immediate_updates()
@@ -208,7 +211,7 @@ class StepWriter:
             segment,
             reads if keep != "rows" else (*reads, self.layout.batch()),
             (target, *writes),
-            self._draw_work(group, num_kept_rows=self.plan.tokens_per_step if keep == "rows" else 0),
+            self._draw_work(group, num_kept_rows=self.layout.num_tokens if keep == "rows" else 0),
         )
         self._at_hand = [held for held in self._at_hand if not held.overlaps(target)]
         self._at_hand.append(target)
@@ -287,6 +290,8 @@ class StepWriter:
         )
 
     def _forward(self, segment: str, point: str) -> None:
+        if point not in self.layout.own_points:
+            return
         gathered = [
             group for group in self._trainable(segment) if point and self.layout.gathers(group, segment)
         ]
@@ -306,7 +311,7 @@ class StepWriter:
         if segment != EMBED:
             previous = self.model.segments[self.model.segments.index(segment) - 1]
             reads.append(self.layout.hidden(point, previous))
-        left = self.layout.loss(point) if segment == HEAD else self.layout.hidden(point, segment)
+        left = self._loss(point) if segment == HEAD else self.layout.hidden(point, segment)
         op = Forward(segment, point, tuple(group.name for group in gathered))
         name = f"{segment}/forward[{point or 'base'}]"
         self._emit(
@@ -318,7 +323,7 @@ class StepWriter:
         work = forward_work(
             self.model,
             segment,
-            batch=plan.batch,
+            batch=self.layout.num_sequences,
             seq=plan.seq,
             dtype=plan.precision.compute,
             storage_dtype="tf32" if plan.precision.compute == "tf32" else plan.precision.storage,
@@ -328,8 +333,39 @@ class StepWriter:
         if segment == HEAD:
             return work
         # The input stays alive until the output replaces it.
-        output = activation_bytes(self.model, batch=plan.batch, seq=plan.seq, dtype=plan.precision.compute)
+        output = activation_bytes(
+            self.model, batch=self.layout.num_sequences, seq=plan.seq, dtype=plan.precision.compute
+        )
         return work.model_copy(update={"workspace_bytes": work.workspace_bytes + output})
+
+    def _loss(self, point: str) -> Access:
+        """Return where the head leaves its loss: at once in its place, or among those to be exchanged."""
+        alone = self.plan.placement.world_size == 1
+        return self.layout.loss(point) if alone else self.layout.own_loss(point)
+
+    def _exchange_losses(self) -> None:
+        """Write how losses of a part of the batch, at some of the points, become those of all."""
+        layout = self.layout
+        packed, gathered = layout.packed_losses(), layout.gathered_losses()
+        scalar, link = Work(num_kernels=1), Work(link_bytes=gathered.size_bytes - packed.size_bytes)
+        own = tuple(layout.own_loss(point) for point in layout.own_points)
+        losses = tuple(layout.loss(point) for point in self.plan.points)
+        self._emit(
+            "losses/pack", Scalar("pack_losses"), Stream.COMPUTE, "scalar", HEAD, own, (packed,), scalar
+        )
+        self._emit(
+            "losses/all_gather",
+            Collective("all_gather", "world"),
+            Stream.LINK,
+            "exchange",
+            HEAD,
+            (packed,),
+            (gathered,),
+            link,
+        )
+        self._emit(
+            "losses/mean", Scalar("mean_loss"), Stream.COMPUTE, "scalar", HEAD, (gathered,), losses, scalar
+        )
 
     def _projected_gradient(self, query: int) -> None:
         central = self.plan.estimator.difference == "central"
@@ -358,13 +394,48 @@ class StepWriter:
             step = -1 if self.layout.is_delayed(group) else 0
             dtype = self.plan.precision.transfer
             target = self.layout.staging(segment) if lossy else self.layout.slot(segment)
-            reads = self.layout.weights(group, self.layout.home(group), step, dtype=dtype)
-            writes = self.layout.weights(group, target, step, dtype=dtype)
-            work = copy_work(sum(access.size_bytes for access in reads))
-            name = f"{group.name}/upload{suffix}"
-            self._emit(name, Copy(), Stream.H2D, "upload", segment, reads, writes, work)
+            home = self.layout.weights(group, self.layout.home(group), step, dtype=dtype)
+            here = self.layout.weights(group, target, step, dtype=dtype)
+            if self.plan.residency.transfers == "sliced":
+                self._upload_sliced(group, segment, home, here, suffix)
+            else:
+                work = copy_work(sum(access.size_bytes for access in home))
+                name = f"{group.name}/upload{suffix}"
+                self._emit(name, Copy(), Stream.H2D, "upload", segment, home, here, work)
             if lossy:
                 self._cast(group, segment, step, f"{group.name}/widen{suffix}", widen=True)
+
+    def _upload_sliced(
+        self,
+        group: ParameterGroup,
+        segment: str,
+        home: tuple[Access, ...],
+        here: tuple[Access, ...],
+        suffix: str,
+    ) -> None:
+        """Write the upload of this rank's share, and the exchange of shares."""
+        layout = self.layout
+        own, total = layout.shared_out(here), sum(access.size_bytes for access in here)
+        self._emit(
+            f"{group.name}/upload{suffix}",
+            Copy(),
+            Stream.H2D,
+            "upload",
+            segment,
+            layout.shared_out(home),
+            own,
+            copy_work(total // layout.num_shares),
+        )
+        self._emit(
+            f"{group.name}/all_gather{suffix}",
+            Collective("all_gather", layout.share),
+            Stream.LINK,
+            "gather",
+            segment,
+            own,
+            here,
+            Work(link_bytes=total - total // layout.num_shares),
+        )
 
     def _offload(self, segment: str, *, changed: bool, suffix: str = "") -> None:
         groups = self._offloaded(segment)
@@ -381,9 +452,10 @@ class StepWriter:
             source = self.layout.staging(segment) if lossy else self.layout.slot(segment)
             read = self.layout.trainable(group, source, step, dtype=dtype)
             left = self.layout.trainable(group, self.layout.home(group), step, dtype=dtype)
-            work = copy_work(read.size_bytes)
+            work = copy_work(read.size_bytes // self.layout.num_shares)
             name = f"{group.name}/offload{suffix}"
-            self._emit(name, Copy(), Stream.D2H, "offload", segment, (read,), (left,), work)
+            reads, writes = self.layout.shared_out((read,)), self.layout.shared_out((left,))
+            self._emit(name, Copy(), Stream.D2H, "offload", segment, reads, writes, work)
         if not self.plan.residency.reuse_slots:
             self._free(segment, suffix)
 
@@ -471,5 +543,5 @@ def _walk_order(plan: Plan) -> list[ParameterGroup]:
     return sorted(groups, key=lambda group: plan.model.segments.index(group.segments[0]))
 
 
-def _load_work(plan: Plan) -> Work:
-    return copy_work(3 * 8 * plan.tokens_per_step)
+def _load_work(layout: Layout) -> Work:
+    return copy_work(3 * 8 * layout.num_tokens)

@@ -1,0 +1,140 @@
+"""The programs of all ranks: one per role, since ranks that do the same share one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from topology.errors import ProgramError
+from zosim.documents import read_document
+from zosim.program import Program
+
+PROGRAM_SET_VERSION: Literal[1] = 1
+
+
+@dataclass(frozen=True)
+class ProgramSet:
+    """What every rank does.
+
+    Attributes
+    ----------
+    programs : tuple of Program
+        One per role.
+    roles : tuple of int
+        Role of each rank, an index into `programs`.
+    groups : mapping of str to tuple of tuple of int
+        Named groups: each a partition of all ranks, members in rank order.
+
+    Raises
+    ------
+    ProgramError
+        If a role has no program, a group is no partition of the ranks, or a program counts its members otherwise.
+    """
+
+    programs: tuple[Program, ...]
+    roles: tuple[int, ...] = (0,)
+    groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.roles) - set(range(len(self.programs))))
+        if unknown or not self.roles:
+            message = f"ranks have the roles {list(self.roles)}, but there are {len(self.programs)} programs"
+            raise ProgramError(message, hint="give every rank the number of a program")
+        for name, parts in self.groups.items():
+            if sorted(rank for part in parts for rank in part) != list(range(self.world_size)):
+                message = f"group {name} is {[list(part) for part in parts]}, not a partition of {self.world_size} ranks"
+                raise ProgramError(message, hint="list every rank once")
+        for rank, role in enumerate(self.roles):
+            for name, size in self.programs[role].groups.items():
+                if len(self.members(name, rank)) != size:
+                    message = (
+                        f"program {self.programs[role].name} counts {size} members of {name}, but rank {rank} has "
+                        f"{len(self.members(name, rank))}"
+                    )
+                    raise ProgramError(message, hint="lower the plan again for this mesh")
+
+    @classmethod
+    def alone(cls, program: Program) -> ProgramSet:
+        """Return the set of one rank."""
+        return cls((program,), (0,), dict.fromkeys(program.groups, ((0,),)))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.roles)
+
+    @property
+    def name(self) -> str:
+        """The programs' common name, for messages."""
+        return self.programs[0].name
+
+    def program_of(self, rank: int) -> Program:
+        """Return what `rank` runs."""
+        return self.programs[self.roles[rank]]
+
+    def members(self, group: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks of `group` that `rank` is among.
+
+        Raises
+        ------
+        ProgramError
+            If there is no such group.
+        """
+        try:
+            return self._members[group][rank]
+        except KeyError:
+            message = f"program {self.name} speaks of the group {group!r}, which the ranks do not have"
+            raise ProgramError(message, hint=f"groups: {', '.join(self.groups) or 'none'}") from None
+
+    @cached_property
+    def _members(self) -> dict[str, dict[int, tuple[int, ...]]]:
+        return {name: {rank: part for part in parts for rank in part} for name, parts in self.groups.items()}
+
+    def to_json(self) -> str:
+        """Return the set as JSON; that of one rank as the program that it is."""
+        if self.world_size == 1:
+            return self.programs[0].to_json()
+        data: dict[str, Any] = {
+            "version": PROGRAM_SET_VERSION,
+            "roles": list(self.roles),
+            "groups": {name: [list(part) for part in parts] for name, parts in self.groups.items()},
+        }
+        head = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items())
+        programs = ",\n".join(program.to_json() for program in self.programs)
+        return "{\n" + head + ',\n  "programs": [\n' + programs + "]\n}\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the set as JSON."""
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> ProgramSet:
+        """Read what :meth:`save` wrote, perhaps edited since, or a single program.
+
+        Raises
+        ------
+        ProgramError
+            If the file is missing, is not JSON, or is neither.
+        """
+        data = read_document(
+            path, "program", PROGRAM_SET_VERSION, ProgramError, make="write one with `zosim lower plan.json`"
+        )
+        if "programs" not in data:
+            return cls.alone(Program.from_data(data, str(path)))
+        try:
+            programs = tuple(
+                Program.from_data(item, f"{path}, role {role}") for role, item in enumerate(data["programs"])
+            )
+            roles = tuple(int(role) for role in data["roles"])
+            groups = {
+                str(name): tuple(tuple(int(rank) for rank in part) for part in parts)
+                for name, parts in data["groups"].items()
+            }
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            message = f"{path} is not a set of programs: {type(error).__name__}: {error}"
+            raise ProgramError(message, hint="it needs `programs`, `roles` and `groups`") from None
+        return cls(programs, roles, groups)
