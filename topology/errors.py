@@ -11,6 +11,7 @@
     │   └── Hazard         an access that finds the wrong contents or is not ordered
     ├── TimelineError      spans that cannot be, or a timeline file that cannot be read
     ├── ProfileError       a calibration profile that is damaged or foreign
+    ├── TrafficError       flows that cannot be
     ├── DataError          training data that cannot be read
     └── RunError           a run that could not go on
 
@@ -71,6 +72,10 @@ class TimelineError(ZosimError):
 
 class ProfileError(ZosimError):
     """A calibration profile that is damaged or foreign."""
+
+
+class TrafficError(ZosimError):
+    """Flows, or the links that they cross, that cannot be."""
 
 
 class DataError(ZosimError):

@@ -1,162 +1,251 @@
-"""Activities that progress at rates, inside a simpy environment.
+"""Activities that progress at rates, which change only when the set of running activities does.
 
-Rates change only when the set of running activities does. All starts and ends of one instant are taken in before
-rates are computed anew, and an activity whose rate stays the same keeps the end that it was given, so that one
-that never shares anything takes exactly its own seconds.
+All starts and ends of one instant are taken in before rates are computed anew, and only where something changed:
+activities that a used-up resource joins, directly or through others, are one component, and a component that
+nobody entered or left keeps its rates. An activity whose rate stays the same keeps the end that it was given, so
+that one that never shares anything takes exactly its own seconds.
+
+This is the one home of sharing: programs (:mod:`zosim.simulate`) and plain traffic (:mod:`zosim.traffic`) run on it.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import simpy
-from simpy.events import EventPriority
 
 from zosim.machine import Activity
-from zosim.sharing import admitted, max_min_rates
+from zosim.sharing import fill
 
-# After everything else that happens at the same instant.
-_LAST = EventPriority(2)
 # Ends closer than this, relative to the time, are one instant: rounding must not split what is simultaneous.
-_SAME_INSTANT = 1e-14
+SAME_INSTANT = 1e-14
+# A resource is used up when more than this is asked of it: rounding of a sum must not make it so.
+_FULL = 1 + 1e-12
+# Solutions kept; a network in which no set of flows comes twice must not fill the memory with them.
+_MAX_REMEMBERED = 1 << 14
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
     """An activity under way: seconds left at full speed when its speed last changed."""
 
     activity: Activity
-    key: tuple[int, int]
-    done: simpy.Event
-    arrived_s: float
+    key: tuple[int, ...]
+    tag: Any
     anchor_s: float
     left_s: float
+    kind: int
+    # Resources that can limit it, with what it asks of each at full speed.
+    uses: tuple[tuple[_Resource, float], ...]
     speed: float = 0.0
     end_s: float = math.inf
+
+
+@dataclass(slots=True)
+class _Resource:
+    """What the running activities ask of a resource, and who waits for it if it serves one at a time."""
+
+    capacity: float
+    asked: dict[_Running, float] = field(default_factory=dict)
+    queue: deque[_Running] | None = None
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether less is there than is asked for."""
+        return sum(self.asked.values()) > self.capacity * _FULL
 
 
 class Fluid:
     """Running activities and the resources that they share.
 
+    The caller keeps the clock: it starts activities, settles once an instant, and takes what has ended.
+
     Parameters
     ----------
-    env : simpy.Environment
     capacities : mapping of str to float
     fifo : collection of str
-        Resources that serve one activity at a time, in order of arrival.
+        Resources that serve one activity at a time, in order of arrival: an activity runs once no earlier one,
+        running or waiting, uses any of its own. The earliest is never held up, so nothing deadlocks.
+
+    Attributes
+    ----------
+    num_solves : int
+        Times that rates of a component of several activities were computed, not remembered.
     """
 
-    def __init__(self, env: simpy.Environment, capacities: Mapping[str, float], fifo: frozenset[str]) -> None:
-        self.env = env
+    def __init__(self, capacities: Mapping[str, float], fifo: Iterable[str] = ()) -> None:
         self.num_solves = 0
-        self._capacities = capacities
-        self._fifo = fifo
-        self._running: list[_Running] = []
-        self._is_dirty = False
-        self._timer = 0
-        self._speeds: dict[tuple[Activity, ...], list[float]] = {}
+        fifo = frozenset(fifo)
+        self._resources = {
+            name: _Resource(capacity, queue=deque() if name in fifo else None)
+            for name, capacity in capacities.items()
+            if name in fifo or math.isfinite(capacity)
+        }
+        self._arrived: list[_Running] = []
+        self._changed: dict[_Running, None] = {}
+        self._ends: list[tuple[float, int, _Running]] = []
+        self._num_ends = 0
+        self._kinds: dict[int, tuple[int, Activity, tuple[tuple[_Resource, float], ...]]] = {}
+        self._remembered: dict[tuple[int, ...], tuple[float, ...]] = {}
 
-    def run(self, activity: Activity, key: tuple[int, int]) -> simpy.Event:
-        """Start an activity; the event happens when it ends.
+    def start(self, activity: Activity, key: tuple[int, ...], now_s: float, tag: Any) -> None:
+        """Let an activity arrive; `tag` is handed back when it ends.
 
         Activities that arrive at the same instant count as arrived in the order of their keys.
         """
-        done = self.env.event()
-        now_s = self.env.now
-        self._running.append(_Running(activity, key, done, now_s, now_s, activity.seconds))
-        self._touch()
-        return done
+        known = self._kinds.get(id(activity))
+        if known is None:
+            known = self._kinds[id(activity)] = len(self._kinds), activity, self._uses(activity)
+        self._arrived.append(_Running(activity, key, tag, now_s, activity.seconds, known[0], known[2]))
 
-    def _touch(self) -> None:
-        if not self._is_dirty:
-            self._is_dirty = True
-            self._call(self._update, delay_s=0.0, priority=_LAST)
+    def settle(self, now_s: float) -> None:
+        """Give every running activity its speed from now on."""
+        if self._arrived:
+            arrived, self._arrived = self._arrived, []
+            for item in sorted(arrived, key=lambda item: item.key):
+                self._arrive(item)
+        while self._changed:
+            item, _ = self._changed.popitem()
+            self._solve(self._component(item), now_s)
 
-    def _call(self, callback: Any, *, delay_s: float, priority: EventPriority) -> None:
-        event = self.env.event()
-        event.callbacks.append(callback)
-        event._ok, event._value = True, None
-        self.env.schedule(event, priority, delay_s)
+    @property
+    def next_end_s(self) -> float:
+        """When the first running activity ends as things are, infinity if none does."""
+        while self._ends and self._ends[0][0] != self._ends[0][2].end_s:
+            heapq.heappop(self._ends)
+        return self._ends[0][0] if self._ends else math.inf
 
-    def _update(self, _: simpy.Event) -> None:
-        """Give every running activity its speed, and wait for the first to end."""
-        self._is_dirty = False
-        if not self._running:
+    def take_ended(self, until_s: float) -> list[Any]:
+        """Remove the activities that end by then and return their tags, in the order of their keys."""
+        ended = []
+        while self.next_end_s <= until_s:
+            _, _, item = heapq.heappop(self._ends)
+            # Its entries that were overtaken by a change of speed are dropped when they surface.
+            item.end_s = -math.inf
+            ended.append(item)
+        for item in ended:
+            self._leave(item)
+        for item in ended:
+            self._changed.pop(item, None)
+        return [item.tag for item in sorted(ended, key=lambda item: item.key)]
+
+    def _uses(self, activity: Activity) -> tuple[tuple[_Resource, float], ...]:
+        asked: dict[str, float] = {}
+        for name, use in activity.uses:
+            if name in self._resources:
+                asked[name] = asked.get(name, 0.0) + use * activity.bound
+        return tuple((self._resources[name], amount) for name, amount in asked.items())
+
+    def _arrive(self, item: _Running) -> None:
+        queues = [resource.queue for resource, _ in item.uses if resource.queue is not None]
+        for queue in queues:
+            queue.append(item)
+        if all(queue[0] is item for queue in queues):
+            self._admit(item)
+
+    def _admit(self, item: _Running) -> None:
+        self._changed[item] = None
+        for resource, asked in item.uses:
+            resource.asked[item] = asked
+
+    def _leave(self, item: _Running) -> None:
+        for resource, _ in item.uses:
+            if len(resource.asked) > 1 and resource.is_used_up:
+                self._changed.update(dict.fromkeys(resource.asked))
+            del resource.asked[item]
+        for queue in [resource.queue for resource, _ in item.uses if resource.queue is not None]:
+            queue.popleft()
+            if queue and self._is_first(queue[0]):
+                self._admit(queue[0])
+
+    def _is_first(self, item: _Running) -> bool:
+        return all(resource.queue[0] is item for resource, _ in item.uses if resource.queue)
+
+    def _component(self, first: _Running) -> list[_Running]:
+        """Return who is joined with an activity through used-up resources; they are no longer changed."""
+        found, pending, seen = {first: None}, [first], set()
+        while pending:
+            for resource, _ in pending.pop().uses:
+                if id(resource) not in seen and len(resource.asked) > 1 and resource.is_used_up:
+                    seen.add(id(resource))
+                    new = [item for item in resource.asked if item not in found]
+                    found.update(dict.fromkeys(new))
+                    pending += new
+        for item in found:
+            self._changed.pop(item, None)
+        return list(found)
+
+    def _solve(self, items: list[_Running], now_s: float) -> None:
+        if len(items) == 1:
+            self._set_speed(items[0], self._speed_alone(items[0]), now_s)
             return
-        now_s = self.env.now
-        self._running.sort(key=lambda item: (item.arrived_s, item.key))
-        for item, speed in zip(self._running, self._solve(), strict=True):
-            if speed != item.speed:
-                item.left_s = max(item.left_s - (now_s - item.anchor_s) * item.speed, 0.0)
-                item.anchor_s, item.speed = now_s, speed
-                item.end_s = now_s + item.left_s / speed if speed > 0 else math.inf
-        first_s = min(item.end_s for item in self._running)
-        self._timer += 1
-        number = self._timer
-        self._call(
-            lambda _: self._finish(number, first_s),
-            delay_s=max(first_s - now_s, 0.0),
-            priority=EventPriority(1),
+        items.sort(key=lambda item: item.kind)
+        signature = tuple(item.kind for item in items)
+        speeds = self._remembered.get(signature)
+        if speeds is None:
+            self.num_solves += 1
+            speeds = relative_speeds([item.activity for item in items], self._capacities_of(items))
+            if len(self._remembered) >= _MAX_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[signature] = speeds
+        for item, speed in zip(items, speeds, strict=True):
+            self._set_speed(item, speed, now_s)
+
+    def _speed_alone(self, item: _Running) -> float:
+        """Part of its full speed that an activity has where others leave it all that it asks for."""
+        asked = [(resource.capacity, amount) for resource, amount in item.uses]
+        return min(
+            (capacity / amount for capacity, amount in asked if amount > capacity * _FULL), default=1.0
         )
 
-    def _finish(self, number: int, first_s: float) -> None:
-        """End what is due, unless rates have changed since this was scheduled."""
-        if number != self._timer:
+    def _capacities_of(self, items: list[_Running]) -> dict[str, float]:
+        return {
+            name: self._resources[name].capacity
+            for item in items
+            for name, _ in item.activity.uses
+            if name in self._resources
+        }
+
+    def _set_speed(self, item: _Running, speed: float, now_s: float) -> None:
+        if speed == item.speed:
             return
-        until_s = first_s + _SAME_INSTANT * abs(first_s)
-        due = [item for item in self._running if item.end_s <= until_s]
-        self._running = [item for item in self._running if item.end_s > until_s]
-        for item in sorted(due, key=lambda item: item.key):
-            item.done.succeed()
-        self._touch()
-
-    def _solve(self) -> list[float]:
-        """Return each activity's part of its full speed, remembered for sets that come again."""
-        activities = tuple(item.activity for item in self._running)
-        if activities not in self._speeds:
-            self.num_solves += 1
-            self._speeds[activities] = relative_speeds(activities, self._capacities, self._fifo)
-        return self._speeds[activities]
+        item.left_s = max(item.left_s - (now_s - item.anchor_s) * item.speed, 0.0)
+        item.anchor_s, item.speed = now_s, speed
+        item.end_s = now_s + item.left_s / speed
+        self._num_ends += 1
+        heapq.heappush(self._ends, (item.end_s, self._num_ends, item))
 
 
-def relative_speeds(
-    activities: Sequence[Activity], capacities: Mapping[str, float], fifo: frozenset[str]
-) -> list[float]:
+def relative_speeds(activities: list[Activity], capacities: Mapping[str, float]) -> tuple[float, ...]:
     """Return the part of its full speed at which each activity runs beside the others.
 
     Parameters
     ----------
-    activities : sequence of Activity
-        In order of arrival.
+    activities : list of Activity
+        Each uses at least one of the resources.
     capacities : mapping of str to float
-    fifo : frozenset of str
-        Resources that serve one activity at a time.
+        Of the resources that can limit them; others are passed over.
     """
-    names = sorted({name for item in activities for name, _ in item.uses})
-    use = np.array([[dict(item.uses).get(name, 0.0) for name in names] for item in activities])
-    may_run = _may_run(use, names, fifo)
-    bounds = np.array([item.bound for item in activities])
-    if names and may_run.any():
-        rates = max_min_rates(
-            bounds[may_run],
-            use[may_run],
-            [capacities[name] for name in names],
-            [item.weight for item in np.array(activities, dtype=object)[may_run]],
-        )
-        bounds_of_running, bounds[may_run] = bounds[may_run], rates
-        bounds[may_run] /= bounds_of_running
-    else:
-        bounds[:] = 1.0
-    return [float(speed) if runs else 0.0 for speed, runs in zip(bounds, may_run, strict=True)]
-
-
-def _may_run(use: npt.NDArray[np.float64], names: list[str], fifo: frozenset[str]) -> npt.NDArray[np.bool_]:
-    columns = [number for number, name in enumerate(names) if name in fifo]
-    if not columns:
-        return np.ones(len(use), dtype=bool)
-    return admitted(use[:, columns] > 0)
+    columns = {name: number for number, name in enumerate(capacities)}
+    entries = [
+        (row, columns[name], use)
+        for row, item in enumerate(activities)
+        for name, use in item.uses
+        if name in columns
+    ]
+    rows, resources, uses = zip(*entries, strict=True)
+    bounds = np.array([item.bound for item in activities], dtype=np.float64)
+    rates = fill(
+        bounds,
+        np.array([item.weight for item in activities], dtype=np.float64),
+        np.array(rows),
+        np.array(resources),
+        np.array(uses, dtype=np.float64),
+        np.array(list(capacities.values()), dtype=np.float64),
+    )
+    return tuple((rates / bounds).tolist())

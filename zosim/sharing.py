@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
 
 # Levels closer than this, relative, are one level: rounding must not split a tie into two rounds.
 _TIE = 1e-12
@@ -59,7 +60,7 @@ def max_min_rates(
     Notes
     -----
     All rates grow together, in proportion to their weights; whoever meets its bound or a resource that is used
-    up stays where it is. Each round fixes at least one activity, so it takes at most ``num_activities`` rounds.
+    up stays where it is.
 
     Examples
     --------
@@ -75,18 +76,62 @@ def max_min_rates(
     if weight.shape != bound.shape or not np.all((weight > 0) & np.isfinite(weight)):
         message = f"weights must be positive, one per activity, got {weight.tolist()}"
         raise ValueError(message)
+    rates = bound.copy()
+    users = np.flatnonzero(use.any(axis=1))
+    if users.size:
+        rows, columns = np.nonzero(use[users])
+        rates[users] = fill(bound[users], weight[users], rows, columns, use[users][rows, columns], capacity)
+    return rates
+
+
+def fill(bound: Array, weight: Array, rows: Indices, columns: Indices, use: Array, capacity: Array) -> Array:
+    """Return the max-min fair rates of a sparse problem, by progressive filling of all its parts at once.
+
+    Parameters
+    ----------
+    bound, weight : array of shape (num_activities,)
+    rows, columns : array of int
+        Activity and resource of each entry, sorted by activity; every activity has one at least.
+    use : array
+        What a unit of the activity's rate takes of the resource, positive.
+    capacity : array of shape (num_resources,)
+
+    Returns
+    -------
+    array of shape (num_activities,)
+
+    Notes
+    -----
+    An activity whose own bound is reached before any of its resources would be used up gets its bound; all
+    activities of a resource that none of them finds wider than another one of its own stop where it is used up.
+    Both are final, because a resource's level only rises as others stop below it. So far-apart parts of a
+    network stop in the same round, and there are as many rounds as bottlenecks that depend on each other.
+    """
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))
+    by_column = np.argsort(columns, kind="stable")
+    used, column_starts = np.unique(columns[by_column], return_index=True)
+    column = np.searchsorted(used, columns)
+    left, own = capacity[used].astype(np.float64), bound / weight
     rates = np.zeros_like(bound)
     growing = np.ones(bound.shape, dtype=bool)
+    growth = use * weight[rows]
     while growing.any():
-        level_by_activity = np.where(growing, bound / weight, np.inf)
-        level_by_resource = _saturation_levels(use, capacity, rates, weight * growing)
-        level = min(level_by_activity.min(), level_by_resource.min(initial=np.inf))
-        full = level_by_resource <= level * (1 + _TIE)
-        at_bound = growing & (level_by_activity <= level * (1 + _TIE))
-        stopped = growing & ~at_bound & (use[:, full] > 0).any(axis=1)
+        live = growing[rows]
+        demand = np.bincount(column, growth * live, len(used))
+        level = np.full(len(used), np.inf)
+        np.divide(left, demand, out=level, where=demand > 0)
+        narrowest = np.minimum.reduceat(level[column], starts)
+        reached = np.minimum(own, narrowest)
+        # The least level that any growing activity of a resource reaches at all.
+        least = np.minimum.reduceat(np.where(live, reached[rows], np.inf)[by_column], column_starts)
+        full = (level <= least * (1 + _TIE)) & (demand > 0)
+        at_bound = growing & (own <= narrowest * (1 + _TIE))
+        stopped = growing & ~at_bound & np.logical_or.reduceat(full[column], starts)
         rates[at_bound] = bound[at_bound]
-        rates[stopped] = weight[stopped] * level
-        growing &= ~(at_bound | stopped)
+        rates[stopped] = (weight * reached)[stopped]
+        done = at_bound | stopped
+        left = np.maximum(left - np.bincount(column, (use * (rates * done)[rows]), len(used)), 0.0)
+        growing &= ~done
     return rates
 
 
@@ -106,34 +151,3 @@ def _checked(
         message = "coefficients must be finite and not negative"
         raise ValueError(message)
     return bound, use, capacity
-
-
-def _saturation_levels(use: Array, capacity: Array, rates: Array, growth: Array) -> Array:
-    """Return the level at which each resource is used up while `growth` is added to fixed `rates`."""
-    left = np.maximum(capacity - rates @ use, 0.0)
-    demand = growth @ use
-    levels = np.full(capacity.shape, np.inf)
-    np.divide(left, demand, out=levels, where=demand > 0)
-    return levels
-
-
-def admitted(uses_fifo: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Return who may run where resources serve one activity at a time, in order of arrival.
-
-    An activity runs once no earlier one, running or waiting, uses any of its first-in-first-out resources:
-    store and forward. The earliest is never held up, so nothing deadlocks.
-
-    Parameters
-    ----------
-    uses_fifo : boolean array of shape (num_activities, num_fifo_resources)
-        Rows in order of arrival.
-
-    Examples
-    --------
-    >>> admitted([[True, False], [True, True], [False, True]]).tolist()
-    [True, False, False]
-    """
-    uses = np.asarray(uses_fifo, dtype=bool)
-    earlier = np.cumsum(uses, axis=0) - uses
-    result: npt.NDArray[np.bool_] = ~(uses & (earlier > 0)).any(axis=1)
-    return result

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from zosim.sharing import admitted, max_min_rates
+from zosim.sharing import max_min_rates
 
 positive = st.floats(min_value=0.1, max_value=100.0)
 
@@ -131,10 +131,3 @@ def test_threads_of_a_computation_and_of_a_copy_share_two_cores():
 def test_numbers_out_of_range_are_refused(arguments, complaint):
     with pytest.raises(ValueError, match=complaint):
         max_min_rates(*arguments)
-
-
-def test_first_come_first_served_holds_up_whoever_comes_later():
-    assert admitted(np.zeros((3, 0))).tolist() == [True, True, True]
-    # The third does not share with the first, but the second that it shares with waits: store and forward.
-    assert admitted([[1, 0], [1, 1], [0, 1]]).tolist() == [True, False, False]
-    assert admitted([[1, 0], [0, 1], [1, 1]]).tolist() == [True, True, False]
