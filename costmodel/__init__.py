@@ -9,7 +9,7 @@
 :mod:`costmodel.calibration` fits a profile to measurements; it is imported by name, because scipy takes a while.
 """
 
-from costmodel.configs import LoRA, read_model_spec, shipped_models, spec_of_config
+from costmodel.configs import LoRA, Prefix, read_model_spec, shipped_models, spec_of_config
 from costmodel.datasheet import datasheet_profile
 from costmodel.estimate import OperationCost, estimate
 from costmodel.forward import activation_bytes, forward_work, shared_activation_bytes
@@ -34,6 +34,7 @@ __all__ = [
     "OperationCost",
     "ParameterEntry",
     "ParameterGroup",
+    "Prefix",
     "Profile",
     "Work",
     "activation_bytes",

@@ -47,7 +47,20 @@ class LoRA(BaseModel):
         return value
 
 
-Trainable = Literal["all"] | LoRA
+class Prefix(BaseModel):
+    """Virtual tokens that every block's attention sees before the real ones: keys and values over a frozen base.
+
+    Attributes
+    ----------
+    num_tokens : int
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_tokens: PositiveInt
+
+
+Trainable = Literal["all"] | LoRA | Prefix
 
 
 def shipped_models() -> tuple[str, ...]:
@@ -63,7 +76,7 @@ def read_model_spec(source: str | Path, *, trainable: Trainable = "all") -> Mode
     source : str or Path
         A shipped size (``"opt-1.3b"``, ``"OPT-13B"``, ``"facebook/opt-13b"``), a directory that holds
         ``config.json``, a ``config.json``, or a JSON file written by ``ModelSpec.model_dump_json``.
-    trainable : "all" or LoRA
+    trainable : "all", LoRA or Prefix
         What is perturbed and updated.
 
     Raises
@@ -111,14 +124,19 @@ def spec_of_config(config: Mapping[str, Any], *, name: str, trainable: Trainable
     arch = _architecture(family, config, name)
     tensors = list(family.tensors(arch))
     lora = trainable if isinstance(trainable, LoRA) else None
+    num_prefix_tokens = trainable.num_tokens if isinstance(trainable, Prefix) else 0
     adapters = _adapter_shapes(tensors, lora, name)
+    entries = (
+        _with_prefixes(tensors, arch, num_prefix_tokens) if num_prefix_tokens else _entries(tensors, lora)
+    )
     return ModelSpec(
         name=name,
         family=str(model_type),
         **{field: getattr(arch, field) for field in _SHARED_FIELDS},
         adapter_rank=lora.rank if lora else 0,
         adapter_shapes=adapters,
-        groups=group_parameters(_entries(tensors, lora)),
+        num_prefix_tokens=num_prefix_tokens,
+        groups=group_parameters(entries),
     )
 
 
@@ -180,6 +198,21 @@ def _entries(tensors: list[TensorSpec], lora: LoRA | None) -> Iterator[Parameter
             module = tensor.name.removesuffix(".weight")
             for letter, width in zip("AB", tensor.linear, strict=True):
                 yield ParameterEntry(f"{module}.lora_{letter}.weight", tensor.segments, lora.rank * width)
+
+
+def _with_prefixes(
+    tensors: list[TensorSpec], arch: Architecture, num_prefix_tokens: int
+) -> Iterator[ParameterEntry]:
+    """Yield the frozen base, and the keys and values that each block's attention gets."""
+    width = arch.num_key_value_heads * arch.head_dim
+    previous = None
+    for tensor in tensors:
+        segment = tensor.segments[0]
+        if segment.startswith("block.") and segment != previous:
+            for kind in ("keys", "values"):
+                yield ParameterEntry(f"{segment}.prefix_{kind}", tensor.segments, num_prefix_tokens * width)
+        previous = segment
+        yield ParameterEntry(tensor.name, tensor.segments, tensor.num_elements, trainable=False)
 
 
 def _adapter_shapes(tensors: list[TensorSpec], lora: LoRA | None, name: str) -> tuple[tuple[int, int], ...]:

@@ -218,6 +218,8 @@ def _attention_part(tape: Tape, spec: ModelSpec, shape: _Pass) -> tuple[Buffer, 
     q, k, v = _project(tape, spec, shape, queries, keys)
     if spec.positions == "rotary":
         q, k = _rotate_both(tape, q, k)
+    if spec.num_prefix_tokens:
+        k, v = _prefixed(tape, spec, shape, k), _prefixed(tape, spec, shape, v)
     if shape.attention == "eager":
         mixed, kept = _eager(tape, spec, shape)
     else:
@@ -250,6 +252,14 @@ def _qk_norm(tape: Tape, spec: ModelSpec, buffer: Buffer) -> Buffer:
     return normed
 
 
+def _prefixed(tape: Tape, spec: ModelSpec, shape: _Pass, states: Buffer) -> Buffer:
+    """Play the copy of keys or values behind those of the virtual tokens."""
+    keys = spec.num_key_value_heads * spec.head_dim
+    longer = _lookup(tape, shape.batch * (shape.seq + spec.num_prefix_tokens) * keys)
+    tape.free(states)
+    return longer
+
+
 def _rotate_both(tape: Tape, q: Buffer, k: Buffer) -> tuple[Buffer, Buffer]:
     rotated = _rotate(tape, q), _rotate(tape, k)
     tape.free(q, k)
@@ -280,7 +290,7 @@ def _eager(tape: Tape, spec: ModelSpec, shape: _Pass) -> tuple[Buffer, Buffer]:
     tape.attention.append(_attention(spec, shape, materialised=True))
     repeated = _repeat_heads(tape, spec, shape)
     copies = _contiguous_copies(tape, shape, per_token, 1 if repeated else 2)
-    scores = tape.new(shape.batch * spec.num_heads * shape.seq**2)
+    scores = tape.new(shape.batch * spec.num_heads * shape.seq * (shape.seq + spec.num_prefix_tokens))
     tape.num_kernels += 1
     tape.free(*copies)
     scores = tape.map(scores, drop=(scores,))
@@ -323,10 +333,10 @@ def _attention(spec: ModelSpec, shape: _Pass, *, materialised: bool) -> Attentio
     return Attention(
         num=shape.batch * spec.num_heads,
         query=shape.seq,
-        key=shape.seq,
+        key=shape.seq + spec.num_prefix_tokens,
         head_dim=spec.head_dim,
         materialised=materialised,
-        causal_skip=not materialised and not shape.padded,
+        causal_skip=not materialised and not shape.padded and not spec.num_prefix_tokens,
     )
 
 

@@ -90,6 +90,8 @@ class ModelSpec(BaseModel):
         Rank of the LoRA adapters, 0 where there are none.
     adapter_shapes : tuple of (int, int)
         Inputs and outputs of each linear of one block that carries an adapter.
+    num_prefix_tokens : int
+        Virtual tokens that each block's attention sees before the real ones, 0 where there are none.
     groups : tuple of ParameterGroup
         In registration order.
     """
@@ -117,6 +119,7 @@ class ModelSpec(BaseModel):
     final_norm: bool = True
     adapter_rank: NonNegativeInt = 0
     adapter_shapes: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
+    num_prefix_tokens: NonNegativeInt = 0
     groups: tuple[ParameterGroup, ...]
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from costmodel.configs import LoRA
+from costmodel.configs import LoRA, Prefix
 from executors.planning import Asked, longest_example, plan_for, refuse_too_large, spec_for
 from executors.prompts import parse_label_words
 from executors.runlog import HEADER_NAME, read_header
@@ -46,13 +46,13 @@ def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
     recorded = _recorded(Path(out)) if given["resume"] else {}
     header, run = recorded, recorded.get("run", {})
     model = _required(given["model"] or run.get("model"), "a model", "--model DIR")
-    lora = _lora(given, run)
+    lora, prefix = _lora(given, run), _prefix(given, run)
     base = _base_plan(given, header)
     loading = {
         "allow_download": given["allow_download"],
         "random_weights": _or(given, run, "random_weights", False),
     }
-    spec = spec_for(model, lora, **loading)
+    spec = spec_for(model, lora or prefix, **loading)
     data = _data(given, run)
     num_threads = given["threads"] or default_threads()
     plan = plan_for(_asked(given, num_threads), spec, base, longest_example(data.path))
@@ -72,6 +72,7 @@ def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
         device=given["device"],
         num_threads=num_threads,
         lora=lora,
+        prefix=prefix,
         evaluation=_evaluation(given, run.get("evaluation") or {}),
         digest_every=_or(given, run, "digest_every", _DIGEST_EVERY),
         checkpoint_every=_or(given, run, "checkpoint_every", 0),
@@ -207,6 +208,12 @@ def _lora(given: Given, run: Given) -> LoRA | None:
             hint="such as --lora-rank 8 --lora-targets q_proj,v_proj",
         )
     return LoRA(rank=rank, target_modules=tuple(name.strip() for name in targets.split(",") if name.strip()))
+
+
+def _prefix(given: Given, run: Given) -> Prefix | None:
+    if given["prefix"] is not None:
+        return Prefix(num_tokens=given["prefix"])
+    return Prefix.model_validate(run["prefix"]) if run.get("prefix") else None
 
 
 def _evaluation(given: Given, known: Given) -> EvaluationSettings | None:

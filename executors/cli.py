@@ -108,6 +108,9 @@ def run(
     lora_targets: Annotated[
         str | None, _option(_DATA, "Linears that get one, such as q_proj,v_proj.")
     ] = None,
+    prefix: Annotated[
+        int | None, _option(_DATA, "Tune this many virtual tokens before every block's keys alone.", min=1)
+    ] = None,
     random_weights: Annotated[
         bool | None,
         _option(_DATA, "Use the architecture alone, or its weights.", "--random-weights/--weights"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from costmodel.configs import LoRA, read_model_spec
+from costmodel.configs import LoRA, Prefix, read_model_spec
 from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
 from topology.documents import resolve
@@ -187,7 +187,7 @@ def host_node(device: str) -> tuple[Topology, str]:
     return topology, nodes[index]
 
 
-def spec_for(model: str, lora: LoRA | None, **loading: Any) -> ModelSpec:
+def spec_for(model: str, adapters: LoRA | Prefix | None, **loading: Any) -> ModelSpec:
     """Return what is known of a model: from its configuration, or where that does not tell, from the model itself.
 
     Raises
@@ -196,17 +196,17 @@ def spec_for(model: str, lora: LoRA | None, **loading: Any) -> ModelSpec:
         If there is no such model, or it cannot be run.
     """
     try:
-        return read_model_spec(model, trainable=lora or "all")
+        return read_model_spec(model, trainable=adapters or "all")
     except ModelError:
         if not Path(model).is_dir() and not loading.get("allow_download"):
             raise
+    from executors.adapters import attach
     from executors.loading import load_model
-    from executors.lora import attach_lora
     from executors.spec import spec_of_model
 
     loaded = load_model(model, **loading)
-    if lora is not None:
-        attach_lora(loaded, lora)
+    if adapters is not None:
+        attach(loaded, adapters)
     return spec_of_model(loaded)
 
 

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from costmodel.configs import LoRA
+from executors.adapters import Adapters, attach, recorded_adapters, save_tuned
 from executors.checkpoint import Checkpoint, newest_checkpoint
 from executors.history import History, read_history
 from executors.loading import load_model
-from executors.lora import attach_lora
-from executors.runlog import HEADER_NAME, save_pretrained, weights_digest
+from executors.runlog import HEADER_NAME, weights_digest
 from executors.session import Session, prepare
 from topology.errors import RunError
 from zosim.plan import Plan
@@ -90,10 +89,11 @@ def replay(
     if not 0 <= wanted <= history.num_steps:
         raise RunError(f"{directory} has {history.num_steps} steps, so {wanted} cannot be replayed")
     settings = history.settings
+    adapters = recorded_adapters(settings)
     model = load_base(
         str(base),
         plan or history.plan,
-        lora=LoRA.model_validate(settings["lora"]) if settings.get("lora") else None,
+        adapters=adapters,
         random_weights=settings.get("random_weights", False),
     )
     check_base(history, model, base)
@@ -102,7 +102,7 @@ def replay(
     checkpoint = newest_checkpoint(history, model, warn) if use_checkpoints else None
     with session_at(checkpoint, history, model, plan=plan, device=device) as session:
         checked = advance(session, history, wanted, on_step=on_step)
-        save_tuned(session.model, out, session, lora=bool(settings.get("lora")))
+        save_tuned(out, session, adapters)
         return {"num_steps": wanted, "digest": session.digest(), "digests_checked": checked}
 
 
@@ -110,7 +110,7 @@ def load_base(
     source: str,
     plan: Plan,
     *,
-    lora: LoRA | None = None,
+    adapters: Adapters | None = None,
     random_weights: bool = False,
     allow_download: bool = False,
 ) -> nn.Module:
@@ -122,8 +122,8 @@ def load_base(
         random_weights=random_weights,
         allow_download=allow_download,
     )
-    if lora is not None:
-        attach_lora(model, lora)
+    if adapters is not None:
+        attach(model, adapters)
     prepare(model, plan, torch.device("cpu"))
     return model
 
@@ -274,21 +274,3 @@ def _check_digest(session: Session, history: History, num_steps: int) -> None:
             hint="bits hold for one torch build, instruction set, device type and thread count; "
             f"{HEADER_NAME} has the run's",
         )
-
-
-def save_tuned(model: nn.Module, out: str | Path, session: Session, *, lora: bool) -> None:
-    """Write a session's weights as a model directory, adapters beside it and merged into it.
-
-    A session with adapters has ended then: its model has become a plain one.
-    """
-    session.flush()
-    storage = session.plan.precision.storage
-    if lora:
-        from executors.lora import merge_lora, save_adapters
-
-        save_adapters(model, Path(out) / "adapter", storage)
-        with session.whole_model() as whole:
-            merge_lora(whole)
-            save_pretrained(whole, out, storage)
-    else:
-        save_pretrained(model, out, storage)

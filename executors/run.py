@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from executors.adapters import save_alone, save_tuned
 from executors.agreement import gathered_digests, refuse_disagreement
 from executors.checkpoint import CHECKPOINTS_NAME, newest_checkpoint, save_checkpoint
 from executors.data import Batches
@@ -35,7 +36,6 @@ from executors.replay import (
     check_base,
     load_base,
     machine_differences,
-    save_tuned,
     session_at,
 )
 from executors.reporter import Reporter
@@ -138,7 +138,7 @@ class Run:
         model = load_base(
             settings.model,
             settings.plan,
-            lora=settings.lora,
+            adapters=settings.adapters,
             random_weights=settings.random_weights,
             allow_download=settings.allow_download,
         )
@@ -318,13 +318,11 @@ class Run:
 
     def _keep_best(self, session: Session) -> None:
         folder = self.out / BEST_NAME
-        if self.settings.lora is None:
+        if self.settings.adapters is None:
             session.save_pretrained(folder)
             copy_tokenizer(self.settings.model, folder)
         else:
-            from executors.lora import save_adapters
-
-            save_adapters(session.model, folder, self.settings.plan.precision.storage)
+            save_alone(session.model, folder, self.settings.adapters, self.settings.plan.precision.storage)
 
     # -- files -------------------------------------------------------------------------------------------------
 
@@ -365,7 +363,7 @@ class Run:
         if session.num_steps > session.first_timed_step:
             session.timeline().save(self.out / TIMELINE_NAME)
         digest = session.digest()
-        save_tuned(session.model, self.out, session, lora=settings.lora is not None)
+        save_tuned(self.out, session, settings.adapters)
         copy_tokenizer(settings.model, self.out)
         summary["digest"] = digest
         write_header(self.out, self.header | {"finished": summary})
@@ -407,12 +405,12 @@ class Run:
         model = load_base(
             self.settings.model,
             self.settings.plan,
-            lora=self.settings.lora,
+            adapters=self.settings.adapters,
             random_weights=self.settings.random_weights,
         )
         with session_at(None, history, model, device=self.settings.device) as session:
             advance(session, history, num_steps)
-            save_tuned(session.model, self.out, session, lora=self.settings.lora is not None)
+            save_tuned(self.out, session, self.settings.adapters)
         copy_tokenizer(self.settings.model, self.out)
         raise RunError(
             f"{why}; the run was stopped, and {self.out} holds the weights after {num_steps} steps",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from costmodel.configs import LoRA
+from costmodel.configs import LoRA, Prefix
 from executors.schedule import Schedule
 from topology.errors import PlanError, RunError
 from zosim.plan import Plan
@@ -87,6 +87,7 @@ class RunSettings:
     device : str
     num_threads : int
     lora : LoRA or None
+    prefix : Prefix or None
     evaluation : EvaluationSettings or None
     digest_every, checkpoint_every : int
         Steps between digests of the parameters and between checkpoints; 0 for never.
@@ -123,6 +124,7 @@ class RunSettings:
     device: str = "cpu"
     num_threads: int = 1
     lora: LoRA | None = None
+    prefix: Prefix | None = None
     evaluation: EvaluationSettings | None = None
     digest_every: int = 0
     checkpoint_every: int = 0
@@ -149,6 +151,10 @@ class RunSettings:
                 f"objective={self.objective} of micro-batches does not make up that of the batch",
                 hint="leave --accumulate out",
             )
+        if self.lora is not None and self.prefix is not None:
+            raise PlanError(
+                "a run tunes adapters or a prefix, not both", hint="leave --lora-rank or --prefix out"
+            )
         if self.seed < 0:
             raise RunError(f"seed={self.seed} must be at least 0")
         if self.weight_decay < 0:
@@ -158,6 +164,11 @@ class RunSettings:
                 f"objective={self.objective} is made of all logits at once, in a format of its own",
                 hint="leave --loss-dtype and a chunked loss out",
             )
+
+    @property
+    def adapters(self) -> LoRA | Prefix | None:
+        """What is tuned beside a frozen base; None where the base itself is."""
+        return self.lora or self.prefix
 
     @property
     def num_steps(self) -> int:
@@ -199,6 +210,8 @@ class RunSettings:
             "steps": None if schedule.kind == "constant" else schedule.num_steps,
             "lora": None if self.lora is None else self.lora.model_dump(mode="json"),
         }
+        if self.prefix is not None:
+            same["prefix"] = self.prefix.num_tokens
         return same | (self._lossy_identity() if plan.precision.is_lossy else {})
 
     def _lossy_identity(self) -> dict[str, Any]:
@@ -223,6 +236,7 @@ class RunSettings:
             "data": asdict(self.data),
             "schedule": asdict(self.schedule),
             "lora": None if self.lora is None else self.lora.model_dump(mode="json"),
+            "prefix": None if self.prefix is None else self.prefix.model_dump(mode="json"),
             "objective": self.objective,
             "accumulate": self.accumulate,
             "evaluation": None if self.evaluation is None else asdict(self.evaluation),

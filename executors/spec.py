@@ -41,6 +41,7 @@ def spec_of_model(model: nn.Module | CutModel, name: str | None = None) -> Model
         shape = _usual_fields(cut, config)
     rank, adapters = _adapters(cut)
     shape |= {"name": name, "adapter_rank": rank, "adapter_shapes": adapters}
+    shape["num_prefix_tokens"] = _num_prefix_tokens(cut)
     return ModelSpec(**shape, groups=cut.groups)
 
 
@@ -73,6 +74,12 @@ def _usual_fields(cut: CutModel, config: Any) -> dict[str, Any]:
 def _norm_of(cut: CutModel) -> str:
     kinds = {type(module).__name__.lower() for module in cut.blocks[0].modules()}
     return "rmsnorm" if any("rmsnorm" in kind for kind in kinds) else "layernorm"
+
+
+def _num_prefix_tokens(cut: CutModel) -> int:
+    """Return the virtual tokens of the prefix in the first block, 0 where it has none."""
+    shapes = (p.shape for name, p in cut.blocks[0].named_parameters() if name.endswith("prefix_keys"))
+    return next((shape[0] for shape in shapes), 0)
 
 
 def _adapters(cut: CutModel) -> tuple[int, tuple[tuple[int, int], ...]]:

@@ -135,6 +135,19 @@ def test_lora_adds_two_products_per_target():
     assert extra == 2 * (2 * 16 * 4 * 128 + 2 * 16 * 4 * 128)
 
 
+def test_a_prefix_adds_keys_that_every_token_sees():
+    from costmodel import Prefix
+
+    prefixed = read_model_spec("opt-1m", trainable=Prefix(num_tokens=4))
+    assert prefixed.num_trainable == prefixed.num_blocks * 2 * 4 * 128
+    (found,), (plain,) = (forward_work(s, "block.1", batch=3, seq=16).attention for s in (prefixed, SPEC))
+    assert (found.key, plain.key) == (20, 16)
+    # A mask is passed, so that the masked half is computed as well.
+    assert found.flops == 2 * plain.flops * 20 // 16
+    eager, bare = (forward_work(s, "block.1", batch=3, seq=16, attention="eager") for s in (prefixed, SPEC))
+    assert eager.elementwise_bytes > bare.elementwise_bytes
+
+
 def test_hidden_states_and_what_blocks_share():
     assert activation_bytes(SPEC, batch=2, seq=16, dtype="bfloat16") == 2 * 16 * 128 * 2
     assert shared_activation_bytes(SPEC, batch=2, seq=16) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 
 class LiteralMezo:
@@ -57,6 +58,41 @@ class LiteralMezo:
                 p.data = p.data - learning_rate * (g * z + self.weight_decay * p.data)
             else:
                 p.data = p.data - learning_rate * (g * z)
+
+
+class CachedPrefix(nn.Module):
+    """A frozen model behind a prefix, through transformers' own cache: real tokens keep their positions.
+
+    ``parts`` are the keys and values of each block in turn, of shape (virtual tokens, heads * width).
+    """
+
+    def __init__(self, model, parts):
+        super().__init__()
+        self.parts = nn.ParameterList(part.detach().clone() for part in parts)
+        self.model = model.requires_grad_(False)
+        self.config = model.config
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        rows, length = input_ids.shape
+        num_heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        cache = DynamicCache()
+        for i in range(len(self.parts) // 2):
+            keys, values = (
+                part.view(part.shape[0], num_heads, -1).permute(1, 0, 2).expand(rows, -1, -1, -1)
+                for part in self.parts[2 * i : 2 * i + 2]
+            )
+            cache.update(keys, values, i)
+        positions = torch.arange(length).expand(rows, -1)
+        if self.config.model_type == "opt":
+            positions = attention_mask.cumsum(1) * attention_mask - 1
+        seen = torch.cat([torch.ones(rows, self.parts[0].shape[0], dtype=torch.long), attention_mask], 1)
+        return self.model(
+            input_ids=input_ids,
+            attention_mask=seen,
+            labels=labels,
+            past_key_values=cache,
+            position_ids=positions,
+        )
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

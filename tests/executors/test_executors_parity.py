@@ -16,11 +16,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from reference_mezo import LiteralMezo, differing
+from reference_mezo import CachedPrefix, LiteralMezo, differing
 from tiny import batches, model_of, plan_of
 
-from costmodel.configs import LoRA
+from costmodel.configs import LoRA, Prefix
 from executors.lora import attach_lora
+from executors.prefix import attach_prefix
 from executors.schedule import Schedule
 from executors.session import Session
 
@@ -28,7 +29,7 @@ NUM_STEPS = 52
 AXES = {
     "shape": ("opt", "opt-untied", "llama", "llama-tied"),
     "dtype": ("float32", "bfloat16", "float64"),
-    "tuned": ("all", "adapters"),
+    "tuned": ("all", "adapters", "prefix"),
     "placement": ("sweep", "resident", "offloaded"),
     "order": ("registration", "execution"),
     "decay": (0.0, 0.1),
@@ -87,12 +88,19 @@ def execution_order(named):
     return [pair for pair in named if pair[0] not in names] + late
 
 
+def prefix_parts(model):
+    return [p for name, p in model.named_parameters() if name.endswith(("prefix_keys", "prefix_values"))]
+
+
 def assert_parity(shape, dtype, tuned, placement, order, decay, rate):
     reference = model_of(shape, getattr(torch, dtype), num_hidden_layers=2)
     if tuned == "adapters":
         attach_lora(reference, LORA, seed=3)
     model = copy.deepcopy(reference)
-    start = copy.deepcopy(reference)
+    if tuned == "prefix":
+        attach_prefix(model, Prefix(num_tokens=3), seed=3)
+        reference = CachedPrefix(reference, prefix_parts(model))
+    start = copy.deepcopy(model)
     loop = LiteralMezo(
         reference,
         epsilon=1e-3,
@@ -108,7 +116,10 @@ def assert_parity(shape, dtype, tuned, placement, order, decay, rate):
             found = (record.losses_plus[0], record.losses_minus[0], record.projected_gradients[0])
             assert found == (plus, minus, g), f"step {step}"
         session.flush()
-    assert differing(reference, model) == []
+    if tuned == "prefix":
+        assert all(torch.equal(*pair) for pair in zip(prefix_parts(model), reference.parts, strict=True))
+    else:
+        assert differing(reference, model) == []
     assert differing(start, model) == [name for name, p in model.named_parameters() if p.requires_grad]
 
 
