@@ -1,0 +1,245 @@
+"""What several ranks must keep together: whatever is cut, moved or resized is refused, and by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodel import read_model_spec
+from topology.errors import Hazard, ProgramError, ZosimError
+from zosim.lowering import lower_all
+from zosim.plan import Estimator, Mesh, Placement, Plan, Residency, Runtime
+from zosim.program import Collective, Dependency, Instruction, Program, Scalar
+from zosim.program_set import ProgramSet
+from zosim.validate_set import validate_set
+
+MODEL = read_model_spec("opt-125m")
+
+MESHES = (
+    Mesh(data=2),
+    Mesh(perturb=2),
+    Mesh(data=2, perturb=2),
+    Mesh(data=2, perturb=2, inner="data"),
+    Mesh(data=3, perturb=2),
+)
+
+
+def plan(mesh: Mesh, transfers: str = "shared", *, ranks_per_host: int = 0, **axes: object) -> Plan:
+    ranks = range(mesh.world_size)
+    hosts = tuple(f"host{rank // ranks_per_host}" for rank in ranks) if ranks_per_host else ()
+    residency = {"blocks": "offloaded", "transfers": transfers, **axes.pop("residency", {})}
+    return Plan(
+        model=MODEL,
+        placement=Placement(topology="some", devices=tuple(f"gpu{rank}" for rank in ranks), hosts=hosts),
+        batch=7,
+        seq=8,
+        mesh=mesh,
+        residency=Residency.model_validate(residency),
+        runtime=Runtime(update=axes.pop("update", "delayed")),
+        **axes,
+    )
+
+
+def edited(
+    programs: ProgramSet, role: int, change: Callable[[Instruction], Instruction | None]
+) -> ProgramSet:
+    """Return `programs` with every step instruction of one role changed, or left out."""
+    program = programs.programs[role]
+    step = tuple(new for item in program.step if (new := change(item)) is not None)
+    return with_program(programs, role, replace(program, step=step))
+
+
+def with_program(programs: ProgramSet, role: int, program: Program) -> ProgramSet:
+    listed = list(programs.programs)
+    listed[role] = program
+    return replace(programs, programs=tuple(listed))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=Mesh.describe)
+@pytest.mark.parametrize("transfers", ["private", "shared", "sliced"])
+@pytest.mark.parametrize("update", ["delayed", "immediate"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_is_lowered_is_valid(mesh: Mesh, transfers: str, update: str, *, overlap: bool) -> None:
+    validate_set(lower_all(plan(mesh, transfers, update=update, residency={"overlap": overlap})))
+
+
+@pytest.mark.parametrize("transfers", ["shared", "sliced"])
+def test_hosts_share_out_by_themselves(transfers: str) -> None:
+    programs = lower_all(plan(Mesh(data=3, perturb=2), transfers, ranks_per_host=2))
+    assert programs.groups["host"] == ((0, 1), (2, 3), (4, 5))
+    validate_set(programs)
+
+
+def test_queries_are_points_of_the_mesh() -> None:
+    four = plan(Mesh(perturb=4), "private", estimator=Estimator(num_queries=2))
+    programs = lower_all(four)
+    assert [four.points_of(rank) for rank in range(4)] == [("q0+",), ("q0-",), ("q1+",), ("q1-",)]
+    assert programs.roles == (0, 1, 2, 3)
+    validate_set(programs)
+
+
+def peer_edges(program: Program) -> Iterator[tuple[str, Dependency]]:
+    for item in program.step:
+        yield from ((item.id, edge) for edge in item.after if edge.group)
+
+
+@pytest.mark.parametrize("num_slots", [3, 12])
+def test_no_block_is_overwritten_while_peers_upload_it_nor_read_while_they_offload_it(num_slots: int) -> None:
+    """Cutting a wait is refused, unless the exchange of losses and the reuse of slots imply it."""
+    programs = lower_all(plan(Mesh(perturb=2), residency={"num_slots": num_slots}))
+    refused = set()
+    for name, edge in peer_edges(programs.programs[0]):
+
+        def cut(item: Instruction, name: str = name, edge: Dependency = edge) -> Instruction:
+            kept = tuple(other for other in item.after if other != edge)
+            return replace(item, after=kept) if item.id == name else item
+
+        try:
+            validate_set(edited(programs, 0, cut))
+        except Hazard as hazard:
+            assert name in hazard.message
+            refused.add(name)
+    assert refused >= {f"block.{i}/offload" for i in range(MODEL.num_blocks)}
+    # With a slot for each block, no slot's reuse orders the last block's upload after the peers' offload.
+    assert (f"block.{MODEL.num_blocks - 1}/upload" in refused) == (num_slots == MODEL.num_blocks)
+
+
+def test_slices_need_no_wait_for_peers() -> None:
+    """A slice has one writer and one reader, the same rank; peers get it by message."""
+    programs = lower_all(plan(Mesh(data=2), "sliced"))
+    assert not list(peer_edges(programs.programs[0]))
+
+
+def test_reading_more_than_a_share_without_peers_is_refused() -> None:
+    """A sliced program whose upload takes the whole block races with the others' offloads."""
+    programs = lower_all(plan(Mesh(perturb=2), "sliced"))
+
+    def whole(item: Instruction) -> Instruction | None:
+        if item.id == "block.1/all_gather":
+            return None
+        if item.id != "block.1/upload":
+            after = tuple(edge for edge in item.after if edge.instruction != "block.1/all_gather")
+            moved = len(after) < len(item.after)
+            return replace(item, after=(*after, Dependency("block.1/upload"))) if moved else item
+        return replace(
+            item,
+            reads=tuple(replace(access, share="") for access in item.reads),
+            writes=tuple(replace(access, share="") for access in item.writes),
+        )
+
+    both = edited(edited(programs, 0, whole), 1, whole)
+    with pytest.raises(Hazard, match=r"nothing orders .*block.1/upload"):
+        validate_set(both)
+
+
+def test_a_collective_without_partner_is_refused() -> None:
+    programs = lower_all(plan(Mesh(data=2), "sliced"))
+    lonely = edited(programs, 1, lambda item: None if item.id == "losses/all_gather" else item)
+    with pytest.raises(ZosimError):
+        validate_set(lonely)
+
+
+def test_collectives_of_unlike_sizes_are_refused() -> None:
+    programs = lower_all(plan(Mesh(data=2), "private"))
+
+    def half(item: Instruction) -> Instruction:
+        if isinstance(item.op, Scalar) and item.op.function == "pack_losses":
+            return replace(item, writes=tuple(replace(a, size_bytes=a.size_bytes // 2) for a in item.writes))
+        if isinstance(item.op, Collective):
+            return replace(item, reads=tuple(replace(a, size_bytes=a.size_bytes // 2) for a in item.reads))
+        return item
+
+    with pytest.raises(Hazard, match="do not match: rank 0 runs"):
+        validate_set(edited(programs, 1, half))
+
+
+def test_ranks_that_wait_for_each_other_are_refused() -> None:
+    programs = lower_all(plan(Mesh(perturb=2)))
+
+    def wait(item: Instruction) -> Instruction:
+        if item.id == "block.0/upload":
+            return replace(item, after=(*item.after, Dependency("block.0/offload", 0, "host")))
+        return item
+
+    with pytest.raises(Hazard, match="can never go on"):
+        validate_set(edited(programs, 0, wait))
+
+
+def test_waiting_for_what_peers_do_not_have_is_refused() -> None:
+    programs = lower_all(plan(Mesh(perturb=2)))
+
+    def wait(item: Instruction) -> Instruction:
+        if item.id == "head/forward[q0+]":
+            return replace(item, after=(*item.after, Dependency("block.0/forward[q0+]", 0, "host")))
+        return item
+
+    with pytest.raises(ProgramError, match="has no such instruction"):
+        validate_set(edited(programs, 0, wait))
+
+
+def test_a_range_that_cannot_be_shared_out_is_refused() -> None:
+    programs = lower_all(plan(Mesh(perturb=2), "sliced"))
+
+    def odd(item: Instruction) -> Instruction:
+        if item.id == "block.0/offload":
+            return replace(item, reads=tuple(replace(a, size_bytes=a.size_bytes - 1) for a in item.reads))
+        return item
+
+    with pytest.raises(ProgramError, match="into 2 shares"):
+        validate_set(edited(programs, 0, odd))
+
+
+def test_a_group_that_is_not_there_is_refused() -> None:
+    programs = lower_all(plan(Mesh(perturb=2), "sliced"))
+
+    def elsewhere(item: Instruction) -> Instruction:
+        return replace(item, op=Collective("all_gather", "rack")) if isinstance(item.op, Collective) else item
+
+    with pytest.raises(ProgramError, match="rack"):
+        validate_set(edited(programs, 0, elsewhere))
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.sampled_from(["data", "perturb"]), st.integers(6, 20))
+def test_every_point_of_every_sequence_is_forwarded_once(
+    data: int, perturb: int, inner: str, batch: int
+) -> None:
+    mesh = Mesh(data=data, perturb=perturb, inner=inner)
+    ranks = range(mesh.world_size)
+    found = Plan(
+        model=MODEL,
+        placement=Placement(topology="some", devices=tuple(map(str, ranks))),
+        batch=batch,
+        seq=8,
+        mesh=mesh,
+        estimator=Estimator(num_queries=2),
+    )
+    seen = [(p, row) for rank in ranks for p in found.points_of(rank) for row in found.rows_of(rank)]
+    assert sorted(seen) == sorted((p, row) for p in found.points for row in range(batch))
+
+
+@pytest.mark.parametrize(
+    ("roles", "groups", "says"),
+    [
+        ((0, 1), {}, "there are 1 programs"),
+        ((0, 0), {"world": ((0,),)}, "not a partition"),
+        ((0, 0), {"world": ((0, 1),), "host": ((0,), (1,))}, "counts 2 members of host"),
+    ],
+)
+def test_a_set_that_contradicts_itself_is_refused(
+    roles: tuple[int, ...], groups: dict[str, tuple[tuple[int, ...], ...]], says: str
+) -> None:
+    program = lower_all(plan(Mesh(perturb=2))).programs[0]
+    with pytest.raises(ProgramError, match=says):
+        ProgramSet((program,), roles, groups)
+
+
+def test_a_set_comes_back_from_its_file(tmp_path: Path) -> None:
+    programs = lower_all(plan(Mesh(data=2, perturb=2), "sliced", ranks_per_host=2))
+    path = tmp_path / "programs.json"
+    programs.save(path)
+    assert ProgramSet.load(path) == programs
