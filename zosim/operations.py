@@ -1,0 +1,161 @@
+"""What an instruction of a program can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The batch of this step, put where the forwards read it by the host loop."""
+
+    kind: Literal["load"] = "load"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Bytes moved between memories, as they are."""
+
+    kind: Literal["copy"] = "copy"
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """The first read, converted to the dtype of the buffer written."""
+
+    kind: Literal["cast"] = "cast"
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """A buffer's memory, taken from the device's allocator (not from a cache)."""
+
+    buffer: str
+    kind: Literal["allocate"] = "allocate"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """A buffer's memory, given back."""
+
+    buffer: str
+    kind: Literal["free"] = "free"
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The direction of one query for one parameter group.
+
+    Attributes
+    ----------
+    group : str
+        Parameter group.
+    step : int
+        Step whose seed is used, relative to this one (-1 for a delayed update).
+    query : int
+    keep : str
+        ``"all"``; ``"rows"`` keeps only the rows of a token table that the batch names; ``"none"`` walks the
+        generator past the group.
+    generator : str
+        ``"mezo"``: one stream walked over the groups. The state before the group is read (as ``rng:<group>``, or
+        as ``rng:<previous>+`` while walking; none: the step's seed starts the stream). A walking draw writes the
+        state before the group (``rng:<group>``, for drawing again) and the state after it (``rng:<group>+``).
+        ``"counter"``: keyed by (seed, step, query, parameter), no state.
+    distribution : str
+    """
+
+    group: str
+    step: int = 0
+    query: int = 0
+    keep: Literal["all", "rows", "none"] = "all"
+    generator: Literal["mezo", "counter"] = "mezo"
+    distribution: Literal["gaussian", "rademacher"] = "gaussian"
+    kind: Literal["draw"] = "draw"
+
+
+@dataclass(frozen=True, slots=True)
+class Perturb:
+    """``θ + (s·z)·ε``, rounded in exactly that order, in the storage dtype.
+
+    ``s = -2`` is one operation with its own rounding, not ``-ε`` twice.
+    """
+
+    group: str
+    scale: int
+    query: int = 0
+    kind: Literal["perturb"] = "perturb"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """``θ - η·(g·z + wd·θ)``, rounded in that order, with the ``η`` and ``g`` of step ``step``."""
+
+    group: str
+    step: int = 0
+    query: int = 0
+    kind: Literal["update"] = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One segment, at one evaluation point.
+
+    Attributes
+    ----------
+    segment : str
+    point : str
+        ``"q0+"``, ``"q0-"`` ... or ``""`` for the unperturbed weights.
+    gather : tuple of str
+        Token tables that are read through gathered rows, perturbed out of place with the rows of their
+        direction, because another segment needs the table itself unperturbed until its turn.
+    """
+
+    segment: str
+    point: str
+    gather: tuple[str, ...] = ()
+    kind: Literal["forward"] = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A few numbers made from a few numbers.
+
+    Attributes
+    ----------
+    function : str
+        ``"projected_gradient"`` turns losses into the ``g`` of `query`. ``"pack_losses"`` puts this rank's losses,
+        with the labels that each is the mean over, side by side. ``"mean_loss"`` turns the packed losses of all ranks
+        into one loss per point: the mean over all labels, ``Σ lᵢ·nᵢ / Σ nᵢ`` in float64 and in rank order; the loss of a
+        point that one rank alone forwarded stays what it is.
+    query : int
+    """
+
+    function: Literal["projected_gradient", "pack_losses", "mean_loss"]
+    query: int = 0
+    kind: Literal["scalar"] = "scalar"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Bytes exchanged by all members of a group; it starts when the last of them is there.
+
+    Attributes
+    ----------
+    function : str
+        ``"all_gather"``: the n-th write holds every member's n-th read, in rank order. A read of a share is gathered
+        into the whole range; any other is gathered into a range as many times as long.
+    group : str
+    """
+
+    function: Literal["all_gather"]
+    group: str
+    kind: Literal["collective"] = "collective"
+
+
+Operation = Annotated[
+    Load | Copy | Cast | Allocate | Free | Draw | Perturb | Update | Forward | Scalar | Collective,
+    Field(discriminator="kind"),
+]
