@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from executors.data import Dataset, pad
+from executors.batches import pad
+from executors.data import Dataset
 from executors.prompts import IGNORED, Example, Question
 from topology.errors import DataError
 

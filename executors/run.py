@@ -22,8 +22,8 @@ from torch import nn
 
 from executors.adapters import save_alone, save_tuned
 from executors.agreement import gathered_digests, refuse_disagreement
+from executors.batches import Batches
 from executors.checkpoint import CHECKPOINTS_NAME, newest_checkpoint, save_checkpoint
-from executors.data import Batches
 from executors.history import DIGESTS_NAME, History, read_history
 from executors.inputs import copy_tokenizer, evaluation_data, open_data, pad_token
 from executors.jsonlines import JsonLines, read_lines

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import OPTConfig, OPTForCausalLM
 
-from executors.data import Dataset, open_dataset, pad
+from executors.batches import pad
+from executors.data import Dataset, open_dataset
 from executors.evaluate import evaluate_choices, evaluate_generation, evaluate_perplexity, word_f1
 from topology.errors import DataError
 
