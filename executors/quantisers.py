@@ -81,9 +81,7 @@ class StochasticRounding:
     def codes(self, values: Tensor, generator: Generator) -> Tensor:
         """Return the codes of floating-point `values`, in int16."""
         scaled = values.to(_at_least_float32(values.dtype)) * self.scale
-        below = scaled.floor()
-        chance = torch.rand(scaled.shape, dtype=scaled.dtype, device=scaled.device, generator=generator)
-        rounded = below + (chance < scaled - below)
+        rounded = rounded_at_random(scaled, generator)
         return rounded.clamp_(-self.highest, self.highest).to(torch.int16) + self.zero_point
 
     def values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,6 +91,13 @@ class StochasticRounding:
     def rounded(self, values: Tensor, generator: Generator) -> Tensor:
         """Return `values` as their codes keep them, in their own format."""
         return self.values(self.codes(values, generator), values.dtype)
+
+
+def rounded_at_random(numbers: Tensor, generator: Generator) -> Tensor:
+    """Return `numbers` rounded to integers: down, or up with the probability of the fraction cut off."""
+    below = numbers.floor()
+    chance = torch.rand(numbers.shape, dtype=numbers.dtype, device=numbers.device, generator=generator)
+    return below.add_(chance < numbers - below)
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

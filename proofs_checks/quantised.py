@@ -72,15 +72,15 @@ def check_rounding(context: Context) -> Outcome:
 
 _NEAREST = Mutant(
     "rounding to the nearest",
-    "executors.quantisers:StochasticRounding.codes",
-    "(chance < scaled - below)",
-    "(0.5 < scaled - below)",
+    "executors.quantisers:rounded_at_random",
+    "chance < numbers - below",
+    "0.5 < numbers - below",
 )
 _TOWARDS_ZERO = Mutant(
     "cutting off towards zero before the chance is drawn",
-    "executors.quantisers:StochasticRounding.codes",
-    "scaled.floor()",
-    "scaled.trunc()",
+    "executors.quantisers:rounded_at_random",
+    "numbers.floor()",
+    "numbers.trunc()",
 )
 
 CLAIMS = (

@@ -13,6 +13,7 @@
     ├── ProfileError       a calibration profile that is damaged or foreign
     ├── TrafficError       flows that cannot be
     ├── DataError          training data that cannot be read
+    ├── CodecError         values that a codec cannot carry, or a message that is damaged
     └── RunError           a run that could not go on
 
 Each names the thing, shows the value and offers the fix. The command line prints it without a traceback;
@@ -80,6 +81,10 @@ class TrafficError(ZosimError):
 
 class DataError(ZosimError):
     """Training data that cannot be read."""
+
+
+class CodecError(ZosimError):
+    """Values that a codec cannot carry, or a message that is damaged."""
 
 
 class RunError(ZosimError):
