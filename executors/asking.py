@@ -30,6 +30,7 @@ Given = Mapping[str, Any]
 
 DEFAULT_LEARNING_RATE = 1e-6
 _DIGEST_EVERY = 100
+_MAX_NEW_TOKENS = 32
 
 
 def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
@@ -227,4 +228,6 @@ def _evaluation(given: Given, known: Given) -> EvaluationSettings | None:
         every=given["eval_every"] if given["eval_every"] is not None else known.get("every", 0),
         num_examples=given["eval_examples"] or known.get("num_examples"),
         keep_best=_or(given, known, "keep_best", False),
+        task=given["eval_task"] or known.get("task", "auto"),
+        max_new_tokens=given["eval_max_new_tokens"] or known.get("max_new_tokens", _MAX_NEW_TOKENS),
     )

@@ -35,6 +35,9 @@ DirectionName = enum.StrEnum("DirectionName", {"GAUSSIAN": "gaussian", "RADEMACH
 DifferenceName = enum.StrEnum("DifferenceName", {"CENTRAL": "central", "FORWARD": "forward"})
 ScheduleName = enum.StrEnum("ScheduleName", {"CONSTANT": "constant", "LINEAR": "linear", "COSINE": "cosine"})
 Switch = enum.StrEnum("Switch", {"ON": "on", "OFF": "off"})
+TaskName = enum.StrEnum(
+    "TaskName", {"AUTO": "auto", "CHOICE": "choice", "PERPLEXITY": "perplexity", "GENERATION": "generation"}
+)
 LossFormat = enum.StrEnum("LossFormat", {"MODEL": "model", "FP64": "fp64"})
 AttentionName = enum.StrEnum("AttentionName", {"EAGER": "eager", "SDPA": "sdpa"})
 
@@ -134,6 +137,16 @@ def run(
     ] = None,
     attention: Annotated[AttentionName | None, _option(_PRECISION, "Implementation.")] = None,
     eval_data: Annotated[str | None, _option(_KEEPING, "Lines to evaluate on.")] = None,
+    eval_task: Annotated[
+        TaskName | None,
+        _option(
+            _KEEPING,
+            "What they ask for: one of several answers, all labels, or free text; auto: told by the lines.",
+        ),
+    ] = None,
+    eval_max_new_tokens: Annotated[
+        int | None, _option(_KEEPING, "Tokens of a generated answer at most; 32 by default.", min=1)
+    ] = None,
     eval_every: Annotated[int | None, _option(_KEEPING, "Steps between evaluations.", min=0)] = None,
     eval_examples: Annotated[int | None, _option(_KEEPING, "Only the first so many.", min=1)] = None,
     keep_best: Annotated[
@@ -305,7 +318,7 @@ def _lost_words(lost: dict[str, Any]) -> str:
 
 
 def _evaluation_words(metrics: dict[str, Any]) -> str:
-    names = ("accuracy", "perplexity", "loss")
+    names = ("accuracy", "exact_match", "f1", "perplexity", "loss")
     shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name in metrics)
     return f"{shown} after {metrics['num_steps']} steps"
 

@@ -98,6 +98,27 @@ class GenerationResult:
     answers: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Generation:
+    """How greedy answers are made and read.
+
+    Attributes
+    ----------
+    decode : callable
+        Turns token ids into text, as a tokenizer's ``decode``.
+    stop_tokens : sequence of int
+        Tokens that end an answer and do not belong to it, such as a newline's or the end of text.
+    max_new_tokens : int
+    max_length : int or None
+        Tokens of prompt and answer together at most: the model's positions.
+    """
+
+    decode: Callable[[Sequence[int]], str]
+    stop_tokens: Sequence[int] = ()
+    max_new_tokens: int = 32
+    max_length: int | None = None
+
+
 @torch.no_grad()
 def evaluate_choices(
     model: CausalModel,
@@ -165,10 +186,8 @@ def evaluate_perplexity(
 def evaluate_generation(
     model: CausalModel,
     data: Dataset,
-    decode: Callable[[Sequence[int]], str],
+    generation: Generation,
     *,
-    stop_tokens: Sequence[int] = (),
-    max_new_tokens: int = 32,
     num_examples: int | None = None,
     batch_size: int = 32,
 ) -> GenerationResult:
@@ -176,11 +195,7 @@ def evaluate_generation(
 
     Parameters
     ----------
-    decode : callable
-        Turns token ids into text, as a tokenizer's ``decode``.
-    stop_tokens : sequence of int
-        Tokens that end an answer and do not belong to it, such as a newline's or the end of text.
-    max_new_tokens : int
+    generation : Generation
 
     Raises
     ------
@@ -190,11 +205,13 @@ def evaluate_generation(
     examples = data.examples(_first(data, num_examples))
     prompts = [_prompt(example) for example in examples]
     answers = [
-        decode(tokens)
+        generation.decode(tokens)
         for start in range(0, len(prompts), batch_size)
-        for tokens in _generate(model, prompts[start : start + batch_size], set(stop_tokens), max_new_tokens)
+        for tokens in _generate(model, prompts[start : start + batch_size], generation)
     ]
-    expected = [decode([label for label in example.labels if label != IGNORED]) for example in examples]
+    expected = [
+        generation.decode([label for label in example.labels if label != IGNORED]) for example in examples
+    ]
     pairs = list(zip(answers, expected, strict=True))
     exact = _share([float(normalised(answer) == normalised(truth)) for answer, truth in pairs])
     overlap = _mean([word_f1(answer, truth) for answer, truth in pairs])
@@ -326,12 +343,16 @@ def _prompt(example: Example) -> tuple[int, ...]:
 
 
 def _generate(
-    model: CausalModel, prompts: Sequence[tuple[int, ...]], stops: set[int], max_new_tokens: int
+    model: CausalModel, prompts: Sequence[tuple[int, ...]], generation: Generation
 ) -> list[list[int]]:
     """Return the most probable continuation of each prompt, token by token."""
     answers: list[list[int]] = [[] for _ in prompts]
+    stops, longest = set(generation.stop_tokens), generation.max_length
     going = list(range(len(prompts)))
-    for _ in range(max_new_tokens):
+    for _ in range(generation.max_new_tokens):
+        going = [at for at in going if longest is None or len(prompts[at]) + len(answers[at]) < longest]
+        if not going:
+            break
         sequences = [prompts[at] + tuple(answers[at]) for at in going]
         logits = _logits(model, [Example(sequence, sequence) for sequence in sequences])
         last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=logits.device)
@@ -339,8 +360,6 @@ def _generate(
         for at, token in zip(going, tokens, strict=True):
             answers[at].append(token)
         going = [at for at in going if answers[at][-1] not in stops]
-        if not going:
-            break
     return [answer[:-1] if answer and answer[-1] in stops else answer for answer in answers]
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from executors.data import Dataset, Limits, LineFile, open_dataset
+from executors.evaluate import Generation
 from executors.prompts import PromptTemplate
-from executors.settings import DataSettings, RunSettings
+from executors.settings import DataSettings, EvaluationSettings, RunSettings
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -39,8 +42,11 @@ def open_data(settings: RunSettings, data: DataSettings) -> Dataset:
 def tokenizer_for(model: str, path: str) -> Any:
     """Return the model's tokenizer if the file's lines are text; None where they are tokens or there is none."""
     (first,) = LineFile.index(path).read([0])
-    if "input_ids" in first:
-        return None
+    return None if "input_ids" in first else _any_tokenizer(model)
+
+
+def _any_tokenizer(model: str) -> Any:
+    """Return the model's tokenizer; None if there is none here."""
     import transformers
 
     try:
@@ -58,6 +64,34 @@ def evaluation_data(settings: RunSettings) -> Dataset | None:
     return open_data(
         settings, DataSettings(wanted.path, data.template, data.label_words, truncate=data.truncate)
     )
+
+
+def generation_of(settings: RunSettings, wanted: EvaluationSettings) -> Generation:
+    """Return how answers are generated and read: by the model's tokenizer, or as token numbers where it has none.
+
+    An answer ends with the model's own token for that, or with a line.
+    """
+    import transformers
+
+    ends: set[int] = set()
+    if not settings.random_weights:
+        where = {"local_files_only": not settings.allow_download}
+        config = transformers.AutoConfig.from_pretrained(settings.model, **where)
+        ended_by = getattr(config, "eos_token_id", None)
+        ends |= set(ended_by if isinstance(ended_by, list) else [ended_by]) - {None}
+    tokenizer = _any_tokenizer(settings.model)
+    if tokenizer is not None:
+        ends |= set(tokenizer.encode("\n", add_special_tokens=False)[-1:])
+    return Generation(
+        decode=_numbers if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=True),
+        stop_tokens=tuple(sorted(ends)),
+        max_new_tokens=wanted.max_new_tokens,
+        max_length=settings.plan.model.max_positions,
+    )
+
+
+def _numbers(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
 
 
 def pad_token(settings: RunSettings) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from executors.data import Dataset
-from executors.evaluate import evaluate_choices, evaluate_perplexity
+from executors.evaluate import Generation, evaluate_choices, evaluate_generation, evaluate_perplexity
 from executors.prompts import IGNORED
 from executors.session import Session
+from executors.settings import TaskName
 from topology.errors import DataError
+
+NUM_SHOWN_ANSWERS = 3
+"""Generated answers that are kept beside the metrics of an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -44,47 +48,75 @@ class Evaluator:
         Sequences per forward.
     num_examples : int or None
         Only the first so many.
-
-    Attributes
-    ----------
-    metric : str
-        What a better model has more of (``"accuracy"``) or less of (``"loss"``).
+    task : str
+        ``"choice"``, ``"perplexity"``, ``"generation"``, or ``"auto"``: told by the lines.
+    generation : Generation
+        How free answers are made and read.
     """
 
-    def __init__(self, session: Session, data: Dataset, *, batch_size: int, num_examples: int | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        data: Dataset,
+        *,
+        batch_size: int,
+        num_examples: int | None,
+        task: TaskName,
+        generation: Generation,
+    ) -> None:
         self._session = session
         self._data = data
         self._batch_size = batch_size
         self._num_examples = num_examples
-        self.metric = "accuracy" if _asks_a_question(data) else "loss"
+        self._generation = generation
+        self.task = _task_of(data) if task == "auto" else task
+        self._may_change = task == "auto"
 
     def __call__(self) -> dict[str, Any]:
-        """Return the metrics at the present weights: accuracy among label words or choices, else perplexity."""
-        if self.metric == "accuracy":
+        """Return the metrics at the present weights.
+
+        Raises
+        ------
+        DataError
+            If the lines do not ask for what the task is.
+        """
+        if self.task == "choice":
             try:
                 return asdict(self._evaluated(evaluate_choices))
             except DataError:
-                self.metric = "loss"  # the lines offer nothing to choose among
+                if not self._may_change:
+                    raise
+                # The lines offer nothing to choose among: a prompt of text wants an answer in words.
+                template = self._data.template
+                self.task = "generation" if template and template.asks_for_label else "perplexity"
+        if self.task == "generation":
+            metrics = asdict(self._evaluated(evaluate_generation, self._generation))
+            return metrics | {"answers": list(metrics["answers"][:NUM_SHOWN_ANSWERS])}
         return asdict(self._evaluated(evaluate_perplexity))
 
-    def _evaluated(self, evaluate: Callable[..., Any]) -> Any:
+    def _evaluated(self, evaluate: Callable[..., Any], *how: Any) -> Any:
         return evaluate(
             _Weights(self._session),
             self._data,
+            *how,
             batch_size=self._batch_size,
             num_examples=self._num_examples,
         )
 
-    def is_better(self, metrics: dict[str, Any], best: dict[str, Any] | None) -> bool:
-        """Whether `metrics` are better than the best so far."""
-        if best is None:
-            return True
-        if self.metric == "accuracy" and metrics["accuracy"] != best["accuracy"]:
-            return bool(metrics["accuracy"] > best["accuracy"])
-        return bool(metrics["loss"] < best["loss"])
+
+def is_better(metrics: Mapping[str, Any], best: Mapping[str, Any] | None) -> bool:
+    """Whether `metrics` are better than the best so far: by F1, else accuracy, else loss."""
+    return best is None or _merit(metrics) > _merit(best)
 
 
-def _asks_a_question(data: Dataset) -> bool:
-    """Whether the first line offers answers, or has a prompt before the one that it gives."""
+def _merit(metrics: Mapping[str, Any]) -> tuple[float, ...]:
+    if "f1" in metrics:
+        return metrics["f1"], metrics["exact_match"]
+    return metrics.get("accuracy", 0.0), -metrics["loss"]
+
+
+def _task_of(data: Dataset) -> TaskName:
+    """Return a choice if the first line offers answers, or has a prompt before the one that it gives."""
     (question,) = data.questions([0])
-    return len(question.candidates) > 1 or question.candidates[0].labels[0] == IGNORED
+    asks = len(question.candidates) > 1 or question.candidates[0].labels[0] == IGNORED
+    return "choice" if asks else "perplexity"

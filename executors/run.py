@@ -25,10 +25,10 @@ from executors.agreement import gathered_digests, refuse_disagreement
 from executors.batches import Batches
 from executors.checkpoint import CHECKPOINTS_NAME, newest_checkpoint, save_checkpoint
 from executors.history import DIGESTS_NAME, History, read_history
-from executors.inputs import copy_tokenizer, evaluation_data, open_data, pad_token
+from executors.inputs import copy_tokenizer, evaluation_data, generation_of, open_data, pad_token
 from executors.jsonlines import JsonLines, read_lines
 from executors.launch import RankInfo, process_group
-from executors.measure import Evaluator
+from executors.measure import Evaluator, is_better
 from executors.objectives import objective_named
 from executors.replay import (
     PROGRAM_NAME,
@@ -299,7 +299,12 @@ class Run:
         if wanted is None or self.evaluation is None:
             return None
         return Evaluator(
-            session, self.evaluation, batch_size=self.settings.plan.batch, num_examples=wanted.num_examples
+            session,
+            self.evaluation,
+            batch_size=self.settings.plan.batch,
+            num_examples=wanted.num_examples,
+            task=wanted.task,
+            generation=generation_of(self.settings, wanted),
         )
 
     def _evaluate(self, session: Session, done: int) -> None:
@@ -308,7 +313,7 @@ class Run:
         if self._latest is not None and self._latest["num_steps"] == done:
             return  # an earlier process did it
         metrics = {"num_steps": done, "split": "eval", **evaluator()}
-        if evaluator.is_better(metrics, self._best):
+        if is_better(metrics, self._best):
             self._best = metrics
             if self.settings.evaluation is not None and self.settings.evaluation.keep_best:
                 self._keep_best(session)
@@ -341,9 +346,7 @@ class Run:
 
     def _recall_evaluations(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
-            higher = "accuracy" in row
-            key = (lambda r: (r["accuracy"], -r["loss"])) if higher else (lambda r: (-r["loss"],))
-            if self._best is None or key(row) > key(self._best):
+            if is_better(row, self._best):
                 self._best = row
             self._latest = row
 

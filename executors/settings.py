@@ -12,6 +12,7 @@ from zosim.plan import Plan
 from zosim.program import Program
 
 LossName = Literal["model", "fp64"]
+TaskName = Literal["auto", "choice", "perplexity", "generation"]
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,23 @@ class EvaluationSettings:
         Only the first so many.
     keep_best : bool
         Whether the weights with the best result are kept.
+    task : str
+        What is asked: the right one of several answers, the labelled tokens, or an answer in the model's own words.
+        ``"auto"`` goes by the lines.
+    max_new_tokens : int
+        Tokens of a generated answer at most.
     """
 
     path: str
     every: int = 0
     num_examples: int | None = None
     keep_best: bool = False
+    task: TaskName = "auto"
+    max_new_tokens: int = 32
 
     def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise RunError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if self.every < 0 or (self.num_examples or 1) < 1:
             raise RunError("evaluations are every 1 or more steps, of 1 or more examples")
 

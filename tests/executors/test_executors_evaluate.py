@@ -17,7 +17,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from executors.batches import pad
 from executors.data import Dataset, open_dataset
-from executors.evaluate import evaluate_choices, evaluate_generation, evaluate_perplexity, word_f1
+from executors.evaluate import Generation, evaluate_choices, evaluate_generation, evaluate_perplexity, word_f1
 from topology.errors import DataError
 
 VOCAB = 20
@@ -126,7 +126,9 @@ class TestGeneration:
 
     def test_counts_up_until_it_is_told_to_stop(self, tmp_path: Path) -> None:
         data = dataset(tmp_path, [asking([1], [2, 3]), asking([7, 2], [3, 9]), asking([3], [5])])
-        result = evaluate_generation(NextToken(), data, self.words, stop_tokens=[4], max_new_tokens=3)
+        result = evaluate_generation(
+            NextToken(), data, Generation(self.words, stop_tokens=[4], max_new_tokens=3)
+        )
         assert result.answers == ("w2 w3", "w3", "")
         assert result.exact_match == pytest.approx(1 / 3)
         assert result.f1 == pytest.approx((1 + 2 / 3 + 0) / 3)
@@ -134,7 +136,9 @@ class TestGeneration:
     def test_greedy_equals_transformers(self, tmp_path: Path, opt: OPTForCausalLM) -> None:
         prompts = [[3, 4, 5], [6], [9, 8]]
         result = evaluate_generation(
-            opt, dataset(tmp_path, [asking(prompt, [1]) for prompt in prompts]), self.words, max_new_tokens=5
+            opt,
+            dataset(tmp_path, [asking(prompt, [1]) for prompt in prompts]),
+            Generation(self.words, max_new_tokens=5),
         )
         for prompt, answer in zip(prompts, result.answers, strict=True):
             ids = torch.tensor([prompt])
@@ -143,9 +147,14 @@ class TestGeneration:
             )
             assert answer == self.words(expected[0, len(prompt) :].tolist())
 
+    def test_stops_where_the_model_has_no_more_positions(self, tmp_path: Path, opt: OPTForCausalLM) -> None:
+        data = dataset(tmp_path, [asking([1] * 30, [2]), asking([1, 2, 3], [4])])
+        result = evaluate_generation(opt, data, Generation(self.words, max_new_tokens=8, max_length=32))
+        assert [len(answer.split()) for answer in result.answers] == [2, 8]
+
     def test_needs_a_prompt(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="no prompt"):
-            evaluate_generation(NextToken(), dataset(tmp_path, [([1, 2], [1, 2])]), self.words)
+            evaluate_generation(NextToken(), dataset(tmp_path, [([1, 2], [1, 2])]), Generation(self.words))
 
 
 @given(st.text("ab the.", max_size=12), st.text("ab the.", max_size=12))
