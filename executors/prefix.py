@@ -120,7 +120,8 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
 
 def _head_width(model: nn.Module) -> int:
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return width
 
 
 def _in_rows(states: Tensor) -> Tensor:
@@ -146,13 +147,14 @@ class _Prepend:
         hidden = args[0] if args else kwargs["hidden_states"]
         cache = kwargs.get("past_key_values")
         past = 0 if cache is None else cache.get_seq_length(module.layer_idx)
-        parts = (self._heads(part) for part in (module.prefix_keys, module.prefix_values))
+        keys, values = self._heads(module.prefix_keys), self._heads(module.prefix_values)
         mask = _extended(kwargs.get("attention_mask"), module.prefix_keys.shape[0], past, hidden)
-        return args, kwargs | {"past_key_values": _PrefixCache(*parts, cache), "attention_mask": mask}
+        return args, kwargs | {"past_key_values": _PrefixCache(keys, values, cache), "attention_mask": mask}
 
     def _heads(self, part: Tensor) -> Tensor:
         """Return (tokens, heads · width) as (1, heads, tokens, width)."""
-        return part.unflatten(1, (self._num_heads, -1)).transpose(0, 1).unsqueeze(0)
+        num_tokens, width = part.shape
+        return part.view(1, num_tokens, self._num_heads, width // self._num_heads).transpose(1, 2)
 
 
 class _PrefixCache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from command import saved_lines, saved_model, zosim
 from tiny import batches, model_of, plan_of
 
 from executors.session import Session
@@ -70,6 +72,29 @@ def test_the_share_is_that_of_a_count_by_hand():
     assert found.lost_in_storage == unchanged / num
     assert found.lost_in_transfer == vanished / num
     assert 0.1 < found.lost < 0.99
+
+
+def test_a_sample_tells_the_share_of_all(monkeypatch):
+    plan = OFFLOADED | {"precision": {"transfer": "bfloat16"}}
+    every = lost(model_of("opt"), 1e-4, **plan)
+    monkeypatch.setattr("executors.update_watch.SAMPLED_ELEMENTS", 500)
+    sampled = lost(model_of("opt"), 1e-4, **plan)
+    assert sampled.num_sampled < every.num_sampled / 10
+    error = (every.lost * (1 - every.lost) / sampled.num_sampled) ** 0.5
+    assert abs(sampled.lost - every.lost) < 4 * error
+
+
+def test_a_run_says_at_its_end_how_many_updates_were_lost(tmp_path, capsys):
+    saved_lines(tmp_path / "data.jsonl")
+    assert zosim(
+        "run", "--model", saved_model("opt", tmp_path), "--data", tmp_path / "data.jsonl", "--steps", 4, "--batch", 3,
+        "--residency", "offloaded", "--transfer-dtype", "float16", "--allow-lossy", "--no-launch", "--no-tensorboard",
+        "--out", tmp_path / "out",
+    ) == 0  # fmt: skip
+    found = json.loads((tmp_path / "out" / "run.json").read_text())["finished"]["lost_updates"]
+    assert (found["storage"], found["transfer"]) == ("float32", "float16")
+    assert found["lost_in_transfer"] > 0.5
+    assert "vanished when it was rounded to float16" in " ".join(capsys.readouterr().out.split())
 
 
 def test_half_precision_storage_is_watched_too_and_float32_is_not():
