@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 from costmodel.forward import activation_bytes, forward_work
 from costmodel.model_spec import EMBED, HEAD, ParameterGroup
-from costmodel.sweeps import Distribution, cast_work, copy_work, draw_work, perturb_work, update_work
+from costmodel.sweeps import copy_work, perturb_work, update_work
 from costmodel.work import Work
+from zosim.lowering.directions import Directions
 from zosim.lowering.layout import Layout
+from zosim.lowering.listing import Listing
+from zosim.lowering.transfers import Transfers
 from zosim.plan import Plan
 from zosim.program import (
     Access,
-    Allocate,
-    Cast,
     Collective,
-    Copy,
-    Draw,
     Forward,
-    Free,
     Instruction,
     Load,
-    Operation,
     Perturb,
     Scalar,
     Stream,
     Update,
 )
-
-Keep = Literal["all", "rows", "none"]
 
 
 class StepWriter:
@@ -41,20 +35,22 @@ class StepWriter:
 
     def __init__(self, plan: Plan, rank: int = 0) -> None:
         self.plan = plan
-        self.layout = Layout(plan, rank)
+        self.listing = Listing(plan, rank)
+        self.layout = self.listing.layout
         self.model = plan.model
-        self.instructions: list[Instruction] = []
-        self._at_hand: list[Access] = []
-        self._walked: dict[int, int] = {}
-        self._walk_order = _walk_order(plan)
-        self._halves = 0
-        self._named: dict[str, int] = {}
+        self._directions = Directions(self.listing)
+        self._transfers = Transfers(self.listing)
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        """What has been written."""
+        return self.listing.instructions
 
     # -- parts -------------------------------------------------------------------------------------------------
 
     def write_step(self) -> None:
         """Write one step: load, forwards at every point, projected gradients, immediate updates."""
-        self._emit(
+        self.listing.emit(
             "load", Load(), Stream.H2D, "load", EMBED, (), (self.layout.batch(),), _load_work(self.layout)
         )
         if self.plan.runtime.traversal == "sweep":
@@ -70,28 +66,32 @@ class StepWriter:
     def write_flush(self) -> None:
         """Write the updates that are still pending when no step follows."""
         for segment in self.model.segments:
-            if any(self.layout.is_delayed(group) and group.num_trainable for group in self._own(segment)):
+            if any(
+                self.layout.is_delayed(group) and group.num_trainable for group in self.listing.own(segment)
+            ):
                 self._visit(segment, step_before=True)
 
     # -- traversals --------------------------------------------------------------------------------------------
 
     def _blockwise(self) -> None:
         for segment in self.model.segments:
-            self._upload(segment)
+            self._transfers.upload(segment)
             self._pending_updates(segment)
             if self.plan.estimator.difference == "forward":
                 self._forward(segment, "")
             for query in range(self.plan.estimator.num_queries):
                 self._both_points(segment, query)
-            self._offload(segment, changed=not self._only_gathers(segment))
+            self._transfers.offload(segment, changed=bool(self.listing.perturbed_in_place(segment)))
 
     def _both_points(self, segment: str, query: int) -> None:
         """Write one query's forwards of `segment`, from one draw of its direction."""
-        offset = self._fresh_offset(segment)
-        in_place = self._perturbed_in_place(segment)
-        for group in self._trainable(segment):
+        offset = self._directions.fresh_offset(segment)
+        in_place = self.listing.perturbed_in_place(segment)
+        for group in self.listing.trainable(segment):
             rows = self.layout.gathers(group, segment)
-            self._draw(group, query, keep="rows" if rows else "all", offset_bytes=offset, segment=segment)
+            self._directions.draw(
+                group, query, keep="rows" if rows else "all", offset_bytes=offset, segment=segment
+            )
             offset += 0 if rows else self.layout.direction_bytes(group)
         previous = ""
         for sign, scale in self._signs():
@@ -116,11 +116,11 @@ class StepWriter:
 
     def _sweep_perturb(self, query: int, scale: int, before: str, after: str) -> None:
         """Write the reference loop's pass: every group's direction is drawn, used once and forgotten."""
-        for group in self._walk_order:
-            self._at_hand.clear()
-            self._draw(group, query, segment=group.segments[0])
+        for group in self._directions.walk_order:
+            self._directions.forget()
+            self._directions.draw(group, query, segment=group.segments[0])
             self._perturb(group, group.segments[0], query, scale, before, after)
-        self._at_hand.clear()
+        self._directions.forget()
 
     def _forward_model(self, point: str) -> None:
         for segment in self.model.segments:
@@ -133,7 +133,7 @@ class StepWriter:
     # -- updates -----------------------------------------------------------------------------------------------
 
     def _pending_updates(self, segment: str) -> None:
-        for group in self._trainable(segment):
+        for group in self.listing.trainable(segment):
             if self.layout.is_delayed(group):
                 self._update_group(group, segment, step=-1)
 
@@ -144,23 +144,27 @@ class StepWriter:
         """
         segments = list(self.model.segments)
         for segment in (segments[-1], *segments[:-1]):
-            if any(not self.layout.is_delayed(group) for group in self._own(segment) if group.num_trainable):
+            if any(
+                not self.layout.is_delayed(group)
+                for group in self.listing.own(segment)
+                if group.num_trainable
+            ):
                 self._visit(segment, step_before=False)
 
     def _visit(self, segment: str, *, step_before: bool) -> None:
         """Write the updates of the groups that `segment` owns, fetching them first where they are offloaded."""
         suffix = ":update"
-        self._upload(segment, suffix)
-        for group in self._own(segment):
+        self._transfers.upload(segment, suffix)
+        for group in self.listing.own(segment):
             if group.num_trainable and self.layout.is_delayed(group) == step_before:
                 self._update_group(group, segment, step=-1 if step_before else 0)
-        self._offload(segment, changed=True, suffix=suffix)
+        self._transfers.offload(segment, changed=True, suffix=suffix)
 
     def _update_group(self, group: ParameterGroup, segment: str, *, step: int) -> None:
         num_queries = self.plan.estimator.num_queries
         place = self.layout.place(group, segment)
         for query in range(num_queries):
-            direction = self._draw(group, query, step=step, segment=segment, suffix=":update")
+            direction = self._directions.draw(group, query, step=step, segment=segment, suffix=":update")
             before = f"u{query - 1}" if query else ""
             is_last = query == num_queries - 1
             read = self.layout.trainable(group, place, step, before)
@@ -177,89 +181,11 @@ class StepWriter:
                 weight_decay=True,
             )
             name = f"{group.name}/update[q{query}]"
-            self._emit(
+            self.listing.emit(
                 name, Update(group.name, step, query), Stream.COMPUTE, "update", segment, reads, (left,), work
             )
 
     # -- single instructions -----------------------------------------------------------------------------------
-
-    def _draw(
-        self,
-        group: ParameterGroup,
-        query: int,
-        *,
-        segment: str,
-        step: int = 0,
-        keep: Keep = "all",
-        offset_bytes: int | None = None,
-        suffix: str = "",
-    ) -> Access:
-        """Write the draw of a direction, unless it is still at hand, and return where it is."""
-        if offset_bytes is None:
-            offset_bytes = self._fresh_offset(segment)
-        target = self.layout.direction(group, query, step, offset_bytes=offset_bytes, rows=keep == "rows")
-        for held in self._at_hand:
-            if (held.what, held.step, held.point) == (target.what, target.step, target.point):
-                return held
-        reads, writes = self._generator_accesses(group, query, step)
-        op = self._draw_op(group, query, step, keep)
-        self._emit(
-            f"{group.name}/draw[q{query}{'@t-1' if step else ''}]{suffix}",
-            op,
-            self._draw_stream,
-            "draw",
-            segment,
-            reads if keep != "rows" else (*reads, self.layout.batch()),
-            (target, *writes),
-            self._draw_work(group, num_kept_rows=self.layout.num_tokens if keep == "rows" else 0),
-        )
-        self._at_hand = [held for held in self._at_hand if not held.overlaps(target)]
-        self._at_hand.append(target)
-        return target
-
-    def _draw_op(self, group: ParameterGroup, query: int, step: int, keep: Keep) -> Draw:
-        estimator = self.plan.estimator
-        return Draw(group.name, step, query, keep, estimator.rng, estimator.direction)
-
-    def _generator_accesses(
-        self, group: ParameterGroup, query: int, step: int
-    ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
-        """Return the generator states that drawing `group` reads and writes, walking up to it if need be."""
-        if self.plan.estimator.rng == "counter":
-            return (), ()
-        position = self._walk_order.index(group)
-        if step < 0 or position < self._walked.get(query, 0):
-            return (self.layout.rng_before(group, query, step),), ()
-        while self._walked.get(query, 0) < position:
-            self._walk_past(self._walk_order[self._walked.get(query, 0)], query)
-        return self._walking_accesses(position, query)
-
-    def _walking_accesses(self, position: int, query: int) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
-        group = self._walk_order[position]
-        self._walked[query] = position + 1
-        reads = (self.layout.rng_after(self._walk_order[position - 1], query),) if position else ()
-        return reads, (self.layout.rng_before(group, query, 0), self.layout.rng_after(group, query))
-
-    def _walk_past(self, group: ParameterGroup, query: int) -> None:
-        reads, writes = self._walking_accesses(self._walked.get(query, 0), query)
-        op = self._draw_op(group, query, 0, "none")
-        work = self._draw_work(group)
-        name = f"{group.name}/walk[q{query}]"
-        self._emit(name, op, self._draw_stream, "draw", group.segments[0], reads, writes, work)
-
-    def _draw_work(self, group: ParameterGroup, *, num_kept_rows: int = 0) -> Work:
-        distributions: dict[str, Distribution] = {"gaussian": "normal", "rademacher": "rademacher"}
-        return draw_work(
-            group.num_trainable,
-            dtype=self.plan.precision.storage,
-            distribution=distributions[self.plan.estimator.direction],
-            num_tensors=group.num_trainable_tensors,
-            num_kept_rows=num_kept_rows,
-        )
-
-    @property
-    def _draw_stream(self) -> Stream:
-        return Stream.DRAW if self.plan.runtime.draw_ahead else Stream.COMPUTE
 
     def _perturb_all(
         self, groups: Iterable[ParameterGroup], segment: str, query: int, scale: int, before: str, after: str
@@ -271,10 +197,9 @@ class StepWriter:
         self, group: ParameterGroup, segment: str, query: int, scale: int, before: str, after: str
     ) -> None:
         place = self.layout.place(group, segment)
-        held = f"z:{group.name}"
-        direction = next(z for z in self._at_hand if (z.what, z.step, z.point) == (held, 0, f"q{query}"))
+        direction = self._directions.held(group, query)
         label = "perturb" if after else "restore"
-        self._emit(
+        self.listing.emit(
             f"{group.name}/{label}[{after or f'q{query}'}]",
             Perturb(group.name, scale, query),
             Stream.COMPUTE,
@@ -293,7 +218,9 @@ class StepWriter:
         if point not in self.layout.own_points:
             return
         gathered = [
-            group for group in self._trainable(segment) if point and self.layout.gathers(group, segment)
+            group
+            for group in self.listing.trainable(segment)
+            if point and self.layout.gathers(group, segment)
         ]
         reads: list[Access] = []
         for group in self.model.groups_of(segment):
@@ -314,7 +241,7 @@ class StepWriter:
         left = self._loss(point) if segment == HEAD else self.layout.hidden(point, segment)
         op = Forward(segment, point, tuple(group.name for group in gathered))
         name = f"{segment}/forward[{point or 'base'}]"
-        self._emit(
+        self.listing.emit(
             name, op, Stream.COMPUTE, "forward", segment, tuple(reads), (left,), self._forward_work(segment)
         )
 
@@ -350,10 +277,10 @@ class StepWriter:
         scalar, link = Work(num_kernels=1), Work(link_bytes=gathered.size_bytes - packed.size_bytes)
         own = tuple(layout.own_loss(point) for point in layout.own_points)
         losses = tuple(layout.loss(point) for point in self.plan.points)
-        self._emit(
+        self.listing.emit(
             "losses/pack", Scalar("pack_losses"), Stream.COMPUTE, "scalar", HEAD, own, (packed,), scalar
         )
-        self._emit(
+        self.listing.emit(
             "losses/all_gather",
             Collective("all_gather", "world"),
             Stream.LINK,
@@ -363,14 +290,14 @@ class StepWriter:
             (gathered,),
             link,
         )
-        self._emit(
+        self.listing.emit(
             "losses/mean", Scalar("mean_loss"), Stream.COMPUTE, "scalar", HEAD, (gathered,), losses, scalar
         )
 
     def _projected_gradient(self, query: int) -> None:
         central = self.plan.estimator.difference == "central"
         losses = (f"q{query}+", f"q{query}-") if central else (f"q{query}+", "")
-        self._emit(
+        self.listing.emit(
             f"projected_gradient[q{query}]",
             Scalar("projected_gradient", query),
             Stream.COMPUTE,
@@ -380,167 +307,6 @@ class StepWriter:
             (self.layout.gradient(query, 0),),
             Work(num_kernels=3),
         )
-
-    # -- residency ---------------------------------------------------------------------------------------------
-
-    def _upload(self, segment: str, suffix: str = "") -> None:
-        groups = self._offloaded(segment)
-        if not groups:
-            return
-        if not self.plan.residency.reuse_slots:
-            self._allocate(segment, suffix)
-        lossy = self.plan.precision.is_lossy
-        for group in groups:
-            step = -1 if self.layout.is_delayed(group) else 0
-            dtype = self.plan.precision.transfer
-            target = self.layout.staging(segment) if lossy else self.layout.slot(segment)
-            home = self.layout.weights(group, self.layout.home(group), step, dtype=dtype)
-            here = self.layout.weights(group, target, step, dtype=dtype)
-            if self.plan.residency.transfers == "sliced":
-                self._upload_sliced(group, segment, home, here, suffix)
-            else:
-                work = copy_work(sum(access.size_bytes for access in home))
-                name = f"{group.name}/upload{suffix}"
-                self._emit(name, Copy(), Stream.H2D, "upload", segment, home, here, work)
-            if lossy:
-                self._cast(group, segment, step, f"{group.name}/widen{suffix}", widen=True)
-
-    def _upload_sliced(
-        self,
-        group: ParameterGroup,
-        segment: str,
-        home: tuple[Access, ...],
-        here: tuple[Access, ...],
-        suffix: str,
-    ) -> None:
-        """Write the upload of this rank's share, and the exchange of shares."""
-        layout = self.layout
-        own, total = layout.shared_out(here), sum(access.size_bytes for access in here)
-        self._emit(
-            f"{group.name}/upload{suffix}",
-            Copy(),
-            Stream.H2D,
-            "upload",
-            segment,
-            layout.shared_out(home),
-            own,
-            copy_work(total // layout.num_shares),
-        )
-        self._emit(
-            f"{group.name}/all_gather{suffix}",
-            Collective("all_gather", layout.share),
-            Stream.LINK,
-            "gather",
-            segment,
-            own,
-            here,
-            Work(link_bytes=total - total // layout.num_shares),
-        )
-
-    def _offload(self, segment: str, *, changed: bool, suffix: str = "") -> None:
-        groups = self._offloaded(segment)
-        if not groups:
-            return
-        lossy = self.plan.precision.is_lossy
-        for group in groups:
-            if not (changed and group.num_trainable):
-                continue
-            step = 1 if suffix and not self.layout.is_delayed(group) else 0
-            if lossy:
-                self._cast(group, segment, step, f"{group.name}/narrow{suffix}", widen=False)
-            dtype = self.plan.precision.transfer
-            source = self.layout.staging(segment) if lossy else self.layout.slot(segment)
-            read = self.layout.trainable(group, source, step, dtype=dtype)
-            left = self.layout.trainable(group, self.layout.home(group), step, dtype=dtype)
-            work = copy_work(read.size_bytes // self.layout.num_shares)
-            name = f"{group.name}/offload{suffix}"
-            reads, writes = self.layout.shared_out((read,)), self.layout.shared_out((left,))
-            self._emit(name, Copy(), Stream.D2H, "offload", segment, reads, writes, work)
-        if not self.plan.residency.reuse_slots:
-            self._free(segment, suffix)
-
-    def _cast(self, group: ParameterGroup, segment: str, step: int, name: str, *, widen: bool) -> None:
-        precision = self.plan.precision
-        slot, staging = self.layout.slot(segment), self.layout.staging(segment)
-        if widen:
-            reads = self.layout.weights(group, staging, step, dtype=precision.transfer)
-            writes = self.layout.weights(group, slot, step)
-            work = cast_work(group.num_parameters, source=precision.transfer, target=precision.storage)
-        else:
-            reads = (self.layout.trainable(group, slot, step),)
-            writes = (self.layout.trainable(group, staging, step, dtype=precision.transfer),)
-            work = cast_work(group.num_trainable, source=precision.storage, target=precision.transfer)
-        label = "widen" if widen else "narrow"
-        self._emit(name, Cast(), Stream.COMPUTE, label, segment, reads, writes, work)
-
-    def _allocate(self, segment: str, suffix: str) -> None:
-        slot, size = self.layout.slot(segment), self._slot_bytes(segment)
-        work = Work(num_allocations=1, allocation_bytes=size)
-        left = Access(slot, "unset", None, size)
-        self._emit(
-            f"{segment}/allocate{suffix}", Allocate(slot), Stream.H2D, "allocate", segment, (), (left,), work
-        )
-
-    def _free(self, segment: str, suffix: str) -> None:
-        slot, size = self.layout.slot(segment), self._slot_bytes(segment)
-        left = Access(slot, "freed", None, size)
-        work = Work(num_allocations=1)
-        self._emit(f"{segment}/free{suffix}", Free(slot), Stream.D2H, "free", segment, (), (left,), work)
-
-    # -- what is where -----------------------------------------------------------------------------------------
-
-    def _emit(
-        self,
-        name: str,
-        op: Operation,
-        stream: Stream,
-        label: str,
-        segment: str,
-        reads: tuple[Access, ...],
-        writes: tuple[Access, ...],
-        work: Work,
-    ) -> None:
-        count = self._named.get(name, 0) + 1
-        self._named[name] = count
-        unique = name if count == 1 else f"{name}#{count}"
-        self.instructions.append(
-            Instruction(unique, op, stream, label, segment, reads=reads, writes=writes, work=work)
-        )
-
-    def _own(self, segment: str) -> tuple[ParameterGroup, ...]:
-        """Return the groups that are updated with `segment`: a tied one with the last segment that reads it."""
-        return tuple(group for group in self.model.groups_of(segment) if group.segments[-1] == segment)
-
-    def _trainable(self, segment: str) -> tuple[ParameterGroup, ...]:
-        return tuple(group for group in self.model.groups_of(segment) if group.num_trainable)
-
-    def _perturbed_in_place(self, segment: str) -> tuple[ParameterGroup, ...]:
-        return tuple(g for g in self._trainable(segment) if not self.layout.gathers(g, segment))
-
-    def _only_gathers(self, segment: str) -> bool:
-        return not self._perturbed_in_place(segment)
-
-    def _offloaded(self, segment: str) -> tuple[ParameterGroup, ...]:
-        return tuple(group for group in self.model.groups_of(segment) if self.layout.is_offloaded(group))
-
-    def _slot_bytes(self, segment: str) -> int:
-        sizes = {buffer.name: buffer.size_bytes for buffer in self.layout.buffers()}
-        return sizes[self.layout.slot(segment)]
-
-    def _fresh_offset(self, segment: str) -> int:
-        """Return where the next direction goes: alternate halves for blocks that are drawn ahead."""
-        if not self.plan.runtime.draw_ahead or self.layout.is_edge(segment):
-            return 0
-        self._halves += 1
-        return self.layout.block_direction_bytes * (self._halves % 2)
-
-
-def _walk_order(plan: Plan) -> list[ParameterGroup]:
-    """Return the trainable groups in the order in which the ``mezo`` generator visits them."""
-    groups = [group for group in plan.model.groups if group.num_trainable]
-    if plan.estimator.order == "registration":
-        return groups
-    return sorted(groups, key=lambda group: plan.model.segments.index(group.segments[0]))
 
 
 def _load_work(layout: Layout) -> Work:

@@ -1,0 +1,134 @@
+"""Draws of directions: when, from which generator state, into which part of the buffer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from costmodel.model_spec import ParameterGroup
+from costmodel.sweeps import Distribution, draw_work
+from costmodel.work import Work
+from zosim.lowering.listing import Listing
+from zosim.plan import Plan
+from zosim.program import Access, Draw, Stream
+
+Keep = Literal["all", "rows", "none"]
+
+
+class Directions:
+    """Writes draws, and knows which directions are at hand and how far each query's generator has been walked.
+
+    Parameters
+    ----------
+    listing : Listing
+    """
+
+    def __init__(self, listing: Listing) -> None:
+        self.plan = listing.plan
+        self.layout = listing.layout
+        self.walk_order = _walk_order(listing.plan)
+        self._listing = listing
+        self._at_hand: list[Access] = []
+        self._walked: dict[int, int] = {}
+        self._halves = 0
+
+    def forget(self) -> None:
+        """Let what is at hand be overwritten."""
+        self._at_hand.clear()
+
+    def held(self, group: ParameterGroup, query: int) -> Access:
+        """Return where this step's direction of `group` is, which must be at hand."""
+        wanted = (f"z:{group.name}", 0, f"q{query}")
+        return next(z for z in self._at_hand if (z.what, z.step, z.point) == wanted)
+
+    def draw(
+        self,
+        group: ParameterGroup,
+        query: int,
+        *,
+        segment: str,
+        step: int = 0,
+        keep: Keep = "all",
+        offset_bytes: int | None = None,
+        suffix: str = "",
+    ) -> Access:
+        """Write the draw of a direction, unless it is still at hand, and return where it is."""
+        if offset_bytes is None:
+            offset_bytes = self.fresh_offset(segment)
+        target = self.layout.direction(group, query, step, offset_bytes=offset_bytes, rows=keep == "rows")
+        for held in self._at_hand:
+            if (held.what, held.step, held.point) == (target.what, target.step, target.point):
+                return held
+        reads, writes = self._generator_accesses(group, query, step)
+        op = self._operation(group, query, step, keep)
+        self._listing.emit(
+            f"{group.name}/draw[q{query}{'@t-1' if step else ''}]{suffix}",
+            op,
+            self._stream,
+            "draw",
+            segment,
+            reads if keep != "rows" else (*reads, self.layout.batch()),
+            (target, *writes),
+            self._work(group, num_kept_rows=self.layout.num_tokens if keep == "rows" else 0),
+        )
+        self._at_hand = [held for held in self._at_hand if not held.overlaps(target)]
+        self._at_hand.append(target)
+        return target
+
+    def _operation(self, group: ParameterGroup, query: int, step: int, keep: Keep) -> Draw:
+        estimator = self.plan.estimator
+        return Draw(group.name, step, query, keep, estimator.rng, estimator.direction)
+
+    def _generator_accesses(
+        self, group: ParameterGroup, query: int, step: int
+    ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
+        """Return the generator states that drawing `group` reads and writes, walking up to it if need be."""
+        if self.plan.estimator.rng == "counter":
+            return (), ()
+        position = self.walk_order.index(group)
+        if step < 0 or position < self._walked.get(query, 0):
+            return (self.layout.rng_before(group, query, step),), ()
+        while self._walked.get(query, 0) < position:
+            self._walk_past(self.walk_order[self._walked.get(query, 0)], query)
+        return self._walking_accesses(position, query)
+
+    def _walking_accesses(self, position: int, query: int) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
+        group = self.walk_order[position]
+        self._walked[query] = position + 1
+        reads = (self.layout.rng_after(self.walk_order[position - 1], query),) if position else ()
+        return reads, (self.layout.rng_before(group, query, 0), self.layout.rng_after(group, query))
+
+    def _walk_past(self, group: ParameterGroup, query: int) -> None:
+        reads, writes = self._walking_accesses(self._walked.get(query, 0), query)
+        op = self._operation(group, query, 0, "none")
+        work = self._work(group)
+        name = f"{group.name}/walk[q{query}]"
+        self._listing.emit(name, op, self._stream, "draw", group.segments[0], reads, writes, work)
+
+    def _work(self, group: ParameterGroup, *, num_kept_rows: int = 0) -> Work:
+        distributions: dict[str, Distribution] = {"gaussian": "normal", "rademacher": "rademacher"}
+        return draw_work(
+            group.num_trainable,
+            dtype=self.plan.precision.storage,
+            distribution=distributions[self.plan.estimator.direction],
+            num_tensors=group.num_trainable_tensors,
+            num_kept_rows=num_kept_rows,
+        )
+
+    @property
+    def _stream(self) -> Stream:
+        return Stream.DRAW if self.plan.runtime.draw_ahead else Stream.COMPUTE
+
+    def fresh_offset(self, segment: str) -> int:
+        """Return where the next direction goes: alternate halves for blocks that are drawn ahead."""
+        if not self.plan.runtime.draw_ahead or self.layout.is_edge(segment):
+            return 0
+        self._halves += 1
+        return self.layout.block_direction_bytes * (self._halves % 2)
+
+
+def _walk_order(plan: Plan) -> list[ParameterGroup]:
+    """Return the trainable groups in the order in which the ``mezo`` generator visits them."""
+    groups = [group for group in plan.model.groups if group.num_trainable]
+    if plan.estimator.order == "registration":
+        return groups
+    return sorted(groups, key=lambda group: plan.model.segments.index(group.segments[0]))

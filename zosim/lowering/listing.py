@@ -1,0 +1,61 @@
+"""The list that a step is written into, and what its writers ask of the model."""
+
+from __future__ import annotations
+
+from costmodel.model_spec import ParameterGroup
+from costmodel.work import Work
+from zosim.lowering.layout import Layout
+from zosim.plan import Plan
+from zosim.program import Access, Instruction, Operation, Stream
+
+
+class Listing:
+    """Instructions of one part of one rank's program, in an order that would be right on a single stream.
+
+    Parameters
+    ----------
+    plan : Plan
+    rank : int
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan = plan
+        self.layout = Layout(plan, rank)
+        self.model = plan.model
+        self.instructions: list[Instruction] = []
+        self._named: dict[str, int] = {}
+
+    def emit(
+        self,
+        name: str,
+        op: Operation,
+        stream: Stream,
+        label: str,
+        segment: str,
+        reads: tuple[Access, ...],
+        writes: tuple[Access, ...],
+        work: Work,
+    ) -> None:
+        """Add an instruction; a name that stands already is numbered."""
+        count = self._named.get(name, 0) + 1
+        self._named[name] = count
+        unique = name if count == 1 else f"{name}#{count}"
+        self.instructions.append(
+            Instruction(unique, op, stream, label, segment, reads=reads, writes=writes, work=work)
+        )
+
+    def own(self, segment: str) -> tuple[ParameterGroup, ...]:
+        """Return the groups that are updated with `segment`: a tied one with the last segment that reads it."""
+        return tuple(group for group in self.model.groups_of(segment) if group.segments[-1] == segment)
+
+    def trainable(self, segment: str) -> tuple[ParameterGroup, ...]:
+        """Return the groups of `segment` that are tuned."""
+        return tuple(group for group in self.model.groups_of(segment) if group.num_trainable)
+
+    def perturbed_in_place(self, segment: str) -> tuple[ParameterGroup, ...]:
+        """Return those of them that are perturbed where they lie."""
+        return tuple(g for g in self.trainable(segment) if not self.layout.gathers(g, segment))
+
+    def offloaded(self, segment: str) -> tuple[ParameterGroup, ...]:
+        """Return the groups of `segment` that live on the host."""
+        return tuple(group for group in self.model.groups_of(segment) if self.layout.is_offloaded(group))
