@@ -10,7 +10,7 @@ from torch import nn
 
 from costmodel.configs import LoRA, Prefix
 from executors.lora import attach_lora, merge_lora, save_adapters
-from executors.prefix import attach_prefix, save_prefix
+from executors.prefix import WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
 from executors.runlog import save_pretrained
 from executors.session import Session
 
@@ -19,10 +19,19 @@ Adapters = LoRA | Prefix
 
 ADAPTER_NAME = "adapter"
 PREFIX_NAME = "prefix"
+_INITIAL = Path(PREFIX_NAME) / "initial"
 
 
-def attach(model: nn.Module, adapters: Adapters) -> None:
+def attach(model: nn.Module, adapters: Adapters, *, run: Path | None = None) -> None:
     """Freeze a model, and give it the parameters that are tuned in place of its own.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    adapters : LoRA or Prefix
+    run : Path, optional
+        Directory of the run that is gone on with or replayed. The prefix that it began with is read from there, since a
+        forward on another machine would make another one.
 
     Raises
     ------
@@ -31,8 +40,16 @@ def attach(model: nn.Module, adapters: Adapters) -> None:
     """
     if isinstance(adapters, LoRA):
         attach_lora(model, adapters)
+    elif run is not None and (run / _INITIAL / WEIGHTS_NAME).is_file():
+        load_prefix(model, run / _INITIAL)
     else:
         attach_prefix(model, adapters)
+
+
+def keep_beginning(model: nn.Module, run: Path, adapters: Adapters | None, dtype: str) -> None:
+    """Write what a run begins with and its base does not tell on every machine: a prefix."""
+    if isinstance(adapters, Prefix):
+        save_prefix(model, run / _INITIAL, dtype)
 
 
 def recorded_adapters(run: Mapping[str, Any]) -> Adapters | None:

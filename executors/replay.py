@@ -94,6 +94,7 @@ def replay(
         str(base),
         plan or history.plan,
         adapters=adapters,
+        run=history.directory,
         random_weights=settings.get("random_weights", False),
     )
     check_base(history, model, base)
@@ -111,6 +112,7 @@ def load_base(
     plan: Plan,
     *,
     adapters: Adapters | None = None,
+    run: Path | None = None,
     random_weights: bool = False,
     allow_download: bool = False,
 ) -> nn.Module:
@@ -123,7 +125,7 @@ def load_base(
         allow_download=allow_download,
     )
     if adapters is not None:
-        attach(model, adapters)
+        attach(model, adapters, run=run)
     prepare(model, plan, torch.device("cpu"))
     return model
 

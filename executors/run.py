@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executors.adapters import save_alone, save_tuned
+from executors.adapters import keep_beginning, save_alone, save_tuned
 from executors.agreement import gathered_digests, refuse_disagreement
 from executors.batches import Batches
 from executors.checkpoint import CHECKPOINTS_NAME, newest_checkpoint, save_checkpoint
@@ -139,6 +139,7 @@ class Run:
             settings.model,
             settings.plan,
             adapters=settings.adapters,
+            run=None if self.history is None else self.out,
             random_weights=settings.random_weights,
             allow_download=settings.allow_download,
         )
@@ -207,6 +208,7 @@ class Run:
             **options,
         )
         self._clean()
+        keep_beginning(model, self.out, settings.adapters, settings.plan.precision.storage)
         self._save_plan(session)
         self.header = session.header | {"run": settings.to_header(self.data.lines.sha256)}
         self.log = RunLog(self.out, self.header)
@@ -409,6 +411,7 @@ class Run:
             self.settings.model,
             self.settings.plan,
             adapters=self.settings.adapters,
+            run=self.out,
             random_weights=self.settings.random_weights,
         )
         with session_at(None, history, model, device=self.settings.device) as session:

@@ -29,7 +29,7 @@ QWEN3 = Qwen3Config(
     hidden_size=32, intermediate_size=48, num_key_value_heads=1, head_dim=24, **_SHAPE, **_SPECIAL
 )
 SHAPES = {
-    **{name: CONFIGS[name] for name in ("opt", "opt-projected", "llama", "llama-tied", "gpt2")},
+    **{name: CONFIGS[name] for name in ("opt", "llama", "llama-tied", "gpt2")},
     "qwen3": QWEN3,
 }
 OFFLOADED = {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}}
@@ -191,6 +191,24 @@ def test_a_run_is_replayed_and_resumed_to_the_same_prefix(inputs, tmp_path):
         losses.append(-chances.gather(1, ids[0, 2:, None]).mean().item())
     finished = json.loads((whole / "run.json").read_text())["finished"]["evaluation"]
     assert finished["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+def test_a_replay_begins_with_the_prefix_that_the_run_began_with(inputs, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    assert train(inputs, run, "--prefix", 3, "--residency", "resident") == 0
+
+    def another(*_args, **_options):
+        raise AssertionError
+
+    monkeypatch.setattr("executors.adapters.attach_prefix", another)
+    assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0
+    assert all(torch.equal(prefix_in(run)[n], p) for n, p in prefix_in(tmp_path / "again").items())
+    path = run / "prefix" / "initial" / WEIGHTS_NAME
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 2
+    assert "hashes differ" in capsys.readouterr().err
 
 
 def test_the_planner_plans_it(inputs, tmp_path):
