@@ -55,6 +55,36 @@ def ring_all_gather_s(
     return rounds * (latency_s + size_bytes / num_ranks / bandwidth_bytes_per_s)
 
 
+def doubling_all_gather_s(
+    size_bytes: float, num_ranks: int, *, latency_s: float, bandwidth_bytes_per_s: float
+) -> float:
+    """Return the seconds of recursive doubling: ``ceil(log2 n)`` rounds that double what each rank holds.
+
+    Examples
+    --------
+    Eight ranks, 1 s a message: three rounds, in which seven eighths of 8 GB arrive.
+
+    >>> doubling_all_gather_s(8e9, 8, latency_s=1.0, bandwidth_bytes_per_s=1e9)
+    10.0
+    """
+    _check(num_ranks, size_bytes, latency_s, bandwidth_bytes_per_s)
+    missing = size_bytes * (num_ranks - 1) / num_ranks
+    return ceil(log2(num_ranks)) * latency_s + missing / bandwidth_bytes_per_s
+
+
+def all_gather_s(
+    size_bytes: float, num_ranks: int, *, latency_s: float, bandwidth_bytes_per_s: float
+) -> float:
+    """Return the seconds of the better of ring and recursive doubling, which libraries choose by size.
+
+    The two move the same bytes; doubling needs fewer messages.
+    """
+    return min(
+        algorithm(size_bytes, num_ranks, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+        for algorithm in (ring_all_gather_s, doubling_all_gather_s)
+    )
+
+
 def tree_all_reduce_s(
     size_bytes: float, num_ranks: int, *, latency_s: float, bandwidth_bytes_per_s: float
 ) -> float:

@@ -10,6 +10,9 @@ meanwhile.
 * On a CPU everything, copies included, is threads: it asks for cores and for memory bandwidth. Threads of one
   operation wait for each other at barriers, so an operation that loses part of one core slows down as a whole, and
   the scheduler is taken to be fair among threads: all slow down alike.
+* A collective is what this rank sends to the next one of its ring: a flow over the route between their devices, or,
+  between CPU ranks of one host, a copy in its memory. A payload that takes less time than the messages' latency
+  occupies nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from costmodel.collectives import all_gather_s
 from costmodel.estimate import CopyDirection, OperationCost, estimate
 from costmodel.profile import Bound, Profile
 from topology.errors import ProfileError
-from zosim.program import Instruction, Program, Space, Stream
+from zosim.program import Collective, Instruction, Program, Space, Stream
 
 if TYPE_CHECKING:
     from topology.graph import Route, Topology
@@ -56,6 +61,30 @@ class Activity:
     limiter: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A rank's place in the ring of a group.
+
+    Attributes
+    ----------
+    num_ranks : int
+    latency_s : float
+        Of one message over the slowest hop of the ring.
+    bandwidth_bytes_per_s : float
+        Of the narrowest hop, which all others keep pace with.
+    resources : tuple of str
+        What lies on the way to the next rank; empty for a hop within one host's memory.
+    wire : str
+        Kind of the narrowest link on that way; ``memory`` within one host's memory.
+    """
+
+    num_ranks: int
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    resources: tuple[str, ...] = ()
+    wire: str = "memory"
+
+
 @dataclass(frozen=True)
 class Machine:
     """One rank's hardware.
@@ -78,6 +107,8 @@ class Machine:
         Resource of host cores.
     memory : str
         Resource of host memory bandwidth that a CPU's operations take; empty if it never limits.
+    rings : mapping of str to Ring
+        How the rank takes part in the collectives of each group.
     """
 
     profile: Profile
@@ -88,16 +119,35 @@ class Machine:
     kernels: str = ""
     cores: str = ""
     memory: str = ""
+    rings: Mapping[str, Ring] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         named = {self.kernels, self.cores, self.memory, *self.fifo} - {""}
         named.update(name for route in self.routes.values() for name in route)
+        named.update(name for ring in self.rings.values() for name in ring.resources)
         missing = sorted(named - set(self.capacities))
         if missing:
             message = f"machine {self.profile.device_name} shares {missing[0]!r} but gives it no capacity"
             raise ProfileError(
                 message, hint=f"resources with a capacity: {', '.join(self.capacities) or 'none'}"
             )
+
+    @cached_property
+    def shape(self) -> tuple[object, ...]:
+        """The machine without the names of its resources: equal where machines differ in nothing else."""
+        place = {name: number for number, name in enumerate(self.capacities)}
+        return (
+            id(self.profile),
+            tuple(self.capacities.values()),
+            tuple(sorted(place[name] for name in self.fifo)),
+            tuple((way, tuple(place[name] for name in route)) for way, route in self.routes.items()),
+            tuple(self.wires.items()),
+            tuple(place.get(name) for name in (self.kernels, self.cores, self.memory)),
+            tuple(
+                (name, replace(ring, resources=()), tuple(place[item] for item in ring.resources))
+                for name, ring in self.rings.items()
+            ),
+        )
 
     @classmethod
     def from_topology(cls, topology: Topology, device: str, profile: Profile) -> Machine:
@@ -176,13 +226,22 @@ class Machine:
         ProfileError
             If the profile has no rate for the work's formats.
         """
-        direction = _direction(program, instruction)
+        direction = self.direction(program, instruction)
         cost = estimate(instruction.work, self.profile, bound=bound, direction=direction)
         if cost.limiter == "copy":
             cost = replace(cost, limiter=self.wires.get(direction, "memory"))
+        if isinstance(instruction.op, Collective):
+            return self._collective(cost, program, instruction, bound)
         if self.profile.device_kind == "gpu" and instruction.work.copy_bytes:
             return self._flow(cost, instruction.work.copy_bytes, direction, bound)
         return self._threads(cost) if self.profile.device_kind == "cpu" else self._kernels(cost)
+
+    @staticmethod
+    def direction(program: Program, instruction: Instruction) -> CopyDirection:
+        """Return which way a copy's bytes go: by where it writes, or by its stream if it writes nothing."""
+        if instruction.writes:
+            return "d2h" if program.buffer(instruction.writes[0].buffer).space == Space.HOST else "h2d"
+        return "d2h" if instruction.stream == Stream.D2H else "h2d"
 
     def step_s(self, bound: Bound = "central") -> float:
         """Seconds of the host's own between two steps, before the next step's first computation."""
@@ -193,11 +252,41 @@ class Machine:
         # Latency is spread over the transfer, so that alone it takes exactly its cost.
         limit = min((self.capacities[name] for name in route), default=math.inf)
         seconds = max(cost.seconds, size_bytes / limit)
-        # Flows share links evenly whatever their own bounds, so all of a device's flows weigh the same.
-        weight = max(_copy_rate(self.profile, "h2d", bound), _copy_rate(self.profile, "d2h", bound))
-        return Activity(
-            seconds, size_bytes / seconds, weight, tuple((name, 1.0) for name in route), cost.limiter
+        uses = tuple((name, 1.0) for name in route)
+        return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, cost.limiter)
+
+    def _collective(
+        self, cost: OperationCost, program: Program, instruction: Instruction, bound: Bound
+    ) -> Activity:
+        assert isinstance(instruction.op, Collective)
+        group, size_bytes = instruction.op.group, instruction.work.link_bytes
+        if program.groups.get(group, 1) == 1:
+            return Activity(cost.seconds, limiter=cost.limiter)
+        ring = self.rings.get(group)
+        if ring is None:
+            message = (
+                f"{instruction.id} is a collective of {group}, to which {self.profile.device_name} has no way"
+            )
+            raise ProfileError(message, hint="make the ranks' machines together, with machines_for")
+        # A rank receives what it lacks; with its own part that is the whole buffer.
+        whole = size_bytes * ring.num_ranks / (ring.num_ranks - 1)
+        bandwidth = ring.bandwidth_bytes_per_s
+        exchange_s = all_gather_s(
+            whole, ring.num_ranks, latency_s=ring.latency_s, bandwidth_bytes_per_s=bandwidth
         )
+        transfer_s = size_bytes / bandwidth
+        seconds = cost.seconds + exchange_s
+        if transfer_s < seconds - transfer_s:
+            return Activity(seconds, limiter="latency")
+        if ring.wire == "memory":
+            demands = {self.cores: 1.0, self.memory: 2 * size_bytes / seconds}
+            return self._asking(replace(cost, seconds=seconds, limiter="memory"), demands)
+        uses = tuple((name, 1.0) for name in ring.resources)
+        return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, ring.wire)
+
+    def _flow_weight(self, bound: Bound) -> float:
+        """Flows share links evenly whatever their own bounds, so all of a device's flows weigh the same."""
+        return max(_copy_rate(self.profile, "h2d", bound), _copy_rate(self.profile, "d2h", bound))
 
     def _kernels(self, cost: OperationCost) -> Activity:
         host_s = sum(cost.terms.get(name, 0.0) for name in _HOST_TERMS)
@@ -230,10 +319,3 @@ def _narrowest(route: Route) -> str:
 
 def _copy_rate(profile: Profile, direction: str, bound: Bound = "central") -> float:
     return profile.values(bound)[f"copy_{direction}_bandwidth"]
-
-
-def _direction(program: Program, instruction: Instruction) -> CopyDirection:
-    """Return which way an instruction's bytes go: by where it writes, or by its stream if it writes nothing."""
-    if instruction.writes:
-        return "d2h" if program.buffer(instruction.writes[0].buffer).space == Space.HOST else "h2d"
-    return "d2h" if instruction.stream == Stream.D2H else "h2d"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
-from zosim.program import Instruction, Part, Program, Stream
+from zosim.program import Collective, Instruction, Part, Program, Stream
 
 
 class Place(NamedTuple):
@@ -99,7 +99,14 @@ class Order:
         return self._by_part[self.part(place.position)][place.instruction]
 
     def waits_for(self, place: Place) -> tuple[Place, ...]:
-        """Places named by the instruction's ``after``, those before the run left out."""
+        """Places of this rank named by the instruction's ``after``, those before the run left out."""
+        return tuple(found for group, found in self._named(place) if not group)
+
+    def waits_for_peers(self, place: Place) -> tuple[tuple[str, Place], ...]:
+        """Places on the other members of a group named by ``after``, those before the run left out."""
+        return tuple((group, found) for group, found in self._named(place) if group)
+
+    def _named(self, place: Place) -> list[tuple[str, Place]]:
         part = self.part(place.position)
         found = []
         for edge in self._by_part[part][place.instruction].after:
@@ -109,8 +116,8 @@ class Order:
             # What the first step waits for in "the step before" need not be in the prologue.
             if part == "step" and position == 0 and edge.instruction not in self._by_part["prologue"]:
                 continue
-            found.append(Place(position, edge.instruction))
-        return tuple(found)
+            found.append((edge.group, Place(position, edge.instruction)))
+        return found
 
     def follows(self, place: Place) -> Place | None:
         """Return the place just before this one on its stream, None for the first."""
@@ -132,6 +139,24 @@ class Order:
             {candidate for candidate in (position - 1, 0) if 0 <= candidate < position}, reverse=True
         )
 
+    def meeting(self, place: Place) -> tuple[str, int] | None:
+        """Return the group of a collective and its number among the group's collectives of the part."""
+        return self._meetings[self.part(place.position)].get(place.instruction)
+
+    @cached_property
+    def _meetings(self) -> dict[Part, dict[str, tuple[str, int]]]:
+        """Per part, the collectives; members of a group meet at those of equal numbers."""
+        found: dict[Part, dict[str, tuple[str, int]]] = {}
+        for part, items in self._by_part.items():
+            counts: dict[str, int] = {}
+            found[part] = {}
+            for item in items.values():
+                if isinstance(item.op, Collective):
+                    number = counts.get(item.op.group, 0)
+                    counts[item.op.group] = number + 1
+                    found[part][item.id] = item.op.group, number
+        return found
+
     def opens_step(self, place: Place) -> bool:
         """Whether a place is the first computation of a step, which the host prepares."""
         if self.part(place.position) != "step" or self.instruction(place).stream != Stream.COMPUTE:
@@ -139,7 +164,7 @@ class Order:
         return place.instruction not in self._before["step"]
 
     def predecessors(self, place: Place) -> tuple[Place, ...]:
-        """All that must finish before an instruction starts: its stream's predecessor first."""
+        """All of this rank that must finish before an instruction starts: its stream's predecessor first."""
         follows = self.follows(place)
         waits = self.waits_for(place)
         return waits if follows is None else (follows, *(item for item in waits if item != follows))

@@ -2,7 +2,8 @@
 
 One simpy process per rank and stream runs its instructions in order; an instruction starts when its stream is free
 and all that it waits for is done, and then progresses at the rate that shared resources leave to it
-(:mod:`zosim.fluid`).
+(:mod:`zosim.fluid`). A collective starts when the last member of its group is there, and ends for all when the last
+of their flows does.
 
 What happens at one instant is independent of the order in which it is handled, with one exception: activities that
 arrive at a first-in-first-out resource at the same instant are served by rank, then by stream in the order of
@@ -26,13 +27,15 @@ from simpy.events import EventPriority
 
 from costmodel.profile import Bound
 from topology.errors import ProgramError
+from zosim.assembly import assemble
 from zosim.fluid import SAME_INSTANT, Fluid
 from zosim.machine import Activity, Machine
-from zosim.memory_curve import memory_samples
 from zosim.places import Order, Place
-from zosim.program import Part, Program, Stream
+from zosim.program import Program, Stream
+from zosim.program_set import ProgramSet
 from zosim.steady import Cycle, SteadyDetector
-from zosim.timeline import Repeat, Span, Timeline
+from zosim.timeline import Span, Timeline
+from zosim.world import World
 
 # Steps after which a run that never becomes periodic is cut, where the caller names no number of steps.
 MAX_UNLIKE_STEPS = 32
@@ -64,7 +67,7 @@ def simulate(
 
 
 def simulate_ranks(
-    programs: Sequence[Program],
+    programs: Sequence[Program] | ProgramSet,
     machines: Sequence[Machine],
     *,
     num_steps: int | None = None,
@@ -74,7 +77,9 @@ def simulate_ranks(
 
     Parameters
     ----------
-    programs, machines : sequence
+    programs : ProgramSet, or a sequence of Program
+        A sequence has one per rank, all of one group for each name that they know.
+    machines : sequence
         One per rank.
     num_steps, bound
         As for :func:`simulate`.
@@ -84,56 +89,66 @@ def simulate_ranks(
     ProgramError, ProfileError
         As for :func:`simulate`.
     """
-    if not programs or len(programs) != len(machines):
-        message = f"{len(programs)} programs for {len(machines)} machines"
-        raise ProgramError(message, hint="give one program and one machine per rank")
-    if num_steps is not None and num_steps < 0:
-        message = f"cannot simulate {num_steps} steps"
-        raise ProgramError(message, hint="num_steps counts from 0")
+    together = programs if isinstance(programs, ProgramSet) else _together(programs)
+    return simulate_world(World.of(together, machines, bound), num_steps=num_steps)
+
+
+def simulate_world(world: World, *, num_steps: int | None = None) -> Timeline:
+    """Return the predicted timeline of all ranks of a world, one simpy process per rank and stream.
+
+    Raises
+    ------
+    ProgramError
+        As for :func:`simulate`.
+    """
+    check_num_steps(num_steps)
     wanted = MAX_UNLIKE_STEPS if num_steps is None else num_steps
-    with _without_garbage_collection():
-        activities = [_activities(*pair, bound) for pair in zip(programs, machines, strict=True)]
-        run = _Run(programs, machines, activities, wanted, bound)
+    with without_garbage_collection():
+        run = _Run(world, wanted)
         run.go()
         if run.shortened is None:
             return run.timeline(run.cycle)
         # The same run with fewer like steps, whose last steps and flush only come later.
-        short = _Run(programs, machines, activities, run.shortened, bound)
+        short = _Run(world, run.shortened)
         short.go()
         return short.timeline(run.cycle, 0 if num_steps is None else num_steps - run.shortened)
 
 
-Activities = dict[tuple[Part, str], Activity]
+def check_num_steps(num_steps: int | None) -> None:
+    """Refuse a negative number of steps.
+
+    Raises
+    ------
+    ProgramError
+        If it is one.
+    """
+    if num_steps is not None and num_steps < 0:
+        message = f"cannot simulate {num_steps} steps"
+        raise ProgramError(message, hint="num_steps counts from 0")
 
 
-def _activities(program: Program, machine: Machine, bound: Bound) -> Activities:
-    return {(part, item.id): machine.activity(program, item, bound) for part, item in program.instructions()}
+def _together(programs: Sequence[Program]) -> ProgramSet:
+    if not programs:
+        raise ProgramError("0 programs to simulate", hint="give one program and one machine per rank")
+    names = {name for program in programs for name in program.groups}
+    everybody = (tuple(range(len(programs))),)
+    return ProgramSet(tuple(programs), tuple(range(len(programs))), dict.fromkeys(sorted(names), everybody))
 
 
 class _Run:
     """One simulation of a fixed number of steps."""
 
-    def __init__(
-        self,
-        programs: Sequence[Program],
-        machines: Sequence[Machine],
-        activities: Sequence[Activities],
-        num_steps: int,
-        bound: Bound,
-    ) -> None:
+    def __init__(self, world: World, num_steps: int) -> None:
+        self.world = world
         self.num_steps = num_steps
-        self.programs = programs
-        self.machines = machines
-        self.bound: Bound = bound
         self.env = simpy.Environment()
-        self.fluid = _FluidProcess(self.env, Fluid(_merged_capacities(machines), _merged_fifo(machines)))
-        self.ranks = [
-            _Rank(self, number, *known) for number, known in enumerate(zip(programs, activities, strict=True))
-        ]
+        self.fluid = _FluidProcess(self.env, Fluid(world.capacities, world.fifo))
+        self.ranks = [_Rank(self, rank) for rank in range(world.size)]
         self.depth = max(rank.order.max_distance for rank in self.ranks)
         self.detector = SteadyDetector(self.depth)
         self.cycle: Cycle | None = None
         self.shortened: int | None = None
+        self._meetings: dict[tuple[object, ...], tuple[simpy.Event, list[int]]] = {}
 
     def go(self) -> None:
         """Run to the end, or until the rest is known.
@@ -149,7 +164,31 @@ class _Run:
             while self.shortened is None:
                 self.env.step()
         if self.shortened is None:
-            _refuse_deadlock(self.ranks)
+            _refuse_deadlock(self)
+
+    def meet(self, rank: int, place: Place, phase: str) -> simpy.Event:
+        """Return the event of all members of a collective's group having come as far as `rank` now has."""
+        group, part, key = self._meeting(rank, place, phase)
+        event, there = self._meetings.setdefault(key, (self.env.event(), []))
+        there.append(rank)
+        if len(there) == len(self.world.groups[group].parts[part]):
+            event.succeed()
+        return event
+
+    def missing(self, rank: int, place: Place) -> list[int]:
+        """Return the members of a collective's group that have not come to its start, where `rank` has."""
+        group, part, key = self._meeting(rank, place, "start")
+        there = self._meetings.get(key, (None, []))[1]
+        if rank not in there:
+            return []
+        return [other for other in self.world.groups[group].parts[part] if other not in there]
+
+    def _meeting(self, rank: int, place: Place, phase: str) -> tuple[str, int, tuple[object, ...]]:
+        found = self.ranks[rank].order.meeting(place)
+        assert found is not None
+        group, number = found
+        part = self.world.groups[group].part_of[rank]
+        return group, part, (group, part, place.position, number, phase)
 
     def step_completed(self, step: int) -> None:
         """Look whether the run has become periodic, whenever all ranks have completed another step."""
@@ -163,11 +202,7 @@ class _Run:
             return
         self.cycle = self.detector.completed(times, entered - step)
         if self.cycle is not None:
-            # Streams must still have a step to go before the flush, and the flush must not reach back to here.
-            kept = entered + 1 + self.depth
-            cycles = (self.num_steps - kept) // self.cycle.num_steps
-            if cycles > 0:
-                self.shortened = self.num_steps - cycles * self.cycle.num_steps
+            self.shortened = shortened_steps(self.cycle, self.num_steps, entered, self.depth)
 
     def _others_until_s(self) -> float:
         """Return when the last instruction that is of no step ended, infinity while one is running."""
@@ -175,28 +210,26 @@ class _Run:
 
     def timeline(self, cycle: Cycle | None, num_omitted: int = 0) -> Timeline:
         """Return what happened, with `num_omitted` further steps of the cycle put after its last step."""
-        repeat = None
-        if cycle is not None:
-            rounds = num_omitted // cycle.num_steps
-            repeat = Repeat(cycle.first_step, cycle.num_steps, rounds, cycle.period_s)
-        num_steps = self.num_steps + num_omitted
-        # A flush instruction that waits for no step has run before steps became steady, and stays there.
-        ends = [span.end_s for rank in self.ranks for span in rank.spans if _is_of_step(span, cycle)]
-        steady_s = max(ends, default=0.0)
-        spans, memory = [], []
-        for rank in self.ranks:
-            own = [_later(span, repeat, steady_s) for span in rank.spans]
-            spans += own
-            memory += memory_samples(rank.program, own, num_steps, rank.number)
-        return Timeline(
-            program=self.programs[0].name,
-            source="simulated",
-            num_steps=num_steps,
-            spans=tuple(spans),
-            memory=tuple(memory),
-            first_steady_step=repeat.first_step if repeat else 1,
-            repeat=repeat,
-        )
+        spans = {rank.index: rank.spans for rank in self.ranks}
+        return assemble(self.world, spans, self.num_steps, cycle, num_omitted)
+
+
+def shortened_steps(cycle: Cycle, num_steps: int, entered: int, depth: int) -> int | None:
+    """Return the steps of a run that shows all there is to see, None if none can be left out.
+
+    Parameters
+    ----------
+    cycle : Cycle
+    num_steps : int
+        Of the whole run.
+    entered : int
+        Latest step that any stream had entered when the cycle was found.
+    depth : int
+        Steps that dependencies reach back.
+    """
+    # Streams must still have a step to go before the flush, and the flush must not reach back to here.
+    cycles = (num_steps - (entered + 1 + depth)) // cycle.num_steps
+    return num_steps - cycles * cycle.num_steps if cycles > 0 else None
 
 
 # After everything else that happens at the same instant.
@@ -252,22 +285,21 @@ class _FluidProcess:
 class _Rank:
     """The streams of one rank."""
 
-    def __init__(self, run: _Run, number: int, program: Program, activities: Activities) -> None:
+    def __init__(self, run: _Run, index: int) -> None:
         self.run = run
-        self.number = number
-        self.program = program
-        self.order = Order(program, run.num_steps)
+        self.index = index
+        self.program = run.world.program(index)
+        self.order = Order(self.program, run.num_steps)
         self.spans: list[Span] = []
         self.processes: list[simpy.Process] = []
         self.waiting: dict[Stream, Place] = {}
+        self.done: set[Place] = set()
         self.num_completed = 0
         self.max_step = 0
         self.others_until_s = 0.0
         self._num_others_running = 0
-        self._activities = activities
-        self._done: set[Place] = set()
+        self._activities = run.world.activities(index)
         self._waiters: dict[Place, list[simpy.Event]] = {}
-        self._left: dict[int, int] = {}
         self._times: dict[int, dict[str, tuple[float, float]]] = {}
 
     def start(self) -> None:
@@ -275,26 +307,45 @@ class _Rank:
         used = {instruction.stream for _, instruction in self.program.instructions()}
         for number, stream in enumerate(Stream):
             if stream in used:
-                self.processes.append(self.run.env.process(self._stream(stream, (self.number, number))))
+                self.processes.append(self.run.env.process(self._stream(stream, (self.index, number))))
 
     def _stream(self, stream: Stream, key: tuple[int, int]) -> Generator[simpy.Event, None, None]:
-        env, order = self.run.env, self.order
+        env, order, step_s = self.run.env, self.order, self.run.world.template(self.index).step_s
         for place in self._places(stream):
             if order.opens_step(place):
-                yield env.timeout(self.run.machines[self.number].step_s(self.run.bound))
+                yield env.timeout(step_s)
             self.waiting[stream] = place
-            for needed in order.waits_for(place):
-                if needed not in self._done:
-                    event = env.event()
-                    self._waiters.setdefault(needed, []).append(event)
-                    yield event
+            for rank, needed in self.awaited(place):
+                if needed not in rank.done:
+                    yield rank.finished(needed)
+            meets = order.meeting(place) is not None
+            if meets:
+                yield self.run.meet(self.index, place, "start")
             del self.waiting[stream]
             start_s = env.now
             activity = self._activities[order.part(place.position), place.instruction]
             self._count_other(place, +1)
             yield self.run.fluid.run(activity, key)
+            if meets:
+                yield self.run.meet(self.index, place, "end")
             self._count_other(place, -1)
-            self._finish(place, start_s, activity.limiter)
+            self._finish(place, start_s, activity)
+
+    def awaited(self, place: Place) -> Iterator[tuple[_Rank, Place]]:
+        """Yield what an instruction waits for besides its stream, on this rank and on its peers."""
+        for needed in self.order.waits_for(place):
+            yield self, needed
+        for group, needed in self.order.waits_for_peers(place):
+            for peer in self.run.world.groups[group].peers(self.index):
+                rank = self.run.ranks[peer]
+                if rank.order.has(needed):
+                    yield rank, needed
+
+    def finished(self, place: Place) -> simpy.Event:
+        """Return an event that happens when an instruction of this rank has finished."""
+        event = self.run.env.event()
+        self._waiters.setdefault(place, []).append(event)
+        return event
 
     def _places(self, stream: Stream) -> Iterator[Place]:
         own = {
@@ -311,12 +362,12 @@ class _Rank:
         for name in own["flush"]:
             yield Place(self.order.num_steps + 1, name)
 
-    def _finish(self, place: Place, start_s: float, limiter: str) -> None:
+    def _finish(self, place: Place, start_s: float, activity: Activity) -> None:
         instruction, end_s = self.order.instruction(place), self.run.env.now
         part, step = self.order.part(place.position), self.order.step(place.position)
         self.spans.append(
             Span(
-                self.number,
+                self.run.world.numbers[self.index],
                 part,
                 step,
                 instruction.id,
@@ -325,10 +376,10 @@ class _Rank:
                 instruction.segment,
                 start_s,
                 end_s,
-                limiter,
+                activity.limiter,
             )
         )
-        self._done.add(place)
+        self.done.add(place)
         for event in self._waiters.pop(place, ()):
             event.succeed()
         if part == "step":
@@ -353,54 +404,52 @@ class _Rank:
         return np.array([time for item in self.program.step for time in times[item.id]], dtype=np.float64)
 
 
-def _is_of_step(span: Span, cycle: Cycle | None) -> bool:
-    return cycle is not None and span.part == "step" and span.step == cycle.last_step
-
-
-def _later(span: Span, repeat: Repeat | None, steady_s: float) -> Span:
-    """Return a span where it belongs when the omitted steps are put in before it."""
-    if repeat is None or repeat.num_rounds == 0:
-        return span
-    if span.part == "flush":
-        return span.shifted(repeat.omitted_s if span.start_s >= steady_s else 0.0, repeat.num_omitted_steps)
-    comes_after = span.part == "step" and span.step >= repeat.first_omitted_step
-    return span.shifted(repeat.omitted_s, repeat.num_omitted_steps) if comes_after else span
-
-
-def _merged_capacities(machines: Sequence[Machine]) -> dict[str, float]:
-    capacities: dict[str, float] = {}
-    for machine in machines:
-        for name, capacity in machine.capacities.items():
-            capacities[name] = max(capacity, capacities.get(name, 0.0))
-    return capacities
-
-
-def _merged_fifo(machines: Sequence[Machine]) -> frozenset[str]:
-    return frozenset().union(*(machine.fifo for machine in machines))
-
-
-def _refuse_deadlock(ranks: Sequence[_Rank]) -> None:
+def _refuse_deadlock(run: _Run) -> None:
     """Raise for the first rank of which a stream can never go on."""
-    for rank in ranks:
+    for rank in run.ranks:
         if rank.waiting:
-            message = f"program {rank.program.name} can never go on: {' waits for '.join(_circle(rank))}"
+            circle = " waits for ".join(_circle(run, rank))
+            message = f"program {rank.program.name} can never go on: {circle}"
             raise ProgramError(message, hint="remove one of these dependencies, or reorder a stream")
 
 
-def _circle(rank: _Rank) -> list[str]:
+def _circle(run: _Run, rank: _Rank) -> list[str]:
     """Return the instructions that wait for each other, the first again at the end."""
-    place = min(rank.waiting.values())
-    path: list[Place] = []
-    while place not in path:
-        path.append(place)
-        undone = [item for item in rank.order.predecessors(place) if item not in rank._done]
-        place = undone[0]
-    circle = [*path[path.index(place) :], place]
-    return [f"{rank.order.part(item.position)}/{item.instruction}" for item in circle]
+    node = rank, min(rank.waiting.values())
+    path: list[tuple[_Rank, Place]] = []
+    while node not in path:
+        path.append(node)
+        undone = _undone(run, *node)
+        if not undone:
+            return [*map(_name, path), "a partner that never comes"]
+        node = undone[0]
+    return [_name(item) for item in (*path[path.index(node) :], node)]
+
+
+def _undone(run: _Run, rank: _Rank, place: Place) -> list[tuple[_Rank, Place]]:
+    """Return what an instruction that has not started still waits for."""
+    needed = [(rank, before) for before in rank.order.predecessors(place)] + list(rank.awaited(place))
+    undone = [(other, before) for other, before in needed if before not in other.done]
+    if undone or rank.order.meeting(place) is None:
+        return undone
+    partners = [run.ranks[number] for number in run.missing(rank.index, place)]
+    wanted = rank.order.meeting(place)
+    return [
+        (other, here)
+        for other in partners
+        for item in other.order.instructions(place.position)
+        if other.order.meeting(here := Place(place.position, item.id)) == wanted
+    ]
+
+
+def _name(node: tuple[_Rank, Place]) -> str:
+    rank, place = node
+    name = f"{rank.order.part(place.position)}/{place.instruction}"
+    return name if rank.run.world.size == 1 else f"{name} of rank {rank.run.world.numbers[rank.index]}"
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Keep the collector from walking the many live events again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
