@@ -17,8 +17,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_validator
 
 from costmodel.families import FAMILIES, Architecture, Family, TensorSpec
-from costmodel.groups import ParameterEntry, group_parameters
-from costmodel.model_spec import ModelSpec
+from costmodel.groups import ParameterEntry, cut_blocks_inside, group_parameters
+from costmodel.model_spec import ModelSpec, segments_of
 from topology.errors import ModelError
 
 
@@ -68,7 +68,9 @@ def shipped_models() -> tuple[str, ...]:
     return tuple(_shipped())
 
 
-def read_model_spec(source: str | Path, *, trainable: Trainable = "all") -> ModelSpec:
+def read_model_spec(
+    source: str | Path, *, trainable: Trainable = "all", cut_blocks: tuple[int, ...] = ()
+) -> ModelSpec:
     """Return what is known of a model from its configuration.
 
     Parameters
@@ -78,19 +80,22 @@ def read_model_spec(source: str | Path, *, trainable: Trainable = "all") -> Mode
         ``config.json``, a ``config.json``, or a JSON file written by ``ModelSpec.model_dump_json``.
     trainable : "all", LoRA or Prefix
         What is perturbed and updated.
+    cut_blocks : tuple of int
+        Blocks that become two segments, cut at the input of the MLP's second linear.
 
     Raises
     ------
     ModelError
-        If there is no such model or file, if the file is damaged, or if the family is unknown.
+        If there is no such model or file, if the file is damaged, if the family is unknown, or if there is no such
+        block.
     """
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        return _spec_of_file(path, trainable)
+        return _spec_of_file(path, trainable, cut_blocks)
     name = _shipped_name(str(source))
-    return spec_of_config(_shipped()[name], name=name, trainable=trainable)
+    return spec_of_config(_shipped()[name], name=name, trainable=trainable, cut_blocks=cut_blocks)
 
 
 def shipped_config(name: str) -> dict[str, Any]:
@@ -104,7 +109,9 @@ def shipped_config(name: str) -> dict[str, Any]:
     return dict(_shipped()[_shipped_name(name)])
 
 
-def spec_of_config(config: Mapping[str, Any], *, name: str, trainable: Trainable = "all") -> ModelSpec:
+def spec_of_config(
+    config: Mapping[str, Any], *, name: str, trainable: Trainable = "all", cut_blocks: tuple[int, ...] = ()
+) -> ModelSpec:
     """Return the :class:`ModelSpec` of a configuration given as a mapping.
 
     Raises
@@ -129,6 +136,8 @@ def spec_of_config(config: Mapping[str, Any], *, name: str, trainable: Trainable
     entries = (
         _with_prefixes(tensors, arch, num_prefix_tokens) if num_prefix_tokens else _entries(tensors, lora)
     )
+    cut = tuple(sorted(set(cut_blocks)))
+    segments_of(arch.num_blocks, cut)
     return ModelSpec(
         name=name,
         family=str(model_type),
@@ -136,7 +145,8 @@ def spec_of_config(config: Mapping[str, Any], *, name: str, trainable: Trainable
         adapter_rank=lora.rank if lora else 0,
         adapter_shapes=adapters,
         num_prefix_tokens=num_prefix_tokens,
-        groups=group_parameters(entries),
+        cut_blocks=cut,
+        groups=group_parameters(cut_blocks_inside(entries, cut, norm_after_mlp=arch.norm_after_mlp)),
     )
 
 
@@ -230,7 +240,7 @@ def _adapter_shapes(tensors: list[TensorSpec], lora: LoRA | None, name: str) -> 
     return tuple(tensor.linear for tensor in linears if tensor.linear and _targets(tensor, lora))
 
 
-def _spec_of_file(path: Path, trainable: Trainable) -> ModelSpec:
+def _spec_of_file(path: Path, trainable: Trainable, cut_blocks: tuple[int, ...]) -> ModelSpec:
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -240,12 +250,17 @@ def _spec_of_file(path: Path, trainable: Trainable) -> ModelSpec:
         message = f"{path} holds {type(loaded).__name__}, a configuration is a JSON object"
         raise ModelError(message)
     if "groups" in loaded:
-        return _saved_spec(loaded, path, trainable)
+        return _saved_spec(loaded, path, trainable, cut_blocks)
     name = path.parent.name if path.name == "config.json" else path.stem
-    return spec_of_config(loaded, name=name or str(path), trainable=trainable)
+    return spec_of_config(loaded, name=name or str(path), trainable=trainable, cut_blocks=cut_blocks)
 
 
-def _saved_spec(loaded: dict[str, Any], path: Path, trainable: Trainable) -> ModelSpec:
+def _saved_spec(
+    loaded: dict[str, Any], path: Path, trainable: Trainable, cut_blocks: tuple[int, ...]
+) -> ModelSpec:
+    if cut_blocks and tuple(loaded.get("cut_blocks", ())) != cut_blocks:
+        message = f"{path} is a saved model specification, which already states which blocks are cut"
+        raise ModelError(message, hint="make it from the model's configuration")
     if trainable != "all":
         message = f"{path} is a saved model specification, which already states what is trainable"
         raise ModelError(

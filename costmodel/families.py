@@ -59,6 +59,8 @@ class Architecture:
     """Biases of q, k, v and of the output projection."""
     mlp_bias: bool = False
     norm_affine: bool = True
+    norm_after_mlp: bool = False
+    """Whether a block's last norm follows its MLP."""
 
     @property
     def token_segments(self) -> tuple[str, ...]:
@@ -111,6 +113,7 @@ def _opt_architecture(config: Config) -> Architecture:
         attention_bias=(config["enable_bias"], config["enable_bias"]),
         mlp_bias=config["enable_bias"],
         norm_affine=config["layer_norm_elementwise_affine"],
+        norm_after_mlp=not config["do_layer_norm_before"],
     )
 
 

@@ -7,12 +7,13 @@ including temporaries that Python keeps alive to the end of a function (the atte
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
-from costmodel.model_spec import EMBED, HEAD, ModelSpec
+from costmodel.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec
 from costmodel.tape import Buffer, Tape
 from costmodel.work import DTYPE_BYTES, Attention, DType, ModelCode, Work
 from topology.errors import ModelError
@@ -90,16 +91,19 @@ def forward_work(
     shape = _Pass(
         batch=batch, seq=seq, dtype=dtype, attention=attention, loss_chunk=loss_chunk, padded=padded
     )
-    work = _SEGMENTS.get(segment, _block_work)(spec, shape).model_copy(update={"calls": (_code_of(segment),)})
+    work = _player_of(segment)(spec, shape).model_copy(update={"calls": (_code_of(segment),)})
     stored = storage_dtype or dtype
     if DTYPE_BYTES[stored] == DTYPE_BYTES[dtype] and {stored, dtype} != {"float16", "bfloat16"}:
         return work
     return _with_cast_weights(work, spec, segment, stored, dtype)
 
 
-def activation_bytes(spec: ModelSpec, *, batch: int, seq: int, dtype: DType = "float32") -> int:
-    """Return the bytes of the hidden state that one segment hands to the next."""
-    return batch * seq * spec.hidden_size * DTYPE_BYTES[dtype]
+def activation_bytes(
+    spec: ModelSpec, *, batch: int, seq: int, dtype: DType = "float32", segment: str = ""
+) -> int:
+    """Return the bytes that `segment` hands to the next: a hidden state, from a block's front the MLP's too."""
+    inner = spec.intermediate_size if segment.endswith(FRONT) else 0
+    return batch * seq * (spec.hidden_size + inner) * DTYPE_BYTES[dtype]
 
 
 def shared_activation_bytes(
@@ -182,16 +186,47 @@ def _loss(tape: Tape, spec: ModelSpec, rows: int) -> None:
     tape.free(logits, upcast, log_probabilities)
 
 
-def _block_work(spec: ModelSpec, shape: _Pass) -> Work:
+def _player_of(segment: str) -> Callable[[ModelSpec, _Pass], Work]:
+    if segment.endswith(FRONT):
+        return _front_work
+    return _back_work if segment.endswith(BACK) else _SEGMENTS.get(segment, _block_work)
+
+
+def _front_work(spec: ModelSpec, shape: _Pass) -> Work:
+    """Play a block up to the input of the MLP's second linear, which leaves with the residual stream."""
     tape = Tape(shape.dtype)
+    residual, normed, kept = _up_to_mlp(tape, spec, shape)
+    inner = _first_of_mlp(tape, spec, shape, normed)
+    tape.free(*kept, normed)
+    _adapters(tape, spec, shape, behind=False)
+    return tape.work(output_bytes=inner.size_bytes + residual.size_bytes)
+
+
+def _back_work(spec: ModelSpec, shape: _Pass) -> Work:
+    """Play the rest of such a block."""
+    tape = Tape(shape.dtype)
+    residual = Buffer(shape.rows * spec.hidden_size, shape.dtype)
+    output = tape.linear(shape.rows, spec.intermediate_size, spec.hidden_size)
+    output = tape.map(residual, output, drop=(output,))
+    _adapters(tape, spec, shape, behind=True)
+    return tape.work(output_bytes=output.size_bytes)
+
+
+def _up_to_mlp(tape: Tape, spec: ModelSpec, shape: _Pass) -> tuple[Buffer, Buffer, tuple[Buffer, ...]]:
+    """Play a block up to its MLP; return the residual stream, the MLP's input, and what stays alive meanwhile."""
     entry = Buffer(shape.rows * spec.hidden_size, shape.dtype)
     normed = _norm(tape, spec, entry)
     attended, kept = _attention_part(tape, spec, shape)
     residual = tape.map(entry, attended, drop=(normed, attended) if spec.family != "gpt2" else (normed,))
-    normed = _norm(tape, spec, residual)
+    return residual, _norm(tape, spec, residual), (kept, attended)
+
+
+def _block_work(spec: ModelSpec, shape: _Pass) -> Work:
+    tape = Tape(shape.dtype)
+    residual, normed, kept = _up_to_mlp(tape, spec, shape)
     output = _mlp(tape, spec, shape, normed)
     output = tape.map(residual, output, drop=(residual, output))
-    tape.free(kept, attended)
+    tape.free(*kept)
     _adapters(tape, spec, shape)
     return tape.work(output_bytes=output.size_bytes)
 
@@ -341,19 +376,23 @@ def _attention(spec: ModelSpec, shape: _Pass, *, materialised: bool) -> Attentio
 
 
 def _mlp(tape: Tape, spec: ModelSpec, shape: _Pass, normed: Buffer) -> Buffer:
+    inner = _first_of_mlp(tape, spec, shape, normed)
+    output = tape.linear(shape.rows, spec.intermediate_size, spec.hidden_size)
+    tape.free(inner, normed)
+    return output
+
+
+def _first_of_mlp(tape: Tape, spec: ModelSpec, shape: _Pass, normed: Buffer) -> Buffer:
+    """Play the MLP up to the input of its second linear."""
     if spec.mlp == "gated":
         gate = tape.linear(shape.rows, spec.hidden_size, spec.intermediate_size)
         gate = _activate(tape, spec, gate)
         up = tape.linear(shape.rows, spec.hidden_size, spec.intermediate_size)
-        inner = tape.map(gate, up, drop=(gate, up))
-    else:
-        inner = tape.linear(shape.rows, spec.hidden_size, spec.intermediate_size)
-        if spec.family == "opt":
-            tape.free(normed)  # OPT's block overwrites its only name for it; the others keep it in the caller
-        inner = _activate(tape, spec, inner)
-    output = tape.linear(shape.rows, spec.intermediate_size, spec.hidden_size)
-    tape.free(inner, normed)
-    return output
+        return tape.map(gate, up, drop=(gate, up))
+    inner = tape.linear(shape.rows, spec.hidden_size, spec.intermediate_size)
+    if spec.family == "opt":
+        tape.free(normed)  # OPT's block overwrites its only name for it; the others keep it in the caller
+    return _activate(tape, spec, inner)
 
 
 def _activate(tape: Tape, spec: ModelSpec, inner: Buffer) -> Buffer:
@@ -369,9 +408,11 @@ def _activate(tape: Tape, spec: ModelSpec, inner: Buffer) -> Buffer:
     return tape.map(half, term, drop=(half, term, inner))
 
 
-def _adapters(tape: Tape, spec: ModelSpec, shape: _Pass) -> None:
+def _adapters(tape: Tape, spec: ModelSpec, shape: _Pass, *, behind: bool | None = None) -> None:
     """Play the adapters' two narrow products each, the scaling and the addition to the base's output."""
     for inputs, outputs in spec.adapter_shapes:
+        if behind is not None and behind != (inputs == spec.intermediate_size):
+            continue
         narrow = tape.linear(shape.rows, inputs, spec.adapter_rank)
         wide = tape.linear(shape.rows, spec.adapter_rank, outputs)
         scaled = tape.map(wide, drop=(narrow, wide))

@@ -6,11 +6,11 @@ plan made without weights and a run with them agree on every name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import NamedTuple
 
-from costmodel.model_spec import EMBED, HEAD, ParameterGroup
+from costmodel.model_spec import BACK, EMBED, FRONT, HEAD, ParameterGroup, block_segment
 
 TIED_TABLE = "embed.tokens"
 """Name of the group of a token table that the head reads as well."""
@@ -33,6 +33,39 @@ class ParameterEntry(NamedTuple):
     segments: tuple[str, ...]
     num_elements: int
     trainable: bool = True
+
+
+SECOND_LINEARS = ("fc2", "c_proj", "down_proj")
+"""What families call the linear that the MLP's activation goes into; GPT-2 has another ``c_proj`` in its attention."""
+
+
+def cut_blocks_inside(
+    entries: Iterable[ParameterEntry], cut_blocks: Iterable[int], *, norm_after_mlp: bool
+) -> Iterator[ParameterEntry]:
+    """Yield `entries` with the parameters of some blocks shared out between their two halves.
+
+    Parameters
+    ----------
+    entries : iterable of ParameterEntry
+    cut_blocks : iterable of int
+    norm_after_mlp : bool
+        Whether the block's last norm comes after the MLP (OPT-350M) rather than before it.
+    """
+    cut = {block_segment(i) for i in cut_blocks}
+    for entry in entries:
+        if entry.segments[0] not in cut:
+            yield entry
+            continue
+        half = BACK if _is_behind(entry.name, norm_after_mlp=norm_after_mlp) else FRONT
+        yield entry._replace(segments=(entry.segments[0] + half,))
+
+
+def _is_behind(name: str, *, norm_after_mlp: bool) -> bool:
+    """Whether a block's parameter acts after the input of the MLP's second linear."""
+    parts = name.split(".")
+    if "attn" in parts or "self_attn" in parts:
+        return False
+    return any(part in SECOND_LINEARS for part in parts) or (norm_after_mlp and "final_layer_norm" in parts)
 
 
 def group_parameters(entries: Iterable[ParameterEntry]) -> tuple[ParameterGroup, ...]:

@@ -1,7 +1,9 @@
 """What is tuned: a causal language model as counts, without a weight in sight.
 
 A model is cut into *segments* that run one after the other: ``embed``, ``block.0`` ... ``block.{n-1}``,
-``head`` (final norm, output projection, loss). Its parameters form *groups*, listed in the order in which the
+``head`` (final norm, output projection, loss). A block that is cut inside, at the input of the MLP's second linear,
+is two segments, ``block.i.front`` and ``block.i.back``; what passes between them is that input and the residual
+stream. Parameters form *groups*, listed in the order in which the
 model registers them, because that is the order in which the reference MeZO loop draws their directions. Most
 groups belong to one segment; a tied token table belongs to two.
 """
@@ -19,9 +21,37 @@ EMBED = "embed"
 HEAD = "head"
 
 
+FRONT = ".front"
+BACK = ".back"
+
+
 def block_segment(index: int) -> str:
     """Name of the segment that is block `index` (from 0)."""
     return f"block.{index}"
+
+
+def block_index(segment: str) -> int:
+    """Number of the block that `segment` is, or is a part of."""
+    return int(segment.split(".")[1])
+
+
+def segments_of(num_blocks: int, cut_blocks: tuple[int, ...] = ()) -> tuple[str, ...]:
+    """Return the segments of a model in execution order.
+
+    Raises
+    ------
+    ModelError
+        If a block to be cut does not exist.
+    """
+    unknown = [i for i in cut_blocks if not 0 <= i < num_blocks]
+    if unknown:
+        message = f"there is no block {unknown[0]} to cut: blocks run from 0 to {num_blocks - 1}"
+        raise ModelError(message)
+    found = [EMBED]
+    for i in range(num_blocks):
+        name = block_segment(i)
+        found += [name + FRONT, name + BACK] if i in cut_blocks else [name]
+    return (*found, HEAD)
 
 
 class ParameterGroup(BaseModel):
@@ -92,6 +122,8 @@ class ModelSpec(BaseModel):
         Inputs and outputs of each linear of one block that carries an adapter.
     num_prefix_tokens : int
         Virtual tokens that each block's attention sees before the real ones, 0 where there are none.
+    cut_blocks : tuple of int
+        Blocks that are two segments, in ascending order.
     groups : tuple of ParameterGroup
         In registration order.
     """
@@ -120,6 +152,7 @@ class ModelSpec(BaseModel):
     adapter_rank: NonNegativeInt = 0
     adapter_shapes: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
     num_prefix_tokens: NonNegativeInt = 0
+    cut_blocks: tuple[NonNegativeInt, ...] = ()
     groups: tuple[ParameterGroup, ...]
 
     @model_validator(mode="after")
@@ -138,7 +171,7 @@ class ModelSpec(BaseModel):
     @property
     def segments(self) -> tuple[str, ...]:
         """Segment names in execution order."""
-        return (EMBED, *(block_segment(i) for i in range(self.num_blocks)), HEAD)
+        return segments_of(self.num_blocks, self.cut_blocks)
 
     @property
     def num_parameters(self) -> int:
