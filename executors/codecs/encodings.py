@@ -1,0 +1,362 @@
+"""Ways of writing symbols down, under one interface, and the choice among them by size.
+
+Sizes are those of :mod:`costmodel.codecs`, and here they are counted, not expected.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from costmodel.codecs import (
+    FREQUENCY_BITS,
+    MAX_GAP_BITS,
+    Encoding,
+    SymbolStatistics,
+    bitmap_bytes,
+    dense_bytes,
+    expected_entropy_bytes,
+    frequencies,
+    index_bits,
+    index_bytes,
+    packed_bytes,
+    run_length_bytes,
+)
+from executors.codecs.entropy import decode_entropy, encode_entropy, is_available
+from executors.codecs.packing import Bytes, pack, pack_wide, unpack, unpack_wide
+from topology.errors import CodecError
+
+Indices = npt.NDArray[np.int64]
+_PIECE = 1 << 20
+
+
+class Symbols:
+    """Symbols of a tensor, and what several encodings ask of them.
+
+    Parameters
+    ----------
+    values : numpy.ndarray
+        uint8, one-dimensional.
+    num_columns, bits : int
+    """
+
+    def __init__(self, values: Bytes, num_columns: int, bits: int) -> None:
+        self.values = values
+        self.num_columns = num_columns
+        self.bits = bits
+
+    @cached_property
+    def histogram(self) -> npt.NDArray[np.int64]:
+        """How often each of ``2^bits`` symbols occurs."""
+        found = np.zeros(2**self.bits, dtype=np.int64)
+        for begin in range(0, len(self.values), _PIECE):
+            found += np.bincount(self.values[begin : begin + _PIECE], minlength=len(found))
+        return found
+
+    @cached_property
+    def background(self) -> int:
+        """The most frequent symbol, the smallest of several."""
+        return int(self.histogram.argmax())
+
+    @cached_property
+    def statistics(self) -> SymbolStatistics:
+        """Counts that sizes follow from."""
+        counts = self.histogram.tolist()
+        kept = len(self.values) - counts[self.background]
+        return SymbolStatistics(len(self.values), self.num_columns, self.bits, kept, tuple(counts))
+
+    @cached_property
+    def places(self) -> Indices:
+        """Where symbols other than the background are, in ascending order."""
+        return np.flatnonzero(self.values != self.background)
+
+    @cached_property
+    def kept(self) -> Bytes:
+        """Symbols other than the background."""
+        return self.values[self.places]
+
+    @cached_property
+    def gaps(self) -> Indices:
+        """Length of the run of background before each kept symbol."""
+        return np.diff(self.places, prepend=-1) - 1
+
+    @cached_property
+    def tokens_by_gap_bits(self) -> tuple[int, ...]:
+        """Run-length tokens with 1, 2, ... bits for a run."""
+        gaps, found = self.gaps, []
+        for _ in range(MAX_GAP_BITS):
+            gaps = gaps >> 1
+            gaps = gaps[gaps > 0]
+            found.append(len(self.places) + int(gaps.sum()))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Symbols written down.
+
+    Attributes
+    ----------
+    encoding : str
+    body : numpy.ndarray
+        uint8.
+    background : int
+        The symbol that is left out.
+    gap_bits : int
+        Of a run length; 0 elsewhere.
+    num_items : int
+        Symbols, tokens or words that the body holds, by encoding.
+    """
+
+    encoding: Encoding
+    body: Bytes
+    background: int = 0
+    gap_bits: int = 0
+    num_items: int = 0
+
+
+class SymbolEncoding(ABC):
+    """A way of writing symbols down."""
+
+    name: Encoding
+
+    @abstractmethod
+    def size_bytes(self, symbols: Symbols) -> int:
+        """Return the bytes of the body; never more than they will be."""
+
+    @abstractmethod
+    def encode(self, symbols: Symbols) -> Payload:
+        """Return the symbols, written down."""
+
+    @abstractmethod
+    def decode(self, payload: Payload, num_elements: int, num_columns: int, bits: int) -> Bytes:
+        """Return the symbols.
+
+        Raises
+        ------
+        CodecError
+            If the body is not as long as it says, or contradicts itself.
+        """
+
+
+class Dense(SymbolEncoding):
+    """Every symbol."""
+
+    name: Encoding = "dense"
+
+    def size_bytes(self, symbols: Symbols) -> int:
+        """Return the bytes of all symbols."""
+        return dense_bytes(symbols.statistics)
+
+    def encode(self, symbols: Symbols) -> Payload:
+        """Return the symbols, packed."""
+        return Payload(self.name, pack(symbols.values, symbols.bits), num_items=len(symbols.values))
+
+    def decode(self, payload: Payload, num_elements: int, num_columns: int, bits: int) -> Bytes:
+        """Return the symbols."""
+        (body,) = _sections(payload, packed_bytes(num_elements, bits))
+        return unpack(body, num_elements, bits)
+
+
+class Index(SymbolEncoding):
+    """How many symbols each row keeps; their places within the row; the symbols."""
+
+    name: Encoding = "index"
+
+    def size_bytes(self, symbols: Symbols) -> int:
+        """Return the bytes of the three."""
+        return index_bytes(symbols.statistics)
+
+    def encode(self, symbols: Symbols) -> Payload:
+        """Return counts, places and symbols, each packed."""
+        place_bits, count_bits = index_bits(symbols.num_columns)
+        num_rows = symbols.statistics.num_rows
+        row, column = np.divmod(symbols.places, symbols.num_columns)
+        counts = np.bincount(row, minlength=num_rows).astype(np.int64)
+        body = (
+            pack_wide(counts, count_bits),
+            pack_wide(column, place_bits),
+            pack(symbols.kept, symbols.bits),
+        )
+        return Payload(self.name, np.concatenate(body), symbols.background, num_items=len(symbols.places))
+
+    def decode(self, payload: Payload, num_elements: int, num_columns: int, bits: int) -> Bytes:
+        """Return the symbols, kept ones among the background."""
+        place_bits, count_bits = index_bits(num_columns)
+        num, num_rows = payload.num_items, num_elements // num_columns if num_columns else 0
+        packed_counts, packed_places, packed_kept = _sections(
+            payload,
+            packed_bytes(num_rows, count_bits),
+            packed_bytes(num, place_bits),
+            packed_bytes(num, bits),
+        )
+        counts = unpack_wide(packed_counts, num_rows, count_bits)
+        column = unpack_wide(packed_places, num, place_bits)
+        if int(counts.sum()) != num or bool((column >= num_columns).any()):
+            raise CodecError(
+                f"an index names {int(counts.sum())} places within {num_columns} columns, for {num}"
+            )
+        row = np.repeat(np.arange(num_rows, dtype=np.int64), counts)
+        return _filled(
+            num_elements, payload.background, row * num_columns + column, unpack(packed_kept, num, bits)
+        )
+
+
+class Bitmap(SymbolEncoding):
+    """One bit for every element, whether it is kept; then the kept symbols."""
+
+    name: Encoding = "bitmap"
+
+    def size_bytes(self, symbols: Symbols) -> int:
+        """Return the bytes of both."""
+        return bitmap_bytes(symbols.statistics)
+
+    def encode(self, symbols: Symbols) -> Payload:
+        """Return bits and symbols."""
+        present = symbols.values != symbols.background
+        body = (np.packbits(present, bitorder="little"), pack(symbols.values[present], symbols.bits))
+        return Payload(
+            self.name, np.concatenate(body), symbols.background, num_items=symbols.statistics.num_kept
+        )
+
+    def decode(self, payload: Payload, num_elements: int, num_columns: int, bits: int) -> Bytes:
+        """Return the symbols, kept ones where bits are set."""
+        num = payload.num_items
+        packed, kept = _sections(payload, packed_bytes(num_elements, 1), packed_bytes(num, bits))
+        present = np.unpackbits(packed, count=num_elements, bitorder="little").view(np.bool_)
+        if int(np.count_nonzero(present)) != num:
+            raise CodecError(f"a bitmap has {int(np.count_nonzero(present))} bits set for {num} symbols")
+        out = np.full(num_elements, payload.background, dtype=np.uint8)
+        out[present] = unpack(kept, num, bits)
+        return out
+
+
+class RunLength(SymbolEncoding):
+    """For every kept symbol the length of the run of background before it, in ``g`` bits; then the symbols.
+
+    Notes
+    -----
+    A run that is too long is cut: ``2^g - 1`` of the background and then the background itself as the symbol. What
+    follows the last kept symbol is left out. ``g`` is what makes the tensor at hand smallest.
+    """
+
+    name: Encoding = "run-length"
+
+    def size_bytes(self, symbols: Symbols) -> int:
+        """Return the bytes with the best ``g``."""
+        return self._best(symbols)[1]
+
+    def encode(self, symbols: Symbols) -> Payload:
+        """Return runs and symbols."""
+        gap_bits, _ = self._best(symbols)
+        fillers = symbols.gaps >> gap_bits
+        ends = np.cumsum(fillers + 1)
+        num = int(ends[-1]) if len(ends) else 0
+        runs = np.full(num, 2**gap_bits - 1, dtype=np.int64)
+        values = np.full(num, symbols.background, dtype=np.uint8)
+        runs[ends - 1] = symbols.gaps & (2**gap_bits - 1)
+        values[ends - 1] = symbols.kept
+        body = np.concatenate([pack_wide(runs, gap_bits), pack(values, symbols.bits)])
+        return Payload(self.name, body, symbols.background, gap_bits, num)
+
+    def decode(self, payload: Payload, num_elements: int, num_columns: int, bits: int) -> Bytes:
+        """Return the symbols, each after its run."""
+        num, gap_bits = payload.num_items, payload.gap_bits
+        if gap_bits not in range(1, MAX_GAP_BITS + 1):
+            raise CodecError(f"run lengths of {gap_bits} bits are none of 1 to {MAX_GAP_BITS}")
+        packed_runs, packed_values = _sections(payload, packed_bytes(num, gap_bits), packed_bytes(num, bits))
+        places = np.cumsum(unpack_wide(packed_runs, num, gap_bits) + 1) - 1
+        if num and int(places[-1]) >= num_elements:
+            raise CodecError(f"run lengths reach element {int(places[-1])} of {num_elements}")
+        return _filled(num_elements, payload.background, places, unpack(packed_values, num, bits))
+
+    def _best(self, symbols: Symbols) -> tuple[int, int]:
+        """Return the bits for a run, and the bytes with them."""
+        sizes = [
+            (run_length_bytes(tokens, symbols.bits, gap_bits), gap_bits)
+            for gap_bits, tokens in enumerate(symbols.tokens_by_gap_bits, start=1)
+        ]
+        size, gap_bits = min(sizes)
+        return gap_bits, size
+
+
+class Entropy(SymbolEncoding):
+    """Which symbols occur and how often, in units of ``2^-16``; then all symbols, entropy-coded."""
+
+    name: Encoding = "entropy"
+
+    def size_bytes(self, symbols: Symbols) -> int:
+        """Return the bytes less what the coder's last state takes, 8 at most."""
+        return expected_entropy_bytes(symbols.statistics)
+
+    def encode(self, symbols: Symbols) -> Payload:
+        """Return table and words."""
+        counts = symbols.histogram.tolist()
+        frequency = frequencies(counts)
+        present = np.asarray([count > 0 for count in counts])
+        units = np.asarray([f - 1 for f in frequency if f], dtype="<u2")
+        several = len(units) > 1
+        words = encode_entropy(symbols.values, frequency) if several else np.empty(0, dtype=np.uint32)
+        table = np.packbits(present, bitorder="little"), units.view(np.uint8)
+        body = np.concatenate([*table, words.astype("<u4").view(np.uint8)])
+        return Payload(self.name, body, num_items=len(words))
+
+    def decode(self, payload: Payload, num_elements: int, num_columns: int, bits: int) -> Bytes:
+        """Return the symbols."""
+        mask_bytes = packed_bytes(2**bits, 1)
+        mask = np.unpackbits(payload.body[:mask_bytes], count=2**bits, bitorder="little")
+        num_present = int(mask.sum())
+        _, units, coded = _sections(payload, mask_bytes, 2 * num_present, 4 * payload.num_items)
+        frequency = np.zeros(2**bits, dtype=np.int64)
+        frequency[mask.view(np.bool_)] = units.view("<u2").astype(np.int64) + 1
+        expected = 2**FREQUENCY_BITS if num_elements else 0
+        if int(frequency.sum()) != expected:
+            raise CodecError(f"frequencies of symbols add up to {int(frequency.sum())}, not to {expected}")
+        if num_present < 2:
+            return np.full(num_elements, mask.argmax(), dtype=np.uint8)
+        return decode_entropy(coded.view("<u4").astype(np.uint32), num_elements, frequency.tolist())
+
+
+BY_NAME: dict[Encoding, SymbolEncoding] = {
+    encoding.name: encoding for encoding in (Dense(), Index(), Bitmap(), RunLength(), Entropy())
+}
+
+
+def encode_smallest(symbols: Symbols) -> Payload:
+    """Return the symbols in the encoding with the shortest body; of several the simplest.
+
+    Notes
+    -----
+    Sizes that follow from the histogram come first. Runs are looked for only where the kept symbols alone leave
+    room for them; the entropy coder's size is known to a few bytes, so it codes only if it may win.
+    """
+    stats = symbols.statistics
+    candidates: list[SymbolEncoding] = [BY_NAME["dense"], BY_NAME["bitmap"], BY_NAME["index"]]
+    sizes = {encoding.name: encoding.size_bytes(symbols) for encoding in candidates}
+    coded: Payload | None = None
+    if is_available() and BY_NAME["entropy"].size_bytes(symbols) < min(sizes.values()):
+        coded = BY_NAME["entropy"].encode(symbols)
+        sizes["entropy"] = len(coded.body)
+    if run_length_bytes(stats.num_kept, stats.bits, 1) < min(sizes.values()):
+        sizes["run-length"] = BY_NAME["run-length"].size_bytes(symbols)
+    best = min(sizes, key=lambda name: sizes[name])
+    return coded if coded is not None and best == "entropy" else BY_NAME[best].encode(symbols)
+
+
+def _sections(payload: Payload, *lengths: int) -> list[Bytes]:
+    """Return the parts of a body, which are as long as `lengths` say."""
+    body = payload.body
+    if sum(lengths) != len(body):
+        raise CodecError(f"a {payload.encoding} payload has {len(body)} bytes where {sum(lengths)} are due")
+    ends = np.cumsum(lengths)
+    return [np.ascontiguousarray(body[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+
+
+def _filled(num_elements: int, background: int, places: Indices, kept: Bytes) -> Bytes:
+    out = np.full(num_elements, background, dtype=np.uint8)
+    out[places] = kept
+    return out

@@ -1,0 +1,167 @@
+"""Grids of values that the numbers of a tensor are rounded to, fitted to what it holds.
+
+Shapes: N elements; R rows of C columns; G groups that share a grid, laid out so that they broadcast over (R, C).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from costmodel.codecs import CodecSpec, Scope
+from topology.errors import CodecError
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Equidistant values ``offset + code·step`` for codes from `low` to `high`, by group.
+
+    Attributes
+    ----------
+    offset, step : torch.Tensor
+        float32, or float64 for tensors in float64; shape (1, 1), (R, 1) or (1, C).
+    low, high : torch.Tensor
+        In the same format and shape.
+
+    Notes
+    -----
+    The symbol of a code is its lowest ``b`` bits. Where 0 is on the grid its code is 0, so its symbol is 0, too,
+    whatever group it lies in.
+    """
+
+    offset: Tensor
+    step: Tensor
+    low: Tensor
+    high: Tensor
+
+    def scaled(self, values: Tensor) -> Tensor:
+        """Return where among the codes `values` lie."""
+        return values.sub(self.offset).div_(self.step)
+
+    def values(self, symbols: Tensor, bits: int) -> Tensor:
+        """Return the values of `symbols`, which are whole numbers in the grid's format."""
+        codes = torch.where(symbols > self.high, symbols - 2**bits, symbols)
+        return codes.mul_(self.step).add_(self.offset)
+
+    def exceeds(self, largest: float) -> bool:
+        """Whether a value on the grid is farther from 0 than `largest`."""
+        ends = torch.stack([self.low, self.high]).mul_(self.step).add_(self.offset)
+        return bool((ends.abs() > largest).any())
+
+
+def fit(rows: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return the parameters of the grids that span `rows`, as a message carries them.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        Shape (R, C), not empty, in its own format.
+    spec : CodecSpec
+    dtype : torch.dtype
+        Format of the parameters.
+
+    Raises
+    ------
+    CodecError
+        If a value is not finite, the grid cannot hold values of both signs, or spans more than the format does.
+    """
+    assert spec.bits is not None
+    least, most = (extreme.to(dtype) for extreme in _extremes(rows, spec.scope))
+    if not bool(torch.isfinite(least).all() & torch.isfinite(most).all()):
+        num = rows.numel() - int(torch.isfinite(rows).sum())
+        raise CodecError(
+            f"{num} of {rows.numel()} values are infinite or not numbers, and {spec.name} has no code for them",
+            hint='find out what diverged, or send plain numbers with the codec "none"',
+        )
+    if spec.grid == "symmetric":
+        return (_symmetric_step(rows, spec, least, most, dtype),)
+    if spec.grid == "affine-zero":
+        return _zero_point(least, most, spec)
+    _refuse_wide(torch.maximum(-least, most))
+    return least, _divisible((most - least) / (2**spec.bits - 1))
+
+
+def fitted(parameters: tuple[Tensor, ...], spec: CodecSpec) -> Fitted:
+    """Return the grids that `parameters` describe."""
+    assert spec.bits is not None
+    codes = 2**spec.bits - 1
+    if spec.grid == "affine":
+        offset, step = parameters
+        zero = torch.zeros_like(step)
+        return Fitted(offset, step, zero, zero + codes)
+    step, zero = parameters[0], torch.zeros_like(parameters[0])
+    if spec.grid == "affine-zero":
+        zero_point = parameters[1].to(step.dtype)
+        return Fitted(zero, step, -zero_point, codes - zero_point)
+    if spec.bits == 1:
+        return Fitted(-step, _divisible(2 * step), zero, zero + 1)
+    highest = zero + codes // 2
+    return Fitted(zero, step, -highest, highest)
+
+
+def _extremes(rows: Tensor, scope: Scope) -> tuple[Tensor, Tensor]:
+    if scope == "tensor":
+        least, most = torch.aminmax(rows)
+        return least.reshape(1, 1), most.reshape(1, 1)
+    least, most = torch.aminmax(rows, dim=1 if scope == "token" else 0, keepdim=True)
+    return least, most
+
+
+def _symmetric_step(rows: Tensor, spec: CodecSpec, least: Tensor, most: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the distance of codes, or the value itself where there are only two signs.
+
+    Two values ``±s`` hold every ``x`` on average if ``s`` is the largest; nearest to ``x`` they are if it is the mean.
+    """
+    assert spec.bits is not None
+    largest = torch.maximum(-least, most)
+    codes = 2 ** (spec.bits - 1) - 1
+    if codes:
+        return _divisible(largest / codes)
+    _refuse_wide(largest)
+    if spec.rounding == "stochastic":
+        return largest
+    magnitudes = rows.abs()
+    dim = {"tensor": (0, 1), "token": (1,), "channel": (0,)}[spec.scope]
+    return magnitudes.mean(dim=dim, keepdim=True, dtype=dtype)
+
+
+def _zero_point(least: Tensor, most: Tensor, spec: CodecSpec) -> tuple[Tensor, Tensor]:
+    """Return the smallest step, and how many codes lie below 0, with which the grid spans 0 and all values."""
+    assert spec.bits is not None
+    codes = 2**spec.bits - 1
+    below, above = (-least).clamp_(min=0), most.clamp(min=0)
+    share = below / codes + above / codes
+    exact = torch.where(share > 0, below / share, torch.zeros_like(share)).clamp_(0, codes)
+    candidates = torch.stack([exact.floor(), exact.ceil()]).clamp(
+        (below > 0).to(below.dtype), codes - (above > 0).to(below.dtype)
+    )
+    needed = torch.maximum(_spread(below, candidates), _spread(above, codes - candidates))
+    best = needed.argmin(dim=0, keepdim=True)
+    step, zero_point = (torch.take_along_dim(found, best, dim=0)[0] for found in (needed, candidates))
+    if bool(torch.isinf(step).any()):
+        raise CodecError(
+            f"one bit and a 0 leave one other value, and values of both signs need two ({spec.name})",
+            hint="take two bits, or the symmetric grid",
+        )
+    return _divisible(step), zero_point.to(torch.uint8)
+
+
+def _spread(width: Tensor, codes: Tensor) -> Tensor:
+    """Return the step with which `codes` cover `width`: infinite where there are none, and some are needed."""
+    return torch.where(width > 0, width / codes, torch.zeros_like(width))
+
+
+def _divisible(step: Tensor) -> Tensor:
+    """Return `step`, no smaller than what can be divided by."""
+    return step.clamp(min=torch.finfo(step.dtype).tiny)
+
+
+def _refuse_wide(largest: Tensor) -> None:
+    """Refuse values whose differences cannot be written."""
+    if bool((largest > torch.finfo(largest.dtype).max / 2).any()):
+        raise CodecError(
+            f"values up to {largest.max().item():.3g} are too far apart for a grid between the smallest and the largest",
+            hint="take the grid affine-zero, or symmetric with two bits or more",
+        )

@@ -1,0 +1,131 @@
+"""Tensors to symbols of few bits, and back.
+
+Shapes: R rows of C columns; C is the last dimension, so that a row is a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from costmodel.codecs import CodecSpec
+from executors.codecs.grids import Fitted, fit, fitted
+from executors.quantisers import rounded_at_random
+from topology.errors import CodecError
+
+PIECE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
+"""Elements that are quantised at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A tensor as symbols.
+
+    Attributes
+    ----------
+    spec : CodecSpec
+    shape : tuple of int
+    dtype : torch.dtype
+        Of the tensor that it was.
+    symbols : torch.Tensor
+        uint8, shape (R, C), each below ``2^bits``.
+    parameters : tuple of torch.Tensor
+        Of the grids, as :func:`executors.codecs.grids.fit` returns them; none for an empty tensor.
+    """
+
+    spec: CodecSpec
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    symbols: Tensor
+    parameters: tuple[Tensor, ...]
+
+
+def quantise(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None) -> Quantised:
+    """Return `tensor` as symbols.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Floating-point, of any shape, on any device.
+    spec : CodecSpec
+        With bits.
+    generator : torch.Generator, optional
+        On the tensor's device; for stochastic rounding, which takes one number for each element.
+
+    Raises
+    ------
+    CodecError
+        If the codec cannot represent the values, or stochastic rounding has no generator.
+
+    Notes
+    -----
+    Positions on the grid are computed in float32 (float64 for float64). Values come back in the tensor's own
+    format, which rounds once more in half precision: stochastic rounding is unbiased up to that.
+    """
+    assert spec.bits is not None
+    if spec.rounding == "stochastic" and generator is None:
+        raise CodecError(f"{spec.name} rounds at random", hint="pass a generator")
+    rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() and tensor.shape[-1] else 1)
+    symbols = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+    shape = tuple(tensor.shape)
+    if not rows.numel():
+        return Quantised(spec, shape, tensor.dtype, symbols, ())
+    grid_dtype = grid_format(tensor.dtype)
+    parameters = fit(rows, spec, grid_dtype)
+    grids = fitted(parameters, spec)
+    source, target = _laid_out(rows, spec), _laid_out(symbols, spec)
+    for piece, part in _pieces(grids, source):
+        scaled = part.scaled(source[piece].to(grid_dtype))
+        codes = scaled.round_() if spec.rounding == "nearest" else _at_random(scaled, generator)
+        clamped = torch.clamp(codes, part.low, part.high)
+        target[piece] = clamped.to(torch.int16).bitwise_and_(2**spec.bits - 1).to(torch.uint8)
+    return Quantised(spec, shape, tensor.dtype, symbols, parameters)
+
+
+def dequantise(quantised: Quantised) -> Tensor:
+    """Return the tensor that the symbols stand for, in the format that it had."""
+    spec, symbols = quantised.spec, quantised.symbols
+    assert spec.bits is not None
+    out = torch.empty(symbols.shape, dtype=quantised.dtype, device=symbols.device)
+    if symbols.numel():
+        grids = fitted(quantised.parameters, spec)
+        source, target = _laid_out(symbols, spec), _laid_out(out, spec)
+        largest = torch.finfo(quantised.dtype).max
+        exceeds = grids.exceeds(largest)
+        for piece, part in _pieces(grids, source):
+            values = part.values(source[piece].to(grids.step.dtype), spec.bits)
+            target[piece] = values.clamp_(-largest, largest) if exceeds else values
+    return out.reshape(quantised.shape)
+
+
+def grid_format(dtype: torch.dtype) -> torch.dtype:
+    """Return the format that positions on the grid, and its parameters, are computed in."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def _at_random(scaled: Tensor, generator: Generator | None) -> Tensor:
+    assert generator is not None
+    return rounded_at_random(scaled, generator)
+
+
+def _laid_out(rows: Tensor, spec: CodecSpec) -> Tensor:
+    """Return a view in which a piece is some rows: where all elements share a grid, rows are of one element."""
+    return rows.reshape(-1, 1) if spec.scope == "tensor" else rows
+
+
+def _pieces(grids: Fitted, rows: Tensor) -> Iterator[tuple[slice, Fitted]]:
+    """Yield some rows after the other, each with the grids that they have."""
+    num_rows, width = rows.shape
+    size = max(1, PIECE_ELEMENTS.get(rows.device.type, 1 << 20) // width)
+    by_row = grids.step.shape[0] > 1
+    for begin in range(0, num_rows, size):
+        piece = slice(begin, begin + size)
+        part = Fitted(*(field[piece] for field in _fields(grids))) if by_row else grids
+        yield piece, part
+
+
+def _fields(grids: Fitted) -> tuple[Tensor, ...]:
+    return grids.offset, grids.step, grids.low, grids.high
