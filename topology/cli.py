@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,9 @@ from topology.documents import load_preset, preset_names, resolve
 from topology.errors import TopologyError
 from topology.graph import Topology
 from topology.lint import lint, refuse_errors
+
+if TYPE_CHECKING:
+    from topology.rings import RingSet
 
 app = typer.Typer(
     name="topology",
@@ -101,6 +104,68 @@ def draw(
         _print_json({"path": str(written)})
     else:
         typer.echo(str(written))
+
+
+@app.command()
+def rings(
+    hardware: Hardware,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            help="Which, as in 0-3 or 0,2,5 or by node; by default the first 2, 3 ... of the first host."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the rings of NVLinks that share no link: what bounds a ring collective."""
+    from topology.rings import edge_disjoint_rings
+
+    topology = resolve(hardware)
+    found = [edge_disjoint_rings(topology, ids) for ids in _gpu_sets(topology, gpus)]
+    if as_json:
+        _print_json([_ring_data(item) for item in found])
+        return
+    for item in found:
+        bandwidth = (
+            f"{item.bandwidth_bytes_per_s / 1e9:.1f} GB/s, {item.both_ways_bytes_per_s / 1e9:.1f} both ways"
+        )
+        counted = f"{len(item.rings)} ring{'s' if len(item.rings) > 1 else ''}"
+        shown = f"{counted}, {bandwidth}" if item.rings else "no ring of NVLinks"
+        typer.echo(f"{len(item.gpu_ids)} gpus ({', '.join(item.gpu_ids)}): {shown}")
+        for ring in item.rings:
+            typer.echo(f"  {' - '.join(ring.gpu_ids)}")
+
+
+def _ring_data(found: RingSet) -> dict[str, Any]:
+    return {
+        "gpus": list(found.gpu_ids),
+        "num_rings": len(found.rings),
+        "bandwidth_bytes_per_s": found.bandwidth_bytes_per_s,
+        "both_ways_bytes_per_s": found.both_ways_bytes_per_s,
+        "rings": [dataclasses.asdict(ring) for ring in found.rings],
+    }
+
+
+def _gpu_sets(topology: Topology, wanted: str | None) -> list[tuple[str, ...]]:
+    """GPUs that an option names by number or by node, or the first two and more of the first host's."""
+    known = [node.id for node in topology.compute_devices if node.kind == "gpu"]
+    if wanted is None:
+        first = [name for name in known if topology.host_of(name) == topology.host_of(known[0])]
+        if len(first) < 2:
+            raise TopologyError(f"{topology.name!r} has no host with two GPUs", hint="a ring needs two")
+        return [tuple(first[:count]) for count in range(2, len(first) + 1)]
+    named: list[str] = []
+    for word in (part.strip() for part in wanted.split(",")):
+        low, dash, high = word.partition("-")
+        if low.isdecimal() and (high.isdecimal() or not dash):
+            numbers = range(int(low), int(high or low) + 1)
+            if not numbers or numbers[-1] >= len(known):
+                message = f"--gpus {word} names GPUs that {topology.name!r} does not have"
+                raise TopologyError(message, hint=f"it has {len(known)}, counted from 0")
+            named += [known[number] for number in numbers]
+        else:
+            named.append(topology.node(word).id)
+    return [tuple(named)]
 
 
 @app.command("import")

@@ -221,8 +221,8 @@ class World:
         ]
         kinds: dict[tuple[str, int], set[int]] = defaultdict(set)
         for name, group in self.groups.items():
-            for part in group.parts:
-                kinds_here = {self.template_of[rank] for rank in part} if len(part) > 1 else set()
+            for members in group.parts:
+                kinds_here = {self.template_of[rank] for rank in members} if len(members) > 1 else set()
                 for kind in kinds_here:
                     kinds[name, kind] |= kinds_here
         for kind, template in enumerate(self.templates):

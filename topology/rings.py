@@ -1,0 +1,209 @@
+"""Rings of NVLinks: what bounds the bandwidth of a ring collective among GPUs that are joined pair by pair.
+
+A ring visits every GPU once. Rings that share no physical link run beside each other, so what counts is the best
+set of such rings: edge-disjoint Hamiltonian cycles of the multigraph of NVLinks. Some sets of GPUs have none.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from topology.errors import TopologyError
+from topology.graph import Topology
+from topology.schema import Link
+
+# Cycles that the exact search takes on: all of a complete graph of nine GPUs, many more than a real board has.
+MAX_CYCLES = 25_000
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRing:
+    """A cycle of NVLinks.
+
+    Attributes
+    ----------
+    gpu_ids : tuple of str
+        In the order visited.
+    link_ids : tuple of str
+        The link from each GPU to the next, one of its physical links.
+    bandwidth_bytes_per_s : float
+        Of the slowest physical link, in one direction.
+    """
+
+    gpu_ids: tuple[str, ...]
+    link_ids: tuple[str, ...]
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RingSet:
+    """Rings that share no physical link.
+
+    Attributes
+    ----------
+    gpu_ids : tuple of str
+        Whom all rings visit.
+    rings : tuple of LinkRing
+        None where the GPUs have none.
+    """
+
+    gpu_ids: tuple[str, ...]
+    rings: tuple[LinkRing, ...]
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """Sum over the rings of the slowest link's bandwidth in one direction."""
+        return sum(ring.bandwidth_bytes_per_s for ring in self.rings)
+
+    @property
+    def num_directions(self) -> int:
+        """Ways round a ring that do not share a wire: two, except between two GPUs, where they are the same."""
+        return 2 if len(self.gpu_ids) > 2 else 1
+
+    @property
+    def both_ways_bytes_per_s(self) -> float:
+        """Bandwidth with every ring used in both directions at once, as NCCL does on full-duplex links."""
+        return self.num_directions * self.bandwidth_bytes_per_s
+
+    def all_reduce_s(self, size_bytes: float) -> float:
+        """Return the seconds of a large all_reduce, its data divided over the rings: ``2 (n - 1) / n · S / B``.
+
+        Raises
+        ------
+        TopologyError
+            If there is no ring.
+        """
+        if not self.rings:
+            message = f"no ring of NVLinks visits {', '.join(self.gpu_ids)}"
+            raise TopologyError(message, hint="a collective among them goes over PCIe")
+        num = len(self.gpu_ids)
+        return 2 * (num - 1) / num * size_bytes / self.both_ways_bytes_per_s
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """Physical links of one bandwidth between two GPUs."""
+
+    ends: frozenset[str]
+    bandwidth_bytes_per_s: float
+    links: tuple[Link, ...]
+
+    @property
+    def num_links(self) -> int:
+        return sum(link.count for link in self.links)
+
+
+def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
+    """Return the set of edge-disjoint rings of NVLinks among GPUs that has the largest bandwidth.
+
+    Parameters
+    ----------
+    topology : Topology
+    gpu_ids : sequence of str
+        Two at least, each once.
+
+    Raises
+    ------
+    TopologyError
+        If a node is unknown or no GPU, stands twice, or there are too many cycles to choose from.
+
+    Notes
+    -----
+    Exact: every cycle is listed, and an integer program chooses how often each is used,
+    ``max Σ b_c x_c`` with ``Σ_{c ∋ e} x_c ≤ links of e``.
+
+    Examples
+    --------
+    >>> from topology.documents import load_preset
+    >>> rings = edge_disjoint_rings(load_preset("dgx-1v"), [f"gpu{i}" for i in range(8)])
+    >>> len(rings.rings)
+    3
+    """
+    _check(topology, gpu_ids)
+    joints = _joints(topology, set(gpu_ids))
+    cycles = list(_limited(_cycles(tuple(gpu_ids), joints)))
+    if not cycles:
+        return RingSet(tuple(gpu_ids), ())
+    slowest = np.array([min(joint.bandwidth_bytes_per_s for joint in path) for _, path in cycles])
+    listed = list(dict.fromkeys(joint for _, path in cycles for joint in path))
+    incidence = np.array([[path.count(joint) for _, path in cycles] for joint in listed], dtype=np.float64)
+    capacity = np.array([joint.num_links for joint in listed], dtype=np.float64)
+    found = milp(
+        -slowest / slowest.max(),
+        constraints=LinearConstraint(incidence, ub=capacity),
+        integrality=np.ones(len(cycles)),
+        bounds=Bounds(0, np.inf),
+    )
+    assert found.success, found.message
+    rings = [
+        LinkRing(order, tuple(joint.links[0].id for joint in path), float(slowest[number]))
+        for number, (order, path) in enumerate(cycles)
+        for _ in range(round(found.x[number]))
+    ]
+    return RingSet(tuple(gpu_ids), tuple(rings))
+
+
+def _check(topology: Topology, gpu_ids: Sequence[str]) -> None:
+    for gpu_id in gpu_ids:
+        if topology.node(gpu_id).kind != "gpu":
+            message = f"{gpu_id!r} is a {topology.node(gpu_id).kind}, not a gpu"
+            gpus = ", ".join(node.id for node in topology.of_kind("gpu"))
+            raise TopologyError(message, hint=f"gpus: {gpus or 'none'}")
+    if len(set(gpu_ids)) != len(gpu_ids) or len(gpu_ids) < 2:
+        message = f"a ring needs two different GPUs at least, got {', '.join(gpu_ids) or 'none'}"
+        raise TopologyError(message, hint="name each GPU once")
+
+
+def _joints(topology: Topology, gpu_ids: set[str]) -> dict[str, list[tuple[str, _Joint]]]:
+    """Return, for each GPU, its neighbours among the others with what joins them."""
+    alike: dict[tuple[frozenset[str], float], list[Link]] = defaultdict(list)
+    for link in topology.links:
+        if link.type.kind == "nvlink" and {link.source, link.target} <= gpu_ids:
+            ends = frozenset((link.source, link.target))
+            alike[ends, link.bandwidth_bytes_per_s / link.count].append(link)
+    neighbours: dict[str, list[tuple[str, _Joint]]] = defaultdict(list)
+    for (ends, bandwidth), links in alike.items():
+        joint = _Joint(ends, bandwidth, tuple(links))
+        one, other = sorted(ends)
+        neighbours[one].append((other, joint))
+        neighbours[other].append((one, joint))
+    return neighbours
+
+
+def _cycles(
+    gpu_ids: tuple[str, ...], neighbours: dict[str, list[tuple[str, _Joint]]]
+) -> Iterator[tuple[tuple[str, ...], tuple[_Joint, ...]]]:
+    """Yield every cycle once, as the GPUs in order and what joins each to the next."""
+    if len(gpu_ids) == 2:
+        # There and back over the two directions of one link.
+        yield from ((gpu_ids, (joint,)) for _, joint in neighbours[gpu_ids[0]])
+        return
+    first = gpu_ids[0]
+    place = {gpu_id: number for number, gpu_id in enumerate(gpu_ids)}
+
+    def extend(
+        order: tuple[str, ...], path: tuple[_Joint, ...]
+    ) -> Iterator[tuple[tuple[str, ...], tuple[_Joint, ...]]]:
+        for other, joint in neighbours[order[-1]]:
+            # Of the two directions of a cycle the one that starts with the earlier neighbour is listed.
+            if other == first and len(order) == len(gpu_ids) and place[order[1]] < place[order[-1]]:
+                yield order, (*path, joint)
+            elif other not in order:
+                yield from extend((*order, other), (*path, joint))
+
+    yield from extend((first,), ())
+
+
+def _limited(
+    cycles: Iterator[tuple[tuple[str, ...], tuple[_Joint, ...]]],
+) -> Iterator[tuple[tuple[str, ...], tuple[_Joint, ...]]]:
+    for number, cycle in enumerate(cycles):
+        if number == MAX_CYCLES:
+            message = f"more than {MAX_CYCLES} rings of NVLinks visit these GPUs"
+            raise TopologyError(message, hint="ask for fewer GPUs")
+        yield cycle
