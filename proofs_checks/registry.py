@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from proofs_checks import alignment, moments, quantised, restoring, schedules, step_time, unbiasedness
+from proofs_checks import (
+    alignment,
+    cost_invariants,
+    moments,
+    quantised,
+    restoring,
+    schedules,
+    step_time,
+    unbiasedness,
+)
 from proofs_checks.claims import Claim
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
@@ -14,6 +23,7 @@ CLAIMS: tuple[Claim, ...] = (
     *restoring.CLAIMS,
     *schedules.CLAIMS,
     *step_time.CLAIMS,
+    *cost_invariants.CLAIMS,
     *quantised.CLAIMS,
 )
 
