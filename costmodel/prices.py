@@ -1,0 +1,355 @@
+"""What a machine costs for a job: prices with sources, dates and intervals, and the arithmetic of rent and ownership.
+
+A price table is a YAML file, one entry per machine. The one that comes with the package is a starting point: prices
+differ between sellers and age fast, and whoever buys has quotes of their own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, StringConstraints, model_validator
+
+from topology.documents import preset_names
+from topology.errors import ZosimError
+from topology.figures import Basis
+from topology.graph import Topology
+from topology.validation import FrozenModel, RuleError, did_you_mean, readable
+
+HOURS_PER_YEAR = 8766.0
+_FILE = re.compile(r"[/\\]|\.ya?ml$")
+
+Way = Literal["rent", "own"]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class PriceError(ZosimError):
+    """A price table that cannot be read, or that lacks what is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A positive number with its interval: ``0 <= low <= value <= high``."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def exactly(cls, value: float) -> Range:
+        """Return a number without doubt."""
+        return cls(value, value, value)
+
+    def __add__(self, other: Range) -> Range:
+        return Range(self.value + other.value, self.low + other.low, self.high + other.high)
+
+    def __mul__(self, other: Range | float) -> Range:
+        by = other if isinstance(other, Range) else Range.exactly(other)
+        return Range(self.value * by.value, self.low * by.low, self.high * by.high)
+
+    def __truediv__(self, other: Range) -> Range:
+        """Return the quotient; its ends are those of a dividend and a divisor that err in opposite ways."""
+        return Range(self.value / other.value, self.low / other.high, self.high / other.low)
+
+
+class Quote(FrozenModel):
+    """One figure of a price table.
+
+    Attributes
+    ----------
+    value, low, high : float
+        The figure and its interval; `low` and `high` are `value` if left out.
+    source : str
+        A link, or what it was put together from.
+    date : datetime.date
+        When the source was read.
+    basis : str
+        What kind of knowledge it is; ``assumed`` means that no source states it.
+    note : str or None
+    """
+
+    value: Positive
+    low: Positive | None = None
+    high: Positive | None = None
+    source: str = Field(min_length=1)
+    date: datetime.date
+    basis: Basis = "declared"
+    note: str | None = None
+
+    @model_validator(mode="after")
+    def _is_an_interval(self) -> Quote:
+        found = self.range
+        if not found.low <= found.value <= found.high:
+            message = f"{found.value:g} does not lie between low {found.low:g} and high {found.high:g}"
+            raise RuleError(message, hint="low <= value <= high")
+        return self
+
+    @property
+    def range(self) -> Range:
+        """The figure with its interval."""
+        return Range(
+            self.value,
+            self.value if self.low is None else self.low,
+            self.value if self.high is None else self.high,
+        )
+
+
+class ShareQuote(Quote):
+    """A share between 0 and 1."""
+
+    value: Share
+    high: Share | None = None
+
+
+class Rent(Quote):
+    """A price per hour.
+
+    Attributes
+    ----------
+    per : {"device", "machine"}
+        Whether single devices are rented, each with its share of the host, or only the whole machine.
+    """
+
+    per: Literal["device", "machine"]
+
+
+class MachinePrices(FrozenModel):
+    """What one machine costs.
+
+    Attributes
+    ----------
+    rent_per_hour : Rent or None
+    purchase : Quote or None
+        Price of the whole machine.
+    rated_power_w : Quote or None
+        What the whole machine draws at most; judged from its processors if left out.
+    power_usage_effectiveness : Quote or None
+        Where it is not the table's, as for a machine outside of a data centre.
+    """
+
+    rent_per_hour: Rent | None = None
+    purchase: Quote | None = None
+    rated_power_w: Quote | None = None
+    power_usage_effectiveness: Quote | None = None
+
+    @model_validator(mode="after")
+    def _has_a_price(self) -> MachinePrices:
+        if self.rent_per_hour is None and self.purchase is None:
+            message = "a machine needs rent_per_hour, purchase, or both"
+            raise RuleError(message, hint="leave the machine out if it is not for sale")
+        return self
+
+
+class PriceTable(FrozenModel):
+    """Prices of machines, and what running one costs.
+
+    Attributes
+    ----------
+    date : datetime.date
+        When the table was put together.
+    currency : str
+        Three capital letters; every price of the table is in it.
+    electricity_per_kwh : Quote
+    power_usage_effectiveness : Quote
+        Site power over the machine's own.
+    load, idle : ShareQuote
+        Share of its rated power that a device (with its share of the machine) draws while the job runs, and while
+        it has nothing to do.
+    surroundings : Quote
+        Rated power of a machine over the TDP of its processors, where it states no rated power.
+    life_years, utilisation : Quote, ShareQuote
+        How long a machine is written off over, and the share of that time in which it has work.
+    machines : mapping of str to MachinePrices
+        By the name of a preset, or the path of a topology file.
+    """
+
+    format: Literal[1] = 1
+    date: datetime.date
+    currency: Annotated[str, StringConstraints(pattern=r"^[A-Z]{3}$")]
+    sources: dict[str, str] = Field(default_factory=dict)
+    electricity_per_kwh: Quote
+    power_usage_effectiveness: Quote
+    load: ShareQuote
+    idle: ShareQuote
+    surroundings: Quote
+    life_years: Quote
+    utilisation: ShareQuote
+    machines: dict[str, MachinePrices] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _knows_its_machines(self) -> PriceTable:
+        for name in self.machines:
+            if name != "host" and name not in preset_names() and not _FILE.search(name):
+                message = f"{name!r} is neither a preset, nor host, nor a topology file"
+                raise RuleError(message, hint=did_you_mean(name, preset_names()))
+        own = (prices.power_usage_effectiveness for prices in self.machines.values())
+        for quote in (self.power_usage_effectiveness, *own):
+            if quote is not None and quote.range.low < 1:
+                message = f"power_usage_effectiveness {quote.range.low:g} is below 1"
+                raise RuleError(message, hint="it is site power over the machine's own")
+        return self
+
+    def machine(self, name: str) -> MachinePrices:
+        """Return the prices of a machine.
+
+        Raises
+        ------
+        PriceError
+            If the table has none.
+        """
+        if name not in self.machines:
+            message = f"the price table of {self.date} has no prices of {name}"
+            raise PriceError(
+                message, hint=f"it knows {', '.join(self.machines)}; add yours with --prices FILE"
+            )
+        return self.machines[name]
+
+
+@dataclass(frozen=True, slots=True)
+class JobCost:
+    """What a job costs on a machine that is paid for in one way.
+
+    Attributes
+    ----------
+    way : {"rent", "own"}
+    hours, money, energy_kwh : Range
+        Money includes electricity only where the machine is owned: who rents does not get that bill.
+    outlay : Range or None
+        Price of the machine, where it must be bought first.
+    """
+
+    way: Way
+    hours: Range
+    money: Range
+    energy_kwh: Range
+    outlay: Range | None = None
+
+    @property
+    def spent(self) -> Range:
+        """Money that leaves the account before the job is done: a budget is held against it."""
+        return self.money if self.outlay is None else self.outlay
+
+
+def job_costs(
+    table: PriceTable, name: str, topology: Topology, num_devices: int, hours: Range
+) -> tuple[JobCost, ...]:
+    """Return what a job costs in every way in which the machine can be paid for.
+
+    Parameters
+    ----------
+    table : PriceTable
+    name : str
+        The machine's name in the table.
+    topology : Topology
+        The machine.
+    num_devices : int
+        Compute devices that the job uses, of those that the machine has.
+    hours : Range
+        How long it takes.
+
+    Raises
+    ------
+    PriceError
+        If the table has no prices of the machine, or nothing says what it draws.
+
+    Notes
+    -----
+    With ``H`` hours, ``P`` rated power, ``d`` of ``D`` devices in use, and the table's figures,
+
+    ``kWh = H · P · PUE · (load · d/D + idle · (1 - d/D)) / 1000``; only what is rented counts as idle or in use.
+
+    ``rent = H · price · d`` (or ``H · price`` where only the whole machine is let)
+
+    ``own = purchase · H / (years · 8766 · utilisation) + kWh · electricity``
+
+    Ends of intervals are combined as if all figures erred together, so intervals are wide rather than narrow. An
+    owned machine is charged as a whole, whatever part of it the job uses.
+    """
+    prices, total = table.machine(name), len(topology.compute_devices)
+    site = prices.power_usage_effectiveness or table.power_usage_effectiveness
+    site_w = rated_power_w(table, name, topology) * site.range
+    found = []
+    if (rent := prices.rent_per_hour) is not None:
+        units, held = (num_devices, num_devices) if rent.per == "device" else (1, total)
+        energy = _energy_kwh(table, site_w * (held / total), hours, num_devices / held)
+        found.append(JobCost("rent", hours, hours * rent.range * float(units), energy))
+    if (purchase := prices.purchase) is not None:
+        energy = _energy_kwh(table, site_w, hours, num_devices / total)
+        worked_hours = table.life_years.range * table.utilisation.range * HOURS_PER_YEAR
+        wear = purchase.range * hours / worked_hours
+        money = wear + energy * table.electricity_per_kwh.range
+        found.append(JobCost("own", hours, money, energy, purchase.range))
+    return tuple(found)
+
+
+def rated_power_w(table: PriceTable, name: str, topology: Topology) -> Range:
+    """Return the rated power of the whole machine in watts: stated, or judged from its processors.
+
+    Raises
+    ------
+    PriceError
+        If the table states none, and neither do the processors' data sheets.
+    """
+    stated = table.machine(name).rated_power_w
+    if stated is not None:
+        return stated.range
+    processors = [node.spec for node in topology.nodes if node.spec is not None]
+    silent = [spec.name for spec in processors if spec.tdp_watts is None]
+    if silent:
+        message = f"nothing says what {name} draws: {silent[0]} declares no tdp"
+        raise PriceError(message, hint=f"add rated_power_w to the prices of {name}")
+    return table.surroundings.range * sum(spec.tdp_watts or 0.0 for spec in processors)
+
+
+def _energy_kwh(table: PriceTable, site_w: Range, hours: Range, used: float) -> Range:
+    drawn = table.load.range * used + table.idle.range * (1 - used)
+    return site_w * drawn * hours * 1e-3
+
+
+def shipped_prices() -> PriceTable:
+    """Return the newest table that comes with the package."""
+    return _table(shipped_prices_text(), "the shipped price table")
+
+
+def shipped_prices_text() -> str:
+    """Return the newest table that comes with the package, as the file that it is."""
+    folder = resources.files("costmodel") / "data" / "prices"
+    newest = max(entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return (folder / newest).read_text(encoding="utf-8")
+
+
+def load_prices(path: str | Path) -> PriceTable:
+    """Return the price table in a YAML file.
+
+    Raises
+    ------
+    PriceError
+        If the file cannot be read, is no YAML, or a figure is missing, not positive, or of no known machine.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"the price table {path} cannot be read: {error}"
+        raise PriceError(message, hint="`zosim buy --show-prices` prints one to start from") from error
+    return _table(text, f"price table {path}")
+
+
+def _table(text: str, what: str) -> PriceTable:
+    try:
+        data: Any = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        message = f"{what} is not YAML: {error}"
+        raise PriceError(message, hint="check indentation, colons and quotes there") from error
+    if not isinstance(data, Mapping):
+        message = f"{what} is not a mapping with currency, machines and the like"
+        raise PriceError(message, hint="`zosim buy --show-prices` prints one to start from")
+    with readable(what, PriceError, model=PriceTable):
+        return PriceTable.model_validate(data)
