@@ -1,30 +1,30 @@
 """Perturbation and update of flat parameters, rounded as the reference loop rounds them.
 
 The reference loop writes ``θ + (s·z)·ε`` and ``θ - η·(g·z + wd·θ)``, every operation rounded to the format of the
-parameter. Here the same operations run in pieces that stay in cache, in place, and with one multiplication fewer:
-since ``s`` is a power of two with a sign, ``s·z`` is exact, so ``z·(s·ε)`` rounds the same real number to the same
-value. (Doubling ``z`` overflows only above half the largest number, which no direction reaches.)
-``add_(alpha=)`` would be faster still, and fuses two roundings into one.
+parameter. Here the same operations run in place, with fewer multiplications:
+
+* ``s`` is a power of two with a sign, so ``s·z`` is exact, and ``z·(s·ε)`` rounds the same real number to the same
+  value. (Doubling ``z`` overflows only above half the largest number, which no direction reaches.)
+* For the same reason ``z·(s·ε)`` is ``s·w`` with ``w = z·ε`` rounded once, unless ``w`` is subnormal. A direction that
+  is used for perturbations alone is kept as ``w``, and ``θ + s·w`` is one pass: a multiple by a power of two rounds
+  nothing, so it does not matter whether the addition is fused with it.
+* Where every ``z`` is 1 or -1, all products are one number with a sign, and both passes are one addition.
+
+``θ.add_(z, alpha=s·ε)`` for any other ``z`` would be as fast, and fuses two roundings into one.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from math import frexp
 from typing import Any
 
 import torch
 from torch import Tensor
 
-PIECE_ELEMENTS = {"cpu": (1 << 15) - 64, "cuda": 1 << 24}
-"""Elements swept at a time. On a CPU a piece and its temporaries stay in cache, and torch runs an
-operation of less than 32768 on the calling thread: a barrier between threads for each would cost more than the operation, and far more
-where cores are shared. On a GPU the piece bounds the temporaries."""
-
-_THREADED_ELEMENTS = 1 << 18
-"""Sweeps of at least this length are shared among threads."""
+PIECE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
+"""Elements swept at a time where temporaries are needed. On a CPU these stay in a shared cache, and each operation
+is long against what it takes to call it and to gather torch's threads for it; on a GPU the piece bounds them."""
 
 
 class Sweeper:
@@ -34,20 +34,11 @@ class Sweeper:
     ----------
     piece_elements : int, optional
         Elements at a time; by default what suits the device.
-    num_threads : int
-        Threads that share a long sweep on a CPU. Bits do not depend on it.
     """
 
-    def __init__(self, piece_elements: int | None = None, num_threads: int = 1) -> None:
+    def __init__(self, piece_elements: int | None = None) -> None:
         self._piece_elements = piece_elements
-        self._num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads - 1, "zosim-sweep") if num_threads > 1 else None
-        self._scratch = threading.local()
-
-    def close(self) -> None:
-        """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._scratch: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def perturb(self, theta: Tensor, z: Tensor, scale: int, epsilon: float) -> None:
         """Change `theta` to ``θ + (s·z)·ε``.
@@ -60,7 +51,7 @@ class Sweeper:
             ``s``, a power of two with either sign.
         epsilon : float
         """
-        assert abs(frexp(scale)[0]) == 0.5, "the product with z must be exact"
+        _check_scale(scale)
 
         def sweep(begin: int, end: int, product: Tensor, _spare: Tensor) -> None:
             torch.mul(z[begin:end], scale * epsilon, out=product)
@@ -68,18 +59,34 @@ class Sweeper:
 
         self._sweep(theta, sweep)
 
+    def perturb_scaled(self, theta: Tensor, w: Tensor, scale: int) -> None:
+        """Change `theta` to ``θ + s·w``, where ``w = z·ε`` has been rounded already."""
+        _check_scale(scale)
+        with torch.no_grad():
+            theta.add_(w, alpha=scale)
+
+    def perturb_signs(self, theta: Tensor, z: Tensor, scale: int, epsilon: float) -> None:
+        """Change `theta` to ``θ + (s·z)·ε``, where every element of `z` is 1 or -1."""
+        step = torch.mul(torch.ones((), dtype=theta.dtype), scale * epsilon).item()
+        with torch.no_grad():
+            theta.add_(z, alpha=step)
+
     def update(
         self, theta: Tensor, z: Tensor, *, gradient: float, learning_rate: float, weight_decay: float | None
     ) -> None:
         """Change `theta` to ``θ - η·(g·z + wd·θ)``, or to ``θ - η·(g·z)`` where `weight_decay` is None.
 
-        A decay of 0 is not the same as None: it may turn a zero's sign, and an infinity into a NaN.
+        Notes
+        -----
+        A decay of 0 takes no passes of its own. What it may change, for a finite ``θ``, is the sign of a product
+        that is zero: then ``θ - η·0`` differs only where ``θ`` is -0, and for ``θ = -0`` the term ``0·θ = -0``
+        leaves the product's sign as it is.
         """
 
         def sweep(begin: int, end: int, product: Tensor, decay: Tensor) -> None:
             piece = theta[begin:end]
             torch.mul(z[begin:end], gradient, out=product)
-            if weight_decay is not None:
+            if weight_decay:
                 torch.mul(piece, weight_decay, out=decay)
                 product.add_(decay)
             product.mul_(learning_rate)
@@ -87,38 +94,33 @@ class Sweeper:
 
         self._sweep(theta, sweep)
 
+    def update_signs(self, theta: Tensor, z: Tensor, *, gradient: float, learning_rate: float) -> None:
+        """Change `theta` to ``θ - η·(g·z)``, where every element of `z` is 1 or -1."""
+        step = torch.ones((), dtype=theta.dtype).mul_(gradient).mul_(learning_rate).item()
+        with torch.no_grad():
+            theta.add_(z, alpha=-step)
+
     def _sweep(self, theta: Tensor, sweep: Callable[[int, int, Tensor, Tensor], None]) -> None:
         size = self._piece_elements or PIECE_ELEMENTS.get(theta.device.type, 1 << 20)
         total = theta.numel()
-        if self._pool is None or theta.device.type != "cpu" or total < _THREADED_ELEMENTS:
-            self._share(theta, sweep, range(0, total, size))
-            return
-        begins = range(0, total, size)
-        length = -(-len(begins) // self._num_threads)
-        own, *others = (begins[i : i + length] for i in range(0, len(begins), length))
-        tasks = [self._pool.submit(self._share, theta, sweep, share) for share in others]
-        self._share(theta, sweep, own)
-        for task in tasks:
-            task.result()
-
-    def _share(self, theta: Tensor, sweep: Callable[[int, int, Tensor, Tensor], None], begins: range) -> None:
-        """Sweep the pieces that begin at `begins`."""
-        total = theta.numel()
-        first, second = self._temporaries(min(begins.step, total), theta)
+        first, second = self._temporaries(min(size, total), theta)
         with torch.no_grad():
-            for begin in begins:
-                end = min(begin + begins.step, total)
+            for begin in range(0, total, size):
+                end = min(begin + size, total)
                 sweep(begin, end, first[: end - begin], second[: end - begin])
 
     def _temporaries(self, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
         # Not kept on a GPU, where the caching allocator orders reuse by stream.
         if like.device.type != "cpu":
             return torch.empty_like(like[:size]), torch.empty_like(like[:size])
-        kept: dict[Any, tuple[Tensor, Tensor]] = self._scratch.__dict__
-        held = kept.get(like.dtype)
+        held = self._scratch.get(like.dtype)
         if held is None or held[0].numel() < size:
-            held = kept[like.dtype] = (torch.empty_like(like[:size]), torch.empty_like(like[:size]))
+            held = self._scratch[like.dtype] = (torch.empty_like(like[:size]), torch.empty_like(like[:size]))
         return held
+
+
+def _check_scale(scale: int) -> None:
+    assert abs(frexp(scale)[0]) == 0.5, "the product with z must be exact"
 
 
 def gathered(theta: Tensor, z: Tensor, scales: tuple[int, ...], epsilon: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
@@ -24,17 +25,37 @@ class Direction(ABC):
     second_moment : float
         Expectation of an element's square.
     block_factor : int
-        How many times longer than others its ``counter`` blocks are: more where an element costs less.
+        How many times longer than others its ``counter`` blocks are on a CPU: more where an element costs less.
+    granularity : int
+        On a CPU, a draw split at multiples of this equals the whole draw, if no piece is shorter.
+    is_drawn_alone : bool
+        Whether one thread draws while others have nothing to do.
+    is_sign : bool
+        Whether every element is 1 or -1.
     """
 
     name: str
     mean: float
     second_moment: float
     block_factor: int = 1
+    granularity: int = sys.maxsize
+    is_drawn_alone: bool = True
+    is_sign: bool = False
 
     @abstractmethod
     def fill(self, out: Tensor, generator: Generator) -> None:
         """Fill a contiguous floating-point tensor with the generator's next numbers."""
+
+    def fill_scaled(self, out: Tensor, generator: Generator, factor: float) -> None:
+        """Fill `out` with the generator's next numbers times `factor`, rounded once more."""
+        self.fill(out, generator)
+        # On a CPU in pieces that torch does not share among threads: crews draw.
+        for piece in out.view(-1).split(_ALONE_ELEMENTS if out.device.type == "cpu" else max(1, out.numel())):
+            piece.mul_(factor)
+
+    def skip(self, numel: int, like: Tensor, generator: Generator) -> None:
+        """Leave `generator` as drawing a tensor of `numel` elements in the format of `like` would."""
+        self.fill(torch.empty(numel, dtype=like.dtype, device=like.device), generator)
 
     @abstractmethod
     def energy(self, shape: Sequence[int]) -> float:
@@ -50,10 +71,33 @@ class Gaussian(Direction):
     name = "gaussian"
     mean = 0.0
     second_moment = 1.0
+    granularity = 16
 
     def fill(self, out: Tensor, generator: Generator) -> None:
         """Fill `out` with standard normals."""
         out.normal_(0.0, 1.0, generator=generator)
+
+    def fill_scaled(self, out: Tensor, generator: Generator, factor: float) -> None:
+        """Fill `out` with normals times `factor`; torch multiplies groups of normals by a deviation as they come."""
+        if out.device.type == "cpu" and out.numel() >= _GROUP and factor > 0 and out.dtype in _EXACTLY_SCALED:
+            out.normal_(0.0, factor, generator=generator)
+        else:
+            super().fill_scaled(out, generator, factor)
+
+    def skip(self, numel: int, like: Tensor, generator: Generator) -> None:
+        """Pass over the random words of a draw; on a CPU without making normals of them.
+
+        Notes
+        -----
+        torch's CPU generator spends a 32-bit word on every normal of a whole group of 16, two in float64. A draw that
+        ends within a group makes its last normals anew, in ways that differ between formats: that end is drawn.
+        """
+        end = _GROUP + numel % _GROUP if numel % _GROUP else 0
+        if like.device.type != "cpu" or numel <= end:
+            super().skip(numel, like, generator)
+            return
+        _skip_words((numel - end) * (2 if like.dtype == torch.float64 else 1), generator)
+        super().skip(end, like, generator)
 
     def energy(self, shape: Sequence[int]) -> float:
         """Return ``d + 2``."""
@@ -73,19 +117,34 @@ class Rademacher(Direction):
     name = "rademacher"
     mean = 0.0
     second_moment = 1.0
-    block_factor = 8
+    block_factor = 32
+    granularity = 64
+    is_drawn_alone = False
+    is_sign = True
 
     def fill(self, out: Tensor, generator: Generator) -> None:
         """Fill `out` with signs."""
         flat = out.view(-1)
-        words = torch.empty(-(-flat.numel() // _WORD_BITS), dtype=torch.int64, device=out.device)
+        length = _PIECE_ELEMENTS if flat.device.type == "cpu" else max(1, flat.numel())
+        for begin in range(0, flat.numel(), length):
+            self._fill_piece(flat[begin : begin + length], generator)
+
+    def _fill_piece(self, flat: Tensor, generator: Generator) -> None:
+        words = torch.empty(-(-flat.numel() // _WORD_BITS), dtype=torch.int64, device=flat.device)
         words.random_(-(2**63), None, generator=generator)
         whole = flat.numel() // _WORD_BITS
         self._spread(words[:whole], flat[: whole * _WORD_BITS])
         if whole < words.numel():
-            last = torch.empty(_WORD_BITS, dtype=out.dtype, device=out.device)
+            last = torch.empty(_WORD_BITS, dtype=flat.dtype, device=flat.device)
             self._spread(words[whole:], last)
             flat[whole * _WORD_BITS :].copy_(last[: flat.numel() - whole * _WORD_BITS])
+
+    def skip(self, numel: int, like: Tensor, generator: Generator) -> None:
+        """Pass over the random words of a draw; on a CPU without making signs of them."""
+        if like.device.type != "cpu":
+            super().skip(numel, like, generator)
+            return
+        _skip_words(2 * -(-numel // _WORD_BITS), generator)
 
     def energy(self, shape: Sequence[int]) -> float:
         """Return ``d``, the least that any direction of unit elements can have."""
@@ -101,7 +160,20 @@ class Rademacher(Direction):
         signs.bitwise_and_(_bits(-0.0, out.dtype)).bitwise_or_(_bits(1.0, out.dtype))
 
 
+_GROUP = 16
+"""torch's CPU normals come in groups of 16."""
+
+_EXACTLY_SCALED = (torch.float32, torch.float64)
+"""Formats in which a deviation is not rounded before it multiplies: a narrower one holds it in that format."""
+
+_ALONE_ELEMENTS = (1 << 15) - 64
+"""Elements that torch sweeps on the calling thread alone."""
+
 _WORD_BITS = 64
+_PIECE_ELEMENTS = 1 << 19
+"""Signs made at a time: their passes find them in cache, and are long against what calling them takes."""
+
+_SKIPPED_AT_ONCE = 1 << 13
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
@@ -109,6 +181,15 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 def _bits(value: float, dtype: torch.dtype) -> int:
     """Return the bits of `value` as a signed integer of its width."""
     return int(torch.tensor(value, dtype=dtype).view(_INTEGERS[dtype.itemsize]).item())
+
+
+def _skip_words(num_words: int, generator: Generator) -> None:
+    """Advance a CPU generator by 32-bit words; it makes two at a time the fastest."""
+    scratch = torch.empty(min(num_words // 2, _SKIPPED_AT_ONCE), dtype=torch.int64)
+    for begin in range(0, num_words // 2, _SKIPPED_AT_ONCE):
+        scratch[: num_words // 2 - begin].random_(-(2**63), None, generator=generator)
+    if num_words % 2:
+        torch.empty(1, dtype=torch.int32).random_(generator=generator)
 
 
 DIRECTIONS: dict[str, Direction] = {direction.name: direction for direction in (Gaussian(), Rademacher())}

@@ -12,10 +12,11 @@ from functools import partial
 
 import torch
 
-from executors.actions import Action, Actions
+from executors.actions import Actions
 from executors.buffers import BufferStore
 from executors.frames import Hyperparameters, StepFrame
 from executors.model import Batch, CutModel
+from executors.operands import Action
 from executors.streams import Backend, Task, Ticket
 from executors.update_watch import UpdateWatch
 from topology.errors import RunError
@@ -36,7 +37,7 @@ class Interpreter:
     hyperparameters : Hyperparameters
     backend : Backend
     num_draw_threads : int
-        Threads for one ``counter`` draw on a CPU.
+        Threads that share draws on a CPU.
     num_micro_batches : int
         Parts that a batch is forwarded in, whose losses are accumulated.
     watch_updates : bool

@@ -20,9 +20,10 @@ from executors.arithmetic import Sweeper
 from executors.buffers import TORCH_DTYPES
 from executors.directions import Direction, direction_named
 from executors.model import Batch, CutModel, StepCache
-from executors.rng import draw_rows, generator_on
+from executors.rng import generator_on
 from executors.spec import spec_of_model
 from executors.streams import Task, Ticket, backend_for
+from executors.walks import draw_rows
 from zosim.program import Instruction, Scalar, Stream
 
 Action = Callable[[], object]
@@ -161,7 +162,7 @@ def _attentions(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 
 def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
-    sweeper = Sweeper(num_threads=torch.get_num_threads())
+    sweeper = Sweeper()
     for place, size_bytes in (("in memory", MEMORY_BYTES[device.type] // 16), _places(device)[1]):
         num = size_bytes // TORCH_DTYPES[dtype].itemsize
         z = _random(device, dtype, num)

@@ -9,9 +9,12 @@ import torch
 from scipy.stats import kstest, kstwobign
 from torch import Tensor
 
+from executors.counter import COUNTER_BLOCK_ELEMENTS, CounterDraws, CounterKey
+from executors.crew import Crew
 from executors.directions import DIRECTIONS, Direction
-from executors.rng import COUNTER_BLOCK_ELEMENTS, CounterDraws, CounterKey, draw_rows, generator_on, walk_past
+from executors.rng import generator_on
 from executors.session import Session
+from executors.walks import draw_rows, walk_past
 from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
 from proofs_checks.placements import (
@@ -152,7 +155,8 @@ def _unlike_slices(direction: Direction, seed: int) -> int:
     width = 96
     numels = [33, 4 * block + width, 2 * width]
     numels[1] -= numels[1] % width
-    alone, threaded = CounterDraws(numels, _CPU), CounterDraws(numels, _CPU, num_threads=2)
+    crew = Crew(2)
+    alone, threaded = CounterDraws(numels, _CPU), CounterDraws(numels, _CPU, crew=crew)
     key = CounterKey.of(seed, 3, 1)
     whole = torch.empty(numels[1])
     alone.fill(whole, 1, 0, key, direction)
@@ -162,7 +166,7 @@ def _unlike_slices(direction: Direction, seed: int) -> int:
         alone.fill(pieces[begin:end], 1, begin, key, direction)
     at_once = torch.empty_like(whole)
     threaded.fill(at_once, 1, 0, key, direction)
-    threaded.close()
+    crew.close()
     rows = torch.tensor([0, 1, block // width, numels[1] // width - 1])
     kept = torch.empty((len(rows), width))
     alone.fill_rows(kept, rows, 1, key, direction)
@@ -243,13 +247,13 @@ CLAIMS = (
         (
             Mutant(
                 "every group starts from the seed",
-                "executors.actions:Actions._draw",
-                "generator.set_state(values[source[0]])",
+                "executors.drawing:Drawing._walked",
+                "generator.set_state(values[source[0]][0])",
                 "generator.manual_seed(seeded.seeds[op.query])",
             ),
             Mutant(
                 "a delayed update draws from the present step",
-                "executors.actions:_counter_key",
+                "executors.drawing:counter_key",
                 "source = frame.at(op.step)",
                 "source = frame.at(0) if frame.seeds else frame.at(op.step)",
             ),
@@ -299,25 +303,25 @@ CLAIMS = (
         (
             Mutant(
                 "a slice read from its block's start",
-                "executors.rng:CounterDraws._fill_blocks",
-                "numbers[low - first : high - first]",
-                "numbers[: high - low]",
+                "executors.counter:CounterDraws._fill_block",
+                "low - first, high - first,",
+                "0, high - low,",
             ),
             Mutant(
                 "a key without its step",
-                "executors.rng:CounterKey.of",
+                "executors.counter:CounterKey.of",
                 "mixed(seed, step, query)",
                 "mixed(seed, query)",
             ),
             Mutant(
                 "blocks numbered within their parameter",
-                "executors.rng:CounterDraws._draw",
+                "executors.counter:CounterDraws._generator",
                 "first_block + block",
                 "block",
             ),
             Mutant(
                 "a walk that draws pieces of 1000",
-                "executors.rng:_pieces",
+                "executors.walks:_pieces",
                 "length = min(_WALK_ELEMENTS, numel - begin)",
                 "length = min(1000, numel - begin)",
             ),

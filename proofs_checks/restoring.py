@@ -189,13 +189,13 @@ CLAIMS = (
         (
             Mutant(
                 "the present step's learning rate",
-                "executors.actions:Actions._update",
-                "learning_rate=source.learning_rate",
-                "learning_rate=frame.learning_rate or source.learning_rate",
+                "executors.sweeping:Sweeping.update",
+                "rate = source.learning_rate",
+                "rate = frame.learning_rate or source.learning_rate",
             ),
             Mutant(
                 "no update where g = 0",
-                "executors.actions:Actions._update",
+                "executors.sweeping:Sweeping.update",
                 "if source is None:",
                 "if source is None or not source.gradients[op.query]:",
             ),

@@ -111,7 +111,7 @@ _WRONG_SIGN = Mutant(
 )
 _SUMMED = Mutant(
     "queries summed, not averaged",
-    "executors.actions:Actions._update",
+    "executors.sweeping:Sweeping.update",
     "source.gradients[op.query] / self.num_queries",
     "source.gradients[op.query]",
 )
@@ -154,7 +154,7 @@ CLAIMS = (
             _WRONG_STEP,
             Mutant(
                 "signs that are one three times in four",
-                "executors.directions:Rademacher.fill",
+                "executors.directions:Rademacher._fill_piece",
                 "words.random_(-(2**63), None, generator=generator)",
                 "words.random_(-(2**63), None, generator=generator).bitwise_and_(0x5555555555555555)",
             ),

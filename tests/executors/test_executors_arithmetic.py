@@ -49,6 +49,33 @@ def test_perturbation_has_the_bits_of_the_literal_expression(dtype, scale, epsil
         assert _same_bits(swept, literal)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1, -2, -1, 2])
+@pytest.mark.parametrize("epsilon", [1e-3, 3.7e-5])
+def test_a_direction_scaled_once_perturbs_with_the_same_bits(dtype, scale, epsilon):
+    theta = _awkward(dtype, 0, limit=0.5)
+    z = torch.randn(theta.numel(), generator=torch.Generator().manual_seed(1)).to(dtype)
+    swept = theta.clone()
+    Sweeper().perturb_scaled(swept, z * epsilon, scale)
+    assert _same_bits(swept, theta + (scale * z) * epsilon)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1, -2, -1, 2])
+@pytest.mark.parametrize("epsilon", [1e-3, 3.7e-5])
+def test_signs_perturb_and_update_with_the_bits_of_the_literal_expressions(dtype, scale, epsilon):
+    theta = _awkward(dtype, 0, limit=0.5)
+    bits = torch.randint(2, (theta.numel(),), generator=torch.Generator().manual_seed(1))
+    z = (2 * bits - 1).to(dtype)
+    swept = theta.clone()
+    Sweeper().perturb_signs(swept, z, scale, epsilon)
+    assert _same_bits(swept, theta + (scale * z) * epsilon)
+    for gradient in (0.37, -1234.5, 0.0):
+        swept = theta.clone()
+        Sweeper().update_signs(swept, z, gradient=gradient, learning_rate=1e-4)
+        assert _same_bits(swept, theta - 1e-4 * (gradient * z))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_decay", [None, 0.0, 0.01])
 @pytest.mark.parametrize("gradient", [0.37, -1234.5, 0.0])
@@ -85,16 +112,3 @@ def test_projected_gradient_is_computed_in_the_format_of_the_losses():
     plus, minus = torch.tensor(2.3456789), torch.tensor(2.3451234)
     assert projected_gradient(plus, minus, 1e-3, central=True) == ((plus - minus) / (2 * 1e-3)).item()
     assert projected_gradient(plus, minus, 1e-3, central=False) == ((plus - minus) / 1e-3).item()
-
-
-def test_threads_do_not_change_a_bit():
-    generator = torch.Generator().manual_seed(9)
-    theta, z = (torch.randn(300_001, generator=generator) for _ in range(2))
-    alone, shared = theta.clone(), theta.clone()
-    Sweeper().perturb(alone, z, -2, 1e-3)
-    sweeper = Sweeper(num_threads=3)
-    sweeper.perturb(shared, z, -2, 1e-3)
-    sweeper.update(shared, z, gradient=0.3, learning_rate=1e-3, weight_decay=0.1)
-    sweeper.close()
-    Sweeper().update(alone, z, gradient=0.3, learning_rate=1e-3, weight_decay=0.1)
-    assert _same_bits(alone, shared)

@@ -4,16 +4,14 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from executors.counter import COUNTER_BLOCK_ELEMENTS, CounterDraws, CounterKey
+from executors.crew import Crew
 from executors.directions import DIRECTIONS, Gaussian, Rademacher, direction_named
-from executors.rng import (
-    COUNTER_BLOCK_ELEMENTS,
-    CounterDraws,
-    CounterKey,
-    draw_rows,
-    generator_on,
-    walk_past,
-)
+from executors.rng import generator_on
+from executors.walks import Walk, draw_rows, walk_past
 from topology.errors import PlanError
 
 CPU = torch.device("cpu")
@@ -54,6 +52,39 @@ def test_kept_rows_and_the_state_after_equal_a_whole_draw(dtype, shape, directio
     assert torch.equal(again, after)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
+@settings(max_examples=30)
+@given(numels=st.lists(st.integers(1, 400), min_size=1, max_size=6), num_marks=st.integers(1, 9))
+def test_walks_with_marks_have_the_bits_of_whole_draws(dtype, direction, numels, num_marks):
+    generator = generator_on(CPU, 3)
+    whole = [torch.empty(numel, dtype=dtype) for numel in numels]
+    for tensor in whole:
+        direction.fill(tensor, generator)
+    walk, crew = Walk(numels, direction, num_marks), Crew(2)
+    marked, skipped = generator_on(CPU, 3), generator_on(CPU, 3)
+    views = [torch.empty_like(tensor) for tensor in whole]
+    states = walk.fill(views, marked)
+    assert all(map(torch.equal, views, whole))
+    assert torch.equal(marked.get_state(), generator.get_state())
+    assert all(map(torch.equal, walk.skip(whole[0], skipped), states))
+    assert torch.equal(skipped.get_state(), generator.get_state())
+    again = [torch.empty_like(tensor) for tensor in whole]
+    walk.fill_again(again, states, crew)
+    crew.close()
+    assert all(map(torch.equal, again, whole))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("numel", [7, 16, 100_003])
+def test_a_scaled_draw_is_the_draw_rounded_once_more(dtype, direction, numel):
+    plain, scaled = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
+    direction.fill(plain, generator_on(CPU, 4))
+    direction.fill_scaled(scaled, generator_on(CPU, 4), 3.7e-4)
+    assert torch.equal(scaled, plain * 3.7e-4)
+
+
 def test_walking_past_leaves_the_state_of_drawing():
     numels = [9, 100_003, 16, 70_000]
     drawn, walked = generator_on(CPU, 2), generator_on(CPU, 2)
@@ -89,30 +120,36 @@ def test_unknown_direction_is_refused():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
 def test_counter_slices_equal_the_whole(dtype, direction):
-    numels = [5, 3 * BLOCK + 7, 100]
+    block = BLOCK * direction.block_factor
+    numels = [5, 3 * block + 7, 100]
     draws, key = CounterDraws(numels, CPU), CounterKey.of(seed=9, step=4, query=1)
     whole = torch.empty(numels[1], dtype=dtype)
     draws.fill(whole, 1, 0, key, direction)
-    for begin, end in [(0, 3), (BLOCK - 1, BLOCK + 1), (17, 2 * BLOCK + 5), (3 * BLOCK + 2, 3 * BLOCK + 7)]:
+    ends = [(0, 3), (block - 1, block + 1), (17, 2 * block + 5), (3 * block + 2, 3 * block + 7)]
+    for begin, end in [*ends, (block - 20, block - 5), (2 * block + 100, 2 * block + 101)]:
         part = torch.empty(end - begin, dtype=dtype)
         draws.fill(part, 1, begin, key, direction)
         assert torch.equal(part, whole[begin:end])
 
 
-def test_counter_rows_and_threads_give_the_same_bits():
-    width, num_rows = 48, 2000
+@pytest.mark.parametrize("width", [48, 33, 7])
+@pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
+def test_counter_rows_and_threads_give_the_same_bits(direction, width):
+    num_rows = 2000
     numels = [10, width * num_rows]
     key = CounterKey.of(1, 2, 0)
-    alone, threaded = CounterDraws(numels, CPU), CounterDraws(numels, CPU, num_threads=2)
+    crew = Crew(3)
+    alone, threaded = CounterDraws(numels, CPU), CounterDraws(numels, CPU, crew=crew)
     first, second = torch.empty(numels[1]), torch.empty(numels[1])
-    alone.fill(first, 1, 0, key, Gaussian())
-    threaded.fill(second, 1, 0, key, Gaussian())
-    threaded.close()
+    alone.fill(first, 1, 0, key, direction)
+    threaded.fill(second, 1, 0, key, direction)
     assert torch.equal(first, second)
     rows = torch.tensor([0, 5, 341, 342, num_rows - 1])
     kept = torch.empty(len(rows), width)
-    alone.fill_rows(kept, rows, 1, key, Gaussian())
-    assert torch.equal(kept, first.view(num_rows, width)[rows])
+    for draws in (alone, threaded):
+        draws.fill_rows(kept, rows, 1, key, direction)
+        assert torch.equal(kept, first.view(num_rows, width)[rows])
+    crew.close()
 
 
 def test_counter_streams_differ_in_every_part_of_the_key():
