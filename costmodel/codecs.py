@@ -365,8 +365,8 @@ def most_bytes(spec: CodecSpec, shape: Sequence[int], element_bytes: int) -> int
         # A token stands for at least one element, and one bit for a run is among the choices.
         return overhead + run_length_bytes(numel, spec.bits, 1)
     if spec.encoding == "entropy":
-        most_symbols = 2**spec.bits
-        excess = -math.log2(1 - most_symbols / 2**FREQUENCY_BITS)
+        most_symbols = 1 << spec.bits
+        excess = -math.log2(1 - most_symbols / 2.0**FREQUENCY_BITS)
         coded = math.ceil(numel * (spec.bits + excess) / 8) + _WORD_BYTES + _FLUSH_BYTES
         return overhead + packed_bytes(most_symbols, 1) + 2 * most_symbols + coded
-    return overhead + payload_bytes(spec.encoding, full)
+    return overhead + (index_bytes(full) if spec.encoding == "index" else bitmap_bytes(full))

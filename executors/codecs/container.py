@@ -168,7 +168,6 @@ def _header_bytes(header: Header, length: int) -> bytes:
         length,
         header.num_items,
         0,
-        0,
     )
     return preamble + struct.pack(f"<{len(header.shape)}Q", *header.shape)
 

@@ -96,6 +96,25 @@ class Symbols:
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """What a receiver knows of the symbols before it reads them.
+
+    Attributes
+    ----------
+    num_elements, num_columns, bits : int
+    """
+
+    num_elements: int
+    num_columns: int
+    bits: int
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of `num_columns` elements."""
+        return self.num_elements // self.num_columns if self.num_columns else 0
+
+
+@dataclass(frozen=True, slots=True)
 class Payload:
     """Symbols written down.
 
@@ -133,7 +152,7 @@ class SymbolEncoding(ABC):
         """Return the symbols, written down."""
 
     @abstractmethod
-    def decode(self, payload: Payload, num_elements: int, num_columns: int, bits: int) -> Bytes:
+    def decode(self, payload: Payload, layout: Layout) -> Bytes:
         """Return the symbols.
 
         Raises
@@ -156,10 +175,10 @@ class Dense(SymbolEncoding):
         """Return the symbols, packed."""
         return Payload(self.name, pack(symbols.values, symbols.bits), num_items=len(symbols.values))
 
-    def decode(self, payload: Payload, num_elements: int, num_columns: int, bits: int) -> Bytes:
+    def decode(self, payload: Payload, layout: Layout) -> Bytes:
         """Return the symbols."""
-        (body,) = _sections(payload, packed_bytes(num_elements, bits))
-        return unpack(body, num_elements, bits)
+        (body,) = _sections(payload, packed_bytes(layout.num_elements, layout.bits))
+        return unpack(body, layout.num_elements, layout.bits)
 
 
 class Index(SymbolEncoding):
@@ -184,25 +203,28 @@ class Index(SymbolEncoding):
         )
         return Payload(self.name, np.concatenate(body), symbols.background, num_items=len(symbols.places))
 
-    def decode(self, payload: Payload, num_elements: int, num_columns: int, bits: int) -> Bytes:
+    def decode(self, payload: Payload, layout: Layout) -> Bytes:
         """Return the symbols, kept ones among the background."""
-        place_bits, count_bits = index_bits(num_columns)
-        num, num_rows = payload.num_items, num_elements // num_columns if num_columns else 0
+        place_bits, count_bits = index_bits(layout.num_columns)
+        num, num_rows = payload.num_items, layout.num_rows
         packed_counts, packed_places, packed_kept = _sections(
             payload,
             packed_bytes(num_rows, count_bits),
             packed_bytes(num, place_bits),
-            packed_bytes(num, bits),
+            packed_bytes(num, layout.bits),
         )
         counts = unpack_wide(packed_counts, num_rows, count_bits)
         column = unpack_wide(packed_places, num, place_bits)
-        if int(counts.sum()) != num or bool((column >= num_columns).any()):
+        if int(counts.sum()) != num or bool((column >= layout.num_columns).any()):
             raise CodecError(
-                f"an index names {int(counts.sum())} places within {num_columns} columns, for {num}"
+                f"an index names {int(counts.sum())} places within {layout.num_columns} columns, for {num}"
             )
         row = np.repeat(np.arange(num_rows, dtype=np.int64), counts)
         return _filled(
-            num_elements, payload.background, row * num_columns + column, unpack(packed_kept, num, bits)
+            layout.num_elements,
+            payload.background,
+            row * layout.num_columns + column,
+            unpack(packed_kept, num, layout.bits),
         )
 
 
@@ -223,15 +245,17 @@ class Bitmap(SymbolEncoding):
             self.name, np.concatenate(body), symbols.background, num_items=symbols.statistics.num_kept
         )
 
-    def decode(self, payload: Payload, num_elements: int, num_columns: int, bits: int) -> Bytes:
+    def decode(self, payload: Payload, layout: Layout) -> Bytes:
         """Return the symbols, kept ones where bits are set."""
         num = payload.num_items
-        packed, kept = _sections(payload, packed_bytes(num_elements, 1), packed_bytes(num, bits))
-        present = np.unpackbits(packed, count=num_elements, bitorder="little").view(np.bool_)
+        packed, kept = _sections(
+            payload, packed_bytes(layout.num_elements, 1), packed_bytes(num, layout.bits)
+        )
+        present = np.unpackbits(packed, count=layout.num_elements, bitorder="little").view(np.bool_)
         if int(np.count_nonzero(present)) != num:
             raise CodecError(f"a bitmap has {int(np.count_nonzero(present))} bits set for {num} symbols")
-        out = np.full(num_elements, payload.background, dtype=np.uint8)
-        out[present] = unpack(kept, num, bits)
+        out = np.full(layout.num_elements, payload.background, dtype=np.uint8)
+        out[present] = unpack(kept, num, layout.bits)
         return out
 
 
@@ -263,16 +287,20 @@ class RunLength(SymbolEncoding):
         body = np.concatenate([pack_wide(runs, gap_bits), pack(values, symbols.bits)])
         return Payload(self.name, body, symbols.background, gap_bits, num)
 
-    def decode(self, payload: Payload, num_elements: int, num_columns: int, bits: int) -> Bytes:
+    def decode(self, payload: Payload, layout: Layout) -> Bytes:
         """Return the symbols, each after its run."""
         num, gap_bits = payload.num_items, payload.gap_bits
         if gap_bits not in range(1, MAX_GAP_BITS + 1):
             raise CodecError(f"run lengths of {gap_bits} bits are none of 1 to {MAX_GAP_BITS}")
-        packed_runs, packed_values = _sections(payload, packed_bytes(num, gap_bits), packed_bytes(num, bits))
+        packed_runs, packed_values = _sections(
+            payload, packed_bytes(num, gap_bits), packed_bytes(num, layout.bits)
+        )
         places = np.cumsum(unpack_wide(packed_runs, num, gap_bits) + 1) - 1
-        if num and int(places[-1]) >= num_elements:
-            raise CodecError(f"run lengths reach element {int(places[-1])} of {num_elements}")
-        return _filled(num_elements, payload.background, places, unpack(packed_values, num, bits))
+        if num and int(places[-1]) >= layout.num_elements:
+            raise CodecError(f"run lengths reach element {int(places[-1])} of {layout.num_elements}")
+        return _filled(
+            layout.num_elements, payload.background, places, unpack(packed_values, num, layout.bits)
+        )
 
     def _best(self, symbols: Symbols) -> tuple[int, int]:
         """Return the bits for a run, and the bytes with them."""
@@ -305,20 +333,20 @@ class Entropy(SymbolEncoding):
         body = np.concatenate([*table, words.astype("<u4").view(np.uint8)])
         return Payload(self.name, body, num_items=len(words))
 
-    def decode(self, payload: Payload, num_elements: int, num_columns: int, bits: int) -> Bytes:
+    def decode(self, payload: Payload, layout: Layout) -> Bytes:
         """Return the symbols."""
-        mask_bytes = packed_bytes(2**bits, 1)
-        mask = np.unpackbits(payload.body[:mask_bytes], count=2**bits, bitorder="little")
+        mask_bytes = packed_bytes(2**layout.bits, 1)
+        mask = np.unpackbits(payload.body[:mask_bytes], count=2**layout.bits, bitorder="little")
         num_present = int(mask.sum())
         _, units, coded = _sections(payload, mask_bytes, 2 * num_present, 4 * payload.num_items)
-        frequency = np.zeros(2**bits, dtype=np.int64)
+        frequency = np.zeros(2**layout.bits, dtype=np.int64)
         frequency[mask.view(np.bool_)] = units.view("<u2").astype(np.int64) + 1
-        expected = 2**FREQUENCY_BITS if num_elements else 0
+        expected = 2**FREQUENCY_BITS if layout.num_elements else 0
         if int(frequency.sum()) != expected:
             raise CodecError(f"frequencies of symbols add up to {int(frequency.sum())}, not to {expected}")
         if num_present < 2:
-            return np.full(num_elements, mask.argmax(), dtype=np.uint8)
-        return decode_entropy(coded.view("<u4").astype(np.uint32), num_elements, frequency.tolist())
+            return np.full(layout.num_elements, mask.argmax(), dtype=np.uint8)
+        return decode_entropy(coded.view("<u4").astype(np.uint32), layout.num_elements, frequency.tolist())
 
 
 BY_NAME: dict[Encoding, SymbolEncoding] = {
