@@ -11,7 +11,16 @@ References
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil, log2
+from types import MappingProxyType
+
+MESSAGE_S: Mapping[str, float] = MappingProxyType({"cpu": 5.5e-5, "gpu": 0.0})
+"""Time of a small message besides the links' latency, by kind of device.
+
+Processes of one host over gloo's loopback: an all_reduce of 8 bytes between two takes 0.11 ms, two messages. Between
+GPUs the latencies of the catalogue's NVLinks and PCIe links are NCCL's own and hold the software's part.
+"""
 
 
 def point_to_point_s(size_bytes: float, *, latency_s: float, bandwidth_bytes_per_s: float) -> float:

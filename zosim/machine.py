@@ -72,8 +72,9 @@ class Ring:
         Of one message over the slowest hop of the ring.
     bandwidth_bytes_per_s : float
         Of the narrowest hop, which all others keep pace with.
-    resources : tuple of str
-        What lies on the way to the next rank; empty for a hop within one host's memory.
+    uses : tuple of (str, float)
+        What lies on the way to the next rank, with the part of the bytes sent that crosses it; nothing for a hop
+        within one host's memory.
     wire : str
         Kind of the narrowest link on that way; ``memory`` within one host's memory.
     """
@@ -81,7 +82,7 @@ class Ring:
     num_ranks: int
     latency_s: float
     bandwidth_bytes_per_s: float
-    resources: tuple[str, ...] = ()
+    uses: tuple[tuple[str, float], ...] = ()
     wire: str = "memory"
 
 
@@ -124,7 +125,7 @@ class Machine:
     def __post_init__(self) -> None:
         named = {self.kernels, self.cores, self.memory, *self.fifo} - {""}
         named.update(name for route in self.routes.values() for name in route)
-        named.update(name for ring in self.rings.values() for name in ring.resources)
+        named.update(name for ring in self.rings.values() for name, _ in ring.uses)
         missing = sorted(named - set(self.capacities))
         if missing:
             message = f"machine {self.profile.device_name} shares {missing[0]!r} but gives it no capacity"
@@ -144,7 +145,7 @@ class Machine:
             tuple(self.wires.items()),
             tuple(place.get(name) for name in (self.kernels, self.cores, self.memory)),
             tuple(
-                (name, replace(ring, resources=()), tuple(place[item] for item in ring.resources))
+                (name, replace(ring, uses=tuple((str(place[item]), part) for item, part in ring.uses)))
                 for name, ring in self.rings.items()
             ),
         )
@@ -281,7 +282,7 @@ class Machine:
         if ring.wire == "memory":
             demands = {self.cores: 1.0, self.memory: 2 * size_bytes / seconds}
             return self._asking(replace(cost, seconds=seconds, limiter="memory"), demands)
-        uses = tuple((name, 1.0) for name in ring.resources)
+        uses = tuple((name, 1.0) for name, _ in ring.uses)
         return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, ring.wire)
 
     def _flow_weight(self, bound: Bound) -> float:

@@ -1,0 +1,175 @@
+"""The machines of all ranks, with the rings that join them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from costmodel.collectives import MESSAGE_S
+from costmodel.profile import Profile
+from topology.errors import TopologyError
+from topology.graph import Topology
+from topology.rings import edge_disjoint_rings
+from zosim.machine import Machine, Ring
+
+_Parts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Hop:
+    """The way from a rank to the next one of its ring: resources with what a byte sent takes of each."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    uses: tuple[tuple[str, float], ...] = ()
+    wire: str = "memory"
+
+
+def machines_for(
+    topology: Topology,
+    devices: Sequence[str],
+    profiles: Profile | Sequence[Profile],
+    groups: Mapping[str, _Parts] = MappingProxyType({}),
+) -> tuple[Machine, ...]:
+    """Return the machine of every rank.
+
+    Parameters
+    ----------
+    topology : Topology
+    devices : sequence of str
+        Node of each rank's device. CPU ranks may share one.
+    profiles : Profile, or sequence of Profile
+        What operations cost, on all devices or of each rank.
+    groups : mapping of str to sequence of sequence of int
+        Partitions of the ranks into those that work together (see :attr:`~zosim.program_set.ProgramSet.groups`).
+
+    Raises
+    ------
+    TopologyError
+        If there is no such device, or no way between two that work together.
+    ProfileError
+        If a profile is of another kind of device.
+
+    Notes
+    -----
+    The members of a group form a ring in rank order, each sending to the next over the route between their
+    devices (between host memories for CPUs of several hosts; within one host's memory, a copy). GPUs of a group that
+    edge-disjoint rings of NVLinks join spread what they send over these, in both directions, as NCCL does.
+    """
+    builder = _Builder(topology, devices, profiles)
+    machines = [builder.alone(rank) for rank in range(len(devices))]
+    for name, parts in groups.items():
+        for part in parts:
+            if len(part) > 1:
+                for rank, ring in zip(part, builder.rings(part), strict=True):
+                    machines[rank] = _with_ring(machines[rank], name, ring, topology)
+    return tuple(machines)
+
+
+def _with_ring(machine: Machine, group: str, ring: Ring, topology: Topology) -> Machine:
+    names = [name for name, _ in ring.uses]
+    capacities = dict(machine.capacities)
+    for name in names:
+        capacities.setdefault(name, topology.resources[name].bandwidth_bytes_per_s)
+    fifo = machine.fifo | {name for name in names if topology.resources[name].sharing == "fifo"}
+    return replace(
+        machine,
+        capacities=MappingProxyType(capacities),
+        fifo=fifo,
+        rings=MappingProxyType({**machine.rings, group: ring}),
+    )
+
+
+class _Builder:
+    """Machines and hops, each looked up once."""
+
+    def __init__(
+        self, topology: Topology, devices: Sequence[str], profiles: Profile | Sequence[Profile]
+    ) -> None:
+        self._topology = topology
+        self._devices = devices
+        self._profiles = [profiles] * len(devices) if isinstance(profiles, Profile) else profiles
+        self._machines: dict[tuple[str, int], Machine] = {}
+        self._hops: dict[tuple[int, str, str], _Hop] = {}
+        self._board_rings: dict[tuple[str, ...], list[_Hop] | None] = {}
+
+    def alone(self, rank: int) -> Machine:
+        """Return the machine of a rank, without rings."""
+        device, profile = self._devices[rank], self._profiles[rank]
+        key = device, id(profile)
+        if key not in self._machines:
+            self._machines[key] = Machine.from_topology(self._topology, device, profile)
+        return self._machines[key]
+
+    def rings(self, part: Sequence[int]) -> list[Ring]:
+        """Return the place of each member of a part in its ring."""
+        devices = [self._devices[rank] for rank in part]
+        hops = self._over_nvlinks(devices) or [
+            self._hop(self._profiles[rank], *ends)
+            for rank, ends in zip(part, itertools.pairwise((*devices, devices[0])), strict=True)
+        ]
+        latency_s = max(hop.latency_s for hop in hops)
+        bandwidth = min(hop.bandwidth_bytes_per_s for hop in hops)
+        return [Ring(len(part), latency_s, bandwidth, hop.uses, hop.wire) for hop in hops]
+
+    def _over_nvlinks(self, devices: Sequence[str]) -> list[_Hop] | None:
+        """Return each GPU's sends over the rings of NVLinks that join them all, None where there are none."""
+        key = tuple(devices)
+        if key not in self._board_rings:
+            nodes = [self._topology.node(device) for device in devices]
+            is_board = all(node.kind == "gpu" and node.host == nodes[0].host for node in nodes)
+            is_apart = len(set(devices)) == len(devices)
+            self._board_rings[key] = self._spread(key) if is_board and is_apart else None
+        return self._board_rings[key]
+
+    def _spread(self, devices: tuple[str, ...]) -> list[_Hop] | None:
+        found = edge_disjoint_rings(self._topology, devices)
+        if not found.rings:
+            return None
+        links = {link.id: link for link in self._topology.links}
+        sends: dict[str, dict[str, float]] = {device: {} for device in devices}
+        for ring in found.rings:
+            part = ring.bandwidth_bytes_per_s / found.both_ways_bytes_per_s
+            order = (*ring.gpu_ids, ring.gpu_ids[0])
+            hops = list(zip(itertools.pairwise(order), _link_ids(ring.link_ids, len(devices)), strict=True))
+            for (here, there), link_id in hops:
+                ways = ((here, there), (there, here))[: found.num_directions]
+                for sender, receiver in ways:
+                    name = self._topology.graph.edges[sender, receiver, link_id]["resource_id"]
+                    sends[sender][name] = sends[sender].get(name, 0.0) + part
+        latency_s = max(links[link_id].latency_s for ring in found.rings for link_id in ring.link_ids)
+        latency_s += MESSAGE_S["gpu"]
+        return [
+            _Hop(latency_s, found.both_ways_bytes_per_s, tuple(sends[device].items()), "nvlink")
+            for device in devices
+        ]
+
+    def _hop(self, profile: Profile, here: str, there: str) -> _Hop:
+        key = id(profile), here, there
+        if key not in self._hops:
+            self._hops[key] = self._found_hop(profile, here, there)
+        return self._hops[key]
+
+    def _found_hop(self, profile: Profile, here: str, there: str) -> _Hop:
+        topology, message_s = self._topology, MESSAGE_S[profile.device_kind]
+        is_cpu = profile.device_kind == "cpu"
+        if here == there or (
+            profile.device_kind == "cpu" and topology.host_of(here) == topology.host_of(there)
+        ):
+            return _Hop(message_s, profile.values()["copy_h2d_bandwidth"])
+        if is_cpu:
+            here, there = topology.host_memory(here).id, topology.host_memory(there).id
+        route = topology.route(here, there)
+        if not route.resource_ids:
+            message = f"the route from {here!r} to {there!r} has no bandwidth"
+            raise TopologyError(message, hint="give one of its links a bandwidth")
+        narrowest = min(route.links, key=lambda link: link.bandwidth_bytes_per_s)
+        uses = tuple((name, 1.0) for name in route.resource_ids)
+        return _Hop(message_s + route.latency_s, route.bandwidth_bytes_per_s, uses, narrowest.type.kind)
+
+
+def _link_ids(link_ids: tuple[str, ...], num_gpus: int) -> tuple[str, ...]:
+    """Return the link of each hop; two GPUs go there and back over one."""
+    return link_ids * 2 if num_gpus == 2 else link_ids
