@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from executors.launch import launch
     from executors.loading import load_model
-    from executors.session import Session, StepRecord
+    from executors.records import StepRecord
+    from executors.session import Session
     from executors.spec import spec_of_model
 
 __all__ = ["Session", "StepRecord", "launch", "load_model", "spec_of_model"]
 
 _HOMES = {
     "Session": "session",
-    "StepRecord": "session",
+    "StepRecord": "records",
     "launch": "launch",
     "load_model": "loading",
     "spec_of_model": "spec",

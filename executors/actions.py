@@ -14,6 +14,7 @@ from executors.arithmetic import gathered, projected_gradient
 from executors.buffers import BufferStore, Placed, bind, keeps_rows
 from executors.crew import Crew
 from executors.drawing import Drawing
+from executors.exchanges import Exchange, Exchanges
 from executors.frames import Hyperparameters, LoadedBatch, MicroBatch, StepFrame
 from executors.micro_batches import accumulated, micro_batches
 from executors.model import Batch, CutModel
@@ -46,6 +47,8 @@ class Actions:
     backend : Backend
     num_draw_threads : int
     num_micro_batches : int
+    exchange : Exchange or None
+        The other ranks, where the program takes any.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Actions:
         *,
         num_draw_threads: int,
         num_micro_batches: int = 1,
+        exchange: Exchange | None = None,
     ) -> None:
         self.program = program
         self.cut = cut
@@ -72,6 +76,7 @@ class Actions:
         self._sweeping = Sweeping(program, store, hyperparameters)
         self._bound: dict[str, Placed] = {}
         self.loaded = LoadedBatch()
+        self._exchanges = Exchanges(program, store, exchange, backend.device, lambda: self.loaded)
         self._num_micro_batches = num_micro_batches
         self._gathers = any(keeps_rows(instruction.op) for _, instruction in program.instructions())
         self._perturbations = _perturbations(program)
@@ -108,6 +113,7 @@ class Actions:
             "update": self._sweeping.update,
             "forward": self._forward,
             "scalar": self._scalar,
+            "collective": self._exchanges.collective,
         }
         try:
             return makers[instruction.op.kind](instruction)
@@ -274,6 +280,8 @@ class Actions:
     def _scalar(self, instruction: Instruction) -> Action:
         op = instruction.op
         assert isinstance(op, Scalar)
+        if op.function != "projected_gradient":
+            return self._exchanges.scalar(instruction)
         points = [access.point for access in instruction.reads]
         plus, other = f"q{op.query}+", [point for point in points if point != f"q{op.query}+"]
         if plus not in points or len(other) != 1 or other[0] not in ("", f"q{op.query}-"):

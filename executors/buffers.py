@@ -7,7 +7,7 @@ that made it, under the name of its buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from costmodel.work import DTYPE_BYTES
 from executors.model import CutModel, NamedTensor
 from topology.errors import ProgramError
 from zosim.lowering.layout import ALIGNMENT_BYTES, bucket_bytes
-from zosim.program import Access, Buffer, Draw, Program, Space
+from zosim.program import Access, Buffer, Draw, Perturb, Program, Space, Update
 
 FROZEN = ":frozen"
 """Suffix of the contents' name of a group's frozen part."""
@@ -93,6 +93,8 @@ class BufferStore:
     program : Program
     cut : CutModel
     allocate : callable
+    positions : mapping of str to int, optional
+        This rank's place in each group that shares buffers out.
 
     Raises
     ------
@@ -100,10 +102,18 @@ class BufferStore:
         If a group or a size of the program is not the model's; the message names the first difference.
     """
 
-    def __init__(self, program: Program, cut: CutModel, allocate: Allocator) -> None:
+    def __init__(
+        self,
+        program: Program,
+        cut: CutModel,
+        allocate: Allocator,
+        positions: Mapping[str, int] | None = None,
+    ) -> None:
         self._program = program
         self._allocate = allocate
+        self._positions = positions or {}
         self.parts = _parts_of(cut)
+        self._num_shares = self._shares()
         self._flat: dict[str, Tensor | None] = {}
         self._placed: dict[tuple[str, str, int], Placed] = {}
         self.values: dict[tuple[str, int], Any] = {}
@@ -142,7 +152,16 @@ class BufferStore:
         return total
 
     def raw(self, access: Access) -> Tensor:
-        """Return an access as bytes."""
+        """Return an access as bytes: all of it, or this rank's share."""
+        whole = self.whole(access)
+        if not access.share:
+            return whole
+        size = self._program.share_bytes(access)
+        begin = size * self._positions.get(access.share, 0)
+        return whole[begin : begin + size]
+
+    def whole(self, access: Access) -> Tensor:
+        """Return the bytes of an access, those that other ranks have a share in among them."""
         return self._memory(access.buffer).view(torch.uint8)[access.offset_bytes : access.end_bytes]
 
     def placed(self, access: Access) -> Placed:
@@ -191,6 +210,11 @@ class BufferStore:
         names = {access.buffer for _, access in self._accesses() if self._is_flat(access)}
         return [buffer for buffer in self._program.buffers if buffer.name in names]
 
+    def _shares(self) -> dict[str, int]:
+        """Return the equal shares into which each part is cut that ranks share out."""
+        named = [access for _, access in self._accesses() if access.share and access.what in self.parts]
+        return {access.what: self._program.groups[access.share] for access in named}
+
     def _accesses(self) -> list[tuple[str, Access]]:
         found = [
             ("initial or final contents", access) for access in (*self._program.initial, *self._program.final)
@@ -213,6 +237,9 @@ class BufferStore:
         part = self.part(access)
         buffer = self._program.buffer(access.buffer)
         wanted = part.size_bytes(buffer.dtype) if buffer.dtype in DTYPE_BYTES else -1
+        if self.is_weights(access):
+            unit = ALIGNMENT_BYTES * self._num_shares.get(access.what, 1)
+            wanted = -(-wanted // unit) * unit
         if access.size_bytes != wanted or access.offset_bytes % ALIGNMENT_BYTES:
             raise ProgramError(
                 f"program {self._program.name}: {where} names {access.size_bytes} bytes from byte "
@@ -224,7 +251,7 @@ class BufferStore:
     def _check_groups_known(self) -> None:
         groups = {name.removesuffix(FROZEN) for name in self.parts}
         for part, instruction in self._program.instructions():
-            named = getattr(instruction.op, "group", None)
+            named = instruction.op.group if isinstance(instruction.op, Draw | Perturb | Update) else None
             if named is not None and named not in groups:
                 raise ProgramError(
                     f"program {self._program.name}: {part}/{instruction.id} names the parameter group {named!r}, "

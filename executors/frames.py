@@ -81,6 +81,8 @@ class StepFrame:
         Projected gradient by query.
     replayed : bool
         Whether the gradients are known beforehand, so that nothing is forwarded.
+    packed, gathered : torch.Tensor or None
+        Losses with their labels, this rank's and all ranks'.
     """
 
     step: int
@@ -91,6 +93,8 @@ class StepFrame:
     losses: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[int, float] = field(default_factory=dict)
     replayed: bool = False
+    packed: Tensor | None = None
+    gathered: Tensor | None = None
 
     def at(self, offset: int) -> StepFrame | None:
         """Return the frame `offset` (0 or -1) steps from this one, if there is one."""

@@ -17,9 +17,9 @@ import torch
 
 from executors.arithmetic import projected_gradient
 from executors.jsonlines import Line, read_lines
+from executors.records import StepRecord, seed_of
 from executors.runlog import STEPS_NAME, read_header
 from executors.schedule import Schedule
-from executors.session import StepRecord, seed_of
 from topology.errors import RunError
 from zosim.plan import Plan
 

@@ -11,16 +11,20 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from executors.actions import Actions
+from executors.agreement import ReplicaWatch
 from executors.buffers import BufferStore
+from executors.communicator import Communicator
 from executors.frames import Hyperparameters, StepFrame
+from executors.host_memory import HOST, HostMemory, PeersTicket
 from executors.model import Batch, CutModel
 from executors.operands import Action
 from executors.streams import Backend, Task, Ticket
 from executors.update_watch import UpdateWatch
 from topology.errors import RunError
-from zosim.program import Instruction, Part, Program
+from zosim.program import Buffer, Dependency, Instruction, Part, Program
 from zosim.validate import validate
 
 __all__ = ["Hyperparameters", "Interpreter", "StepFrame"]
@@ -42,6 +46,8 @@ class Interpreter:
         Parts that a batch is forwarded in, whose losses are accumulated.
     watch_updates : bool
         Whether to count updates that rounding undoes.
+    communicator : Communicator, optional
+        The other ranks, where the program takes any.
 
     Raises
     ------
@@ -59,11 +65,16 @@ class Interpreter:
         num_draw_threads: int = 1,
         num_micro_batches: int = 1,
         watch_updates: bool = False,
+        communicator: Communicator | None = None,
     ) -> None:
         validate(program)
         self.program = program
         self.backend = backend
-        self.store = BufferStore(program, cut, backend.allocate)
+        self._communicator = communicator
+        self._host_memory = _host_memory(program, communicator, backend)
+        positions = {name: communicator.position(name) for name in program.groups} if communicator else {}
+        self.store = BufferStore(program, cut, self._allocated, positions)
+        self.replica_watch = ReplicaWatch(program, self.store, backend.device) if communicator else None
         self.update_watch = UpdateWatch(program, self.store, backend.device) if watch_updates else None
         self._actions = Actions(
             program,
@@ -73,11 +84,13 @@ class Interpreter:
             backend,
             num_draw_threads=num_draw_threads,
             num_micro_batches=num_micro_batches,
+            exchange=communicator,
         )
         self._resolved = {part: self._resolve(part) for part in ("prologue", "step", "flush")}
         self._frame: StepFrame | None = None
         self._tickets: Mapping[str, Ticket] = {}
         self._next_step = 0
+        self._turn = 0
         self._load_weights()
 
     @property
@@ -153,13 +166,17 @@ class Interpreter:
     def flush(self) -> None:
         """Apply what is pending, wait for everything, and leave the weights in their final places.
 
-        A step that follows begins as the first one did. Without a step since the last flush, nothing happens.
+        A step that follows begins as the first one did. Without a step since the last flush, nothing happens; with one, all
+        ranks have to flush.
         """
-        if self._frame is not None:
+        was_pending = self.is_pending
+        if was_pending:
             self._run("flush", StepFrame(self._next_step, previous=self._frame))
             self._frame = None
         self.backend.drain()
         self._tickets = {}
+        if was_pending:
+            self._complete_shares()
         self.bind_final()
 
     def bind_final(self) -> None:
@@ -175,33 +192,79 @@ class Interpreter:
         """End the streams."""
         self.backend.close()
         self._actions.close()
+        if self._host_memory is not None:
+            self._host_memory.close()
 
     def _run(self, part: Part, frame: StepFrame) -> None:
         before = self._tickets
-        makers = [partial(self._task, item, part, frame, before) for item in self._resolved[part]]
-        if makers:
-            with torch.no_grad():
-                self._tickets = self.backend.run(makers)
+        if not self._resolved[part]:
+            return
+        self._turn += 1
+        makers = [partial(self._task, item, part, frame, before, self._turn) for item in self._resolved[part]]
+        with torch.no_grad():
+            self._tickets = self.backend.run(makers)
 
-    @staticmethod
     def _task(
-        item: _Resolved, part: Part, frame: StepFrame, before: Mapping[str, Ticket], now: dict[str, Ticket]
+        self,
+        item: _Resolved,
+        part: Part,
+        frame: StepFrame,
+        before: Mapping[str, Ticket],
+        turn: int,
+        now: dict[str, Ticket],
     ) -> Task:
         after = [now[name] for name in item.waits]
         after += [before[name] for name in item.waits_before if name in before]
-        return Task(item.instruction, part, frame.step, partial(item.action, frame), after)
+        task = Task(item.instruction, part, frame.step, partial(item.action, frame), after)
+        memory = self._host_memory
+        if memory is not None:
+            after += [
+                PeersTicket(memory, edge.instruction, turn - edge.distance)
+                for edge in item.peers
+                if edge.distance == 0 or edge.instruction in before
+            ]
+            if memory.is_awaited(item.instruction.id):
+                task.done = partial(memory.note, item.instruction.id, turn)
+        return task
 
     # -- weights -----------------------------------------------------------------------------------------------
 
     def _load_weights(self) -> None:
         """Move the model's parameters into the program's initial places, one group after the other."""
         with torch.no_grad():
-            for access in self.program.initial:
-                if self.store.is_weights(access):
-                    placed = self.store.placed(access)
+            held = [access for access in self.program.initial if self.store.is_weights(access)]
+            for number, access in enumerate(held):
+                placed = self.store.placed(access)
+                if self._writes(number, self.program.buffer(access.buffer)):
                     for tensor, view in zip(placed.part.tensors, placed.views, strict=True):
                         view.copy_(tensor.parameter)
-                    self._actions.bind([placed])
+                self._actions.bind([placed])
+        if self._host_memory is not None and self._communicator is not None:
+            self._communicator.barrier("loading the weights")
+
+    def _writes(self, number: int, buffer: Buffer) -> bool:
+        """Whether this rank puts the weights into a buffer: those that a host has once, by turns."""
+        if not buffer.shared or self._communicator is None:
+            return True
+        return number % len(self._communicator.members(HOST)) == self._communicator.position(HOST)
+
+    def _allocated(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:
+        if buffer.shared and self._host_memory is not None:
+            return self._host_memory.tensor(buffer, num_elements, dtype)
+        return self.backend.allocate(buffer, num_elements, dtype)
+
+    def _complete_shares(self) -> None:
+        """Let the host's copy hold what all ranks wrote: its own are through, those of other hosts are fetched."""
+        communicator = self._communicator
+        if communicator is None or self._host_memory is None:
+            return
+        communicator.barrier("flush")
+        shared = [access for access in self.program.final if access.share and self.store.is_weights(access)]
+        afar = [a for a in shared if communicator.members(a.share) != communicator.members(HOST)]
+        for access in afar:
+            communicator.complete(access.share, self.store.whole(access), f"completing {access.what}")
+        if afar:
+            communicator.barrier("flush")
 
     def _resolve(self, part: Part) -> list[_Resolved]:
         instructions: tuple[Instruction, ...] = getattr(self.program, part)
@@ -211,21 +274,35 @@ class Interpreter:
             waits = tuple(
                 d.instruction
                 for d in instruction.after
-                if d.distance == 0 and streams[d.instruction] != instruction.stream
+                if not d.group and d.distance == 0 and streams[d.instruction] != instruction.stream
             )
-            before = tuple(d.instruction for d in instruction.after if d.distance == 1)
+            before = tuple(d.instruction for d in instruction.after if not d.group and d.distance == 1)
+            peers = tuple(d for d in instruction.after if d.group)
             action = self._actions.of(part, instruction)
             if self.update_watch is not None:
                 action = self.update_watch.watched(instruction, action)
-            resolved.append(_Resolved(instruction, action, waits, before))
+            if self.replica_watch is not None:
+                action = self.replica_watch.watched(instruction, action)
+            resolved.append(_Resolved(instruction, action, waits, before, peers))
         return resolved
 
 
 @dataclass(frozen=True, slots=True)
 class _Resolved:
-    """An instruction with its action and the instructions of other streams, or other parts, that it waits for."""
+    """An instruction with its action, and those of other streams, parts or ranks that it waits for."""
 
     instruction: Instruction
     action: Action
     waits: tuple[str, ...]
     waits_before: tuple[str, ...]
+    peers: tuple[Dependency, ...]
+
+
+def _host_memory(program: Program, communicator: Communicator | None, backend: Backend) -> HostMemory | None:
+    """Return the memory that a program shares with other ranks of its host, if it shares any."""
+    if communicator is None or not any(buffer.shared for buffer in program.buffers):
+        return None
+    memory = HostMemory(program, communicator)
+    if backend.device.type == "cuda":
+        memory.pin()
+    return memory

@@ -87,6 +87,12 @@ def progress_of_this_rank() -> Progress | None:
     return Progress(_progress_path(Path(directory), RankInfo.here().rank)) if directory else None
 
 
+def last_words(rank: int) -> str:
+    """Return the line of a rank that the same launcher started on this host, or ""."""
+    directory = os.environ.get(_DIRECTORY_VARIABLE)
+    return Progress.read(_progress_path(Path(directory), rank)) if directory else ""
+
+
 def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1) -> Any:
     """Run ``function(*arguments)`` in every rank and return what rank 0 returned.
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from rich.progress import Progress, TaskID
 
-from executors.session import StepRecord
+from executors.records import StepRecord
 from topology.units import format_seconds
 from zosim.console import progress, stderr
 

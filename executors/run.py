@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from executors.adapters import keep_beginning, save_alone, save_tuned
-from executors.agreement import gathered_digests, refuse_disagreement
 from executors.batches import Batches
 from executors.checkpoint import CHECKPOINTS_NAME, newest_checkpoint, save_checkpoint
 from executors.history import DIGESTS_NAME, History, read_history
@@ -30,6 +29,7 @@ from executors.jsonlines import JsonLines, read_lines
 from executors.launch import RankInfo, process_group
 from executors.measure import Evaluator, is_better
 from executors.objectives import objective_named
+from executors.records import LossNotFinite, StepRecord
 from executors.replay import (
     PROGRAM_NAME,
     advance,
@@ -40,7 +40,7 @@ from executors.replay import (
 )
 from executors.reporter import Reporter
 from executors.runlog import HEADER_NAME, STEPS_NAME, RunLog, weights_digest, write_header
-from executors.session import LossNotFinite, Session, StepRecord
+from executors.session import Session
 from executors.settings import RunSettings, refuse_other_identity
 from executors.watch import DivergenceWatch
 from topology.errors import RunError
@@ -277,8 +277,8 @@ class Run:
             self._evaluate(session, done)
 
     def _record_digest(self, session: Session, done: int) -> None:
+        session.compare_replicas()
         digest = session.digest()
-        refuse_disagreement(gathered_digests(digest), done)
         if done not in self._digested:
             self._files[1].append([{"num_steps": done, "digest": digest}])
             self._digested.add(done)

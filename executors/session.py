@@ -10,25 +10,26 @@ A loop of one's own takes a few lines::
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from costmodel.work import DTYPE_BYTES
+from executors.agreement import refuse_disagreement
 from executors.buffers import TORCH_DTYPES
+from executors.communicator import Communicator, default_communicator
+from executors.gathering import gathered_timeline
 from executors.interpreter import Hyperparameters, Interpreter, StepFrame
-from executors.launch import progress_of_this_rank
+from executors.launch import RankInfo, progress_of_this_rank
 from executors.memory import MemoryReport, observed, report
 from executors.model import Batch, CutModel, LossDType, Objective, StepCache
-from executors.rng import mixed
+from executors.records import StepRecord, record_of, refuse_nonfinite, seed_of
 from executors.runlog import header_of, save_pretrained, weights_digest
 from executors.streams import backend_for
 from executors.update_watch import UpdateLoss
@@ -36,77 +37,11 @@ from topology.errors import PlanError, RunError
 from zosim.lowering import lower
 from zosim.plan import Plan
 from zosim.program import Program
+from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline
-
-_NUM_SEEDS = 1_000_000_000
-"""Seeds are drawn below this, as the reference loop draws them."""
 
 _OBSERVED_STEPS = 2
 """Steps whose memory is observed: the first, and the first with something pending. They are not timed."""
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What one step found.
-
-    Attributes
-    ----------
-    step : int
-    seeds, losses_plus, losses_minus, projected_gradients : tuple
-        One element per query; `losses_minus` is None for a forward difference.
-    loss_base : float or None
-        Loss at the unperturbed weights, for a forward difference.
-    learning_rate : float
-        The one that this step's projected gradients are applied with.
-    seconds : float
-        Wall-clock time from the call to the losses.
-    """
-
-    step: int
-    seeds: tuple[int, ...]
-    losses_plus: tuple[float, ...]
-    losses_minus: tuple[float, ...] | None
-    loss_base: float | None
-    projected_gradients: tuple[float, ...]
-    learning_rate: float
-    seconds: float
-
-    @property
-    def loss(self) -> float:
-        """Loss of the first query at ``+ε``, the number that MeZO logs."""
-        return self.losses_plus[0]
-
-    @classmethod
-    def of_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Self:
-        """Return the record that :meth:`rows` wrote."""
-        first = rows[0]
-        central = first["loss_minus"] is not None
-        return cls(
-            step=first["step"],
-            seeds=tuple(row["seed"] for row in rows),
-            losses_plus=tuple(row["loss_plus"] for row in rows),
-            losses_minus=tuple(row["loss_minus"] for row in rows) if central else None,
-            loss_base=None if central else first["loss_base"],
-            projected_gradients=tuple(row["projected_grad"] for row in rows),
-            learning_rate=first["learning_rate"],
-            seconds=first["seconds"],
-        )
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield one row of ``steps.jsonl`` per query."""
-        for query, seed in enumerate(self.seeds):
-            base = {} if self.loss_base is None else {"loss_base": self.loss_base}
-            yield {
-                "step": self.step,
-                "query": query,
-                "seed": seed,
-                **base,
-                "loss_plus": self.losses_plus[query],
-                "loss_minus": None if self.losses_minus is None else self.losses_minus[query],
-                "projected_grad": self.projected_gradients[query],
-                "learning_rate": self.learning_rate,
-                "seconds": self.seconds,
-            }
 
 
 class Session:
@@ -118,7 +53,7 @@ class Session:
     model : torch.nn.Module
         A transformers causal language model. Its parameters move into the plan's buffers; use it through the
         session until :meth:`close`.
-    program : Program, optional
+    program : Program or ProgramSet, optional
         What to run; by default what the plan is lowered to.
     learning_rate : float or callable
         A rate, or a function from the step's number to its rate.
@@ -126,7 +61,7 @@ class Session:
     seed : int
         Determines the seed of every step and query.
     device : str
-        ``"cpu"``, or a CUDA device.
+        ``"cpu"``, or a CUDA device; of several ranks, ``"cuda"`` gives each its own.
     loss_dtype : str
         ``"model"``, or ``"fp64"`` to compute the loss in float64 from the model's logits.
     rank : int
@@ -141,6 +76,9 @@ class Session:
         Hash of the base weights for the header, where `model` holds later ones; by default `model`'s own.
     objective : callable, optional
         What is minimised, a function of logits and batch, in place of the model's loss.
+    communicator : Communicator, optional
+        The other ranks of a plan that has several; by default those of torch's process group. All ranks then make the
+        session, and call its methods in the same order; each is given the whole batch.
 
     Raises
     ------
@@ -153,7 +91,7 @@ class Session:
         plan: Plan,
         model: nn.Module,
         *,
-        program: Program | None = None,
+        program: Program | ProgramSet | None = None,
         learning_rate: float | Callable[[int], float] = 1e-6,
         weight_decay: float = 0.0,
         seed: int = 0,
@@ -165,16 +103,20 @@ class Session:
         num_micro_batches: int = 1,
         base_digest: str | None = None,
         objective: Objective | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         self.plan = plan
         self.model = model
-        self.rank = rank
+        self.communicator = communicator or default_communicator(plan.groups, device.partition(":")[0])
+        self.rank = self._rank_among_others(rank)
         self.seed = seed
         self.weight_decay = weight_decay
         self._rate = learning_rate if callable(learning_rate) else lambda _step: learning_rate
         self._num_timed_steps = num_timed_steps
-        self.program = program or lower(plan)
-        backend = backend_for(device)
+        if isinstance(program, ProgramSet):
+            program = program.program_of(self.rank)
+        self.program = program or lower(plan, self.rank)
+        backend = backend_for(own_device(device))
         self.device = backend.device
         progress = progress_of_this_rank()
         backend.note = None if progress is None else progress.note
@@ -205,11 +147,24 @@ class Session:
             num_draw_threads=num_draw_threads,
             num_micro_batches=num_micro_batches,
             watch_updates=_loses_updates(plan),
+            communicator=self.communicator,
         )
         _move_module_buffers(model, self.device)
         self.cut.device = self.device
         self._live_bytes = 0
         self._first_timed = 0
+
+    def _rank_among_others(self, rank: int) -> int:
+        """Return this rank's number, once it is sure that there are as many ranks as the plan has."""
+        if self.communicator is None:
+            return rank
+        there, wanted = self.communicator.world_size, self.plan.placement.world_size
+        if there != wanted:
+            raise RunError(
+                f"the plan has {wanted} ranks, but {there} were started",
+                hint=f"start {wanted}, or make a plan for {there} (--mesh)",
+            )
+        return self.communicator.rank
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -226,7 +181,8 @@ class Session:
         Parameters
         ----------
         batch : mapping
-            ``input_ids``, ``attention_mask`` and ``labels`` of shape (sequences, tokens), on the CPU.
+            ``input_ids``, ``attention_mask`` and ``labels`` of shape (sequences, tokens), on the CPU: the sequences of all
+            ranks, of which each takes its own.
         seeds : tuple of int, optional
             One per query; by default those that the session's seed determines.
         learning_rate : float, optional
@@ -243,11 +199,22 @@ class Session:
         num_timed = number - self._first_timed
         self.interpreter.backend.recording = num_timed < self._num_timed_steps
         begin = time.perf_counter()
+        batch = self._own_rows(batch)
         frame = self._observed_step(batch, seeds, rate) if num_timed < _OBSERVED_STEPS else None
         frame = frame or self.interpreter.step(batch, seeds, rate)
-        record = _record(frame, time.perf_counter() - begin)
-        _refuse_nonfinite(record)
+        record = record_of(frame, time.perf_counter() - begin)
+        refuse_nonfinite(record)
         return record
+
+    def _own_rows(self, batch: Batch) -> Batch:
+        if self.communicator is None:
+            return batch
+        num_rows, rows = batch["input_ids"].shape[0], self.plan.rows_of(self.rank)
+        if num_rows != self.plan.batch:
+            raise RunError(
+                f"a batch of {num_rows} sequences cannot be shared out as planned: the plan has {self.plan.batch}"
+            )
+        return {name: tensor[rows.start : rows.stop] for name, tensor in batch.items()}
 
     def seeds_of(self, step: int) -> tuple[int, ...]:
         """Return the seeds of one step, a pure function of the session's seed."""
@@ -282,9 +249,30 @@ class Session:
         self.flush()
         return weights_digest(self.model, self.plan.precision.storage)
 
+    def compare_replicas(self) -> None:
+        """Flush, and make sure that all ranks hold, and have computed, the same parameters.
+
+        Raises
+        ------
+        RunError
+            If they do not; the message names the ranks and the parameter groups in which they differ.
+        """
+        self.flush()
+        watch = self.interpreter.replica_watch
+        if self.communicator is not None and watch is not None:
+            rows = self.communicator.gathered(watch.sums(), "comparing replicas").tolist()
+            refuse_disagreement([tuple(row) for row in rows], watch.names, self.num_steps)
+
     def flush(self) -> None:
-        """Apply pending updates. Evaluations and checkpoints flush by themselves."""
+        """Apply pending updates; all ranks have to. Evaluations and checkpoints flush by themselves."""
         self.interpreter.flush()
+
+    def first_does(self, action: Callable[[], None], what: str) -> None:
+        """Let rank 0 do something, such as writing a file, while the others wait."""
+        if self.communicator is None:
+            action()
+        else:
+            self.communicator.first_does(action, what)
 
     def _observed_step(self, batch: Batch, seeds: tuple[int, ...], rate: float) -> StepFrame:
         peaks: list[int] = []
@@ -363,7 +351,8 @@ class Session:
     def save_pretrained(self, directory: str | Path) -> None:
         """Flush, and write a directory that transformers loads, in the run's format."""
         self.flush()
-        save_pretrained(self.model, directory, self.plan.precision.storage)
+        storage = self.plan.precision.storage
+        self.first_does(lambda: save_pretrained(self.model, directory, storage), "writing the weights")
 
     # -- measurements ------------------------------------------------------------------------------------------
 
@@ -377,7 +366,7 @@ class Session:
         return report(self.device, self.interpreter.store.peak_bytes, self._live_bytes)
 
     def timeline(self) -> Timeline:
-        """Return the measured spans of the steps that were timed, and their memory.
+        """Return the measured spans of the steps that were timed, on all ranks, and their memory.
 
         Flushes. The first steps, whose memory was observed, do not count as steady. Steps are counted from the
         first that was not replayed.
@@ -388,7 +377,7 @@ class Session:
         num_steps = min(self.num_steps - first, self._num_timed_steps)
         spans = tuple(span for span in spans if span.step < num_steps or span.part == "flush")
         begin = min((span.start_s for span in spans), default=0.0)
-        return Timeline(
+        timeline = Timeline(
             program=self.program.name,
             source="measured",
             num_steps=num_steps,
@@ -396,6 +385,7 @@ class Session:
             memory=tuple(self.memory().samples(self.rank, 0.0)),
             first_steady_step=_OBSERVED_STEPS,
         )
+        return timeline if self.communicator is None else gathered_timeline(self.communicator, timeline)
 
     # -- end ---------------------------------------------------------------------------------------------------
 
@@ -412,39 +402,9 @@ class Session:
         self.close()
 
 
-def seed_of(seed: int, step: int, query: int) -> int:
-    """Return the seed of one step and query of a run."""
-    return mixed(seed, step, query) % _NUM_SEEDS
-
-
-def _record(frame: StepFrame, seconds: float) -> StepRecord:
-    queries = range(len(frame.seeds))
-    central = "" not in frame.losses
-    return StepRecord(
-        step=frame.step,
-        seeds=frame.seeds,
-        losses_plus=tuple(frame.losses[f"q{query}+"].item() for query in queries),
-        losses_minus=tuple(frame.losses[f"q{query}-"].item() for query in queries) if central else None,
-        loss_base=None if central else frame.losses[""].item(),
-        projected_gradients=tuple(frame.gradients[query] for query in queries),
-        learning_rate=frame.learning_rate,
-        seconds=seconds,
-    )
-
-
-class LossNotFinite(RunError):  # noqa: N818 - reads as the statement it makes
-    """A projected gradient that is no number. The weights may hold its traces: rebuild them from the log."""
-
-
-def _refuse_nonfinite(record: StepRecord) -> None:
-    if all(map(math.isfinite, record.projected_gradients)):
-        return
-    raise LossNotFinite(
-        f"step {record.step}: the projected gradient is {record.projected_gradients}, from losses "
-        f"{record.losses_plus} and {record.losses_minus or record.loss_base}",
-        hint="lower the learning rate; where the first step fails already, look for a batch without labels, or use "
-        "--dtype float32 or bfloat16 in place of float16",
-    )
+def own_device(device: str) -> str:
+    """Return a device's name, with the number of this rank's own where none is given."""
+    return f"cuda:{RankInfo.here().local_rank}" if device == "cuda" else device
 
 
 def prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:

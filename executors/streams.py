@@ -19,8 +19,14 @@ from zosim.program import Buffer, Instruction, Part, Stream
 from zosim.timeline import Span
 
 
-class Ticket:
+class Ticket(ABC):
     """Says when one instruction of one step has finished."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Hold the calling thread until then, and raise if it failed."""
 
 
 @dataclass(slots=True)
@@ -35,7 +41,9 @@ class Task:
     action : callable
         Does it.
     after : sequence of Ticket
-        What it waits for on other streams.
+        What it waits for on other streams and ranks.
+    done : callable or None
+        Called once it has finished.
     """
 
     instruction: Instruction
@@ -43,6 +51,7 @@ class Task:
     step: int
     action: Callable[[], None]
     after: Sequence[Ticket]
+    done: Callable[[], None] | None = None
 
     def describe(self) -> str:
         """Return its place in the run."""
@@ -234,7 +243,6 @@ class CpuBackend(Backend):
         """Run one task on the calling thread, once what it waits for has finished."""
         try:
             for ticket in task.after:
-                assert isinstance(ticket, _Event)
                 ticket.wait()
             if self._failure is not None:
                 raise self._failure
@@ -243,6 +251,8 @@ class CpuBackend(Backend):
             start = time.perf_counter()
             task.action()
             end = time.perf_counter()
+            if task.done is not None:
+                task.done()
         except Exception as error:  # noqa: BLE001 - whatever went wrong is reported with the instruction's name
             waited_for_it = self._failure is not None and error is self._failure
             self._failure = self._failure if waited_for_it else (self._failure or failure_of(task, error))

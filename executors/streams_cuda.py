@@ -2,23 +2,76 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
 from executors.streams import Backend, Measured, Task, Ticket, failure_of
-from topology.errors import RunError
+from topology.errors import RunError, ZosimError
 from zosim.program import Buffer, Instruction, Part, Space, Stream
 
 
 class _CudaTicket(Ticket):
-    """An event recorded behind a task on its stream."""
+    """An event recorded behind a task on its stream, once the task has been issued."""
 
-    __slots__ = ("event",)
+    __slots__ = ("_issued", "error", "event")
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+    def __init__(self) -> None:
+        self._issued = threading.Event()
+        self.event: torch.cuda.Event | None = None
+        self.error: ZosimError | None = None
+
+    def issue(self, event: torch.cuda.Event | None, error: ZosimError | None = None) -> None:
+        """Say that the task is on its stream, or why it is not."""
+        self.event, self.error = event, error
+        self._issued.set()
+
+    def refuse(self, error: ZosimError) -> None:
+        """Say that the task will not be issued, unless it was."""
+        if not self._issued.is_set():
+            self.issue(None, error)
+
+    def recorded(self) -> torch.cuda.Event:
+        """Return the event, waiting for a thread that has yet to issue the task."""
+        self._issued.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.event is not None
+        return self.event
+
+    def wait(self) -> None:
+        """Hold the host until the task has finished."""
+        self.recorded().synchronize()
+
+
+class _Thread(threading.Thread):
+    """Does jobs in order."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        super().__init__(name=f"zosim-{name}", daemon=True)
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._device = device
+        self.start()
+
+    def put(self, job: Callable[[], None] | None) -> None:
+        """Add a job; None ends the thread."""
+        self._jobs.put(job)
+
+    def finish(self) -> None:
+        """Wait until all jobs so far are done."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        done.wait()
+
+    def run(self) -> None:
+        torch.cuda.set_device(self._device)
+        with torch.no_grad():
+            while (job := self._jobs.get()) is not None:
+                job()
 
 
 class CudaBackend(Backend):
@@ -27,6 +80,9 @@ class CudaBackend(Backend):
     The host issues tasks in the order listed; each stream runs its own in order, and an event carries every
     dependency between two streams. The host waits for the device where a number has to be read (the projected
     gradient), and in :meth:`drain`.
+
+    What waits for another rank of the host is issued when that one is so far. So that only its stream waits, every
+    stream but compute then has a thread that issues its tasks, and one that tells others what has finished.
 
     Raises
     ------
@@ -52,6 +108,9 @@ class CudaBackend(Backend):
         self._origin = torch.cuda.Event(enable_timing=True)
         self._origin.record(self._streams[Stream.COMPUTE])
         self._timed: list[tuple[tuple[Instruction, Part, int], torch.cuda.Event, torch.cuda.Event]] = []
+        self._threads: dict[str, _Thread] = {}
+        self._lock = threading.Lock()
+        self._failure: ZosimError | None = None
 
     def allocate(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return zeroed device memory, or pinned host memory."""
@@ -83,16 +142,48 @@ class CudaBackend(Backend):
     def run(self, tasks: Sequence[Callable[[dict[str, Ticket]], Task]]) -> dict[str, Ticket]:
         """Issue tasks to their streams in the order listed."""
         tickets: dict[str, Ticket] = {}
+        made: list[tuple[Task, _CudaTicket]] = []
         for make in tasks:
-            task = make(tickets)
-            tickets[task.instruction.id] = self._issue(task)
+            task, ticket = make(tickets), _CudaTicket()
+            tickets[task.instruction.id] = ticket
+            made.append((task, ticket))
+        if not self._threads and not any(_is_far(ticket) for task, _ in made for ticket in task.after):
+            for task, ticket in made:
+                self._issue(task, ticket)
+            return tickets
+        compute = []
+        for task, ticket in made:
+            if task.instruction.stream == Stream.COMPUTE:
+                compute.append((task, ticket))
+            else:
+                self._thread(task.instruction.stream).put(partial(self._issue_quietly, task, ticket))
+        try:
+            for task, ticket in compute:
+                self._issue(task, ticket)
+        except ZosimError as error:
+            self._failure = self._failure or error
+            for _, ticket in compute:
+                ticket.refuse(error)
+            raise
         return tickets
 
-    def _issue(self, task: Task) -> _CudaTicket:
+    def _issue_quietly(self, task: Task, ticket: _CudaTicket) -> None:
+        """Issue a task on a thread of its stream; whoever depends on it is told of a failure."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._issue(task, ticket)
+        except ZosimError as error:
+            self._failure = self._failure or error
+            ticket.issue(None, self._failure)
+
+    def _issue(self, task: Task, issued: _CudaTicket) -> None:
         stream = self._streams[task.instruction.stream]
         for ticket in task.after:
-            assert isinstance(ticket, _CudaTicket)
-            stream.wait_event(ticket.event)
+            if isinstance(ticket, _CudaTicket):
+                stream.wait_event(ticket.recorded())
+            else:
+                ticket.wait()
         if self.note is not None and task.instruction.stream == Stream.COMPUTE:
             self.note(task.describe())
         with torch.cuda.stream(stream):
@@ -107,11 +198,24 @@ class CudaBackend(Backend):
             end.record(stream)
         if start is not None:
             self._timed.append(((task.instruction, task.part, task.step), start, end))
-        return _CudaTicket(end)
+        issued.issue(end)
+        if task.done is not None:
+            self._thread(f"{task.instruction.stream}-done").put(partial(_tell, end, task.done))
+
+    def _thread(self, name: str) -> _Thread:
+        with self._lock:
+            found = self._threads.get(name)
+            if found is None:
+                found = self._threads[name] = _Thread(name, self.device)
+            return found
 
     def drain(self) -> None:
-        """Wait for the device."""
+        """Wait for the threads and the device, and raise what could not be issued."""
+        for thread in list(self._threads.values()):
+            thread.finish()
         torch.cuda.synchronize(self.device)
+        if self._failure is not None:
+            raise self._failure
 
     def measured(self) -> list[Measured]:
         """Return what was recorded, in seconds since the backend was made."""
@@ -124,4 +228,17 @@ class CudaBackend(Backend):
 
     def close(self) -> None:
         """Wait for the device; its streams end with the process."""
-        self.drain()
+        if self._failure is None:
+            self.drain()
+        for thread in self._threads.values():
+            thread.put(None)
+        self._threads.clear()
+
+
+def _is_far(ticket: Ticket) -> bool:
+    return not isinstance(ticket, _CudaTicket)
+
+
+def _tell(event: torch.cuda.Event, done: Callable[[], None]) -> None:
+    event.synchronize()
+    done()

@@ -21,7 +21,6 @@ from reference_mezo import differing
 from safetensors.torch import load_file, save_file
 from test_executors_run import loaded
 
-from executors.agreement import refuse_disagreement
 from executors.history import read_history
 from executors.jsonlines import JsonLines, read_lines
 from executors.watch import DivergenceWatch
@@ -422,12 +421,6 @@ def test_lines_count_once_their_newline_is_there(tmp_path, length):
     with JsonLines(tmp_path / "log", keep_bytes=lines[-1].end if lines else 0) as file:
         file.append([{"c": 3}])
     assert [line.row for line in read_lines(tmp_path / "log")] == [*(line.row for line in lines), {"c": 3}]
-
-
-def test_replicas_that_differ_are_named():
-    refuse_disagreement(["a", "a", "a"], 10)
-    with pytest.raises(RunError, match="after 10 steps replicas differ: rank 1 from the other 3"):
-        refuse_disagreement(["a", "b", "a", "a"], 10)
 
 
 def test_a_watch_heeds_levels_and_not_single_batches():

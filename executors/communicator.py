@@ -1,0 +1,327 @@
+"""The ranks of a run as one of them sees them: exchanges of the program, and words between host loops.
+
+Three things keep exchanges from waiting for each other in a circle. Those of a program are made by one thread, in the
+order of the program. What host loops tell each other has a process group of its own. And every wait ends: with the
+exchange, or after a timeout with an error that names the ranks that were not there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh
+
+from executors.launch import DEFAULT_TIMEOUT_S, last_words
+from topology.errors import RunError
+from zosim.plan import Mesh
+
+WORLD = "world"
+_GRACE_S = 2.0
+"""How long a rank that waited in vain lets others say that they waited, too."""
+
+Groups = Mapping[str, Sequence[Sequence[int]]]
+
+
+class Communicator:
+    """A rank's view of the others.
+
+    Parameters
+    ----------
+    groups : mapping of str to sequence of sequence of int
+        Named groups, each a partition of the ranks; ``"world"`` is always there.
+    device_type : str
+        ``"cpu"``, or ``"cuda"`` to exchange parameters between devices by NCCL. Losses are numbers of the host, and
+        go by gloo in either case: the host has to read them, and gloo can say who does not answer.
+    timeout_s : float
+        After which a rank that waits for others gives up.
+
+    Attributes
+    ----------
+    rank, world_size : int
+    num_calls, num_bytes : Counter
+        Exchanges of the program by group, and what each brought to this rank beside its own part.
+
+    Raises
+    ------
+    RunError
+        If the process group was not made (:func:`executors.launch.process_group`), or has another size.
+    """
+
+    def __init__(
+        self, groups: Groups, *, device_type: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        if not dist.is_initialized():
+            raise RunError(
+                "the ranks have no process group yet",
+                hint="start the script with torchrun, and make sessions inside executors.launch.process_group()",
+            )
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.timeout_s = timeout_s
+        self.num_calls: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
+        self._members = {WORLD: tuple(range(self.world_size))}
+        for name, parts in groups.items():
+            found = [tuple(part) for part in parts if self.rank in part]
+            if len(found) != 1 or sum(map(len, parts)) != self.world_size:
+                raise RunError(
+                    f"group {name} is {[list(part) for part in parts]}, but {self.world_size} ranks run",
+                    hint="start as many ranks as the plan has",
+                )
+            self._members[name] = found[0]
+        self._groups = {name: self._made(parts, device_type) for name, parts in groups.items()}
+        self._control = dist.new_group(backend=_host_backend(), timeout=self._timeout)
+        self._marks = 0
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self.timeout_s)
+
+    def _made(self, parts: Sequence[Sequence[int]], device_type: str) -> dist.ProcessGroup:
+        """Return this rank's process group of a partition."""
+        if len({len(part) for part in parts}) == 1:
+            mesh = DeviceMesh(
+                device_type, torch.tensor([list(part) for part in parts]), mesh_dim_names=("across", "within")
+            )
+            group: dist.ProcessGroup = mesh.get_group("within")
+        else:
+            group, _ = dist.new_subgroups_by_enumeration([list(part) for part in parts])
+        return group
+
+    def members(self, group: str) -> tuple[int, ...]:
+        """Return the ranks of `group` that this one is among, in rank order.
+
+        Raises
+        ------
+        RunError
+            If there is no such group.
+        """
+        try:
+            return self._members[group]
+        except KeyError:
+            raise RunError(f"the ranks have no group {group!r}, but " + ", ".join(self._members)) from None
+
+    def position(self, group: str) -> int:
+        """Return this rank's place in `group`, from 0."""
+        return self.members(group).index(self.rank)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the files."""
+        return self.rank == 0
+
+    def device_mesh(self, mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
+        """Return torch's view of a plan's mesh, its axes ``data`` and ``perturb`` named, for loops of one's own."""
+        names = ("data", "perturb") if mesh.inner == "perturb" else ("perturb", "data")
+        ranks = torch.arange(self.world_size).view([getattr(mesh, name) for name in names])
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+
+    # -- of the program ----------------------------------------------------------------------------------------
+
+    def all_gather(self, group: str, gathered: Tensor, own: Tensor, what: str) -> None:
+        """Fill `gathered` with every member's `own`, in rank order; `own` may be this rank's part of it.
+
+        Raises
+        ------
+        RunError
+            If a rank is gone or does not come in time; the message names it.
+        """
+        members = self.members(group)
+        self.num_calls[group] += 1
+        self.num_bytes[group] += (gathered.numel() - own.numel()) * own.element_size()
+        if len(members) == 1:
+            gathered.copy_(own.view_as(gathered))
+            return
+        with self._naming_absent(members, what):
+            _all_gather(gathered, own, group=self._groups.get(group))
+
+    # -- of host loops -----------------------------------------------------------------------------------------
+
+    def gathered(self, own: Tensor, what: str) -> Tensor:
+        """Return all ranks' `own`, numbers of the host that are alike in shape, along a new first axis."""
+        rows = own.new_empty((self.world_size, *own.shape))
+        with self._naming_absent(self.members(WORLD), what):
+            _all_gather(rows.view(-1), own.contiguous().view(-1), group=self._control)
+        return rows
+
+    def gathered_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        """Return all ranks' payloads, which may differ in length."""
+        sizes = self.gathered(torch.tensor(len(payload)), what).tolist()
+        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        padded[: len(payload)] = _tensor_of(payload)
+        rows = self.gathered(padded, what)
+        return [_bytes_of(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def told(self, payload: bytes, what: str) -> bytes:
+        """Return rank 0's payload; the others' are not looked at."""
+        size = torch.tensor(len(payload))
+        with self._naming_absent((0,), what):
+            dist.broadcast(size, 0, group=self._control)
+            data = torch.zeros(max(1, int(size)), dtype=torch.uint8)
+            if self.is_first:
+                data[: len(payload)] = _tensor_of(payload)
+            dist.broadcast(data, 0, group=self._control)
+        return _bytes_of(data[: int(size)])
+
+    def barrier(self, what: str) -> None:
+        """Wait until all ranks are here."""
+        self.gathered(torch.zeros(1, dtype=torch.uint8), what)
+
+    def complete(self, group: str, whole: Tensor, what: str) -> None:
+        """Fill in the parts of `whole`, bytes of the host, that the other members of `group` hold."""
+        members = self.members(group)
+        each = whole.numel() // len(members)
+        begin = each * self.position(group)
+        with self._naming_absent(members, what):
+            _all_gather(whole, whole[begin : begin + each], group=self._groups[group])
+
+    def first_does(self, action: Callable[[], Any], what: str) -> Any:
+        """Let rank 0 do something while the others wait, however long it takes, and return what came of it there.
+
+        A rank 0 that does not show a sign of life for the timeout is given up.
+        """
+        self._marks += 1
+        key = f"zosim/first/{self._marks}"
+        if self.world_size == 1:
+            return action()
+        store = _store()
+        if self.is_first:
+            with _heart(store, key, self.timeout_s / 8):
+                result = action()
+            store.set(f"{key}/done", "1")
+            return result
+        self._wait_for_first(store, key, what)
+        return None
+
+    def _wait_for_first(self, store: Store, key: str, what: str) -> None:
+        beats, seen = 0, time.monotonic()
+        while not store.check([f"{key}/done"]):
+            found = store.add(f"{key}/beats", 0)
+            if found != beats:
+                beats, seen = found, time.monotonic()
+            if time.monotonic() - seen > self.timeout_s:
+                raise RunError(_absence([0], self.timeout_s, what), hint=_HINT)
+            time.sleep(0.05)
+
+    # -- when others are missing -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _naming_absent(self, members: Sequence[int], what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            absent = self._absent(members)
+            gone = any(words in str(error).lower() for words in _GONE)
+            said = f"{what}: no rank is missing" if not absent else ""
+            said = said or (_gone(absent, what) if gone else _absence(absent, self.timeout_s, what))
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise RunError(f"{said} ({reason})", hint=_HINT) from error
+
+    def _absent(self, members: Sequence[int]) -> list[int]:
+        """Return the members that do not say, within a short time, that they wait as well."""
+        others = [rank for rank in members if rank != self.rank]
+        try:
+            store = _store()
+            store.set(f"zosim/waited/{self.rank}", "1")
+            end = time.monotonic() + _GRACE_S
+            while others and time.monotonic() < end:
+                others = [rank for rank in others if not store.check([f"zosim/waited/{rank}"])]
+                time.sleep(0.05)
+        except RuntimeError:  # the store is gone with its host
+            return others
+        return others
+
+
+_HINT = "look at that rank's process and host; `--resume` goes on from the log, and `--timeout` says how long to wait"
+_GONE = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "socket closed")
+
+
+def _gone(ranks: Sequence[int], what: str) -> str:
+    return f"{what}: {_named(ranks)} ended"
+
+
+def _absence(ranks: Sequence[int], timeout_s: float, what: str) -> str:
+    return f"{what}: waited {timeout_s:g} s for {_named(ranks)}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Return ranks in words, each with the last instruction that it noted."""
+    lines = {rank: last_words(rank) for rank in ranks}
+    return " and ".join(
+        f"rank {rank}" + (f", last at {line}," if line else "") for rank, line in lines.items()
+    ).removesuffix(",")
+
+
+def _all_gather(gathered: Tensor, own: Tensor, *, group: dist.ProcessGroup | None) -> None:
+    # Newer versions of torch warn about the older name.
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    call(gathered, own, group=group)
+
+
+def _host_backend() -> str:
+    return "fake" if dist.get_backend() == "fake" else "gloo"
+
+
+def _store() -> Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+@contextmanager
+def _heart(store: Store, key: str, period_s: float) -> Iterator[None]:
+    """Count up a number of the store for as long as this process is not stopped."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(period_s):
+            store.add(f"{key}/beats", 1)
+
+    thread = threading.Thread(target=beat, name="zosim-heart", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _tensor_of(payload: bytes) -> Tensor:
+    return (
+        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if payload
+        else torch.zeros(0, dtype=torch.uint8)
+    )
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def default_communicator(
+    groups: Groups, device_type: str, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Communicator | None:
+    """Return this rank among the ranks of `groups`; None for a rank alone.
+
+    Raises
+    ------
+    RunError
+        If the plan has several ranks, and this process is alone.
+    """
+    world_size = sum(map(len, groups.get(WORLD, ((0,),))))
+    if world_size == 1:
+        return None
+    if not dist.is_initialized() and "MASTER_ADDR" not in os.environ:
+        raise RunError(
+            f"the plan has {world_size} ranks, and this process is alone",
+            hint="`zosim run` starts the ranks of a host; a loop of one's own is started by torchrun",
+        )
+    return Communicator(groups, device_type=device_type, timeout_s=timeout_s)
