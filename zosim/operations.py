@@ -155,7 +155,72 @@ class Collective:
     kind: Literal["collective"] = "collective"
 
 
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """What crosses a cut, as one message; it may be shorter than the range that it is written to.
+
+    Attributes
+    ----------
+    codec : str
+        Of the MLP's activation, where it crosses.
+    residual_codec : str
+        Of the residual stream.
+    """
+
+    codec: str = "none"
+    residual_codec: str = "none"
+    kind: Literal["encode"] = "encode"
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """The tensors that such a message holds."""
+
+    kind: Literal["decode"] = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message to another member of a group; both are there before it moves.
+
+    Messages between two ranks are taken in the order in which they are sent.
+
+    Attributes
+    ----------
+    group : str
+    offset : int
+        Place of the other member less this one's.
+    """
+
+    group: str
+    offset: int
+    kind: Literal["send"] = "send"
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """A message from another member of a group."""
+
+    group: str
+    offset: int
+    kind: Literal["recv"] = "recv"
+
+
 Operation = Annotated[
-    Load | Copy | Cast | Allocate | Free | Draw | Perturb | Update | Forward | Scalar | Collective,
+    Load
+    | Copy
+    | Cast
+    | Allocate
+    | Free
+    | Draw
+    | Perturb
+    | Update
+    | Forward
+    | Scalar
+    | Collective
+    | Encode
+    | Decode
+    | Send
+    | Recv,
     Field(discriminator="kind"),
 ]

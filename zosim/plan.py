@@ -12,7 +12,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from costmodel.model_spec import ModelSpec
+from costmodel.codecs import codec_spec
+from costmodel.model_spec import FRONT, ModelSpec, block_index
 from costmodel.work import DTYPE_BYTES, DType
 from topology.errors import PlanError
 from topology.validation import raise_readable
@@ -130,7 +131,8 @@ class Runtime(_Axis):
     traversal : str
         ``"sweep"`` perturbs all parameters, then runs the whole model (the reference loop: four draws of
         every direction). ``"blockwise"`` runs both signs of one segment before the next, so that one draw
-        serves all three perturbations.
+        serves all three perturbations. ``"querywise"`` does so for one query after the other, so that the next stage
+        can begin with the first while this one runs the second.
     update : str
         ``"immediate"`` after the projected gradient is known, or ``"delayed"`` until each segment's turn in
         the next step (ZO2's efficient update), with a flush at the end.
@@ -143,7 +145,7 @@ class Runtime(_Axis):
         block-sized buffer.
     """
 
-    traversal: Literal["sweep", "blockwise"] = "blockwise"
+    traversal: Literal["sweep", "blockwise", "querywise"] = "blockwise"
     update: Literal["immediate", "delayed"] = "immediate"
     attention: Literal["eager", "sdpa"] = "sdpa"
     loss_chunk_tokens: PositiveInt | None = None
@@ -156,6 +158,7 @@ class Coordinates:
 
     data: int
     perturb: int
+    stage: int = 0
 
 
 class Mesh(_Axis):
@@ -168,30 +171,79 @@ class Mesh(_Axis):
     perturb : int
         Parts of a step's evaluation points: with 2 the two signs of one query (DistZO2's PertP), with more the
         queries too.
+    stage : int
+        Parts of the model, one after the other: see :class:`Split`. Neighbouring ranks are neighbouring stages.
     inner : str
-        Axis along which neighbouring ranks differ. Only where ranks are joined by unlike links does it matter.
+        Of the other two axes, the one along which neighbours differ. Only where ranks are joined by unlike links does
+        it matter.
     """
 
     data: PositiveInt = 1
     perturb: PositiveInt = 1
+    stage: PositiveInt = 1
     inner: Literal["perturb", "data"] = "perturb"
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.data * self.perturb
+        return self.data * self.perturb * self.stage
+
+    @property
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold one model between them, in the order of their stages."""
+        firsts = range(0, self.world_size, self.stage)
+        return tuple(tuple(range(first, first + self.stage)) for first in firsts)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the place of `rank`."""
+        pipeline, stage = divmod(rank, self.stage)
         if self.inner == "perturb":
-            return Coordinates(*divmod(rank, self.perturb))
-        perturb, data = divmod(rank, self.data)
-        return Coordinates(data, perturb)
+            data, perturb = divmod(pipeline, self.perturb)
+        else:
+            perturb, data = divmod(pipeline, self.data)
+        return Coordinates(data, perturb, stage)
 
     def describe(self) -> str:
         """Return the axes of more than one rank, such as ``data=2,perturb=2``, the outer one first."""
-        names = ("data", "perturb") if self.inner == "perturb" else ("perturb", "data")
+        names = (*(("data", "perturb") if self.inner == "perturb" else ("perturb", "data")), "stage")
         return ",".join(f"{name}={size}" for name in names if (size := getattr(self, name)) > 1)
+
+
+class Split(_Axis):
+    """Where the model is cut into stages, and how what crosses is encoded.
+
+    Attributes
+    ----------
+    cuts : tuple of str
+        One between neighbouring stages, in the model's order. ``"block.5"`` is behind block 5: the hidden state
+        crosses. ``"block.5.mlp"`` is inside it, at the input of the MLP's second linear: the activation and the
+        residual stream cross. Such a block is two segments of the plan's model.
+    codec : str
+        Of MLP activations, as :func:`costmodel.codecs.codec_spec` reads it.
+    residual_codec : str
+        Of the residual stream, which is what crosses behind a block.
+    densities : tuple of float
+        For each cut, the expected part of the activation's symbols that is not the most frequent one, on which the
+        size of sparse encodings depends; empty counts all of them.
+    """
+
+    cuts: tuple[str, ...] = ()
+    codec: str = "none"
+    residual_codec: str = "none"
+    densities: tuple[float, ...] = ()
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether what arrives is another number than what was sent."""
+        return not (codec_spec(self.codec).is_lossless and codec_spec(self.residual_codec).is_lossless)
+
+    @property
+    def cut_blocks(self) -> tuple[int, ...]:
+        """Blocks that are cut inside."""
+        return tuple(block_index(cut) for cut in self.cuts if cut.endswith(_INSIDE))
+
+
+_INSIDE = ".mlp"
 
 
 class Placement(_Axis):
@@ -243,6 +295,7 @@ class Plan(_Axis):
     batch: PositiveInt
     seq: PositiveInt
     mesh: Mesh = Mesh()
+    split: Split = Split()
     estimator: Estimator = Estimator()
     residency: Residency = Residency()
     precision: Precision = Precision()
@@ -276,6 +329,13 @@ class Plan(_Axis):
         """Return the sequences of the batch that `rank` forwards: neighbours, as evenly as can be."""
         return _share(self.batch, self.mesh.data, self.mesh.coordinates(rank).data)
 
+    def segments_of(self, rank: int) -> tuple[str, ...]:
+        """Return the segments that `rank` runs, in execution order."""
+        stage = self.mesh.coordinates(rank).stage
+        segments = self.model.segments
+        ends = [segments.index(_last_before(cut)) + 1 for cut in self.split.cuts]
+        return segments[([0, *ends])[stage] : ([*ends, len(segments)])[stage]]
+
     @property
     def is_shared_out(self) -> bool:
         """Whether ranks share one host copy of the offloaded blocks."""
@@ -284,7 +344,11 @@ class Plan(_Axis):
     @property
     def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Groups of ranks that work together, by name: each a partition of all ranks."""
-        return {"world": (tuple(range(self.placement.world_size)),), "host": self.placement.ranks_by_host}
+        return {
+            "world": (tuple(range(self.placement.world_size)),),
+            "host": self.placement.ranks_by_host,
+            "pipeline": self.mesh.pipelines,
+        }
 
     @property
     def method(self) -> str:
@@ -300,7 +364,8 @@ class Plan(_Axis):
         shared = {(False, False): "", (True, False): "+ddp", (False, True): "+pertp", (True, True): "+2d"}[
             axes
         ]
-        return alone + shared + ("+sliced" if self.residency.transfers == "sliced" else "")
+        sliced = "+sliced" if self.residency.transfers == "sliced" else ""
+        return alone + ("+stages" if self.mesh.stage > 1 else "") + shared + sliced
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -322,6 +387,11 @@ class Plan(_Axis):
             return cls.model_validate(data)
         except ValidationError as error:
             raise_readable(error, f"plan {path}", PlanError)
+
+
+def _last_before(cut: str) -> str:
+    """Return the segment that a cut is behind."""
+    return cut.removesuffix(_INSIDE) + FRONT if cut.endswith(_INSIDE) else cut
 
 
 def _share(count: int, num_parts: int, part: int) -> range:
@@ -355,6 +425,17 @@ def _contradictions(plan: Plan) -> list[tuple[str, str]]:
                 "use traversal=blockwise or update=immediate",
             )
         )
+    if plan.runtime.traversal == "querywise" and plan.runtime.update == "delayed":
+        found.append(
+            (
+                "traversal=querywise visits a block once per query, so update=delayed has no one turn",
+                "use update=immediate",
+            )
+        )
+    if plan.runtime.traversal == "querywise" and plan.residency.blocks == "offloaded":
+        found.append(
+            ("traversal=querywise would upload every block once per query", "use traversal=blockwise")
+        )
     if plan.residency.edges == "offloaded" and plan.residency.blocks == "resident":
         found.append(("edges=offloaded with blocks=resident saves little", "offload the blocks first"))
     if plan.residency.edges == "offloaded" and model.tied_head:
@@ -384,7 +465,7 @@ def _contradictions_of_ranks(plan: Plan) -> list[tuple[str, str]]:
     if mesh.world_size != placement.world_size:
         found.append(
             (
-                f"data={mesh.data} times perturb={mesh.perturb} needs {mesh.world_size} ranks, not "
+                f"data={mesh.data} x perturb={mesh.perturb} x stage={mesh.stage} needs {mesh.world_size} ranks, not "
                 + str(placement.world_size),
                 "name one device per rank, or change the mesh",
             )
@@ -409,6 +490,37 @@ def _contradictions_of_ranks(plan: Plan) -> list[tuple[str, str]]:
         )
     if plan.residency.transfers != "private":
         found += _contradictions_of_shares(plan)
+    return found + _contradictions_of_stages(plan)
+
+
+def _contradictions_of_stages(plan: Plan) -> list[tuple[str, str]]:
+    """Every reason why cuts and stages cannot stand together, with its remedy."""
+    split, segments, found = plan.split, plan.model.segments, []
+    if len(split.cuts) != plan.mesh.stage - 1:
+        found.append(
+            (f"stage={plan.mesh.stage} needs {plan.mesh.stage - 1} cuts, not {len(split.cuts)}", "see --cut")
+        )
+    unknown = [cut for cut in split.cuts if _last_before(cut) not in segments[1:-1]]
+    if unknown:
+        inside = unknown[0].endswith(_INSIDE)
+        found.append(
+            (
+                f"there is no cut {unknown[0]!r} in {plan.model.name}",
+                "read the model with that block cut"
+                if inside
+                else f"cuts are {segments[1]} to {segments[-3]}.mlp",
+            )
+        )
+    elif list(split.cuts) != sorted(set(split.cuts), key=lambda cut: segments.index(_last_before(cut))):
+        found.append(
+            (f"cuts {', '.join(split.cuts)} are not in the model's order", "sort them, name each once")
+        )
+    if split.densities and len(split.densities) != len(split.cuts):
+        found.append((f"{len(split.densities)} densities for {len(split.cuts)} cuts", "give one per cut"))
+    if any(not 0 <= density <= 1 for density in split.densities):
+        found.append((f"densities={split.densities} must be from 0 to 1", "the part that is not zero"))
+    for name in (split.codec, split.residual_codec):
+        codec_spec(name)
     return found
 
 
@@ -418,6 +530,10 @@ def _contradictions_of_shares(plan: Plan) -> list[tuple[str, str]]:
         found.append((f"transfers={transfers}, but blocks=resident are not moved", "use blocks=offloaded"))
     if plan.placement.world_size == 1:
         found.append((f"transfers={transfers} needs several ranks", "use transfers=private"))
+    if plan.mesh.stage > 1:
+        found.append(
+            (f"transfers={transfers} with stages, which hold unlike blocks", "use transfers=private")
+        )
     if transfers == "shared" and plan.residency.share_group == "world" and len(plan.groups["host"]) > 1:
         found.append(("transfers=shared over several hosts, which share no memory", "use share_group=host"))
     if len({len(ranks) for ranks in plan.groups["host"]}) > 1:

@@ -40,13 +40,17 @@ from zosim.operations import (
     Cast,
     Collective,
     Copy,
+    Decode,
     Draw,
+    Encode,
     Forward,
     Free,
     Load,
     Operation,
     Perturb,
+    Recv,
     Scalar,
+    Send,
     Update,
 )
 
@@ -58,8 +62,10 @@ __all__ = [
     "Cast",
     "Collective",
     "Copy",
+    "Decode",
     "Dependency",
     "Draw",
+    "Encode",
     "Forward",
     "Free",
     "Instruction",
@@ -69,7 +75,9 @@ __all__ = [
     "Perturb",
     "Placed",
     "Program",
+    "Recv",
     "Scalar",
+    "Send",
     "Space",
     "Stream",
     "Update",
@@ -86,6 +94,7 @@ class Stream(StrEnum):
     D2H = "d2h"
     DRAW = "draw"
     LINK = "link"
+    RECV = "recv"
 
 
 class Space(StrEnum):

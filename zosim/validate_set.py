@@ -1,10 +1,11 @@
 """What the programs of several ranks must keep together, beside the rules that each keeps by itself.
 
-1. *Messages.* The members of a group run the same collectives, of the same sizes, in one order.
+1. *Messages.* The members of a group run the same collectives, of the same sizes, in one order; what one rank sends
+   another receives, in the order sent.
 2. *Progress.* No two ranks wait for each other for ever.
 3. *Shared memory.* Every two accesses of different ranks to common bytes of a shared buffer, of which one writes,
    are ordered, and whoever reads more than its share finds the others' shares at the version that it needs.
-4. *End.* All ranks leave the same versions.
+4. *End.* All ranks leave the same versions of what they have in common.
 
 Ranks are judged in pairs of roles, one pair standing for all pairs of ranks that are alike. A circle of waiting among
 three or more unlike roles, of which no two wait for each other, is left to the simulator, which stops at it.
@@ -14,13 +15,23 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from topology.errors import Hazard, ProgramError
 from zosim.order import HappensBefore
-from zosim.program import Access, Collective, Instruction, Placed, Program, Stream
+from zosim.program import (
+    Access,
+    Collective,
+    Instruction,
+    Operation,
+    Placed,
+    Program,
+    Recv,
+    Send,
+    Stream,
+)
 from zosim.program_set import ProgramSet
 from zosim.validate import NUM_UNROLLED_STEPS, absolute, same_contents, validate
 
@@ -48,16 +59,36 @@ def validate_set(programs: ProgramSet) -> None:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two roles that meet, with the first two ranks that do, and the groups in which these two are together."""
+    """Two roles that meet, with the first two ranks that do.
+
+    Attributes
+    ----------
+    roles, ranks : tuple of int
+    offsets : mapping of str to int
+        Groups in which the two are together, with the place of the second less that of the first.
+    """
 
     roles: tuple[int, int]
     ranks: tuple[int, int]
-    groups: frozenset[str]
+    offsets: Mapping[str, int]
+
+    @property
+    def groups(self) -> frozenset[str]:
+        """Groups in which the two are together."""
+        return frozenset(self.offsets)
+
+    def meets(self, side: int, op: Operation) -> bool:
+        """Whether `op`, on the first (0) or the second rank, takes the other of the two."""
+        if isinstance(op, Collective):
+            return op.group in self.offsets
+        if isinstance(op, Send | Recv):
+            return self.offsets.get(op.group) == (op.offset if side == 0 else -op.offset)
+        return False
 
 
 def _pairs(programs: ProgramSet) -> Iterator[_Pair]:
     """Yield every unlike way in which two ranks meet, once."""
-    seen: set[tuple[tuple[int, int], frozenset[str]]] = set()
+    seen: set[tuple[tuple[int, int], tuple[tuple[str, int], ...]]] = set()
     representatives: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in range(programs.world_size):
         # Two members of a part with the same role are enough to stand for all of them.
@@ -70,11 +101,17 @@ def _pairs(programs: ProgramSet) -> Iterator[_Pair]:
     ranks = sorted(rank for found in representatives.values() for rank in found)
     for position, first in enumerate(ranks):
         for second in ranks[position + 1 :]:
-            groups = frozenset(name for name in programs.groups if second in programs.members(name, first))
+            offsets = {
+                name: members.index(second) - members.index(first)
+                for name in programs.groups
+                if second in (members := programs.members(name, first))
+            }
             roles = programs.roles[first], programs.roles[second]
-            if (roles, groups) not in seen:
-                seen.add((roles, groups))
-                yield _Pair(roles, (first, second), groups)
+            # How far apart two members of a large group are matters only to messages, which go to neighbours.
+            near = tuple((name, max(-2, min(2, offset))) for name, offset in sorted(offsets.items()))
+            if (roles, near) not in seen:
+                seen.add((roles, near))
+                yield _Pair(roles, (first, second), offsets)
 
 
 class _Side:
@@ -107,9 +144,18 @@ class _Side:
         return found
 
     @cached_property
+    def meetings(self) -> dict[Operation, list[Placed]]:
+        """Collectives, sends and receipts of each kind, in order."""
+        found: dict[Operation, list[Placed]] = defaultdict(list)
+        for item in self.placed:
+            if isinstance(item.instruction.op, Collective | Send | Recv):
+                found[_kind(item.instruction.op)].append(item)
+        return found
+
+    @cached_property
     def positions(self) -> dict[int, int]:
-        """How many collectives of its group come before each collective."""
-        return {item.index: at for items in self.collectives.values() for at, item in enumerate(items)}
+        """How many of its kind come before each of them."""
+        return {item.index: at for items in self.meetings.values() for at, item in enumerate(items)}
 
     @cached_property
     def shared_accesses(self) -> dict[str, list[_Touch]]:
@@ -133,15 +179,15 @@ class _Side:
         Hazard
             Naming the two.
         """
-        if not self.collectives:
+        if not self.meetings:
             return
         order = HappensBefore(self.program.name, self.placed)
-        for group, items in self.collectives.items():
+        for kind, items in self.meetings.items():
             for first, second in itertools.pairwise(items):
                 if not order.ordered(first.index, second.index):
                     raise Hazard(
-                        f"program {self.program.name}: nothing orders {_name(first)} and {_name(second)}, both "
-                        f"collectives of {group}",
+                        f"program {self.program.name}: nothing orders {_name(first)} and {_name(second)}, both of "
+                        f"kind {kind.kind} in one group",
                         hint="put them on one stream",
                     )
 
@@ -161,20 +207,66 @@ class _Touch:
 def _check(first: _Side, second: _Side, pair: _Pair) -> None:
     for group in sorted(pair.groups):
         _refuse_unlike_collectives(first, second, group, pair)
+    for sender, receiver, flipped in ((first, second, False), (second, first, True)):
+        _refuse_unlike_messages(sender, receiver, pair, flipped=flipped)
     joint = _Joint((first, second), pair)
     joint.run()
     if "host" in pair.groups:
         for mine, other, flipped in ((first, second, False), (second, first, True)):
             _refuse_shared_hazards(mine, other, joint, flipped=flipped, pair=pair)
-    if _versions(first.program) != _versions(second.program):
+    left, right = _versions(first.program), _versions(second.program)
+    if any(left[what] != right[what] for what in set(left) & set(right)):
         raise Hazard(
             f"programs of ranks {pair.ranks[0]} and {pair.ranks[1]} promise other contents after the flush",
             hint="every rank must end with the same version of every parameter",
         )
 
 
-def _versions(program: Program) -> set[tuple[str, int | None, str]]:
-    return {(access.what, access.step, access.point) for access in program.final}
+def _versions(program: Program) -> dict[str, tuple[int | None, str]]:
+    return {access.what: (access.step, access.point) for access in program.final}
+
+
+def _kind(op: Operation) -> Operation:
+    """Return what collectives of one group, or messages one way, have in common."""
+    return Collective("all_gather", op.group) if isinstance(op, Collective) else op
+
+
+def _partner(op: Operation) -> Operation:
+    """Return the kind of what the other rank runs meanwhile."""
+    if isinstance(op, Send):
+        return Recv(op.group, -op.offset)
+    return Send(op.group, -op.offset) if isinstance(op, Recv) else _kind(op)
+
+
+def _refuse_unlike_messages(sender: _Side, receiver: _Side, pair: _Pair, *, flipped: bool) -> None:
+    """Raise unless all that `sender` sends to `receiver` is received as it is sent."""
+    source, target = reversed(pair.ranks) if flipped else pair.ranks
+    kinds = {op for op in sender.meetings if isinstance(op, Send)}
+    kinds |= {Send(op.group, -op.offset) for op in receiver.meetings if isinstance(op, Recv)}
+    for kind in sorted(kinds, key=lambda op: (op.group, op.offset)):
+        if not pair.meets(1 if flipped else 0, kind):
+            continue
+        sent, received = sender.meetings.get(kind, []), receiver.meetings.get(_partner(kind), [])
+        for one, other in zip(sent, received, strict=False):
+            if _message(one.instruction.reads) != _message(other.instruction.writes):
+                raise Hazard(
+                    f"{_name(one)} on rank {source} sends {_describe(one.instruction.reads)}, but {_name(other)} on rank "
+                    f"{target} takes it for {_describe(other.instruction.writes)}",
+                    hint="messages between two ranks are taken in the order in which they are sent",
+                )
+        if len(sent) != len(received):
+            raise Hazard(
+                f"rank {source} sends {len(sent)} messages to rank {target}, which receives {len(received)}",
+                hint="every message needs its receiver",
+            )
+
+
+def _message(accesses: Sequence[Access]) -> list[tuple[str, int | None, str, int]]:
+    return [(access.what, access.step, access.point, access.size_bytes) for access in accesses]
+
+
+def _describe(accesses: Sequence[Access]) -> str:
+    return ", ".join(f"{access.describe()} of up to {access.size_bytes} bytes" for access in accesses)
 
 
 def _refuse_unlike_collectives(first: _Side, second: _Side, group: str, pair: _Pair) -> None:
@@ -251,17 +343,16 @@ class _Joint:
         clock = self._clock_before(number, item)
         if clock is None:
             return False
-        op = item.instruction.op
-        if not isinstance(op, Collective) or op.group not in self._pair.groups:
+        if not self._pair.meets(number, item.instruction.op):
             self._finish(number, stream, clock)
             return True
-        return self._meet(number, stream, op.group, clock)
+        return self._meet(number, stream, clock)
 
-    def _meet(self, number: int, stream: Stream, group: str, clock: tuple[int, ...]) -> bool:
-        """Run a collective on both sides, if the other is there."""
-        other = 1 - number
-        position = self._sides[number].positions[self._waiting[number][stream][0].index]
-        partner = self._sides[other].collectives[group][position]
+    def _meet(self, number: int, stream: Stream, clock: tuple[int, ...]) -> bool:
+        """Run a collective or a message on both sides, if the other is there."""
+        other, item = 1 - number, self._waiting[number][stream][0]
+        partners = self._sides[other].meetings[_partner(item.instruction.op)]
+        partner = partners[self._sides[number].positions[item.index]]
         queue = self._waiting[other][partner.instruction.stream]
         if not queue or queue[0] is not partner:
             return False

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel import read_model_spec
-from topology.errors import Hazard, ProgramError, ZosimError
+from topology.errors import Hazard, PlanError, ProgramError, ZosimError
 from zosim.lowering import lower_all
-from zosim.plan import Estimator, Mesh, Placement, Plan, Residency, Runtime
-from zosim.program import Collective, Dependency, Instruction, Program, Scalar
+from zosim.plan import Estimator, Mesh, Placement, Plan, Residency, Runtime, Split
+from zosim.program import Collective, Dependency, Instruction, Program, Recv, Scalar, Send
 from zosim.program_set import ProgramSet
 from zosim.validate_set import validate_set
 
@@ -240,6 +240,104 @@ def test_a_set_that_contradicts_itself_is_refused(
     program = lower_all(plan(Mesh(perturb=2))).programs[0]
     with pytest.raises(ProgramError, match=says):
         ProgramSet((program,), roles, groups)
+
+
+def staged(*cuts: str, data: int = 1, traversal: str = "sweep", **axes: object) -> ProgramSet:
+    inside = tuple(int(cut.split(".")[1]) for cut in cuts if cut.endswith(".mlp"))
+    mesh = Mesh(data=data, stage=len(cuts) + 1)
+    return lower_all(
+        Plan(
+            model=read_model_spec("opt-125m", cut_blocks=inside),
+            placement=Placement(topology="some", devices=tuple(map(str, range(mesh.world_size)))),
+            batch=4,
+            seq=8,
+            mesh=mesh,
+            split=Split(cuts=cuts, **axes.pop("split", {})),
+            runtime=Runtime(traversal=traversal),
+            **axes,
+        )
+    )
+
+
+@pytest.mark.parametrize("cuts", [("block.5",), ("block.5.mlp",), ("block.2", "block.5.mlp", "block.9")])
+@pytest.mark.parametrize("traversal", ["sweep", "blockwise", "querywise"])
+@pytest.mark.parametrize("difference", ["central", "forward"])
+@pytest.mark.parametrize("rng", ["mezo", "counter"])
+def test_stages_are_valid_and_send_what_the_paper_counts(
+    cuts: tuple[str, ...], traversal: str, difference: str, rng: str
+) -> None:
+    """``(P + 1)(M - 1)`` activations per step for a forward difference, ``2P(M - 1)`` for a central one."""
+    estimator = Estimator(difference=difference, rng=rng, num_queries=3)
+    programs = staged(*cuts, traversal=traversal, estimator=estimator)
+    validate_set(programs)
+    sent = sum(isinstance(item.op, Send) for program in programs.programs for item in program.step)
+    assert sent == (4 if difference == "forward" else 6) * len(cuts)
+
+
+def test_both_holders_of_a_tied_table_do_the_same_to_it() -> None:
+    first, last = staged("block.5", data=1).programs
+    done = [
+        [(item.op, item.label) for item in program.step if getattr(item.op, "group", "") == "embed.tokens"]
+        for program in (first, last)
+    ]
+    sweeps = [[op for op, label in found if label != "draw"] for found in done]
+    assert sweeps[0] == sweeps[1] != []
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda item: replace(item, op=Recv("pipeline", 1)) if item.id == "recv[q0-]" else item, "messages"),
+        (
+            lambda item: (
+                replace(item, writes=tuple(replace(a, size_bytes=a.size_bytes - 1) for a in item.writes))
+                if item.id == "recv[q0+]"
+                else item
+            ),
+            "takes it for|needs",
+        ),
+    ],
+)
+def test_a_message_that_is_not_taken_as_sent_is_refused(
+    change: Callable[[Instruction], Instruction | None], says: str
+) -> None:
+    with pytest.raises(Hazard, match=says):
+        validate_set(edited(staged("block.5"), 1, change))
+
+
+def test_a_message_without_receiver_is_refused() -> None:
+    programs = staged("block.5")
+    unsent = edited(programs, 0, lambda item: None if item.id == "send[q0-]" else item)
+    with pytest.raises(Hazard, match=r"takes it for|sends 3 messages"):
+        validate_set(unsent)
+
+
+def test_messages_out_of_order_are_refused() -> None:
+    programs = staged("block.5")
+    program = programs.programs[0]
+    late = next(item for item in program.step if item.id == "send[q0+]")
+    others = [item for item in program.step if item is not late]
+    place = 1 + next(i for i, item in enumerate(others) if item.id == "send[q0-]")
+    step = (*others[:place], late, *others[place:])
+    with pytest.raises(Hazard, match="takes it for"):
+        validate_set(with_program(programs, 0, replace(program, step=step)))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "split", "says"),
+    [
+        (("block.12",), {}, "no cut 'block.12'"),
+        (("block.11.mlp", "block.3"), {}, "not in the model's order"),
+        (("block.3",), {"densities": (0.5, 0.5)}, "2 densities for 1 cuts"),
+        (("block.3",), {"densities": (1.5,)}, "from 0 to 1"),
+        (("block.3",), {"codec": "q9"}, "from 1 to 8"),
+    ],
+)
+def test_cuts_that_make_no_sense_are_refused(
+    cuts: tuple[str, ...], split: dict[str, object], says: str
+) -> None:
+    with pytest.raises(PlanError, match=says):
+        staged(*cuts, split=split)
 
 
 def test_a_set_comes_back_from_its_file(tmp_path: Path) -> None:

@@ -49,12 +49,15 @@ def lower(plan: Plan, rank: int = 0) -> Program:
 
 
 def lower_all(plan: Plan) -> ProgramSet:
-    """Return what all ranks of `plan` run. Ranks with as many sequences at the same points share a program."""
-    roles: dict[tuple[tuple[str, ...], int], int] = {}
+    """Return what all ranks of `plan` run.
+
+    Ranks of one stage with as many sequences at the same points share a program.
+    """
+    roles: dict[tuple[int, tuple[str, ...], int], int] = {}
     programs: list[Program] = []
     of_rank = []
     for rank in range(plan.placement.world_size):
-        role = (plan.points_of(rank), len(plan.rows_of(rank)))
+        role = (plan.mesh.coordinates(rank).stage, plan.points_of(rank), len(plan.rows_of(rank)))
         if role not in roles:
             roles[role] = len(programs)
             programs.append(lower(plan, rank))
@@ -68,7 +71,7 @@ def _members(parts: Iterable[tuple[int, ...]], rank: int) -> tuple[int, ...]:
 
 def _at_rest(layout: Layout, *, delayed_by: int) -> Iterator[Access]:
     """Yield what the home of every group holds between steps: before the first all of it, later perhaps a share."""
-    for group in layout.model.groups:
+    for group in layout.groups:
         home = layout.home(group)
         dtype = layout.plan.precision.transfer if layout.is_offloaded(group) else None
         step = -delayed_by if layout.is_delayed(group) else 0
@@ -80,7 +83,7 @@ def _initial(layout: Layout) -> Iterator[Access]:
     """Yield what is there before the first step; what belongs to the step before it is there and void."""
     yield from _at_rest(layout, delayed_by=1)
     estimator = layout.plan.estimator
-    delayed = [group for group in layout.model.groups if layout.is_delayed(group) and group.num_trainable]
+    delayed = [group for group in layout.groups if layout.is_delayed(group) and group.num_trainable]
     for query in range(estimator.num_queries if delayed else 0):
         yield layout.gradient(query, -1)
         if estimator.rng == "mezo":

@@ -95,7 +95,8 @@ class Directions:
         group = self.walk_order[position]
         self._walked[query] = position + 1
         reads = (self.layout.rng_after(self.walk_order[position - 1], query),) if position else ()
-        return reads, (self.layout.rng_before(group, query, 0), self.layout.rng_after(group, query))
+        before = (self.layout.rng_before(group, query, 0),) if group in self.layout.groups else ()
+        return reads, (*before, self.layout.rng_after(group, query))
 
     def _walk_past(self, group: ParameterGroup, query: int) -> None:
         reads, writes = self._walking_accesses(self._walked.get(query, 0), query)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from costmodel.forward import activation_bytes, shared_activation_bytes
-from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup
+from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup, block_index
 from costmodel.work import DTYPE_BYTES
+from zosim.lowering.messages import most_message_bytes
 from zosim.plan import Plan
 from zosim.program import Access, Buffer, Space
 
@@ -84,6 +86,21 @@ class Layout:
         """Members of that group."""
         return len(self.plan.groups[self.share][0]) if self.share else 1
 
+    @cached_property
+    def segments(self) -> tuple[str, ...]:
+        """Segments that this rank runs."""
+        return self.plan.segments_of(self.rank)
+
+    @cached_property
+    def groups(self) -> tuple[ParameterGroup, ...]:
+        """Parameter groups that this rank holds, in registration order."""
+        own = set(self.segments)
+        return tuple(group for group in self.model.groups if own & set(group.segments))
+
+    def readers(self, group: ParameterGroup) -> tuple[str, ...]:
+        """Return the segments of this rank that read `group`."""
+        return tuple(segment for segment in group.segments if segment in self.segments)
+
     def shared_out(self, accesses: Iterable[Access]) -> tuple[Access, ...]:
         """Return this rank's shares of `accesses`, or all of them where nothing is shared out."""
         return tuple(replace(access, share=self.share) for access in accesses)
@@ -110,7 +127,7 @@ class Layout:
         """Return the device slot that an offloaded `segment` passes through."""
         if self.is_edge(segment):
             return "slot.edge"
-        return f"slot.{int(segment.rpartition('.')[2]) % self.plan.residency.num_slots}"
+        return f"slot.{block_index(segment) % self.plan.residency.num_slots}"
 
     def staging(self, segment: str) -> str:
         """Return the device buffer in which a slot's contents cross the bus in another format."""
@@ -164,13 +181,33 @@ class Layout:
     @cached_property
     def block_direction_bytes(self) -> int:
         """Bytes of the largest direction of any block."""
-        blocks = (group for group in self.model.groups if not self.is_edge(group.segments[0]))
+        blocks = (group for group in self.groups if not self.is_edge(group.segments[0]))
         return max((self.direction_bytes(group) for group in blocks), default=0)
 
     def hidden(self, point: str, segment: str) -> Access:
         """Return the access to the hidden state that `segment` leaves at `point`."""
         buffer = f"hidden.{point or 'base'}"
-        return Access(buffer, f"{segment}:out", 0, self._activation_bytes, point)
+        return Access(buffer, f"{segment}:out", 0, self._activation_bytes(segment), point)
+
+    def wire(self, point: str, cut: int, side: Literal["in", "out"]) -> Access:
+        """Return the access to the message that crosses cut number `cut` at `point`, of the largest size it can have."""
+        size = most_message_bytes(self.plan, cut, self.num_sequences)
+        return Access(f"wire.{side}.{point or 'base'}", f"cut.{cut}:message", 0, size, point)
+
+    @property
+    def stage(self) -> int:
+        """Stage of this rank."""
+        return self.plan.mesh.coordinates(self.rank).stage
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the head."""
+        return self.stage == self.plan.mesh.stage - 1
 
     def loss(self, point: str) -> Access:
         """Return the access to the loss at `point`."""
@@ -241,10 +278,21 @@ class Layout:
             offset += self.group_bytes(neighbour, dtype) if self.is_offloaded(neighbour) else 0
         return offset
 
+    def _activation_bytes(self, segment: str = "") -> int:
+        return activation_bytes(
+            self.model,
+            batch=self.num_sequences,
+            seq=self.plan.seq,
+            dtype=self.plan.precision.compute,
+            segment=segment,
+        )
+
     @cached_property
-    def _activation_bytes(self) -> int:
-        compute = self.plan.precision.compute
-        return activation_bytes(self.model, batch=self.num_sequences, seq=self.plan.seq, dtype=compute)
+    def _largest_activation_bytes(self) -> int:
+        """Bytes of the largest hidden state that a segment of this rank takes or leaves."""
+        before = self.model.segments.index(self.segments[0]) - 1
+        handing = (*self.model.segments[max(before, 0) : before + 1], *self.segments)
+        return max(self._activation_bytes(segment) for segment in handing)
 
     @cached_property
     def _rows_bytes(self) -> int:
@@ -252,7 +300,7 @@ class Layout:
 
     def _weight_buffers(self) -> Iterator[Buffer]:
         precision = self.plan.precision
-        for group in self.model.groups:
+        for group in self.groups:
             offloaded = self.is_offloaded(group)
             dtype = precision.transfer if offloaded else precision.storage
             space = Space.HOST if offloaded else Space.DEVICE
@@ -265,7 +313,7 @@ class Layout:
         precision = self.plan.precision
         sizes: dict[str, int] = {}
         staging: dict[str, int] = {}
-        for segment in self.model.segments:
+        for segment in self.segments:
             groups = [group for group in self.model.groups_of(segment) if self.is_offloaded(group)]
             if not groups:
                 continue
@@ -282,11 +330,11 @@ class Layout:
 
     def _direction_buffers(self) -> Iterator[Buffer]:
         dtype = self.plan.precision.storage
-        size = max(self._segment_direction_bytes(segment) for segment in self.model.segments)
+        size = max(self._segment_direction_bytes(segment) for segment in self.segments)
         if self.plan.runtime.draw_ahead:
             size = max(size, 2 * self.block_direction_bytes)
         yield Buffer(DIRECTIONS, Space.DEVICE, size, "directions", dtype)
-        if any(self.gathers(group, EMBED) for group in self.model.groups):
+        if any(self.gathers(group, EMBED) for group in self.groups):
             rows = self._rows_bytes * self.plan.estimator.num_queries
             yield Buffer(ROWS, Space.DEVICE, rows, "directions", dtype)
 
@@ -298,15 +346,20 @@ class Layout:
 
     def gathers(self, group: ParameterGroup, segment: str) -> bool:
         """Whether `segment` reads `group` through gathered rows, because a later segment needs it unperturbed."""
-        is_blockwise = self.plan.runtime.traversal == "blockwise"
-        return is_blockwise and group.num_trainable > 0 and group.is_tied and segment == group.segments[0]
+        readers = self.readers(group)
+        is_visited_once = self.plan.runtime.traversal != "sweep"
+        return is_visited_once and group.num_trainable > 0 and len(readers) > 1 and segment == readers[0]
 
     def _activation_buffers(self) -> Iterator[Buffer]:
         plan = self.plan
         dtype = "float32" if plan.precision.compute == "tf32" else plan.precision.compute
         for point in self.own_points:
             name = f"hidden.{point or 'base'}"
-            yield Buffer(name, Space.DEVICE, self._activation_bytes, "activations", dtype, dynamic=True)
+            size = self._largest_activation_bytes
+            yield Buffer(name, Space.DEVICE, size, "activations", dtype, dynamic=True)
+            for cut, side in self._crossings():
+                wire = self.wire(point, cut, side)
+                yield Buffer(wire.buffer, Space.DEVICE, wire.size_bytes, "activations", "uint8", dynamic=True)
         shared = shared_activation_bytes(
             plan.model,
             batch=self.num_sequences,
@@ -317,9 +370,16 @@ class Layout:
         if shared:
             yield Buffer("shared", Space.DEVICE, shared, "activations", dtype)
 
+    def _crossings(self) -> Iterator[tuple[int, Literal["in", "out"]]]:
+        """Yield the cuts on either side of this rank's stage."""
+        if not self.is_first_stage:
+            yield self.stage - 1, "in"
+        if not self.is_last_stage:
+            yield self.stage, "out"
+
     def _scalar_buffers(self) -> Iterator[Buffer]:
         estimator = self.plan.estimator
-        largest = max((group.num_trainable for group in self.model.groups), default=0)
+        largest = max((group.num_trainable for group in self.groups), default=0)
         scratch = 2 * min(largest, SCRATCH_ELEMENTS) * DTYPE_BYTES[self.plan.precision.storage]
         if scratch:
             yield Buffer("scratch", Space.DEVICE, scratch, "scratch", self.plan.precision.storage)
@@ -334,7 +394,7 @@ class Layout:
         if estimator.rng == "mezo":
             for query in range(estimator.num_queries):
                 yield Buffer(f"{WALK}.q{query}", Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
-                for group in self.model.groups:
+                for group in self.groups:
                     if group.num_trainable:
                         name = f"rng.{group.name}.q{query}"
                         yield Buffer(name, Space.HOST, RNG_STATE_BYTES, "rng", "uint8")

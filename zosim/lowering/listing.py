@@ -46,7 +46,8 @@ class Listing:
 
     def own(self, segment: str) -> tuple[ParameterGroup, ...]:
         """Return the groups that are updated with `segment`: a tied one with the last segment that reads it."""
-        return tuple(group for group in self.model.groups_of(segment) if group.segments[-1] == segment)
+        groups = self.model.groups_of(segment)
+        return tuple(group for group in groups if self.layout.readers(group)[-1] == segment)
 
     def trainable(self, segment: str) -> tuple[ParameterGroup, ...]:
         """Return the groups of `segment` that are tuned."""

@@ -11,16 +11,21 @@ from costmodel.work import Work
 from zosim.lowering.directions import Directions
 from zosim.lowering.layout import Layout
 from zosim.lowering.listing import Listing
+from zosim.lowering.messages import coding_work, expected_message_bytes
 from zosim.lowering.transfers import Transfers
 from zosim.plan import Plan
 from zosim.program import (
     Access,
     Collective,
+    Decode,
+    Encode,
     Forward,
     Instruction,
     Load,
     Perturb,
+    Recv,
     Scalar,
+    Send,
     Stream,
     Update,
 )
@@ -53,10 +58,9 @@ class StepWriter:
         self.listing.emit(
             "load", Load(), Stream.H2D, "load", EMBED, (), (self.layout.batch(),), _load_work(self.layout)
         )
-        if self.plan.runtime.traversal == "sweep":
-            self._sweep()
-        else:
-            self._blockwise()
+        {"sweep": self._sweep, "blockwise": self._blockwise, "querywise": self._querywise}[
+            self.plan.runtime.traversal
+        ]()
         if self.plan.placement.world_size > 1:
             self._exchange_losses()
         for query in range(self.plan.estimator.num_queries):
@@ -65,7 +69,7 @@ class StepWriter:
 
     def write_flush(self) -> None:
         """Write the updates that are still pending when no step follows."""
-        for segment in self.model.segments:
+        for segment in self.layout.segments:
             if any(
                 self.layout.is_delayed(group) and group.num_trainable for group in self.listing.own(segment)
             ):
@@ -74,7 +78,8 @@ class StepWriter:
     # -- traversals --------------------------------------------------------------------------------------------
 
     def _blockwise(self) -> None:
-        for segment in self.model.segments:
+        self._receive_all()
+        for segment in self.layout.segments:
             self._transfers.upload(segment)
             self._pending_updates(segment)
             if self.plan.estimator.difference == "forward":
@@ -82,6 +87,14 @@ class StepWriter:
             for query in range(self.plan.estimator.num_queries):
                 self._both_points(segment, query)
             self._transfers.offload(segment, changed=bool(self.listing.perturbed_in_place(segment)))
+
+    def _querywise(self) -> None:
+        self._receive_all()
+        if self.plan.estimator.difference == "forward":
+            self._forward_model("")
+        for query in range(self.plan.estimator.num_queries):
+            for segment in self.layout.segments:
+                self._both_points(segment, query)
 
     def _both_points(self, segment: str, query: int) -> None:
         """Write one query's forwards of `segment`, from one draw of its direction."""
@@ -103,6 +116,7 @@ class StepWriter:
         self._perturb_all(in_place, segment, query, restore, previous, "")
 
     def _sweep(self) -> None:
+        self._receive_all()
         if self.plan.estimator.difference == "forward":
             self._forward_model("")
         for query in range(self.plan.estimator.num_queries):
@@ -117,13 +131,16 @@ class StepWriter:
     def _sweep_perturb(self, query: int, scale: int, before: str, after: str) -> None:
         """Write the reference loop's pass: every group's direction is drawn, used once and forgotten."""
         for group in self._directions.walk_order:
+            if group not in self.layout.groups:
+                continue
+            segment = self.layout.readers(group)[0]
             self._directions.forget()
-            self._directions.draw(group, query, segment=group.segments[0])
-            self._perturb(group, group.segments[0], query, scale, before, after)
+            self._directions.draw(group, query, segment=segment)
+            self._perturb(group, segment, query, scale, before, after)
         self._directions.forget()
 
     def _forward_model(self, point: str) -> None:
-        for segment in self.model.segments:
+        for segment in self.layout.segments:
             self._forward(segment, point)
 
     def _signs(self) -> tuple[tuple[str, int], ...]:
@@ -142,7 +159,7 @@ class StepWriter:
 
         The last segment comes first: its directions are still at hand.
         """
-        segments = list(self.model.segments)
+        segments = list(self.layout.segments)
         for segment in (segments[-1], *segments[:-1]):
             if any(
                 not self.layout.is_delayed(group)
@@ -217,6 +234,8 @@ class StepWriter:
     def _forward(self, segment: str, point: str) -> None:
         if point not in self.layout.own_points:
             return
+        if segment == self.layout.segments[0] and not self.layout.is_first_stage:
+            self._decode(point)
         gathered = [
             group
             for group in self.listing.trainable(segment)
@@ -241,9 +260,10 @@ class StepWriter:
         left = self._loss(point) if segment == HEAD else self.layout.hidden(point, segment)
         op = Forward(segment, point, tuple(group.name for group in gathered))
         name = f"{segment}/forward[{point or 'base'}]"
-        self.listing.emit(
-            name, op, Stream.COMPUTE, "forward", segment, tuple(reads), (left,), self._forward_work(segment)
-        )
+        work = self._forward_work(segment)
+        self.listing.emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), (left,), work)
+        if segment == self.layout.segments[-1] and not self.layout.is_last_stage:
+            self._hand_on(segment, point)
 
     def _forward_work(self, segment: str) -> Work:
         plan = self.plan
@@ -261,9 +281,59 @@ class StepWriter:
             return work
         # The input stays alive until the output replaces it.
         output = activation_bytes(
-            self.model, batch=self.layout.num_sequences, seq=plan.seq, dtype=plan.precision.compute
+            self.model,
+            batch=self.layout.num_sequences,
+            seq=plan.seq,
+            dtype=plan.precision.compute,
+            segment=segment,
         )
         return work.model_copy(update={"workspace_bytes": work.workspace_bytes + output})
+
+    # -- stages ------------------------------------------------------------------------------------------------
+
+    def _receive_all(self) -> None:
+        """Write the receipt of every message of the stage before, in the order in which it sends them."""
+        if self.layout.is_first_stage:
+            return
+        for point in self.layout.own_points:
+            wire = self.layout.wire(point, self.layout.stage - 1, "in")
+            self.listing.emit(
+                f"recv[{point or 'base'}]",
+                Recv("pipeline", -1),
+                Stream.RECV,
+                "recv",
+                self.layout.segments[0],
+                (),
+                (wire,),
+                Work(
+                    link_bytes=expected_message_bytes(
+                        self.plan, self.layout.stage - 1, self.layout.num_sequences
+                    )
+                ),
+            )
+
+    def _decode(self, point: str) -> None:
+        layout, cut, segment = self.layout, self.layout.stage - 1, self.layout.segments[0]
+        before = self.model.segments[self.model.segments.index(segment) - 1]
+        work = coding_work(self.plan, cut, layout.num_sequences)
+        reads, left = (layout.wire(point, cut, "in"),), (layout.hidden(point, before),)
+        name = f"decode[{point or 'base'}]"
+        self.listing.emit(name, Decode(), Stream.COMPUTE, "decode", segment, reads, left, work)
+
+    def _hand_on(self, segment: str, point: str) -> None:
+        """Write how the hidden state that this stage leaves goes to the next."""
+        layout, split, cut = self.layout, self.plan.split, self.layout.stage
+        wire, name = layout.wire(point, cut, "out"), point or "base"
+        work = coding_work(self.plan, cut, layout.num_sequences)
+        op = Encode(split.codec, split.residual_codec)
+        hidden = (layout.hidden(point, segment),)
+        self.listing.emit(f"encode[{name}]", op, Stream.COMPUTE, "encode", segment, hidden, (wire,), work)
+        link = Work(link_bytes=expected_message_bytes(self.plan, cut, layout.num_sequences))
+        self.listing.emit(
+            f"send[{name}]", Send("pipeline", 1), Stream.LINK, "send", segment, (wire,), (), link
+        )
+
+    # -- losses ------------------------------------------------------------------------------------------------
 
     def _loss(self, point: str) -> Access:
         """Return where the head leaves its loss: at once in its place, or among those to be exchanged."""
@@ -275,7 +345,7 @@ class StepWriter:
         layout = self.layout
         packed, gathered = layout.packed_losses(), layout.gathered_losses()
         scalar, link = Work(num_kernels=1), Work(link_bytes=gathered.size_bytes - packed.size_bytes)
-        own = tuple(layout.own_loss(point) for point in layout.own_points)
+        own = tuple(layout.own_loss(point) for point in layout.own_points if layout.is_last_stage)
         losses = tuple(layout.loss(point) for point in self.plan.points)
         self.listing.emit(
             "losses/pack", Scalar("pack_losses"), Stream.COMPUTE, "scalar", HEAD, own, (packed,), scalar
