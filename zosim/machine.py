@@ -277,7 +277,7 @@ class Machine:
         )
         transfer_s = size_bytes / bandwidth
         seconds = cost.seconds + exchange_s
-        if transfer_s < seconds - transfer_s:
+        if transfer_s <= seconds - transfer_s:
             return Activity(seconds, limiter="latency")
         if ring.wire == "memory":
             demands = {self.cores: 1.0, self.memory: 2 * size_bytes / seconds}

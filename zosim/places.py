@@ -141,7 +141,11 @@ class Order:
 
     def meeting(self, place: Place) -> tuple[str, int] | None:
         """Return the group of a collective and its number among the group's collectives of the part."""
-        return self._meetings[self.part(place.position)].get(place.instruction)
+        return self.meeting_at(self.part(place.position), place.instruction)
+
+    def meeting_at(self, part: Part, instruction: str) -> tuple[str, int] | None:
+        """Return the same for an instruction of a part."""
+        return self._meetings[part].get(instruction)
 
     @cached_property
     def _meetings(self) -> dict[Part, dict[str, tuple[str, int]]]:

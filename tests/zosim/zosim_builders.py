@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.work import Work
-from zosim.machine import Machine
-from zosim.program import Copy, Dependency, Instruction, Program, Scalar, Stream
+from zosim.machine import Machine, Ring
+from zosim.program import Collective, Copy, Dependency, Instruction, Program, Scalar, Stream
+from zosim.program_set import ProgramSet
 
 RATE = 1e9
 _FORMATS = {"matmul_rate": ".float32", "attention_rate": ".float32", "draw_rate": ".normal.float32"}
@@ -115,3 +118,81 @@ def programs(draw, max_instructions=8, max_ticks=6):
     step = part("s", 1, lambda count: [(f"s{number}", 1) for number in range(count)])
     flush = part("f", 0, lambda count: [(item.id, 1) for item in step])
     return program(step, prologue, flush)
+
+
+def host_machine(rank, host, groups, *, kind="gpu", sharing="maxmin", step_s=0.0):
+    """A device whose copies cross a link of its own and one of its host; collectives cross the host's, too.
+
+    Groups are (name, members, latency_s of a message).
+    """
+    own, common = f"link{rank}", f"{host}:root"
+    rings = {
+        name: Ring(size, latency_s, RATE, ((own, 1.0), (common, 0.5)), "pcie")
+        for name, size, latency_s in groups
+        if size > 1
+    }
+    routes = {"h2d": (own, common), "d2h": (common,)}
+    return Machine(
+        make_profile(kind, step_s=step_s),
+        {own: RATE, common: 1.5 * RATE, f"{host}:cores": 4.0},
+        fifo=frozenset({common}) if sharing == "fifo" else frozenset(),
+        routes=routes,
+        cores=f"{host}:cores",
+        rings=rings,
+    )
+
+
+@st.composite
+def rank_sets(draw, max_hosts=3, max_ranks_per_host=3, max_instructions=7, sharings=("maxmin", "fifo")):
+    """Programs of several ranks with collectives and peers to wait for, and their machines.
+
+    All ranks list the same instructions; those of another role take other times.
+    """
+    num_hosts = draw(st.integers(1, max_hosts))
+    per_host = draw(st.integers(1, max_ranks_per_host))
+    world_size = num_hosts * per_host
+    sizes = {"world": world_size, "host": per_host}
+    num_roles = draw(st.integers(1, min(2, world_size)))
+    ticks = st.lists(st.integers(0, 4), min_size=num_roles, max_size=num_roles)
+
+    def part(prefix, minimum, reach_back):
+        roles = [[] for _ in range(num_roles)]
+        count = draw(st.integers(minimum, max_instructions))
+        for number in range(count):
+            before = [(item.id, 0) for item in roles[0]] + reach_back(count)
+            edges = draw(st.lists(st.sampled_from(before), max_size=2, unique=True)) if before else []
+            groups = [draw(st.sampled_from(["", "", "host", "world"])) for _ in edges]
+            seconds, stream = draw(ticks), draw(st.sampled_from(list(Stream)))
+            group = draw(st.sampled_from(sorted(sizes)))
+            for role in range(num_roles):
+                fields = {}
+                if stream == Stream.LINK:
+                    size = round(seconds[0] * 1e-3 * RATE)
+                    fields = {"op": Collective("all_gather", group), "work": Work(link_bytes=size)}
+                item = instruction(f"{prefix}{number}", stream, seconds[role] * 1e-3, edges, **fields)
+                after = tuple(
+                    replace(edge, group=name) for edge, name in zip(item.after, groups, strict=True)
+                )
+                roles[role].append(replace(item, after=after))
+        return roles
+
+    prologues = part("p", 0, lambda count: [])
+    steps = part("s", 1, lambda count: [(f"s{number}", 1) for number in range(count)])
+    flushes = part("f", 0, lambda count: [(item.id, 1) for item in steps[0]])
+    listed = tuple(
+        replace(program(*parts), groups=sizes) for parts in zip(steps, prologues, flushes, strict=True)
+    )
+    roles = tuple(draw(st.integers(0, num_roles - 1)) for _ in range(world_size))
+    hosts = tuple(tuple(range(host * per_host, (host + 1) * per_host)) for host in range(num_hosts))
+    sharing, step_s = draw(st.sampled_from(sharings)), draw(st.sampled_from([0.0, 0.5e-3]))
+    machines = [
+        host_machine(
+            rank,
+            f"host{rank // per_host}",
+            [("world", world_size, 1e-3), ("host", per_host, 0.0)],
+            sharing=sharing,
+            step_s=step_s,
+        )
+        for rank in range(world_size)
+    ]
+    return ProgramSet(listed, roles, {"world": (tuple(range(world_size)),), "host": hosts}), machines

@@ -1,0 +1,68 @@
+"""The engine on arrays against the engine on processes: one run, twice."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zosim_builders import RATE, programs, rank_sets, shared, unshared
+
+from zosim.lockstep import simulate_many, steady_step_s
+from zosim.program import Space
+from zosim.program_set import ProgramSet
+from zosim.simulate import simulate_world
+from zosim.world import World
+
+
+def times(timeline):
+    return {
+        (span.rank, span.part, span.step, span.instruction): (span.start_s, span.end_s)
+        for span in timeline.spans
+    }
+
+
+def assert_same_run(world, num_steps):
+    """Both list other steps, since they notice at other times that steps repeat; put in again, all are the same."""
+    expected, found = simulate_world(world, num_steps=num_steps), simulate_many(world, num_steps=num_steps)
+    wanted, got = times(expected.expanded()), times(found.expanded())
+    assert got.keys() == wanted.keys()
+    for key, ends in wanted.items():
+        assert got[key] == pytest.approx(ends, rel=1e-9, abs=1e-12), key
+    for rank in expected.ranks:
+        for space in Space:
+            peak, other = expected.peak_memory(space, rank), found.peak_memory(space, rank)
+            assert (peak.size_bytes, peak.parts) == (other.size_bytes, other.parts)
+
+
+def assert_same_step(world):
+    timeline = simulate_world(world)
+    if timeline.repeat is not None:
+        assert simulate_many(world).step_time_s == pytest.approx(timeline.step_time_s, rel=1e-9, abs=1e-12)
+        assert steady_step_s(world) == pytest.approx(timeline.step_time_s, rel=1e-9, abs=1e-12)
+
+
+def alone(whole, machine):
+    return World.of(ProgramSet.alone(whole), [machine])
+
+
+@given(programs(), st.sampled_from(["unshared", "shared", "waiting"]), st.integers(1, 12))
+def test_one_rank(whole, kind, num_steps):
+    machine = {
+        "unshared": unshared(),
+        "shared": shared(num_cores=1.5, num_threads=2, memory=2.5 * RATE),
+        "waiting": unshared(step_s=2e-3),
+    }[kind]
+    assert_same_run(alone(whole, machine), num_steps)
+
+
+@given(programs(), st.booleans())
+def test_one_rank_until_steps_repeat(whole, is_shared):
+    assert_same_step(alone(whole, shared(num_cores=1.0) if is_shared else unshared()))
+
+
+@given(rank_sets(), st.integers(1, 9))
+def test_several_ranks(ranks, num_steps):
+    assert_same_run(World.of(*ranks), num_steps)
+
+
+@given(rank_sets())
+def test_several_ranks_until_steps_repeat(ranks):
+    assert_same_step(World.of(*ranks))
