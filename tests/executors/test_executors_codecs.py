@@ -349,5 +349,5 @@ def test_without_the_entropy_coder_messages_are_made_otherwise_and_refused_by_na
     monkeypatch.setitem(__import__("sys").modules, "constriction", None)
     assert encoding_of(codec_of(codec_spec("q4")).encode(tensor)) != "entropy"
     for action in (lambda: decode(coded), lambda: codec_of(codec_spec("q4:entropy")).encode(tensor)):
-        with pytest.raises(CodecError, match="pip install constriction|not installed"):
+        with pytest.raises(CodecError, match="constriction"):
             action()

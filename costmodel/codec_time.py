@@ -1,0 +1,226 @@
+"""Seconds that a codec takes on both sides of a cut, and which encoding is fastest over a link.
+
+The work of a codec is a count for each of its constants, so that its time is their product, and a set of timed works
+determines the constants by least squares.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+
+import numpy as np
+from scipy.optimize import nnls
+
+from costmodel.codecs import (
+    ENCODINGS,
+    CodecSpec,
+    Encoding,
+    SymbolStatistics,
+    message_bytes,
+    payload_bytes,
+    run_length_bytes,
+)
+from topology.errors import ProfileError
+
+CodecWork = Mapping[str, int]
+"""How often each constant counts.
+
+``quantise_s.<rounding>``, ``dequantise_s``
+    Per element, from numbers to symbols of a byte and back.
+``encode_s.<encoding>``, ``decode_s.<encoding>``
+    Per element, from symbols to a payload and back; ``entropy-wide`` is the entropy coder on more than 4 bits.
+``encode_kept_s.<encoding>``, ``decode_kept_s.<encoding>``
+    Per symbol that is not the background, beyond that.
+``byte_s``
+    Per byte of a message put together or taken apart, with its checksum.
+``encode_call_s``, ``decode_call_s``
+    Per message, however small.
+"""
+
+_SPARSE: tuple[Encoding, ...] = ("index", "bitmap", "run-length")
+
+
+def encode_work(
+    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics
+) -> CodecWork:
+    """Return the work of making a message.
+
+    Choosing the smallest encoding takes entropy coding, where that may win, and looking at runs, where few symbols
+    are kept; then the encoding itself, if it is another.
+    """
+    size = message_bytes(spec, shape, element_bytes, stats)
+    work = Counter({"encode_call_s": 1, "byte_s": size})
+    if spec.bits is None:
+        return work
+    work[f"quantise_s.{spec.rounding}"] = math.prod(shape)
+    for encoding in _encodings_run(spec, stats):
+        _add_symbols(work, "encode", encoding, stats)
+    return work
+
+
+def decode_work(
+    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics
+) -> CodecWork:
+    """Return the work of making a tensor of a message."""
+    size = message_bytes(spec, shape, element_bytes, stats)
+    work = Counter({"decode_call_s": 1, "byte_s": size})
+    if spec.bits is None:
+        return work
+    work["dequantise_s"] = math.prod(shape)
+    _add_symbols(work, "decode", _chosen(spec, stats), stats)
+    return work
+
+
+def _encodings_run(spec: CodecSpec, stats: SymbolStatistics) -> list[Encoding]:
+    chosen = _chosen(spec, stats)
+    if spec.encoding != "smallest":
+        return [chosen]
+    run: list[Encoding] = [chosen]
+    if chosen != "entropy":
+        run.append("entropy")
+    least_runs = run_length_bytes(stats.num_kept, stats.bits, 1)
+    if chosen != "run-length" and least_runs < payload_bytes(chosen, stats):
+        run.append("run-length")
+    return run
+
+
+def _chosen(spec: CodecSpec, stats: SymbolStatistics) -> Encoding:
+    if spec.encoding != "smallest":
+        return spec.encoding
+    return min(ENCODINGS, key=lambda encoding: payload_bytes(encoding, stats))
+
+
+def _add_symbols(work: Counter[str], side: str, encoding: Encoding, stats: SymbolStatistics) -> None:
+    wide = "-wide" if encoding == "entropy" and stats.bits > 4 else ""
+    work[f"{side}_s.{encoding}{wide}"] += stats.num_elements
+    if encoding in _SPARSE:
+        work[f"{side}_kept_s.{encoding}"] += stats.num_kept
+
+
+@dataclass(frozen=True)
+class CodecProfile:
+    """What codecs take on one machine, with one thread.
+
+    Attributes
+    ----------
+    source : str
+        Where and when it was measured.
+    seconds : mapping of str to float
+        By constant, see :data:`CodecWork`.
+    """
+
+    source: str
+    seconds: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        bad = {name: value for name, value in self.seconds.items() if not 0 <= value < math.inf}
+        if bad:
+            raise ProfileError(f"constants of codecs must be 0 or more and finite, not {bad}")
+
+    def duration_s(self, work: CodecWork) -> float:
+        """Return the seconds of `work`.
+
+        Raises
+        ------
+        ProfileError
+            If a constant is missing.
+        """
+        missing = sorted(set(work) - set(self.seconds))
+        if missing:
+            raise ProfileError(
+                f"the codecs' profile has no {missing}", hint="measure it anew on this release"
+            )
+        return sum(count * self.seconds[name] for name, count in work.items())
+
+
+def load_codec_profile() -> CodecProfile:
+    """Return the constants that come with the package: one core of a shared x86-64 machine."""
+    content = json.loads(files("costmodel").joinpath("data/codecs/x86-64-one-core.json").read_text("utf-8"))
+    return CodecProfile(**content)
+
+
+def fit_codec_profile(measured: Sequence[tuple[CodecWork, float]], source: str) -> CodecProfile:
+    """Return the constants, none negative, that come nearest to the measured seconds by relative error."""
+    names = sorted({name for work, _ in measured for name in work})
+    rows = np.array([[work.get(name, 0) / seconds for name in names] for work, seconds in measured])
+    scale = rows.max(axis=0)  # counts differ by seven orders of magnitude
+    found, _ = nnls(rows / scale, np.ones(len(rows)))
+    return CodecProfile(source, dict(zip(names, (float(x) for x in found / scale), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What a tensor's way across a cut takes.
+
+    Attributes
+    ----------
+    spec : CodecSpec
+    size_bytes : int
+    encode_s, transfer_s, decode_s : float
+    """
+
+    spec: CodecSpec
+    size_bytes: int
+    encode_s: float
+    transfer_s: float
+    decode_s: float
+
+    @property
+    def seconds(self) -> float:
+        """All three, one after the other: nothing overlaps within one tensor."""
+        return self.encode_s + self.transfer_s + self.decode_s
+
+
+def crossing(
+    spec: CodecSpec,
+    shape: Sequence[int],
+    element_bytes: int,
+    stats: SymbolStatistics,
+    *,
+    bandwidth_bytes_per_s: float,
+    latency_s: float = 0.0,
+    profile: CodecProfile,
+) -> Crossing:
+    """Return what crossing a link with this codec takes."""
+    size = message_bytes(spec, shape, element_bytes, stats)
+    return Crossing(
+        spec,
+        size,
+        profile.duration_s(encode_work(spec, shape, element_bytes, stats)),
+        latency_s + size / bandwidth_bytes_per_s,
+        profile.duration_s(decode_work(spec, shape, element_bytes, stats)),
+    )
+
+
+def fastest_crossing(
+    spec: CodecSpec,
+    shape: Sequence[int],
+    element_bytes: int,
+    stats: SymbolStatistics,
+    *,
+    bandwidth_bytes_per_s: float,
+    latency_s: float = 0.0,
+    profile: CodecProfile,
+) -> Crossing:
+    """Return the crossing with the encoding that is fastest for the numbers that `spec` makes.
+
+    The values that arrive do not depend on the encoding. Plain numbers are not among the choices, since they do.
+    """
+    crossings = [
+        crossing(
+            replace(spec, encoding=encoding),
+            shape,
+            element_bytes,
+            stats,
+            bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+            latency_s=latency_s,
+            profile=profile,
+        )
+        for encoding in ENCODINGS
+    ]
+    return min(crossings, key=lambda found: found.seconds)
