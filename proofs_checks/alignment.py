@@ -280,7 +280,7 @@ CLAIMS = (
         (
             Mutant(
                 "the order ignored",
-                "zosim.lowering.step:_walk_order",
+                "zosim.lowering.directions:_walk_order",
                 'plan.estimator.order == "registration"',
                 "plan.estimator.order",
             ),
@@ -303,9 +303,9 @@ CLAIMS = (
         (
             Mutant(
                 "a slice read from its block's start",
-                "executors.counter:CounterDraws._fill_block",
-                "low - first, high - first,",
-                "0, high - low,",
+                "executors.counter:CounterDraws._fill_piece",
+                "block, low, high,",
+                "block, 0, high - low,",
             ),
             Mutant(
                 "a key without its step",

@@ -251,7 +251,7 @@ CLAIMS = (
             ),
             Mutant(
                 "a direction not drawn again",
-                "zosim.lowering.step:StepWriter._draw",
+                "zosim.lowering.directions:Directions.draw",
                 "if not held.overlaps(target)",
                 "if held.what != target.what",
             ),

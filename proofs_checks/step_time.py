@@ -214,7 +214,7 @@ CLAIMS = (
             ),
             Mutant(
                 "offloads on the uploads' engine",
-                "zosim.lowering.step:StepWriter._offload",
+                "zosim.lowering.transfers:Transfers.offload",
                 'Stream.D2H, "offload"',
                 'Stream.H2D, "offload"',
             ),
