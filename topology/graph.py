@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -273,20 +274,25 @@ class Topology(FrozenModel):
         """Widest path, computed once per pair; None if there is none."""
         pair = source_id, target_id
         if pair not in self._link_routes:
-            # Traffic within a host stays there, even where its adapters are wider than its sockets' link.
-            same_host = self.node(source_id).host == self.node(target_id).host is not None
-            kinds = FORWARDING_KINDS - {"network"} if same_host else FORWARDING_KINDS
-            try:
-                self._link_routes[pair] = find_path(self.graph, source_id, target_id, kinds)
-            except NoRoute:
-                self._link_routes[pair] = None
+            self._link_routes[pair] = self._found_path(source_id, target_id)
         return self._link_routes[pair]
+
+    def _found_path(self, source_id: str, target_id: str) -> tuple[Hop, ...] | None:
+        ends = self.node(source_id).host, self.node(target_id).host
+        # Traffic within a host stays there, even where its adapters are wider than its sockets' link.
+        same_host = ends[0] == ends[1] is not None
+        kinds = FORWARDING_KINDS - {"network"} if same_host else FORWARDING_KINDS
+        # A third host forwards nothing where the two reach each other without it.
+        for hosts in ({*ends, None}, None):
+            with suppress(NoRoute):
+                return find_path(self.graph, source_id, target_id, kinds, hosts)
+        return None
 
     def route(self, source_id: str, target_id: str) -> Route:
         """The widest route between two nodes, among those the one of least latency, then fewest links.
 
         Only NUMA domains, PCIe roots and switches, NVSwitches, NICs and networks forward traffic, and
-        traffic within a host does not leave it. Two devices without peer-to-peer access over PCIe are joined through the host memory of the source.
+        traffic within a host does not leave it, nor pass a third one if there is a way without it. Two devices without peer-to-peer access over PCIe are joined through the host memory of the source.
 
         Raises
         ------

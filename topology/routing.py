@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 
@@ -26,18 +27,24 @@ class Hop:
 
 
 def find_path(
-    graph: nx.MultiDiGraph[str], source_id: str, target_id: str, forwarding_kinds: Collection[str]
+    graph: nx.MultiDiGraph[str],
+    source_id: str,
+    target_id: str,
+    forwarding_kinds: Collection[str],
+    hosts: Collection[str | None] | None = None,
 ) -> tuple[Hop, ...]:
     """The widest path; among those the one of least latency, then fewest links, then first by name.
 
     Parameters
     ----------
     graph : networkx.MultiDiGraph
-        Edges carry ``link``, ``bandwidth_bytes_per_s`` and ``latency_s``; nodes carry ``kind``.
+        Edges carry ``link``, ``bandwidth_bytes_per_s`` and ``latency_s``; nodes carry ``node`` and ``kind``.
     source_id, target_id : str
         The ends.
     forwarding_kinds : collection of str
         Kinds of nodes that a path may pass through.
+    hosts : collection of str or None, optional
+        Hosts whose nodes a path may touch, None for nodes of no host; all unless given.
 
     Raises
     ------
@@ -50,22 +57,31 @@ def find_path(
     minimises (latency, links, names) over edges at least that wide. Both orders are preserved when a path
     is extended, which is what makes the algorithm exact.
     """
-    width = _widest(graph, source_id, target_id, forwarding_kinds)
-    return _shortest(graph, source_id, target_id, forwarding_kinds, width)
+    ways = _Ways(graph, source_id, frozenset(forwarding_kinds), None if hosts is None else frozenset(hosts))
+    return _shortest(ways, source_id, target_id, _widest(ways, source_id, target_id))
 
 
-def _edges(
-    graph: nx.MultiDiGraph[str], node_id: str, source_id: str, forwarding_kinds: Collection[str]
-) -> Iterator[tuple[str, Link]]:
-    if node_id != source_id and graph.nodes[node_id]["kind"] not in forwarding_kinds:
-        return
-    for _, target, data in graph.out_edges(node_id, data=True):
-        yield target, data["link"]
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """Where a path may go on from a node."""
+
+    graph: nx.MultiDiGraph[str]
+    source_id: str
+    forwarding_kinds: frozenset[str]
+    hosts: frozenset[str | None] | None
+
+    def onward(self, node_id: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the nodes that a path can reach next, with what is known of the link."""
+        nodes = self.graph.nodes
+        if node_id != self.source_id and nodes[node_id]["kind"] not in self.forwarding_kinds:
+            return
+        for target, links in self.graph.adj[node_id].items():
+            if self.hosts is None or nodes[target]["node"].host in self.hosts:
+                for data in links.values():
+                    yield target, data
 
 
-def _widest(
-    graph: nx.MultiDiGraph[str], source_id: str, target_id: str, forwarding_kinds: Collection[str]
-) -> float:
+def _widest(ways: _Ways, source_id: str, target_id: str) -> float:
     queue = [(-math.inf, source_id)]
     done: set[str] = set()
     while queue:
@@ -75,19 +91,13 @@ def _widest(
         if node_id in done:
             continue
         done.add(node_id)
-        for target, link in _edges(graph, node_id, source_id, forwarding_kinds):
+        for target, data in ways.onward(node_id):
             if target not in done:
-                heapq.heappush(queue, (max(negative_width, -link.bandwidth_bytes_per_s), target))
+                heapq.heappush(queue, (max(negative_width, -data["bandwidth_bytes_per_s"]), target))
     raise NoRoute(source_id, target_id)
 
 
-def _shortest(
-    graph: nx.MultiDiGraph[str],
-    source_id: str,
-    target_id: str,
-    forwarding_kinds: Collection[str],
-    width: float,
-) -> tuple[Hop, ...]:
+def _shortest(ways: _Ways, source_id: str, target_id: str, width: float) -> tuple[Hop, ...]:
     # An entry is (latency, links, names passed); the names are unique, so the hops are never compared.
     start: tuple[float, int, tuple[str, ...], str, tuple[Hop, ...]] = (0.0, 0, (), source_id, ())
     queue = [start]
@@ -99,10 +109,11 @@ def _shortest(
         if node_id in done:
             continue
         done.add(node_id)
-        for target, link in _edges(graph, node_id, source_id, forwarding_kinds):
-            if target not in done and link.bandwidth_bytes_per_s >= width:
+        for target, data in ways.onward(node_id):
+            if target not in done and data["bandwidth_bytes_per_s"] >= width:
+                link = data["link"]
                 entry = (
-                    latency_s + link.latency_s,
+                    latency_s + data["latency_s"],
                     num_links + 1,
                     (*names, target, link.id),
                     target,
