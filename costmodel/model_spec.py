@@ -187,6 +187,14 @@ class ModelSpec(BaseModel):
     def _by_name(self) -> dict[str, ParameterGroup]:
         return {group.name: group for group in self.groups}
 
+    @cached_property
+    def _by_segment(self) -> dict[str, tuple[ParameterGroup, ...]]:
+        found: dict[str, list[ParameterGroup]] = {}
+        for group in self.groups:
+            for segment in group.segments:
+                found.setdefault(segment, []).append(group)
+        return {segment: tuple(groups) for segment, groups in found.items()}
+
     def group(self, name: str) -> ParameterGroup:
         """Return the group called `name`.
 
@@ -206,4 +214,4 @@ class ModelSpec(BaseModel):
 
     def groups_of(self, segment: str) -> tuple[ParameterGroup, ...]:
         """Return the groups that `segment` reads, in registration order."""
-        return tuple(group for group in self.groups if segment in group.segments)
+        return self._by_segment.get(segment, ())

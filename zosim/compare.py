@@ -177,6 +177,25 @@ def compare(predicted: Timeline, measured: Timeline, program: Program, rank: int
     )
 
 
+def slowest_rank(timeline: Timeline) -> int:
+    """Return the rank that ends the last steady step last.
+
+    Raises
+    ------
+    TimelineError
+        If the timeline has no step.
+    """
+    last = timeline.steady_steps[-1:]
+    ends: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.part == "step" and span.step in last:
+            ends[span.rank] = max(span.end_s, ends.get(span.rank, span.end_s))
+    if not ends:
+        message = f"timeline of {timeline.program} holds no step"
+        raise TimelineError(message, hint="simulate or run at least one step")
+    return max(ends, key=lambda rank: (ends[rank], -rank))
+
+
 def _instruction(item: Span | PathSegment) -> str:
     """Return the instruction, or the name of a gap that lies before it."""
     if isinstance(item, PathSegment) and item.is_gap:

@@ -1,16 +1,19 @@
-"""How much memory a program takes, with its parts named."""
+"""How much memory programs take, on every rank's device and on every host, with its parts named."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from costmodel.memory import MemoryPart, runtime_parts, total_bytes
 from costmodel.profile import Profile
 from topology.units import format_bytes
-from zosim.program import Program, Space
+from zosim.program import Buffer, Program, Space
 
 WORKSPACE = "workspace"
+ARENAS = "device memory of the ranks"
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,15 @@ class Footprint:
     ----------
     parts : tuple of MemoryPart
         Buffers by role, the largest workspace of any instruction, and what the runtime takes.
+    shared : tuple of MemoryPart
+        Those of the host's parts that all ranks of the host have in common.
+    is_cpu : bool
+        Whether the device is a CPU, whose memory is the host's.
     """
 
     parts: tuple[MemoryPart, ...]
+    shared: tuple[MemoryPart, ...] = ()
+    is_cpu: bool = False
 
     @property
     def device_bytes(self) -> int:
@@ -32,7 +41,7 @@ class Footprint:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes on the host."""
+        """Bytes on the host, what is shared included."""
         return total_bytes(self.parts, "host")
 
     def largest(self, where: str = "device") -> MemoryPart:
@@ -41,10 +50,70 @@ class Footprint:
 
     def describe(self, where: str = "device") -> str:
         """Return the parts in one place in words, the largest first."""
-        parts = sorted(
-            (part for part in self.parts if part.where == where), key=lambda part: -part.size_bytes
-        )
-        return ", ".join(f"{part.name} {format_bytes(part.size_bytes)}" for part in parts if part.size_bytes)
+        return describe_parts(part for part in self.parts if part.where == where)
+
+
+@dataclass(frozen=True)
+class HostFootprint:
+    """Memory that the ranks of one host take of it together.
+
+    Attributes
+    ----------
+    host : str
+        Its node, or nothing where the plan does not name hosts.
+    ranks : tuple of int
+    parts : tuple of MemoryPart
+        Buffers by role, those that ranks share counted once; where the devices are CPUs, their memory too.
+    """
+
+    host: str
+    ranks: tuple[int, ...]
+    parts: tuple[MemoryPart, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all parts."""
+        return total_bytes(self.parts, "host")
+
+    def describe(self) -> str:
+        """Return the parts in words, the largest first."""
+        return describe_parts(self.parts)
+
+
+@dataclass(frozen=True)
+class Footprints:
+    """Memory of all ranks.
+
+    Attributes
+    ----------
+    ranks : tuple of Footprint
+        In rank order.
+    hosts : tuple of HostFootprint
+    """
+
+    ranks: tuple[Footprint, ...]
+    hosts: tuple[HostFootprint, ...]
+
+    @cached_property
+    def largest_rank(self) -> int:
+        """The rank that takes most of its device; the first of several."""
+        return max(range(len(self.ranks)), key=lambda rank: (self.ranks[rank].device_bytes, -rank))
+
+    @property
+    def largest(self) -> Footprint:
+        """Memory of that rank."""
+        return self.ranks[self.largest_rank]
+
+    @cached_property
+    def fullest(self) -> HostFootprint:
+        """The host of which most is taken; the first of several."""
+        return max(self.hosts, key=lambda host: (host.size_bytes, -host.ranks[0]))
+
+
+def describe_parts(parts: Iterable[MemoryPart]) -> str:
+    """Return parts in words, the largest first."""
+    listed = sorted(parts, key=lambda part: -part.size_bytes)
+    return ", ".join(f"{part.name} {format_bytes(part.size_bytes)}" for part in listed if part.size_bytes)
 
 
 def footprint(program: Program, profile: Profile) -> Footprint:
@@ -56,15 +125,60 @@ def footprint(program: Program, profile: Profile) -> Footprint:
     are allocated anew and hidden states at the edges of a step are ever absent, so this is an upper bound on what
     a timeline's memory curve shows, and close to it.
     """
-    buffers = list(_buffer_parts(program))
     workspace = max((i.work.workspace_bytes for _, i in program.instructions()), default=0)
-    parts = [*buffers, MemoryPart(WORKSPACE, workspace, "device")]
-    return Footprint((*parts, *runtime_parts(profile, total_bytes(parts, "device"))))
+    return footprint_of(program.buffers, workspace, profile)
 
 
-def _buffer_parts(program: Program) -> Iterator[MemoryPart]:
+def footprint_of(buffers: Sequence[Buffer], workspace_bytes: int, profile: Profile) -> Footprint:
+    """Return the memory of a rank with these buffers, as :func:`footprint` does."""
+    parts = [*_parts_by_role(buffers), MemoryPart(WORKSPACE, workspace_bytes, "device")]
+    return Footprint(
+        (*parts, *runtime_parts(profile, total_bytes(parts, "device"))),
+        tuple(_parts_by_role(buffer for buffer in buffers if buffer.shared)),
+        profile.device_kind == "cpu",
+    )
+
+
+def footprints(ranks: Sequence[Footprint], hosts: Mapping[str, Sequence[int]]) -> Footprints:
+    """Return the memory of all ranks, and of their hosts.
+
+    Parameters
+    ----------
+    ranks : sequence of Footprint
+        In rank order.
+    hosts : mapping of str to sequence of int
+        Ranks of each host.
+    """
+    found = [
+        host_footprint(host, tuple(members), [ranks[rank] for rank in members])
+        for host, members in hosts.items()
+    ]
+    return Footprints(tuple(ranks), tuple(found))
+
+
+def host_footprint(host: str, ranks: tuple[int, ...], taken: Sequence[Footprint]) -> HostFootprint:
+    """Return the memory that ranks, each of which takes so much, take of their host together."""
+    return HostFootprint(host, ranks, _host_parts(taken))
+
+
+def _host_parts(ranks: Sequence[Footprint]) -> tuple[MemoryPart, ...]:
+    sizes: Counter[str] = Counter()
+    arenas = 0
+    once: dict[str, int] = {}
+    for taken, count in Counter(ranks).items():
+        shared = {part.name: part.size_bytes for part in taken.shared}
+        for part in taken.parts:
+            if part.where == "host":
+                sizes[part.name] += count * (part.size_bytes - shared.get(part.name, 0))
+        once |= {name: max(size, once.get(name, 0)) for name, size in shared.items()}
+        arenas += count * taken.device_bytes if taken.is_cpu else 0
+    parts = [MemoryPart(name, size + once.get(name, 0), "host") for name, size in sizes.items()]
+    return (*parts, *((MemoryPart(ARENAS, arenas, "host"),) if arenas else ()))
+
+
+def _parts_by_role(buffers: Iterable[Buffer]) -> Iterator[MemoryPart]:
     sizes: dict[tuple[str, Space], int] = {}
-    for buffer in program.buffers:
+    for buffer in buffers:
         key = (buffer.role, buffer.space)
         sizes[key] = sizes.get(key, 0) + buffer.size_bytes
     for (role, space), size in sizes.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from costmodel.datasheet import datasheet_profile
@@ -11,6 +13,7 @@ from topology.errors import ProfileError
 from topology.graph import Topology
 from zosim.cache import cache_directory
 from zosim.console import stderr
+from zosim.twins import Twins
 
 
 def host_profile_path(device_name: str, num_threads: int) -> Path:
@@ -27,6 +30,51 @@ def save_host_profile(profile: Profile) -> Path:
     profile.save(partial)
     partial.replace(path)
     return path
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """What operations cost on every device of a topology.
+
+    Attributes
+    ----------
+    topology : Topology
+    path, num_threads, is_host
+        As for :func:`profile_for`.
+    """
+
+    topology: Topology
+    path: str | Path | None = None
+    num_threads: int | None = None
+    is_host: bool = False
+    _known: dict[object, Profile] = field(default_factory=dict, compare=False, repr=False)
+
+    def of(self, device: str, num_ranks: int = 1) -> Profile:
+        """Return what operations cost on a device that `num_ranks` ranks share.
+
+        Ranks on one CPU have a part of its cores each, unless the number of threads was named.
+
+        Raises
+        ------
+        ProfileError, TopologyError
+            As for :func:`profile_for`.
+        """
+        spec = self.topology.device_spec(device)
+        threads = self.num_threads
+        if spec.kind == "cpu" and threads is None and num_ranks > 1:
+            threads = max(1, spec.num_cores // num_ranks)
+        key = (self._twins.of(device), threads)
+        if key not in self._known:
+            made = profile_for(
+                self.topology, device, path=self.path, num_threads=threads, is_host=self.is_host
+            )
+            # Equal profiles are one, so that machines with them are seen to be alike.
+            self._known[key] = next((known for known in self._known.values() if known == made), made)
+        return self._known[key]
+
+    @cached_property
+    def _twins(self) -> Twins:
+        return Twins(self.topology)
 
 
 def profile_for(

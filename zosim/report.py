@@ -8,9 +8,16 @@ from rich.console import Group, RenderableType
 
 from topology.units import format_bytes, format_seconds
 from zosim.console import table
-from zosim.footprint import Footprint
-from zosim.planner import Candidate, Decision, describe
-from zosim.predict import Prediction, Subject
+from zosim.explain import about_ranks, contention_words, describe, host_memory_words
+from zosim.footprint import HostFootprint
+from zosim.plan import Plan
+from zosim.planner import Candidate, Decision
+from zosim.predict import Contention, Prediction, Subject
+
+_NUM_SHARED = 3
+_WORTH_SAYING = 0.05
+_NUM_FITTING = 16
+_NUM_REJECTED = 8
 
 
 def decision_view(decision: Decision) -> RenderableType:
@@ -41,24 +48,38 @@ def decision_data(decision: Decision) -> dict[str, Any]:
 def prediction_view(subject: Subject, prediction: Prediction) -> RenderableType:
     """Return a prediction: time, throughput, bottleneck, memory by parts, seconds by label."""
     plan = subject.plan
-    limit = prediction.bottleneck
+    limit, device = prediction.bottleneck, prediction.footprint
+    several = plan.placement.world_size > 1
     facts = [
         ("plan", f"{plan.model.name}, batch {plan.batch} x {plan.seq} tokens, {describe(plan)}"),
-        (
-            "device",
-            f"{plan.placement.devices[0]} of {plan.placement.topology} ({prediction.profile_origin} figures)",
-        ),
+        ("devices" if several else "device", f"{_devices(plan)} ({prediction.profile_origin} figures)"),
         ("step time", _interval(prediction)),
         ("throughput", f"{prediction.tokens_per_s:,.4g} tokens/s"),
-        ("bottleneck", f"{limit.words}, {limit.share:.0%} of the critical path"),
-        ("device memory", _memory(prediction.footprint, "device")),
-        ("host memory", _memory(prediction.footprint, "host")),
+        (
+            "bottleneck",
+            f"{limit.words}, {limit.share:.0%} of the critical path{_of_rank(prediction, several)}",
+        ),
+        (
+            "device memory",
+            f"{format_bytes(device.device_bytes)}  ({device.describe()}{_of_largest(prediction, several)})",
+        ),
+        ("host memory", host_memory_words(prediction)),
         (
             "busy per step",
             ", ".join(f"{name} {format_seconds(s)}" for name, s in prediction.seconds_by_label),
         ),
     ]
+    busy = [item for item in prediction.contention if item.share >= _WORTH_SAYING]
+    shared = [contention_words(item) for item in busy[:_NUM_SHARED]]
+    facts += [("shared" if not number else "", words) for number, words in enumerate(shared)]
     return table(("predicted", ""), facts)
+
+
+def simulation_view(subject: Subject, prediction: Prediction) -> RenderableType:
+    """Return a prediction, and what several ranks cost each other."""
+    alone = subject.plan.placement.world_size == 1
+    notes = [] if alone else [f"- {line}" for line in about_ranks(subject.plan, prediction)]
+    return Group(prediction_view(subject, prediction), *notes)
 
 
 def prediction_data(prediction: Prediction) -> dict[str, Any]:
@@ -70,10 +91,16 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
         "tokens_per_s": prediction.tokens_per_s,
         "bottleneck": prediction.bottleneck,
         "device_bytes": prediction.footprint.device_bytes,
-        "host_bytes": prediction.footprint.host_bytes,
+        "host_bytes": prediction.host.size_bytes,
         "memory_parts": list(prediction.footprint.parts),
         "seconds_by_label": dict(prediction.seconds_by_label),
         "profile_origin": prediction.profile_origin,
+        "num_ranks": len(prediction.footprints.ranks),
+        "slowest_rank": prediction.slowest_rank,
+        "exchange_s": prediction.exchange_s,
+        "shared": [_contention_data(item) for item in prediction.contention],
+        "ranks": [{"device_bytes": taken.device_bytes} for taken in prediction.footprints.ranks],
+        "hosts": [_host_data(host) for host in prediction.footprints.hosts],
     }
 
 
@@ -89,34 +116,61 @@ def _interval(prediction: Prediction) -> str:
     return f"{middle}  (between {low} and {high})"
 
 
-def _memory(footprint: Footprint, where: str) -> str:
-    size = footprint.device_bytes if where == "device" else footprint.host_bytes
-    return f"{format_bytes(size)}  ({footprint.describe(where)})"
+def _devices(plan: Plan) -> str:
+    placement = plan.placement
+    first, *others = placement.devices
+    hosts = len(placement.ranks_by_host)
+    listed = (
+        ", ".join(placement.devices)
+        if len(others) < 4
+        else f"{first} .. {others[-1]}, {len(others) + 1} ranks"
+    )
+    return f"{listed} of {placement.topology}" + (f", {hosts} hosts" if hosts > 1 else "")
+
+
+def _of_rank(prediction: Prediction, several: bool) -> str:
+    return f" of rank {prediction.slowest_rank}" if several else ""
+
+
+def _of_largest(prediction: Prediction, several: bool) -> str:
+    return f"; rank {prediction.footprints.largest_rank}, the most of any" if several else ""
+
+
+def _contention_data(item: Contention) -> dict[str, Any]:
+    return {"resource": item.resource, "ranks": list(item.ranks), "share": item.share}
+
+
+def _host_data(host: HostFootprint) -> dict[str, Any]:
+    return {
+        "host": host.host,
+        "ranks": list(host.ranks),
+        "host_bytes": host.size_bytes,
+        "parts": list(host.parts),
+    }
 
 
 def _candidates_table(decision: Decision) -> RenderableType:
+    """Return the candidates, of many only the first of each kind."""
     rows = [
         *[
             _row(candidate, "chosen" if candidate is decision.chosen else "fits")
-            for candidate in _fitting(decision)
+            for candidate in (decision.chosen, *decision.others[: _NUM_FITTING - 1])
         ],
-        *[_row(candidate, "does not fit") for candidate in decision.rejected],
+        *[_row(candidate, "does not fit") for candidate in decision.rejected[:_NUM_REJECTED]],
     ]
-    return table(("placement", "step", "device", "host", ""), rows, numeric=("step", "device", "host"))
-
-
-def _fitting(decision: Decision) -> tuple[Candidate, ...]:
-    return (decision.chosen, *decision.others)
+    left_out = len(decision.others) + 1 + len(decision.rejected) - len(rows)
+    shown = table(("placement", "step", "device", "host", ""), rows, numeric=("step", "device", "host"))
+    return Group(shown, *([f"and {left_out} others, all of them slower or too large"] if left_out else []))
 
 
 def _row(candidate: Candidate, verdict: str) -> tuple[str, ...]:
-    taken = candidate.subject.footprint
+    taken = candidate.footprints
     sign = "" if candidate.is_simulated else ">= "
     return (
         candidate.describe(),
         sign + format_seconds(candidate.seconds),
-        format_bytes(taken.device_bytes),
-        format_bytes(taken.host_bytes),
+        format_bytes(taken.largest.device_bytes),
+        format_bytes(taken.fullest.size_bytes),
         verdict,
     )
 
@@ -124,8 +178,9 @@ def _row(candidate: Candidate, verdict: str) -> tuple[str, ...]:
 def _candidate_data(candidate: Candidate) -> dict[str, Any]:
     return {
         "placement": candidate.describe(),
+        "devices": list(candidate.plan.placement.devices),
         "step_time_s": candidate.seconds,
         "is_simulated": candidate.is_simulated,
-        "device_bytes": candidate.subject.footprint.device_bytes,
-        "host_bytes": candidate.subject.footprint.host_bytes,
+        "device_bytes": candidate.footprints.largest.device_bytes,
+        "host_bytes": candidate.footprints.fullest.size_bytes,
     }

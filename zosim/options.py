@@ -1,0 +1,171 @@
+"""What options of ``zosim plan``, ``lower``, ``simulate`` and ``compare`` say, as the types that they stand for."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated, TypeVar, get_args
+
+import typer
+from pydantic import BaseModel, ValidationError
+
+from costmodel.configs import read_model_spec
+from costmodel.model_spec import ModelSpec
+from topology.documents import resolve
+from topology.errors import PlanError
+from topology.validation import did_you_mean, readable
+from zosim.plan import Mesh, Plan, Precision, StorageDType, TransferDType
+from zosim.predict import Subject
+from zosim.profiles import Profiles
+from zosim.program_set import ProgramSet
+
+HOST = "host"
+_Model = TypeVar("_Model", bound=BaseModel)
+_DTYPE_ALIASES = {
+    "fp64": "float64",
+    "double": "float64",
+    "fp32": "float32",
+    "float": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3",
+}
+_MESH_AXES = ("data", "perturb")
+
+
+class MethodName(enum.StrEnum):
+    """Named presets of the placement space."""
+
+    AUTO = "auto"
+    MEZO = "mezo"
+    ZO2 = "zo2"
+    PERTP = "pertp"
+    DDP = "ddp"
+    TWO_D = "2d"
+
+
+PlanFile = Annotated[Path, typer.Argument(help="A plan written by `zosim plan -o`.", show_default=False)]
+Hardware = Annotated[
+    str | None, typer.Option(help="A preset's name, a topology file, or host; by default the plan's own.")
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", help="Calibrated rates to predict with, from `zosim calibrate -o`."),
+]
+ProgramFile = Annotated[
+    Path | None, typer.Option("--program", help="A program to use in place of what the plan is lowered to.")
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Threads of a CPU's kernels; by default all cores, shared out among its ranks."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def model_spec(source: str) -> ModelSpec:
+    """Return the model that `source` names, or holds as a saved ModelSpec.
+
+    Raises
+    ------
+    ModelError
+        If it is neither.
+    """
+    path = Path(source)
+    if path.suffix == ".json" and path.name != "config.json" and path.is_file():
+        try:
+            return ModelSpec.model_validate_json(path.read_text())
+        except (ValidationError, UnicodeDecodeError):
+            return read_model_spec(source)
+    return read_model_spec(source)
+
+
+def mesh_of(text: str) -> Mesh:
+    """Return the mesh that a text such as ``data=2,perturb=2`` names, the outer axis first.
+
+    Raises
+    ------
+    PlanError
+        If an axis is unknown or named twice, or a size is no count.
+    """
+    sizes: dict[str, int] = {}
+    for item in text.split(","):
+        name, _, size = (part.strip() for part in item.partition("="))
+        if name not in _MESH_AXES:
+            hint = did_you_mean(name, _MESH_AXES)
+            raise PlanError(f"--mesh {text}: {name!r} is no axis of a mesh", hint=hint)
+        if name in sizes or not size.isdecimal() or int(size) < 1:
+            raise PlanError(
+                f"--mesh {text}: {item.strip()!r} gives {name} no size", hint="such as data=2,perturb=2"
+            )
+        sizes[name] = int(size)
+    inner = list(sizes)[-1] if len(sizes) == len(_MESH_AXES) else "perturb"
+    return axis(Mesh, **sizes, inner=inner)
+
+
+def precision_of(dtype: str, compute: str | None = None, transfer: str | None = None) -> Precision:
+    """Return the formats that options name.
+
+    Raises
+    ------
+    PlanError
+        If a name is unknown.
+    """
+    storage = _dtype("dtype", dtype, get_args(StorageDType))
+    return axis(
+        Precision,
+        storage=storage,
+        compute=storage
+        if compute is None
+        else _dtype("compute-dtype", compute, (*get_args(StorageDType), "tf32")),
+        transfer=storage if transfer is None else _dtype("transfer-dtype", transfer, get_args(TransferDType)),
+    )
+
+
+def _dtype(option: str, value: str, known: tuple[str, ...]) -> str:
+    name = _DTYPE_ALIASES.get(value.lower(), value.lower())
+    if name not in known:
+        raise PlanError(f"--{option} {value} is no format that zosim knows", hint=did_you_mean(name, known))
+    return name
+
+
+def given(**options: object) -> dict[str, object]:
+    """Return the options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def axis(kind: type[_Model], **fields: object) -> _Model:
+    """Return one axis of a plan from what options said."""
+    with readable(f"option of {kind.__name__.lower()}", PlanError, model=kind):
+        return kind.model_validate(fields)
+
+
+def subject_of(
+    plan: Plan,
+    hardware: str | None = None,
+    profile: Path | None = None,
+    num_threads: int | None = None,
+    program: Path | None = None,
+) -> Subject:
+    """Return a plan on the hardware that an option names, or that it was made for.
+
+    Raises
+    ------
+    PlanError
+        If that hardware has not the plan's devices.
+    """
+    name = hardware or plan.placement.topology
+    topology = resolve(name)
+    known = {node.id for node in topology.of_kind("gpu", "cpu")}
+    missing = [device for device in plan.placement.devices if device not in known]
+    if missing:
+        devices = ", ".join(node.id for node in topology.compute_devices)
+        raise PlanError(
+            f"the plan runs on {missing[0]}, but {name} has no such device",
+            hint=f"plan again for this hardware (its devices: {devices}), or name the one it was made for",
+        )
+    profiles = Profiles(topology, path=profile, num_threads=num_threads, is_host=name == HOST)
+    first = plan.placement.devices[0]
+    rates = profiles.of(first, plan.placement.devices.count(first))
+    edited = None if program is None else ProgramSet.load(program)
+    return Subject(plan, topology, rates, edited, profiles)

@@ -1,0 +1,238 @@
+"""Which plans the planner looks at: meshes, the devices that they lie on, and where blocks live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+from typing import Literal
+
+from topology.errors import PlanError
+from topology.validation import readable
+from zosim.plan import Mesh, Placement, Plan, Precision, Residency, Runtime, TransferDType
+from zosim.request import Request
+
+Transfers = Literal["private", "shared", "sliced"]
+_SLOTS = (1, 2, 3)
+_LOSSY_TRANSFERS: tuple[TransferDType, ...] = ("float16", "bfloat16", "float8_e4m3")
+# Up to here every number of ranks is tried, beyond only those that fill one host or whole hosts.
+_FEW_RANKS = 16
+
+
+def placements(request: Request) -> Iterator[Plan]:
+    """Yield every plan that the request admits, those of few ranks first.
+
+    All of them compute the same losses and updates, except those with a narrower transfer format, which are
+    yielded only if loss is allowed. (Where the batch is shared out, the losses are sums in another order.)
+
+    Raises
+    ------
+    PlanError
+        If there is none.
+    """
+    if request.precision.is_lossy and not request.allow_lossy:
+        raise PlanError(
+            f"transfer format {request.precision.transfer} is narrower than storage format "
+            f"{request.precision.storage} and loses precision at every offload",
+            hint="add --allow-lossy if that is meant",
+        )
+    seen: set[str] = set()
+    contradiction: PlanError | None = None
+    for mesh in meshes(request):
+        for placement in layouts(request, mesh.world_size):
+            for residency, runtime, precision in _points(request, placement):
+                try:
+                    plan = _plan(request, mesh, placement, residency, runtime, precision)
+                except PlanError as error:
+                    contradiction = error
+                    continue
+                key = repr((mesh, placement, plan.residency, plan.runtime, plan.precision))
+                if key not in seen:
+                    seen.add(key)
+                    yield plan
+    if not seen:
+        raise contradiction or _too_few_devices(request)
+
+
+def meshes(request: Request) -> Iterator[Mesh]:
+    """Yield the meshes that the request admits, those of few ranks first."""
+    if request.mesh is not None:
+        yield request.mesh
+        return
+    limit, points = request.max_ranks, _num_points(request)
+    sizes = _sizes(request)
+    found = (
+        Mesh(data=data, perturb=perturb)
+        for data in range(1, min(request.batch, limit) + 1)
+        for perturb in range(1, min(points, limit // data) + 1)
+        # A part more helps only if the largest part gets smaller.
+        if perturb == 1 or ceil(points / perturb) < ceil(points / (perturb - 1))
+    )
+    is_uniform = _is_uniform(request)
+    admitted = [mesh for mesh in found if mesh.world_size in sizes and request.admits(mesh)]
+    for mesh in sorted(admitted, key=lambda mesh: (mesh.world_size, -mesh.perturb)):
+        yield mesh
+        is_even = request.batch % mesh.data == 0 and points % mesh.perturb == 0
+        if mesh.data > 1 and mesh.perturb > 1 and not (is_even or is_uniform):
+            # Where all ranks do the same on the same devices, their order changes nothing.
+            yield mesh.model_copy(update={"inner": "data"})
+
+
+def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
+    """Yield the ways to lay so many ranks on devices: on as few hosts as can be first, then spread out."""
+    hosts = _devices_by_host(request)
+    num_devices = sum(len(devices) for devices in hosts.values())
+    if num_ranks > num_devices:
+        hosts = _with_shared_cpus(request, hosts, num_ranks)
+    found: list[tuple[str, ...]] = []
+    smallest = min(len(devices) for devices in hosts.values())
+    for per_host in range(min(num_ranks, max(map(len, hosts.values()))), 0, -1):
+        num_hosts = num_ranks // per_host
+        if num_ranks % per_host or num_hosts > len(hosts) or (num_hosts > 1 and per_host > smallest):
+            continue
+        chosen = list(hosts.values())[:num_hosts]
+        if any(len(devices) < per_host for devices in chosen):
+            continue
+        for stride in dict.fromkeys((1, min(map(len, chosen)) // per_host)):
+            picked = tuple(device for devices in chosen for device in devices[: per_host * stride : stride])
+            if picked not in found:
+                found.append(picked)
+    if not found:
+        found.append(tuple(device for devices in hosts.values() for device in devices)[:num_ranks])
+    for picked in found:
+        yield _placement(request, picked)
+
+
+def _placement(request: Request, devices: tuple[str, ...]) -> Placement:
+    hosts = tuple(request.topology.host_of(device).id for device in devices)
+    return Placement(topology=request.hardware, devices=devices, hosts=hosts if len(set(hosts)) > 1 else ())
+
+
+def _devices_by_host(request: Request) -> dict[str, list[str]]:
+    """Return the devices that ranks may run on, host by host, from the request's own device on."""
+    topology = request.topology
+    kind = topology.node(request.device).kind
+    devices = [node.id for node in topology.compute_devices] if kind == "gpu" else []
+    devices = devices or [node.id for node in topology.of_kind("cpu")]
+    first = devices.index(request.device)
+    hosts: dict[str, list[str]] = {}
+    for device in (*devices[first:], *devices[:first]):
+        hosts.setdefault(topology.host_of(device).id, []).append(device)
+    return hosts
+
+
+def _with_shared_cpus(request: Request, hosts: dict[str, list[str]], num_ranks: int) -> dict[str, list[str]]:
+    """Return the devices with every CPU named as often as it takes.
+
+    Raises
+    ------
+    PlanError
+        If they are GPUs, of which each runs one rank.
+    """
+    num_devices = sum(len(devices) for devices in hosts.values())
+    if request.topology.node(request.device).kind == "gpu":
+        raise PlanError(
+            f"{num_ranks} ranks need {num_ranks} GPUs, and {request.hardware} has {num_devices}",
+            hint=f"use --ranks {num_devices} or less, or a smaller --mesh",
+        )
+    times = ceil(num_ranks / num_devices)
+    return {host: [cpu for cpu in devices for _ in range(times)] for host, devices in hosts.items()}
+
+
+def _num_points(request: Request) -> int:
+    queries = request.estimator.num_queries
+    return 2 * queries if request.estimator.difference == "central" else queries + 1
+
+
+def _sizes(request: Request) -> frozenset[int]:
+    """Return the numbers of ranks to try."""
+    limit = request.max_ranks
+    if limit <= _FEW_RANKS:
+        return frozenset(range(1, limit + 1))
+    per_host = max(map(len, _devices_by_host(request).values()))
+    sizes = {*range(1, min(per_host, limit) + 1), limit}
+    size = per_host
+    while size <= limit:
+        sizes.add(size)
+        size *= 2
+    return frozenset(sizes)
+
+
+def _is_uniform(request: Request) -> bool:
+    """Whether the devices are all of one kind and on one host."""
+    hosts = _devices_by_host(request)
+    specs = {request.topology.device_spec(device).id for devices in hosts.values() for device in devices}
+    return len(hosts) == 1 and len(specs) == 1
+
+
+def _too_few_devices(request: Request) -> PlanError:
+    least = {"pertp": "2 ranks", "ddp": "2 ranks and a batch of 2", "2d": "4 ranks and a batch of 2"}
+    return PlanError(
+        f"method {request.method} needs {least.get(request.method, 'a device')}; there are {request.max_ranks} "
+        f"devices of {request.hardware} and a batch of {request.batch}",
+        hint="several ranks can share a CPU if --ranks or --mesh says so; a GPU takes one rank",
+    )
+
+
+def _plan(
+    request: Request,
+    mesh: Mesh,
+    placement: Placement,
+    residency: Residency,
+    runtime: Runtime,
+    precision: Precision,
+) -> Plan:
+    """Return one point as a plan, with the fields that the request fixes."""
+    with readable("what the plan is asked to fix", PlanError):
+        return Plan(
+            model=request.model,
+            placement=placement,
+            batch=request.batch,
+            seq=request.seq,
+            mesh=mesh,
+            estimator=request.estimator,
+            residency=Residency.model_validate(dict(residency) | dict(request.fixed.get("residency", {}))),
+            precision=precision,
+            runtime=Runtime.model_validate(
+                dict(runtime) | {"attention": request.attention} | dict(request.fixed.get("runtime", {}))
+            ),
+        )
+
+
+def _points(request: Request, placement: Placement) -> Iterator[tuple[Residency, Runtime, Precision]]:
+    same = request.precision.model_copy(update={"transfer": request.precision.storage})
+    allowed = request.fixed.get("residency", {}).get("blocks")
+    if "resident" in request.blocks and allowed != "offloaded":
+        for update in ("immediate", "delayed"):
+            yield Residency(), Runtime(update=update), same
+        yield Residency(), Runtime(traversal="sweep"), same
+    if "offloaded" in request.blocks and allowed != "resident":
+        for precision in _transfer_formats(request):
+            for residency in _offloaded(request, placement):
+                yield residency, Runtime(update="delayed"), precision
+
+
+def _offloaded(request: Request, placement: Placement) -> Iterator[Residency]:
+    for transfers in _transfers(request, placement):
+        for slots in _SLOTS:
+            residency = Residency(blocks="offloaded", num_slots=slots, transfers=transfers)
+            yield residency
+            if not request.model.tied_head:
+                yield residency.model_copy(update={"edges": "offloaded"})
+
+
+def _transfers(request: Request, placement: Placement) -> tuple[Transfers, ...]:
+    """Return how ranks can share the host's copies: with several on each host in all ways, else by themselves."""
+    if request.fixed.get("residency", {}).get("share_group") == "world":
+        return ("private", "sliced") if placement.world_size > 1 else ("private",)
+    counts = {len(ranks) for ranks in placement.ranks_by_host}
+    shares = len(counts) == 1 and min(counts) > 1
+    return ("private", "shared", "sliced") if shares else ("private",)
+
+
+def _transfer_formats(request: Request) -> Iterator[Precision]:
+    yield request.precision
+    if request.allow_lossy and not request.precision.is_lossy:
+        for transfer in _LOSSY_TRANSFERS:
+            narrower = request.precision.model_copy(update={"transfer": transfer})
+            if narrower.narrows:
+                yield narrower
