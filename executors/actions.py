@@ -25,6 +25,7 @@ from topology.errors import ProgramError
 from zosim.program import (
     Access,
     Allocate,
+    Cast,
     Forward,
     Free,
     Instruction,
@@ -344,6 +345,10 @@ def _perturbations(program: Program) -> dict[str, dict[str, _Path]]:
             steps.append((op.query, op.scale))
             point = next((a.point for a in instruction.writes if a.what == op.group), "")
             found.setdefault(op.group, {}).setdefault(point, _by_query(steps))
+        elif isinstance(op, Cast):
+            # Weights that are written anew, from the host or from a clean copy, have been through nothing.
+            for access in instruction.writes:
+                walked.pop(access.what, None)
     return found
 
 

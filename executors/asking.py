@@ -153,6 +153,7 @@ def _asked(given: Given, num_threads: int) -> Asked:
                 "loss_chunk_tokens": given["loss_chunk_tokens"],
                 "traversal": given["traversal"],
                 "update": given["update"],
+                "restore": given["restore"],
             },
         },
     )

@@ -31,6 +31,7 @@ TraversalName = enum.StrEnum("TraversalName", {"SWEEP": "sweep", "BLOCKWISE": "b
 UpdateName = enum.StrEnum("UpdateName", {"IMMEDIATE": "immediate", "DELAYED": "delayed"})
 RngName = enum.StrEnum("RngName", {"MEZO": "mezo", "COUNTER": "counter"})
 OrderName = enum.StrEnum("OrderName", {"REGISTRATION": "registration", "EXECUTION": "execution"})
+RestoreName = enum.StrEnum("RestoreName", {"ARITHMETIC": "arithmetic", "COPY": "copy"})
 DirectionName = enum.StrEnum("DirectionName", {"GAUSSIAN": "gaussian", "RADEMACHER": "rademacher"})
 DifferenceName = enum.StrEnum("DifferenceName", {"CENTRAL": "central", "FORWARD": "forward"})
 ScheduleName = enum.StrEnum("ScheduleName", {"CONSTANT": "constant", "LINEAR": "linear", "COSINE": "cosine"})
@@ -86,6 +87,13 @@ def run(
     difference: Annotated[DifferenceName | None, _option(_ESTIMATOR, "Finite difference.")] = None,
     accumulate: Annotated[
         int | None, _option(_ESTIMATOR, "Micro-batches that a step's batch is forwarded in.", min=1)
+    ] = None,
+    restore: Annotated[
+        RestoreName | None,
+        _option(
+            _ESTIMATOR,
+            "How weights come back after the forwards: arithmetic, with MeZO's drift, or copy, bit for bit.",
+        ),
     ] = None,
     eps: Annotated[float | None, _option(_ESTIMATOR, "Smoothing radius; 1e-3 by default.")] = None,
     lr: Annotated[float | None, _option(_ESTIMATOR, "Largest learning rate; 1e-6 by default.")] = None,

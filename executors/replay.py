@@ -207,6 +207,12 @@ def session_at(
             f"{history.directory} and the placement asked for differ, and one of them rounds weights in transfer",
             hint="replay it as it was run",
         )
+    elif plan.runtime.restore != history.plan.runtime.restore:
+        raise RunError(
+            f"{history.directory} restored weights by {history.plan.runtime.restore}, the placement asked for by "
+            f"{plan.runtime.restore}: their bits differ",
+            hint="replay it as it was run",
+        )
     if checkpoint is not None:
         checkpoint.load(model)
     header = history.header

@@ -222,6 +222,8 @@ class RunSettings:
         }
         if self.prefix is not None:
             same["prefix"] = self.prefix.num_tokens
+        if plan.runtime.restore != "arithmetic":
+            same["restore"] = plan.runtime.restore
         return same | (self._lossy_identity() if plan.precision.is_lossy else {})
 
     def _lossy_identity(self) -> dict[str, Any]:

@@ -143,6 +143,10 @@ class Runtime(_Axis):
     draw_ahead : bool
         Whether directions are drawn on a stream of their own, one block ahead of their use, for one more
         block-sized buffer.
+    restore : str
+        How weights come back from a query's last point: by ``"arithmetic"``, one more perturbation, whose rounding
+        leaves a drift (the reference loop); or from a ``"copy"`` that is made before the first, bit for bit, for one more
+        buffer of the largest segment (under ``"sweep"``, of all that is trainable).
     """
 
     traversal: Literal["sweep", "blockwise", "querywise"] = "blockwise"
@@ -150,6 +154,7 @@ class Runtime(_Axis):
     attention: Literal["eager", "sdpa"] = "sdpa"
     loss_chunk_tokens: PositiveInt | None = None
     draw_ahead: bool = False
+    restore: Literal["arithmetic", "copy"] = "arithmetic"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Fifty steps and more against the literal loop: every loss, every projected gradient, every weight, bit for bit.
 
-What a run can be asked for has seven axes here. Quick runs cover every pair of values; the full product is slow.
+What a run can be asked for has eight axes here. Quick runs cover every pair of values; the full product is slow.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ AXES = {
     "tuned": ("all", "adapters", "prefix"),
     "placement": ("sweep", "resident", "offloaded"),
     "order": ("registration", "execution"),
+    "restore": ("arithmetic", "copy"),
     "decay": (0.0, 0.1),
     "rate": ("constant", "linear", "cosine"),
 }
@@ -92,7 +93,7 @@ def prefix_parts(model):
     return [p for name, p in model.named_parameters() if name.endswith(("prefix_keys", "prefix_values"))]
 
 
-def assert_parity(shape, dtype, tuned, placement, order, decay, rate):
+def assert_parity(shape, dtype, tuned, placement, order, restore, decay, rate):
     reference = model_of(shape, getattr(torch, dtype), num_hidden_layers=2)
     if tuned == "adapters":
         attach_lora(reference, LORA, seed=3)
@@ -105,9 +106,12 @@ def assert_parity(shape, dtype, tuned, placement, order, decay, rate):
         reference,
         epsilon=1e-3,
         weight_decay=decay,
+        restore=restore,
         walk=execution_order if order == "execution" else None,
     )
-    plan = plan_of(model, size=2, seq=6, dtype=dtype, estimator={"order": order}, **PLACEMENTS[placement])
+    placed = {"runtime": {}} | PLACEMENTS[placement]
+    placed = placed | {"runtime": placed["runtime"] | {"restore": restore}}
+    plan = plan_of(model, size=2, seq=6, dtype=dtype, estimator={"order": order}, **placed)
     schedule = Schedule(rate, BASE_RATE, NUM_STEPS, warmup_steps=5 if rate == "cosine" else 0)
     with Session(plan, model, learning_rate=schedule.at, weight_decay=decay, seed=11) as session:
         for step, batch in enumerate(batches(NUM_STEPS, size=2, seq=6)):

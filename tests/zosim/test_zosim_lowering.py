@@ -68,6 +68,7 @@ def plans(draw: st.DrawFn) -> Plan:
             traversal="sweep" if sweeps else "blockwise",
             update="immediate" if sweeps else draw(st.sampled_from(["immediate", "delayed"])),
             draw_ahead=draw(st.booleans()),
+            restore=draw(st.sampled_from(["arithmetic", "copy"])),
         ),
     )
 

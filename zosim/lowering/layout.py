@@ -34,6 +34,7 @@ PACKED_LOSSES = "losses.packed"
 GATHERED_LOSSES = "losses.gathered"
 GRADIENTS = "projected_gradients"
 BATCH = "batch"
+CLEAN = "clean"
 WALK = "rng"
 
 
@@ -174,6 +175,20 @@ class Layout:
         size = bucket_bytes(group.num_trainable, group.num_trainable_tensors, self.plan.precision.storage)
         return Access(DIRECTIONS, f"z:{group.name}", step, size, f"q{query}", offset_bytes)
 
+    def clean(self, group: ParameterGroup, segment: str) -> Access:
+        """Return the access to the copy of `group` that its perturbations leave alone while `segment` is forwarded."""
+        dtype = self.plan.precision.storage
+        kept = self._kept_clean(segment)
+        before = kept[: kept.index(group)]
+        offset = sum(self._trainable_bytes(other, dtype) for other in before)
+        return Access(CLEAN, group.name, 0, self._trainable_bytes(group, dtype), "", offset)
+
+    def _kept_clean(self, segment: str) -> tuple[ParameterGroup, ...]:
+        """Return the groups whose copies exist at one time: those of a segment, or under a sweep all."""
+        is_sweep = self.plan.runtime.traversal == "sweep"
+        read = self.groups if is_sweep else self.model.groups_of(segment)
+        return tuple(group for group in read if group.num_trainable and not self.gathers(group, segment))
+
     def direction_bytes(self, group: ParameterGroup) -> int:
         """Return the bytes of a direction of `group`."""
         return bucket_bytes(group.num_trainable, group.num_trainable_tensors, self.plan.precision.storage)
@@ -249,6 +264,7 @@ class Layout:
             *self._weight_buffers(),
             *self._slot_buffers(),
             *self._direction_buffers(),
+            *self._clean_buffers(),
             *self._activation_buffers(),
             *self._scalar_buffers(),
         )
@@ -337,6 +353,15 @@ class Layout:
         if any(self.gathers(group, EMBED) for group in self.groups):
             rows = self._rows_bytes * self.plan.estimator.num_queries
             yield Buffer(ROWS, Space.DEVICE, rows, "directions", dtype)
+
+    def _clean_buffers(self) -> Iterator[Buffer]:
+        if self.plan.runtime.restore == "copy":
+            dtype = self.plan.precision.storage
+            sizes = [
+                sum(self._trainable_bytes(group, dtype) for group in self._kept_clean(segment))
+                for segment in self.segments
+            ]
+            yield Buffer(CLEAN, Space.DEVICE, max(sizes), "clean copy", dtype)
 
     def _segment_direction_bytes(self, segment: str) -> int:
         sizes = [

@@ -12,6 +12,7 @@ from zosim.lowering.directions import Directions
 from zosim.lowering.layout import Layout
 from zosim.lowering.listing import Listing
 from zosim.lowering.messages import coding_work, expected_message_bytes
+from zosim.lowering.restoring import CleanCopies
 from zosim.lowering.transfers import Transfers
 from zosim.plan import Plan
 from zosim.program import (
@@ -45,6 +46,7 @@ class StepWriter:
         self.model = plan.model
         self._directions = Directions(self.listing)
         self._transfers = Transfers(self.listing)
+        self._clean = CleanCopies(self.listing)
 
     @property
     def instructions(self) -> list[Instruction]:
@@ -82,11 +84,14 @@ class StepWriter:
         for segment in self.layout.segments:
             self._transfers.upload(segment)
             self._pending_updates(segment)
+            in_place = self.listing.perturbed_in_place(segment)
+            self._clean.keep(in_place, segment)
             if self.plan.estimator.difference == "forward":
                 self._forward(segment, "")
             for query in range(self.plan.estimator.num_queries):
                 self._both_points(segment, query)
-            self._transfers.offload(segment, changed=bool(self.listing.perturbed_in_place(segment)))
+            changed = any(self._clean.leaves_changed(group) for group in in_place)
+            self._transfers.offload(segment, changed=changed)
 
     def _querywise(self) -> None:
         self._receive_all()
@@ -94,6 +99,7 @@ class StepWriter:
             self._forward_model("")
         for query in range(self.plan.estimator.num_queries):
             for segment in self.layout.segments:
+                self._clean.keep(self.listing.perturbed_in_place(segment), segment)
                 self._both_points(segment, query)
 
     def _both_points(self, segment: str, query: int) -> None:
@@ -112,11 +118,15 @@ class StepWriter:
             self._perturb_all(in_place, segment, query, scale, previous, point)
             self._forward(segment, point)
             previous = point
-        restore = -sum(scale for _, scale in self._signs())
-        self._perturb_all(in_place, segment, query, restore, previous, "")
+        if self._clean.restore:
+            self._clean.bring_back(in_place, segment, query)
+        else:
+            self._perturb_all(in_place, segment, query, self._way_back, previous, "")
 
     def _sweep(self) -> None:
         self._receive_all()
+        for group in self._swept:
+            self._clean.keep((group,), self.layout.readers(group)[0])
         if self.plan.estimator.difference == "forward":
             self._forward_model("")
         for query in range(self.plan.estimator.num_queries):
@@ -126,13 +136,15 @@ class StepWriter:
                 self._sweep_perturb(query, scale, previous, point)
                 self._forward_model(point)
                 previous = point
-            self._sweep_perturb(query, -sum(scale for _, scale in self._signs()), previous, "")
+            if self._clean.restore:
+                for group in self._swept:
+                    self._clean.bring_back((group,), self.layout.readers(group)[0], query)
+            else:
+                self._sweep_perturb(query, self._way_back, previous, "")
 
     def _sweep_perturb(self, query: int, scale: int, before: str, after: str) -> None:
         """Write the reference loop's pass: every group's direction is drawn, used once and forgotten."""
-        for group in self._directions.walk_order:
-            if group not in self.layout.groups:
-                continue
+        for group in self._swept:
             segment = self.layout.readers(group)[0]
             self._directions.forget()
             self._directions.draw(group, query, segment=segment)
@@ -146,6 +158,16 @@ class StepWriter:
     def _signs(self) -> tuple[tuple[str, int], ...]:
         """Evaluation points of one query with the perturbation that leads to each from the one before."""
         return (("+", 1), ("-", -2)) if self.plan.estimator.difference == "central" else (("+", 1),)
+
+    @property
+    def _way_back(self) -> int:
+        """Scale of the perturbation that undoes those of a query, but for their rounding."""
+        return -sum(scale for _, scale in self._signs())
+
+    @property
+    def _swept(self) -> tuple[ParameterGroup, ...]:
+        """Groups that this rank perturbs, in the order in which they are drawn."""
+        return tuple(group for group in self._directions.walk_order if group in self.layout.groups)
 
     # -- updates -----------------------------------------------------------------------------------------------
 
@@ -246,11 +268,13 @@ class StepWriter:
             at = "" if group in gathered else point
             reads += self.layout.weights(group, self.layout.place(group, segment), 0, at)
         query = int(point[1:-1]) if point else 0
-        # Rows go through what the table itself goes through later in the step: earlier queries leave their rounding.
+        # Rows go through what the table itself goes through later in the step: earlier queries leave their rounding,
+        # unless the table is restored from a copy.
+        first = query if self._clean.restore else 0
         reads += [
             self.layout.direction(group, visited, 0, offset_bytes=0, rows=True)
             for group in gathered
-            for visited in range(query + 1)
+            for visited in range(first, query + 1)
         ]
         if segment in (EMBED, HEAD):
             reads.append(self.layout.batch())
