@@ -116,6 +116,11 @@ class _Kind:
         self.seconds["step"].append(template.step_s)
         self.kinds["step"].append(-1)
         self.times: dict[int, _Times] = {}
+        # By the first of a chain: the chain, and when each of it starts and the last one ends.
+        self.chains: dict[int, tuple[Ints, Floats]] = {}
+        for chain in self.wiring.chains([kind < 0 for kind in self.kinds["step"]]):
+            offsets = np.concatenate([[0.0], np.cumsum([self.seconds["step"][item] for item in chain])])
+            self.chains[chain[0]] = np.array(chain), offsets[:, None]
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -248,14 +253,18 @@ class Lockstep:
                         self._start(other, position, there, who, now_s)
 
     def _start(self, kind: _Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
-        part = kind.wiring.order.part(position)
-        kind.times[position].start_s[number, cols] = now_s
-        stream = kind.streams[part][number]
-        rows = stream * self.table.num_ranks + kind.first + cols
+        part, times = kind.wiring.order.part(position), kind.times[position]
+        seconds = kind.seconds[part][number]
+        if part == "step" and number in kind.chains:
+            chain, offsets = kind.chains[number]
+            times.start_s[np.ix_(chain, cols)] = now_s + offsets[:-1]
+            times.end_s[np.ix_(chain, cols)] = now_s + offsets[1:]
+            seconds = float(offsets[-1, 0])
+        else:
+            times.start_s[number, cols] = now_s
+        rows = kind.streams[part][number] * self.table.num_ranks + kind.first + cols
         self._batches.append((kind, position, number))
-        self.table.start(
-            rows, kind.kinds[part][number], kind.seconds[part][number], len(self._batches) - 1, now_s
-        )
+        self.table.start(rows, kind.kinds[part][number], seconds, len(self._batches) - 1, now_s)
         if part == "step":
             self._entered = max(self._entered, position - 1)
         else:
@@ -313,8 +322,11 @@ class Lockstep:
         self._end(kind, position, number, cols, now_s)
 
     def _end(self, kind: _Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
-        self.num_events += len(cols)
-        part = kind.wiring.order.part(position)
+        part, num_ended = kind.wiring.order.part(position), len(cols)
+        if part == "step" and number in kind.chains:
+            chain, _ = kind.chains[number]
+            number, num_ended = int(chain[-1]), len(chain) * len(cols)
+        self.num_events += num_ended
         kind.times[position].end_s[number, cols] = now_s
         if part != "step":
             self._num_others -= len(cols)
@@ -323,7 +335,7 @@ class Lockstep:
             self._take_need(kind, position + distance, follower, cols)
         if number < len(kind.wiring.ids[part]) and kind.wiring.ids[part][number] in self._is_watched:
             self._tell_peers(kind, position, kind.wiring.ids[part][number], cols)
-        self._unfinished[position] -= len(cols)
+        self._unfinished[position] -= num_ended
         if part == "step" and self._unfinished[position] == 0:
             self._step_completed(position)
 

@@ -8,6 +8,7 @@ the run look alike and share one table.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,8 +81,34 @@ class Wiring:
         if self.order.max_distance < position <= self.num_steps:
             key = self.order.max_distance + 1
         if key not in self._needs:
-            self._needs[key] = self._found_needs(key)
+            is_usual = 1 <= self.order.max_distance < key <= self.num_steps
+            self._needs[key] = self._usual_needs() if is_usual else self._found_needs(key)
         return self._needs[key]
+
+    def _usual_needs(self) -> Needs:
+        """Return the needs of a step that reaches back no further than other steps."""
+        program, number = self.order.program, self.number["step"]
+        latest = {item.stream: (1, number[item.id]) for item in program.step}
+        own: list[tuple[tuple[int, int], ...]] = []
+        opening: tuple[tuple[int, int], ...] = ()
+        for place, item in enumerate(program.step):
+            before = [(edge.distance, number[edge.instruction]) for edge in item.after if not edge.group]
+            if place == self.opener:
+                opening, latest[item.stream] = (latest[item.stream],), (0, self.host)
+            own.append(tuple(dict.fromkeys((*before, latest[item.stream]))))
+            latest[item.stream] = 0, place
+        peers = [
+            tuple(
+                dict.fromkeys(
+                    (edge.group, edge.distance, edge.instruction) for edge in item.after if edge.group
+                )
+            )
+            for item in program.step
+        ]
+        if self.opener is not None:
+            own.append(opening)
+            peers.append(())
+        return Needs(tuple(own), tuple(peers))
 
     def _found_needs(self, position: int) -> Needs:
         part = self.order.part(position)
@@ -151,6 +178,40 @@ class Wiring:
             found[source].append((self.num_steps + 1 - position, number))
         return found
 
+    def chains(self, is_fixed: Sequence[bool]) -> list[list[int]]:
+        """Return runs of a step's instructions of which each waits for the one before alone, and nobody else does.
+
+        Parameters
+        ----------
+        is_fixed : sequence of bool
+            Which instructions take the same time whatever else is running.
+        """
+        usual = self.order.max_distance + 1
+        if usual > self.num_steps:
+            return []
+        needs = self.needs(usual)
+        count: dict[int, int] = defaultdict(int)
+        for before in needs.own:
+            for _, source in before:
+                count[source] += 1
+        awaited = {
+            source for position in self._flush_needs if position for source, _ in self._flush_needs[position]
+        }
+        awaited |= {self.number["step"][name] for name in self.watchers if name in self.number["step"]}
+        awaited |= set(self.meetings["step"].values()) | {self.host}
+        links = {}
+        for number, before in enumerate(needs.own[: self.host]):
+            if len(before) == 1 and not needs.peers[number] and is_fixed[number]:
+                distance, source = before[0]
+                if distance == 0 and count[source] == 1 and source not in awaited and is_fixed[source]:
+                    links[source] = number
+        links = {source: number for source, number in links.items() if number not in self._meeting_numbers}
+        return [_run(links, number) for number in links if number not in set(links.values())]
+
+    @cached_property
+    def _meeting_numbers(self) -> set[int]:
+        return set(self.meetings["step"].values())
+
     @cached_property
     def watchers(self) -> dict[str, list[Watcher]]:
         """By the id of a peer's instruction, who waits for it."""
@@ -176,3 +237,10 @@ class Wiring:
             }
             for part in _PARTS
         }
+
+
+def _run(links: Mapping[int, int], first: int) -> list[int]:
+    found = [first]
+    while found[-1] in links:
+        found.append(links[found[-1]])
+    return found
