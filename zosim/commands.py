@@ -93,6 +93,9 @@ def plan(
     update: Annotated[str | None, typer.Option(help="Fix the update: immediate or delayed.")] = None,
     traversal: Annotated[str | None, typer.Option(help="Fix the traversal: sweep or blockwise.")] = None,
     edges: Annotated[str | None, typer.Option(help="Fix embedding and head: resident or offloaded.")] = None,
+    restore: Annotated[
+        str | None, typer.Option(help="Fix how weights come back after the forwards: arithmetic or copy.")
+    ] = None,
     draw_ahead: Annotated[bool | None, typer.Option(help="Fix whether directions are drawn ahead.")] = None,
     loss_chunk: Annotated[
         int | None, typer.Option(min=1, help="Fix the tokens whose logits live at once.")
@@ -147,7 +150,11 @@ def plan(
                 share_group=share_group,
             ),
             "runtime": given(
-                update=update, traversal=traversal, draw_ahead=draw_ahead, loss_chunk_tokens=loss_chunk
+                update=update,
+                traversal=traversal,
+                restore=restore,
+                draw_ahead=draw_ahead,
+                loss_chunk_tokens=loss_chunk,
             ),
         },
     )

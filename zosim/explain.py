@@ -39,6 +39,8 @@ def describe(plan: Plan) -> str:
             words.append(f"{plan.precision.transfer} transfers (lossy)")
     else:
         words.append(plan.runtime.traversal)
+    if plan.runtime.restore == "copy":
+        words.append("restored from a copy")
     if plan.runtime.draw_ahead:
         words.append("draws ahead")
     if plan.runtime.loss_chunk_tokens:

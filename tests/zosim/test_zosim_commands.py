@@ -43,6 +43,16 @@ def test_plan_as_json_is_one_document() -> None:
     assert data["reasons"]
 
 
+def test_a_restore_from_a_copy_is_planned_with_its_memory(tmp_path: Path) -> None:
+    call(*PLAN, "--method", "zo2", "--restore", "copy", "-o", tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.runtime.restore == "copy"
+    call("lower", tmp_path / "plan.json", "-o", tmp_path / "program.json")
+    (clean,) = [b for b in Program.load(tmp_path / "program.json").buffers if b.role == "clean copy"]
+    largest = max(group.num_trainable for group in plan.model.groups) * 2  # bytes of a float16
+    assert largest <= clean.size_bytes < 1.1 * largest
+
+
 def test_simulate_agrees_with_plan_and_writes_a_trace(plan_file: Path, tmp_path: Path) -> None:
     planned = json.loads(call(*PLAN, "--method", "zo2", "--json").stdout)["prediction"]
     simulated = json.loads(call("simulate", plan_file, "--trace", tmp_path / "t.json", "--json").stdout)
