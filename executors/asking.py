@@ -21,9 +21,9 @@ from executors.schedule import Schedule
 from executors.settings import DataSettings, EvaluationSettings, RunSettings
 from topology.errors import PlanError, RunError
 from topology.units import parse_bytes
-from zosim.commands import precision_of
+from zosim.options import precision_of
 from zosim.plan import Plan
-from zosim.program import Program
+from zosim.program_set import ProgramSet
 
 Given = Mapping[str, Any]
 """Options by parameter name, None where they were left out."""
@@ -57,7 +57,8 @@ def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
     data = _data(given, run)
     num_threads = given["threads"] or default_threads()
     plan = plan_for(_asked(given, num_threads), spec, base, longest_example(data.path))
-    program = Program.load(given["program"]) if given["program"] else _recorded_program(out, header, plan)
+    program = ProgramSet.load(given["program"]) if given["program"] else _recorded_program(out, header, plan)
+    num_threads = given["threads"] or default_threads(max(map(len, plan.placement.ranks_by_host)))
     settings = RunSettings(
         model=model,
         plan=plan,
@@ -80,18 +81,19 @@ def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
         resume=given["resume"],
         early_stop=given["early_stop"],
         tensorboard=given["tensorboard"],
+        timeout_s=given["timeout"],
         **loading,
     )
     return settings, refuse_too_large(plan, program)
 
 
-def default_threads() -> int:
-    """Return ``$OMP_NUM_THREADS``, or the physical cores that this process may use."""
+def default_threads(num_ranks: int = 1) -> int:
+    """Return ``$OMP_NUM_THREADS``, or the physical cores that each of a host's ranks may use."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdecimal() and int(wanted):
         return int(wanted)
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(psutil.cpu_count(logical=False) or allowed, allowed)
+    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed) // num_ranks)
 
 
 def _recorded(out: Path) -> dict[str, Any]:
@@ -116,11 +118,11 @@ def _base_plan(given: Given, header: Given) -> Plan | None:
     return Plan.model_validate(header["plan"]) if header else None
 
 
-def _recorded_program(out: str, header: Given, plan: Plan) -> Program | None:
+def _recorded_program(out: str, header: Given, plan: Plan) -> ProgramSet | None:
     """Return the program that a resumed run was given by hand, as long as its plan stays."""
     edited = header.get("run", {}).get("edited_program", False)
     return (
-        Program.load(Path(out) / "program.json")
+        ProgramSet.load(Path(out) / "program.json")
         if edited and Plan.model_validate(header["plan"]) == plan
         else None
     )
@@ -130,13 +132,14 @@ def _asked(given: Given, num_threads: int) -> Asked:
     limit = given["max_device_memory"]
     return Asked(
         method=given["method"],
-        residency=given["residency"],
+        residency=given["residency"] or _implied_residency(given),
         batch=given["batch"],
         seq=given["seq"],
         device=given["device"],
         num_threads=num_threads,
         allow_lossy=given["allow_lossy"],
         max_device_bytes=None if limit is None else parse_bytes(limit),
+        mesh=given["mesh"],
         axes={
             "estimator": {
                 "rng": given["rng"],
@@ -146,7 +149,11 @@ def _asked(given: Given, num_threads: int) -> Asked:
                 "num_queries": given["queries"],
                 "epsilon": given["eps"],
             },
-            "residency": {"num_slots": given["slots"]},
+            "residency": {
+                "num_slots": given["slots"],
+                "transfers": given["transfers"],
+                "share_group": given["share_group"],
+            },
             "precision": _formats(given),
             "runtime": {
                 "attention": given["attention"],
@@ -157,6 +164,15 @@ def _asked(given: Given, num_threads: int) -> Asked:
             },
         },
     )
+
+
+def _implied_residency(given: Given) -> str | None:
+    """Return where blocks reside if ranks are to share copies of them, and nothing else places them."""
+    shares = given["transfers"] in ("shared", "sliced")
+    is_open = (
+        given["plan"] is None and given["method"] in (None, "pertp", "ddp", "2d") and not given["resume"]
+    )
+    return "offloaded" if shares and is_open else None
 
 
 def _formats(given: Given) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,12 @@ _KEEPING = "Evaluation, checkpoints and logs"
 
 
 ResidencyName = enum.StrEnum("ResidencyName", {"RESIDENT": "resident", "OFFLOADED": "offloaded"})
-MethodName = enum.StrEnum("MethodName", {"AUTO": "auto", "MEZO": "mezo", "ZO2": "zo2"})
+MethodName = enum.StrEnum(
+    "MethodName",
+    {"AUTO": "auto", "MEZO": "mezo", "ZO2": "zo2", "PERTP": "pertp", "DDP": "ddp", "TWO_D": "2d"},
+)
+TransfersName = enum.StrEnum("TransfersName", {"PRIVATE": "private", "SHARED": "shared", "SLICED": "sliced"})
+ShareGroupName = enum.StrEnum("ShareGroupName", {"HOST": "host", "WORLD": "world"})
 TraversalName = enum.StrEnum("TraversalName", {"SWEEP": "sweep", "BLOCKWISE": "blockwise"})
 UpdateName = enum.StrEnum("UpdateName", {"IMMEDIATE": "immediate", "DELAYED": "delayed"})
 RngName = enum.StrEnum("RngName", {"MEZO": "mezo", "COUNTER": "counter"})
@@ -61,7 +67,19 @@ def run(
         int | None, _option(_DATA, "Most tokens per sequence; by default the longest line's.", min=1)
     ] = None,
     residency: Annotated[ResidencyName | None, _option(_PLACEMENT, "Where blocks live between uses.")] = None,
-    method: Annotated[MethodName | None, _option(_PLACEMENT, "Let the planner choose.")] = None,
+    method: Annotated[
+        MethodName | None,
+        _option(_PLACEMENT, "Let the planner choose; pertp, ddp and 2d share a step out among ranks."),
+    ] = None,
+    mesh: Annotated[
+        str | None, _option(_PLACEMENT, "Ranks, the outer axis first, such as data=2,perturb=2.")
+    ] = None,
+    transfers: Annotated[
+        TransfersName | None, _option(_PLACEMENT, "How ranks share host copies of offloaded blocks.")
+    ] = None,
+    share_group: Annotated[
+        ShareGroupName | None, _option(_PLACEMENT, "Who shares blocks out: a host's ranks, or all.")
+    ] = None,
     slots: Annotated[int | None, _option(_PLACEMENT, "Device slots for offloaded blocks.", min=1)] = None,
     traversal: Annotated[
         TraversalName | None, _option(_PLACEMENT, "Perturb everything first, or block by block.")
@@ -77,7 +95,9 @@ def run(
         Path | None, _option(_PLACEMENT, "A program (perhaps edited) in place of the plan's own.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=_PLACEMENT)] = "cpu",
-    threads: Annotated[int | None, _option(_PLACEMENT, "Threads of a CPU's kernels.", min=1)] = None,
+    threads: Annotated[
+        int | None, _option(_PLACEMENT, "Threads of a CPU's kernels, of each rank.", min=1)
+    ] = None,
     rng: Annotated[RngName | None, _option(_ESTIMATOR, "One generator, or a keyed stream each.")] = None,
     order: Annotated[OrderName | None, _option(_ESTIMATOR, "Order of draws under --rng mezo.")] = None,
     direction: Annotated[
@@ -179,6 +199,10 @@ def run(
         bool,
         typer.Option(help="Start ranks of their own, or run in this process.", rich_help_panel=_PLACEMENT),
     ] = True,
+    timeout: Annotated[
+        float,
+        typer.Option(help="Seconds until a rank that waits gives up.", min=1, rich_help_panel=_PLACEMENT),
+    ] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Train a model: carry out a plan, or make one and carry it out."""
@@ -186,17 +210,27 @@ def run(
         name: value.value if isinstance(value, enum.Enum) else value for name, value in dict(locals()).items()
     }
     from executors.asking import settings_from
+    from executors.launch import RankInfo, is_launched
     from executors.launch import launch as launch_ranks
+    from executors.mesh import launch_lines
     from executors.run import run_in_rank
 
     settings, warnings = settings_from(given)
-    for warning in warnings:
+    is_first, placement = RankInfo.here().rank == 0, settings.plan.placement
+    for warning in warnings if is_first else ():
         stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)
-    world_size = settings.plan.placement.world_size
-    if world_size != 1:
-        raise RunError(f"the plan has {world_size} ranks, this executor runs one")
-    summary = launch_ranks(run_in_rank, settings) if launch else run_in_rank(settings)
-    emit(summary, json=as_json, text=_summary_view(summary))
+    if settings.plan.mesh.stage > 1:
+        raise RunError(f"the plan has {settings.plan.mesh.stage} stages, this executor runs one")
+    if len(placement.ranks_by_host) > 1 and not is_launched():
+        lines = launch_lines(settings.plan, sys.argv[1:])
+        emit({"launch": lines}, json=as_json, text=lines)
+        return
+    world_size = placement.world_size
+    if not launch and world_size > 1 and not is_launched():
+        raise RunError(f"--no-launch runs one rank, the plan has {world_size}", hint="leave it out")
+    summary = launch_ranks(run_in_rank, settings, world_size=world_size) if launch else run_in_rank(settings)
+    if is_first:
+        emit(summary, json=as_json, text=_summary_view(summary))
 
 
 def replay(

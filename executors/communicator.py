@@ -7,7 +7,7 @@ exchange, or after a timeout with an error that names the ranks that were not th
 
 from __future__ import annotations
 
-import os
+import json
 import threading
 import time
 from collections import Counter
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from executors.launch import DEFAULT_TIMEOUT_S, last_words
-from topology.errors import RunError
+from executors.launch import DEFAULT_TIMEOUT_S, is_launched, last_words
+from topology.errors import RunError, ZosimError
 from zosim.plan import Mesh
 
 WORLD = "world"
@@ -173,6 +173,43 @@ class Communicator:
             dist.broadcast(data, 0, group=self._control)
         return _bytes_of(data[: int(size)])
 
+    def first_says(self, make: Callable[[], Any], what: str) -> Any:
+        """Return what rank 0 makes, as JSON carries it; what it refuses, all ranks refuse.
+
+        Raises
+        ------
+        ZosimError
+            As `make` did on rank 0.
+        """
+        said: dict[str, Any] = {}
+        if self.is_first:
+            try:
+                said = {"value": make()}
+            except ZosimError as error:
+                said = {"error": error.message, "hint": error.hint}
+        said = json.loads(self.told(json.dumps(said).encode(), what))
+        if "error" in said:
+            raise RunError(said["error"], hint=said["hint"])
+        return said["value"]
+
+    def refuse_unlike(self, facts: Mapping[str, Any]) -> None:
+        """Raise if ranks do not agree on `facts`, by name.
+
+        Raises
+        ------
+        RunError
+            On all ranks; the message names the fact and the ranks that have another one than rank 0.
+        """
+        told = self.gathered_bytes(json.dumps(dict(facts)).encode(), "comparing what ranks begin with")
+        rows = [json.loads(text) for text in told]
+        for name, value in rows[0].items():
+            others = [rank for rank, row in enumerate(rows) if row[name] != value]
+            if others:
+                raise RunError(
+                    f"ranks do not begin with the same {name}: {_named(others)} not with that of rank 0",
+                    hint="give all ranks the same files and options",
+                )
+
     def barrier(self, what: str) -> None:
         """Wait until all ranks are here."""
         self.gathered(torch.zeros(1, dtype=torch.uint8), what)
@@ -319,7 +356,7 @@ def default_communicator(
     world_size = sum(map(len, groups.get(WORLD, ((0,),))))
     if world_size == 1:
         return None
-    if not dist.is_initialized() and "MASTER_ADDR" not in os.environ:
+    if not is_launched() and not dist.is_initialized():
         raise RunError(
             f"the plan has {world_size} ranks, and this process is alone",
             hint="`zosim run` starts the ranks of a host; a loop of one's own is started by torchrun",

@@ -83,14 +83,32 @@ class Progress:
 
 def progress_of_this_rank() -> Progress | None:
     """Return this rank's progress line, where :func:`launch` started it."""
-    directory = os.environ.get(_DIRECTORY_VARIABLE)
-    return Progress(_progress_path(Path(directory), RankInfo.here().rank)) if directory else None
+    directory = launch_directory()
+    return Progress(_progress_path(directory, RankInfo.here().rank)) if directory else None
 
 
 def last_words(rank: int) -> str:
     """Return the line of a rank that the same launcher started on this host, or ""."""
+    directory = launch_directory()
+    return Progress.read(_progress_path(directory, rank)) if directory else ""
+
+
+def launch_directory() -> Path | None:
+    """Return a directory that the ranks of this host share for as long as their launcher lives; None for a rank alone."""
     directory = os.environ.get(_DIRECTORY_VARIABLE)
-    return Progress.read(_progress_path(Path(directory), rank)) if directory else ""
+    if directory:
+        return Path(directory)
+    if not is_launched():
+        return None
+    # The ranks of a host have one parent: torchrun.
+    shared = Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getppid()}-{os.environ['MASTER_PORT']}"
+    shared.mkdir(exist_ok=True)
+    return shared
+
+
+def is_launched() -> bool:
+    """Whether a launcher, torchrun or ours, has started this process as one of several."""
+    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
 
 def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1) -> Any:
@@ -109,7 +127,7 @@ def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1
     RunError
         If a rank failed; the message names it, why, and the last instruction that it noted.
     """
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+    if is_launched():
         return function(*arguments)
     _remove_leftovers()
     with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as directory:
@@ -129,7 +147,7 @@ _PREFIX = "zosim-launch-"
 
 @contextmanager
 def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[RankInfo]:
-    """Join the ranks' process group for the length of the block: NCCL on CUDA, gloo elsewhere.
+    """Join the ranks' process group for the length of the block: gloo, and NCCL between CUDA devices.
 
     Parameters
     ----------
@@ -142,14 +160,18 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     info = RankInfo.here()
     if "MASTER_ADDR" not in os.environ:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    backend = "gloo"
+    if device_type == "cuda":
+        import torch
+
+        torch.cuda.set_device(info.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=timeout_s)
     )
-    try:
-        yield info
-    finally:
-        dist.destroy_process_group()
+    yield info
+    # After a failure others may be gone: this process ends, and takes no leave of them.
+    dist.destroy_process_group()
 
 
 def _launch(

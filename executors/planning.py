@@ -6,24 +6,30 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from costmodel.configs import LoRA, Prefix, read_model_spec
 from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
+from costmodel.work import DTYPE_BYTES
+from executors.mesh import mesh_named, parsed_mesh, spread
 from topology.documents import resolve
 from topology.errors import DoesNotFit, ModelError, PlanError
 from topology.validation import readable
-from zosim.lowering import lower
+from zosim.lowering import lower_all
 from zosim.plan import Estimator, Plan, Precision, Runtime
 from zosim.planner import Method, Request, choose
 from zosim.profiles import profile_for
-from zosim.program import Program, Space
+from zosim.program import Space
+from zosim.program_set import ProgramSet
 
 if TYPE_CHECKING:
     from topology.graph import Topology
 
 HOST = "host"
+
+_SHARING = ("pertp", "ddp", "2d")
+"""Methods that share a step out among ranks, wherever blocks reside."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +46,13 @@ class Asked:
     allow_lossy : bool
     max_device_bytes : int or None
         What a plan that is made on the spot may take of the device.
+    mesh : str or None
+        Such as ``"data=2,perturb=2"``.
     axes : mapping
         Fields by axis: ``estimator``, ``residency``, ``precision``, ``runtime``.
     """
 
-    method: Method | None = None
+    method: str | None = None
     residency: str | None = None
     batch: int | None = None
     seq: int | None = None
@@ -52,11 +60,24 @@ class Asked:
     num_threads: int = 1
     allow_lossy: bool = False
     max_device_bytes: int | None = None
+    mesh: str | None = None
     axes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def given(self, axis: str) -> dict[str, Any]:
         """Return the fields of an axis that were given."""
         return {name: value for name, value in self.axes.get(axis, {}).items() if value is not None}
+
+    @property
+    def placing(self) -> Method | None:
+        """What decides where one rank's blocks reside: the planner's method, if it is one."""
+        return None if self.method in _SHARING else cast("Method | None", self.method)
+
+    @property
+    def wanted_mesh(self) -> dict[str, Any] | None:
+        """The mesh that the options name, or that the method means."""
+        if self.mesh is not None:
+            return parsed_mesh(self.mesh)
+        return mesh_named(self.method, _num_devices(self.device)) if self.method in _SHARING else None
 
 
 def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | None) -> Plan:
@@ -77,7 +98,7 @@ def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
     PlanError
         If the options contradict each other, or lose precision without leave.
     """
-    if asked.method is not None or (base is None and asked.residency is None):
+    if asked.placing is not None or (base is None and asked.residency is None):
         start = _planned(asked, model, base, longest)
     else:
         start = base or _named_placement(asked, model, longest)
@@ -98,7 +119,7 @@ def _laid_over(base: Plan, asked: Asked, model: ModelSpec) -> Plan:
     data["model"] = model.model_dump(mode="json")
     data |= {name: value for name in ("batch", "seq") if (value := getattr(asked, name)) is not None}
     if asked.residency is not None and asked.residency != base.residency.blocks:
-        if asked.method is not None:
+        if asked.placing is not None:
             raise PlanError(
                 f"--method {asked.method} places the blocks otherwise than --residency {asked.residency}",
                 hint="one of the two is enough",
@@ -107,8 +128,19 @@ def _laid_over(base: Plan, asked: Asked, model: ModelSpec) -> Plan:
         data["runtime"] |= _runtime_beside(asked.residency)
     for axis in ("estimator", "residency", "precision", "runtime"):
         data[axis] = data[axis] | _formats(asked, axis)
+    if (mesh := asked.wanted_mesh) is not None:
+        spread(data, mesh)
     with readable("options of zosim run", PlanError, model=Plan):
         return Plan.model_validate(data)
+
+
+def _num_devices(device: str) -> int:
+    """Return the devices of a kind; ranks on a CPU share it."""
+    if not device.startswith("cuda"):
+        return 1
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _runtime_beside(residency: str) -> dict[str, Any]:
@@ -159,7 +191,7 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
             seq=kept.get("seq", 0) if base and not asked.seq else _sequence_length(asked, model, longest),
             estimator=estimator,
             precision=precision,
-            method=asked.method or "auto",
+            method=asked.placing or "auto",
             attention=runtime.attention,
             max_device_bytes=asked.max_device_bytes,
             allow_lossy=asked.allow_lossy,
@@ -224,21 +256,25 @@ def longest_example(path: str | Path) -> int | None:
     return longest or None
 
 
-def refuse_too_large(plan: Plan, program: Program | None) -> list[str]:
+def refuse_too_large(plan: Plan, programs: ProgramSet | None) -> list[str]:
     """Return warnings about this host's memory, before anything is loaded.
 
     Raises
     ------
     DoesNotFit
-        If the program's buffers cannot be had.
+        If the buffers of the ranks of one host cannot be had.
     """
-    program = program or lower(plan)
+    programs = programs or lower_all(plan)
     on_cpu = not plan.placement.devices[0].startswith("gpu")
-    held = [b for b in program.buffers if on_cpu or b.space is Space.HOST]
-    # While they move into their buffers, the weights of one group stand twice.
-    moving = max(group.num_parameters for group in plan.model.groups) * 4
-    pinned = 0 if on_cpu else sum(b.size_bytes for b in held)
-    findings = preflight_host(sum(b.size_bytes for b in held) + moving, pinned_bytes=pinned)
+    ranks = plan.placement.ranks_by_host[0]
+    held = [b for rank in ranks for b in programs.program_of(rank).buffers if on_cpu or b.space is Space.HOST]
+    once = {b.name: b.size_bytes for b in held if b.shared}
+    size = sum(b.size_bytes for b in held if not b.shared) + sum(once.values())
+    width = DTYPE_BYTES[plan.precision.storage]
+    # While they move into their buffers, the weights of one group stand twice; and every rank reads them all first.
+    moving = len(ranks) * max(group.num_parameters for group in plan.model.groups) * 4
+    reading = (len(ranks) - 1) * width * plan.model.num_parameters if once else 0
+    findings = preflight_host(size + moving + reading, pinned_bytes=0 if on_cpu else size)
     for finding in findings:
         if finding.severity == "error":
             raise DoesNotFit(finding.message, hint=finding.hint)

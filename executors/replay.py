@@ -20,11 +20,13 @@ from executors.adapters import Adapters, attach, recorded_adapters, save_tuned
 from executors.checkpoint import Checkpoint, newest_checkpoint
 from executors.history import History, read_history
 from executors.loading import load_model
+from executors.mesh import alone
 from executors.runlog import HEADER_NAME, weights_digest
 from executors.session import Session, prepare
 from topology.errors import RunError
 from zosim.plan import Plan
 from zosim.program import Program
+from zosim.program_set import ProgramSet
 
 PROGRAM_NAME = "program.json"
 
@@ -101,7 +103,8 @@ def replay(
     for difference in machine_differences(history.header, device):
         warn(difference)
     checkpoint = newest_checkpoint(history, model, warn) if use_checkpoints else None
-    with session_at(checkpoint, history, model, plan=plan, device=device) as session:
+    placed = plan or plan_alone(history)
+    with session_at(checkpoint, history, model, plan=placed, device=device) as session:
         checked = advance(session, history, wanted, on_step=on_step)
         save_tuned(out, session, adapters)
         return {"num_steps": wanted, "digest": session.digest(), "digests_checked": checked}
@@ -179,7 +182,7 @@ def session_at(
     model: nn.Module,
     *,
     plan: Plan | None = None,
-    program: Program | None = None,
+    program: Program | ProgramSet | None = None,
     **options: Any,
 ) -> Session:
     """Return a session on the run's weights after a checkpoint, or on its base weights.
@@ -202,7 +205,7 @@ def session_at(
     """
     if plan is None:
         program = program or _own_program(history)
-    elif plan != history.plan and (plan.precision.is_lossy or history.plan.precision.is_lossy):
+    elif alone(plan) != alone(history.plan) and (plan.precision.is_lossy or history.plan.precision.is_lossy):
         raise RunError(
             f"{history.directory} and the placement asked for differ, and one of them rounds weights in transfer",
             hint="replay it as it was run",
@@ -232,10 +235,15 @@ def session_at(
     return session
 
 
-def _own_program(history: History) -> Program | None:
-    """Return the program that the run kept; None for a log without one, whose plan is lowered again."""
+def plan_alone(history: History) -> Plan | None:
+    """Return the plan by which one rank replays a run of several; None where the run's own will do."""
+    return alone(history.plan) if history.plan.placement.world_size > 1 else None
+
+
+def _own_program(history: History) -> ProgramSet | None:
+    """Return the programs that the run kept; None for a log without any, whose plan is lowered again."""
     path = history.directory / PROGRAM_NAME
-    return Program.load(path) if path.is_file() else None
+    return ProgramSet.load(path) if path.is_file() else None
 
 
 def advance(

@@ -7,12 +7,10 @@ done again on resuming, so that no instant is special.
 
 from __future__ import annotations
 
-import itertools
-import os
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,14 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from executors.adapters import keep_beginning, save_alone, save_tuned
+from executors.adapters import keep_beginning, save_tuned
 from executors.batches import Batches
-from executors.checkpoint import CHECKPOINTS_NAME, newest_checkpoint, save_checkpoint
-from executors.history import DIGESTS_NAME, History, read_history
-from executors.inputs import copy_tokenizer, evaluation_data, generation_of, open_data, pad_token
-from executors.jsonlines import JsonLines, read_lines
-from executors.launch import RankInfo, process_group
-from executors.measure import Evaluator, is_better
+from executors.checkpoint import save_checkpoint
+from executors.communicator import Communicator, default_communicator
+from executors.earlier import EarlierRun
+from executors.history import History, read_history
+from executors.inputs import copy_tokenizer, open_data, pad_token
+from executors.launch import is_launched, process_group
 from executors.objectives import objective_named
 from executors.records import LossNotFinite, StepRecord
 from executors.replay import (
@@ -36,20 +34,24 @@ from executors.replay import (
     check_base,
     load_base,
     machine_differences,
+    plan_alone,
     session_at,
 )
 from executors.reporter import Reporter
-from executors.runlog import HEADER_NAME, STEPS_NAME, RunLog, weights_digest, write_header
+from executors.run_evaluations import Evaluations
+from executors.run_files import BEST_NAME, METRICS_NAME, NoFiles, RunFiles, remove_partial
+from executors.runlog import RunLog, weights_digest, write_header
 from executors.session import Session
 from executors.settings import RunSettings, refuse_other_identity
 from executors.watch import DivergenceWatch
 from topology.errors import RunError
 from zosim.console import stderr
+from zosim.lowering import lower_all
+
+__all__ = ["BEST_NAME", "METRICS_NAME", "PLAN_NAME", "TIMELINE_NAME", "Run", "run_in_rank"]
 
 PLAN_NAME = "plan.json"
-METRICS_NAME = "metrics.jsonl"
 TIMELINE_NAME = "timeline.json"
-BEST_NAME = "best"
 
 
 def run_in_rank(settings: RunSettings) -> dict[str, Any]:
@@ -61,17 +63,19 @@ def run_in_rank(settings: RunSettings) -> dict[str, Any]:
         What the run came to; see :class:`Run`.
     """
     torch.set_num_threads(settings.num_threads)
-    launched = "MASTER_ADDR" in os.environ
-    with process_group(settings.device.partition(":")[0]) if launched else nullcontext():
-        return Run(settings).run()
+    kind = settings.device.partition(":")[0]
+    with process_group(kind, timeout_s=settings.timeout_s) if is_launched() else nullcontext():
+        return Run(settings, default_communicator(settings.plan.groups, kind, settings.timeout_s)).run()
 
 
 class Run:
-    """One rank's run.
+    """One rank's run. Rank 0 writes the files; the others do the same steps.
 
     Parameters
     ----------
     settings : RunSettings
+    communicator : Communicator, optional
+        The other ranks, where the plan has several.
 
     Raises
     ------
@@ -79,11 +83,15 @@ class Run:
         If the model, the data or the directory cannot be used.
     """
 
-    def __init__(self, settings: RunSettings) -> None:
+    def __init__(self, settings: RunSettings, communicator: Communicator | None = None) -> None:
         self.settings = settings
         self.out = Path(settings.out)
-        self.history = self._history()
+        self.communicator = communicator
+        self.writes = communicator is None or communicator.is_first
+        self.earlier = EarlierRun(self.out, resume=settings.resume, communicator=communicator)
+        self.history = self.earlier.history
         self.data = open_data(settings, settings.data)
+        self._refuse_unlike()
         self.batches = Batches(
             self.data,
             settings.plan.batch,
@@ -91,10 +99,14 @@ class Run:
             seed=settings.seed,
             pad_token=pad_token(settings),
         )
-        self.evaluation = evaluation_data(settings)
         self.records: list[StepRecord] = []
-        self._best: dict[str, Any] | None = None
-        self._latest: dict[str, Any] | None = None
+        self.evaluations = Evaluations(settings)
+
+    def _refuse_unlike(self) -> None:
+        """Make sure that all ranks were asked for the same, and read the same data."""
+        if self.communicator is not None:
+            identity = self.settings.identity(self.data.lines.sha256)
+            self.communicator.refuse_unlike({name.replace("_", " "): str(v) for name, v in identity.items()})
 
     def run(self) -> dict[str, Any]:
         """Train, and return a summary.
@@ -104,7 +116,8 @@ class Run:
         dict
             ``num_steps``, ``first_loss``, ``last_loss``, ``step_time_s``, ``device_bytes`` and the like.
         """
-        self.out.mkdir(parents=True, exist_ok=True)
+        if self.writes:
+            self.out.mkdir(parents=True, exist_ok=True)
         model = self._base()
         with self._session(model) as session:
             del model
@@ -116,30 +129,13 @@ class Run:
 
     # -- beginning ---------------------------------------------------------------------------------------------
 
-    def _history(self) -> History | None:
-        """Return what an earlier process left, if this one is to go on with it."""
-        if not (self.out / HEADER_NAME).exists():
-            if (self.out / STEPS_NAME).exists():
-                raise RunError(
-                    f"{self.out} has a log but no {HEADER_NAME}, so it is not known what run it is of"
-                )
-            return None
-        if not self.settings.resume:
-            raise RunError(
-                f"{self.out} holds a run already",
-                hint="go on with it (--resume), give another --out, or remove that directory",
-            )
-        if not (self.out / STEPS_NAME).exists():
-            return None  # killed before the first step: nothing is lost by beginning again
-        return read_history(self.out)
-
     def _base(self) -> nn.Module:
         settings = self.settings
         model = load_base(
             settings.model,
             settings.plan,
             adapters=settings.adapters,
-            run=None if self.history is None else self.out,
+            run=None if self.history is None else self.earlier.directory,
             random_weights=settings.random_weights,
             allow_download=settings.allow_download,
         )
@@ -159,37 +155,36 @@ class Run:
         options = {
             "learning_rate": settings.schedule.at,
             "device": settings.device,
-            "rank": RankInfo.here().rank,
             "num_timed_steps": settings.num_timed_steps,
             "num_draw_threads": settings.num_threads,
             "num_micro_batches": settings.accumulate,
             "objective": objective_named(settings.objective),
+            "communicator": self.communicator,
         }
         if self.history is None:
             return self._first_session(model, options)
         history = self.history
         for difference in machine_differences(history.header, settings.device):
-            _warn(difference)
-        checkpoint = newest_checkpoint(history, model, _warn)
+            self._warn(difference)
+        checkpoint = self.earlier.checkpoint(history, model, self._warn)
         program = settings.program
         plan = None if settings.plan == history.plan and program is None else settings.plan
         session = session_at(checkpoint, history, model, plan=plan, program=program, **options)
-        self._clean()
-        header = dict(history.header) | {
+        self.header = dict(history.header) | {
             "plan": settings.plan.model_dump(mode="json"),
             "run": settings.to_header(self.data.lines.sha256),
             "resumed": [*history.header.get("resumed", []), {"num_steps": history.num_steps}],
         }
-        header.pop("finished", None)
-        if plan is not None:
-            self._save_plan(session)
-        self.log = RunLog.resumed(self.out, history.num_bytes)
-        self.header = header
-        write_header(self.out, header)
-        stderr.print(
+        self.header.pop("finished", None)
+        if self.writes:
+            remove_partial(self.out)
+            if plan is not None:
+                self._save_plan()
+            self.log = RunLog.resumed(self.out, history.num_bytes)
+            write_header(self.out, self.header)
+        self._tell(
             f"going on after {history.num_steps} steps, from "
-            + (f"the checkpoint of {checkpoint.num_steps}" if checkpoint else "the base weights"),
-            markup=False,
+            + (f"the checkpoint of {checkpoint.num_steps}" if checkpoint else "the base weights")
         )
         advance(session, history, history.num_steps)
         self.records = list(history.records)
@@ -197,6 +192,7 @@ class Run:
 
     def _first_session(self, model: nn.Module, options: dict[str, Any]) -> Session:
         settings = self.settings
+        storage = settings.plan.precision.storage
         session = Session(
             settings.plan,
             model,
@@ -204,44 +200,45 @@ class Run:
             weight_decay=settings.weight_decay,
             seed=settings.seed,
             loss_dtype=settings.loss_dtype,
-            base_digest=weights_digest(model, settings.plan.precision.storage),
+            base_digest=weights_digest(model, storage),
             **options,
         )
-        self._clean()
-        keep_beginning(model, self.out, settings.adapters, settings.plan.precision.storage)
-        self._save_plan(session)
         self.header = session.header | {"run": settings.to_header(self.data.lines.sha256)}
-        self.log = RunLog(self.out, self.header)
+        if self.writes:
+            remove_partial(self.out)
+            keep_beginning(model, self.out, settings.adapters, storage)
+            self._save_plan()
+            self.log = RunLog(self.out, self.header)
         return session
 
-    def _save_plan(self, session: Session) -> None:
+    def _save_plan(self) -> None:
         self.settings.plan.save(self.out / PLAN_NAME)
-        session.program.save(self.out / PROGRAM_NAME)
-
-    def _clean(self) -> None:
-        """Remove what a process that was killed had begun to write."""
-        for folder in (self.out, self.out / CHECKPOINTS_NAME, self.out / BEST_NAME):
-            for partial in folder.glob(".*.partial"):
-                partial.unlink()
+        (self.settings.program or lower_all(self.settings.plan)).save(self.out / PROGRAM_NAME)
 
     # -- training ----------------------------------------------------------------------------------------------
 
     def _train(self, session: Session) -> tuple[int, str] | None:
         """Train to the last step; where that cannot be, return the last good number of steps and what happened."""
+        if self.history is not None:
+            self.evaluations.recall(self.earlier.directory, session.num_steps)
+        with self._opened_files(session.num_steps) as self._files:
+            return self._steps(session)
+
+    def _opened_files(self, begin: int) -> RunFiles | NoFiles:
+        if not self.writes:
+            return NoFiles()
         settings = self.settings
-        begin = session.num_steps
-        with self.log, self._metrics(begin) as metrics, self._digests() as digests:
-            self._files = metrics, digests
-            with Reporter(
-                settings.num_steps,
-                begin=begin,
-                tokens_per_step=settings.plan.tokens_per_step,
-                out=self.out,
-                tensorboard=settings.tensorboard,
-                every=settings.log_every,
-            ) as self._reporter:
-                self._evaluator = self._make_evaluator(session)
-                return self._steps(session)
+        tokens = settings.plan.tokens_per_step
+        reporter = Reporter(
+            settings.num_steps,
+            begin=begin,
+            tokens_per_step=tokens,
+            out=self.out,
+            tensorboard=settings.tensorboard,
+            every=settings.log_every,
+        )
+        goes_on = self.history is not None
+        return RunFiles(self.log, reporter, self.records, tokens_per_step=tokens, goes_on=goes_on)
 
     def _steps(self, session: Session) -> tuple[int, str] | None:
         watch = DivergenceWatch()
@@ -253,10 +250,8 @@ class Run:
                 record = session.step(asdict(self.batches.batch(number)))
             except LossNotFinite as error:
                 return watch.last_good(number), error.message
-            self.log.append(record.rows())
+            self._files.step(record)
             self.records.append(record)
-            self._files[0].append([_metrics_row(record, self.settings.plan.tokens_per_step)])
-            self._reporter.step(record)
             if watch.diverges(record.step + 1, record.loss) and self.settings.early_stop:
                 return watch.best_step, f"step {record.step}: the loss, {record.loss:.4g}, has left for good"
             self._due(session)
@@ -268,110 +263,55 @@ class Run:
         if settings.digest_every and done and done % settings.digest_every == 0:
             self._record_digest(session, done)
         if settings.checkpoint_every and done and done % settings.checkpoint_every == 0:
-            session.flush()
             self._save_checkpoint(session, done)
-        evaluation = settings.evaluation
-        if evaluation is not None and (
-            done in (0, settings.num_steps) or (evaluation.every and done % evaluation.every == 0)
-        ):
-            self._evaluate(session, done)
+        if self.evaluations.is_due(done):
+            metrics = self.evaluations.evaluate(session)
+            self._files.evaluation(done, metrics)
 
     def _record_digest(self, session: Session, done: int) -> None:
         session.compare_replicas()
-        digest = session.digest()
-        if done not in self._digested:
-            self._files[1].append([{"num_steps": done, "digest": digest}])
-            self._digested.add(done)
+        self._first_does(
+            session, lambda: self._files.digest(done, session.digest()), "hashing the parameters"
+        )
 
     def _save_checkpoint(self, session: Session, done: int) -> None:
         history = History(self.out, self.header, tuple(self.records), 0, {})
-        save_checkpoint(
-            session.model,
-            self.out,
-            dtype=self.settings.plan.precision.storage,
-            num_steps=done,
-            base_digest=self.header["base_digest"],
-            history_digest=history.digest(done),
-        )
 
-    # -- evaluation --------------------------------------------------------------------------------------------
+        def save() -> None:
+            save_checkpoint(
+                session.model,
+                self.out,
+                dtype=self.settings.plan.precision.storage,
+                num_steps=done,
+                base_digest=self.header["base_digest"],
+                history_digest=history.digest(done),
+            )
 
-    def _make_evaluator(self, session: Session) -> Evaluator | None:
-        wanted = self.settings.evaluation
-        if wanted is None or self.evaluation is None:
-            return None
-        return Evaluator(
-            session,
-            self.evaluation,
-            batch_size=self.settings.plan.batch,
-            num_examples=wanted.num_examples,
-            task=wanted.task,
-            generation=generation_of(self.settings, wanted),
-        )
+        self._first_does(session, save, "writing a checkpoint")
 
-    def _evaluate(self, session: Session, done: int) -> None:
-        evaluator = self._evaluator
-        assert evaluator is not None
-        if self._latest is not None and self._latest["num_steps"] == done:
-            return  # an earlier process did it
-        metrics = {"num_steps": done, "split": "eval", **evaluator()}
-        if is_better(metrics, self._best):
-            self._best = metrics
-            if self.settings.evaluation is not None and self.settings.evaluation.keep_best:
-                self._keep_best(session)
-        self._latest = metrics
-        self._files[0].append([metrics])
-        self._reporter.evaluation(done, {k: v for k, v in metrics.items() if k not in ("num_steps", "split")})
-
-    def _keep_best(self, session: Session) -> None:
-        folder = self.out / BEST_NAME
-        if self.settings.adapters is None:
-            session.save_pretrained(folder)
-            copy_tokenizer(self.settings.model, folder)
-        else:
-            save_alone(session.model, folder, self.settings.adapters, self.settings.plan.precision.storage)
-
-    # -- files -------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _metrics(self, num_steps: int) -> Iterator[JsonLines]:
-        """Open the metrics behind the steps that the log has, and complete them."""
-        path = self.out / METRICS_NAME
-        behind = itertools.takewhile(lambda line: line.row["num_steps"] <= num_steps, read_lines(path))
-        lines = list(behind) if self.history is not None else []
-        kept = {line.row["num_steps"] for line in lines if line.row["split"] == "train"}
-        with JsonLines(path, keep_bytes=lines[-1].end if lines else 0, durable=False) as file:
-            tokens = self.settings.plan.tokens_per_step
-            file.append(_metrics_row(r, tokens) for r in self.records if r.step + 1 not in kept)
-            self._recall_evaluations([line.row for line in lines if line.row.get("split") == "eval"])
-            yield file
-
-    def _recall_evaluations(self, rows: list[dict[str, Any]]) -> None:
-        for row in rows:
-            if is_better(row, self._best):
-                self._best = row
-            self._latest = row
-
-    @contextmanager
-    def _digests(self) -> Iterator[JsonLines]:
-        path = self.out / DIGESTS_NAME
-        lines = read_lines(path) if self.history is not None else []
-        self._digested = {line.row["num_steps"] for line in lines}
-        with JsonLines(path, keep_bytes=lines[-1].end if lines else 0) as file:
-            yield file
+    @staticmethod
+    def _first_does(session: Session, action: Callable[[], None], what: str) -> None:
+        """Let rank 0 do what needs the whole model; all flush before."""
+        session.flush()
+        session.first_does(action, what)
 
     # -- end ---------------------------------------------------------------------------------------------------
 
     def _finish(self, session: Session) -> dict[str, Any]:
-        settings = self.settings
         summary = self._summary(session)
         if session.num_steps > session.first_timed_step:
-            session.timeline().save(self.out / TIMELINE_NAME)
-        digest = session.digest()
-        save_tuned(self.out, session, settings.adapters)
-        copy_tokenizer(settings.model, self.out)
-        summary["digest"] = digest
-        write_header(self.out, self.header | {"finished": summary})
+            timeline = session.timeline()
+            if self.writes:
+                timeline.save(self.out / TIMELINE_NAME)
+        session.compare_replicas()
+
+        def finish() -> None:
+            summary["digest"] = session.digest()
+            save_tuned(self.out, session, self.settings.adapters)
+            copy_tokenizer(self.settings.model, self.out)
+            write_header(self.out, self.header | {"finished": summary})
+
+        self._first_does(session, finish, "writing the weights")
         return summary
 
     def _summary(self, session: Session) -> dict[str, Any]:
@@ -393,8 +333,8 @@ class Run:
             "live_bytes": memory.live_bytes,
             "peak_rss_bytes": memory.peak_rss_bytes,
             "lost_updates": None if lost is None else asdict(lost),
-            "evaluation": self._latest,
-            "best_evaluation": self._best,
+            "evaluation": self.evaluations.latest,
+            "best_evaluation": self.evaluations.best,
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
 
@@ -406,36 +346,36 @@ class Run:
         RunError
             Always.
         """
-        history = read_history(self.out)
-        model = load_base(
-            self.settings.model,
-            self.settings.plan,
-            adapters=self.settings.adapters,
-            run=self.out,
-            random_weights=self.settings.random_weights,
-        )
-        with session_at(None, history, model, device=self.settings.device) as session:
-            advance(session, history, num_steps)
-            save_tuned(self.out, session, self.settings.adapters)
-        copy_tokenizer(self.settings.model, self.out)
+        if self.communicator is None:
+            self._rebuild(num_steps)
+        else:
+            self.communicator.first_does(lambda: self._rebuild(num_steps), "rebuilding the last good weights")
         raise RunError(
             f"{why}; the run was stopped, and {self.out} holds the weights after {num_steps} steps",
             hint="lower --lr (by 3 to 10), or raise --queries; where the first step fails already, look for a batch "
             "without labels, or use --dtype float32 or bfloat16 in place of float16",
         )
 
+    def _rebuild(self, num_steps: int) -> None:
+        settings = self.settings
+        history = read_history(self.out)
+        model = load_base(
+            settings.model,
+            settings.plan,
+            adapters=settings.adapters,
+            run=self.out,
+            random_weights=settings.random_weights,
+        )
+        with session_at(None, history, model, plan=plan_alone(history), device=settings.device) as session:
+            advance(session, history, num_steps)
+            save_tuned(self.out, session, settings.adapters)
+        copy_tokenizer(settings.model, self.out)
 
-def _metrics_row(record: StepRecord, tokens: int) -> dict[str, Any]:
-    return {
-        "num_steps": record.step + 1,
-        "split": "train",
-        "loss": record.loss,
-        "projected_grad": record.projected_gradients[0],
-        "learning_rate": record.learning_rate,
-        "seconds": record.seconds,
-        "tokens_per_s": tokens / record.seconds,
-    }
+    # -- words -------------------------------------------------------------------------------------------------
 
+    def _tell(self, text: str) -> None:
+        if self.writes:
+            stderr.print(text, markup=False, soft_wrap=True)
 
-def _warn(text: str) -> None:
-    stderr.print(f"warning: {text}", markup=False, soft_wrap=True)
+    def _warn(self, text: str) -> None:
+        self._tell(f"warning: {text}")

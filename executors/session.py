@@ -132,6 +132,9 @@ class Session:
             seed=seed,
             base_digest=base_digest,
         )
+        if self.communicator is not None:
+            same = ("base_digest", "plan", "epsilon", "weight_decay", "seed", "loss_dtype", "trainable")
+            self.communicator.refuse_unlike({name.replace("_", " "): self.header[name] for name in same})
         self.cut = CutModel(
             model,
             loss_dtype=loss_dtype,

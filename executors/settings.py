@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from costmodel.configs import LoRA, Prefix
+from executors.launch import DEFAULT_TIMEOUT_S
 from executors.schedule import Schedule
 from topology.errors import PlanError, RunError
 from zosim.plan import Plan
 from zosim.program import Program
+from zosim.program_set import ProgramSet
 
 LossName = Literal["model", "fp64"]
 TaskName = Literal["auto", "choice", "perplexity", "generation"]
@@ -85,7 +87,7 @@ class RunSettings:
         Learning rates, and with them the number of steps.
     out : str
         Directory of the run.
-    program : Program or None
+    program : Program, ProgramSet or None
         What to run in place of what the plan is lowered to.
     seed : int
     weight_decay : float
@@ -113,6 +115,8 @@ class RunSettings:
         Steps whose spans are kept.
     log_every : int
         Steps between the lines that are printed; the files have every step.
+    timeout_s : float
+        After which a rank that waits for another gives up.
 
     Raises
     ------
@@ -125,7 +129,7 @@ class RunSettings:
     data: DataSettings
     schedule: Schedule
     out: str
-    program: Program | None = None
+    program: Program | ProgramSet | None = None
     seed: int = 0
     weight_decay: float = 0.0
     loss_dtype: LossName = "model"
@@ -145,21 +149,18 @@ class RunSettings:
     tensorboard: bool = False
     num_timed_steps: int = 100
     log_every: int = 1
+    timeout_s: float = DEFAULT_TIMEOUT_S
 
     def __post_init__(self) -> None:
         if self.num_threads < 1:
             raise RunError(f"threads={self.num_threads} must be at least 1")
         if min(self.digest_every, self.checkpoint_every) < 0:
             raise RunError("digests and checkpoints are every 1 or more steps, or 0 for never")
-        if self.accumulate < 1 or self.plan.batch % self.accumulate:
+        self._refuse_uneven()
+        if self.accumulate * self.plan.mesh.data > 1 and self.objective not in ("loss", "accuracy"):
             raise PlanError(
-                f"batch={self.plan.batch} cannot be forwarded in {self.accumulate} equal micro-batches",
-                hint="let --accumulate divide --batch",
-            )
-        if self.accumulate > 1 and self.objective not in ("loss", "accuracy"):
-            raise PlanError(
-                f"objective={self.objective} of micro-batches does not make up that of the batch",
-                hint="leave --accumulate out",
+                f"objective={self.objective} of parts of a batch does not make up that of the batch",
+                hint="leave --accumulate and the mesh's data axis out",
             )
         if self.lora is not None and self.prefix is not None:
             raise PlanError(
@@ -173,6 +174,17 @@ class RunSettings:
             raise PlanError(
                 f"objective={self.objective} is made of all logits at once, in a format of its own",
                 hint="leave --loss-dtype and a chunked loss out",
+            )
+
+    def _refuse_uneven(self) -> None:
+        """Refuse micro-batches that do not share out every rank's part of a batch."""
+        plan = self.plan
+        parts = {len(plan.rows_of(rank)) for rank in range(plan.placement.world_size)}
+        if self.accumulate < 1 or any(part % self.accumulate for part in parts):
+            of = f" over data={plan.mesh.data}" if plan.mesh.data > 1 else ""
+            raise PlanError(
+                f"batch={plan.batch}{of} cannot be forwarded in {self.accumulate} equal micro-batches",
+                hint="let --accumulate divide --batch" + (", and every rank's part of it" if of else ""),
             )
 
     @property
@@ -231,7 +243,8 @@ class RunSettings:
         every = self.evaluation.every if self.evaluation else 0
         return {
             "transfer_dtype": self.plan.precision.transfer,
-            "residency": self.plan.residency.model_dump(mode="json"),
+            # How ranks share a copy does not matter.
+            "residency": self.plan.residency.model_dump(mode="json", exclude={"transfers", "share_group"}),
             "update": self.plan.runtime.update,
             "traversal": self.plan.runtime.traversal,
             "digest_every": self.digest_every,

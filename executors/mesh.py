@@ -1,0 +1,112 @@
+"""Plans of several ranks made from plans of one, and the other way round."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from topology.errors import PlanError
+from zosim.plan import Mesh, Plan
+
+
+def alone(plan: Plan) -> Plan:
+    """Return what one rank does in place of all those of `plan`: the same numbers, but for the rounding of sums."""
+    if plan.placement.world_size == 1:
+        return plan
+    data = plan.model_dump(mode="json")
+    data["mesh"] = {}
+    data["placement"] |= {
+        "devices": data["placement"]["devices"][:1],
+        "hosts": data["placement"]["hosts"][:1],
+    }
+    data["residency"] |= {"transfers": "private"}
+    return Plan.model_validate(data)
+
+
+def spread(data: dict[str, Any], mesh: Mapping[str, Any]) -> None:
+    """Lay the fields of a plan over the ranks of a mesh of this host, its first device saying of which kind all are."""
+    data["mesh"] = dict(mesh)
+    world_size = Mesh.model_validate(data["mesh"]).world_size
+    first = data["placement"]["devices"][0]
+    if len(data["placement"]["devices"]) != world_size:
+        kind = first.rstrip("0123456789")
+        devices = [f"{kind}{rank}" if kind == "gpu" else first for rank in range(world_size)]
+        data["placement"] |= {"devices": devices, "hosts": []}
+    if world_size == 1:
+        data["residency"]["transfers"] = "private"
+
+
+def parsed_mesh(text: str) -> dict[str, Any]:
+    """Return the axes that ``data=2,perturb=2`` names, the outer one first.
+
+    Raises
+    ------
+    PlanError
+        If it names none.
+
+    Examples
+    --------
+    >>> parsed_mesh("perturb=2,data=4")
+    {'perturb': 2, 'data': 4, 'inner': 'data'}
+    """
+    axes: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        name = name.strip()
+        if name not in ("data", "perturb") or name in axes or not size.strip().isdecimal() or not int(size):
+            raise PlanError(f"--mesh {text} is not a mesh", hint="such as --mesh data=2,perturb=2")
+        axes[name] = int(size)
+    return axes | ({"inner": name} if len(axes) > 1 else {})
+
+
+def mesh_named(method: str, num_devices: int) -> dict[str, Any]:
+    """Return the mesh that a method means where none is given.
+
+    Parameters
+    ----------
+    method : str
+        ``"pertp"``, ``"ddp"`` or ``"2d"``.
+    num_devices : int
+        There are to share the batch out among.
+    """
+    if method == "pertp":
+        return {"perturb": 2}
+    if method == "ddp":
+        return {"data": max(2, num_devices)}
+    return {"data": max(2, num_devices // 2), "perturb": 2}
+
+
+def launch_lines(plan: Plan, arguments: Sequence[str], *, port: int = 29500) -> str:
+    """Return, to be read and copied, how the ranks of a plan of several hosts are started.
+
+    Parameters
+    ----------
+    plan : Plan
+    arguments : sequence of str
+        Of this command.
+    port : int
+        Free on the first host.
+    """
+    hosts = plan.placement.ranks_by_host
+    names = [plan.placement.hosts[ranks[0]] for ranks in hosts]
+    command = "-m zosim " + shlex.join(arguments)
+    rendezvous = f"--nnodes {len(hosts)} --master-addr {names[0]} --master-port {port}"
+    by_ssh = [
+        f"ssh {name} 'cd {Path.cwd()} && torchrun {rendezvous} --node-rank {number} "
+        f"--nproc-per-node {len(ranks)} {command}' &"
+        for number, (name, ranks) in enumerate(zip(names, hosts, strict=True))
+    ]
+    by_slurm = (
+        f"srun --nodes {len(hosts)} --ntasks-per-node 1 --nodelist {','.join(names)} bash -c 'torchrun {rendezvous} "
+        f"--node-rank $SLURM_NODEID --nproc-per-node {len(hosts[0])} {command}'"
+    )
+    lines = [
+        f"The plan has ranks on {len(hosts)} hosts. Start them with ssh:",
+        "",
+        *by_ssh,
+        "",
+        "or with Slurm:",
+    ]
+    return "\n".join([*lines, "", by_slurm])

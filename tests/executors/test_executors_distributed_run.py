@@ -1,0 +1,189 @@
+"""``zosim run`` with several ranks: it ends as one rank does, goes on under any mesh, and names who fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from command import rows_of, saved_lines, saved_model, zosim
+
+from executors.runlog import read_header
+from zosim.plan import Plan
+from zosim.program_set import ProgramSet
+from zosim.timeline import Timeline
+
+pytestmark = pytest.mark.dist
+
+STEPS = 8
+NUMBERS = ("step", "query", "seed", "loss_plus", "loss_minus", "projected_grad", "learning_rate")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    saved_lines(folder / "data.jsonl")
+    return saved_model("opt", folder), folder / "data.jsonl"
+
+
+def options(inputs, out, *more, steps=STEPS):
+    model, data = inputs
+    return [
+        "run", "--model", model, "--data", data, "--steps", steps, "--batch", 4, "--lr", "1e-3", "--threads", 1,
+        "--digest-every", 3, "--no-tensorboard", "--out", out, *more,
+    ]  # fmt: skip
+
+
+def train(inputs, out, *more, steps=STEPS):
+    return zosim(*options(inputs, out, *more, steps=steps))
+
+
+def numbers_of(out):
+    return [[row[name] for name in NUMBERS] for row in rows_of(out)]
+
+
+def digests_of(out):
+    return [json.loads(line) for line in (out / "digests.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def pertp(inputs, tmp_path_factory):
+    """A run of one rank, and the same on two, its blocks offloaded to one host copy."""
+    folder = tmp_path_factory.mktemp("pertp")
+    evaluated = ("--eval-data", inputs[1], "--eval-every", 4, "--keep-best", "--checkpoint-every", 6)
+    assert train(inputs, folder / "alone", *evaluated, "--no-launch", "--residency", "resident") == 0
+    assert train(inputs, folder / "pair", *evaluated, "--method", "pertp", "--transfers", "sliced") == 0
+    return folder
+
+
+def test_two_ranks_leave_the_files_of_one(pertp):
+    alone, pair = pertp / "alone", pertp / "pair"
+    assert numbers_of(pair) == numbers_of(alone)
+    assert digests_of(pair) == digests_of(alone)
+    first, second = read_header(alone), read_header(pair)
+    for name in ("digest", "evaluation", "best_evaluation", "last_loss"):
+        assert first["finished"][name] == second["finished"][name]
+    for name in ("model.safetensors", "best/model.safetensors"):
+        assert (alone / name).read_bytes() == (pair / name).read_bytes()
+    plan = Plan.load(pair / "plan.json")
+    assert (plan.mesh.describe(), plan.residency.transfers) == ("perturb=2", "sliced")
+    programs, timeline = ProgramSet.load(pair / "program.json"), Timeline.load(pair / "timeline.json")
+    for rank in range(2):
+        spans = {s.instruction for s in timeline.spans if s.rank == rank and s.part == "step"}
+        assert spans == {i.id for i in programs.program_of(rank).step}
+
+
+def test_a_run_of_several_is_replayed_by_one(pertp, inputs, tmp_path):
+    assert zosim("replay", pertp / "pair", "--model", inputs[0], "-o", tmp_path) == 0
+    assert (tmp_path / "model.safetensors").read_bytes() == (pertp / "alone/model.safetensors").read_bytes()
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on_on_one(pertp, inputs, tmp_path):
+    """Killed after some steps; resumed by one rank, it ends as if nothing had been."""
+    out = tmp_path / "out"
+    with started(inputs, out, "--method", "pertp", "--residency", "resident", steps=400) as run:
+        victim = rank_of(run, 1, out, num_rows=2)
+        begin = time.monotonic()
+        victim.send_signal(signal.SIGKILL)
+        said = run.communicate(timeout=60)[1]
+    assert run.returncode == 1
+    assert time.monotonic() - begin < 20
+    assert "rank 1 died (SIGKILL), last at step[" in said
+    shorten(out, STEPS)
+    assert train(inputs, out, "--resume", "--no-launch", "--mesh", "data=1", "--steps", STEPS) == 0
+    assert numbers_of(out) == numbers_of(pertp / "alone")
+    assert (out / "model.safetensors").read_bytes() == (pertp / "alone/model.safetensors").read_bytes()
+
+
+def test_a_run_of_one_goes_on_on_two(pertp, inputs, tmp_path):
+    out = tmp_path / "out"
+    assert train(inputs, out, "--no-launch", "--residency", "resident", "--checkpoint-every", 2, steps=5) == 0
+    more = (
+        "--resume",
+        "--method",
+        "pertp",
+        "--residency",
+        "offloaded",
+        "--transfers",
+        "shared",
+        "--steps",
+        STEPS,
+    )
+    assert train(inputs, out, *more) == 0
+    assert numbers_of(out) == numbers_of(pertp / "alone")
+    assert (out / "model.safetensors").read_bytes() == (pertp / "alone/model.safetensors").read_bytes()
+
+
+def test_a_rank_that_stands_still_is_named(inputs, tmp_path):
+    out = tmp_path / "out"
+    with started(
+        inputs, out, "--mesh", "data=2", "--timeout", 3, "--residency", "resident", steps=400
+    ) as run:
+        victim = rank_of(run, 1, out, num_rows=2)
+        victim.send_signal(signal.SIGSTOP)
+        said = run.communicate(timeout=60)[1]
+        victim.send_signal(signal.SIGKILL)
+    assert run.returncode == 1
+    assert "waited 3 s for rank 1, last at step[" in said
+    assert "losses/all_gather" in said
+
+
+class started:  # noqa: N801 - reads as the context that it is
+    """Starts a run as a process of its own, and ends it whatever happens."""
+
+    def __init__(self, inputs, out, *more, steps):
+        self._arguments = [str(a) for a in options(inputs, out, *more, steps=steps)]
+
+    def __enter__(self):
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._run = subprocess.Popen(
+            [sys.executable, "-m", "zosim", *self._arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        return self._run
+
+    def __exit__(self, *error):
+        for process in (
+            psutil.Process(self._run.pid).children(recursive=True) if self._run.poll() is None else ()
+        ):
+            process.kill()
+        self._run.kill()
+        self._run.communicate()
+
+
+def rank_of(run, rank, out, *, num_rows):
+    """Wait until a run has logged some steps, and return the process of one of its ranks."""
+    end = time.monotonic() + 120
+    while not (out / "steps.jsonl").exists() or len(rows_of_unfinished(out)) < num_rows:
+        assert run.poll() is None, run.stderr.read()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    for process in psutil.Process(run.pid).children(recursive=True):
+        if any(mapped.path.endswith(f"/progress-{rank}") for mapped in process.memory_maps()):
+            return process
+    raise AssertionError
+
+
+def rows_of_unfinished(out):
+    return (out / "steps.jsonl").read_text().splitlines()
+
+
+def shorten(out, num_steps):
+    """Leave no more steps in a log than a run of `num_steps` has, and no digest of later ones."""
+    lines = (out / "steps.jsonl").read_text().splitlines(keepends=True)[: num_steps - 2]
+    (out / "steps.jsonl").write_text("".join(lines))
+    kept = [line for line in digests_of(out) if line["num_steps"] <= len(lines)]
+    (out / "digests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
