@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from proofs_checks import (
     alignment,
+    compressors,
     cost_invariants,
     moments,
     quantised,
@@ -25,6 +26,7 @@ CLAIMS: tuple[Claim, ...] = (
     *step_time.CLAIMS,
     *cost_invariants.CLAIMS,
     *quantised.CLAIMS,
+    *compressors.CLAIMS,
 )
 
 

@@ -1,0 +1,337 @@
+"""What SparQ assumes of a compressor, of the codecs that are really used, and what they do to a projected gradient."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from costmodel.codecs import ENCODINGS, CodecSpec, Grid, Scope
+from executors.codecs import codec_of, decode, dequantise, quantise
+from executors.codecs.fidelity import received, relative_error
+from executors.rng import generator_on
+from proofs_checks.claims import Claim, Context, Outcome, worst
+from proofs_checks.mutation import Mutant
+from proofs_checks.statistics import compare_means
+
+BITS = tuple(range(1, 9))
+GRIDS: tuple[Grid, ...] = ("symmetric", "affine-zero", "affine")
+SCOPES: tuple[Scope, ...] = ("tensor", "token", "channel")
+_CPU = torch.device("cpu")
+
+
+def _activation(rows: int, columns: int, seed: int, *, gate: float = 0.5) -> Tensor:
+    """Return normals, of which those below `gate` are 0, as after a biased ReLU."""
+    values = torch.randn((rows, columns), generator=generator_on(_CPU, seed), dtype=torch.float64)
+    return values * (values > gate)
+
+
+def check_stochastic(context: Context) -> Outcome:
+    """Compare the mean of what messages are decoded to with the tensor, for every grid, scope and number of bits."""
+    outcomes = []
+    given = _activation(3, 4, context.seed + 1, gate=-0.4).abs()
+    given[1] += 0.2
+    given[0, 0] = 0.0
+    # Repeated rows share their grids, whatever the scope: one message holds all samples.
+    repeated = given.repeat(context.samples(20_000, 3000), 1)
+    cases = list(itertools.product(BITS, GRIDS, SCOPES))
+    for number, (bits, grid, scope) in enumerate(cases):
+        spec = CodecSpec(bits, grid, "stochastic", scope)
+        message = codec_of(spec).encode(repeated, generator_on(_CPU, context.seed + number))
+        drawn = decode(message, shape=repeated.shape).reshape(-1, given.numel())
+        outcomes.append(compare_means(spec.name, drawn, given.reshape(-1), num_families=len(cases)))
+    return worst(outcomes)
+
+
+def check_contraction(context: Context) -> Outcome:
+    """Compare the error of rounding to the nearest with ``‖x‖² - Σ max²``, for tensors that are hard on it."""
+    ratio, name = 0.0, ""
+    for seed in range(context.seed, context.seed + context.samples(60, 8)):
+        for bits, scope in itertools.product(BITS[1:], SCOPES):
+            for kind, tensor in _hard_tensors(seed):
+                spec = CodecSpec(bits, "symmetric", scope=scope)
+                squared = (received(tensor, spec) - tensor).square().sum()
+                largest = _largest_by_group(tensor, scope)
+                bound = tensor.square().sum() - largest.square().sum()
+                found = float(squared / bound) if float(bound) else float(squared > 0)
+                if found > ratio:
+                    ratio, name = found, f"{spec.name}, {kind}"
+    return Outcome(
+        ratio, 1 + 1e-6, "‖x - C(x)‖² against its bound", (f"closest to the bound, {ratio:.6f}: {name}",)
+    )
+
+
+def _hard_tensors(seed: int) -> list[tuple[str, Tensor]]:
+    normals = torch.randn((6, 9), generator=generator_on(_CPU, seed), dtype=torch.float64)
+    one_large = normals.clone()
+    one_large[2, 3] = 1e4
+    return [
+        ("normals", normals),
+        ("cubes", normals**3),
+        ("an outlier", one_large),
+        ("a ReLU", normals.clamp(min=0)),
+    ]
+
+
+def _largest_by_group(tensor: Tensor, scope: Scope) -> Tensor:
+    if scope == "tensor":
+        return tensor.abs().amax()
+    return tensor.abs().amax(dim=1 if scope == "token" else 0)
+
+
+def check_expansion(context: Context) -> Outcome:
+    """Compare the squared error of stochastic rounding with ``Σ f(1 - f)s²``; with 2 bits, also κ with 1."""
+    outcomes, lines, kappas = [], [], []
+    given = torch.randn((16, 64), generator=generator_on(_CPU, context.seed), dtype=torch.float64)
+    count = context.samples(600, 60)
+    for number, bits in enumerate(BITS[1:]):
+        spec = CodecSpec(bits, rounding="stochastic")
+        step = given.abs().max() / (2 ** (bits - 1) - 1)
+        cells = given / step
+        fraction = cells - cells.floor()
+        expected = (fraction * (1 - fraction)).sum() * step**2
+        generator = generator_on(_CPU, context.seed + number)
+        squared = [(received(given, spec, generator) - given).square().sum() for _ in range(count)]
+        outcomes.append(
+            compare_means(
+                spec.name, torch.stack(squared)[:, None], expected[None], num_families=len(BITS) - 1
+            )
+        )
+        random, nearest = (
+            float((expected / given.square().sum()).sqrt()),
+            relative_error(given, CodecSpec(bits)),
+        )
+        kappas.append(random)
+        lines.append(
+            f"{bits} bits: κ = {random:.3f} at random, {nearest:.3f} to the nearest, of {given.numel()} normals"
+        )
+    found = worst(outcomes)
+    statistic = found.statistic if kappas[0] > 1 else math.inf
+    return Outcome(statistic, found.bound, found.measured, (*found.details, *lines))
+
+
+def check_lossless(context: Context) -> Outcome:
+    """Count elements that an encoding brings back otherwise than they were quantised."""
+    wrong = 0
+    for seed in range(context.seed, context.seed + context.samples(20, 3)):
+        for bits, encoding, gate in itertools.product(BITS, ENCODINGS, (-9.0, 0.0, 1.5, 9.0)):
+            spec = CodecSpec(bits, "affine-zero" if gate >= 0 else "affine", encoding=encoding)
+            tensor = _activation(7, 37, seed, gate=gate).float()
+            came = decode(codec_of(spec).encode(tensor))
+            wrong += int((came != dequantise(quantise(tensor, spec))).sum())
+    return Outcome(float(wrong), 0.0, "elements that differ")
+
+
+class _Cut:
+    """A layer before a cut, ``a(θ) = relu(θx)``, and a linear rest ``w·a`` after it, along one direction."""
+
+    def __init__(self, seed: int) -> None:
+        generator = generator_on(_CPU, seed)
+        weights, z, x, self.w = (
+            torch.randn(shape, generator=generator, dtype=torch.float64)
+            for shape in ((256, 16), (256, 16), (16,), (256,))
+        )
+        self.activation, self.slope = weights @ x, z @ x
+
+    def at(self, shift: float) -> Tensor:
+        """Return the activation at ``θ + shift·z``, as one row."""
+        return (self.activation + shift * self.slope).clamp(min=0)[None]
+
+
+EPSILON = 1e-3
+
+
+def check_gradient_noise(context: Context) -> Outcome:
+    """Compare mean and variance of a projected gradient through stochastic rounding with theory, by random numbers."""
+    outcomes, lines = [], []
+    cut, count = _Cut(context.seed), context.samples(4000, 600)
+    plus, minus = cut.at(EPSILON), cut.at(-EPSILON)
+    true = float((plus - minus)[0] @ cut.w) / (2 * EPSILON)
+    for bits, shared in itertools.product((2, 4, 8), (False, True)):
+        spec = CodecSpec(bits, rounding="stochastic")
+        variance = _gradient_variance(cut, plus, minus, bits, shared=shared)
+        sampled = torch.tensor(
+            [_gradient(cut, plus, minus, spec, context.seed + 2 * n, shared) for n in range(count)],
+            dtype=torch.float64,
+        )
+        columns = torch.stack([sampled, (sampled - true) ** 2], dim=1)
+        how = "the same random numbers" if shared else "independent ones"
+        expected = torch.tensor([true, variance], dtype=torch.float64)
+        outcomes.append(compare_means(f"{bits} bits, {how}", columns, expected, num_families=6))
+        lines.append(
+            f"{bits} bits, {how}: deviation {variance**0.5:.3g} of a gradient of {true:.3g}, at ε = {EPSILON:g}"
+        )
+    found = worst(outcomes)
+    return Outcome(found.statistic, found.bound, found.measured, (*found.details, *lines))
+
+
+def _gradient(cut: _Cut, plus: Tensor, minus: Tensor, spec: CodecSpec, seed: int, shared: bool) -> float:
+    first, second = (
+        received(a, spec, generator_on(_CPU, number))
+        for a, number in ((plus, seed), (minus, seed if shared else seed + 1))
+    )
+    return float((first - second)[0] @ cut.w) / (2 * EPSILON)
+
+
+def _gradient_variance(cut: _Cut, plus: Tensor, minus: Tensor, bits: int, *, shared: bool) -> float:
+    """Return the variance of ``Σ w_i (s⁺B⁺_i - s⁻B⁻_i)/2ε``, with ``B`` the chance of rounding up."""
+    steps = [a.max() / (2 ** (bits - 1) - 1) for a in (plus, minus)]
+    up = [a[0] / s - (a[0] / s).floor() for a, s in zip((plus, minus), steps, strict=True)]
+    of_each = sum(s**2 * f * (1 - f) for s, f in zip(steps, up, strict=True))
+    together = steps[0] * steps[1] * (torch.minimum(*up) - up[0] * up[1]) if shared else torch.zeros(())
+    return float((cut.w**2 * (of_each - 2 * together)).sum()) / (2 * EPSILON) ** 2
+
+
+def check_blindness(context: Context) -> Outcome:
+    """Compare a projected gradient through the nearest codes, at a tiny ε, with what is left of it: the grid's own."""
+    outcomes, lines = [], []
+    epsilon = 1e-10
+    for seed, bits in itertools.product(range(context.seed, context.seed + context.samples(20, 4)), (2, 4)):
+        cut = _Cut(seed)
+        first, second = (received(cut.at(sign * epsilon), CodecSpec(bits)) for sign in (1, -1))
+        measured = float((first - second)[0] @ cut.w) / (2 * epsilon)
+        largest = int(cut.activation.argmax())
+        codes = 2 ** (bits - 1) - 1
+        step = cut.at(0.0).max() / codes
+        left = float(cut.w @ (cut.at(0.0)[0] / step).round() * cut.slope[largest] / codes)
+        true = float(cut.w @ (cut.slope * (cut.activation > 0)))
+        lines.append(
+            f"seed {seed}, {bits} bits: {measured:.4g}, of the grid alone {left:.4g}, the gradient is {true:.4g}"
+        )
+        outcomes.append(abs(measured - left) / abs(left))
+    return Outcome(
+        max(outcomes), 1e-4, "relative distance to the gradient of the grid alone", tuple(lines[:4])
+    )
+
+
+_NEAREST = Mutant(
+    "rounding to the nearest",
+    "executors.quantisers:rounded_at_random",
+    "chance < numbers - below",
+    "0.5 < numbers - below",
+)
+_SHORT = Mutant(
+    "a symmetric grid that ends before the largest value",
+    "executors.codecs.grids:_symmetric_step",
+    "largest / codes",
+    "largest / (codes + 1)",
+)
+
+CLAIMS = (
+    Claim(
+        "codec-stochastic-unbiased",
+        "E[C(x)] = x for stochastic rounding on every grid, per tensor, token and channel, at 1 to 8 bits, measured "
+        "on decoded messages.",
+        "SparQ assumption 5 (its title; the inequality in it does not say so)",
+        "finite values; with one bit and 0 on the grid, values of one sign; float64, half precision rounds once more",
+        check_stochastic,
+        (
+            _NEAREST,
+            Mutant(
+                "an affine grid that starts at 0",
+                "executors.codecs.grids:Fitted.scaled",
+                "values.sub(self.offset)",
+                "values.sub(0 * self.offset)",
+            ),
+            Mutant(
+                "a zero point that is off by one",
+                "executors.codecs.grids:fitted",
+                "parameters[1].to(step.dtype)",
+                "parameters[1].to(step.dtype) + 1",
+            ),
+            _SHORT,
+        ),
+    ),
+    Claim(
+        "codec-nearest-contracts",
+        "‖x - C(x)‖² <= ‖x‖² - Σ_G max²_G < ‖x‖² for rounding to the nearest on a symmetric grid of 2 to 8 bits, "
+        "with max_G the largest magnitude of a group: κ < 1, though as near to 1 as an outlier makes it.",
+        "SparQ assumption 5: no value is farther from its nearest code than from 0, and the largest is a code",
+        "x not 0; symmetric grid",
+        check_contraction,
+        (
+            _SHORT,
+            Mutant(
+                "codes of which the highest is cut off",
+                "executors.codecs.grids:fitted",
+                "highest = zero + codes // 2",
+                "highest = zero + codes // 2 - 1",
+            ),
+            Mutant(
+                "rounding away from zero",
+                "executors.codecs.quantising:quantise",
+                "scaled.round_()",
+                "scaled.sign().mul_(scaled.abs().ceil_())",
+            ),
+        ),
+    ),
+    Claim(
+        "codec-stochastic-expands",
+        "E‖x - C(x)‖² = Σ f(1 - f)s² for stochastic rounding, with f the fraction of x/s: of normals κ > 1 at 2 "
+        "bits, so that an unbiased codec of few bits is none that assumption 5 allows.",
+        "SparQ assumption 5, whose title asks for what its inequality forbids at few bits",
+        "symmetric grid per tensor, 2 to 8 bits, normals",
+        check_expansion,
+        (_NEAREST, _SHORT),
+    ),
+    Claim(
+        "codec-encodings-lossless",
+        "decode(encode(x)) is the quantised x, bit for bit, in every encoding: their κ is that of quantisation.",
+        "SparQ appendix C.1 and remark 2",
+        "none",
+        check_lossless,
+        (
+            Mutant(
+                "packed symbols that overlap",
+                "executors.codecs.packing:_joined",
+                "(width << number)",
+                "(width << number) + (number == 1)",
+            ),
+            Mutant(
+                "places counted from the row before",
+                "executors.codecs.encodings:Index.decode",
+                "row * layout.num_columns + column",
+                "row * (layout.num_columns - 1) + column",
+            ),
+            Mutant(
+                "a bitmap read from the other end of its bytes",
+                "executors.codecs.encodings:Bitmap.decode",
+                'bitorder="little"',
+                'bitorder="big"',
+            ),
+            Mutant(
+                "long runs that lose an element",
+                "executors.codecs.encodings:RunLength.encode",
+                "symbols.gaps >> gap_bits",
+                "(symbols.gaps - 1).clip(0) >> gap_bits",
+            ),
+            Mutant(
+                "a table that is shifted by a symbol",
+                "executors.codecs.encodings:Entropy.decode",
+                "frequency[mask.view(np.bool_)]",
+                "frequency[np.roll(mask, 1).view(np.bool_)]",
+            ),
+        ),
+    ),
+    Claim(
+        "codec-gradient-noise",
+        "Through stochastic rounding and a linear rest, E[g] is the projected gradient, and Var[g] = Σ w²(v⁺ + v⁻ - "
+        "2c)/4ε², with v = f(1 - f)s² and c = 0 for independent random numbers, s⁺s⁻(min(f⁺, f⁻) - f⁺f⁻) for the same: "
+        "the deviation grows as 1/ε in one case and as 1/√ε in the other.",
+        "SparQ equation 4 with assumption 5; its lemma 1 bounds a bias that does not depend on the smoothing radius",
+        "loss linear in the activation; ReLU before the cut; symmetric grid per tensor",
+        check_gradient_noise,
+        (_NEAREST, _SHORT),
+    ),
+    Claim(
+        "codec-nearest-blind",
+        "For ε -> 0 no code changes any more, and the projected gradient through the nearest codes tends to "
+        "w·codes·(∂ max a)/c, what moves the grid: another number than the gradient.",
+        "SparQ theorem 1 asks for ε <= 1/((d + 6)√T), which is such an ε",
+        "no activation on the border between two codes; symmetric grid per tensor; float64",
+        check_blindness,
+        (_SHORT,),
+    ),
+)
