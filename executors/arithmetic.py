@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PIECE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
+PIECE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Elements swept at a time where temporaries are needed. On a CPU these stay in a shared cache, and each operation
 is long against what it takes to call it and to gather torch's threads for it; on a GPU the piece bounds them."""
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 
 from executors.crew import Crew, shared
 from executors.directions import Direction
 from executors.rng import MASK32, drawn, mixed
+from executors.walks import keep_rows
 
 COUNTER_BLOCK_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
 """Length of a ``counter`` block, on a CPU times the direction's ``block_factor``: long enough that seeding costs
@@ -43,11 +44,18 @@ class CounterKey:
 
     def seed_of(self, block: int) -> int:
         """Return the seed of block number `block`, counted over all parameters."""
-        x = (block * self.multiplier + self.addend) & MASK32
-        x = ((x ^ (x >> 16)) * 0x85EBCA6B) & MASK32
-        x ^= self.tweak
-        x = ((x ^ (x >> 13)) * 0xC2B2AE35) & MASK32
-        return x ^ (x >> 16)
+        return self.seeds_of(block, 1)[0]
+
+    def seeds_of(self, first: int, num: int) -> list[int]:
+        """Return the seeds of `num` blocks from number `first` on."""
+        mask, half = np.uint64(MASK32), np.uint64(16)
+        x = np.arange(first, first + num, dtype=np.uint64) & mask
+        x = (x * np.uint64(self.multiplier) + np.uint64(self.addend)) & mask
+        x = ((x ^ (x >> half)) * np.uint64(0x85EBCA6B)) & mask
+        x ^= np.uint64(self.tweak)
+        x = ((x ^ (x >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & mask
+        seeds: list[int] = (x ^ (x >> half)).tolist()
+        return seeds
 
 
 class CounterDraws:
@@ -66,7 +74,6 @@ class CounterDraws:
         self._device = device
         self._numels = list(numels)
         self._first_blocks: dict[int, list[int]] = {}
-        self._local = threading.local()
         self._crew = crew if crew is not None and device.type == "cpu" else Crew()
 
     def fill(
@@ -112,23 +119,15 @@ class CounterDraws:
     ) -> None:
         """Fill `out` (kept rows, width) with rows of a table's direction; `rows` ascends."""
         wanted = rows.tolist()
-
-        def fill(share: range) -> None:
-            for kept in share:
-                self._fill_row(out[kept], wanted[kept], parameter, key, direction)
-
-        shares = shared(len(wanted), self._crew.num_threads)
-        self._crew.run([partial(fill, share) for share in shares])
-
-    def _fill_row(self, out: Tensor, row: int, parameter: int, key: CounterKey, direction: Direction) -> None:
-        width, length = out.numel(), self._length(direction)
-        begin, end = row * width, (row + 1) * width
-        for block in range(begin // length, -(-end // length)):
-            first = block * length
-            low, high = max(begin, first), min(end, first + length)
-            out[low - begin : high - begin] = self._window(
-                out, parameter, block, low - first, high - first, key, direction
-            )
+        width, length = out.shape[1], self._length(direction)
+        numel = self._numels[parameter]
+        touched = {block for row in wanted for block in _blocks(row * width, (row + 1) * width, length)}
+        # Alone: a row is soon made, and threads would mostly wait for the interpreter.
+        generator = Generator(device=self._device)
+        for block in sorted(touched):
+            generator.manual_seed(self._seeds(parameter, range(block, block + 1), key, direction)[0])
+            end = min((block + 1) * length, numel)
+            keep_rows(out, wanted, block * length, end, direction, generator, to_the_end=False)
 
     def _fill_all(
         self,
@@ -137,73 +136,52 @@ class CounterDraws:
         direction: Direction,
         factor: float | None,
     ) -> None:
-        length = self._length(direction)
-        jobs = [
-            (out, parameter, offset, block)
-            for out, parameter, offset in wanted
-            for block in range(offset // length, -(-(offset + out.numel()) // length))
-        ]
+        jobs = [job for part in wanted for job in self._jobs(*part, key, direction)]
 
         def fill(share: range) -> None:
-            for out, parameter, offset, block in jobs[share.start : share.stop]:
-                self._fill_block(out, parameter, offset, block, key, direction, factor)
+            generator = Generator(device=self._device)
+            for piece, seed, low, total in jobs[share.start : share.stop]:
+                generator.manual_seed(seed)
+                if piece.numel() == total:
+                    drawn(piece, direction, generator, factor)
+                else:
+                    numbers = self._window(piece, low, total, direction, generator)
+                    piece.copy_(numbers if factor is None else numbers.mul_(factor))
 
         num_shares = self._crew.num_threads if direction.is_drawn_alone else 1
         self._crew.run([partial(fill, share) for share in shared(len(jobs), num_shares)])
 
-    def _fill_block(
-        self,
-        out: Tensor,
-        parameter: int,
-        offset: int,
-        block: int,
-        key: CounterKey,
-        direction: Direction,
-        factor: float | None,
-    ) -> None:
-        """Fill what lies in `block` of a parameter's elements from `offset` on."""
-        end, length = offset + out.numel(), self._length(direction)
-        first = block * length
-        last = min(first + length, self._numels[parameter])
-        if offset <= first and last <= end:
-            generator = self._generator(parameter, block, key, direction)
-            drawn(out[first - offset : last - offset], direction, generator, factor)
-            return
-        low, high = max(first, offset), min(last, end)
-        numbers = self._window(out, parameter, block, low - first, high - first, key, direction)
-        out[low - offset : high - offset] = numbers if factor is None else numbers.mul_(factor)
+    def _jobs(
+        self, out: Tensor, parameter: int, offset: int, key: CounterKey, direction: Direction
+    ) -> Iterator[tuple[Tensor, int, int, int]]:
+        """Yield (piece, seed, first element in its block, elements of the block) of what is wanted."""
+        length, numel = self._length(direction), self._numels[parameter]
+        blocks = _blocks(offset, offset + out.numel(), length)
+        begin = 0
+        for block, seed in zip(blocks, self._seeds(parameter, blocks, key, direction), strict=True):
+            low = offset + begin - block * length
+            total = min(length, numel - block * length)
+            end = min(begin + total - low, out.numel())
+            yield out[begin:end], seed, low, total
+            begin = end
 
     def _window(
-        self,
-        like: Tensor,
-        parameter: int,
-        block: int,
-        low: int,
-        high: int,
-        key: CounterKey,
-        direction: Direction,
+        self, like: Tensor, low: int, total: int, direction: Direction, generator: Generator
     ) -> Tensor:
-        """Return elements `low` to `high` of a block, drawing as little of the rest as draws can be split."""
-        length = self._length(direction)
-        total = min(length, self._numels[parameter] - block * length)
+        """Return part of a block from `low` on, drawing as little of the rest as draws can be split."""
+        high = low + like.numel()
         on_cpu = self._device.type == "cpu"
         begin, end = _apart(low, high, total, direction.granularity) if on_cpu else (0, total)
-        generator = self._generator(parameter, block, key, direction)
         if begin:
             direction.skip(begin, like, generator)
         numbers = torch.empty(end - begin, dtype=like.dtype, device=like.device)
         direction.fill(numbers, generator)
         return numbers[low - begin : high - begin]
 
-    def _generator(self, parameter: int, block: int, key: CounterKey, direction: Direction) -> Generator:
-        """Return this thread's generator at the start of a block."""
-        generator = getattr(self._local, "generator", None)
-        if generator is None:
-            generator = self._local.generator = Generator(device=self._device)
+    def _seeds(self, parameter: int, blocks: range, key: CounterKey, direction: Direction) -> list[int]:
+        """Return the seeds of some blocks of a parameter."""
         first_block = self._first_blocks_of(self._length(direction))[parameter]
-        generator.manual_seed(key.seed_of(first_block + block))
-        found: Generator = generator
-        return found
+        return key.seeds_of(first_block + blocks.start, len(blocks))
 
     def _length(self, direction: Direction) -> int:
         on_cpu = self._device.type == "cpu"
@@ -217,6 +195,11 @@ class CounterDraws:
             counts = [-(-numel // length) for numel in self._numels]
             self._first_blocks[length] = [0, *accumulate(counts)]
         return self._first_blocks[length]
+
+
+def _blocks(begin: int, end: int, length: int) -> range:
+    """Return the blocks that have elements between `begin` and `end`."""
+    return range(begin // length, -(-end // length))
 
 
 def _apart(low: int, high: int, total: int, granularity: int) -> tuple[int, int]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+
+from executors.openmp import end_waiting_threads
 
 Task = Callable[[], object]
 
 
 class Crew:
-    """A few threads, or none beside the caller.
+    """The caller and a few threads beside it.
 
     Parameters
     ----------
@@ -24,16 +26,22 @@ class Crew:
 
     def __init__(self, num_threads: int = 1) -> None:
         self.num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads, "zosim-crew") if num_threads > 1 else None
+        self._pool = ThreadPoolExecutor(num_threads - 1, "zosim-crew") if num_threads > 1 else None
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Do all tasks, and raise what the first of them that failed raised."""
+        """Do all tasks; where some fail, raise what one of them raised once all have ended."""
         if self._pool is None or len(tasks) < 2:
             for task in tasks:
                 task()
             return
-        for running in [self._pool.submit(task) for task in tasks]:
-            running.result()
+        end_waiting_threads()
+        running = [self._pool.submit(task) for task in tasks[1:]]
+        try:
+            tasks[0]()
+        finally:
+            wait(running)
+        for task_of_others in running:
+            task_of_others.result()
 
     def close(self) -> None:
         """End the threads."""

@@ -155,7 +155,7 @@ class Rademacher(Direction):
         """Turn every bit of `words` into an element of `out`."""
         integer, width = _INTEGERS[out.element_size()], 8 * out.element_size()
         signs = out.view(integer).view(-1, width)
-        shifts = torch.arange(width, dtype=integer, device=out.device)
+        shifts = _shifts(width, integer, out.device)
         torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts, out=signs)
         signs.bitwise_and_(_bits(-0.0, out.dtype)).bitwise_or_(_bits(1.0, out.dtype))
 
@@ -175,6 +175,11 @@ _PIECE_ELEMENTS = 1 << 19
 
 _SKIPPED_AT_ONCE = 1 << 13
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+@cache
+def _shifts(width: int, integer: torch.dtype, device: torch.device) -> Tensor:
+    return torch.arange(width, dtype=integer, device=device)
 
 
 @cache

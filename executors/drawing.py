@@ -12,8 +12,10 @@ from executors.counter import CounterDraws, CounterKey
 from executors.crew import Crew
 from executors.directions import direction_named
 from executors.frames import StepFrame
-from executors.operands import NUM_RNG_MARKS, SCALED, Action, Unfit, one, place_of
+from executors.operands import Action, Unfit, one, place_of
 from executors.walks import Walk
+from zosim.lowering.directions import SCALED
+from zosim.lowering.layout import NUM_RNG_MARKS
 from zosim.program import Access, Draw, Instruction
 
 _RNG = "rng:"

@@ -18,7 +18,7 @@ class Hyperparameters:
     epsilon : float
         Smoothing radius ``ε``.
     weight_decay : float
-        ``wd``; 0 still multiplies, as the reference loop does.
+        ``wd``.
     """
 
     epsilon: float

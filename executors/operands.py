@@ -7,11 +7,6 @@ from collections.abc import Callable, Sequence
 from executors.frames import StepFrame
 from zosim.program import Access
 
-SCALED = "*eps"
-"""Ends the point of a direction that has been multiplied by epsilon."""
-
-NUM_RNG_MARKS = 8
-
 Action = Callable[[StepFrame], None]
 
 

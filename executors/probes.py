@@ -176,14 +176,14 @@ def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
         signs = cycle((1, -1))
 
         def perturb(turns: Iterator[Tensor] = turns, z: Tensor = z, signs: Iterator[int] = signs) -> None:
-            sweeper.perturb(next(turns), z, next(signs), 1e-3)
+            sweeper.perturb_scaled(next(turns), z, next(signs))
 
         def update(turns: Iterator[Tensor] = turns, z: Tensor = z, signs: Iterator[int] = signs) -> None:
-            sweeper.update(next(turns), z, gradient=next(signs), learning_rate=1e-3, weight_decay=0.0)
+            sweeper.update(next(turns), z, gradient=next(signs), learning_rate=1e-3, weight_decay=None)
 
-        work = perturb_work(num, dtype=_format(dtype), arithmetic="pieces")
+        work = perturb_work(num, dtype=_format(dtype))
         yield Probe(f"perturb {place} {dtype}", work, perturb)
-        work = update_work(num, dtype=_format(dtype), arithmetic="pieces", weight_decay=True)
+        work = update_work(num, dtype=_format(dtype), arithmetic="pieces")
         yield Probe(f"update {place} {dtype}", work, update)
 
 

@@ -6,7 +6,8 @@ from executors.arithmetic import Sweeper
 from executors.buffers import BufferStore, decay_runs
 from executors.directions import direction_named
 from executors.frames import Hyperparameters, StepFrame
-from executors.operands import SCALED, Action, Unfit, one
+from executors.operands import Action, Unfit, one
+from zosim.lowering.directions import SCALED
 from zosim.program import Access, Draw, Instruction, Perturb, Program, Scalar, Update
 
 

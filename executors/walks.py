@@ -17,6 +17,9 @@ from executors.rng import drawn
 _WALK_ELEMENTS = 1 << 16
 """Numbers held at once when not all are kept; a multiple of every granularity."""
 
+_CHEAP_ELEMENTS = 1 << 19
+"""The same for directions that take less to draw than to choose from."""
+
 _LONGEST_GRANULE = 64
 
 
@@ -101,7 +104,7 @@ class Walk:
         for spans in self._spans:
             states.append(generator.get_state())
             for span in spans:
-                _keep_rows(out, wanted, span, self._direction, generator)
+                keep_rows(out, wanted, span.begin, span.end, self._direction, generator)
         return states
 
     def _from(
@@ -148,33 +151,56 @@ def _spans(numels: Sequence[int], granularity: int, num_marks: int) -> Iterator[
         yield found
 
 
-def _keep_rows(
-    out: Tensor, wanted: Sequence[int], span: _Span, direction: Direction, generator: Generator
+def keep_rows(
+    out: Tensor,
+    wanted: Sequence[int],
+    begin: int,
+    end: int,
+    direction: Direction,
+    generator: Generator,
+    *,
+    to_the_end: bool = True,
 ) -> None:
-    """Draw what lies in `span` of the wanted rows of a table, and skip the rest."""
+    """Draw what lies of some rows between two elements of a table, and skip the rest.
+
+    Parameters
+    ----------
+    out : torch.Tensor
+        Shape (kept rows, width); what lies between `begin` and `end` is filled.
+    wanted : sequence of int
+        Ascending row numbers to keep.
+    begin, end : int
+        Where one draw begins and ends, in elements; the first a multiple of the direction's granularity.
+    to_the_end : bool
+        Whether `generator` is advanced as the whole draw advances it; else it stops after the last row.
+    """
     width = out.shape[1]
-    for begin, end, is_kept in _stretches(wanted, width, span, direction.granularity):
+    first, last = _between(wanted, width, begin, end)
+    for low, high, is_kept in _stretches(wanted[first:last], width, begin, end, direction):
         if not is_kept:
-            direction.skip(end - begin, out, generator)
+            if high < end or to_the_end:
+                direction.skip(high - low, out, generator)
             continue
-        numbers = torch.empty(end - begin, dtype=out.dtype, device=out.device)
+        numbers = torch.empty(high - low, dtype=out.dtype, device=out.device)
         direction.fill(numbers, generator)
-        for kept in range(bisect_left(wanted, begin // width), bisect_left(wanted, -(-end // width))):
-            first = wanted[kept] * width
-            low, high = max(first, begin), min(first + width, end)
-            out[kept, low - first : high - first] = numbers[low - begin : high - begin]
+        for kept in range(*_between(wanted, width, low, high)):
+            row = wanted[kept] * width
+            start, stop = max(row, low), min(row + width, high)
+            out[kept, start - row : stop - row] = numbers[start - low : stop - low]
+
+
+def _between(wanted: Sequence[int], width: int, begin: int, end: int) -> tuple[int, int]:
+    """Return which of the wanted rows have elements between `begin` and `end`."""
+    return bisect_left(wanted, begin // width), bisect_left(wanted, -(-end // width))
 
 
 def _stretches(
-    wanted: Sequence[int], width: int, span: _Span, granularity: int
+    rows: Sequence[int], width: int, begin: int, end: int, direction: Direction
 ) -> Iterator[tuple[int, int, bool]]:
-    """Yield (begin, end, kept) of a span in pieces that can be drawn apart; without rows to keep, in one."""
-    begin, end = span.begin, span.end
-    rows = wanted[bisect_left(wanted, begin // width) : bisect_left(wanted, -(-end // width))]
-    if rows and width % granularity:
-        yield from (
-            (begin + offset, begin + offset + length, True) for offset, length in _pieces(end - begin)
-        )
+    """Yield (begin, end, kept) of one draw in pieces that can be drawn apart; without rows to keep, in one."""
+    if rows and (width % direction.granularity or not direction.is_drawn_alone):
+        most = _WALK_ELEMENTS if direction.is_drawn_alone else _CHEAP_ELEMENTS
+        yield from ((begin + low, begin + high, True) for low, high in _pieces(end - begin, most))
         return
     for row in rows:
         low, high = max(row * width, begin), min((row + 1) * width, end)
@@ -196,12 +222,12 @@ def walk_past(numels: Sequence[int], like: Tensor, direction: Direction, generat
     Walk(numels, direction).skip(like, generator)
 
 
-def _pieces(numel: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, length) of pieces that are drawn one after the other and together equal one draw."""
+def _pieces(numel: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of pieces that are drawn one after the other and together equal one draw."""
     begin = 0
     while begin < numel:
-        length = min(_WALK_ELEMENTS, numel - begin)
+        length = min(most, numel - begin)
         if numel - begin - length < _LONGEST_GRANULE:
             length = numel - begin
-        yield begin, length
+        yield begin, begin + length
         begin += length

@@ -303,9 +303,9 @@ CLAIMS = (
         (
             Mutant(
                 "a slice read from its block's start",
-                "executors.counter:CounterDraws._fill_piece",
-                "block, low, high,",
-                "block, 0, high - low,",
+                "executors.counter:CounterDraws._window",
+                "numbers[low - begin : high - begin]",
+                "numbers[: high - low]",
             ),
             Mutant(
                 "a key without its step",
@@ -315,14 +315,14 @@ CLAIMS = (
             ),
             Mutant(
                 "blocks numbered within their parameter",
-                "executors.counter:CounterDraws._generator",
-                "first_block + block",
-                "block",
+                "executors.counter:CounterDraws._seeds",
+                "first_block + blocks.start",
+                "blocks.start",
             ),
             Mutant(
                 "a walk that draws pieces of 1000",
                 "executors.walks:_pieces",
-                "length = min(_WALK_ELEMENTS, numel - begin)",
+                "length = min(most, numel - begin)",
                 "length = min(1000, numel - begin)",
             ),
             Mutant(

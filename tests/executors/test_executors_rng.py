@@ -165,4 +165,6 @@ def test_counter_streams_differ_in_every_part_of_the_key():
 
 def test_counter_seeds_of_one_direction_never_meet():
     key = CounterKey.of(123, 45, 0)
-    assert len({key.seed_of(block) for block in range(200_000)}) == 200_000
+    seeds = key.seeds_of(0, 200_000)
+    assert len(set(seeds)) == 200_000
+    assert seeds[1234] == key.seed_of(1234)
