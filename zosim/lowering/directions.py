@@ -13,6 +13,13 @@ from zosim.program import Access, Draw, Stream
 
 Keep = Literal["all", "rows", "none"]
 
+SCALED = "*eps"
+"""Ends the point of a direction that is kept as ``w = z·ε``, rounded: good for perturbations alone."""
+
+_SMALLEST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
+_SMALLEST_DRAWN = 1e-25
+"""Below every normal but 0 that torch draws."""
+
 
 class Directions:
     """Writes draws, and knows which directions are at hand and how far each query's generator has been walked.
@@ -38,7 +45,7 @@ class Directions:
     def held(self, group: ParameterGroup, query: int) -> Access:
         """Return where this step's direction of `group` is, which must be at hand."""
         wanted = (f"z:{group.name}", 0, f"q{query}")
-        return next(z for z in self._at_hand if (z.what, z.step, z.point) == wanted)
+        return next(z for z in self._at_hand if (z.what, z.step, z.point.removesuffix(SCALED)) == wanted)
 
     def draw(
         self,
@@ -49,12 +56,23 @@ class Directions:
         step: int = 0,
         keep: Keep = "all",
         offset_bytes: int | None = None,
+        scaled: bool = False,
         suffix: str = "",
     ) -> Access:
-        """Write the draw of a direction, unless it is still at hand, and return where it is."""
+        """Write the draw of a direction, unless it is still at hand, and return where it is.
+
+        With `scaled`, it may be kept as ``z·ε``, where that loses nothing.
+        """
         if offset_bytes is None:
             offset_bytes = self.fresh_offset(segment)
-        target = self.layout.direction(group, query, step, offset_bytes=offset_bytes, rows=keep == "rows")
+        target = self.layout.direction(
+            group,
+            query,
+            step,
+            offset_bytes=offset_bytes,
+            rows=keep == "rows",
+            suffix=SCALED if scaled and self._can_scale else "",
+        )
         for held in self._at_hand:
             if (held.what, held.step, held.point) == (target.what, target.step, target.point):
                 return held
@@ -73,6 +91,13 @@ class Directions:
         self._at_hand = [held for held in self._at_hand if not held.overlaps(target)]
         self._at_hand.append(target)
         return target
+
+    @property
+    def _can_scale(self) -> bool:
+        """Whether ``(s·z)·ε`` is ``s·w`` to the last bit: no ``w`` may be subnormal. Signs are as fast without."""
+        estimator = self.plan.estimator
+        smallest = estimator.epsilon * _SMALLEST_DRAWN
+        return estimator.direction == "gaussian" and smallest >= _SMALLEST_NORMAL[self.plan.precision.storage]
 
     def _operation(self, group: ParameterGroup, query: int, step: int, keep: Keep) -> Draw:
         estimator = self.plan.estimator

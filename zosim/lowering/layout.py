@@ -20,7 +20,10 @@ ALIGNMENT_BYTES = 64
 RNG_STATE_BYTES = 5056
 """State of torch's CPU generator (a CUDA generator's is smaller)."""
 
-SCRATCH_ELEMENTS = 1 << 15
+NUM_RNG_MARKS = 8
+"""States that a walk over a group keeps on its way, so that as many threads can draw the group again."""
+
+SCRATCH_ELEMENTS = 1 << 20
 """Elements of each of the two temporaries that sweeps over parameters on a CPU keep from one to the next."""
 
 SCALAR_BYTES = 8
@@ -166,14 +169,21 @@ class Layout:
         return self._frozen_bytes(group, dtype) + self._trainable_bytes(group, dtype)
 
     def direction(
-        self, group: ParameterGroup, query: int, step: int, *, offset_bytes: int, rows: bool = False
+        self,
+        group: ParameterGroup,
+        query: int,
+        step: int,
+        *,
+        offset_bytes: int,
+        rows: bool = False,
+        suffix: str = "",
     ) -> Access:
         """Return the access to the direction of `group`, or to the rows of it that the batch names."""
         if rows:
             size = self._rows_bytes
             return Access(ROWS, f"z:{group.name}:rows", step, size, f"q{query}", query * size)
         size = bucket_bytes(group.num_trainable, group.num_trainable_tensors, self.plan.precision.storage)
-        return Access(DIRECTIONS, f"z:{group.name}", step, size, f"q{query}", offset_bytes)
+        return Access(DIRECTIONS, f"z:{group.name}", step, size, f"q{query}{suffix}", offset_bytes)
 
     def clean(self, group: ParameterGroup, segment: str) -> Access:
         """Return the access to the copy of `group` that its perturbations leave alone while `segment` is forwarded."""
@@ -251,8 +261,9 @@ class Layout:
         return Access(BATCH, "batch", 0, 3 * 8 * self.num_tokens)
 
     def rng_before(self, group: ParameterGroup, query: int, step: int) -> Access:
-        """Return the access to the kept generator state before `group`."""
-        return Access(f"rng.{group.name}.q{query}", f"rng:{group.name}", step, RNG_STATE_BYTES, f"q{query}")
+        """Return the access to the kept generator states before `group` and on the way through it."""
+        size = NUM_RNG_MARKS * RNG_STATE_BYTES
+        return Access(f"rng.{group.name}.q{query}", f"rng:{group.name}", step, size, f"q{query}")
 
     def rng_after(self, group: ParameterGroup, query: int) -> Access:
         """Return the access to the running generator state after `group`."""
@@ -422,4 +433,4 @@ class Layout:
                 for group in self.groups:
                     if group.num_trainable:
                         name = f"rng.{group.name}.q{query}"
-                        yield Buffer(name, Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
+                        yield Buffer(name, Space.HOST, NUM_RNG_MARKS * RNG_STATE_BYTES, "rng", "uint8")

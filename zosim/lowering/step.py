@@ -8,7 +8,7 @@ from costmodel.forward import activation_bytes, forward_work
 from costmodel.model_spec import EMBED, HEAD, ParameterGroup
 from costmodel.sweeps import copy_work, perturb_work, update_work
 from costmodel.work import Work
-from zosim.lowering.directions import Directions
+from zosim.lowering.directions import SCALED, Directions
 from zosim.lowering.layout import Layout
 from zosim.lowering.listing import Listing
 from zosim.lowering.messages import coding_work, expected_message_bytes
@@ -109,7 +109,12 @@ class StepWriter:
         for group in self.listing.trainable(segment):
             rows = self.layout.gathers(group, segment)
             self._directions.draw(
-                group, query, keep="rows" if rows else "all", offset_bytes=offset, segment=segment
+                group,
+                query,
+                keep="rows" if rows else "all",
+                offset_bytes=offset,
+                scaled=not self._updates_at_hand(group, segment),
+                segment=segment,
             )
             offset += 0 if rows else self.layout.direction_bytes(group)
         previous = ""
@@ -147,7 +152,7 @@ class StepWriter:
         for group in self._swept:
             segment = self.layout.readers(group)[0]
             self._directions.forget()
-            self._directions.draw(group, query, segment=segment)
+            self._directions.draw(group, query, scaled=True, segment=segment)
             self._perturb(group, segment, query, scale, before, after)
         self._directions.forget()
 
@@ -190,6 +195,11 @@ class StepWriter:
             ):
                 self._visit(segment, step_before=False)
 
+    def _updates_at_hand(self, group: ParameterGroup, segment: str) -> bool:
+        """Whether the update of `group` finds the direction of its perturbations in `segment` at hand."""
+        is_last = segment == self.layout.segments[-1] and self.plan.estimator.num_queries == 1
+        return is_last and not self.layout.is_delayed(group)
+
     def _visit(self, segment: str, *, step_before: bool) -> None:
         """Write the updates of the groups that `segment` owns, fetching them first where they are offloaded."""
         suffix = ":update"
@@ -215,14 +225,16 @@ class StepWriter:
                 group.num_trainable,
                 dtype=self.plan.precision.storage,
                 num_tensors=group.num_trainable_tensors,
-                arithmetic="pieces",
-                # A decay of 0 takes its passes as well: it may change a zero's sign.
-                weight_decay=True,
+                arithmetic="fused" if self._is_sign else "pieces",
             )
             name = f"{group.name}/update[q{query}]"
             self.listing.emit(
                 name, Update(group.name, step, query), Stream.COMPUTE, "update", segment, reads, (left,), work
             )
+
+    @property
+    def _is_sign(self) -> bool:
+        return self.plan.estimator.direction == "rademacher"
 
     # -- single instructions -----------------------------------------------------------------------------------
 
@@ -249,7 +261,7 @@ class StepWriter:
             perturb_work(
                 group.num_trainable,
                 dtype=self.plan.precision.storage,
-                arithmetic="pieces",
+                arithmetic="fused" if self._is_sign or direction.point.endswith(SCALED) else "pieces",
             ),
         )
 
