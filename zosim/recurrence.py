@@ -3,6 +3,9 @@
     ``start(i, k) = max(end of the stream's predecessor, ends of what i waits for)``
     ``end(i, k)   = start(i, k) + seconds of i alone``
 
+A collective is one instruction of all members of its group: it starts after the latest of them and takes as long as
+the slowest of their flows.
+
 This is linear in the max-plus algebra, so steps become periodic, with the period of the heaviest circuit of
 dependencies; sharing only makes durations longer, and later starts never make anything end earlier. The period is
 therefore a lower bound of the simulated step time, and equal to it wherever nothing is shared. It lies between the
@@ -16,7 +19,10 @@ References
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,15 +30,23 @@ from costmodel.profile import Bound
 from topology.errors import ProgramError
 from zosim.machine import Machine
 from zosim.places import Order, Place
-from zosim.program import Part, Program, Stream
+from zosim.program import Part, Program
+from zosim.program_set import ProgramSet
 from zosim.steady import SteadyDetector
+from zosim.world import World
 
 # Steps after which the period of a recurrence that has not become periodic is taken from its second half.
 MAX_STEPS = 64
 
-Times = dict[str, tuple[float, float]]
-# An instruction, its earliest start, and its predecessors as (distance, id, delay after their end).
-_Edges = tuple[str, float, list[tuple[int, str, float]]]
+
+class Member(NamedTuple):
+    """An instruction of one rank, by the rank's position in its world."""
+
+    rank: int
+    instruction: str
+
+
+Times = dict[Member, tuple[float, float]]
 
 
 def step_time_bound(program: Program, machine: Machine, bound: Bound = "central") -> float:
@@ -52,21 +66,38 @@ def step_time_bound(program: Program, machine: Machine, bound: Bound = "central"
     ProfileError
         If the profile has no rate for an instruction's formats.
     """
-    if not program.step:
+    return step_time_bound_of(_alone(program, machine, bound))
+
+
+def step_time_bound_of(world: World) -> float:
+    """Return the seconds per step of several ranks in the steady state, as if nothing were shared.
+
+    Ranks that behave alike where nothing is shared take the same, so the bound of a folded world is the bound of the
+    whole.
+
+    Raises
+    ------
+    ProgramError
+        As for :func:`step_time_bound`.
+    """
+    if not any(template.program.step for template in world.templates):
         return 0.0
-    recurrence = Recurrence(program, machine, MAX_STEPS, bound)
-    detector = SteadyDetector(depth=recurrence.order.max_distance)
+    recurrence = Recurrence(world, MAX_STEPS)
+    detector = SteadyDetector(depth=recurrence.max_distance)
     ends = []
     recurrence.advance()
     for _ in range(MAX_STEPS):
-        times = recurrence.advance()
-        found = np.array([time for item in program.step for time in times[item.id]])
+        found = np.array(list(recurrence.advance().values())).ravel()
         cycle = detector.completed(found)
         if cycle is not None:
             return cycle.period_s / cycle.num_steps
         ends.append(float(found.max()))
-    half = MAX_STEPS // 2
-    return (ends[-1] - ends[half - 1]) / (MAX_STEPS - half)
+    return second_half_s(ends[-1], ends[MAX_STEPS // 2 - 1])
+
+
+def second_half_s(last_s: float, middle_s: float) -> float:
+    """Return the seconds per step from the ends of the last step and of the middle one."""
+    return (last_s - middle_s) / (MAX_STEPS - MAX_STEPS // 2)
 
 
 def run_times(
@@ -79,12 +110,49 @@ def run_times(
     ProgramError, ProfileError
         As for :func:`step_time_bound`.
     """
-    recurrence = Recurrence(program, machine, num_steps, bound)
     return {
-        Place(position, name): times
-        for position in range(num_steps + 2)
-        for name, times in recurrence.advance().items()
+        place: times for (_, place), times in run_times_of(_alone(program, machine, bound), num_steps).items()
     }
+
+
+def run_times_of(world: World, num_steps: int) -> dict[tuple[int, Place], tuple[float, float]]:
+    """Return start and end of every instruction of a run of several ranks, as if nothing were shared.
+
+    Raises
+    ------
+    ProgramError
+        As for :func:`step_time_bound`.
+    """
+    recurrence = Recurrence(world, num_steps)
+    return {
+        (member.rank, Place(position, member.instruction)): times
+        for position in range(num_steps + 2)
+        for member, times in recurrence.advance().items()
+    }
+
+
+def _alone(program: Program, machine: Machine, bound: Bound) -> World:
+    return World.of(ProgramSet.alone(program), [machine], bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """An instruction, or a collective as one instruction of all its members.
+
+    Attributes
+    ----------
+    members : tuple of Member
+    earliest_s : float
+        Before this it does not start, whatever has finished.
+    edges : tuple of (int, Member, float)
+        What it waits for: positions before, the instruction, and a delay after its end.
+    seconds : float
+    """
+
+    members: tuple[Member, ...]
+    earliest_s: float
+    edges: tuple[tuple[int, Member, float], ...]
+    seconds: float
 
 
 class Recurrence:
@@ -92,10 +160,8 @@ class Recurrence:
 
     Parameters
     ----------
-    program : Program
-    machine : Machine
+    world : World
     num_steps : int
-    bound : {"central", "low", "high"}
 
     Raises
     ------
@@ -103,67 +169,103 @@ class Recurrence:
         If a dependency names no instruction, or instructions wait for each other in a circle.
     """
 
-    def __init__(self, program: Program, machine: Machine, num_steps: int, bound: Bound = "central") -> None:
-        self.order = Order(program, num_steps)
-        self._listed = {part: _evaluation_order(program, part) for part in _PARTS}
-        self._seconds = {
-            (part, item.id): machine.activity(program, item, bound).seconds
-            for part, item in program.instructions()
-        }
-        self._step_s = machine.step_s(bound)
+    def __init__(self, world: World, num_steps: int) -> None:
+        self.world = world
+        self.num_steps = num_steps
+        self.orders = [Order(world.program(rank), num_steps) for rank in range(world.size)]
+        self.max_distance = max(order.max_distance for order in self.orders)
         self._times: list[Times] = []
-        self._steady_edges: list[_Edges] = []
+        self._steady_nodes: list[Node] = []
 
     def advance(self) -> Times:
         """Evaluate the next position and return start and end of its instructions."""
         position = len(self._times)
-        part = self.order.part(position)
         here: Times = {}
         self._times.append(here)
-        for name, earliest_s, edges in self._edges_at(position):
-            start_s = earliest_s
-            for distance, before, delay_s in edges:
+        for node in self.nodes(position):
+            start_s = node.earliest_s
+            for distance, before, delay_s in node.edges:
                 start_s = max(start_s, self._times[position - distance][before][1] + delay_s)
-            here[name] = start_s, start_s + self._seconds[part, name]
+            for member in node.members:
+                here[member] = start_s, start_s + node.seconds
         return here
 
-    def _edges_at(self, position: int) -> list[_Edges]:
-        part = self.order.part(position)
-        # Steps that reach back no further than other steps all look alike.
-        is_like_others = part == "step" and position > self.order.max_distance
-        if is_like_others and self._steady_edges:
-            return self._steady_edges
-        found = [self._edges_of(Place(position, name)) for name in self._listed[part]]
+    def nodes(self, position: int) -> list[Node]:
+        """Return what runs at a position, each after what it waits for there.
+
+        Steps that reach back no further than other steps all look alike.
+        """
+        is_like_others = self.max_distance < position <= self.num_steps
+        if is_like_others and self._steady_nodes:
+            return self._steady_nodes
+        found = self._found_nodes(position)
         if is_like_others:
-            self._steady_edges = found
+            self._steady_nodes = found
         return found
 
-    def _edges_of(self, place: Place) -> _Edges:
-        follows = self.order.follows(place)
-        host_s = self._step_s if self.order.opens_step(place) else 0.0
+    def _found_nodes(self, position: int) -> list[Node]:
+        together: dict[Hashable, list[Member]] = {}
+        for rank, order in enumerate(self.orders):
+            for item in order.instructions(position):
+                member = Member(rank, item.id)
+                together.setdefault(self._meeting(member, position) or member, []).append(member)
+        nodes = [self._node(tuple(members), position) for members in together.values()]
+        number = {member: place for place, node in enumerate(nodes) for member in node.members}
+        sorter: TopologicalSorter[int] = TopologicalSorter()
+        for place, node in enumerate(nodes):
+            sorter.add(place, *(number[before] for distance, before, _ in node.edges if distance == 0))
+        try:
+            return [nodes[place] for place in sorter.static_order()]
+        except CycleError as error:
+            circle = " waits for ".join(
+                self._name(nodes[place], position) for place in reversed(error.args[1])
+            )
+            message = f"program {self.world.program(0).name} can never go on: {circle}"
+            raise ProgramError(
+                message, hint="remove one of these dependencies, or reorder a stream"
+            ) from None
+
+    def _meeting(self, member: Member, position: int) -> Hashable:
+        """Return which collective an instruction is, the same for all of its members; None if it is none."""
+        meeting = self.orders[member.rank].meeting(Place(position, member.instruction))
+        return meeting and (*meeting, self.world.groups[meeting[0]].part_of[member.rank])
+
+    def _node(self, members: tuple[Member, ...], position: int) -> Node:
+        part = self.orders[0].part(position)
+        earliest_s, edges = 0.0, []
+        for member in members:
+            host_s, found = self._waits(member, position)
+            earliest_s = max(earliest_s, host_s)
+            edges += found
+        seconds = max(
+            self.world.template(rank).activities[part, instruction].seconds for rank, instruction in members
+        )
+        return Node(members, earliest_s, tuple(dict.fromkeys(edges)), seconds)
+
+    def _waits(self, member: Member, position: int) -> tuple[float, list[tuple[int, Member, float]]]:
+        """Return the earliest start of an instruction, and its edges."""
+        rank, order = member.rank, self.orders[member.rank]
+        place = Place(position, member.instruction)
+        follows = order.follows(place)
+        host_s = self.world.template(rank).step_s if order.opens_step(place) else 0.0
         edges = [
-            (place.position - item.position, item.instruction, host_s if item == follows else 0.0)
-            for item in self.order.predecessors(place)
+            (position - item.position, Member(rank, item.instruction), host_s if item == follows else 0.0)
+            for item in order.predecessors(place)
         ]
-        return place.instruction, host_s if follows is None else 0.0, edges
+        for group, item in order.waits_for_peers(place):
+            edges += [
+                (position - item.position, Member(peer, item.instruction), 0.0)
+                for peer in self.world.groups[group].peers(rank)
+                if self.orders[peer].has(item)
+            ]
+        return (host_s if follows is None else 0.0), edges
 
+    def _name(self, node: Node, position: int) -> str:
+        rank, instruction = node.members[0]
+        name = f"{self._part(position)}/{instruction}"
+        if self.world.size == 1:
+            return name
+        return f"{name} of rank {self.world.numbers[rank]}"
 
-_PARTS: tuple[Part, ...] = ("prologue", "step", "flush")
-
-
-def _evaluation_order(program: Program, part: Part) -> list[str]:
-    """Return a part's instructions, each after those of the same part that it needs."""
-    sorter: TopologicalSorter[str] = TopologicalSorter()
-    latest: dict[Stream, str] = {}
-    for item in getattr(program, part):
-        before = [edge.instruction for edge in item.after if edge.distance == 0]
-        if item.stream in latest:
-            before.append(latest[item.stream])
-        latest[item.stream] = item.id
-        sorter.add(item.id, *before)
-    try:
-        return list(sorter.static_order())
-    except CycleError as error:
-        circle = " waits for ".join(f"{part}/{name}" for name in reversed(error.args[1]))
-        message = f"program {program.name} can never go on: {circle}"
-        raise ProgramError(message, hint="remove one of these dependencies, or reorder a stream") from None
+    def _part(self, position: int) -> Part:
+        return self.orders[0].part(position)

@@ -1,16 +1,22 @@
 """The closed form against the event engine, and both against their bounds."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zosim_builders import RATE, instruction, pipeline, program, programs, shared, unshared
+from zosim_builders import RATE, instruction, pipeline, program, programs, rank_sets, shared, unshared
 
 from topology.errors import ProgramError
+from zosim.fold import fold
+from zosim.lockstep import simulate_many
 from zosim.places import Order, Place
-from zosim.recurrence import run_times, step_time_bound
+from zosim.program import Dependency
+from zosim.program_set import ProgramSet
+from zosim.recurrence import run_times, run_times_of, step_time_bound, step_time_bound_of
 from zosim.simulate import simulate
+from zosim.world import World
 
 
 @given(programs(), st.integers(1, 6), st.sampled_from([0.0, 2e-3]))
@@ -76,3 +82,43 @@ def test_a_circle_is_named():
 
 def test_a_program_without_steps_takes_no_time_per_step():
     assert step_time_bound(program([]), unshared()) == 0.0
+
+
+def lonely(machine):
+    """The same machine with so much of everything that nothing is shared."""
+    capacities = dict.fromkeys(machine.capacities, 1e6 * RATE)
+    return replace(machine, capacities=capacities, fifo=frozenset())
+
+
+@given(rank_sets(), st.integers(1, 5))
+def test_several_ranks_agree_wherever_nothing_is_shared(ranks, num_steps):
+    programs, machines = ranks
+    world = World.of(programs, [lonely(machine) for machine in machines])
+    expected = run_times_of(world, num_steps)
+    timeline = simulate_many(world, num_steps=num_steps).expanded()
+    assert len(expected) == len(timeline.spans)
+    for span in timeline.spans:
+        position = Order(world.program(span.rank), num_steps).position(span.part, span.step)
+        place = Place(position, span.instruction)
+        assert (span.start_s, span.end_s) == pytest.approx(expected[span.rank, place], rel=1e-9, abs=1e-12)
+
+
+@given(rank_sets())
+def test_several_ranks_take_no_less_than_the_closed_form_and_folding_does_not_change_it(ranks):
+    world = World.of(*ranks)
+    bound = step_time_bound_of(world)
+    assert step_time_bound_of(fold(world)) == pytest.approx(bound, rel=1e-9, abs=1e-12)
+    timeline = simulate_many(world)
+    if timeline.repeat is not None:
+        assert timeline.step_time_s >= bound * (1 - 1e-9)
+
+
+def test_ranks_that_wait_for_each_other_are_named():
+    step = [
+        replace(instruction("a", "compute", 1.0), after=(Dependency("a", 0, "world"),)),
+    ]
+    programs = ProgramSet((replace(program(step), groups={"world": 2}),), (0, 0), {"world": ((0, 1),)})
+    world = World.of(programs, [unshared(), unshared()])
+    for run in (lambda: step_time_bound_of(world), lambda: simulate_many(world, num_steps=1)):
+        with pytest.raises(ProgramError, match=r"step/a of rank [01] waits for step/a of rank [01]"):
+            run()
