@@ -390,9 +390,9 @@ CLAIMS: tuple[Claim, ...] = (
         (
             Mutant(
                 "a limit that is met from the other side",
-                "zosim.planner:_missing",
-                "if needed > limit:",
-                "if needed < limit:",
+                "zosim.bounds:Bounds._missing",
+                "if memory.device_bytes > limit:",
+                "if memory.device_bytes < limit:",
             ),
         ),
     ),

@@ -19,7 +19,7 @@ from zosim.predict import Prediction, Subject
 from zosim.request import Method, Request
 from zosim.space import placements
 
-__all__ = ["Candidate", "Decision", "Method", "Request", "choose", "describe", "placements"]
+__all__ = ["Candidate", "Decision", "Method", "Request", "candidates", "choose", "describe", "placements"]
 
 _LOSS_CHUNK_TOKENS = 512
 _SIGNIFICANT_DIGITS = 6
@@ -116,9 +116,8 @@ def choose(request: Request) -> Decision:
     PlanError
         If the request contradicts itself.
     """
-    candidates = list(_candidates(request))
-    fitting = sorted((c for c in candidates if not c.missing), key=lambda c: c.sort_key)
-    rejected = sorted((c for c in candidates if c.missing), key=lambda c: c.sort_key)
+    listed = sorted(candidates(request), key=lambda c: c.sort_key)
+    fitting, rejected = ([c for c in listed if bool(c.missing) is lacks] for lacks in (False, True))
     if not fitting:
         raise _nothing_fits(request, rejected)
     best, *others = _simulate_survivors(fitting)
@@ -126,8 +125,14 @@ def choose(request: Request) -> Decision:
     return Decision(chosen, tuple(others), tuple(rejected))
 
 
-def _candidates(request: Request) -> Iterator[Candidate]:
-    """Yield every placement, and again with a chunked loss where that makes it fit."""
+def candidates(request: Request) -> Iterator[Candidate]:
+    """Yield every placement with its bound, and again with a chunked loss where that makes it fit.
+
+    Raises
+    ------
+    PlanError
+        If the request contradicts itself.
+    """
     is_open = "loss_chunk_tokens" not in request.fixed.get("runtime", {})
     bounds = Bounds(request)
     for plan in placements(request):

@@ -1,0 +1,240 @@
+"""What to buy: ranking, limits, what would change the answer; against the planner and prices, and by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from costmodel.configs import read_model_spec
+from costmodel.prices import Range, job_costs, shipped_prices
+from topology import load_preset
+from topology.errors import PlanError
+from zosim.buy import Job, Limits, Market, Refusal, machines_named, simulated
+from zosim.buy_command import buy
+from zosim.buy_levers import levers
+from zosim.buy_sensitivity import effects, limiter, rooms
+from zosim.plan import Precision
+from zosim.planner import choose
+
+HALF = Precision(storage="float16", compute="float16", transfer="float16")
+PRICES = shipped_prices()
+
+
+def job(model="opt-1.3b", **more):
+    return Job(
+        read_model_spec(model), **({"batch": 2, "seq": 256, "num_steps": 1000, "precision": HALF} | more)
+    )
+
+
+def market(*, limits=None, by="money", pay=None, **more):
+    return Market(job(**more), PRICES, limits or Limits(), by, pay)
+
+
+def offers_of(chosen, *names, counts=(1,), num_simulated=0):
+    return chosen.offers(machines_named(names), counts, num_simulated=num_simulated)
+
+
+NAMES = ("h200-1x", "a100-80gb-milan", "rtx4090-2x", "cpu-laptop")
+
+
+def test_offers_are_what_the_planner_predicts_at_the_tables_prices():
+    chosen = market()
+    offers, refused = offers_of(chosen, "h200-1x", num_simulated=2)
+    assert not refused
+    best = choose(chosen.job.request("h200-1x", load_preset("h200-1x"), 1)).chosen
+    hours = best.prediction.step_time_s * 1000 / 3600
+    costs = job_costs(PRICES, "h200-1x", load_preset("h200-1x"), 1, Range.exactly(hours))
+    assert {offer.way for offer in offers} == {"rent", "own"}
+    for offer in offers:
+        (cost,) = (cost for cost in costs if cost.way == offer.way)
+        assert offer.cost.hours.value == pytest.approx(hours)
+        assert offer.cost.money.value == pytest.approx(cost.money.value)
+        assert offer.cost.hours.low == pytest.approx(best.prediction.low_s * 1000 / 3600)
+        assert offer.machine.prediction == best.prediction
+
+
+@pytest.mark.parametrize("by", ["money", "hours", "energy"])
+def test_offers_are_ranked_by_what_is_asked(by):
+    chosen = market(by=by)
+    offers, _ = offers_of(chosen, *NAMES)
+    assert len(offers) == 7  # the laptop cannot be rented
+    metrics = [offer.metric(by) for offer in offers]
+    assert metrics == sorted(metrics)
+
+
+def test_the_closed_form_is_an_interval_around_itself_and_close_to_the_simulation():
+    chosen = market()
+    offers, _ = offers_of(chosen, "a100-80gb-milan")
+    machine = offers[0].machine
+    assert machine.prediction is None
+    found, bound = simulated(machine).step_s, machine.step_s
+    assert bound.low <= bound.value <= bound.high
+    assert bound.value <= found.value * (1 + 1e-9)
+    for end in ("value", "low", "high"):
+        assert getattr(bound, end) == pytest.approx(getattr(found, end), rel=0.02)
+
+
+def test_limits_put_offers_last_and_say_so():
+    free = offers_of(market(), *NAMES)[0]
+    cheapest = free[0].cost
+    middle = Limits(budget=cheapest.money.value * 1.01)
+    offers, _ = offers_of(market(limits=middle), *NAMES)
+    verdicts = [offer.verdict for offer in offers]
+    assert verdicts == sorted(verdicts, key=["yes", "perhaps", "no"].index)
+    for offer in offers:
+        outlay = offer.cost.spent
+        expected = (
+            "no" if outlay.value > middle.budget else "perhaps" if outlay.high > middle.budget else "yes"
+        )
+        assert offer.verdict == expected
+
+
+def test_an_owned_machine_is_held_against_its_price_not_its_wear():
+    limits = Limits(budget=2000.0)
+    offers, refused = offers_of(market(limits=limits, pay="own"), "h200-1x", "cpu-laptop")
+    assert [item.name for item in refused] == ["h200-1x"]
+    assert "at least 32,000 USD, budget 2,000" in refused[0].reason
+    assert [(o.machine.name, o.verdict) for o in offers] == [("cpu-laptop", "yes")]
+
+
+def test_hopeless_machines_are_given_up_without_a_simulation(monkeypatch):
+    def forbidden(*_args, **_more):
+        raise AssertionError("simulated")
+
+    hours = offers_of(market(by="hours"), "cpu-laptop")[0][0].cost.hours.value
+    monkeypatch.setattr("zosim.predict.Subject.simulated", forbidden)
+    offers, refused = offers_of(
+        market(limits=Limits(deadline_hours=hours / 3)), "cpu-laptop", num_simulated=5
+    )
+    assert not offers
+    assert "deadline" in refused[0].reason
+
+
+def test_what_does_not_fit_says_what_it_lacks_and_what_that_would_bring():
+    _, (refused,) = offers_of(market(model="opt-66b", batch=1), "cpu-laptop")
+    assert isinstance(refused, Refusal)
+    assert "of host memory" in refused.reason
+    assert "more than 16 GiB" in refused.reason
+    assert refused.remedy.startswith("with that much it takes ")
+
+
+def test_more_devices_are_used_only_if_they_help_and_are_paid_for():
+    offers, _ = offers_of(market(by="hours", pay="rent"), "dgx-h100", counts=(1, 2, 2))
+    used = {offer.machine.num_devices: offer.cost for offer in offers}
+    assert set(used) == {1, 2}
+    per_hour = {n: cost.money.value / cost.hours.value for n, cost in used.items()}
+    assert per_hour[2] == pytest.approx(2 * per_hour[1])
+    assert used[2].hours.value < used[1].hours.value
+
+
+def test_levers_change_their_figure_and_no_other():
+    topology = load_preset("a100-80gb-milan")
+    for lever in levers(topology, ("gpu0",)):
+        doubled = lever.apply(topology, 2.0)
+        assert lever.apply(doubled, 0.5) == topology
+        assert doubled != topology
+    names = [lever.name for lever in levers(topology, ("gpu0",))]
+    assert "bandwidth of pcie4-x16" in names
+    assert "host memory" in names
+    pair = [lever.name for lever in levers(load_preset("dgx-h100"), ("gpu0", "gpu1"))]
+    assert "bandwidth of nvlink4" in pair
+    assert "bandwidth of infiniband-ndr" not in pair
+
+
+def test_a_transfer_bound_offer_is_limited_by_its_bus_and_a_resident_one_by_its_memory():
+    chosen = market(model="opt-13b", batch=1, seq=512)
+    (offloaded, *_), _ = offers_of(chosen, "rtx4090-2x")
+    assert limiter(chosen.job, offloaded.machine).startswith("bandwidth of pcie4-x8 (x2: -4")
+    (resident, *_), _ = offers_of(chosen, "h200-1x")
+    assert "NVIDIA H200" in limiter(chosen.job, resident.machine)
+
+
+def test_effects_predict_what_planning_the_changed_machine_gives():
+    chosen = market(model="opt-13b", batch=1, seq=512, pay="rent")
+    offers, _ = offers_of(chosen, "rtx4090-2x", "h200-1x")
+    offer = next(o for o in offers if o.machine.name == "rtx4090-2x")
+    by_name = {effect.figure: effect for effect in effects(chosen, offer, offers)}
+    assert next(iter(by_name)) == "bandwidth of pcie4-x8"
+    pcie = next(lever for lever in offer.machine.levers if lever.name == "bandwidth of pcie4-x8")
+    for factor, change in ((2.0, by_name[pcie.name].doubled), (0.5, by_name[pcie.name].halved)):
+        topology = pcie.apply(offer.machine.topology, factor)
+        best = choose(chosen.job.request(offer.machine.name, topology, 1)).chosen
+        assert change.times == pytest.approx(best.seconds / offer.machine.step_s.value, rel=0.02)
+    room = rooms(offer.machine)[-1]
+    assert (room.where, room.placement) == ("device", "mezo, blockwise")
+    assert 24 * 2**30 < room.needed_bytes < 32 * 2**30
+
+
+def test_memory_that_holds_a_faster_plan_changes_which_offer_is_first():
+    chosen = market(model="opt-66b", batch=1, seq=512, pay="rent")
+    offers, _ = offers_of(chosen, "dgx-h100", "h200-1x")
+    assert [offer.machine.name for offer in offers] == ["h200-1x", "dgx-h100"]
+    first, second = ({e.figure: e for e in effects(chosen, offer, offers)} for offer in offers)
+    assert first["memory of NVIDIA H200"].changes_answer
+    assert "zo2" in first["memory of NVIDIA H200"].halved.placement
+    assert not first["host memory"].changes_answer
+    assert second["memory of NVIDIA H100 80GB HBM3"].doubled.times < 1
+
+
+def invoke(*arguments):
+    app = typer.Typer(add_completion=False)
+    app.command()(buy)
+    return CliRunner().invoke(app, list(arguments))
+
+
+SMALL = ("--model", "opt-125m", "--seq", "64", "--steps", "100", "--machines", "h200-1x,cpu-laptop")
+
+
+def test_the_command_prints_one_json_document_and_keeps_notes_apart():
+    result = invoke(*SMALL, "--count", "1", "--simulate", "1", "--explain", "1", "--json")
+    assert result.exit_code == 0, result.exception
+    data = json.loads(result.stdout)
+    assert data["currency"] == "USD"
+    assert data["offers"][0]["is_simulated"]
+    assert {offer["machine"] for offer in data["offers"]} == {"h200-1x", "cpu-laptop"}
+    assert data["sensitivity"][0]["figures"]
+    assert "prices of 2026" in result.stderr
+
+
+def test_the_command_prints_a_table_and_what_would_change_it():
+    result = invoke(*SMALL, "--count", "1", "--budget", "5 usd", "--deadline", "2d")
+    assert result.exit_code == 0, result.exception
+    for words in ("ranked by money", "within limits", "a step with one figure changed", "critical path"):
+        assert words in result.stdout
+
+
+def test_the_shipped_table_can_be_printed_changed_and_used(tmp_path):
+    text = invoke("--show-prices").stdout
+    own = tmp_path / "own.yaml"
+    own.write_text(text.replace("currency: USD", "currency: CHF"))
+    result = invoke(
+        *SMALL, "--count", "1", "--prices", str(own), "--simulate", "0", "--explain", "0", "--json"
+    )
+    assert json.loads(result.stdout)["currency"] == "CHF"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--budget", "5 EUR"), "is not in USD"),
+        (("--budget", "lots"), "no sum of money"),
+        (("--budget", "0"), "no sum of money"),
+        (("--deadline", "0h"), "over already"),
+        (("--deadline", "soon"), "soon"),
+        (("--count", "0"), "no list of numbers"),
+        (("--count", "two"), "no list of numbers"),
+        (("--machines", "dgx-h1OO"), "neither host"),
+        (("--prices", "none.yaml"), "cannot be read"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_readably(more, words):
+    result = invoke(*SMALL, *more)
+    assert words in result.exception.message
+    assert result.exception.hint
+
+
+def test_a_model_must_be_named():
+    assert isinstance(invoke().exception, PlanError)
