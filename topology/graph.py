@@ -227,8 +227,8 @@ class Topology(FrozenModel):
         """
         host_id = self.host_of(node_id).id
         candidates = []
-        for memory in self.of_kind("memory"):
-            hops = self._path(memory.id, node_id) if memory.host == host_id else None
+        for memory in self._memories_of_host.get(host_id, ()):
+            hops = self._path(memory.id, node_id)
             if hops is not None:
                 latency_s = sum(hop.link.latency_s for hop in hops)
                 candidates.append((latency_s, len(hops), memory.id))
@@ -236,6 +236,13 @@ class Topology(FrozenModel):
             message = f"no host memory of {host_id!r} reaches {node_id!r}"
             raise TopologyError(message, hint="link it to a memory node, through a numa node for instance")
         return self.node(min(candidates)[2])
+
+    @cached_property
+    def _memories_of_host(self) -> Mapping[str | None, tuple[Node, ...]]:
+        found: dict[str | None, tuple[Node, ...]] = {}
+        for memory in self.of_kind("memory"):
+            found[memory.host] = (*found.get(memory.host, ()), memory)
+        return MappingProxyType(found)
 
     def device_spec(self, node_id: str) -> DeviceSpec:
         """Specification of a GPU or CPU; a CPU's memory is that of its nearest DRAM unless declared.

@@ -12,6 +12,7 @@ from topology.errors import ProgramError, TimelineError
 from topology.graph import Topology
 from zosim.compare import slowest_rank
 from zosim.critical_path import Bottleneck, bottleneck, step_path
+from zosim.fold import fold
 from zosim.footprint import Footprint, Footprints, HostFootprint, footprint, footprints
 from zosim.lockstep import simulate_many, steady_step_s
 from zosim.lowering import lower_all
@@ -185,11 +186,11 @@ class Subject:
     @cached_property
     def step_time_s(self) -> float:
         """Seconds per step once steps repeat, that of the slowest rank."""
-        return steady_step_s(self.world())
+        return steady_step_s(fold(self.world()))
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated run, until its steps repeat; of many ranks those that stand for all."""
+        """The simulated run, until its steps repeat; of many ranks one of each kind."""
         return self.simulated()
 
     def simulated(self, *, num_steps: int | None = None, rank: int | None = None) -> Timeline:
@@ -200,11 +201,12 @@ class Subject:
         num_steps : int, optional
             By default until steps repeat.
         rank : int, optional
-            The only one to list; by default all, or of many those that stand for all.
+            The only one to list; by default all, or of many one of each kind.
         """
         world = self.world()
-        ranks = _representatives(world, self.plan) if rank is None else [rank]
-        return simulate_many(world, num_steps=num_steps, ranks=ranks)
+        if rank is None and world.size > _FEW_RANKS:
+            return simulate_many(fold(world), num_steps=num_steps)
+        return simulate_many(world, num_steps=num_steps, ranks=None if rank is None else [rank])
 
     def timeline_of(self, rank: int) -> Timeline:
         """Return the simulated run with that rank in it.
@@ -223,7 +225,7 @@ class Subject:
     @cached_property
     def prediction(self) -> Prediction:
         """The steady step in numbers."""
-        low_s, high_s = (steady_step_s(self.world(bound)) for bound in ("low", "high"))
+        low_s, high_s = (steady_step_s(fold(self.world(bound))) for bound in ("low", "high"))
         rank, step_time_s = slowest_rank(self.timeline), self.step_time_s
         return Prediction(
             step_time_s=step_time_s,
@@ -239,16 +241,6 @@ class Subject:
             contention=tuple(contention(self.programs, self.machines, step_time_s)),
             profile_origin=self.rank_profiles[rank].origin,
         )
-
-
-def _representatives(world: World, plan: Plan) -> list[int]:
-    """Return all ranks where they are few; else those of the first host, and one of every kind."""
-    if world.size <= _FEW_RANKS:
-        return list(range(world.size))
-    kinds: dict[int, int] = {}
-    for rank, kind in enumerate(world.template_of):
-        kinds.setdefault(kind, rank)
-    return sorted({*plan.groups["host"][0], *kinds.values()})
 
 
 def contention(programs: ProgramSet, machines: Sequence[Machine], step_time_s: float) -> Iterable[Contention]:

@@ -16,6 +16,8 @@ _SLOTS = (1, 2, 3)
 _LOSSY_TRANSFERS: tuple[TransferDType, ...] = ("float16", "bfloat16", "float8_e4m3")
 # Up to here every number of ranks is tried, beyond only those that fill one host or whole hosts.
 _FEW_RANKS = 16
+# With more hosts, ranks are not spread over more of them than they need.
+_FEW_HOSTS = 4
 
 
 def placements(request: Request) -> Iterator[Plan]:
@@ -80,26 +82,42 @@ def meshes(request: Request) -> Iterator[Mesh]:
 def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
     """Yield the ways to lay so many ranks on devices: on as few hosts as can be first, then spread out."""
     hosts = _devices_by_host(request)
-    num_devices = sum(len(devices) for devices in hosts.values())
-    if num_ranks > num_devices:
+    if num_ranks > sum(map(len, hosts.values())):
         hosts = _with_shared_cpus(request, hosts, num_ranks)
+    listed = list(hosts.values())
     found: list[tuple[str, ...]] = []
-    smallest = min(len(devices) for devices in hosts.values())
-    for per_host in range(min(num_ranks, max(map(len, hosts.values()))), 0, -1):
-        num_hosts = num_ranks // per_host
-        if num_ranks % per_host or num_hosts > len(hosts) or (num_hosts > 1 and per_host > smallest):
-            continue
-        chosen = list(hosts.values())[:num_hosts]
-        if any(len(devices) < per_host for devices in chosen):
-            continue
-        for stride in dict.fromkeys((1, min(map(len, chosen)) // per_host)):
-            picked = tuple(device for devices in chosen for device in devices[: per_host * stride : stride])
-            if picked not in found:
-                found.append(picked)
+    for per_host in range(min(num_ranks, max(map(len, listed))), 0, -1):
+        chosen = listed[: num_ranks // per_host]
+        fits = len(chosen) * per_host == num_ranks and all(len(devices) >= per_host for devices in chosen)
+        if fits and (not found or len(hosts) <= _FEW_HOSTS):
+            found += [picked for picked in _picks(request, chosen, per_host) if picked not in found]
     if not found:
-        found.append(tuple(device for devices in hosts.values() for device in devices)[:num_ranks])
+        found.append(tuple(device for devices in listed for device in devices)[:num_ranks])
     for picked in found:
         yield _placement(request, picked)
+
+
+def _picks(request: Request, hosts: list[list[str]], per_host: int) -> Iterator[tuple[str, ...]]:
+    """Yield the first devices of every host, and if those share ways that others would not, every second or third."""
+    stride = min(map(len, hosts)) // per_host
+    first, apart = (
+        tuple(device for devices in hosts for device in devices[: per_host * step : step])
+        for step in (1, max(stride, 1))
+    )
+    yield first
+    if first != apart and _num_ways(request, apart) > _num_ways(request, first):
+        yield apart
+
+
+def _num_ways(request: Request, devices: tuple[str, ...]) -> int:
+    """Return how many resources lie between these devices and their hosts' memories."""
+    topology = request.topology
+    ways = {
+        name
+        for device in devices
+        for name in topology.route(topology.host_memory(device).id, device).resource_ids
+    }
+    return len(ways)
 
 
 def _placement(request: Request, devices: tuple[str, ...]) -> Placement:

@@ -90,11 +90,14 @@ def _pairs(programs: ProgramSet) -> Iterator[_Pair]:
     """Yield every unlike way in which two ranks meet, once."""
     seen: set[tuple[tuple[int, int], tuple[tuple[str, int], ...]]] = set()
     representatives: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    # Part and place of each rank, in groups that make it meet others.
+    places = {
+        name: {rank: (part[0], place) for part in parts if len(part) > 1 for place, rank in enumerate(part)}
+        for name, parts in sorted(programs.groups.items())
+    }
     for rank in range(programs.world_size):
         # Two members of a part with the same role are enough to stand for all of them.
-        part = tuple(
-            programs.members(group, rank)[0] for group in sorted(programs.groups) if group != "world"
-        )
+        part = tuple(known[rank][0] for name, known in places.items() if name != "world" and rank in known)
         alike = representatives[programs.roles[rank], *part]
         if len(alike) < 2:
             alike.append(rank)
@@ -102,9 +105,9 @@ def _pairs(programs: ProgramSet) -> Iterator[_Pair]:
     for position, first in enumerate(ranks):
         for second in ranks[position + 1 :]:
             offsets = {
-                name: members.index(second) - members.index(first)
-                for name in programs.groups
-                if second in (members := programs.members(name, first))
+                name: known[second][1] - known[first][1]
+                for name, known in places.items()
+                if first in known and second in known and known[first][0] == known[second][0]
             }
             roles = programs.roles[first], programs.roles[second]
             # How far apart two members of a large group are matters only to messages, which go to neighbours.
