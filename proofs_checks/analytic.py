@@ -85,13 +85,11 @@ class AnalyticModel(nn.Module):
 
 def plan_of(model: AnalyticModel, **axes: Any) -> Plan:
     """Return a plan for `model` with these axes."""
+    usual = {"placement": Placement(topology="none", devices=("cpu0",)), "batch": 1, "seq": 1}
     return Plan(
         model=spec_of_model(CutModel(model), name="analytic"),
-        placement=Placement(topology="none", devices=("cpu0",)),
-        batch=1,
-        seq=1,
         precision=Precision(storage="float64", compute="float64", transfer="float64"),
-        **axes,
+        **{**usual, **axes},
     )
 
 

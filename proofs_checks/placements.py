@@ -115,13 +115,13 @@ def tiny_batches(count: int) -> list[Batch]:
 
 def tiny_plan(model: nn.Module, *, dtype: str = "float32", **axes: Any) -> Plan:
     """Return a plan for a tiny model with these axes."""
+    alone = Placement(topology="none", devices=("cpu0",))
     return Plan(
         model=spec_of_model(CutModel(model), name="tiny"),
-        placement=Placement(topology="none", devices=("cpu0",)),
         batch=2,
         seq=7,
         precision=Precision(storage=dtype, compute=dtype, transfer=dtype),  # type: ignore[arg-type]
-        **axes,
+        **{"placement": alone, **axes},
     )
 
 
@@ -135,6 +135,7 @@ def train(
     weight_decay: float = 0.1,
     seed: int = 0,
     num_draw_threads: int = 1,
+    num_micro_batches: int = 1,
     **axes: Any,
 ) -> Trace:
     """Train a tiny model under one placement and return what happened."""
@@ -148,15 +149,16 @@ def train(
         weight_decay=weight_decay,
         seed=seed,
         num_draw_threads=num_draw_threads,
+        num_micro_batches=num_micro_batches,
         num_timed_steps=0,
     ) as session:
-        _observe(session, trace)
+        observe(session, trace)
         trace.records += [session.step(batch) for batch in tiny_batches(num_steps)]
         trace.weights.update(session.state_dict())
     return trace
 
 
-def _observe(session: Session, trace: Trace) -> None:
+def observe(session: Session, trace: Trace) -> None:
     """Have every perturbation and update of `session` leave its operands in `trace`."""
     resolved = session.interpreter._resolved
     for part, items in resolved.items():

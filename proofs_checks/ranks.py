@@ -1,0 +1,140 @@
+"""Several ranks in one process, a thread each: what they compute is the shipped executor's, only the wire is not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from executors.communicator import Communicator
+from topology.errors import RunError
+from zosim.plan import Plan
+
+Result = TypeVar("Result")
+_TIMEOUT_S = 60.0
+
+
+class _Meeting:
+    """Where the members of one group lay down what the others take."""
+
+    def __init__(self, num_members: int) -> None:
+        self.barrier = threading.Barrier(num_members)
+        self.laid: list[Any] = [None] * num_members
+
+    def exchange(self, position: int, own: Any) -> list[Any]:
+        """Return what all members laid down, in rank order."""
+        try:
+            self.barrier.wait(_TIMEOUT_S)
+            self.laid[position] = own
+            self.barrier.wait(_TIMEOUT_S)
+            found = list(self.laid)
+            self.barrier.wait(_TIMEOUT_S)
+        except threading.BrokenBarrierError:
+            raise RunError("another rank stopped") from None
+        return found
+
+
+class Room:
+    """The groups of a plan's ranks, as communicators of one process.
+
+    Parameters
+    ----------
+    plan : Plan
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.groups = {"world": (tuple(range(plan.placement.world_size)),), **plan.groups}
+        self.meetings = {
+            (kind, name, part): _Meeting(len(part))
+            for kind in ("program", "host loop")
+            for name, parts in self.groups.items()
+            for part in parts
+        }
+
+    def close(self) -> None:
+        """Let nobody wait any longer."""
+        for meeting in self.meetings.values():
+            meeting.barrier.abort()
+
+
+class InProcess:
+    """One rank's communicator, with the interface of :class:`executors.communicator.Communicator`."""
+
+    timeout_s = _TIMEOUT_S
+
+    def __init__(self, room: Room, rank: int) -> None:
+        self._room = room
+        self.rank = rank
+        self.world_size = len(room.groups["world"][0])
+        self.is_first = rank == 0
+
+    def members(self, group: str) -> tuple[int, ...]:
+        """Return the ranks of `group` that this one is among."""
+        return next(part for part in self._room.groups[group] if self.rank in part)
+
+    def position(self, group: str) -> int:
+        """Return this rank's place in `group`."""
+        return self.members(group).index(self.rank)
+
+    def all_gather(self, group: str, gathered: Tensor, own: Tensor, what: str) -> None:  # noqa: ARG002
+        """Fill `gathered` with every member's `own`, in rank order."""
+        parts = self._exchanged("program", group, own.clone())
+        gathered.view(-1).copy_(torch.cat([part.view(-1) for part in parts]))
+
+    def gathered(self, own: Tensor, what: str) -> Tensor:  # noqa: ARG002
+        """Return all ranks' `own` along a new first axis."""
+        return torch.stack(self._exchanged("host loop", "world", own.clone()))
+
+    def gathered_bytes(self, payload: bytes, what: str) -> list[bytes]:  # noqa: ARG002
+        """Return all ranks' payloads."""
+        return self._exchanged("host loop", "world", payload)
+
+    def barrier(self, what: str) -> None:  # noqa: ARG002
+        """Wait until all ranks are here."""
+        self._exchanged("host loop", "world", None)
+
+    def complete(self, group: str, whole: Tensor, what: str) -> None:  # noqa: ARG002
+        """Fill in the parts of `whole` that the other members hold."""
+        each = whole.numel() // len(self.members(group))
+        begin = each * self.position(group)
+        parts = self._exchanged("host loop", group, whole[begin : begin + each].clone())
+        whole.copy_(torch.cat(parts))
+
+    def refuse_unlike(self, facts: Mapping[str, Any]) -> None:
+        """Raise if ranks do not agree."""
+        if any(told != facts for told in self._exchanged("host loop", "world", dict(facts))):
+            raise RunError("ranks do not begin alike")
+
+    def _exchanged(self, kind: str, group: str, own: Any) -> list[Any]:
+        meeting = self._room.meetings[kind, group, self.members(group)]
+        return meeting.exchange(self.position(group), own)
+
+
+def on_all_ranks(plan: Plan, work: Callable[[int, Communicator], Result]) -> Sequence[Result]:
+    """Return what `work` returns on every rank of `plan`, given the rank and its communicator.
+
+    Raises
+    ------
+    Exception
+        What the first rank raised that did not merely miss another.
+    """
+    room = Room(plan)
+    world_size = plan.placement.world_size
+
+    def run(rank: int) -> Result:
+        try:
+            return work(rank, cast("Communicator", InProcess(room, rank)))
+        except BaseException:
+            room.close()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(world_size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if "another rank stopped" not in str(error)), errors[0])
+    return [future.result() for future in futures]
