@@ -1,0 +1,314 @@
+"""``zosim probe``: what crosses each cut of a model on real batches, and what codecs make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from costmodel.codecs import CodecSpec, codec_spec, overhead_bytes
+from executors.codecs import codec_of, decode_quantised, encode_quantised, encoding_of, quantise
+from executors.codecs.encodings import Symbols
+from executors.codecs.fidelity import Visibility, received, relative_error, visibility
+from executors.cuts import Crossing, Cut, crossings, cuts_of, loss_through
+from executors.directions import Gaussian
+from executors.model import Batch, CutModel
+from executors.rng import generator_on
+from topology.errors import CodecError, PlanError
+from zosim.console import emit, stderr, table
+
+
+@dataclass(frozen=True, slots=True)
+class CrossingReport:
+    """One tensor at one cut through one codec; means over batches.
+
+    Attributes
+    ----------
+    cut, crossing, codec : str
+    shape : tuple of int
+        Of the last batch's tensor.
+    nonzero : float
+        Part of the numbers that are not 0, before any codec.
+    kept : float
+        Part of the symbols that are not the most frequent one.
+    entropy_bits : float
+        Of a symbol.
+    relative_error : float
+        ``κ = ‖x - C(x)‖/‖x‖``.
+    size_bytes : float
+        Of the message, header included.
+    to_entropy : float
+        Its payload over the entropy of all symbols.
+    encoding : str
+        Of the last batch's message.
+    noise_to_signal, smallest_epsilon : float or None
+        Of a difference along a random direction, see :class:`executors.codecs.fidelity.Visibility`.
+    warning : str or None
+    """
+
+    cut: str
+    crossing: Crossing
+    codec: str
+    shape: tuple[int, ...]
+    nonzero: float
+    kept: float
+    entropy_bits: float
+    relative_error: float
+    size_bytes: float
+    to_entropy: float
+    encoding: str
+    noise_to_signal: float | None
+    smallest_epsilon: float | None
+    warning: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CutLoss:
+    """What cutting there does to the loss, every tensor that crosses through the codec.
+
+    Attributes
+    ----------
+    cut, codec : str
+    change : float
+        Loss with the codec less the loss without, mean over batches.
+    """
+
+    cut: str
+    codec: str
+    change: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """What was measured.
+
+    Attributes
+    ----------
+    loss : float
+        Without a codec, mean over batches.
+    epsilon : float
+    tensors : list of CrossingReport
+    losses : list of CutLoss
+    """
+
+    loss: float
+    epsilon: float
+    tensors: list[CrossingReport]
+    losses: list[CutLoss]
+
+
+def probe_cuts(
+    model: CutModel, batches: Sequence[Batch], specs: Sequence[CodecSpec], *, epsilon: float, seed: int = 0
+) -> ProbeReport:
+    """Return what crosses every cut, through every codec.
+
+    Parameters
+    ----------
+    model : CutModel
+    batches : sequence of mapping
+    specs : sequence of CodecSpec
+        With bits.
+    epsilon : float
+        Smoothing radius of the differences that are measured.
+    seed : int
+        Of the direction and of stochastic rounding.
+
+    Raises
+    ------
+    PlanError
+        If a codec has no bits, or ε is not positive.
+
+    Notes
+    -----
+    Parameters are perturbed in place for two forwards of the first batch, and restored from a copy.
+    """
+    if not epsilon > 0:
+        raise PlanError(f"epsilon={epsilon} must be above 0", hint="1e-3 is usual")
+    for spec in specs:
+        if spec.is_lossless:
+            raise PlanError("the codec none leaves nothing to measure", hint="name one with bits, such as q4")
+    with torch.no_grad():
+        crossed = [crossings(model, batch) for batch in batches]
+        signs = _both_signs(model, batches[0], epsilon, seed)
+        tensors = [
+            _report(
+                cut, name, spec, [found[cut][name] for found in crossed], _at(signs, cut, name), epsilon, seed
+            )
+            for cut in cuts_of(model)
+            for name in crossed[0][cut]
+            for spec in specs
+        ]
+        plain = [float(loss_through(model, batch, {})) for batch in batches]
+        losses = [
+            CutLoss(cut.name, spec.name, _change_of_loss(model, batches, plain, cut, spec, seed))
+            for cut in cuts_of(model)
+            for spec in specs
+        ]
+    return ProbeReport(fmean(plain), epsilon, tensors, losses)
+
+
+Crossed = Mapping[Cut, Mapping[Crossing, Tensor]]
+
+
+def _both_signs(model: CutModel, batch: Batch, epsilon: float, seed: int) -> tuple[Crossed, Crossed]:
+    """Return what crosses at ``θ + εz`` and at ``θ - εz``."""
+    parameters = [tensor.parameter.data for tensor in model.tensors if tensor.trainable]
+    kept = [parameter.clone() for parameter in parameters]
+    found = []
+    for sign in (1, -1):
+        generator = generator_on(model.device, seed)
+        for parameter, original in zip(parameters, kept, strict=True):
+            z = torch.empty_like(original)
+            Gaussian().fill(z, generator)
+            parameter.copy_(original + sign * epsilon * z)
+        found.append(crossings(model, batch))
+    for parameter, original in zip(parameters, kept, strict=True):
+        parameter.copy_(original)
+    return found[0], found[1]
+
+
+def _at(signs: tuple[Crossed, Crossed], cut: Cut, name: Crossing) -> tuple[Tensor, Tensor]:
+    return signs[0][cut][name], signs[1][cut][name]
+
+
+def _report(
+    cut: Cut,
+    name: Crossing,
+    spec: CodecSpec,
+    tensors: Sequence[Tensor],
+    signs: tuple[Tensor, Tensor],
+    epsilon: float,
+    seed: int,
+) -> CrossingReport:
+    rows = [_measured(tensor, spec, seed) for tensor in tensors]
+    kept, entropy_bits, error, size_bytes, to_entropy = (fmean(column) for column in zip(*rows, strict=True))
+    seen = _seen(signs, spec, epsilon, seed)
+    return CrossingReport(
+        cut.name,
+        name,
+        spec.name,
+        tuple(tensors[-1].shape),
+        fmean(float((tensor != 0).double().mean()) for tensor in tensors),
+        kept,
+        entropy_bits,
+        error,
+        size_bytes,
+        to_entropy,
+        encoding=encoding_of(codec_of(spec).encode(tensors[-1], generator_on(tensors[-1].device, seed))),
+        noise_to_signal=None if seen is None else seen.noise_to_signal,
+        smallest_epsilon=None if seen is None else seen.smallest_epsilon,
+        warning=None if seen is None else seen.warning,
+    )
+
+
+def _measured(tensor: Tensor, spec: CodecSpec, seed: int) -> tuple[float, ...]:
+    """Return the part kept, the entropy, the relative error, the message's size and the payload's over the entropy."""
+    message = encode_quantised(quantise(tensor, spec, generator_on(tensor.device, seed)))
+    symbols = decode_quantised(message).symbols.numpy().reshape(-1)
+    stats = Symbols(symbols, tensor.shape[-1], spec.bits or 8).statistics
+    payload = len(message) - overhead_bytes(spec, tensor.shape, tensor.dtype.itemsize)
+    least = stats.entropy_bits * stats.num_elements / 8
+    error = relative_error(tensor, spec, generator_on(tensor.device, seed))
+    return stats.density, stats.entropy_bits, error, len(message), payload / least if least else 1.0
+
+
+def _seen(signs: tuple[Tensor, Tensor], spec: CodecSpec, epsilon: float, seed: int) -> Visibility | None:
+    """Return how visible a perturbation is; None where nothing differs."""
+    try:
+        return visibility(*signs, spec, epsilon=epsilon, seed=seed)
+    except CodecError:
+        return None
+
+
+def _change_of_loss(
+    model: CutModel, batches: Sequence[Batch], plain: Sequence[float], cut: Cut, spec: CodecSpec, seed: int
+) -> float:
+    def through(_name: Crossing, tensor: Tensor) -> Tensor:
+        return received(tensor, spec, generator_on(tensor.device, seed))
+
+    losses = [float(loss_through(model, batch, {cut: through})) for batch in batches]
+    return fmean(after - before for after, before in zip(losses, plain, strict=True))
+
+
+def probe(
+    model: Annotated[str, typer.Option(help="Directory (or cached name) of the weights.")],
+    data: Annotated[str, typer.Option(help="JSON lines: input_ids and labels, or text fields.")],
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(help="Such as q4 or q4:affine-zero:token; may be given again. q4 and q8."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 8,
+    num_batches: Annotated[int, typer.Option(min=1, help="Batches to measure.")] = 2,
+    seq: Annotated[
+        int | None, typer.Option(min=2, help="Most tokens per sequence; longer ones are cut.")
+    ] = None,
+    template: Annotated[str | None, typer.Option(help='Such as "{text} It was {label}."')] = None,
+    eps: Annotated[float, typer.Option(help="Smoothing radius.")] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Of the direction and of random rounding.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="The architecture alone.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Measure density, entropy and quantisation error of what crosses each possible cut, on real batches."""
+    from executors.loading import load_model
+
+    specs = [codec_spec(name) for name in codec or ("q4", "q8")]
+    loaded = load_model(model, dtype=dtype, random_weights=random_weights, seed=seed)
+    batches = _batches(loaded, model, data, batch, num_batches, seq, template)
+    report = probe_cuts(CutModel(loaded), batches, specs, epsilon=eps, seed=seed)
+    for row in report.tensors:
+        if row.warning:
+            stderr.print(
+                f"{row.cut}, {row.crossing}, {row.codec}: {row.warning}", markup=False, soft_wrap=True
+            )
+    emit(report, json=as_json, text=_view(report))
+
+
+def _batches(
+    model: Any, source: str, data: str, size: int, num: int, seq: int | None, template: str | None
+) -> list[Batch]:
+    from executors.batches import Batches
+    from executors.data import Limits, open_dataset
+    from executors.inputs import tokenizer_for
+    from executors.prompts import PromptTemplate
+
+    config = model.config.get_text_config()
+    limits = Limits(config.vocab_size, seq or getattr(config, "max_position_embeddings", None), truncate=True)
+    wanted = PromptTemplate(template, {}) if template else None
+    tokenizer = tokenizer_for(source, data) if Path(data).is_file() else None
+    batches = Batches(open_dataset(data, limits=limits, template=wanted, tokenizer=tokenizer), size)
+    made = (batches.batch(k) for k in range(num))
+    return [{n: getattr(b, n) for n in ("input_ids", "attention_mask", "labels")} for b in made]
+
+
+def _view(report: ProbeReport) -> Any:
+    changes = {(row.cut, row.codec): row.change for row in report.losses}
+    rows = [
+        (
+            row.cut,
+            row.crossing,
+            row.codec.removesuffix(":smallest"),
+            f"{row.nonzero:.1%}",
+            f"{row.kept:.1%}",
+            f"{row.entropy_bits:.3f}",
+            f"{row.relative_error:.3f}",
+            f"{row.size_bytes:.0f}",
+            f"{row.to_entropy:.3f}",
+            row.encoding,
+            "-" if row.smallest_epsilon is None else f"{row.smallest_epsilon:.1g}",
+            f"{changes[row.cut, row.codec]:+.4f}",
+        )
+        for row in report.tensors
+    ]
+    columns = (
+        "cut", "tensor", "codec", "nonzero", "kept", "entropy, bits", "κ", "bytes", "to entropy", "encoding",
+        "least ε", "loss",
+    )  # fmt: skip
+    title = f"loss {report.loss:.4f} without a codec; differences at ε = {report.epsilon:g}"
+    return table(columns, rows, title=title, numeric=[*columns[3:9], *columns[10:]])

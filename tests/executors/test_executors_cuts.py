@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import typer
+from tiny import CONFIGS, batches, model_of
+from typer.testing import CliRunner
+
+from costmodel.codecs import CodecSpec, codec_spec
+from executors.cut_probe import probe, probe_cuts
+from executors.cuts import Cut, crossings, cuts_of, loss_through
+from executors.model import CutModel
+from topology.errors import ModelError, PlanError
+
+KNOWN = ("opt", "gpt2", "llama")
+
+
+def cut_and_batch(name="opt", dtype=torch.float64):
+    return CutModel(model_of(name, dtype=dtype)), batches(1)[0]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_crosses_is_what_the_model_computes(name):
+    model, batch = cut_and_batch(name)
+    with torch.no_grad():
+        found = crossings(model, batch)
+        states = model.model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True
+        ).hidden_states
+    assert set(found) == set(cuts_of(model))
+    inner = model.model.config.to_dict()
+    width = inner.get("ffn_dim") or inner.get("intermediate_size") or 4 * inner["n_embd"]
+    for i in range(len(model.blocks) - 1):  # the last state has been normalised
+        assert torch.equal(found[Cut(i)]["hidden"], states[i + 1])
+        assert found[Cut(i, inside=True)]["activation"].shape[-1] == width
+    if name == "opt":
+        assert bool((found[Cut(0, inside=True)]["activation"] >= 0).all())
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_both_tensors_inside_a_block_give_its_output(name):
+    model, batch = cut_and_batch(name)
+    with torch.no_grad():
+        found = crossings(model, batch)
+        block = model.blocks[1]
+        modules = dict(block.named_modules())
+        linear = next(modules[path] for path in ("fc2", "mlp.c_proj", "mlp.down_proj") if path in modules)
+        rebuilt = found[Cut(1, inside=True)]["residual"] + linear(found[Cut(1, inside=True)]["activation"])
+    torch.testing.assert_close(
+        rebuilt, found[Cut(1)]["hidden"], rtol=1e-12, atol=1e-12
+    )  # float64, summed otherwise
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_cuts_that_change_nothing_change_no_loss_and_others_do(name):
+    model, batch = cut_and_batch(name)
+    with torch.no_grad():
+        whole = model.model(**batch).loss
+        everywhere = {cut: (lambda _name, tensor: tensor) for cut in cuts_of(model)}
+        # Float64; the residual's change, a zero, is added.
+        torch.testing.assert_close(loss_through(model, batch, everywhere), whole, rtol=1e-12, atol=0)
+        for wanted in ("activation", "residual"):
+            zeroed = {Cut(1, inside=True): lambda n, t, wanted=wanted: t * 0 if n == wanted else t}
+            assert abs(loss_through(model, batch, zeroed) - whole) > 1e-6
+
+
+def test_blocks_that_normalise_last_are_not_cut_inside():
+    model = CutModel(model_of("opt-projected"))
+    with pytest.raises(ModelError, match="normalises after its MLP"):
+        crossings(model, batches(1)[0])
+
+
+def test_the_probe_measures_every_cut_and_leaves_the_model_as_it_was():
+    model, batch = cut_and_batch(dtype=torch.float32)
+    before = [tensor.parameter.detach().clone() for tensor in model.tensors]
+    report = probe_cuts(model, [batch], [codec_spec("q4"), codec_spec("q8")], epsilon=1e-3)
+    assert all(torch.equal(t.parameter, was) for t, was in zip(model.tensors, before, strict=True))
+    assert len(report.tensors) == len(model.blocks) * 3 * 2
+    assert len(report.losses) == len(cuts_of(model)) * 2
+    by_bits = {
+        row.codec[:2]: row
+        for row in report.tensors
+        if (row.cut, row.crossing) == ("inside block 1", "activation")
+    }
+    four, eight = by_bits["q4"], by_bits["q8"]
+    assert four.relative_error > eight.relative_error
+    assert four.entropy_bits < eight.entropy_bits
+    assert four.nonzero == eight.nonzero
+    assert 0.2 < four.nonzero < 0.8  # a ReLU of random weights
+    assert four.kept <= four.nonzero
+    assert four.smallest_epsilon > eight.smallest_epsilon
+
+
+def test_the_probe_refuses_what_measures_nothing():
+    model, batch = cut_and_batch()
+    with pytest.raises(PlanError, match="leaves nothing to measure"):
+        probe_cuts(model, [batch], [CodecSpec()], epsilon=1e-3)
+    with pytest.raises(PlanError, match="epsilon=0"):
+        probe_cuts(model, [batch], [CodecSpec(4)], epsilon=0)
+
+
+def test_the_command_reports_in_json(tmp_path):
+    CONFIGS["opt"].save_pretrained(tmp_path)
+    data = tmp_path / "data.jsonl"
+    data.write_text(
+        "\n".join(json.dumps({"input_ids": [5, 6, 7, 8 + k], "labels": [5, 6, 7, 8]}) for k in range(4))
+    )
+    app = typer.Typer(add_completion=False)
+    app.command()(probe)
+    arguments = [
+        "--model",
+        str(tmp_path),
+        "--random-weights",
+        "--data",
+        str(data),
+        "--codec",
+        "q2",
+        "--batch",
+        "2",
+        "--json",
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert {row["crossing"] for row in report["tensors"]} == {"hidden", "activation", "residual"}
+    assert any("quantisation adds" in (row["warning"] or "") for row in report["tensors"])
