@@ -61,8 +61,8 @@ class Sketcher:
 
     def __init__(self, model: ModelSpec) -> None:
         # Blocks that are unlike each other are written out.
-        is_long = model.num_blocks > _NUM_BLOCKS and _are_alike(model)
-        self._small = _shortened(model) if is_long else model
+        is_long = model.num_blocks > _NUM_BLOCKS and are_alike(model)
+        self._small = shortened(model) if is_long else model
         self._sketches: dict[Hashable, Sketch] = {}
         self._drafts: dict[Hashable, _Draft] = {}
 
@@ -146,7 +146,8 @@ class _Draft:
     workspace_bytes: int
 
 
-def _are_alike(model: ModelSpec) -> bool:
+def are_alike(model: ModelSpec) -> bool:
+    """Whether all blocks of a model are built alike, and none is cut."""
     blocks: dict[str, list[ParameterGroup]] = defaultdict(list)
     for group in model.groups:
         for segment in group.segments:
@@ -159,7 +160,8 @@ def _are_alike(model: ModelSpec) -> bool:
     return are_whole and len(kinds) == 1
 
 
-def _shortened(model: ModelSpec) -> ModelSpec:
+def shortened(model: ModelSpec) -> ModelSpec:
+    """Return a model of which only the first two blocks are left."""
     kept = {"embed", "head", *(block_segment(index) for index in range(_NUM_BLOCKS))}
     groups = tuple(group for group in model.groups if set(group.segments) <= kept)
     # Not model_copy, which would take the cached values along.
