@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import frexp
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,12 @@ class Sweeper:
 
     def __init__(self, piece_elements: int | None = None) -> None:
         self._piece_elements = piece_elements
-        self._scratch: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._scratch: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that is kept for temporaries."""
+        return sum(kept.numel() * kept.element_size() for kept in self._scratch.values())
 
     def perturb(self, theta: Tensor, z: Tensor, scale: int, epsilon: float) -> None:
         """Change `theta` to ``θ + (s·z)·ε``.
@@ -53,11 +57,11 @@ class Sweeper:
         """
         _check_scale(scale)
 
-        def sweep(begin: int, end: int, product: Tensor, _spare: Tensor) -> None:
+        def sweep(begin: int, end: int, product: Tensor) -> None:
             torch.mul(z[begin:end], scale * epsilon, out=product)
             theta[begin:end].add_(product)
 
-        self._sweep(theta, sweep)
+        self._sweep(theta, sweep, num_temporaries=1)
 
     def perturb_scaled(self, theta: Tensor, w: Tensor, scale: int) -> None:
         """Change `theta` to ``θ + s·w``, where ``w = z·ε`` has been rounded already."""
@@ -83,16 +87,16 @@ class Sweeper:
         leaves the product's sign as it is.
         """
 
-        def sweep(begin: int, end: int, product: Tensor, decay: Tensor) -> None:
+        def sweep(begin: int, end: int, product: Tensor, *decay: Tensor) -> None:
             piece = theta[begin:end]
             torch.mul(z[begin:end], gradient, out=product)
             if weight_decay:
-                torch.mul(piece, weight_decay, out=decay)
-                product.add_(decay)
+                torch.mul(piece, weight_decay, out=decay[0])
+                product.add_(decay[0])
             product.mul_(learning_rate)
             piece.sub_(product)
 
-        self._sweep(theta, sweep)
+        self._sweep(theta, sweep, num_temporaries=2 if weight_decay else 1)
 
     def update_signs(self, theta: Tensor, z: Tensor, *, gradient: float, learning_rate: float) -> None:
         """Change `theta` to ``θ - η·(g·z)``, where every element of `z` is 1 or -1."""
@@ -100,22 +104,22 @@ class Sweeper:
         with torch.no_grad():
             theta.add_(z, alpha=-step)
 
-    def _sweep(self, theta: Tensor, sweep: Callable[[int, int, Tensor, Tensor], None]) -> None:
+    def _sweep(self, theta: Tensor, sweep: Callable[..., None], *, num_temporaries: int) -> None:
         size = self._piece_elements or PIECE_ELEMENTS.get(theta.device.type, 1 << 20)
         total = theta.numel()
-        first, second = self._temporaries(min(size, total), theta)
+        temporaries = [self._temporary(i, min(size, total), theta) for i in range(num_temporaries)]
         with torch.no_grad():
             for begin in range(0, total, size):
                 end = min(begin + size, total)
-                sweep(begin, end, first[: end - begin], second[: end - begin])
+                sweep(begin, end, *(temporary[: end - begin] for temporary in temporaries))
 
-    def _temporaries(self, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _temporary(self, index: int, size: int, like: Tensor) -> Tensor:
         # Not kept on a GPU, where the caching allocator orders reuse by stream.
         if like.device.type != "cpu":
-            return torch.empty_like(like[:size]), torch.empty_like(like[:size])
-        held = self._scratch.get(like.dtype)
-        if held is None or held[0].numel() < size:
-            held = self._scratch[like.dtype] = (torch.empty_like(like[:size]), torch.empty_like(like[:size]))
+            return torch.empty_like(like[:size])
+        held = self._scratch.get((like.dtype, index))
+        if held is None or held.numel() < size:
+            held = self._scratch[like.dtype, index] = torch.empty_like(like[:size])
         return held
 
 

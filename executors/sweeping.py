@@ -33,6 +33,11 @@ class Sweeping:
             if isinstance(op := i.op, Draw) and direction_named(op.distribution).is_sign
         }
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that is kept from one sweep to the next."""
+        return self._sweeper.scratch_bytes
+
     def perturb(self, instruction: Instruction) -> Action:
         """Return what perturbs a group."""
         op = instruction.op

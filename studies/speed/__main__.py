@@ -1,7 +1,9 @@
 """Time one zeroth-order step of an OPT shape in several ways, in turns, and print ratios of medians.
 
-``python -m studies.speed --shape 125m --threads 2 --dtype float32`` prints the table that the documentation quotes.
-The contenders take turns round by round, so that a machine that slows down slows all of them.
+``python -m studies.speed --shape 125m --threads 2 --dtype float32`` prints the table that the documentation quotes;
+with ``--beside`` those of bfloat16, and of the small shape with one thread, follow it. "mezo (default)" is the plan
+that a user gets without choosing: resident, block by block, updated at once.
+The contenders take turns of two steps, so that a machine that slows down slows all of them; the second is timed.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,36 +57,73 @@ class Row:
 def main() -> None:
     """Time the contenders and print the table."""
     options = _options()
-    torch.set_num_threads(options.threads)
-    model = _model(options.shape, getattr(torch, options.dtype))
-    seconds = measure(model, options.batch, options.seq, options.dtype, options.rounds)
-    rows = table(seconds)
-    header = f"OPT-{options.shape} shape, {options.dtype}, batch {options.batch} x {options.seq}, {options.threads} thread(s)"
-    print(f"{header}, torch {torch.__version__}, medians of {options.rounds} rounds")
+    settings = [Setting(options.shape, options.dtype, options.threads, options.batch, options.seq)]
+    if options.beside:
+        settings += [replace(settings[0], dtype="bfloat16"), replace(settings[0], shape="1m", threads=1)]
+    found = []
+    for setting in settings:
+        seconds = timed(setting, options.rounds)
+        report(setting, seconds)
+        found.append({"setting": setting.describe(), "seconds": seconds})
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is timed: a key of :data:`SHAPES`, a format of weights and products, threads, and a batch."""
+
+    shape: str
+    dtype: str
+    threads: int
+    batch: int
+    seq: int
+
+    def describe(self) -> str:
+        """Return the setting in words."""
+        batch = f"batch {self.batch} x {self.seq}"
+        return f"OPT-{self.shape} shape, {self.dtype}, {batch}, {self.threads} thread(s)"
+
+
+def timed(setting: Setting, rounds: int) -> dict[str, list[float]]:
+    """Return seconds of every contender in every round."""
+    torch.set_num_threads(setting.threads)
+    model = _model(setting.shape, getattr(torch, setting.dtype))
+    return measure(model, setting.batch, setting.seq, setting.dtype, rounds)
+
+
+def report(setting: Setting, seconds: dict[str, list[float]]) -> None:
+    """Print the table of one setting."""
+    rounds = len(next(iter(seconds.values())))
+    print(f"{setting.describe()}, torch {torch.__version__}, medians of {rounds} rounds")
     print(f"{'':28s}{'median':>10s}{'fastest':>10s}{'/ literal':>11s}{'/ forwards':>12s}")
-    for row in rows:
+    for row in table(seconds):
         print(
             f"{row.name:28s}{row.median_s * 1e3:8.1f}ms{row.fastest_s * 1e3:8.1f}ms"
             f"{row.to_literal:11.3f}{row.to_forwards:12.3f}"
         )
-    if options.json is not None:
-        options.json.write_text(json.dumps({"setting": header, "seconds": seconds}, indent=1) + "\n")
 
 
 def measure(model: Any, batch: int, seq: int, dtype: str, rounds: int) -> dict[str, list[float]]:
-    """Return seconds of every contender in every round, after one round that is thrown away."""
+    """Return seconds of every contender in every round, after one round that is thrown away.
+
+    Notes
+    -----
+    A turn is two steps, of which the second is timed: what a contender's memory has become while the others ran (its
+    pages cold, on some virtual machines given back) is no part of a step among its like.
+    """
     tokens = torch.randint(
         0, model.config.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0)
     )
     data = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
     contenders = dict(_contenders(model, data, dtype))
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    num_warmups = 3  # a session observes its memory in the first two steps
-    for turn in range(-num_warmups, rounds):
+    for turn in range(rounds + 1):  # a session observes its memory in the first two steps
         for name, step in contenders.items():
+            step(2 * turn)
             begin = time.perf_counter()
-            step(turn + num_warmups)
-            if turn >= 0:
+            step(2 * turn + 1)
+            if turn:
                 seconds[name].append(time.perf_counter() - begin)
     return seconds
 
@@ -112,7 +151,7 @@ def _contenders(model: nn.Module, data: Batch, dtype: str) -> list[tuple[str, St
     ]
     delayed = Runtime(update="delayed")
     points = {
-        "mezo, blockwise": (Estimator(), Residency(), Runtime()),
+        "mezo (default)": (Estimator(), Residency(), Runtime()),
         "mezo, delayed": (Estimator(), Residency(), delayed),
         "mezo, offloaded": (Estimator(), Residency(blocks="offloaded"), delayed),
         "counter, gaussian": (Estimator(rng="counter"), Residency(), Runtime()),
@@ -161,6 +200,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--beside", action="store_true", help="then bfloat16, and the small shape on one thread"
+    )
     parser.add_argument("--json", type=Path, default=None, help="write every round's seconds here")
     return parser.parse_args()
 

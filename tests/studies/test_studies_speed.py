@@ -34,3 +34,15 @@ def test_the_reference_takes_a_real_step(tiny) -> None:
     g = literal_step(stepped, data, 3, 0.1, 1e-3)
     assert g != 0
     assert two_forwards(stepped, data) != two_forwards(before, data)
+
+
+def test_tables_name_their_setting(tiny, capsys) -> None:
+    threads = torch.get_num_threads()
+    setting = speed.Setting("tiny", "bfloat16", 1, 2, 8)
+    try:
+        speed.report(setting, speed.timed(setting, rounds=1))
+    finally:
+        torch.set_num_threads(threads)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("OPT-tiny shape, bfloat16, batch 2 x 8, 1 thread(s), torch ")
+    assert [line.split("  ")[0] for line in lines[2:5]] == ["literal loop", "two forwards", "mezo (default)"]
