@@ -327,7 +327,9 @@ class Lockstep:
             chain, _ = kind.chains[number]
             number, num_ended = int(chain[-1]), len(chain) * len(cols)
         self.num_events += num_ended
-        kind.times[position].end_s[number, cols] = now_s
+        times = kind.times[position]
+        # Within a chain a start is a sum of its own, which may round above the instant of the end.
+        times.end_s[number, cols] = np.maximum(times.start_s[number, cols], now_s)
         if part != "step":
             self._num_others -= len(cols)
             self._others_until_s = math.inf if self._num_others else now_s
