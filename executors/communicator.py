@@ -149,7 +149,8 @@ class Communicator:
 
     def gathered(self, own: Tensor, what: str) -> Tensor:
         """Return all ranks' `own`, numbers of the host that are alike in shape, along a new first axis."""
-        rows = own.new_empty((self.world_size, *own.shape))
+        rows = own.new_zeros((self.world_size, *own.shape))
+        rows[self.rank] = own
         with self._naming_absent(self.members(WORLD), what):
             _all_gather(rows.view(-1), own.contiguous().view(-1), group=self._control)
         return rows

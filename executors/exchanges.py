@@ -12,7 +12,7 @@ from executors.buffers import BufferStore
 from executors.frames import LoadedBatch, StepFrame
 from executors.micro_batches import accumulated
 from executors.operands import Action
-from topology.errors import ProgramError
+from topology.errors import ProgramError, RunError
 from zosim.program import Access, Collective, Instruction, Program, Scalar
 
 _ELSEWHERE = -1.0
@@ -145,13 +145,17 @@ class Exchanges:
             assert frame.gathered is not None
             dtype = next(iter(frame.losses.values())).dtype
             for place, point in enumerate(points):
-                frame.losses[point] = _mean_of(frame.gathered[:, place], dtype, self._device)
+                found = _mean_of(frame.gathered[:, place], dtype, self._device)
+                if found is None:
+                    message = f"no rank forwarded {point or 'the base'} in step {frame.step}"
+                    raise RunError(message, hint="run every rank on the program of its own role")
+                frame.losses[point] = found
 
         return mean
 
 
-def _mean_of(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the mean over all labels of the ranks' losses of one point.
+def _mean_of(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Return the mean over all labels of the ranks' losses of one point; None if there are none.
 
     Parameters
     ----------
@@ -163,6 +167,8 @@ def _mean_of(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """
     labels = [int(number) for number in rows[:, 1].tolist()]
     holders = [rank for rank, number in enumerate(labels) if number >= 0]
+    if not holders:
+        return None
     if len(holders) == 1:
         return rows[holders[0], 0].to(device, dtype)
     return accumulated([rows[rank, 0].to(device) for rank in holders], [labels[rank] for rank in holders])

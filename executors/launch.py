@@ -226,8 +226,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _report(directory: Path, error: Any) -> ZosimError:
-    """Return what happened to the rank that failed first."""
-    rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
+    """Return what happened to the rank that failed first; one that was killed comes before those who missed it."""
+    rank, failure = min(
+        error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp, item[0])
+    )
     doing = Progress.read(_progress_path(directory, rank))
     at = f", last at {doing}" if doing else ""
     told = _failure_path(directory, rank)

@@ -21,8 +21,9 @@ from executors.checkpoint import Checkpoint, newest_checkpoint
 from executors.history import History, read_history
 from executors.loading import load_model
 from executors.mesh import alone
+from executors.preparing import prepare
 from executors.runlog import HEADER_NAME, weights_digest
-from executors.session import Session, prepare
+from executors.session import Session
 from topology.errors import RunError
 from zosim.plan import Plan
 from zosim.program import Program

@@ -11,29 +11,29 @@ A loop of one's own takes a few lines::
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import Tensor, nn
 
-from costmodel.work import DTYPE_BYTES
 from executors.agreement import refuse_disagreement
 from executors.buffers import TORCH_DTYPES
 from executors.communicator import Communicator, default_communicator
 from executors.gathering import gathered_timeline
 from executors.interpreter import Hyperparameters, Interpreter, StepFrame
-from executors.launch import RankInfo, progress_of_this_rank
+from executors.launch import progress_of_this_rank
 from executors.memory import MemoryReport, observed, report
-from executors.model import Batch, CutModel, LossDType, Objective, StepCache
+from executors.model import Batch, CutModel, LossDType, Objective
+from executors.preparing import autocast_dtype, loses_updates, move_module_buffers, own_device, prepare
+from executors.present import PresentWeights
 from executors.records import StepRecord, record_of, refuse_nonfinite, seed_of
 from executors.runlog import header_of, save_pretrained, weights_digest
 from executors.streams import backend_for
 from executors.update_watch import UpdateLoss
-from topology.errors import PlanError, RunError
+from topology.errors import RunError
 from zosim.lowering import lower
 from zosim.plan import Plan
 from zosim.program import Program
@@ -139,7 +139,7 @@ class Session:
             model,
             loss_dtype=loss_dtype,
             loss_chunk_tokens=plan.runtime.loss_chunk_tokens,
-            autocast_dtype=_autocast_dtype(plan),
+            autocast_dtype=autocast_dtype(plan),
             objective=objective,
         )
         self.interpreter = Interpreter(
@@ -149,11 +149,12 @@ class Session:
             backend,
             num_draw_threads=num_draw_threads,
             num_micro_batches=num_micro_batches,
-            watch_updates=_loses_updates(plan),
+            watch_updates=loses_updates(plan),
             communicator=self.communicator,
         )
-        _move_module_buffers(model, self.device)
+        move_module_buffers(model, self.device)
         self.cut.device = self.device
+        self._present = PresentWeights(self.cut, TORCH_DTYPES[plan.precision.storage], self.device)
         self._live_bytes = 0
         self._first_timed = 0
 
@@ -286,70 +287,30 @@ class Session:
 
     # -- the model as it stands --------------------------------------------------------------------------------
 
+    @property
+    def present(self) -> PresentWeights:
+        """The model after a flush: losses and logits, and copies of its weights."""
+        self.flush()
+        return self._present
+
     def loss(self, batch: Batch) -> float:
         """Return the loss of a batch at the present weights."""
-        return self._forward(batch, self.cut.head).item()
+        return self.present.loss(batch)
 
     def logits(self, batch: Batch) -> Tensor:
         """Return the logits of a batch at the present weights, on the session's device."""
-        return self._forward(batch, lambda hidden, _moved: self.cut.logits(hidden))
+        return self.present.logits(batch)
 
-    def _forward(self, batch: Batch, head: Callable[[Tensor, Batch], Tensor]) -> Tensor:
-        self.flush()
-        moved = {name: tensor.to(self.device) for name, tensor in batch.items()}
-        cache = StepCache()
-        with torch.no_grad():
-            with self._present("embed"):
-                hidden = self.cut.embed(moved, cache)
-            for i in range(len(self.cut.blocks)):
-                with self._present(f"block.{i}"):
-                    hidden = self.cut.block(i, hidden, cache)
-            with self._present("head"):
-                return head(hidden, moved)
-
-    @contextmanager
-    def _present(self, segment: str) -> Iterator[None]:
-        """Let a segment's weights be on the device in their storage format for a while."""
-        storage = TORCH_DTYPES[self.plan.precision.storage]
-        moved: list[tuple[nn.Parameter, Tensor]] = []
-        for group in self.cut.groups:
-            if segment in group.segments:
-                for tensor in self.cut.tensors_of(group.name):
-                    home = tensor.parameter.data
-                    if home.device != self.device or home.dtype != storage:
-                        moved.append((tensor.parameter, home))
-                        tensor.parameter.data = home.to(self.device, storage)
-        try:
-            yield
-        finally:
-            for parameter, home in moved:
-                parameter.data = home
-
-    @contextmanager
-    def whole_model(self) -> Iterator[nn.Module]:
+    def whole_model(self) -> AbstractContextManager[nn.Module]:
         """Flush, and yield the model with all its weights on the device in their storage format.
 
         For generation and other uses that need the whole model at once; an offloaded one has to fit for as long.
         """
-        self.flush()
-        storage = TORCH_DTYPES[self.plan.precision.storage]
-        homes = [tensor.parameter.data for tensor in self.cut.tensors]
-        try:
-            for tensor in self.cut.tensors:
-                tensor.parameter.data = tensor.parameter.data.to(self.device, storage)
-            yield self.model
-        finally:
-            for tensor, home in zip(self.cut.tensors, homes, strict=True):
-                tensor.parameter.data = home
+        return self.present.whole_model(self.model)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the present parameters by name, a tied one once, on the CPU."""
-        self.flush()
-        storage = TORCH_DTYPES[self.plan.precision.storage]
-        return {
-            t.name: t.parameter.detach().to("cpu", storage, copy=True, memory_format=torch.contiguous_format)
-            for t in self.cut.tensors
-        }
+        return self.present.state_dict()
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Flush, and write a directory that transformers loads, in the run's format."""
@@ -403,49 +364,3 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def own_device(device: str) -> str:
-    """Return a device's name, with the number of this rank's own where none is given."""
-    return f"cuda:{RankInfo.here().local_rank}" if device == "cuda" else device
-
-
-def prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Give the model the plan's format and attention, and torch the plan's matrix products."""
-    storage = TORCH_DTYPES[plan.precision.storage]
-    for parameter in model.parameters():
-        if parameter.dtype != storage:
-            parameter.data = parameter.data.to(storage)
-    config = getattr(model, "config", None)
-    wanted = plan.runtime.attention
-    if getattr(config, "_attn_implementation", wanted) != wanted:
-        model.set_attn_implementation(wanted)  # type: ignore[operator]
-    if plan.precision.compute == "tf32" and device.type != "cuda":
-        raise PlanError("compute=tf32 needs a CUDA device", hint="use compute=float32")
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if plan.precision.compute == "tf32" else "highest")
-
-
-def _loses_updates(plan: Plan) -> bool:
-    """Whether weights are kept in a format that is too coarse for many updates."""
-    return DTYPE_BYTES[plan.precision.storage] < 4 or plan.precision.narrows
-
-
-def _autocast_dtype(plan: Plan) -> torch.dtype | None:
-    """Return the format of matrix products where it is not that of the weights."""
-    compute, storage = plan.precision.compute, plan.precision.storage
-    if compute in (storage, "tf32"):
-        return None
-    if compute not in ("float16", "bfloat16") or DTYPE_BYTES[compute] > DTYPE_BYTES[storage]:
-        raise PlanError(
-            f"compute={compute} with storage={storage} cannot be run",
-            hint=f"use compute={storage}, or bfloat16 or float16 with wider storage",
-        )
-    return TORCH_DTYPES[compute]
-
-
-def _move_module_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, tensor in module._buffers.items():
-            if tensor is not None:
-                module._buffers[name] = tensor.to(device)

@@ -144,3 +144,118 @@ def run_cases(cases):
             told = communicator.gathered_bytes(json.dumps(own).encode(), name)
             found[name] = [json.loads(text) for text in told]
         return found
+
+
+MODES = {
+    "resident": {},
+    "private": OFFLOADED,
+    "shared": SHARED,
+    "sliced": SLICED,
+    "sliced-immediate": {"residency": {"blocks": "offloaded", "transfers": "sliced"}},
+}
+
+
+def plant_bits():
+    """Change one bit of one block on rank 1 of 3, in each mode, and return what is said after the next step."""
+    import torch
+
+    from executors.communicator import Communicator
+    from executors.launch import process_group
+
+    torch.set_num_threads(1)
+    with process_group("cpu"):
+        communicator = Communicator(plan_for({"mesh": {"data": 3}}).groups)
+        return {name: _planted(axes, communicator) for name, axes in MODES.items()}
+
+
+def _planted(axes, communicator):
+    from reference_mezo import bits
+    from tiny import model_of
+
+    from executors.session import Session
+    from topology.errors import RunError
+
+    case = {"mesh": {"data": 3}, "batch": 3, **axes}
+    model = model_of("opt")
+    with Session(plan_for(case), model, learning_rate=RATE, communicator=communicator) as session:
+
+        def flip(block, _inputs):
+            if session.num_steps == 2 and communicator.rank == 1 and not flipped:
+                flipped.append(bits(block.fc1.weight.data).view(-1)[7].bitwise_xor_(1))
+
+        flipped = []
+        session.cut.blocks[1].register_forward_pre_hook(flip)
+        for batch in lines_for(case, 4):
+            session.step(batch)
+            if session.num_steps == 2:
+                session.compare_replicas()
+        try:
+            session.compare_replicas()
+        except RunError as error:
+            return error.message
+        return "nothing was noticed"
+
+
+def start_unlike():
+    """Begin with other weights on rank 1, and return what is said."""
+    from tiny import model_of
+
+    from executors.launch import RankInfo, process_group
+    from executors.session import Session
+    from topology.errors import RunError
+
+    with process_group("cpu"):
+        plan = plan_for({"mesh": DDP})
+        try:
+            Session(plan, model_of("opt", seed=RankInfo.here().rank))
+        except RunError as error:
+            return error.message
+        return "nothing was noticed"
+
+
+def wait_for_peer():
+    """Wait for an instruction that rank 1 never does, and leave what is said."""
+    from executors.communicator import Communicator
+    from executors.host_memory import HostMemory
+    from executors.launch import process_group, progress_of_this_rank
+    from topology.errors import RunError
+    from zosim.lowering import lower
+
+    with process_group("cpu") as info:
+        plan = plan_for({"mesh": DDP, **SHARED})
+        communicator = Communicator(plan.groups, timeout_s=60)
+        memory = HostMemory(lower(plan, info.rank), communicator)
+        progress_of_this_rank().note(f"rank {info.rank} at work")
+        communicator.barrier("beginning")
+        communicator.timeout_s = 1
+        said = ""
+        if info.rank == 0:
+            try:
+                memory.wait("block.1/offload", 3)
+            except RunError as error:
+                said = error.message
+        communicator.barrier("going on")
+        memory.note("block.1/offload", 3)
+        memory.wait("block.1/offload", 3)
+        # Rank 0 may take as long as it wants to: its heart beats.
+        communicator.first_does(lambda: __import__("time").sleep(2.5), "sleeping")
+        left = [str(path) for path in Path("/dev/shm").glob("zosim-host-*")]
+        return communicator.first_says(lambda: {"said": said, "left": left}, "telling")
+
+
+def forget_the_plan():
+    """Make a session of one rank among two, and leave a refusal."""
+    from tiny import model_of, plan_of
+
+    from executors.communicator import Communicator
+    from executors.launch import process_group
+    from executors.session import Session
+    from topology.errors import RunError
+
+    with process_group("cpu"):
+        model = model_of("opt")
+        try:
+            Session(plan_of(model), model, communicator=Communicator({}))
+        except RunError as error:
+            return error.message
+        return "nothing was noticed"
