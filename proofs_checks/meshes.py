@@ -28,18 +28,17 @@ from proofs_checks.ranks import on_all_ranks
 from proofs_checks.statistics import compare_means
 from zosim.plan import Estimator, Mesh, Placement, Plan, Residency, Runtime
 
-_OFFLOADED = {"blocks": "offloaded"}
 _DELAYED = Runtime(update="delayed")
 MESHES: Mapping[str, tuple[Mesh, dict[str, Any]]] = {
     "ddp, resident": (Mesh(data=2), {}),
-    "pertp, offloaded": (Mesh(perturb=2), {"residency": Residency(**_OFFLOADED), "runtime": _DELAYED}),  # type: ignore[arg-type]
+    "pertp, offloaded": (Mesh(perturb=2), {"residency": Residency(blocks="offloaded"), "runtime": _DELAYED}),
     "pertp, shared": (
         Mesh(perturb=2),
-        {"residency": Residency(**_OFFLOADED, transfers="shared"), "runtime": _DELAYED},  # type: ignore[arg-type]
+        {"residency": Residency(blocks="offloaded", transfers="shared"), "runtime": _DELAYED},
     ),
     "2d, sliced": (
         Mesh(data=2, perturb=2),
-        {"residency": Residency(**_OFFLOADED, transfers="sliced"), "runtime": _DELAYED},  # type: ignore[arg-type]
+        {"residency": Residency(blocks="offloaded", transfers="sliced"), "runtime": _DELAYED},
     ),
     "2d the other way round, swept": (
         Mesh(data=2, perturb=2, inner="data"),
@@ -67,7 +66,7 @@ def check_ranks(context: Context) -> Outcome:
         if context.size == "quick" and name not in _QUICK:
             continue
         for rng in ("mezo", "counter") if context.size == "full" else ("counter",):
-            estimator = Estimator(rng=rng, num_queries=_NUM_QUERIES)  # type: ignore[arg-type]
+            estimator = Estimator(rng=rng, num_queries=_NUM_QUERIES)
             # Shards are the micro-batches of one device, whose losses it adds up in the same order.
             alone = train(
                 "tied", estimator=estimator, seed=context.seed, num_micro_batches=mesh.data, **_SETTINGS

@@ -11,6 +11,7 @@ from proofs_checks import (
     quantised,
     restoring,
     schedules,
+    sliced_transfers,
     step_time,
     unbiasedness,
 )
@@ -26,6 +27,7 @@ CLAIMS: tuple[Claim, ...] = (
     *restoring.CLAIMS,
     *schedules.CLAIMS,
     *step_time.CLAIMS,
+    *sliced_transfers.CLAIMS,
     *cost_invariants.CLAIMS,
     *quantised.CLAIMS,
     *compressors.CLAIMS,

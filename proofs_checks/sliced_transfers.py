@@ -1,0 +1,187 @@
+"""What sliced transfers take: the paper's two formulas against the simulator, and where they are only bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from proofs_checks.claims import Claim, Context, Outcome
+from proofs_checks.mutation import Mutant
+from proofs_checks.step_time import NUM_BLOCKS, block_bytes, machine, model, seconds
+from zosim.fold import simulate_set
+from zosim.lowering import lower_all
+from zosim.machine import Machine, Ring
+from zosim.plan import Mesh, Placement, Plan, Residency, Runtime
+from zosim.program_set import ProgramSet
+
+NUM_SLOTS = 6
+"""Enough that no slot is waited for: upload, exchange, compute and offload of four blocks overlap."""
+
+_RANKS = (2, 4)
+_LINKS = (8.0, 2.0, 1.0, 0.5, 0.25)
+"""Bandwidth between two devices over that between a device and its host."""
+_TRANSFERS = (0.2, 1.0, 6.0)
+"""Seconds to upload a whole block over those of its two forwards."""
+_TOLERANCE = 2e-3
+"""Buckets and shares are aligned, and a batch crosses the same lanes: a part in a thousand of a block."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of one block on one of `n` ranks, each with a lane of its own to the host.
+
+    Attributes
+    ----------
+    upload, exchange, compute, offload : float
+    head : float
+    """
+
+    upload: float
+    exchange: float
+    compute: float
+    offload: float
+    head: float
+
+    @property
+    def pipelined(self) -> float:
+        """A step whose four kinds of work overlap block by block: the slowest N - 1 times, all once, the head."""
+        slowest = max(self.upload, self.exchange, self.compute, self.offload)
+        return self.upload + self.exchange + self.compute + (NUM_BLOCKS - 1) * slowest + self.head
+
+    @property
+    def paper(self) -> float:
+        """Equations 3 and 4: upload and exchange one after the other, beside compute."""
+        return NUM_BLOCKS * max(self.upload + self.exchange, self.compute)
+
+    @property
+    def fill(self) -> float:
+        """What equation 4 leaves out: filling the pipeline, and the head."""
+        return self.upload + self.exchange + self.compute + self.head
+
+
+def programs(num_ranks: int, transfers: str) -> ProgramSet:
+    """Return the offloaded programs of ranks that share the batch."""
+    return lower_all(
+        Plan(
+            model=model(),
+            placement=Placement(topology="none", devices=tuple(f"gpu{i}" for i in range(num_ranks))),
+            batch=num_ranks,
+            seq=64,
+            mesh=Mesh(data=num_ranks),
+            residency=Residency.model_validate(
+                {"blocks": "offloaded", "num_slots": NUM_SLOTS, "transfers": transfers}
+            ),
+            runtime=Runtime(update="delayed"),
+        )
+    )
+
+
+def machines(num_ranks: int, lane_bytes_per_s: float, link_bytes_per_s: float) -> Sequence[Machine]:
+    """Return devices with a lane to the host and a link to the next device each, of nobody else's."""
+    one = machine(lane_bytes_per_s)
+    rings = {name: Ring(num_ranks, 0.0, link_bytes_per_s) for name in ("host", "world")}
+    return [replace(one, rings=rings) for _ in range(num_ranks)]
+
+
+def simulated(num_ranks: int, transfers: str, whole: float, link: float) -> float:
+    """Return the seconds of a steady step where a whole block takes `whole` seconds over a lane."""
+    lane = block_bytes() / whole
+    return simulate_set(programs(num_ranks, transfers), machines(num_ranks, lane, link * lane)).step_time_s
+
+
+def parts_of(num_ranks: int, whole: float, link: float) -> Parts:
+    """Return the parts of a sliced step, from sizes and bandwidths alone."""
+    forwards = seconds(2, 0.0)
+    share = whole / num_ranks
+    return Parts(share, (num_ranks - 1) * share / link, forwards.block, share, forwards.head)
+
+
+def check_sliced(context: Context) -> Outcome:
+    """Compare simulated steps with the closed form of the pipeline, and both with the paper's two equations."""
+    largest, details = 0.0, []
+    compute = seconds(2, 0.0).block
+    for num_ranks in _RANKS[: context.samples(2, 1)]:
+        for link in _LINKS[:: context.samples(1, 2)]:
+            errors, over = [], []
+            for ratio in _TRANSFERS:
+                parts = parts_of(num_ranks, ratio * compute, link)
+                found = simulated(num_ranks, "sliced", ratio * compute, link)
+                errors.append(abs(found / parts.pipelined - 1))
+                over.append(parts.paper / (found - parts.fill + max(parts.upload, parts.exchange)))
+                # Equation 4 bounds the step from above once the pipeline is filled.
+                errors.append(max(0.0, found / (parts.paper + parts.fill) - 1))
+            largest = max(largest, *errors)
+            details.append(
+                f"{num_ranks} ranks, links {link:g} times a lane: off by {max(errors):.1e}; equation 4 says up to "
+                f"{max(over):.2f} times the filled pipeline's time"
+            )
+    return Outcome(largest, _TOLERANCE, "relative error of the pipeline's closed form", tuple(details))
+
+
+def check_no_worse(context: Context) -> Outcome:
+    """Count links at which slicing wins or loses otherwise than the closed forms say.
+
+    Notes
+    -----
+    Where transfers limit, a whole upload takes ``M/B`` a block and a sliced one ``max(1/n, (n-1)/n·B/L)·M/B``: slicing
+    loses where links are slower than ``(n - 1)/n`` of a lane, and, by the filling of one more stage, just at it.
+    """
+    wrong, details = 0, []
+    compute = seconds(2, 0.0).block
+    for num_ranks in _RANKS[: context.samples(2, 1)]:
+        for link in _LINKS:
+            whole, sliced = (
+                simulated(num_ranks, transfers, 6.0 * compute, link) for transfers in ("private", "sliced")
+            )
+            loses = sliced > whole
+            parts = parts_of(num_ranks, 6.0 * compute, link)
+            expected = parts.pipelined > replace(parts, upload=6.0 * compute, exchange=0.0).pipelined
+            wrong += loses != expected
+            details.append(
+                f"{num_ranks} ranks, links {link:g} times a lane: sliced / whole = {sliced / whole:.2f}"
+            )
+    return Outcome(wrong, 0, "machines on which slicing wins or loses unexpectedly", tuple(details))
+
+
+_WHOLE_UPLOAD = Mutant(
+    "every rank uploads all slices",
+    "zosim.lowering.transfers:Transfers._upload_sliced",
+    "copy_work(total // layout.num_shares)",
+    "copy_work(total)",
+)
+
+CLAIMS = (
+    Claim(
+        "sliced-step-is-a-pipeline",
+        "With lanes and links of their own, a sliced step takes u + g + c + (N - 1)·max(u, g, c, o) and the head, with "
+        "u = o = M/nB and g = (n-1)M/nL. Equations 3 and 4, N·max(u + g, c), add what overlaps: they bound the filled "
+        "pipeline from above, by up to a factor of 2, and leave filling it out.",
+        "DistZO2 appendix C, equations 3 and 4",
+        "as many slots as blocks in flight; nothing shared; like blocks; sweeps and draws take no time",
+        check_sliced,
+        (
+            _WHOLE_UPLOAD,
+            Mutant(
+                "exchanges on the uploads' stream",
+                "zosim.lowering.transfers:Transfers._upload_sliced",
+                "Stream.LINK",
+                "Stream.H2D",
+            ),
+            Mutant(
+                "a share sent to itself as well",
+                "zosim.lowering.transfers:Transfers._upload_sliced",
+                "link_bytes=total - total // layout.num_shares",
+                "link_bytes=total",
+            ),
+        ),
+    ),
+    Claim(
+        "slicing-can-lose",
+        "Slicing is no worse than whole uploads where links carry more than (n - 1)/n of what a lane does. The "
+        "paper's lower bound (`no worse than standard unoptimized transmission`) does not hold below that.",
+        "DistZO2 appendix C, hardware generality and performance bounds",
+        "a lane to the host for each device; transfers limit the step",
+        check_no_worse,
+        (_WHOLE_UPLOAD,),
+    ),
+)
