@@ -28,7 +28,6 @@ from zosim.lowering.step import StepWriter
 from zosim.machine import Machine
 from zosim.plan import Plan
 from zosim.program import Instruction, Program
-from zosim.program_set import ProgramSet
 from zosim.recurrence import MAX_STEPS, Member, Node, Recurrence, second_half_s
 from zosim.sketch import are_alike, shortened
 from zosim.steady import MAX_CYCLE, TOLERANCE
@@ -293,7 +292,7 @@ class _Order:
         if program.prologue:
             message = f"program {program.name} has a prologue, which a grid of configurations cannot have"
             raise PlanError(message, hint="take step_time_bound for each configuration")
-        recurrence = Recurrence(World.of(ProgramSet.alone(program), [machine]), MAX_STEPS)
+        recurrence = Recurrence(World.of_one(program, machine), MAX_STEPS)
         number = {item.id: place for place, item in enumerate(program.step)}
         listed = [recurrence.nodes(position) for position in range(1, recurrence.max_distance + 2)]
         carried = {
@@ -368,15 +367,9 @@ def _links(
         (name,) = node.members
         edges = tuple((distance, before, delay_s > 0) for distance, before, delay_s in node.edges)
         numbers: tuple[int, ...] = (number[name.instruction],)
-        before = edges[0][1] if len(edges) == 1 and edges[0][0] == 0 else None
-        if (
-            fused
-            and before in chains
-            and followers[before] == 1
-            and before not in carried
-            and not edges[0][2]
-        ):
-            joined = chains.pop(before)
+        last = edges[0][1] if len(edges) == 1 and edges[0][0] == 0 else None
+        if fused and last in chains and followers[last] == 1 and last not in carried and not edges[0][2]:
+            joined = chains.pop(last)
             edges, numbers = joined.edges, (*joined.numbers, *numbers)
         chains[name] = _Link(name, edges, numbers, node.earliest_s > 0)
     yield from chains.values()

@@ -31,7 +31,6 @@ from topology.errors import ProgramError
 from zosim.machine import Machine
 from zosim.places import Order, Place
 from zosim.program import Part, Program
-from zosim.program_set import ProgramSet
 from zosim.steady import SteadyDetector
 from zosim.world import World
 
@@ -55,6 +54,7 @@ def step_time_bound(program: Program, machine: Machine, bound: Bound = "central"
     Parameters
     ----------
     program : Program
+        If it is of several ranks, the others are taken to be in step with this one.
     machine : Machine
     bound : {"central", "low", "high"}
         Which end of the profile's intervals.
@@ -66,7 +66,7 @@ def step_time_bound(program: Program, machine: Machine, bound: Bound = "central"
     ProfileError
         If the profile has no rate for an instruction's formats.
     """
-    return step_time_bound_of(_alone(program, machine, bound))
+    return step_time_bound_of(World.of_one(program, machine, bound))
 
 
 def step_time_bound_of(world: World) -> float:
@@ -111,7 +111,8 @@ def run_times(
         As for :func:`step_time_bound`.
     """
     return {
-        place: times for (_, place), times in run_times_of(_alone(program, machine, bound), num_steps).items()
+        place: times
+        for (_, place), times in run_times_of(World.of_one(program, machine, bound), num_steps).items()
     }
 
 
@@ -129,10 +130,6 @@ def run_times_of(world: World, num_steps: int) -> dict[tuple[int, Place], tuple[
         for position in range(num_steps + 2)
         for member, times in recurrence.advance().items()
     }
-
-
-def _alone(program: Program, machine: Machine, bound: Bound) -> World:
-    return World.of(ProgramSet.alone(program), [machine], bound)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ def simulate(
     Parameters
     ----------
     program : Program
+        If it is of several ranks, the others are taken to be in step with this one, and to share nothing with it.
     machine : Machine
     num_steps : int, optional
         Steps of the run; unless given, as many as it takes until steps repeat, at most `MAX_UNLIKE_STEPS`.
@@ -63,7 +64,7 @@ def simulate(
     ProfileError
         If the profile has no rate for an instruction's formats.
     """
-    return simulate_ranks([program], [machine], num_steps=num_steps, bound=bound)
+    return simulate_world(World.of_one(program, machine, bound), num_steps=num_steps)
 
 
 def simulate_ranks(

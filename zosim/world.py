@@ -166,6 +166,32 @@ class World:
         world.check_peers()
         return world.with_limits_alone()
 
+    @classmethod
+    def of_one(cls, program: Program, machine: Machine, bound: Bound = "central") -> World:
+        """Return the world of one rank, whose peers, if it has any, are taken to be in step with it.
+
+        Raises
+        ------
+        ProfileError
+            If the profile has no rate for an instruction's formats.
+        """
+        template = _template(program, machine, bound)
+        groups = {
+            name: Group(((0,),), frozenset({0}) if size > 1 else frozenset())
+            for name, size in program.groups.items()
+        }
+        world = cls(
+            (template,),
+            (0,),
+            (template.resources,),
+            dict(machine.capacities),
+            machine.fifo,
+            MappingProxyType(groups),
+            (0,),
+            (1,),
+        )
+        return world.with_limits_alone()
+
     @property
     def size(self) -> int:
         """Number of ranks simulated."""

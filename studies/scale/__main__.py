@@ -1,0 +1,183 @@
+"""Time predictions of a large cluster, and print a table.
+
+``python -m studies.scale`` predicts a step of OPT-175B with its blocks on the hosts, two perturbations times data
+shards, sliced transfers, on 128 hosts of 8 GPUs: event by event on all 1024 ranks, folded to one rank of each kind, and
+as a grid of configurations in closed form. The same step written in plain simpy, a process per operation, runs beside
+them, with the garbage collector as it is by default. The plain model takes nothing as shared, runs a single step, and
+needs some gigabytes; ``--naive-hosts`` makes it smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from costmodel.configs import read_model_spec
+from studies.scale.naive import naive_step
+from topology.clusters import cluster
+from topology.documents import load_preset
+from zosim.fold import fold
+from zosim.grid import step_time_bounds
+from zosim.lockstep import Lockstep, steady_step_s
+from zosim.lowering import lower_all
+from zosim.machine import Machine
+from zosim.machines import machines_for
+from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Residency, Runtime
+from zosim.profiles import profile_for
+from zosim.simulate import MAX_UNLIKE_STEPS
+from zosim.world import World
+
+# What folding may change: rounding.
+AGREEMENT = 1e-9
+_Result = TypeVar("_Result")
+_GRID_AXES = ("copy_h2d_bandwidth", "copy_d2h_bandwidth", "matmul_rate", "draw_rate")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of predicting.
+
+    Attributes
+    ----------
+    name : str
+    seconds : float
+        That it took.
+    num_done : int
+        Ends of instructions, processes, or configurations.
+    step_s : float or None
+        What it says that a step takes.
+    """
+
+    name: str
+    seconds: float
+    num_done: int
+    step_s: float | None
+
+
+def main() -> int:
+    """Time everything and print the table; 1 if folding changed the prediction."""
+    options = _options()
+    begin = time.perf_counter()
+    world, _, _ = setting(options.model, options.preset, options.hosts)
+    made_s = time.perf_counter() - begin
+    rows = [event_by_event(world), folded(world)]
+    _, plan, machine = setting(options.model, options.preset, 1)
+    rows.append(grid(plan, machine, options.points))
+    if options.naive_hosts:
+        rows.append(naive(world if options.naive_hosts == options.hosts else _hosts(options)))
+    num_ranks = world.size
+    print(f"{options.model}, {options.hosts} x {options.preset}, {num_ranks} ranks; made in {made_s:.1f} s")
+    print(f"{'':42s}{'seconds':>10s}{'done':>12s}{'a second':>12s}{'step':>14s}")
+    for row in rows:
+        step = "" if row.step_s is None else f"{row.step_s:.9f} s"
+        print(
+            f"{row.name:42s}{row.seconds:10.3f}{row.num_done:12d}{row.num_done / row.seconds:12.0f}{step:>14s}"
+        )
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    every, few = rows[0].step_s or 0.0, rows[1].step_s or 0.0
+    if abs(every - few) > AGREEMENT * every:
+        print(f"folding changed the step from {every!r} to {few!r} s", file=sys.stderr)
+        return 1
+    return 0
+
+
+def setting(model: str, preset: str, num_hosts: int) -> tuple[World, Plan, Machine]:
+    """Return the world of a plan on so many hosts, with the plan and the first rank's machine."""
+    topology = load_preset(preset)
+    if num_hosts > 1:
+        topology = cluster(topology, num_hosts)
+    devices = tuple(node.id for node in topology.compute_devices)
+    size = len(devices)
+    plan = Plan(
+        model=read_model_spec(model),
+        placement=Placement(
+            topology=topology.name,
+            devices=devices,
+            hosts=tuple(topology.host_of(device).id for device in devices),
+        ),
+        batch=size,
+        seq=2048,
+        mesh=Mesh(data=size // 2, perturb=2),
+        estimator=Estimator(rng="counter"),
+        residency=Residency(blocks="offloaded", transfers="sliced"),
+        precision=Precision(storage="float16", compute="float16", transfer="float16"),
+        runtime=Runtime(update="delayed", traversal="blockwise"),
+    )
+    profile = profile_for(topology, devices[0], path=None, num_threads=None, is_host=False)
+    machines = machines_for(topology, devices, profile, plan.groups)
+    return World.of(lower_all(plan), machines), plan, machines[0]
+
+
+def event_by_event(world: World) -> Row:
+    """Time the simulation of every rank until steps repeat."""
+    run = Lockstep(world, MAX_UNLIKE_STEPS, ())
+    seconds, _ = timed(run.go)
+    step_s = None if run.cycle is None else run.cycle.period_s / run.cycle.num_steps
+    return Row("event by event, with contention", seconds, run.num_events, step_s)
+
+
+def folded(world: World) -> Row:
+    """Time folding, and the simulation of one rank of each kind."""
+    num_ranks = fold(world).size
+    seconds, step_s = timed(lambda: steady_step_s(fold(world)))
+    return Row(f"folded to {num_ranks} ranks, with contention", seconds, world.size, step_s)
+
+
+def grid(plan: Plan, machine: Machine, points_per_axis: int) -> Row:
+    """Time the closed form of one rank's program over a grid of batches, lengths, bandwidths and rates."""
+    factors = {name: np.geomspace(0.1, 10.0, points_per_axis).tolist() for name in _GRID_AXES}
+    seconds, found = timed(
+        lambda: step_time_bounds(
+            plan, machine, batches=[plan.batch, 2 * plan.batch], seqs=[1024, 2048], factors=factors
+        )
+    )
+    return Row("closed form, configurations", seconds, int(found.size), None)
+
+
+def naive(world: World) -> Row:
+    """Time the plain model of one step."""
+    seconds, (step_s, num_processes) = timed(lambda: naive_step(world))
+    name = f"plain simpy, {world.size} ranks, nothing shared"
+    return Row(name, seconds, num_processes, step_s)
+
+
+def unshared(world: World) -> World:
+    """Return the same ranks with enough of everything."""
+    return replace(world, capacities={}, fifo=frozenset())
+
+
+def timed(action: Callable[[], _Result]) -> tuple[float, _Result]:
+    """Return the seconds that an action took, and its result."""
+    begin = time.perf_counter()
+    result = action()
+    return time.perf_counter() - begin, result
+
+
+def _hosts(options: argparse.Namespace) -> World:
+    return setting(options.model, options.preset, options.naive_hosts)[0]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m studies.scale", description=__doc__)
+    parser.add_argument("--model", default="opt-175b")
+    parser.add_argument("--preset", default="dgx-1v", help="a one-host preset with a network")
+    parser.add_argument("--hosts", type=int, default=128)
+    parser.add_argument(
+        "--naive-hosts", type=int, default=128, help="hosts of the plain model; 0: without it"
+    )
+    parser.add_argument("--points", type=int, default=16, help="values on each of the grid's four axes")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
