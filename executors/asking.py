@@ -24,6 +24,7 @@ from topology.units import parse_bytes
 from zosim.options import precision_of
 from zosim.plan import Plan
 from zosim.program_set import ProgramSet
+from zosim.validate_set import validate_set
 
 Given = Mapping[str, Any]
 """Options by parameter name, None where they were left out."""
@@ -57,7 +58,7 @@ def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
     data = _data(given, run)
     num_threads = given["threads"] or default_threads()
     plan = plan_for(_asked(given, num_threads), spec, base, longest_example(data.path))
-    program = ProgramSet.load(given["program"]) if given["program"] else _recorded_program(out, header, plan)
+    program = _program_by_hand(given["program"]) or _recorded_program(out, header, plan)
     num_threads = given["threads"] or default_threads(max(map(len, plan.placement.ranks_by_host)))
     settings = RunSettings(
         model=model,
@@ -116,6 +117,15 @@ def _base_plan(given: Given, header: Given) -> Plan | None:
     if given["plan"] is not None:
         return Plan.load(given["plan"])
     return Plan.model_validate(header["plan"]) if header else None
+
+
+def _program_by_hand(path: Path | None) -> ProgramSet | None:
+    """Return the program of a file, which need not be one that a plan is lowered to."""
+    if path is None:
+        return None
+    programs = ProgramSet.load(path)
+    validate_set(programs)
+    return programs
 
 
 def _recorded_program(out: str, header: Given, plan: Plan) -> ProgramSet | None:

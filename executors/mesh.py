@@ -93,14 +93,14 @@ def launch_lines(plan: Plan, arguments: Sequence[str], *, port: int = 29500) -> 
     names = [plan.placement.hosts[ranks[0]] for ranks in hosts]
     command = "-m zosim " + shlex.join(arguments)
     rendezvous = f"--nnodes {len(hosts)} --master-addr {names[0]} --master-port {port}"
-    by_ssh = [
-        f"ssh {name} 'cd {Path.cwd()} && torchrun {rendezvous} --node-rank {number} "
-        f"--nproc-per-node {len(ranks)} {command}' &"
-        for number, (name, ranks) in enumerate(zip(names, hosts, strict=True))
-    ]
+    by_ssh = []
+    for number, (name, ranks) in enumerate(zip(names, hosts, strict=True)):
+        start = f"torchrun {rendezvous} --node-rank {number} --nproc-per-node {len(ranks)} {command}"
+        by_ssh.append(f"ssh {name} {shlex.quote(f'cd {shlex.quote(str(Path.cwd()))} && {start}')} &")
+    start = f"torchrun {rendezvous} --node-rank $SLURM_NODEID --nproc-per-node {len(hosts[0])} {command}"
     by_slurm = (
-        f"srun --nodes {len(hosts)} --ntasks-per-node 1 --nodelist {','.join(names)} bash -c 'torchrun {rendezvous} "
-        f"--node-rank $SLURM_NODEID --nproc-per-node {len(hosts[0])} {command}'"
+        f"srun --nodes {len(hosts)} --ntasks-per-node 1 --nodelist {','.join(names)} "
+        f"bash -c {shlex.quote(start)}"
     )
     lines = [
         f"The plan has ranks on {len(hosts)} hosts. Start them with ssh:",

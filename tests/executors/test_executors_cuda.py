@@ -13,7 +13,7 @@ from reference_mezo import LiteralMezo, differing
 from tiny import batches, model_of, plan_of
 
 from executors.session import Session
-from executors.streams import backend_for
+from executors.streams import Ticket, backend_for
 from topology.errors import RunError
 
 PLACEMENTS = {
@@ -61,6 +61,39 @@ def test_counter_directions_on_cuda_do_not_depend_on_the_placement():
         with Session(plan, model, learning_rate=1e-3, device="cuda:0") as session:
             found.append([session.step(batch).projected_gradients for batch in batches(4)])
     assert all(gradients == found[0] for gradients in found)
+
+
+class _Near(Ticket):
+    """Stands for another rank that is always as far."""
+
+    def wait(self):
+        """Return at once."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placement", ["offloaded", "draw-ahead", "fresh-slots"])
+def test_issuing_from_a_thread_per_stream_changes_no_bit(placement, monkeypatch):
+    found, told = [], []
+    for far in (False, True):
+        model = model_of("opt")
+        plan = plan_of(model, **PLACEMENTS[placement])
+        with Session(plan, model, learning_rate=1e-3, device="cuda:0") as session:
+            real = session.interpreter._task
+
+            def task(item, *arguments, real=real):
+                made = real(item, *arguments)
+                made.after = [*made.after, _Near()]
+                made.done = lambda: told.append(made.instruction.id)
+                return made
+
+            if far:
+                monkeypatch.setattr(session.interpreter, "_task", task)
+            found.append(
+                [session.step(batch).projected_gradients for batch in batches(6)] + [session.digest()]
+            )
+            assert bool(session.interpreter.backend._threads) == far
+    assert found[0] == found[1]
+    assert {i.id for i in session.program.step} <= set(told)
 
 
 def test_a_device_that_is_not_there_is_refused():

@@ -17,9 +17,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import distributed
 from command import rows_of, saved_lines, saved_model, zosim
 
+from executors.launch import launch
+from executors.mesh import spread
 from executors.runlog import read_header
+from executors.schedule import Schedule
+from executors.settings import DataSettings, RunSettings
 from zosim.plan import Plan
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline
@@ -138,6 +143,69 @@ def test_a_rank_that_stands_still_is_named(inputs, tmp_path):
     assert run.returncode == 2
     assert "waited 3 s for rank 1, last at step[" in said
     assert "losses/all_gather" in said
+
+
+def test_a_late_joiner_needs_no_file_of_the_run(pertp, inputs, tmp_path):
+    """It gets header and log over the wire, and replays what it missed; the checkpoint that it cannot see is left."""
+    out = tmp_path / "out"
+    assert (
+        train(inputs, out, "--no-launch", "--residency", "offloaded", "--checkpoint-every", 2, steps=5) == 0
+    )
+    data = Plan.load(out / "plan.json").model_dump(mode="json")
+    spread(data, {"perturb": 2})
+    data["residency"]["transfers"] = "sliced"
+    settings = RunSettings(
+        model=str(inputs[0]),
+        plan=Plan.model_validate(data),
+        data=DataSettings(str(inputs[1]), shuffle=True),
+        schedule=Schedule("constant", 1e-3, num_steps=STEPS),
+        out=str(out),
+        digest_every=3,
+        resume=True,
+        tensorboard=False,
+    )
+    launch(distributed.run_apart, settings, world_size=2)
+    assert numbers_of(out) == numbers_of(pertp / "alone")
+    assert digests_of(out) == digests_of(pertp / "alone")
+
+
+def test_inside_torchrun_ranks_join(pertp, inputs, tmp_path):
+    out = tmp_path / "out"
+    arguments = [str(a) for a in options(inputs, out, "--method", "pertp", "--residency", "resident")]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    run = subprocess.run(
+        [*torchrun, "-m", "zosim", *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["num_steps"] == STEPS
+    assert numbers_of(out) == numbers_of(pertp / "alone")
+
+
+def test_a_run_that_diverges_leaves_its_last_good_weights(inputs, tmp_path, capsys):
+    out = tmp_path / "out"
+    more = ("--method", "pertp", "--transfers", "sliced", "--lr", "1e30")
+    assert train(inputs, out, *more) == 2
+    said = capsys.readouterr().err
+    assert "the run was stopped, and" in said
+    assert (out / "model.safetensors").exists()
+
+
+def test_a_plan_on_several_hosts_is_explained(pertp, inputs, tmp_path, capsys):
+    data = Plan.load(pertp / "pair" / "plan.json").model_dump(mode="json")
+    data["placement"]["hosts"] = ["a", "b"]
+    data["residency"]["share_group"] = "world"
+    Plan.model_validate(data).save(tmp_path / "plan.json")
+    capsys.readouterr()
+    assert train(inputs, tmp_path / "out", tmp_path / "plan.json") == 0
+    told = capsys.readouterr().out
+    assert "ssh b " in told
+    assert "srun --nodes 2" in told
+    assert not (tmp_path / "out").exists()
 
 
 class started:  # noqa: N801 - reads as the context that it is

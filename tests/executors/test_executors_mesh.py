@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from distributed import FOURS, PAIRS, plan_for
+
+from executors.mesh import alone, launch_lines, mesh_named, parsed_mesh, spread
+from topology.errors import PlanError
+from zosim.plan import Plan
+
+CASES = PAIRS | FOURS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_alone_is_what_was_spread(name):
+    plan, single = plan_for(CASES[name]), plan_for(CASES[name], alone=True)
+    taken = alone(plan)
+    assert taken.placement.world_size == 1
+    assert taken.mesh == single.mesh
+    assert (taken.residency.transfers, taken.estimator) == ("private", single.estimator)
+    data = single.model_dump(mode="json")
+    spread(data, {name: value for name, value in plan.mesh.model_dump().items() if value != 1})
+    assert Plan.model_validate(data).mesh == plan.mesh
+
+
+@pytest.mark.parametrize(
+    "text", ["", "data", "data=0", "data=2,data=2", "rows=2", "data=2,perturb=x", "data=-1"]
+)
+def test_what_is_no_mesh_is_refused(text):
+    with pytest.raises(PlanError, match="is not a mesh"):
+        parsed_mesh(text)
+
+
+def test_the_outer_axis_is_named_first():
+    assert parsed_mesh("data=2, perturb=3") == {"data": 2, "perturb": 3, "inner": "perturb"}
+    assert parsed_mesh("perturb=4") == {"perturb": 4}
+
+
+def test_methods_use_the_devices_that_there_are():
+    assert mesh_named("pertp", 8) == {"perturb": 2}
+    assert mesh_named("ddp", 8) == {"data": 8}
+    assert mesh_named("2d", 8) == {"data": 4, "perturb": 2}
+    assert mesh_named("2d", 1) == {"data": 2, "perturb": 2}
+
+
+def test_every_host_gets_its_line():
+    plan = plan_for(FOURS["2d-two-hosts"])
+    text = launch_lines(plan, ["run", "plan.json", "--out", "my run"])
+    for number, host in enumerate("ab"):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"ssh {host} ")]
+        ssh, name, remote, _ = shlex.split(line)
+        assert (ssh, name) == ("ssh", host)
+        words = shlex.split(remote)
+        assert words[words.index("torchrun") : words.index("-m")] == [
+            "torchrun", "--nnodes", "2", "--master-addr", "a", "--master-port", "29500",
+            "--node-rank", str(number), "--nproc-per-node", "2",
+        ]  # fmt: skip
+        assert words[words.index("-m") :] == ["-m", "zosim", "run", "plan.json", "--out", "my run"]
+    slurm = shlex.split(text.splitlines()[-1])
+    assert slurm[:7] == ["srun", "--nodes", "2", "--ntasks-per-node", "1", "--nodelist", "a,b"]
+    assert "--node-rank $SLURM_NODEID " in slurm[-1]
