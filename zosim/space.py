@@ -183,11 +183,11 @@ def _is_uniform(request: Request) -> bool:
 
 
 def _too_few_devices(request: Request) -> PlanError:
-    least = {"pertp": "2 ranks", "ddp": "2 ranks and a batch of 2", "2d": "4 ranks and a batch of 2"}
+    least = {"pertp": "2 ranks", "ddp": "2 ranks and 2 sequences", "2d": "4 ranks and 2 sequences"}
     return PlanError(
-        f"method {request.method} needs {least.get(request.method, 'a device')}; there are {request.max_ranks} "
-        f"devices of {request.hardware} and a batch of {request.batch}",
-        hint="several ranks can share a CPU if --ranks or --mesh says so; a GPU takes one rank",
+        f"--method {request.method} needs {least.get(request.method, 'a device')} at least, and was given "
+        f"{request.max_ranks} of the devices of {request.hardware} and a batch of {request.batch}",
+        hint="raise --ranks (several may share a CPU, a GPU takes one) or --batch",
     )
 
 

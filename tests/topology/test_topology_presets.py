@@ -16,6 +16,7 @@ FILES = sorted(
 EXPECTED = {
     "a100-80gb-3x4": (3, 12),
     "a100-80gb-milan": (1, 1),
+    "cpu-cluster-1gbit": (4, 4),
     "cpu-laptop": (1, 1),
     "dgx-1v": (1, 8),
     "dgx-h100": (1, 8),
