@@ -123,11 +123,22 @@ class ProgramSet:
         data = read_document(
             path, "program", PROGRAM_SET_VERSION, ProgramError, make="write one with `zosim lower plan.json`"
         )
+        return cls.from_data(data, str(path))
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any], where: str) -> ProgramSet:
+        """Return the set that the object of :meth:`to_json` describes, or a single program; `where` is for messages.
+
+        Raises
+        ------
+        ProgramError
+            If it is neither.
+        """
         if "programs" not in data:
-            return cls.alone(Program.from_data(data, str(path)))
+            return cls.alone(Program.from_data(data, where))
         try:
             programs = tuple(
-                Program.from_data(item, f"{path}, role {role}") for role, item in enumerate(data["programs"])
+                Program.from_data(item, f"{where}, role {role}") for role, item in enumerate(data["programs"])
             )
             roles = tuple(int(role) for role in data["roles"])
             groups = {
@@ -135,6 +146,6 @@ class ProgramSet:
                 for name, parts in data["groups"].items()
             }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            message = f"{path} is not a set of programs: {type(error).__name__}: {error}"
+            message = f"{where} is not a set of programs: {type(error).__name__}: {error}"
             raise ProgramError(message, hint="it needs `programs`, `roles` and `groups`") from None
         return cls(programs, roles, groups)

@@ -1,0 +1,118 @@
+"""Measured spans as measurements that a calibration learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from statistics import median
+
+from costmodel.calibration import Measurement
+from costmodel.estimate import CopyDirection
+from costmodel.work import Work
+from zosim.evidence import Evidence
+from zosim.program import Instruction, Program, Space, Stream
+from zosim.timeline import Span
+
+OVERLAP = 0.05
+"""Part of a span beside which another stream may have run before the span counts as contended."""
+
+_LARGEST_OVERHEAD = 0.5
+
+_Kind = tuple[str, Work, CopyDirection]
+
+
+def measurements_of(evidence: Evidence) -> list[Measurement]:
+    """Return what a run's spans say about single operations.
+
+    Parameters
+    ----------
+    evidence : Evidence
+
+    Returns
+    -------
+    list of Measurement
+        One per kind of instruction: those of equal label, work and direction are samples of one measurement. One of
+        which no sample ran alone is marked as contended, so that a fit reports it and does not learn from it.
+
+    Notes
+    -----
+    A span is a whole instruction, a measurement the work in it: the profile's cost of an instruction is taken off.
+    Left out are instructions that wait for other ranks, whose spans are not theirs alone; instructions without
+    work; and those of which the instruction's own cost is half or more.
+    """
+    overhead_s = evidence.profile.values()["instruction_s"]
+    found = []
+    for (_, work, direction), (name, spans) in _grouped(evidence).items():
+        alone = [seconds for seconds, is_alone in spans if is_alone]
+        samples = [seconds - overhead_s for seconds in alone or [seconds for seconds, _ in spans]]
+        if min(samples) <= overhead_s * (1 / _LARGEST_OVERHEAD - 1):
+            continue
+        found.append(
+            Measurement(
+                name=f"{name}, {len(samples)} spans of a run",
+                work=work,
+                seconds=median(samples),
+                fastest_s=min(samples),
+                num_samples=len(samples),
+                num_threads=evidence.num_threads,
+                direction=direction,
+                contended=not alone,
+            )
+        )
+    return found
+
+
+def _grouped(evidence: Evidence) -> dict[_Kind, tuple[str, list[tuple[float, bool]]]]:
+    """Return the steady spans by what they do: a name, and for each its seconds and whether it ran alone."""
+    groups: dict[_Kind, tuple[str, list[tuple[float, bool]]]] = {}
+    num_ranks = evidence.program_set.world_size
+    spans = [span for rank in evidence.timeline.ranks for span in evidence.timeline.steady_spans(rank)]
+    for span, is_alone in _with_company(spans, evidence):
+        program = evidence.program_set.program_of(span.rank)
+        instruction = next(item for item in program.step if item.id == span.instruction)
+        waits = num_ranks > 1 and (instruction.work.link_bytes or instruction.stream == Stream.LINK)
+        if not waits and _has_work(instruction.work):
+            key = (instruction.label, instruction.work, _direction(program, instruction))
+            name = f"{instruction.label} {instruction.id}"
+            groups.setdefault(key, (name, []))[1].append((span.duration_s, is_alone))
+    return groups
+
+
+def _has_work(work: Work) -> bool:
+    return work != Work(dtype=work.dtype, draw_dtype=work.draw_dtype, distribution=work.distribution)
+
+
+def _direction(program: Program, instruction: Instruction) -> CopyDirection:
+    """Return which way an instruction's bytes go."""
+    spaces = {program.buffer(access.buffer).space for access in instruction.writes}
+    return "d2h" if spaces == {Space.HOST} else "h2d"
+
+
+def _with_company(spans: Iterable[Span], evidence: Evidence) -> Iterator[tuple[Span, bool]]:
+    """Yield spans with whether they ran alone: on a GPU on their stream, on a CPU on the whole machine."""
+    listed = sorted(spans, key=lambda span: span.start_s)
+    is_cpu = evidence.profile.device_kind == "cpu"
+    for number, span in enumerate(listed):
+        beside_s = sum(
+            min(span.end_s, other.end_s) - max(span.start_s, other.start_s)
+            for other in _near(listed, number)
+            if (other.rank, other.stream) != (span.rank, span.stream) and (is_cpu or _compete(span, other))
+        )
+        yield span, beside_s <= OVERLAP * span.duration_s
+
+
+def _near(listed: list[Span], number: int) -> Iterator[Span]:
+    """Yield the spans that overlap one of a list in the order of their starts."""
+    span = listed[number]
+    for later in listed[number + 1 :]:
+        if later.start_s >= span.end_s:
+            break
+        yield later
+    for earlier in listed[:number]:
+        if earlier.end_s > span.start_s:
+            yield earlier
+
+
+def _compete(span: Span, other: Span) -> bool:
+    """Whether two spans of a GPU take the same thing: both copy, or both compute."""
+    copies = (Stream.H2D, Stream.D2H)
+    return (span.stream in copies) == (other.stream in copies)
