@@ -75,6 +75,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "call_s.block": (100e-6, 20e-6, 600e-6),
         "call_s.head": (100e-6, 20e-6, 600e-6),
         "cache_bytes": (4 * 2**20, 1 * 2**20, 32 * 2**20),
+        "kernel_s": (0.0, 0.0, 0.0),
         "dispatch_s": (5e-6, 1e-6, 25e-6),
         "memory_overlap": (0.0, 0.0, 0.0),
         "product_s": (0.0, 0.0, 0.0),
@@ -100,6 +101,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "call_s.block": (60e-6, 10e-6, 400e-6),
         "call_s.head": (60e-6, 10e-6, 400e-6),
         "cache_bytes": (24 * 2**20, 4 * 2**20, 96 * 2**20),
+        "kernel_s": (2e-6, 1e-6, 6e-6),
         "dispatch_s": (6e-6, 3e-6, 20e-6),
         "memory_overlap": (1.0, 1.0, 1.0),
         "product_s": (0.0, 0.0, 0.0),
@@ -117,6 +119,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
 }
 _HOST_SOURCES = {
     "cache_bytes": "assumed: a core's share of the last-level cache, or a GPU's L2",
+    "kernel_s": "assumed: what an empty kernel takes between others on a GPU; on a CPU it is part of the dispatch",
     "dispatch_s": "assumed: one kernel through PyTorch's eager dispatcher",
     "memory_overlap": "GPU kernels load tiles ahead; CPU libraries pack operands before they multiply",
     "product_s": "a product is launched as any other kernel",

@@ -34,7 +34,7 @@ class OperationCost:
         Duration with nothing else running.
     terms : mapping of str to float
         Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``exponential``, ``sweep``, ``draw``, ``copy``, ``allocation``,
-        ``dispatch``, ``overhead``. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
+        ``kernels``, ``dispatch``, ``overhead``. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
     limiter : str
         The largest term.
     cores : float
@@ -94,6 +94,7 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
         "copy": _copy_s(work, values, direction),
         "allocation": work.num_allocations * values["allocation_s"]
         + work.allocation_bytes * values["allocation_s_per_byte"],
+        "kernels": work.num_kernels * values["kernel_s"],
         "dispatch": work.num_kernels * values["dispatch_s"]
         + len(work.matmuls) * _by_format("product_s", work.dtype, values)
         + sum(_by_format("call_s", code, values) for code in work.calls),

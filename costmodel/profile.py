@@ -35,6 +35,7 @@ CONSTANT_UNITS: dict[str, str] = {
     "exponential_rate": "number/s",
     "draw_rate": "number/s",
     "kept_row_s": "s",
+    "kernel_s": "s",
     "dispatch_s": "s",
     "product_s": "s",
     "call_s": "s",
@@ -71,6 +72,8 @@ CONSTANT_UNITS: dict[str, str] = {
     Exponentials per second, beyond the time that reading and writing takes.
 ``draw_rate.<distribution>.<dtype>``, ``kept_row_s``
     Random numbers written per second; time per row that is picked out of a table's numbers.
+``kernel_s``
+    What a device takes for any kernel, however small: start, tail and the gap before the next.
 ``dispatch_s``, ``product_s[.<dtype>]``, ``call_s.<embed|block|head>``, ``instruction_s``, ``step_s``
     Host time per kernel, per matrix product besides, per segment of model code entered, per instruction of a program, per training step.
 ``copy_*``

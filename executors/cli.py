@@ -297,9 +297,21 @@ def calibrate(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
     save: Annotated[bool, typer.Option(help="Keep it for this machine's predictions.")] = True,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            help="Fit published rows instead, for `zosim predict`: a CSV file, or shipped for all that ship.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Measure this machine, and fit the rates that predictions use."""
+    if rows is not None:
+        from zosim.published.commands import calibrate_rows
+
+        calibrate_rows(rows, output, as_json=as_json)
+        return
     from costmodel.calibration import fit_profile
     from costmodel.datasheet import datasheet_profile
     from executors.asking import default_threads

@@ -1,0 +1,191 @@
+"""Measurements behind printed cells: rows that print the same one, with what is needed to predict it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
+
+from costmodel.datasheet import datasheet_profile
+from costmodel.model_spec import EMBED, HEAD
+from costmodel.profile import CONSTANT_UNITS, Constant, Profile
+from costmodel.published import Row
+from topology.documents import load_preset
+from topology.errors import ZosimError
+from zosim.lowering import lower
+from zosim.machine import Machine
+from zosim.machines import machines_for
+from zosim.plan import Plan
+from zosim.program import Program
+from zosim.published.constants import Values, profile_values
+from zosim.published.conventions import (
+    ABLATIONS,
+    Case,
+    UnknownRow,
+    case_of,
+    prefetches,
+    transfer_case_of,
+)
+from zosim.published.grid import Array, Compiled, compiled
+from zosim.published.habits import as_published, only
+
+UPLOAD, OFFLOAD = ("upload", "gather"), ("offload",)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement, however often it is printed.
+
+    Attributes
+    ----------
+    row : Row
+        The first row that prints it.
+    case : Case
+    values : tuple of float
+        What rows print for it, the first as in `row`; more than one if they disagree.
+    """
+
+    row: Row
+    case: Case
+    values: tuple[float, ...] = ()
+
+    @property
+    def value(self) -> float | None:
+        """The first printed number."""
+        return self.values[0] if self.values else None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells measurements apart."""
+        plan, row = self.case.plan, self.row
+        return (row["paper"], row["quantity"], row["gpu_type"], self.case.method, plan.mesh, plan.model.name, plan.batch,
+                plan.seq, plan.precision, plan.residency, plan.placement.world_size)  # fmt: skip
+
+    @property
+    def group(self) -> str:
+        """Kind of cell and class of methods within which errors are taken to be alike."""
+        row, paper = self.row, self.row["paper"]
+        if row.kind != "throughput":
+            return f"{paper} {row.kind}"
+        if paper == "DistZO2":
+            return (
+                "DistZO2 throughput, 2D"
+                if self.case.plan.placement.world_size == 4
+                else "DistZO2 throughput, 1D"
+            )
+        if self.case.method.option in ABLATIONS:
+            return "ZO2 throughput, ablations"
+        return f"ZO2 throughput, {'fp32' if row['precision'] == 'fp32' else 'half'}"
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for every copy."""
+        return self.case.method.option == ABLATIONS[0]
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it is a rate of transfers alone."""
+        return self.row.kind == "transfer"
+
+    @property
+    def _isolated(self) -> str:
+        return self.row["quantity"] if self.is_transfer else ""
+
+    @cached_property
+    def program(self) -> Program:
+        """What rank 0 runs, with the works of the papers' code."""
+        return _program(self.case.plan, self._isolated, prefetches(self.case))
+
+    @cached_property
+    def compiled(self) -> Compiled:
+        """Its step, ready to be evaluated."""
+        return compiled(self.program)
+
+    @property
+    def amount(self) -> float:
+        """What one step handles, in the row's unit times seconds: tokens, or 1e9 parameters of offloaded blocks."""
+        if not self.is_transfer:
+            return float(self.case.plan.tokens_per_step)
+        groups = self.case.plan.model.groups
+        return sum(group.num_parameters for group in groups if group.segments[0] not in (EMBED, HEAD)) / 1e9
+
+    def machine(self, values: Values) -> Machine:
+        """Return rank 0's machine with the fitted constants."""
+        devices = self.case.plan.placement.devices
+        key = tuple(values.items())
+        return _machine(self.case.preset, devices, self.row["paper"], key, self.waits, self._isolated)
+
+    def predictions(self, sets: Sequence[Values]) -> Array:
+        """Return what each set of constants predicts, in the row's unit."""
+        return self.amount / self.compiled.step_s([self.machine(values) for values in sets])
+
+
+def cells_of(rows: Iterable[Row]) -> tuple[list[Cell], dict[int, Cell], dict[int, str]]:
+    """Return the measurements behind `rows`, the one behind each row by index, and why the others have none."""
+    found: dict[tuple[object, ...], Cell] = {}
+    of_row: dict[int, tuple[object, ...]] = {}
+    reasons: dict[int, str] = {}
+    for index, row in enumerate(rows):
+        try:
+            cell = _cell(row)
+        except ZosimError as error:
+            reasons[index] = error.message
+            continue
+        known = found.setdefault(cell.key, cell)
+        if row.value is not None and row.value not in known.values:
+            found[cell.key] = Cell(known.row if known.values else row, known.case, (*known.values, row.value))
+        of_row[index] = cell.key
+    return list(found.values()), {index: found[key] for index, key in of_row.items()}, reasons
+
+
+def _cell(row: Row) -> Cell:
+    if not row.is_predictable:
+        raise UnknownRow(f"{row['quantity']} is not predicted, only throughput, memory and transfer rates")
+    if row["paper"] not in ("ZO2", "DistZO2"):
+        raise UnknownRow(f"{row['paper']} has no model here")
+    return Cell(row, transfer_case_of(row) if row.kind == "transfer" else case_of(row))
+
+
+def _program(plan: Plan, transfer: str, is_prefetching: bool) -> Program:
+    program = lower(plan)
+    if transfer:
+        return only(program, *(UPLOAD if transfer == "upload_rate" else OFFLOAD))
+    return as_published(program, plan, prefetches=is_prefetching)
+
+
+@cache
+def _frame(preset: str, devices: tuple[str, ...]) -> Machine:
+    """Return rank 0's machine as data sheets describe it, with its place among these devices."""
+    topology = load_preset(preset)
+    ranks = tuple(range(len(devices)))
+    sheet = datasheet_profile(topology, devices[0])
+    return machines_for(topology, devices, sheet, {"world": (ranks,), "host": (ranks,)})[0]
+
+
+@lru_cache(maxsize=512)
+def _machine(
+    preset: str,
+    devices: tuple[str, ...],
+    paper: str,
+    values: tuple[tuple[str, float], ...],
+    waits: bool,
+    isolated: str,
+) -> Machine:
+    frame = _frame(preset, devices)
+    found = profile_values(paper, dict(values), ranks=len(devices), waits=waits, isolated=isolated)
+    return replace(frame, profile=_with_values(frame.profile, found))
+
+
+def _with_values(profile: Profile, values: Values) -> Profile:
+    constants = [
+        Constant(
+            name=name,
+            value=value,
+            low=value,
+            high=value,
+            unit=CONSTANT_UNITS[name.split(".", 1)[0]],
+            source="fitted to published rows",
+        )
+        for name, value in values.items()
+    ]
+    return profile.with_constants(*constants, origin="calibrated")

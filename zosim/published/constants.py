@@ -1,0 +1,151 @@
+"""The constants that published rows may decide: few, each with a meaning, and with the span that physics leaves it.
+
+Everything else comes from the hardware presets' data sheets. A constant here is any number chosen after seeing a
+result row; its prior is centred on what one would have said before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Values = Mapping[str, float]
+
+GIGA = 1e9
+TERA = 1e12
+
+PAPERS = ("ZO2", "DistZO2")
+
+Domain = Literal["speed", "memory"]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A constant to be fitted.
+
+    Attributes
+    ----------
+    name, unit, meaning : str
+    prior : float
+        What it would have been said to be beforehand.
+    sigma : float
+        Standard deviation of the prior's logarithm.
+    low, high : float
+        Bounds that physics sets.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    prior: float
+    sigma: float
+    low: float = 0.0
+    high: float = float("inf")
+
+
+SPEED: dict[str, tuple[Fitted, ...]] = {
+    "ZO2": (
+        Fitted("product_rate_fp32", "flop/s", "large float32 products, TF32 off", 17 * TERA, 0.1, high=19.5 * TERA),
+        Fitted("product_rate_half", "flop/s", "large products in fp16 and bf16", 200 * TERA, 0.3, high=312 * TERA),
+        Fitted("product_half_dim", "1", "dimension at which a product runs at half its rate", 60, 1.0),
+        Fitted("memory_rate", "byte/s", "passes over GPU memory", 1.65 * TERA, 0.08, high=1.935 * TERA),
+        Fitted("draw_rate", "number/s", "normals drawn on the GPU", 300 * GIGA, 0.7),
+        Fitted("kernel_s", "s", "what any kernel takes, however small", 5e-6, 0.5),
+        Fitted("copy_rate", "byte/s", "copies that overlap, each way", 20 * GIGA, 0.3, high=31.5 * GIGA),
+        Fitted("copy_rate_waiting", "byte/s", "copies that the host waits for, each way", 12 * GIGA, 0.3, high=31.5 * GIGA),
+        Fitted("allocation_s_per_byte", "s/byte", "a slot taken and given back", 0.2e-9, 0.7),
+    ),
+    "DistZO2": (
+        Fitted("product_rate_half", "flop/s", "large products in fp16", 140 * TERA, 0.05, high=148 * TERA),
+        Fitted("attention_rate", "flop/s", "fused attention, masked half skipped", 75 * TERA, 0.4, high=148 * TERA),
+        Fitted("product_half_dim", "1", "dimension at which a product runs at half its rate", 60, 1.0),
+        Fitted("memory_rate", "byte/s", "passes over GPU memory", 3.4 * TERA, 0.08, high=4.0 * TERA),
+        Fitted("draw_rate", "number/s", "normals drawn on the GPU", 300 * GIGA, 0.7),
+        Fitted("kernel_s", "s", "what any kernel takes, however small", 5e-6, 0.5),
+        Fitted("host_upload_rate", "byte/s", "host to all GPUs together", 60 * GIGA, 0.7, high=126 * GIGA),
+        Fitted("host_offload_rate", "byte/s", "all GPUs together to the host, isolated", 60 * GIGA, 1.5, high=126 * GIGA),
+    ),
+}  # fmt: skip
+"""By paper: each ran on its own machine with its own code."""
+
+_TEMPORARIES = (
+    Fitted("context_bytes", "byte", "CUDA context, libraries, and the allocator's rounding", 1.2e9, 0.5),
+    Fitted("table_temporaries", "1", "copies of the largest table alive while it is perturbed", 3.0, 0.5),
+    Fitted("logit_copies", "1", "copies of the logits alive in the loss", 3.0, 0.5),
+    Fitted("second_logit_copies", "1", "further copies where both signs pass block by block", 1.5, 0.7),
+)
+
+MEMORY: dict[str, tuple[Fitted, ...]] = {
+    "ZO2": (
+        *_TEMPORARIES,
+        Fitted("block_temporaries", "1", "temporaries of one block, in units of those counted", 1.0, 0.2),
+        Fitted("kept_probabilities", "1", "of them kept longer by MeZO, whose outputs hold them", 0.3, 0.7),
+        Fitted("phase_norm", "1", "how phases share cached memory: 1 not at all, infinite wholly", 3.0, 0.5, low=1.0),
+    ),
+    "DistZO2": (
+        *_TEMPORARIES,
+        Fitted("communicator_bytes", "byte", "buffers of one NCCL communicator", 0.5e9, 0.7),
+    ),
+}  # fmt: skip
+
+
+def constants_of(paper: str, domain: Domain) -> tuple[Fitted, ...]:
+    """Return the constants of a paper's machine and code."""
+    return (SPEED if domain == "speed" else MEMORY)[paper]
+
+
+def profile_values(paper: str, values: Values, *, ranks: int, waits: bool, isolated: str) -> dict[str, float]:
+    """Return what the fitted constants make of a profile's.
+
+    Parameters
+    ----------
+    paper : {"ZO2", "DistZO2"}
+    values : mapping of str to float
+        Fitted constants by name.
+    ranks : int
+        Ranks that copy from one host at a time.
+    waits : bool
+        Whether the host waits for every copy (ZO2 without its scheduler).
+    isolated : {"", "upload_rate", "offload_rate"}
+        Which copies are all that is going on, as in DistZO2's Table 2; nothing for a training step.
+
+    Notes
+    -----
+    Rates of passes are one constant whatever is passed over, from memory; from the L2 cache twice that, about what
+    data sheets state. Instructions cost the host nothing beside their kernels: the papers' code has no interpreter.
+    """
+    found = {
+        "matmul_half_dim": values["product_half_dim"],
+        "kernel_s": values["kernel_s"],
+        "instruction_s": 0.0,
+    }
+    for name in ("memory", "elementwise", "sweep", "scratch"):
+        found[f"{name}_bandwidth"] = values["memory_rate"]
+    for name in ("elementwise", "sweep"):
+        found[f"{name}_cache_bandwidth"] = 2 * values["memory_rate"]
+    for dtype in ("float32", "float16", "bfloat16"):
+        found[f"draw_rate.normal.{dtype}"] = values["draw_rate"]
+    for dtype in ("float16", "bfloat16"):
+        found[f"matmul_rate.{dtype}"] = values["product_rate_half"]
+    if paper == "ZO2":
+        rate = values["copy_rate_waiting" if waits else "copy_rate"]
+        return found | {
+            "matmul_rate.float32": values["product_rate_fp32"],
+            "copy_h2d_bandwidth": rate,
+            "copy_d2h_bandwidth": rate,
+            "copy_cache_bandwidth": rate,
+            "allocation_s_per_byte": values["allocation_s_per_byte"],
+        }
+    found |= {f"attention_rate.{dtype}": values["attention_rate"] for dtype in ("float16", "bfloat16")}
+    upload = min(values["host_upload_rate"] / ranks, LANE)
+    offload = min(values["host_offload_rate"] / ranks, LANE) if isolated else LANE
+    return found | {
+        "copy_h2d_bandwidth": upload,
+        "copy_d2h_bandwidth": offload,
+        "copy_cache_bandwidth": offload if isolated == "offload_rate" else upload,
+    }
+
+
+LANE = 0.9 * 31.5 * GIGA
+"""What a PCIe 4.0 x16 slot carries each way, of which pinned copies reach nine tenths (data sheet)."""

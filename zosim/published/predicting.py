@@ -1,0 +1,150 @@
+"""Predictions for rows: a number with an interval in the row's unit and what limits it, or the reason for none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodel.published import Row
+from zosim.published.cells import Cell, cells_of
+from zosim.published.constants import Domain, Values
+from zosim.published.conventions import MEBIBYTE
+from zosim.published.fitted_profile import FoundFit, PublishedProfile
+from zosim.published.fitting import predictor
+from zosim.published.memory import parts_of, predicted_mib
+
+_STEP = 1e-3
+_Z90 = 1.645
+
+COLUMNS = ("predicted", "low", "high", "bottleneck", "prediction_note")
+
+CAUSES = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "elementwise": "passes over activations",
+    "exponential": "exponentials",
+    "sweep": "passes over parameters",
+    "draw": "random numbers",
+    "kernels": "kernel starts",
+    "dispatch": "kernel launches",
+    "allocation": "allocation",
+    "pcie": "PCIe copies",
+    "nvlink": "NVLink exchange",
+    "overhead": "host",
+}
+"""What a limiter is called in predictions."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is said about one row.
+
+    Attributes
+    ----------
+    predicted, low, high : float or None
+        In the row's unit, with the ends of the 90 % interval; None where nothing can be said.
+    bottleneck : str
+        What takes most of the step, or most of the memory.
+    note : str
+        Why there is no prediction, or what to know about it.
+    """
+
+    predicted: float | None = None
+    low: float | None = None
+    high: float | None = None
+    bottleneck: str = ""
+    note: str = ""
+
+    def columns(self) -> dict[str, str]:
+        """Return the columns that predictions append to a row."""
+        numbers = [
+            "" if number is None else f"{number:.6g}" for number in (self.predicted, self.low, self.high)
+        ]
+        return dict(zip(COLUMNS, (*numbers, self.bottleneck, self.note), strict=True))
+
+
+def answers(
+    rows: Sequence[Row], profile: PublishedProfile, *, on_cell: Callable[[], None] | None = None
+) -> list[Answer]:
+    """Return what is predicted for each row, in order.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+    profile : PublishedProfile
+    on_cell : callable, optional
+        Told of each measurement that was predicted.
+    """
+    cells, of_row, reasons = cells_of(rows)
+    found: dict[tuple[object, ...], Answer] = {}
+    for cell in cells:
+        found[cell.key] = _answer(cell, profile)
+        if on_cell is not None:
+            on_cell()
+    return [
+        found[of_row[index].key] if index in of_row else Answer(note=reasons[index])
+        for index in range(len(rows))
+    ]
+
+
+def _answer(cell: Cell, profile: PublishedProfile) -> Answer:
+    domain: Domain = "memory" if cell.row.kind == "memory" else "speed"
+    fit = profile.fit(cell.row["paper"], domain)
+    if fit is None:
+        return Answer(note=f"the profile was fitted without rows on {domain} of {cell.row['paper']}")
+    lacking = "" if cell.is_transfer else _lacking(cell, profile)
+    if lacking and domain == "speed":
+        return Answer(bottleneck="device memory", note=lacking)
+    predicted, half = _interval(cell, fit)
+    return Answer(
+        predicted,
+        predicted * float(np.exp(-half)),
+        predicted * float(np.exp(half)),
+        _bottleneck(cell, fit),
+        lacking or _remark(cell),
+    )
+
+
+def _interval(cell: Cell, fit: FoundFit) -> tuple[float, float]:
+    """Return the prediction and the half width of its 90 % interval in logs.
+
+    Residuals of rows like this one and the uncertainty of the constants add up as independent errors.
+    """
+    names = list(fit.values)
+    x = np.log([fit.values[name] for name in names])
+    points = [x, *(x + _STEP * unit for unit in np.eye(len(x)))]
+    sets: list[Values] = [dict(zip(names, np.exp(point).tolist(), strict=True)) for point in points]
+    predicted = predictor(fit.domain)(cell, sets)
+    slopes = (np.log(predicted[1:]) - np.log(predicted[0])) / _STEP
+    variance = float(slopes @ fit.matrix @ slopes)
+    return float(predicted[0]), float(np.hypot(fit.half_width(cell.group), _Z90 * np.sqrt(variance)))
+
+
+def _lacking(cell: Cell, profile: PublishedProfile) -> str:
+    """Return why the cell does not fit its device; nothing if it does, or if that is not known."""
+    fit = profile.fit(cell.row["paper"], "memory")
+    if fit is None:
+        return ""
+    needed = float(predicted_mib(cell, [fit.values])[0])
+    available = cell.case.capacity_bytes / MEBIBYTE
+    if needed <= available:
+        return ""
+    return f"out of memory: needs {needed:,.0f} MiB, the GPU has {available:,.0f} MiB"
+
+
+def _bottleneck(cell: Cell, fit: FoundFit) -> str:
+    if fit.domain == "memory":
+        return parts_of(cell.case).largest(fit.values)
+    causes = cell.compiled.seconds_by_cause(cell.machine(fit.values))
+    largest = max(causes, key=causes.__getitem__)
+    return CAUSES.get(largest, largest)
+
+
+def _remark(cell: Cell) -> str:
+    if cell.case.paper == "DistZO2" and not cell.is_transfer and cell.case.plan.placement.world_size == 4:
+        return (
+            "" if cell.case.plan.seq == 2048 else "uploads taken as not hidden, as in this table's other rows"
+        )
+    return ""
