@@ -1,0 +1,127 @@
+"""Sketches against what they stand for: the closed form of the whole program, and its memory to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from costmodel import read_model_spec
+from costmodel.model_spec import ModelSpec
+from topology import load_preset
+from zosim.footprint import footprint
+from zosim.lockstep import steady_step_s
+from zosim.lowering import lower, lower_all
+from zosim.machine import Machine
+from zosim.machines import machines_for
+from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Residency, Runtime
+from zosim.profiles import profile_for
+from zosim.recurrence import step_time_bound
+from zosim.sketch import Sketcher
+from zosim.world import World
+
+HALF = Precision(storage="float16", compute="float16", transfer="float16")
+MODELS = ["opt-125m", "opt-350m", "qwen3-0.6b"]
+
+
+def plan(model: ModelSpec, residency: Residency, runtime: Runtime, **fields: object) -> Plan:
+    return Plan.model_validate(
+        {
+            "model": model,
+            "placement": Placement(topology="a100-80gb-milan", devices=("gpu0",)),
+            "batch": 2,
+            "seq": 64,
+            "precision": HALF,
+            "residency": residency,
+            "runtime": runtime,
+            **fields,
+        }
+    )
+
+
+def points() -> Iterator[tuple[Residency, Runtime]]:
+    for update in ("immediate", "delayed"):
+        yield Residency(), Runtime(update=update)
+        for slots in (1, 2, 3):
+            yield Residency(blocks="offloaded", num_slots=slots), Runtime(update=update)
+    yield Residency(), Runtime(traversal="sweep")
+    yield Residency(blocks="offloaded", overlap=False), Runtime(update="delayed")
+    yield Residency(blocks="offloaded", reuse_slots=False), Runtime(update="delayed")
+    yield Residency(blocks="offloaded"), Runtime(update="delayed", draw_ahead=True)
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    topology = load_preset("a100-80gb-milan")
+    return Machine.from_topology(topology, "gpu0", profile_for(topology, "gpu0"))
+
+
+@pytest.mark.parametrize(
+    ("name", "point"),
+    list(product(MODELS[:1], points())) + [(m, p) for m in MODELS[1:] for p in list(points())[2:4]],
+)
+def test_a_sketch_bounds_the_closed_form_and_knows_the_memory(
+    machine: Machine, name: str, point: tuple[Residency, Runtime]
+) -> None:
+    whole = plan(read_model_spec(name), *point)
+    made, program = Sketcher(whole.model).sketch(whole, 0, machine), lower(whole)
+    closed_s = step_time_bound(program, machine)
+    # Equal but for the dependencies between distant visits that a sketch leaves out (draws ahead of their turn).
+    assert (
+        (0.8 if whole.runtime.draw_ahead else 1 - 1e-9) * closed_s <= made.period_s <= closed_s * (1 + 1e-9)
+    )
+    assert made.footprint == footprint(program, machine.profile)
+    assert made.num_instructions == len(program.step)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("difference", ["central", "forward"])
+def test_it_holds_for_other_estimators(machine: Machine, queries: int, difference: str) -> None:
+    estimator = Estimator(num_queries=queries, difference=difference)
+    whole = plan(
+        read_model_spec("opt-125m"),
+        Residency(blocks="offloaded"),
+        Runtime(update="delayed"),
+        estimator=estimator,
+    )
+    made = Sketcher(whole.model).sketch(whole, 0, machine)
+    assert made.period_s == pytest.approx(step_time_bound(lower(whole), machine), rel=1e-9)
+
+
+def test_blocks_that_are_unlike_are_written_out(machine: Machine) -> None:
+    model = read_model_spec("opt-125m")
+    frozen = tuple(
+        g.model_copy(update={"num_trainable": 0, "num_trainable_tensors": 0, "largest_trainable_tensor": 0})
+        if g.name == "block.3"
+        else g
+        for g in model.groups
+    )
+    unlike = ModelSpec(**{**dict(model), "groups": frozen})
+    whole = plan(unlike, Residency(blocks="offloaded"), Runtime(update="delayed"))
+    made, program = Sketcher(unlike).sketch(whole, 0, machine), lower(whole)
+    assert made.num_instructions == len(program.step)
+    assert made.period_s == pytest.approx(step_time_bound(program, machine), rel=1e-9)
+
+
+@pytest.mark.parametrize("transfers", ["private", "shared", "sliced"])
+def test_ranks_are_sketched_with_their_exchanges(transfers: str) -> None:
+    topology = load_preset("h20-4x-milan")
+    devices = ("gpu0", "gpu1", "gpu2", "gpu3")
+    whole = plan(
+        read_model_spec("opt-125m"),
+        Residency(blocks="offloaded", transfers=transfers),
+        Runtime(update="delayed"),
+        mesh=Mesh(data=2, perturb=2),
+        placement=Placement(topology="h20-4x-milan", devices=devices),
+        batch=3,
+    )
+    profile = profile_for(topology, "gpu0")
+    machines = machines_for(topology, devices, profile, whole.groups)
+    sketcher, programs = Sketcher(whole.model), lower_all(whole)
+    sketches = [sketcher.sketch(whole, rank, machines[rank]) for rank in range(4)]
+    for rank, made in enumerate(sketches):
+        assert made.footprint == footprint(programs.program_of(rank), profile)
+    simulated_s = steady_step_s(World.of(programs, machines))
+    longest_s = max(made.period_s for made in sketches)
+    assert 0.5 * simulated_s < longest_s <= simulated_s * (1 + 1e-9)
