@@ -18,8 +18,8 @@ from executors.codecs.packing import Bytes
 from executors.codecs.quantising import dequantise, quantise
 from executors.rng import generator_on
 
-NUM_ROWS, NUM_COLUMNS = 1024, 2048
-"""Eight MB in float32, above the caches of a core."""
+NUM_ROWS, NUM_COLUMNS = 4096, 2048
+"""32 MB in float32, as a batch of activations is: above the caches, and in pages that are new at every call."""
 
 DENSITIES = (0.02, 0.2, 0.6)
 _LEAST_ROUNDS = 3

@@ -1,0 +1,1 @@
+"""The communication volumes that SparQ prints, and what they are consistent with."""
