@@ -128,13 +128,17 @@ class _Plain:
         """Return the number of a kind, and the places of the resources that it uses."""
         by_name = {template.resources[number]: number for number in limiting}
         order: dict[str, int] = {}
-        described = []
+        known: dict[int, Hashable] = {}
         for activity in template.activities.values():
-            uses = [(name, use) for name, use in activity.uses if name in by_name]
-            for name, _ in uses:
-                order.setdefault(name, len(order))
-            numbered = tuple((order[name], use) for name, use in uses)
-            described.append((activity.seconds, numbered and (activity.bound, activity.weight), numbered))
+            if id(activity) not in known:
+                uses = [(name, use) for name, use in activity.uses if name in by_name]
+                numbered = tuple((order.setdefault(name, len(order)), use) for name, use in uses)
+                known[id(activity)] = (
+                    activity.seconds,
+                    numbered and (activity.bound, activity.weight),
+                    numbered,
+                )
+        described = [known[id(activity)] for activity in template.activities.values()]
         key = id(template.program), template.step_s, tuple(described)
         number = self._numbers.setdefault(key, len(self._numbers))
         return number, tuple(by_name[name] for name in order)
@@ -148,7 +152,12 @@ def _refined(world: World, plain: _Plain) -> _Partition:
             users[name].append((rank, place))
     apart = _ranks_in_queues(world, users)
     partition = _Partition(
-        _numbered([(kind, rank if rank in apart else -1) for rank, kind in enumerate(plain.kind)]),
+        _numbered(
+            [
+                (kind, rank if rank in apart else -1, _joint(names))
+                for rank, (kind, names) in enumerate(zip(plain.kind, plain.resources, strict=True))
+            ]
+        ),
         dict(
             zip(
                 users,
@@ -188,7 +197,6 @@ def _finer(
         (
             colour,
             tuple(resources[name] for name in plain.resources[rank]),
-            _joint(plain.resources[rank]),
             tuple(seen[part_of[rank]] for part_of, seen in parts),
         )
         for rank, colour in enumerate(partition.ranks)
