@@ -7,27 +7,19 @@ its product is added to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from executors.halves import Halfway, HalvedBlock
 from executors.model import Batch, CutModel, StepCache
-from topology.errors import ModelError
 
 Crossing = Literal["hidden", "activation", "residual"]
 
 Change = Callable[[Crossing, Tensor], Tensor]
 """What a cut does to a tensor that crosses it."""
-
-_SECOND_LINEARS = {
-    "fc2": "final_layer_norm",
-    "mlp.c_proj": "ln_2",
-    "mlp.down_proj": "post_attention_layernorm",
-}
-"""By the path within a block of the MLP's second linear: the norm before the MLP, whose input is the residual stream."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -82,7 +74,7 @@ def loss_through(model: CutModel, batch: Batch, changes: Mapping[Cut, Change]) -
     Raises
     ------
     ModelError
-        If the MLP of a block that is cut is none of those that are known, or its residual stream is not added last.
+        If the MLP of a block that is cut is none of those that are known.
     """
     cache = StepCache()
     hidden = model.embed(batch, cache)
@@ -91,47 +83,13 @@ def loss_through(model: CutModel, batch: Batch, changes: Mapping[Cut, Change]) -
         if inner is None:
             hidden = model.block(i, hidden, cache)
         else:
-            with _changed_inside(block, inner) as residuals:
-                hidden = model.block(i, hidden, cache)
-            # The residual stream is added to the block's output last, so that a change of it is, too.
-            (residual,) = residuals
-            moved = inner("residual", residual) - residual
-            hidden = hidden + moved.reshape(hidden.shape)
+            halves = HalvedBlock(block)
+            args, kwargs = cache.calls[i]
+            activation, residual = halves.front(hidden, *args, **kwargs)
+            hidden = halves.back(Halfway(inner("activation", activation), inner("residual", residual)))
         if after is not None:
             hidden = after("hidden", hidden)
     return model.head(hidden, batch)
-
-
-@contextmanager
-def _changed_inside(block: nn.Module, change: Change) -> Iterator[list[Tensor]]:
-    """Change the input of the MLP's second linear while the block runs, and note the residual stream."""
-    linear, norm = _second_linear(block)
-    residuals: list[Tensor] = []
-    hooks = [
-        norm.register_forward_pre_hook(lambda _module, args: residuals.append(args[0])),
-        linear.register_forward_pre_hook(lambda _module, args: (change("activation", args[0]), *args[1:])),
-    ]
-    try:
-        yield residuals
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _second_linear(block: nn.Module) -> tuple[nn.Module, nn.Module]:
-    modules = dict(block.named_modules())
-    for path, norm in _SECOND_LINEARS.items():
-        if path in modules and norm in modules:
-            if getattr(block, "do_layer_norm_before", True):
-                return modules[path], modules[norm]
-            raise ModelError(
-                f"{type(block).__name__} normalises after its MLP, so that a cut inside it leaves a norm behind",
-                hint="cut between its blocks",
-            )
-    raise ModelError(
-        f"{type(block).__name__} has no MLP whose second linear is one of {', '.join(_SECOND_LINEARS)}",
-        hint="zosim cuts inside blocks of OPT, GPT-2, Llama, Mistral and Qwen",
-    )
 
 
 def _rows(batch: Batch) -> tuple[int, int]:

@@ -15,8 +15,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from costmodel.groups import ParameterEntry, group_parameters
-from costmodel.model_spec import EMBED, HEAD, ParameterGroup, block_segment
+from costmodel.groups import ParameterEntry, cut_blocks_inside, group_parameters
+from costmodel.model_spec import (
+    BACK,
+    EMBED,
+    FRONT,
+    HEAD,
+    ParameterGroup,
+    block_index,
+    block_segment,
+    segments_of,
+)
+from executors.halves import Halfway, HalvedBlock, Handed, normalises_last
 from topology.errors import ModelError
 
 Batch = Mapping[str, Tensor]
@@ -133,6 +143,8 @@ class CutModel:
         Format of matrix products, where it differs from that of the weights.
     objective : callable, optional
         Takes the place of the loss; it need not be differentiable.
+    cut_blocks : tuple of int
+        Blocks that are two segments, cut at the input of the MLP's second linear.
 
     Raises
     ------
@@ -143,6 +155,8 @@ class CutModel:
     ----------
     device : torch.device
         Where segments run; at first, where the model is.
+    hidden_size, inner_size : int
+        Widths of the hidden state, and of what goes into the second linear of a block that is cut (0 without one).
 
     Notes
     -----
@@ -157,6 +171,7 @@ class CutModel:
         loss_chunk_tokens: int | None = None,
         autocast_dtype: torch.dtype | None = None,
         objective: Objective | None = None,
+        cut_blocks: tuple[int, ...] = (),
     ) -> None:
         self.model = model.eval()
         self.objective = objective
@@ -169,6 +184,10 @@ class CutModel:
         self.blocks = list(self._whole.children())
         self._role = _Role()
         self._head_needs_shape = False
+        self.cut_blocks = tuple(sorted(set(cut_blocks)))
+        self.segments = segments_of(len(self.blocks), self.cut_blocks)
+        self._halves = {i: HalvedBlock(self.blocks[i]) for i in self.cut_blocks}
+        self.hidden_size = self.inner_size = 0
         last = len(self.blocks) - 1
         self._stand_ins = nn.ModuleList(
             _StandIn(block, self._role, is_last=i == last) for i, block in enumerate(self.blocks)
@@ -217,6 +236,20 @@ class CutModel:
         with self._format():
             output = self.blocks[index](hidden, *args, **kwargs)
         return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
+
+    def between(self, segment: str, handed: Handed, cache: StepCache) -> Handed:
+        """Return what `segment`, a block or half of one, makes of what the segment before it handed on."""
+        index = block_index(segment)
+        if segment.endswith(BACK):
+            assert isinstance(handed, Halfway)
+            with self._format():
+                return self._halves[index].back(handed)
+        assert isinstance(handed, Tensor)
+        if not segment.endswith(FRONT):
+            return self.block(index, handed, cache)
+        args, kwargs = cache.calls[index]
+        with self._format():
+            return self._halves[index].front(handed, *args, **kwargs)
 
     def head(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return the loss of the batch, given what the last block left.
@@ -307,17 +340,17 @@ class CutModel:
 
     # -- what is read where ------------------------------------------------------------------------------------
 
-    @property
-    def segments(self) -> tuple[str, ...]:
-        """Segment names in execution order."""
-        return (EMBED, *(block_segment(i) for i in range(len(self.blocks))), HEAD)
-
     def entries(self) -> list[ParameterEntry]:
         """Return every stored parameter in registration order, for grouping."""
-        return [
+        entries = [
             ParameterEntry(t.name, self._segments_of[t.name], t.num_elements, t.trainable)
             for t in self.tensors
         ]
+        return list(
+            cut_blocks_inside(
+                entries, self.cut_blocks, norm_after_mlp=any(map(normalises_last, self.blocks[:1]))
+            )
+        )
 
     def tensors_of(self, group: str) -> tuple[NamedTensor, ...]:
         """Return the parameters of a group in registration order.
@@ -387,9 +420,13 @@ class CutModel:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         cache = StepCache()
         hidden = self.embed(batch, cache)
+        self.hidden_size = hidden.shape[-1]
         args, kwargs = cache.calls[0]
         with self._format():
             self._role.returns_tuple = isinstance(self.blocks[0](hidden, *args, **kwargs), tuple)
+            for i, halves in self._halves.items():
+                args, kwargs = cache.calls[i]
+                self.inner_size = halves.check(hidden, *args, **kwargs).activation.shape[-1]
         self._head_needs_shape = self.logits(hidden).shape[:-1] != hidden.shape[:-1]
 
     def _token_embedding(self) -> nn.Embedding:

@@ -12,7 +12,9 @@ from executors.model import CutModel
 from topology.errors import ModelError
 
 
-def spec_of_model(model: nn.Module | CutModel, name: str | None = None) -> ModelSpec:
+def spec_of_model(
+    model: nn.Module | CutModel, name: str | None = None, *, cut_blocks: tuple[int, ...] = ()
+) -> ModelSpec:
     """Return the specification of a causal language model.
 
     Parameters
@@ -20,6 +22,8 @@ def spec_of_model(model: nn.Module | CutModel, name: str | None = None) -> Model
     model : torch.nn.Module or CutModel
     name : str, optional
         By default the directory or name that it was loaded from.
+    cut_blocks : tuple of int
+        Blocks of a model that become two segments; those of a CutModel are its own.
 
     Returns
     -------
@@ -32,7 +36,7 @@ def spec_of_model(model: nn.Module | CutModel, name: str | None = None) -> Model
     ModelError
         If the model cannot be cut, or its configuration lacks a size.
     """
-    cut = model if isinstance(model, CutModel) else CutModel(model)
+    cut = model if isinstance(model, CutModel) else CutModel(model, cut_blocks=cut_blocks)
     config = cut.model.config.get_text_config()  # type: ignore[operator, union-attr]
     name = name or getattr(config, "_name_or_path", "") or type(cut.model).__name__
     try:
@@ -41,7 +45,7 @@ def spec_of_model(model: nn.Module | CutModel, name: str | None = None) -> Model
         shape = _usual_fields(cut, config)
     rank, adapters = _adapters(cut)
     shape |= {"name": name, "adapter_rank": rank, "adapter_shapes": adapters}
-    shape["num_prefix_tokens"] = _num_prefix_tokens(cut)
+    shape |= {"num_prefix_tokens": _num_prefix_tokens(cut), "cut_blocks": cut.cut_blocks}
     return ModelSpec(**shape, groups=cut.groups)
 
 
