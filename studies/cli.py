@@ -48,9 +48,11 @@ class Study:
 STUDIES = (
     Study("first_steps", "plan, simulate, run and compare, once each"),
     Study("why_seeds_suffice", "a run is its base weights, its seeds and its scalars", has_exercise=True),
+    Study("reading_predictions", "what a predicted step says, and what it does not", has_exercise=True),
     Study("prediction", "predicted against measured on this machine (minutes)"),
     Study("scale", "how long predicting a thousand GPUs takes, beside plain simpy (minutes)"),
     Study("speed", "a step against the reference loop and against two forwards (minutes)"),
+    Study("sparq", "what SparQ's printed communication volumes are consistent with"),
 )
 
 

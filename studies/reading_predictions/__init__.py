@@ -1,0 +1,1 @@
+"""What a predicted step says, and what it does not."""

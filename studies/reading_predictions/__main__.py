@@ -1,0 +1,102 @@
+"""``python -m studies.reading_predictions``: one prediction, taken apart."""
+
+from __future__ import annotations
+
+from costmodel.datasheet import datasheet_profile
+from costmodel.profile import Constant, Profile
+from studies.reading_predictions.cases import changed, offloaded, on_cpu, run_on
+from zosim.buy_levers import levers
+from zosim.compare import compare
+from zosim.console import stdout
+from zosim.predict import Subject
+
+_ALONE = ("draw_rate.normal.float32", "matmul_rate.float32", "sweep_bandwidth.float32")
+
+
+def say(text: str) -> None:
+    """Print a line as it is."""
+    stdout.print(text, markup=False, soft_wrap=True)
+
+
+def with_profile(subject: Subject, profile: Profile) -> Subject:
+    """Return the same plan where operations cost something else."""
+    return Subject(subject.plan, subject.topology, profile, subject.programs)
+
+
+def at_worst(subject: Subject, constant: Constant) -> float:
+    """Return the step with this constant alone at the end of its interval that makes things slowest."""
+    worst = constant.model_copy(update={"value": constant.at("high")})
+    profile = subject.profile.with_constants(worst, origin=subject.profile.origin)
+    return with_profile(subject, profile).timeline.step_time_s
+
+
+def interval() -> None:
+    """Show what an interval consists of."""
+    subject = on_cpu()
+    found = subject.prediction
+    say(f"step {found.step_time_s:.3f} s, between {found.low_s:.3f} and {found.high_s:.3f}")
+    constants = [subject.profile.constant(name) for name in _ALONE]
+    for constant in constants:
+        slower = at_worst(subject, constant) / found.step_time_s - 1
+        say(f"  {constant.name} alone at its worst: {slower:+.0%}")
+    say(f"  all constants at their worst together: {found.high_s / found.step_time_s - 1:+.0%}")
+
+
+def extrapolation() -> None:
+    """Show a line through two short sequences, and where it ends up."""
+    short, longer, asked = 64, 128, 2048
+    seconds = {seq: on_cpu("opt-1.3b", seq=seq).timeline.step_time_s for seq in (short, longer, asked)}
+    slope = (seconds[longer] - seconds[short]) / (longer - short)
+    line = seconds[short] + slope * (asked - short)
+    say(
+        f"a line through {short} and {longer} tokens, at {asked}: {line / seconds[asked] - 1:+.0%} of the model's step"
+    )
+
+
+def limits() -> None:
+    """Show which figures decide a step, and which do not."""
+    subject = offloaded()
+    found = subject.prediction
+    say(
+        f"step {found.step_time_s:.2f} s, {found.bottleneck.share:.0%} {found.bottleneck.words}; "
+        f"forward is busy for {dict(found.seconds_by_label)['forward'] / found.step_time_s:.0%} of it"
+    )
+    for lever in levers(subject.topology, subject.plan.placement.devices):
+        if lever.kind in ("link", "compute"):
+            topology = lever.apply(subject.topology, 2.0)
+            profile = datasheet_profile(topology, subject.plan.placement.devices[0])
+            then = Subject(subject.plan, topology, profile, subject.programs).timeline.step_time_s
+            say(f"  {lever.name} doubled: {then / found.step_time_s - 1:+.0%}")
+
+
+def wrong_constant() -> None:
+    """Show a run on a machine that draws three times as slowly as its profile says."""
+    subject = on_cpu()
+    measured = run_on(subject, "draw", 3.0)
+    found = compare(subject.timeline, measured, subject.program)
+    say(
+        f"predicted {found.predicted_step_s:.3f} s, measured {found.measured_step_s:.3f} s: {found.step_error:+.0%}"
+    )
+    for line in found.labels[:4]:
+        say(
+            f"  {line.name}: {line.error or 0:+.0%}, {line.contribution_s / found.measured_step_s:+.0%} of the step"
+        )
+    mended = with_profile(subject, changed(subject.profile, ("draw_rate",), 3.0))
+    error = mended.timeline.step_time_s / found.measured_step_s - 1
+    say(f"with draw_rate divided by 3: {abs(error):.0%}")
+
+
+def main() -> None:
+    """Print all of it."""
+    for title, part in (
+        ("an interval", interval),
+        ("an extrapolation", extrapolation),
+        ("what limits", limits),
+        ("a wrong constant", wrong_constant),
+    ):
+        say(f"-- {title}")
+        part()
+
+
+if __name__ == "__main__":
+    main()

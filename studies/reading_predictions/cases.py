@@ -1,0 +1,111 @@
+"""Predictions to look at, and runs on machines that are not quite what their profile says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from costmodel.configs import read_model_spec
+from costmodel.datasheet import datasheet_profile
+from costmodel.estimate import estimate
+from costmodel.profile import Profile
+from topology import load_preset
+from zosim.plan import Placement, Plan, Precision, Residency, Runtime
+from zosim.predict import Subject
+from zosim.timeline import Timeline
+
+TERMS: Mapping[str, tuple[str, ...]] = {
+    "matmul": ("matmul_rate", "memory_bandwidth"),
+    "sweep": ("sweep_bandwidth", "sweep_cache_bandwidth", "scratch_bandwidth"),
+    "draw": ("draw_rate",),
+    "elementwise": ("elementwise_bandwidth", "elementwise_cache_bandwidth"),
+    "dispatch": ("dispatch_s", "product_s", "call_s"),
+}
+"""Causes of a duration, and the constants that each depends on."""
+
+_NOISE = 0.01
+"""Relative standard deviation of a measured instruction."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One instruction of a step.
+
+    Attributes
+    ----------
+    instruction, label : str
+    predicted_s, measured_s : float
+    terms : mapping of str to float
+        What the prediction adds up: seconds by cause.
+    """
+
+    instruction: str
+    label: str
+    predicted_s: float
+    measured_s: float
+    terms: Mapping[str, float]
+
+
+def offloaded(model: str = "opt-13b", *, seq: int = 512) -> Subject:
+    """Return a model that passes through a desktop GPU block by block."""
+    half = Precision(storage="float16", compute="float16", transfer="float16")
+    return _subject(
+        "rtx4090-2x",
+        "gpu0",
+        model,
+        seq,
+        precision=half,
+        residency=Residency(blocks="offloaded"),
+        runtime=Runtime(update="delayed"),
+    )
+
+
+def on_cpu(model: str = "opt-125m", *, batch: int = 1, seq: int = 64) -> Subject:
+    """Return a model that stays in a laptop's memory."""
+    return _subject("cpu-laptop", "cpu0", model, seq, batch=batch)
+
+
+def _subject(machine: str, device: str, model: str, seq: int, *, batch: int = 1, **axes: object) -> Subject:
+    topology = load_preset(machine)
+    plan = Plan.model_validate(
+        {
+            "model": read_model_spec(model),
+            "placement": Placement(topology=machine, devices=(device,)),
+            "batch": batch,
+            "seq": seq,
+        }
+        | axes
+    )
+    return Subject(plan, topology, datasheet_profile(topology, device))
+
+
+def changed(profile: Profile, kinds: Sequence[str], times: float) -> Profile:
+    """Return a profile of a machine on which what depends on these constants takes `times` as long."""
+    constants = []
+    for constant in profile.constants:
+        if constant.kind in kinds:
+            factor = 1 / times if constant.is_rate else times
+            ends = {end: getattr(constant, end) * factor for end in ("value", "low", "high")}
+            constants.append(constant.model_copy(update=ends))
+    return profile.with_constants(*constants, origin=profile.origin)
+
+
+def run_on(subject: Subject, term: str, times: float) -> Timeline:
+    """Return what a run on a machine looks like whose `term` takes `times` as long as the profile says."""
+    other = Subject(subject.plan, subject.topology, changed(subject.profile, TERMS[term], times))
+    return replace(other.simulated(num_steps=6).expanded(), source="measured")
+
+
+def rows_of(subject: Subject, term: str, times: float, *, seed: int = 0) -> list[Row]:
+    """Return a step's instructions, predicted, and measured on such a machine with some noise."""
+    generator = np.random.default_rng(seed)
+    actual = changed(subject.profile, TERMS[term], times)
+    rows = []
+    for item in subject.program.step:
+        cost = estimate(item.work, subject.profile)
+        noise = 1 + _NOISE * float(generator.standard_normal())
+        measured_s = estimate(item.work, actual).seconds * noise
+        rows.append(Row(item.id, item.label, cost.seconds, measured_s, cost.terms))
+    return rows

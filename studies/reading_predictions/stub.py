@@ -1,0 +1,24 @@
+"""Copy this file, write the function, and try it: ``zosim study reading_predictions --check mine.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from studies.reading_predictions.cases import Row
+
+
+def diagnose(rows: Sequence[Row]) -> tuple[str, float]:
+    """Return which cause is predicted wrongly, and how many times as long as predicted it takes.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        The instructions of one step on a CPU, one after the other: ``instruction``, ``label``, ``predicted_s``,
+        ``measured_s`` (with a noise of one percent), and ``terms``, the seconds by cause that the prediction adds up.
+
+    Returns
+    -------
+    (str, float)
+        One of ``matmul``, ``sweep``, ``draw``, ``elementwise``, ``dispatch``; and its factor, within ten percent.
+    """
+    raise NotImplementedError("write it")
