@@ -13,9 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
-import numpy as np
-from scipy.optimize import nnls
-
 from costmodel.codecs import (
     ENCODINGS,
     CodecSpec,
@@ -146,6 +143,10 @@ def load_codec_profile() -> CodecProfile:
 
 def fit_codec_profile(measured: Sequence[tuple[CodecWork, float]], source: str) -> CodecProfile:
     """Return the constants, none negative, that come nearest to the measured seconds by relative error."""
+    # Planning needs neither, and scipy takes a while to import.
+    import numpy as np
+    from scipy.optimize import nnls
+
     names = sorted({name for work, _ in measured for name in work})
     rows = np.array([[work.get(name, 0) / seconds for name in names] for work, seconds in measured])
     scale = rows.max(axis=0)  # counts differ by seven orders of magnitude
