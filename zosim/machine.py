@@ -282,8 +282,7 @@ class Machine:
         if ring.wire == "memory":
             demands = {self.cores: 1.0, self.memory: 2 * size_bytes / seconds}
             return self._asking(replace(cost, seconds=seconds, limiter="memory"), demands)
-        uses = tuple((name, 1.0) for name, _ in ring.uses)
-        return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, ring.wire)
+        return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), ring.uses, ring.wire)
 
     def _flow_weight(self, bound: Bound) -> float:
         """Flows share links evenly whatever their own bounds, so all of a device's flows weigh the same."""

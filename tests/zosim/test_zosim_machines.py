@@ -1,0 +1,144 @@
+"""The machines of several ranks on described hardware, and the time that their exchanges take there."""
+
+from dataclasses import replace
+
+import pytest
+from zosim_builders import RATE, instruction, make_profile, program
+
+from costmodel.collectives import MESSAGE_S, all_gather_s
+from costmodel.work import Work
+from topology.clusters import cluster
+from topology.documents import load_preset, preset_names
+from topology.errors import ProfileError, TopologyError
+from topology.rings import edge_disjoint_rings
+from zosim.fold import fold
+from zosim.lockstep import simulate_many
+from zosim.machine import Machine
+from zosim.machines import machines_for
+from zosim.program import Collective
+from zosim.program_set import ProgramSet
+from zosim.recurrence import step_time_bound_of
+from zosim.simulate import simulate_ranks
+from zosim.world import World
+
+SIZE = 8 * 10**9
+DGX = load_preset("dgx-1v")
+
+
+def exchange(size_bytes, devices, topology, profile=None, hosts=None):
+    """The simulated seconds of an all_gather of `size_bytes` in all, and the machines."""
+    size = len(devices)
+    groups = {"world": (tuple(range(size)),)}
+    work = Work(link_bytes=size_bytes * (size - 1) // size)
+    step = [instruction("gather", "link", 0.0, op=Collective("all_gather", "world"), work=work)]
+    whole = replace(program(step), groups={"world": size})
+    machines = machines_for(topology, devices, profile or make_profile("gpu"), groups)
+    programs = ProgramSet((whole,), (0,) * size, groups)
+    return simulate_ranks(programs, machines, num_steps=1).makespan_s, machines
+
+
+@pytest.mark.parametrize("num_gpus", [2, 3, 4, 6, 7, 8])
+def test_gpus_that_rings_of_nvlinks_join_spread_what_they_send_over_all_of_them(num_gpus):
+    devices = [f"gpu{number}" for number in range(num_gpus)]
+    seconds, machines = exchange(SIZE, devices, DGX)
+    rings = edge_disjoint_rings(DGX, devices)
+    latency_s = machines[0].rings["world"].latency_s
+    expected = all_gather_s(
+        SIZE, num_gpus, latency_s=latency_s, bandwidth_bytes_per_s=rings.both_ways_bytes_per_s
+    )
+    # Every flow has its links to itself: the simulation agrees with the closed form.
+    assert seconds == pytest.approx(expected, rel=1e-6)
+    for machine in machines:
+        ring = machine.rings["world"]
+        assert sum(part for _, part in ring.uses) == pytest.approx(1.0)
+        assert ring.wire == "nvlink"
+        for name, part in ring.uses:
+            assert part * ring.bandwidth_bytes_per_s <= machine.capacities[name] * (1 + 1e-9)
+
+
+def test_five_gpus_of_a_dgx_1v_fall_back_to_pcie_and_share_it():
+    seconds, machines = exchange(SIZE, [f"gpu{number}" for number in range(5)], DGX)
+    assert {machine.rings["world"].wire for machine in machines} & {"pcie", "socket"}
+    alone = all_gather_s(
+        SIZE,
+        5,
+        latency_s=machines[0].rings["world"].latency_s,
+        bandwidth_bytes_per_s=machines[0].rings["world"].bandwidth_bytes_per_s,
+    )
+    assert seconds >= alone * (1 - 1e-9)
+    assert seconds > 5 * exchange(SIZE, [f"gpu{number}" for number in range(4)], DGX)[0]
+
+
+def test_behind_a_switch_every_gpu_has_its_whole_port():
+    topology = load_preset("dgx-h100")
+    devices = [node.id for node in topology.compute_devices]
+    seconds, machines = exchange(SIZE, devices, topology)
+    route = topology.route(devices[0], devices[1])
+    assert machines[0].rings["world"].bandwidth_bytes_per_s == route.bandwidth_bytes_per_s
+    assert seconds == pytest.approx(SIZE * 7 / 8 / route.bandwidth_bytes_per_s, rel=1e-3)
+
+
+def test_ranks_of_one_cpu_exchange_through_its_memory():
+    topology = load_preset("cpu-laptop")
+    cpu = topology.compute_devices[0].id
+    profile = make_profile("cpu", num_cores=4)
+    seconds, machines = exchange(RATE, [cpu, cpu], topology, profile)
+    assert machines[0].rings["world"].uses == ()
+    assert seconds == pytest.approx(MESSAGE_S["cpu"] + RATE / 2 / RATE)
+
+
+def test_cpus_of_several_hosts_exchange_over_the_network():
+    topology = cluster(DGX, 3)
+    # The description is of GPUs; its CPUs are compute devices as well.
+    devices = [f"host{number}/cpu0" for number in range(3)]
+    seconds, machines = exchange(SIZE, devices, topology, make_profile("cpu"))
+    route = topology.route("host0/dram0", "host1/dram0")
+    assert {name for name, _ in machines[0].rings["world"].uses} == set(route.resource_ids)
+    latency_s = 2 * (MESSAGE_S["cpu"] + route.latency_s)
+    assert seconds == pytest.approx(SIZE * 2 / 3 / route.bandwidth_bytes_per_s + latency_s, rel=1e-9)
+
+
+def test_machines_made_one_by_one_have_no_way_to_each_other():
+    step = [instruction("gather", "link", 0.0, op=Collective("all_gather", "world"), work=Work(link_bytes=8))]
+    whole = replace(program(step), groups={"world": 2})
+    programs = ProgramSet((whole,), (0, 0), {"world": ((0, 1),)})
+    with pytest.raises(ProfileError, match="gather is a collective of world"):
+        simulate_ranks(programs, [Machine(make_profile("gpu"))] * 2)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_exchanges_among_all_its_devices(name):
+    topology = load_preset(name)
+    devices = [node.id for node in topology.compute_devices] * (
+        2 if len(topology.compute_devices) == 1 else 1
+    )
+    kind = topology.device_spec(devices[0]).kind
+    size = len(devices)
+    groups = {"world": (tuple(range(size)),)}
+    work = Work(link_bytes=SIZE * (size - 1) // size)
+    step = [
+        instruction("up", "h2d", 0.5),
+        instruction("gather", "link", 0.0, ["up"], op=Collective("all_gather", "world"), work=work),
+        instruction("use", "compute", 0.1, ["gather"]),
+    ]
+    programs = ProgramSet((replace(program(step), groups={"world": size}),), (0,) * size, groups)
+    machines = machines_for(topology, devices, make_profile(kind), groups)
+    world = World.of(programs, machines)
+    every = simulate_many(world).step_time_s
+    assert simulate_ranks(programs, machines).step_time_s == pytest.approx(every, rel=1e-9)
+    assert simulate_many(fold(world)).step_time_s == pytest.approx(every, rel=1e-9)
+    assert every >= step_time_bound_of(world) * (1 - 1e-9)
+
+
+def test_a_cluster_is_its_host_many_times():
+    topology = cluster(DGX, 4)
+    assert len(topology.compute_devices) == 32
+    assert topology.route("host2/dram0", "host2/gpu1").bandwidth_bytes_per_s == pytest.approx(
+        DGX.route("dram0", "gpu1").bandwidth_bytes_per_s
+    )
+    between = topology.route("host0/gpu0", "host3/gpu0")
+    assert {name.split("/")[0] for name in between.node_ids} == {"host0", "host3", "network0"}
+    with pytest.raises(TopologyError, match="no network"):
+        cluster(load_preset("cpu-laptop"), 2)
+    with pytest.raises(TopologyError, match="3 hosts"):
+        cluster(load_preset("a100-80gb-3x4"), 2)
