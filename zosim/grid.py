@@ -19,66 +19,24 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodel.estimate import work_terms
-from costmodel.profile import CONSTANT_UNITS, Bound, Profile
+from costmodel.profile import Bound, Profile
 from costmodel.work import Work
 from topology.errors import PlanError
-from topology.validation import did_you_mean
 from zosim.lowering import lower
 from zosim.lowering.step import StepWriter
 from zosim.machine import Machine
 from zosim.plan import Plan
 from zosim.program import Instruction, Program
 from zosim.recurrence import MAX_STEPS, Member, Node, Recurrence, second_half_s
+from zosim.scaling import LINKS, scaled
 from zosim.sketch import are_alike, shortened
 from zosim.steady import MAX_CYCLE, TOLERANCE
 from zosim.world import World
 
 Floats = npt.NDArray[np.float64]
 
-LINKS = "links"
-"""Axis of the bandwidth of everything on the way of a copy."""
 # Configurations evaluated together: as many as leave the times of a step in the cache.
 _CHUNK = 2048
-
-
-def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
-    """Return a machine with some of its rates multiplied.
-
-    Parameters
-    ----------
-    machine : Machine
-    factors : mapping of str to float
-        By constant (:data:`~costmodel.profile.CONSTANT_UNITS`; all its formats alike), or ``"links"`` for the
-        capacities of whatever copies cross. Positive.
-
-    Raises
-    ------
-    PlanError
-        If there is no such constant, or a factor is not positive.
-    """
-    for name, factor in factors.items():
-        if name != LINKS and name not in CONSTANT_UNITS:
-            message = f"a grid cannot vary {name!r}"
-            raise PlanError(message, hint=did_you_mean(name, [LINKS, *CONSTANT_UNITS]))
-        if not 0 < factor < np.inf:
-            message = f"{name} is multiplied by {factor}"
-            raise PlanError(message, hint="factors must be positive and finite")
-    crossed = {name for route in machine.routes.values() for name in route}
-    capacities = {
-        name: capacity * (factors.get(LINKS, 1.0) if name in crossed else 1.0)
-        for name, capacity in machine.capacities.items()
-    }
-    changed = [
-        constant.model_copy(
-            update={end: getattr(constant, end) * factors[constant.kind] for end in ("value", "low", "high")}
-        )
-        for constant in machine.profile.constants
-        if constant.kind in factors
-    ]
-    profile = machine.profile
-    if changed:
-        profile = profile.with_constants(*changed, origin=profile.origin)
-    return replace(machine, profile=profile, capacities=MappingProxyType(capacities))
 
 
 def step_time_bounds(

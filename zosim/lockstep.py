@@ -10,28 +10,24 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from topology.errors import ProgramError
 from zosim.assembly import assemble
-from zosim.flows import STREAM_NUMBER, Counts, Floats, FlowTable, Ints
+from zosim.flows import FlowTable, Ints
 from zosim.fluid import SAME_INSTANT
-from zosim.program import Part, Stream
+from zosim.kinds import Kind, Peers, Times
+from zosim.program import Part
 from zosim.simulate import (
     MAX_UNLIKE_STEPS,
     check_num_steps,
-    shortened_steps,
     simulate_world,
     without_garbage_collection,
 )
-from zosim.steady import Cycle, SteadyDetector
+from zosim.steady import Cycle, SteadyDetector, shortened_steps
 from zosim.timeline import Span, Timeline
-from zosim.wiring import Wiring
-from zosim.world import Group, World
-
-_PARTS: tuple[Part, ...] = ("prologue", "step", "flush")
+from zosim.world import World
 
 
 def simulate_many(
@@ -82,64 +78,8 @@ def steady_step_s(world: World) -> float:
     return run.cycle.period_s / run.cycle.num_steps
 
 
-@dataclass
-class _Times:
-    """Starts, ends and outstanding needs of the instructions at one position, by number and rank."""
-
-    start_s: Floats
-    end_s: Floats
-    needs: Counts
-
-
-class _Kind:
-    """The ranks of one template."""
-
-    def __init__(
-        self, world: World, number: int, ranks: Ints, first: int, table: FlowTable, num_steps: int
-    ) -> None:
-        template = world.templates[number]
-        self.ranks = ranks
-        self.first = first
-        self.template = template
-        self.wiring = Wiring(template, num_steps)
-        own = [dict(zip(template.resources, world.resources[rank], strict=True)) for rank in ranks]
-        self.streams: dict[Part, list[int]] = {}
-        self.seconds: dict[Part, list[float]] = {}
-        self.kinds: dict[Part, list[int]] = {}
-        for part in _PARTS:
-            listed = getattr(template.program, part)
-            activities = [template.activities[part, item.id] for item in listed]
-            self.streams[part] = [STREAM_NUMBER[item.stream] for item in listed]
-            self.seconds[part] = [activity.seconds for activity in activities]
-            self.kinds[part] = [table.kind_of(activity, own, first) for activity in activities]
-        self.streams["step"].append(STREAM_NUMBER[Stream.COMPUTE])
-        self.seconds["step"].append(template.step_s)
-        self.kinds["step"].append(-1)
-        self.times: dict[int, _Times] = {}
-        # By the first of a chain: the chain, and when each of it starts and the last one ends.
-        self.chains: dict[int, tuple[Ints, Floats]] = {}
-        for chain in self.wiring.chains([kind < 0 for kind in self.kinds["step"]]):
-            offsets = np.concatenate([[0.0], np.cumsum([self.seconds["step"][item] for item in chain])])
-            self.chains[chain[0]] = np.array(chain), offsets[:, None]
-
-    def __len__(self) -> int:
-        return len(self.ranks)
-
-
 # One instruction at one position, on some of a kind's ranks.
-_Batch = tuple[_Kind, int, int]
-
-
-class _Peers:
-    """A group as arrays over the ranks in the engine's order."""
-
-    def __init__(self, group: Group, ranks: Ints) -> None:
-        self.part = np.array([group.part_of[rank] for rank in ranks], dtype=np.intp)
-        self.sizes = np.bincount(self.part, minlength=len(group.parts))
-        self.is_doubled = np.array([rank in group.doubled for rank in ranks], dtype=bool)
-        # How many finish before a rank may go on, its own included or not.
-        self.awaited = self.sizes[self.part] - ~self.is_doubled
-        self.waits = self.awaited > 0
+_Batch = tuple[Kind, int, int]
 
 
 class Lockstep:
@@ -162,15 +102,15 @@ class Lockstep:
         by_template = np.argsort(world.template_of, kind="stable")
         self.table = FlowTable(world, by_template)
         self._order = by_template
-        self._kinds: list[_Kind] = []
+        self._kinds: list[Kind] = []
         for number in range(len(world.templates)):
             ranks = np.flatnonzero(np.array(world.template_of) == number)
             first = sum(len(kind) for kind in self._kinds)
-            self._kinds.append(_Kind(world, number, ranks, first, self.table, num_steps))
-        self._peers = {name: _Peers(group, by_template) for name, group in world.groups.items()}
+            self._kinds.append(Kind(world, number, ranks, first, self.table, num_steps))
+        self._peers = {name: Peers(group, by_template) for name, group in world.groups.items()}
         self._listed = set(listed)
         self._batches: list[_Batch] = []
-        self._ready: list[tuple[_Kind, int, int, Ints]] = []
+        self._ready: list[tuple[Kind, int, int, Ints]] = []
         self._met: dict[tuple[str, int, int, str], Ints] = {}
         self._watched: dict[tuple[str, int, str], tuple[Ints, Ints, Ints]] = {}
         self._is_watched = {name for kind in self._kinds for name in kind.wiring.watchers}
@@ -232,10 +172,10 @@ class Lockstep:
                 for group, _, _ in needs.peers[number]:
                     left[number] += self._peers[group].waits[kind.first : kind.first + len(kind)]
             shape = count, len(kind)
-            kind.times[position] = _Times(np.zeros(shape), np.zeros(shape), left)
+            kind.times[position] = Times(np.zeros(shape), np.zeros(shape), left)
             self._unfinished[position] += count * len(kind)
-            for number in np.flatnonzero((left == 0).any(axis=1)):
-                self._ready.append((kind, position, int(number), np.flatnonzero(left[number] == 0)))
+            for free in np.flatnonzero((left == 0).any(axis=1)).tolist():
+                self._ready.append((kind, position, free, np.flatnonzero(left[free] == 0)))
 
     def _start_ready(self, now_s: float) -> None:
         while self._ready:
@@ -252,7 +192,7 @@ class Lockstep:
                     for other, there, who in self._meet(kind, position, meeting, cols, "start"):
                         self._start(other, position, there, who, now_s)
 
-    def _start(self, kind: _Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
+    def _start(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
         part, times = kind.wiring.order.part(position), kind.times[position]
         seconds = kind.seconds[part][number]
         if part == "step" and number in kind.chains:
@@ -272,8 +212,8 @@ class Lockstep:
             self._others_until_s = math.inf
 
     def _meet(
-        self, kind: _Kind, position: int, meeting: tuple[str, int], cols: Ints, phase: str
-    ) -> Iterator[tuple[_Kind, int, Ints]]:
+        self, kind: Kind, position: int, meeting: tuple[str, int], cols: Ints, phase: str
+    ) -> Iterator[tuple[Kind, int, Ints]]:
         """Take in members that have come to a collective, and yield all members of the parts that are complete."""
         group, number = meeting
         peers = self._peers[group]
@@ -310,7 +250,7 @@ class Lockstep:
             batch = self._batches[batches[chosen[0]]]
             yield batch, ranks[chosen] - batch[0].first
 
-    def _flow_ended(self, kind: _Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
+    def _flow_ended(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
         """End an instruction, or wait for the other members' flows if it is a collective."""
         part = kind.wiring.order.part(position)
         if number < len(kind.wiring.ids[part]):
@@ -321,7 +261,7 @@ class Lockstep:
                 return
         self._end(kind, position, number, cols, now_s)
 
-    def _end(self, kind: _Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
+    def _end(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
         part, num_ended = kind.wiring.order.part(position), len(cols)
         if part == "step" and number in kind.chains:
             chain, _ = kind.chains[number]
@@ -341,7 +281,7 @@ class Lockstep:
         if part == "step" and self._unfinished[position] == 0:
             self._step_completed(position)
 
-    def _take_need(self, kind: _Kind, position: int, number: int, cols: Ints) -> None:
+    def _take_need(self, kind: Kind, position: int, number: int, cols: Ints) -> None:
         if position not in self._unfinished:
             self._open(position)
         left = kind.times[position].needs[number]
@@ -358,7 +298,7 @@ class Lockstep:
         if ready.size:
             self._ready.append((kind, position, number, ready))
 
-    def _tell_peers(self, kind: _Kind, position: int, name: str, cols: Ints) -> None:
+    def _tell_peers(self, kind: Kind, position: int, name: str, cols: Ints) -> None:
         """Take a need off whoever waits for an instruction on all its peers, once all of them have finished."""
         for group in {watcher[0] for other in self._kinds for watcher in other.wiring.watchers.get(name, ())}:
             ready = self._now_done(group, position, name, kind.first + cols)
@@ -370,7 +310,7 @@ class Lockstep:
                             self._tell(other, part, position, (group, distance, name), number, own)
 
     def _tell(
-        self, kind: _Kind, part: Part, position: int, need: tuple[str, int, str], number: int, cols: Ints
+        self, kind: Kind, part: Part, position: int, need: tuple[str, int, str], number: int, cols: Ints
     ) -> None:
         target = position + need[1]
         is_there = target <= self.num_steps + 1 and kind.wiring.order.part(target) == part
@@ -424,7 +364,7 @@ class Lockstep:
                     if int(rank) in self._listed:
                         self._spans[int(rank)] += self._spans_of(kind, position, times, col, int(rank))
 
-    def _spans_of(self, kind: _Kind, position: int, times: _Times, col: int, rank: int) -> Iterator[Span]:
+    def _spans_of(self, kind: Kind, position: int, times: Times, col: int, rank: int) -> Iterator[Span]:
         part, step = kind.wiring.order.part(position), kind.wiring.order.step(position)
         starts, ends = times.start_s[:, col].tolist(), times.end_s[:, col].tolist()
         for item, start_s, end_s in zip(getattr(kind.template.program, part), starts, ends, strict=False):

@@ -17,23 +17,23 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
 import simpy
 from simpy.core import EmptySchedule
-from simpy.events import EventPriority
 
 from costmodel.profile import Bound
 from topology.errors import ProgramError
 from zosim.assembly import assemble
-from zosim.fluid import SAME_INSTANT, Fluid
+from zosim.fluid import Fluid
+from zosim.fluid_process import FluidProcess
 from zosim.machine import Activity, Machine
 from zosim.places import Order, Place
 from zosim.program import Program, Stream
 from zosim.program_set import ProgramSet
-from zosim.steady import Cycle, SteadyDetector
+from zosim.steady import Cycle, SteadyDetector, shortened_steps
 from zosim.timeline import Span, Timeline
 from zosim.world import World
 
@@ -143,7 +143,7 @@ class _Run:
         self.world = world
         self.num_steps = num_steps
         self.env = simpy.Environment()
-        self.fluid = _FluidProcess(self.env, Fluid(world.capacities, world.fifo))
+        self.fluid = FluidProcess(self.env, Fluid(world.capacities, world.fifo))
         self.ranks = [_Rank(self, rank) for rank in range(world.size)]
         self.depth = max(rank.order.max_distance for rank in self.ranks)
         self.detector = SteadyDetector(self.depth)
@@ -213,74 +213,6 @@ class _Run:
         """Return what happened, with `num_omitted` further steps of the cycle put after its last step."""
         spans = {rank.index: rank.spans for rank in self.ranks}
         return assemble(self.world, spans, self.num_steps, cycle, num_omitted)
-
-
-def shortened_steps(cycle: Cycle, num_steps: int, entered: int, depth: int) -> int | None:
-    """Return the steps of a run that shows all there is to see, None if none can be left out.
-
-    Parameters
-    ----------
-    cycle : Cycle
-    num_steps : int
-        Of the whole run.
-    entered : int
-        Latest step that any stream had entered when the cycle was found.
-    depth : int
-        Steps that dependencies reach back.
-    """
-    # Streams must still have a step to go before the flush, and the flush must not reach back to here.
-    cycles = (num_steps - (entered + 1 + depth)) // cycle.num_steps
-    return num_steps - cycles * cycle.num_steps if cycles > 0 else None
-
-
-# After everything else that happens at the same instant.
-_LAST = EventPriority(2)
-
-
-class _FluidProcess:
-    """Activities under simpy's clock: settled after all else of an instant, taken when they end."""
-
-    def __init__(self, env: simpy.Environment, fluid: Fluid) -> None:
-        self.env = env
-        self.fluid = fluid
-        self._is_settled = True
-        self._timer = 0
-
-    def run(self, activity: Activity, key: tuple[int, int]) -> simpy.Event:
-        """Start an activity; the event happens when it ends."""
-        done = self.env.event()
-        self.fluid.start(activity, key, self.env.now, done)
-        self._touch()
-        return done
-
-    def _touch(self) -> None:
-        if self._is_settled:
-            self._is_settled = False
-            self._call(self._settle, 0.0, _LAST)
-
-    def _call(self, callback: Callable[[simpy.Event], None], delay_s: float, priority: EventPriority) -> None:
-        event = self.env.event()
-        event.callbacks.append(callback)
-        event._ok, event._value = True, None
-        self.env.schedule(event, priority, delay_s)
-
-    def _settle(self, _: simpy.Event) -> None:
-        self._is_settled = True
-        now_s = self.env.now
-        self.fluid.settle(now_s)
-        end_s = self.fluid.next_end_s
-        self._timer += 1
-        number = self._timer
-        if end_s < math.inf:
-            self._call(lambda _: self._finish(number, end_s), max(end_s - now_s, 0.0), EventPriority(1))
-
-    def _finish(self, number: int, end_s: float) -> None:
-        """End what is due, unless rates have changed since this was scheduled."""
-        if number != self._timer:
-            return
-        for done in self.fluid.take_ended(end_s + SAME_INSTANT * abs(end_s)):
-            done.succeed()
-        self._touch()
 
 
 class _Rank:

@@ -81,3 +81,21 @@ class SteadyDetector:
             np.abs(self._times[step] - self._times[step - num_steps] - period_s).max() <= tolerance_s
             for step in range(last, last - needed, -1)
         )
+
+
+def shortened_steps(cycle: Cycle, num_steps: int, entered: int, depth: int) -> int | None:
+    """Return the steps of a run that shows all there is to see, None if none can be left out.
+
+    Parameters
+    ----------
+    cycle : Cycle
+    num_steps : int
+        Of the whole run.
+    entered : int
+        Latest step that any stream had entered when the cycle was found.
+    depth : int
+        Steps that dependencies reach back.
+    """
+    # Streams must still have a step to go before the flush, and the flush must not reach back to here.
+    cycles = (num_steps - (entered + 1 + depth)) // cycle.num_steps
+    return num_steps - cycles * cycle.num_steps if cycles > 0 else None
