@@ -108,10 +108,7 @@ def disassemble(message: Bytes, shape: Sequence[int] | None) -> tuple[Header, By
     CodecError
         If it is not a message, of another version, cut off, damaged, or of another shape.
     """
-    if len(message) < PREAMBLE_BYTES:
-        raise CodecError(
-            f"a message of {len(message)} bytes is cut off: its header alone has {PREAMBLE_BYTES} or more"
-        )
+    length_of(message)
     fields = _PREAMBLE.unpack(message[:PREAMBLE_BYTES].tobytes())
     magic, version, dtype, bits, grid, scope, encoding, background, gap_bits, num_dims = fields[:10]
     length, num_items, checksum = fields[10:]
@@ -137,6 +134,21 @@ def disassemble(message: Bytes, shape: Sequence[int] | None) -> tuple[Header, By
     header = Header(DTYPES[dtype], dims, bits, grid, scope, encoding, background, gap_bits, num_items)
     _check_shape(header, shape)
     return header, message[begin:]
+
+
+def length_of(message: Bytes) -> int:
+    """Return the bytes that the message at the beginning of `message` says it has.
+
+    Raises
+    ------
+    CodecError
+        If not even its header is there.
+    """
+    if len(message) < PREAMBLE_BYTES:
+        raise CodecError(
+            f"a message of {len(message)} bytes is cut off: its header alone has {PREAMBLE_BYTES} or more"
+        )
+    return int(_PREAMBLE.unpack(message[:PREAMBLE_BYTES].tobytes())[10])
 
 
 def _check_shape(header: Header, shape: Sequence[int] | None) -> None:
