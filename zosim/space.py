@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
-from typing import Literal
+from typing import Literal, get_args
 
 from topology.errors import PlanError
 from topology.validation import readable
 from zosim.plan import Mesh, Placement, Plan, Precision, Residency, Runtime, TransferDType
-from zosim.request import Request
+from zosim.request import Blocks, Request
 
 Transfers = Literal["private", "shared", "sliced"]
 _SLOTS = (1, 2, 3)
@@ -37,6 +37,7 @@ def placements(request: Request) -> Iterator[Plan]:
             f"{request.precision.storage} and loses precision at every offload",
             hint="add --allow-lossy if that is meant",
         )
+    _check_devices(request)
     seen: set[str] = set()
     contradiction: PlanError | None = None
     for mesh in meshes(request):
@@ -83,7 +84,7 @@ def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
     """Yield the ways to lay so many ranks on devices: on as few hosts as can be first, then spread out."""
     hosts = _devices_by_host(request)
     if num_ranks > sum(map(len, hosts.values())):
-        hosts = _with_shared_cpus(request, hosts, num_ranks)
+        hosts = _with_shared_cpus(hosts, num_ranks)
     listed = list(hosts.values())
     found: list[tuple[str, ...]] = []
     for per_host in range(min(num_ranks, max(map(len, listed))), 0, -1):
@@ -138,21 +139,26 @@ def _devices_by_host(request: Request) -> dict[str, list[str]]:
     return hosts
 
 
-def _with_shared_cpus(request: Request, hosts: dict[str, list[str]], num_ranks: int) -> dict[str, list[str]]:
-    """Return the devices with every CPU named as often as it takes.
-
-    Raises
-    ------
-    PlanError
-        If they are GPUs, of which each runs one rank.
-    """
-    num_devices = sum(len(devices) for devices in hosts.values())
-    if request.topology.node(request.device).kind == "gpu":
+def _check_devices(request: Request) -> None:
+    """Refuse more ranks than there are GPUs, of which each runs one, and blocks where the method has none."""
+    num_devices = sum(map(len, _devices_by_host(request).values()))
+    num_ranks = request.max_ranks if request.mesh is None else request.mesh.world_size
+    if request.topology.node(request.device).kind == "gpu" and num_ranks > num_devices:
         raise PlanError(
             f"{num_ranks} ranks need {num_ranks} GPUs, and {request.hardware} has {num_devices}",
             hint=f"use --ranks {num_devices} or less, or a smaller --mesh",
         )
-    times = ceil(num_ranks / num_devices)
+    blocks = request.fixed.get("residency", {}).get("blocks")
+    if blocks in get_args(Blocks) and blocks not in request.blocks:
+        raise PlanError(
+            f"--method {request.method} keeps blocks {request.blocks[0]}, not {blocks}",
+            hint="leave --residency or --method out",
+        )
+
+
+def _with_shared_cpus(hosts: dict[str, list[str]], num_ranks: int) -> dict[str, list[str]]:
+    """Return the devices with every CPU named as often as it takes."""
+    times = ceil(num_ranks / sum(map(len, hosts.values())))
     return {host: [cpu for cpu in devices for _ in range(times)] for host, devices in hosts.items()}
 
 

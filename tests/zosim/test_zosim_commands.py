@@ -9,8 +9,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from zosim.cli import app
+from zosim.options import subject_of
 from zosim.plan import Plan
 from zosim.program import Program
+from zosim.program_set import ProgramSet
 
 PLAN = ["plan", "--model", "opt-125m", "--hardware", "a100-80gb-milan", "--seq", "128"]
 
@@ -136,3 +138,76 @@ def test_a_plan_for_other_hardware_names_the_devices(plan_file: Path) -> None:
     error = call("simulate", plan_file, "--hardware", "cpu-laptop", fails=True).stderr
     assert "the plan runs on gpu0" in error
     assert "cpu0" in error
+
+
+RANKS = ["plan", "--model", "opt-125m", "--hardware", "h20-4x-milan", "--seq", "128", "--batch", "4"]
+
+
+@pytest.fixture
+def plan_of_four(tmp_path: Path) -> Path:
+    call(
+        *RANKS,
+        "--method",
+        "2d",
+        "--residency",
+        "offloaded",
+        "--transfers",
+        "sliced",
+        "-o",
+        tmp_path / "p.json",
+    )
+    return tmp_path / "p.json"
+
+
+def test_a_plan_of_several_ranks_is_simulated_as_it_was_planned(plan_of_four: Path) -> None:
+    plan = Plan.load(plan_of_four)
+    assert (plan.mesh.data, plan.mesh.perturb, plan.residency.transfers) == (2, 2, "sliced")
+    data = json.loads(call("simulate", plan_of_four, "--json").stdout)
+    assert data["num_ranks"] == 4
+    assert [host["ranks"] for host in data["hosts"]] == [[0, 1, 2, 3]]
+    assert data["host_bytes"] == data["hosts"][0]["host_bytes"]
+    assert 0 < data["exchange_s"] < data["step_time_s"]
+    words = call("simulate", plan_of_four).stdout
+    assert "the exchange of losses and shares of blocks" in words
+
+
+def test_lower_writes_all_programs_or_one_ranks(plan_of_four: Path, tmp_path: Path) -> None:
+    call("lower", plan_of_four, "-o", tmp_path / "set.json")
+    programs = ProgramSet.load(tmp_path / "set.json")
+    assert programs.world_size == 4
+    (tmp_path / "one.json").write_text(call("lower", plan_of_four, "--rank", "3").stdout)
+    assert Program.load(tmp_path / "one.json") == programs.program_of(3)
+    assert "on each of 4 ranks" in call("lower", plan_of_four, "--check", tmp_path / "set.json").stderr
+    assert "--rank 4 of 4 ranks" in call("lower", plan_of_four, "--rank", "4", fails=True).stderr
+    error = call("simulate", plan_of_four, "--program", tmp_path / "one.json", fails=True).stderr
+    assert "programs of 1 ranks for a plan of 4" in error or "members of" in error
+
+
+def test_compare_looks_at_the_slowest_rank_or_the_one_named(plan_of_four: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    subject = subject_of(Plan.load(plan_of_four))
+    subject.simulated(num_steps=6).save(run / "timeline.json")
+    same = json.loads(call("compare", plan_of_four, run, "--json").stdout)
+    assert abs(same["step_error"]) < 1e-9
+    named = json.loads(call("compare", plan_of_four, run, "--rank", "2", "--json").stdout)
+    assert named["rank"] == 2
+    assert "the run has no rank 9" in call("compare", plan_of_four, run, "--rank", "9", fails=True).stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--mesh", "data=2,stge=2"], "'stge' is no axis of a mesh"),
+        (["--mesh", "data=4", "--ranks", "2"], "more than --ranks 2"),
+        (["--mesh", "data=4", "--batch", "3"], "cannot be shared by data=4"),
+        (["--mesh", "perturb=4"], "some rank has none"),
+        (["--mesh", "data=2", "--method", "zo2"], "no plan for data=2"),
+        (["--ranks", "9", "--batch", "9"], "9 ranks need 9 GPUs"),
+        (["--transfers", "slices"], "'sliced'"),
+        (["--residency", "gone"], "'resident' or 'offloaded'"),
+        (["--method", "mezo", "--residency", "offloaded"], "--method mezo keeps blocks resident"),
+    ],
+)
+def test_mistakes_about_ranks_are_answered_in_words(words: list[str], says: str) -> None:
+    assert says in call(*RANKS, *words, fails=True).stderr
