@@ -304,9 +304,21 @@ def calibrate(
             show_default=False,
         ),
     ] = None,
+    evidence: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Learn from runs instead: files of `zosim evidence make`, one --evidence each.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Measure this machine, and fit the rates that predictions use."""
+    if evidence:
+        from zosim.evidence_learning import learned
+
+        _show_fit(*learned(evidence), output=output, kept=None, as_json=as_json)
+        return
     if rows is not None:
         from zosim.published.commands import calibrate_rows
 
@@ -331,17 +343,23 @@ def calibrate(
         )
     base = datasheet_profile(topology, node, num_threads=num_threads)
     profile, fit = fit_profile(measurements, base)
-    written = [save_host_profile(profile)] if save else []
+    _show_fit(profile, fit, output=output, kept=save_host_profile(profile) if save else None, as_json=as_json)
+
+
+def _show_fit(
+    profile: Profile, fit: FitReport, *, output: Path | None, kept: Path | None, as_json: bool
+) -> None:
+    """Write a fitted profile where it was asked for, and print it."""
     if output is not None:
         profile.save(output)
-        written.append(output)
-    for path in written:
-        stderr.print(f"wrote {path}", markup=False, soft_wrap=True)
+    for path in (kept, output):
+        if path is not None:
+            stderr.print(f"wrote {path}", markup=False, soft_wrap=True)
     data = {
         "profile": profile,
         "fit": fit,
         "median_error": fit.median_error,
-        "num_measurements": len(measurements),
+        "num_measurements": len(fit.residuals),
     }
     emit(data, json=as_json, text=_calibration_view(profile, fit))
 

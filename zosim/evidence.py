@@ -299,7 +299,13 @@ def evidence_of(run: str | Path, subject: Subject) -> Evidence:
         If the directory lacks something, or ranks ran on unlike devices.
     """
     directory = Path(run)
-    header = _header(directory)
+    header = run_header(directory)
+    profile, threads = subject.profile, int(header["num_threads"])
+    if profile.device_kind == "cpu" and profile.num_threads != threads:
+        raise EvidenceError(
+            f"the run had {threads} threads, the profile is for {profile.num_threads}",
+            hint=f"--threads {threads}, or a profile that was calibrated with so many",
+        )
     if len(set(subject.rank_profiles)) > 1:
         raise EvidenceError(
             f"the ranks of {directory} ran on unlike devices, evidence holds one profile",
@@ -314,7 +320,7 @@ def evidence_of(run: str | Path, subject: Subject) -> Evidence:
             "python": platform.python_version(),
             **{name: str(header[name]) for name in _HEADER_KEYS if name in header},
         },
-        num_threads=int(header["num_threads"]),
+        num_threads=threads,
         topology=plain.topology,
         profile=plain.profile,
         plan=plain.plan,
@@ -326,7 +332,14 @@ def evidence_of(run: str | Path, subject: Subject) -> Evidence:
     )
 
 
-def _header(directory: Path) -> dict[str, Any]:
+def run_header(directory: Path) -> dict[str, Any]:
+    """Return the header of a run.
+
+    Raises
+    ------
+    EvidenceError
+        If the directory holds no run.
+    """
     try:
         header = json.loads((directory / "run.json").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Group
 
 from zosim.console import emit, stderr, table
-from zosim.evidence import Evidence, check, evidence_of
+from zosim.evidence import Evidence, check, evidence_of, run_header
 from zosim.options import Hardware, Json, ProfileFile, Threads, subject_of
 from zosim.plan import Plan
 
@@ -30,7 +30,8 @@ def make(
     """Save a run with its plan, machine, profile and prediction; names, paths, weights and data stay out."""
     ran = run / "program.json"
     plan = Plan.load(run / "plan.json")
-    subject = subject_of(plan, hardware, profile, threads, ran if ran.exists() else None)
+    used = threads or int(run_header(run)["num_threads"])
+    subject = subject_of(plan, hardware, profile, used, ran if ran.exists() else None)
     evidence = evidence_of(run, subject)
     evidence.save(output)
     stderr.print(f"wrote {output}", markup=False, soft_wrap=True)

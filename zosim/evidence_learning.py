@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from statistics import median
 
-from costmodel.calibration import Measurement
+from costmodel.calibration import FitReport, Measurement, fit_profile
 from costmodel.estimate import CopyDirection
+from costmodel.profile import Profile
 from costmodel.work import Work
-from zosim.evidence import Evidence
+from zosim.evidence import Evidence, EvidenceError, check
 from zosim.program import Instruction, Program, Space, Stream
 from zosim.timeline import Span
 
@@ -18,6 +20,52 @@ OVERLAP = 0.05
 _LARGEST_OVERHEAD = 0.5
 
 _Kind = tuple[str, Work, CopyDirection]
+
+
+def learned(paths: Sequence[str | Path]) -> tuple[Profile, FitReport]:
+    """Return the profile that runs of one device teach, and how well it explains them.
+
+    Parameters
+    ----------
+    paths : sequence of path
+        Evidence files. The fit starts from the profile that the first was predicted with, which holds whatever the runs
+        leave open.
+
+    Raises
+    ------
+    EvidenceError
+        If a file does not hold, or the runs are of unlike devices or numbers of threads, or say nothing.
+    """
+    read = [(path, _sound(path)) for path in paths]
+    first, measurements = read[0][1], []
+    for path, evidence in read:
+        if _device(evidence) != _device(first):
+            raise EvidenceError(
+                f"{path} is of {_device(evidence)}, {read[0][0]} of {_device(first)}",
+                hint="learn from the runs of one device at a time",
+            )
+        measurements += measurements_of(evidence)
+    if all(measurement.contended for measurement in measurements):
+        raise EvidenceError(
+            f"no operation of {', '.join(str(path) for path in paths)} ran alone, so none says what it costs",
+            hint="take a run with resident blocks, or of a larger model",
+        )
+    return fit_profile(measurements, first.profile)
+
+
+def _sound(path: str | Path) -> Evidence:
+    """Return the evidence in a file that holds."""
+    evidence = Evidence.load(path)
+    broken = [finding.what for finding in check(evidence) if not finding.holds]
+    if broken:
+        raise EvidenceError(
+            f"{path} does not hold: {', '.join(broken)}", hint="`zosim evidence check` shows what it states"
+        )
+    return evidence
+
+
+def _device(evidence: Evidence) -> str:
+    return f"{evidence.profile.device_name} with {evidence.profile.num_threads} threads"
 
 
 def measurements_of(evidence: Evidence) -> list[Measurement]:
@@ -53,7 +101,7 @@ def measurements_of(evidence: Evidence) -> list[Measurement]:
                 seconds=median(samples),
                 fastest_s=min(samples),
                 num_samples=len(samples),
-                num_threads=evidence.num_threads,
+                num_threads=evidence.profile.num_threads,
                 direction=direction,
                 contended=not alone,
             )
