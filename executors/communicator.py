@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from executors.launch import DEFAULT_TIMEOUT_S, is_launched, last_words
+from executors.launch import DEFAULT_TIMEOUT_S, WAIT_HINT, give_up, is_launched, last_words
 from topology.errors import RunError, ZosimError
 from zosim.plan import Mesh
 
@@ -68,6 +68,7 @@ class Communicator:
             )
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.timeout_s = timeout_s
+        self._device_type = device_type
         self.num_calls: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
         self._members = {WORLD: tuple(range(self.world_size))}
@@ -79,7 +80,7 @@ class Communicator:
                     hint="start as many ranks as the plan has",
                 )
             self._members[name] = found[0]
-        self._groups = {name: self._made(parts, device_type) for name, parts in groups.items()}
+        self._groups = {name: self._made(parts) for name, parts in groups.items()}
         self._control = dist.new_group(backend=_host_backend(), timeout=self._timeout)
         self._marks = 0
 
@@ -87,16 +88,12 @@ class Communicator:
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self.timeout_s)
 
-    def _made(self, parts: Sequence[Sequence[int]], device_type: str) -> dist.ProcessGroup:
+    def _made(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """Return this rank's process group of a partition."""
-        if len({len(part) for part in parts}) == 1:
-            mesh = DeviceMesh(
-                device_type, torch.tensor([list(part) for part in parts]), mesh_dim_names=("across", "within")
-            )
-            group: dist.ProcessGroup = mesh.get_group("within")
-        else:
-            group, _ = dist.new_subgroups_by_enumeration([list(part) for part in parts])
-        return group
+        lists = [list(part) for part in parts]
+        # Not by a DeviceMesh: its groups would wait for half an hour.
+        own: dist.ProcessGroup = dist.new_subgroups_by_enumeration(lists, timeout=self._timeout)[0]
+        return own
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of `group` that this one is among, in rank order.
@@ -120,11 +117,11 @@ class Communicator:
         """Whether this rank writes the files."""
         return self.rank == 0
 
-    def device_mesh(self, mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
+    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
         """Return torch's view of a plan's mesh, its axes ``data`` and ``perturb`` named, for loops of one's own."""
         names = ("data", "perturb") if mesh.inner == "perturb" else ("perturb", "data")
         ranks = torch.arange(self.world_size).view([getattr(mesh, name) for name in names])
-        return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+        return DeviceMesh(self._device_type, ranks, mesh_dim_names=names)
 
     # -- of the program ----------------------------------------------------------------------------------------
 
@@ -248,7 +245,9 @@ class Communicator:
             if found != beats:
                 beats, seen = found, time.monotonic()
             if time.monotonic() - seen > self.timeout_s:
-                raise RunError(_absence([0], self.timeout_s, what), hint=_HINT)
+                said = _absence([0], self.timeout_s, what)
+                give_up([0], said)
+                raise RunError(said, hint=WAIT_HINT)
             time.sleep(0.05)
 
     # -- when others are missing -------------------------------------------------------------------------------
@@ -260,10 +259,15 @@ class Communicator:
         except RuntimeError as error:
             absent = self._absent(members)
             gone = any(words in str(error).lower() for words in _GONE)
-            said = f"{what}: no rank is missing" if not absent else ""
-            said = said or (_gone(absent, what) if gone else _absence(absent, self.timeout_s, what))
+            if not absent:
+                said = f"{what}: no rank is missing"
+            elif gone:
+                said = _gone(absent, what)
+            else:
+                said = _absence(absent, self.timeout_s, what)
+                give_up(absent, said)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise RunError(f"{said} ({reason})", hint=_HINT) from error
+            raise RunError(f"{said} ({reason})", hint=WAIT_HINT) from error
 
     def _absent(self, members: Sequence[int]) -> list[int]:
         """Return the members that do not say, within a short time, that they wait as well."""
@@ -280,7 +284,6 @@ class Communicator:
         return others
 
 
-_HINT = "look at that rank's process and host; `--resume` goes on from the log, and `--timeout` says how long to wait"
 _GONE = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "socket closed")
 
 

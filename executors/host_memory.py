@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from executors.communicator import Communicator
-from executors.launch import last_words
+from executors.launch import WAIT_HINT, give_up, last_words
 from executors.streams import Ticket
 from topology.errors import DoesNotFit, RunError
 from topology.units import format_bytes
@@ -155,11 +155,10 @@ class HostMemory:
         while self._counters[place] < turn:
             if time.monotonic() > end:
                 line = last_words(rank)
-                raise RunError(
-                    f"waited {self._communicator.timeout_s:g} s for {instruction} of rank {rank}"
-                    + (f", last at {line}" if line else ""),
-                    hint="look at that rank's process; --timeout says how long to wait",
-                )
+                said = f"waited {self._communicator.timeout_s:g} s for {instruction} of rank {rank}"
+                said += f", last at {line}" if line else ""
+                give_up([rank], said)
+                raise RunError(said, hint=WAIT_HINT)
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_S)
 

@@ -15,8 +15,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +27,7 @@ import psutil
 from topology.errors import RunError, ZosimError
 
 _PROGRESS_BYTES = 256
+WAIT_HINT = "look at that rank's process and host; `--resume` goes on from the log, and `--timeout` says how long to wait"
 _DIRECTORY_VARIABLE = "ZOSIM_LAUNCH_DIRECTORY"
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -104,6 +105,20 @@ def launch_directory() -> Path | None:
     shared = Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getppid()}-{os.environ['MASTER_PORT']}"
     shared.mkdir(exist_ok=True)
     return shared
+
+
+def give_up(ranks: Sequence[int], why: str) -> None:
+    """End ranks of this launch that this one waited for in vain, and leave word of it.
+
+    One that is stopped does not end when its launcher asks it to, and one that is killed cannot say why.
+    """
+    if _DIRECTORY_VARIABLE not in os.environ:
+        return
+    directory, own = Path(os.environ[_DIRECTORY_VARIABLE]), RankInfo.here().rank
+    for rank in ranks:
+        _given_up_path(directory, rank).write_text(json.dumps({"by": own, "why": why}))
+        with suppress(OSError, ValueError):
+            os.kill(int(_pid_path(directory, rank).read_text()), signal.SIGKILL)
 
 
 def is_launched() -> bool:
@@ -204,6 +219,7 @@ def _launch(
 def _entry(function: Callable[..., Any], arguments: tuple[object, ...], directory: str) -> Any:
     """Run in a rank: leave a failure as a file in place of a traceback, and do not outlive the launcher."""
     _die_with_parent()
+    _pid_path(Path(directory), RankInfo.here().rank).write_text(str(os.getpid()))
     try:
         return function(*arguments)
     except ZosimError as error:
@@ -230,6 +246,10 @@ def _report(directory: Path, error: Any) -> ZosimError:
     rank, failure = min(
         error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp, item[0])
     )
+    given_up = _given_up_path(directory, rank)
+    if given_up.exists():
+        word = json.loads(given_up.read_text())
+        return RunError(f"rank {word['by']} stopped: {word['why']}", hint=WAIT_HINT)
     doing = Progress.read(_progress_path(directory, rank))
     at = f", last at {doing}" if doing else ""
     told = _failure_path(directory, rank)
@@ -247,6 +267,14 @@ def _report(directory: Path, error: Any) -> ZosimError:
 
 def _progress_path(directory: Path, rank: int) -> Path:
     return directory / f"progress-{rank}"
+
+
+def _pid_path(directory: Path, rank: int) -> Path:
+    return directory / f"pid-{rank}"
+
+
+def _given_up_path(directory: Path, rank: int) -> Path:
+    return directory / f"given-up-{rank}"
 
 
 def _failure_path(directory: Path, rank: int) -> Path:

@@ -29,7 +29,8 @@ def test_ranks_that_begin_with_other_weights_are_named():
 
 def test_who_is_waited_for_in_vain_is_named_and_memory_leaves_nothing():
     told = launch(distributed.wait_for_peer, world_size=2)
-    assert told == {"said": "waited 1 s for block.1/offload of rank 1, last at rank 1 at work", "left": []}
+    said = "waited 1 s for block.1/offload of rank 1, last at rank 1 at work"
+    assert told == {"said": said, "left": [], "given_up": [1]}
 
 
 def test_a_plan_of_another_number_of_ranks_is_refused():
