@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,11 @@ from executors.crew import Crew
 from executors.drawing import Drawing
 from executors.exchanges import Exchange, Exchanges
 from executors.frames import Hyperparameters, LoadedBatch, MicroBatch, StepFrame
+from executors.halves import Handed
 from executors.micro_batches import accumulated, micro_batches
 from executors.model import Batch, CutModel
 from executors.operands import Action, Unfit, one, place_of
+from executors.stages import Pipeline, Stages
 from executors.streams import Backend
 from executors.sweeping import Sweeping
 from topology.errors import ProgramError
@@ -48,8 +51,10 @@ class Actions:
     backend : Backend
     num_draw_threads : int
     num_micro_batches : int
-    exchange : Exchange or None
+    exchange : Ranks or None
         The other ranks, where the program takes any.
+    elsewhere : torch.dtype or None
+        Format of losses, where only other ranks compute them.
     """
 
     def __init__(
@@ -62,7 +67,8 @@ class Actions:
         *,
         num_draw_threads: int,
         num_micro_batches: int = 1,
-        exchange: Exchange | None = None,
+        exchange: Ranks | None = None,
+        elsewhere: torch.dtype | None = None,
     ) -> None:
         self.program = program
         self.cut = cut
@@ -77,7 +83,10 @@ class Actions:
         self._sweeping = Sweeping(program, store, hyperparameters)
         self._bound: dict[str, Placed] = {}
         self.loaded = LoadedBatch()
-        self._exchanges = Exchanges(program, store, exchange, backend.device, lambda: self.loaded)
+        self._exchanges = Exchanges(program, store, exchange, backend.device, lambda: self.loaded, elsewhere)
+        self.stages = Stages(
+            program, cut, store, exchange, backend.device, lambda: self.loaded, num_micro_batches
+        )
         self._num_micro_batches = num_micro_batches
         self._gathers = any(keeps_rows(instruction.op) for _, instruction in program.instructions())
         self._perturbations = _perturbations(program)
@@ -115,6 +124,10 @@ class Actions:
             "forward": self._forward,
             "scalar": self._scalar,
             "collective": self._exchanges.collective,
+            "encode": self.stages.encode,
+            "decode": self.stages.decode,
+            "send": self.stages.send,
+            "recv": self.stages.recv,
         }
         try:
             return makers[instruction.op.kind](instruction)
@@ -247,18 +260,24 @@ class Actions:
             values[output] = made
             if op.segment == HEAD:
                 counts = [part.num_labels for part in self.loaded.parts]
-                frame.losses[op.point] = accumulated(made, counts)
+                frame.losses[op.point] = accumulated([_tensor(loss) for loss in made], counts)
 
         return forward
 
-    def _segment(self, op: Forward) -> Callable[[MicroBatch, Tensor | None], Tensor]:
-        """Return what makes a segment's output from a micro-batch and its hidden state."""
+    def _segment(self, op: Forward) -> Callable[[MicroBatch, Handed | None], Handed]:
+        """Return what makes a segment's output from a micro-batch and what the segment before it handed on."""
         if op.segment == EMBED:
-            return lambda part, _hidden: self.cut.embed(self._borrowed(part), part.cache)
+            return lambda part, _handed: self.cut.embed(self._borrowed(part), part.cache)
         if op.segment == HEAD:
-            return lambda part, hidden: self.cut.head(_given(hidden), self._borrowed(part))
-        index = int(op.segment.rpartition(".")[2])
-        return lambda part, hidden: self.cut.block(index, _given(hidden), part.cache)
+            return lambda part, handed: self.cut.head(_tensor(handed), self._borrowed(part))
+
+        def between(part: MicroBatch, handed: Handed | None) -> Handed:
+            if not part.cache.calls:  # another stage embeds
+                self.cut.embed(self._borrowed(part), part.cache)
+            assert handed is not None
+            return self.cut.between(op.segment, handed, part.cache)
+
+        return between
 
     def _borrowed(self, part: MicroBatch) -> Batch:
         return {name: self.backend.borrow(tensor) for name, tensor in part.tensors.items()}
@@ -326,9 +345,13 @@ class _GatheredTable:
         stack.enter_context(actions.cut.gathered_rows(parameter, rows, positions))
 
 
-def _given(hidden: Tensor | None) -> Tensor:
-    assert hidden is not None
-    return hidden
+def _tensor(handed: Handed | None) -> Tensor:
+    assert isinstance(handed, Tensor)
+    return handed
+
+
+class Ranks(Exchange, Pipeline, Protocol):
+    """What actions need of the other ranks."""
 
 
 _Path = list[tuple[int, tuple[int, ...]]]

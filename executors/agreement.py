@@ -8,7 +8,7 @@ leaves the slot, in every step, and these sums are compared along with those of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -78,7 +78,31 @@ def bit_sum(raw: Tensor) -> Tensor:
     return raw.view(torch.int64).sum()
 
 
-def refuse_disagreement(found: Sequence[tuple[int, ...]], names: Sequence[str], num_steps: int) -> None:
+def refuse_unlike_sums(told: Sequence[Mapping[str, int]], num_steps: int) -> None:
+    """Raise if ranks that hold the same parameter groups differ.
+
+    Parameters
+    ----------
+    told : sequence of mapping of str to int
+        What each rank has in sum of what it holds, by name.
+    num_steps : int
+
+    Raises
+    ------
+    RunError
+    """
+    names_of: dict[tuple[int, ...], list[str]] = {}
+    for name in dict.fromkeys(name for sums in told for name in sums):
+        holders = tuple(rank for rank, sums in enumerate(told) if name in sums)
+        names_of.setdefault(holders, []).append(name)
+    for holders, names in names_of.items():
+        rows = [tuple(told[rank][name] for name in names) for rank in holders]
+        refuse_disagreement(rows, names, num_steps, holders)
+
+
+def refuse_disagreement(
+    found: Sequence[tuple[int, ...]], names: Sequence[str], num_steps: int, ranks: Sequence[int] = ()
+) -> None:
     """Raise if replicas differ, naming ranks and parameter groups.
 
     Parameters
@@ -87,6 +111,8 @@ def refuse_disagreement(found: Sequence[tuple[int, ...]], names: Sequence[str], 
         What each rank has in sum, one number for each name.
     names : sequence of str
     num_steps : int
+    ranks : sequence of int
+        Numbers of the ranks; empty if they are all.
 
     Raises
     ------
@@ -96,14 +122,15 @@ def refuse_disagreement(found: Sequence[tuple[int, ...]], names: Sequence[str], 
     ((common, count), *_) = Counter(found).most_common()
     if count == len(found):
         return
+    ranks = ranks or range(len(found))
     others = [rank for rank, row in enumerate(found) if row != common]
     groups = [name for i, name in enumerate(names) if any(found[r][i] != common[i] for r in others)]
     where = f" in {', '.join(groups)}" if groups else ""
     if 2 * count == len(found):  # nobody is outvoted
         others = list(range(len(found))) if len(found) == 2 else others
-        said = f"{_ranks(others)} differ{where}"
+        said = f"{_ranks([ranks[i] for i in others])} differ{where}"
     else:
-        said = f"{_ranks(others)} differ{'s' if len(others) == 1 else ''} from the other {count}{where}"
+        said = f"{_ranks([ranks[i] for i in others])} differ{'s' if len(others) == 1 else ''} from the other {count}{where}"
     raise RunError(
         f"after {num_steps} steps replicas differ: {said}",
         hint="a bit changed in memory, or ranks drew or rounded otherwise: run every rank on one torch build and thread "

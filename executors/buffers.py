@@ -18,7 +18,7 @@ from costmodel.work import DTYPE_BYTES
 from executors.model import CutModel, NamedTensor
 from topology.errors import ProgramError
 from zosim.lowering.layout import ALIGNMENT_BYTES, bucket_bytes
-from zosim.program import Access, Buffer, Draw, Perturb, Program, Space, Update
+from zosim.program import Access, Buffer, Draw, Forward, Perturb, Program, Space, Update
 
 FROZEN = ":frozen"
 """Suffix of the contents' name of a group's frozen part."""
@@ -47,10 +47,13 @@ class Part:
     name : str
         Name of the contents.
     tensors : tuple of NamedTensor
+    segments : tuple of str
+        Segments that read it.
     """
 
     name: str
     tensors: tuple[NamedTensor, ...]
+    segments: tuple[str, ...]
 
     def size_bytes(self, dtype: str) -> int:
         """Return what a program reserves for the part."""
@@ -113,6 +116,7 @@ class BufferStore:
         self._allocate = allocate
         self._positions = positions or {}
         self.parts = _parts_of(cut)
+        self.held = frozenset(access.what for access in program.initial)
         self._num_shares = self._shares()
         self._flat: dict[str, Tensor | None] = {}
         self._placed: dict[tuple[str, str, int], Placed] = {}
@@ -260,9 +264,9 @@ class BufferStore:
                 )
 
     def _check_covered(self) -> None:
-        held = {access.what for access in self._program.initial}
+        run = {i.op.segment for _, i in self._program.instructions() if isinstance(i.op, Forward)}
         for name, part in self.parts.items():
-            if part.tensors and name not in held:
+            if part.tensors and run & set(part.segments) and name not in self.held:
                 raise ProgramError(
                     f"program {self._program.name} does not say where {name} lies when the first step begins",
                     hint="lower a plan that was made for this model",
@@ -276,9 +280,9 @@ def _parts_of(cut: CutModel) -> dict[str, Part]:
         frozen = tuple(tensor for tensor in tensors if not tensor.trainable)
         trainable = tuple(tensor for tensor in tensors if tensor.trainable)
         if frozen:
-            parts[group.name + FROZEN] = Part(group.name + FROZEN, frozen)
+            parts[group.name + FROZEN] = Part(group.name + FROZEN, frozen, group.segments)
         if trainable:
-            parts[group.name] = Part(group.name, trainable)
+            parts[group.name] = Part(group.name, trainable, group.segments)
     return parts
 
 

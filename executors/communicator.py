@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from executors.launch import DEFAULT_TIMEOUT_S, WAIT_HINT, give_up, is_launched, last_words
+from executors.messages import Messages
 from topology.errors import RunError, ZosimError
 from zosim.plan import Mesh
 
 WORLD = "world"
+PIPELINE = "pipeline"
 _GRACE_S = 2.0
 """How long a rank that waited in vain lets others say that they waited, too."""
 
@@ -51,6 +54,8 @@ class Communicator:
     rank, world_size : int
     num_calls, num_bytes : Counter
         Exchanges of the program by group, and what each brought to this rank beside its own part.
+    messages : Messages or None
+        To and from other stages, where there are any.
 
     Raises
     ------
@@ -82,6 +87,7 @@ class Communicator:
             self._members[name] = found[0]
         self._groups = {name: self._made(parts) for name, parts in groups.items()}
         self._control = dist.new_group(backend=_host_backend(), timeout=self._timeout)
+        self.messages = self._messages_within(groups.get(PIPELINE, ()))
         self._marks = 0
 
     @property
@@ -118,8 +124,9 @@ class Communicator:
         return self.rank == 0
 
     def device_mesh(self, mesh: Mesh) -> DeviceMesh:
-        """Return torch's view of a plan's mesh, its axes ``data`` and ``perturb`` named, for loops of one's own."""
-        names = ("data", "perturb") if mesh.inner == "perturb" else ("perturb", "data")
+        """Return torch's view of a plan's mesh, its axes ``data``, ``perturb`` and, if there are any, ``stage`` named."""
+        names: tuple[str, ...] = ("data", "perturb") if mesh.inner == "perturb" else ("perturb", "data")
+        names += ("stage",) if mesh.stage > 1 else ()
         ranks = torch.arange(self.world_size).view([getattr(mesh, name) for name in names])
         return DeviceMesh(self._device_type, ranks, mesh_dim_names=names)
 
@@ -141,6 +148,41 @@ class Communicator:
             return
         with self._naming_absent(members, what):
             _all_gather(gathered, own, group=self._groups.get(group))
+
+    def send(self, group: str, offset: int, message: Tensor, what: str) -> int:
+        """Send bytes of the host to the member of a pipeline that is `offset` places on; return how many went.
+
+        Raises
+        ------
+        RunError
+            If a rank is gone or does not come in time; the message names it.
+        """
+        return self._messages(group).send(self._neighbour(group, offset), message, what)
+
+    def recv(self, group: str, offset: int, most_bytes: int, what: str) -> Tensor:
+        """Return the next message of the member of a pipeline that is `offset` places on.
+
+        Raises
+        ------
+        RunError
+            If a rank is gone or does not come in time, or the message has more than `most_bytes`.
+        """
+        return self._messages(group).recv(self._neighbour(group, offset), most_bytes, what)
+
+    def _neighbour(self, group: str, offset: int) -> int:
+        return self.members(group)[self.position(group) + offset]
+
+    def _messages(self, group: str) -> Messages:
+        if self.messages is None or group != PIPELINE:
+            raise RunError(f"the members of group {group} send each other no messages")
+        return self.messages
+
+    def _messages_within(self, parts: Sequence[Sequence[int]]) -> Messages | None:
+        """Return this rank's messages to others of its pipeline, if it has any."""
+        if all(len(part) == 1 for part in parts):
+            return None
+        naming = partial(self._naming_absent, self.members(WORLD))
+        return Messages(parts, self.rank, backend=_host_backend(), timeout=self._timeout, naming=naming)
 
     # -- of host loops -----------------------------------------------------------------------------------------
 
@@ -219,6 +261,10 @@ class Communicator:
         begin = each * self.position(group)
         with self._naming_absent(members, what):
             _all_gather(whole, whole[begin : begin + each], group=self._groups[group])
+
+    def spread(self, group: str, owner: int, tensor: Tensor, what: str) -> None:
+        """Fill `tensor`, bytes of the host, with that of rank `owner`, on all members of a pipeline."""
+        self._messages(group).spread(owner, tensor, what)
 
     def first_does(self, action: Callable[[], Any], what: str) -> Any:
         """Let rank 0 do something while the others wait, however long it takes, and return what came of it there.

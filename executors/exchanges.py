@@ -38,6 +38,8 @@ class Exchanges:
     device : torch.device
     loaded : callable
         Returns the batch that this rank forwards.
+    elsewhere : torch.dtype or None
+        Format of losses, where this rank computes none.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class Exchanges:
         exchange: Exchange | None,
         device: torch.device,
         loaded: Callable[[], LoadedBatch],
+        elsewhere: torch.dtype | None = None,
     ) -> None:
         self._program = program
         self._store = store
         self._exchange = exchange
         self._device = device
         self._loaded = loaded
+        self._elsewhere = elsewhere
 
     def collective(self, instruction: Instruction) -> Action:
         """Return what exchanges the operands of `instruction`.
@@ -129,7 +133,7 @@ class Exchanges:
             num_labels = sum(part.num_labels for part in self._loaded().parts)
             # Numbers of the host: the projected gradient is read there anyway.
             packed = torch.tensor([[0.0, _ELSEWHERE]], dtype=torch.float64).repeat(len(places), 1)
-            losses = torch.stack([frame.losses[point].double() for point in own]).cpu()
+            losses = torch.stack([frame.losses[point].double() for point in own]).cpu() if own else ()
             for point, loss in zip(own, losses, strict=True):
                 packed[places[point], 0], packed[places[point], 1] = loss, num_labels
             frame.packed = packed
@@ -143,7 +147,7 @@ class Exchanges:
             if frame.replayed:
                 return
             assert frame.gathered is not None
-            dtype = next(iter(frame.losses.values())).dtype
+            dtype = self._elsewhere or next(iter(frame.losses.values())).dtype
             for place, point in enumerate(points):
                 found = _mean_of(frame.gathered[:, place], dtype, self._device)
                 if found is None:

@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from executors.actions import Actions
+from costmodel.model_spec import HEAD
 from executors.agreement import ReplicaWatch
 from executors.buffers import BufferStore
 from executors.communicator import Communicator
 from executors.frames import Hyperparameters, StepFrame
 from executors.host_memory import HOST, HostMemory, PeersTicket
-from executors.model import Batch, CutModel
+from executors.model import Batch, CutModel, stand_in
 from executors.operands import Action
 from executors.streams import Backend, Task, Ticket
 from executors.update_watch import UpdateWatch
 from topology.errors import RunError
-from zosim.program import Buffer, Dependency, Instruction, Part, Program
+from zosim.program import Buffer, Dependency, Forward, Instruction, Part, Program
 from zosim.validate import validate
 
 __all__ = ["Hyperparameters", "Interpreter", "StepFrame"]
@@ -85,6 +86,7 @@ class Interpreter:
             num_draw_threads=num_draw_threads,
             num_micro_batches=num_micro_batches,
             exchange=communicator,
+            elsewhere=_format_of_losses(program, cut, num_micro_batches),
         )
         self._resolved = {part: self._resolve(part) for part in ("prologue", "step", "flush")}
         self._frame: StepFrame | None = None
@@ -97,6 +99,11 @@ class Interpreter:
     def num_queries(self) -> int:
         """Directions per step."""
         return self._actions.num_queries
+
+    @property
+    def sent_bytes(self) -> Mapping[tuple[int, str], int]:
+        """What every message to the next stage had on the wire, by step and instruction."""
+        return self._actions.stages.sent_bytes
 
     @property
     def num_steps(self) -> int:
@@ -239,8 +246,16 @@ class Interpreter:
                     for tensor, view in zip(placed.part.tensors, placed.views, strict=True):
                         view.copy_(tensor.parameter)
                 self._actions.bind([placed])
+            self._let_go()
         if self._host_memory is not None and self._communicator is not None:
             self._communicator.barrier("loading the weights")
+
+    def _let_go(self) -> None:
+        """Let parameters that other stages hold be zeros that take no memory: masks are made with them as with any."""
+        for name, part in self.store.parts.items():
+            if name not in self.store.held:
+                for tensor in part.tensors:
+                    tensor.parameter.data = stand_in(tensor, self.backend.device)
 
     def _writes(self, number: int, buffer: Buffer) -> bool:
         """Whether this rank puts the weights into a buffer: those that a host has once, by turns."""
@@ -296,6 +311,13 @@ class _Resolved:
     waits: tuple[str, ...]
     waits_before: tuple[str, ...]
     peers: tuple[Dependency, ...]
+
+
+def _format_of_losses(program: Program, cut: CutModel, num_micro_batches: int) -> torch.dtype | None:
+    """Return the format that other stages compute losses in; None where this one does."""
+    if any(isinstance(i.op, Forward) and i.op.segment == HEAD for i in program.step):
+        return None
+    return cut.loss_format() if num_micro_batches == 1 else torch.float64
 
 
 def _host_memory(program: Program, communicator: Communicator | None, backend: Backend) -> HostMemory | None:

@@ -16,7 +16,7 @@ def alone(plan: Plan) -> Plan:
     if plan.placement.world_size == 1:
         return plan
     data = plan.model_dump(mode="json")
-    data["mesh"] = {}
+    data["mesh"], data["split"] = {}, {}
     data["placement"] |= {
         "devices": data["placement"]["devices"][:1],
         "hosts": data["placement"]["hosts"][:1],
@@ -34,12 +34,14 @@ def spread(data: dict[str, Any], mesh: Mapping[str, Any]) -> None:
         kind = first.rstrip("0123456789")
         devices = [f"{kind}{rank}" if kind == "gpu" else first for rank in range(world_size)]
         data["placement"] |= {"devices": devices, "hosts": []}
+    if data["mesh"].get("stage", 1) == 1:
+        data["split"] = {}
     if world_size == 1:
         data["residency"]["transfers"] = "private"
 
 
 def parsed_mesh(text: str) -> dict[str, Any]:
-    """Return the axes that ``data=2,perturb=2`` names, the outer one first.
+    """Return the axes that ``data=2,perturb=2`` names, the outer one first; stages are always the innermost.
 
     Raises
     ------
@@ -55,10 +57,12 @@ def parsed_mesh(text: str) -> dict[str, Any]:
     for part in text.split(","):
         name, _, size = part.partition("=")
         name = name.strip()
-        if name not in ("data", "perturb") or name in axes or not size.strip().isdecimal() or not int(size):
-            raise PlanError(f"--mesh {text} is not a mesh", hint="such as --mesh data=2,perturb=2")
+        known = name in ("data", "perturb", "stage") and name not in axes
+        if not known or not size.strip().isdecimal() or not int(size):
+            raise PlanError(f"--mesh {text} is not a mesh", hint="such as --mesh data=2,perturb=2 or stage=2")
         axes[name] = int(size)
-    return axes | ({"inner": name} if len(axes) > 1 else {})
+    outer = [name for name in axes if name != "stage"]
+    return axes | ({"inner": outer[-1]} if len(outer) > 1 else {})
 
 
 def mesh_named(method: str, num_devices: int) -> dict[str, Any]:
@@ -67,12 +71,14 @@ def mesh_named(method: str, num_devices: int) -> dict[str, Any]:
     Parameters
     ----------
     method : str
-        ``"pertp"``, ``"ddp"`` or ``"2d"``.
+        ``"pertp"``, ``"ddp"``, ``"2d"`` or ``"sparq"``.
     num_devices : int
         There are to share the batch out among.
     """
     if method == "pertp":
         return {"perturb": 2}
+    if method == "sparq":
+        return {"stage": max(2, num_devices)}
     if method == "ddp":
         return {"data": max(2, num_devices)}
     return {"data": max(2, num_devices // 2), "perturb": 2}

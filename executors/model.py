@@ -266,6 +266,13 @@ class CutModel:
             return self._run_head(hidden, labels=labels).loss  # type: ignore[no-any-return]
         return self._summed_loss(hidden, labels)
 
+    def loss_format(self) -> torch.dtype:
+        """Return the format that :meth:`head` returns losses in; only while all weights are here."""
+        tokens = torch.zeros((1, 2), dtype=torch.long, device=self.device)
+        batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+        with torch.no_grad():
+            return self.head(self.embed(batch, StepCache()), batch).dtype
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of every position, given what the last block left."""
         return self._run_head(hidden).logits  # type: ignore[no-any-return]
@@ -434,6 +441,11 @@ class CutModel:
         if not isinstance(embedding, nn.Embedding):
             raise ModelError(f"the model's token embedding is a {type(embedding).__name__}, not a table")
         return embedding
+
+
+def stand_in(tensor: NamedTensor, device: torch.device) -> Tensor:
+    """Return zeros in the shape of a parameter that take no memory."""
+    return torch.zeros((), dtype=tensor.parameter.dtype, device=device).expand(tensor.shape)
 
 
 def _named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:

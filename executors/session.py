@@ -10,16 +10,18 @@ A loop of one's own takes a few lines::
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from torch import Tensor, nn
 
-from executors.agreement import refuse_disagreement
+from executors.agreement import refuse_unlike_sums
 from executors.buffers import TORCH_DTYPES
 from executors.communicator import Communicator, default_communicator
 from executors.gathering import gathered_timeline
@@ -33,6 +35,7 @@ from executors.records import StepRecord, record_of, refuse_nonfinite, seed_of
 from executors.runlog import header_of, save_pretrained, weights_digest
 from executors.streams import backend_for
 from executors.update_watch import UpdateLoss
+from executors.whole import WholeModel
 from topology.errors import RunError
 from zosim.lowering import lower
 from zosim.plan import Plan
@@ -141,6 +144,7 @@ class Session:
             loss_chunk_tokens=plan.runtime.loss_chunk_tokens,
             autocast_dtype=autocast_dtype(plan),
             objective=objective,
+            cut_blocks=plan.model.cut_blocks,
         )
         self.interpreter = Interpreter(
             self.program,
@@ -154,7 +158,9 @@ class Session:
         )
         move_module_buffers(model, self.device)
         self.cut.device = self.device
-        self._present = PresentWeights(self.cut, TORCH_DTYPES[plan.precision.storage], self.device)
+        storage = TORCH_DTYPES[plan.precision.storage]
+        self._whole = WholeModel(plan, self.cut, self.communicator, storage, self.device)
+        self._present = PresentWeights(self.cut, storage, self.device, self._whole)
         self._live_bytes = 0
         self._first_timed = 0
 
@@ -251,7 +257,8 @@ class Session:
     def digest(self) -> str:
         """Flush, and return a hash over names, formats, shapes and bits of all parameters."""
         self.flush()
-        return weights_digest(self.model, self.plan.precision.storage)
+        with self._whole.here():
+            return weights_digest(self.model, self.plan.precision.storage)
 
     def compare_replicas(self) -> None:
         """Flush, and make sure that all ranks hold, and have computed, the same parameters.
@@ -264,18 +271,20 @@ class Session:
         self.flush()
         watch = self.interpreter.replica_watch
         if self.communicator is not None and watch is not None:
-            rows = self.communicator.gathered(watch.sums(), "comparing replicas").tolist()
-            refuse_disagreement([tuple(row) for row in rows], watch.names, self.num_steps)
+            own = json.dumps(dict(zip(watch.names, watch.sums().tolist(), strict=True)))
+            told = self.communicator.gathered_bytes(own.encode(), "comparing replicas")
+            refuse_unlike_sums([json.loads(text) for text in told], self.num_steps)
 
     def flush(self) -> None:
         """Apply pending updates; all ranks have to. Evaluations and checkpoints flush by themselves."""
         self.interpreter.flush()
 
     def first_does(self, action: Callable[[], None], what: str) -> None:
-        """Let rank 0 do something, such as writing a file, while the others wait."""
+        """Let rank 0, which has the whole model meanwhile, do something while the others wait; all flush before."""
         if self.communicator is None:
             action()
-        else:
+            return
+        with self._whole.here(on_first_alone=True):
             self.communicator.first_does(action, what)
 
     def _observed_step(self, batch: Batch, seeds: tuple[int, ...], rate: float) -> StepFrame:
@@ -337,7 +346,13 @@ class Session:
         """
         self.flush()
         first = self._first_timed
-        spans = tuple(item.span(self.rank).shifted(0, -first) for item in self.interpreter.backend.measured())
+        sent = self.interpreter.sent_bytes
+        spans = tuple(
+            replace(item.span(self.rank), size_bytes=sent.get((item.step, item.instruction.id), 0)).shifted(
+                0, -first
+            )
+            for item in self.interpreter.backend.measured()
+        )
         num_steps = min(self.num_steps - first, self._num_timed_steps)
         spans = tuple(span for span in spans if span.step < num_steps or span.part == "flush")
         begin = min((span.start_s for span in spans), default=0.0)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from executors.communicator import Communicator
+from executors.messages import LENGTH_BYTES, check_length
 from topology.errors import RunError
 from zosim.plan import Plan
 
@@ -55,8 +59,26 @@ class Room:
             for part in parts
         }
 
+        self._mail: dict[tuple[int, int], SimpleQueue[Tensor]] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def mail(self, sender: int, receiver: int) -> SimpleQueue[Tensor]:
+        """Return the messages on their way from one rank to another."""
+        with self._lock:
+            return self._mail.setdefault((sender, receiver), SimpleQueue())
+
+    def taken(self, sender: int, receiver: int) -> Tensor:
+        """Return the next message, once it is there."""
+        queue, end = self.mail(sender, receiver), time.monotonic() + _TIMEOUT_S
+        while not self._closed and time.monotonic() < end:
+            with suppress(Empty):
+                return queue.get(timeout=0.05)
+        raise RunError("another rank stopped")
+
     def close(self) -> None:
         """Let nobody wait any longer."""
+        self._closed = True
         for meeting in self.meetings.values():
             meeting.barrier.abort()
 
@@ -71,6 +93,7 @@ class InProcess:
         self.rank = rank
         self.world_size = len(room.groups["world"][0])
         self.is_first = rank == 0
+        self.num_sent = 0
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of `group` that this one is among."""
@@ -103,6 +126,31 @@ class InProcess:
         begin = each * self.position(group)
         parts = self._exchanged("host loop", group, whole[begin : begin + each].clone())
         whole.copy_(torch.cat(parts))
+
+    def send(self, group: str, offset: int, message: Tensor, what: str) -> int:  # noqa: ARG002
+        """Send bytes to a neighbour."""
+        peer = self.members(group)[self.position(group) + offset]
+        self._room.mail(self.rank, peer).put(message.clone())
+        self.num_sent += 1
+        return message.numel() + LENGTH_BYTES
+
+    def recv(self, group: str, offset: int, most_bytes: int, what: str) -> Tensor:
+        """Return the next message of a neighbour."""
+        peer = self.members(group)[self.position(group) + offset]
+        message = self._room.taken(peer, self.rank)
+        check_length(message.numel(), most_bytes, what)
+        return message
+
+    def spread(self, group: str, owner: int, tensor: Tensor, what: str) -> None:  # noqa: ARG002
+        """Fill `tensor` with the owner's."""
+        parts = self._exchanged("host loop", group, tensor.clone())
+        tensor.copy_(parts[self.members(group).index(owner)])
+
+    def first_does(self, action: Callable[[], Any], what: str) -> Any:  # noqa: ARG002
+        """Let rank 0 do something while the others wait."""
+        result = action() if self.is_first else None
+        self._exchanged("host loop", "world", None)
+        return result
 
     def refuse_unlike(self, facts: Mapping[str, Any]) -> None:
         """Raise if ranks do not agree."""

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from costmodel.codecs import codec_spec
-from costmodel.model_spec import FRONT, ModelSpec, block_index
+from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index
 from costmodel.work import DTYPE_BYTES, DType
 from topology.errors import PlanError
 from topology.validation import raise_readable
@@ -338,7 +338,7 @@ class Plan(_Axis):
         """Return the segments that `rank` runs, in execution order."""
         stage = self.mesh.coordinates(rank).stage
         segments = self.model.segments
-        ends = [segments.index(_last_before(cut)) + 1 for cut in self.split.cuts]
+        ends = [segments.index(_last_before(cut, segments)) + 1 for cut in self.split.cuts]
         return segments[([0, *ends])[stage] : ([*ends, len(segments)])[stage]]
 
     @property
@@ -394,9 +394,11 @@ class Plan(_Axis):
             raise_readable(error, f"plan {path}", PlanError)
 
 
-def _last_before(cut: str) -> str:
-    """Return the segment that a cut is behind."""
-    return cut.removesuffix(_INSIDE) + FRONT if cut.endswith(_INSIDE) else cut
+def _last_before(cut: str, segments: tuple[str, ...]) -> str:
+    """Return the segment that a cut is behind; where a block is two segments, its end is that of the second."""
+    if cut.endswith(_INSIDE):
+        return cut.removesuffix(_INSIDE) + FRONT
+    return cut + BACK if cut + BACK in segments else cut
 
 
 def _share(count: int, num_parts: int, part: int) -> range:
@@ -505,7 +507,7 @@ def _contradictions_of_stages(plan: Plan) -> list[tuple[str, str]]:
         found.append(
             (f"stage={plan.mesh.stage} needs {plan.mesh.stage - 1} cuts, not {len(split.cuts)}", "see --cut")
         )
-    unknown = [cut for cut in split.cuts if _last_before(cut) not in segments[1:-1]]
+    unknown = [cut for cut in split.cuts if _last_before(cut, segments) not in segments[1:-1]]
     if unknown:
         inside = unknown[0].endswith(_INSIDE)
         found.append(
@@ -513,10 +515,12 @@ def _contradictions_of_stages(plan: Plan) -> list[tuple[str, str]]:
                 f"there is no cut {unknown[0]!r} in {plan.model.name}",
                 "read the model with that block cut"
                 if inside
-                else f"cuts are {segments[1]} to {segments[-3]}.mlp",
+                else f"cuts are block.0.mlp to block.{plan.model.num_blocks - 1}",
             )
         )
-    elif list(split.cuts) != sorted(set(split.cuts), key=lambda cut: segments.index(_last_before(cut))):
+    elif list(split.cuts) != sorted(
+        set(split.cuts), key=lambda cut: segments.index(_last_before(cut, segments))
+    ):
         found.append(
             (f"cuts {', '.join(split.cuts)} are not in the model's order", "sort them, name each once")
         )

@@ -53,6 +53,8 @@ class Span:
         Seconds since the beginning of the run.
     limiter : str
         What a prediction says that its duration is limited by, such as ``dram``; empty where measured.
+    size_bytes : int
+        What a message had on the wire, where that was measured.
     """
 
     rank: int
@@ -65,6 +67,7 @@ class Span:
     start_s: float
     end_s: float
     limiter: str = ""
+    size_bytes: int = 0
 
     @property
     def duration_s(self) -> float:

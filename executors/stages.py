@@ -1,0 +1,218 @@
+"""What crosses a cut between two stages: encoded, sent, received and decoded, as a program says.
+
+A message has the tensors of every micro-batch in turn, each as its codec's own message, which says of itself what it is
+and how long. Inside a block the activation comes before the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Generator, Tensor
+
+from costmodel.codecs import codec_spec
+from costmodel.model_spec import FRONT
+from executors.buffers import BufferStore
+from executors.codecs import codec_of, decode
+from executors.codecs.container import length_of
+from executors.frames import LoadedBatch, MicroBatch, StepFrame
+from executors.halves import Halfway, Handed
+from executors.model import CutModel
+from executors.operands import Action, Unfit, one, place_of
+from executors.rng import generator_on, mixed
+from topology.errors import CodecError, ProgramError
+from zosim.program import Access, Encode, Instruction, Program, Recv, Send
+
+_OUT = ":out"
+_SIGNS = {"+": 1, "-": 2}
+
+
+class Pipeline(Protocol):
+    """What this needs of :class:`executors.communicator.Communicator`."""
+
+    rank: int
+
+    def send(self, group: str, offset: int, message: Tensor, what: str) -> int:
+        """Send bytes to a member of `group`, and return how many went over the wire."""
+
+    def recv(self, group: str, offset: int, most_bytes: int, what: str) -> Tensor:
+        """Return the next message of a member of `group`."""
+
+
+class Stages:
+    """Makes actions out of what a program does at its cuts.
+
+    Parameters
+    ----------
+    program : Program
+    cut : CutModel
+    store : BufferStore
+    pipeline : Pipeline or None
+        None for a rank alone, whose program has no cuts.
+    device : torch.device
+        Where tensors are decoded to.
+    loaded : callable
+        Returns the batch that this rank forwards.
+    num_micro_batches : int
+        Parts that it is forwarded in.
+
+    Attributes
+    ----------
+    sent_bytes : dict
+        What every message had on the wire, by step and instruction.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        cut: CutModel,
+        store: BufferStore,
+        pipeline: Pipeline | None,
+        device: torch.device,
+        loaded: Callable[[], LoadedBatch],
+        num_micro_batches: int = 1,
+    ) -> None:
+        self._program = program
+        self._cut = cut
+        self._store = store
+        self._pipeline = pipeline
+        self._device = device
+        self._loaded = loaded
+        self._num_micro_batches = num_micro_batches
+        self.sent_bytes: dict[tuple[int, str], int] = {}
+
+    def encode(self, instruction: Instruction) -> Action:
+        """Return what makes a message of what the stage hands on."""
+        op = instruction.op
+        assert isinstance(op, Encode)
+        source = _handed(one(instruction.reads, "read of what a segment leaves"))
+        wire = one(instruction.writes, "write of a message")
+        codecs = [codec_of(codec_spec(name)) for name in (op.codec, op.residual_codec)]
+        where = self._where(wire)
+
+        def encode(frame: StepFrame) -> None:
+            if frame.replayed:
+                return
+            messages = []
+            for number, handed in enumerate(self._store.values.pop(place_of(source))):
+                generator = self._generator(frame, wire, number)
+                tensors = handed if isinstance(handed, Halfway) else (handed,)
+                with _told(where):
+                    for tensor, used in zip(tensors, codecs[-len(tensors) :], strict=True):
+                        messages.append(used.encode(tensor, generator))
+            self._store.values[place_of(wire)] = torch.cat(messages)
+
+        return encode
+
+    def decode(self, instruction: Instruction) -> Action:
+        """Return what makes the tensors in a message that the first segment of the stage is given."""
+        wire = one(instruction.reads, "read of a message")
+        target = _handed(one(instruction.writes, "write of what a segment leaves"))
+        inside = target.what.endswith(FRONT + _OUT)
+        where = self._where(wire)
+
+        def decode_parts(frame: StepFrame) -> None:
+            if frame.replayed:
+                return
+            with _told(where):
+                tensors = self._tensors(self._store.values.pop(place_of(wire)), inside=inside)
+            self._store.values[place_of(target)] = tensors
+
+        return decode_parts
+
+    def _tensors(self, message: Tensor, *, inside: bool) -> list[Handed]:
+        """Return what is handed on for each micro-batch."""
+        cut, made, begin = self._cut, [], 0
+        for part in self._loaded().parts:
+            tensors = []
+            for width in (cut.inner_size, cut.hidden_size) if inside else (cut.hidden_size,):
+                size = length_of(message[begin:].numpy())
+                tensors.append(
+                    decode(message[begin : begin + size], shape=(*_rows(part), width), device=self._device)
+                )
+                begin += size
+            made.append(Halfway(*tensors) if inside else tensors[0])
+        if begin != message.numel():
+            raise CodecError(f"{message.numel() - begin} bytes follow the end of a message of {begin}")
+        return made
+
+    def send(self, instruction: Instruction) -> Action:
+        """Return what sends a message."""
+        op, pipeline = instruction.op, self._others(instruction)
+        assert isinstance(op, Send)
+        wire = one(instruction.reads, "read of a message")
+        what = _what(wire)
+
+        def send(frame: StepFrame) -> None:
+            if frame.replayed:
+                return
+            message = self._store.values.pop(place_of(wire))
+            self.sent_bytes[frame.step, instruction.id] = pipeline.send(op.group, op.offset, message, what)
+
+        return send
+
+    def recv(self, instruction: Instruction) -> Action:
+        """Return what receives a message, of no more bytes than the program says, or as many for each micro-batch."""
+        op, pipeline = instruction.op, self._others(instruction)
+        assert isinstance(op, Recv)
+        wire = one(instruction.writes, "write of a message")
+        what = _what(wire)
+
+        def recv(frame: StepFrame) -> None:
+            if frame.replayed:
+                return
+            # A part of the batch takes no more than all of it.
+            most = wire.size_bytes * self._num_micro_batches
+            self._store.values[place_of(wire)] = pipeline.recv(op.group, op.offset, most, what)
+
+        return recv
+
+    def _others(self, instruction: Instruction) -> Pipeline:
+        if self._pipeline is None:
+            raise ProgramError(
+                f"program {self._program.name}: {instruction.id} takes other stages",
+                hint="run it as the rank of a run that has as many",
+            )
+        return self._pipeline
+
+    def _where(self, wire: Access) -> str:
+        rank = 0 if self._pipeline is None else self._pipeline.rank
+        return f"rank {rank}, {_what(wire)}"
+
+    def _generator(self, frame: StepFrame, wire: Access, part: int) -> Generator:
+        """Return what codecs round with that do so at random: alike whenever the step is done, on every shard."""
+        query = int(wire.point[1:-1]) if wire.point else 0
+        cut, sign = int(wire.what.partition(":")[0].rpartition(".")[2]), _SIGNS.get(wire.point[-1:], 0)
+        return generator_on(self._device, mixed(frame.seeds[query], cut, sign, part) >> 1)
+
+
+def _handed(access: Access) -> Access:
+    if not access.what.endswith(_OUT):
+        raise Unfit(f"crosses a cut with {access.what}, which no segment hands on")
+    return access
+
+
+def _rows(part: MicroBatch) -> tuple[int, int]:
+    sequences, tokens = part.tensors["input_ids"].shape
+    return sequences, tokens
+
+
+def _what(wire: Access) -> str:
+    """Return a message in words: its cut and evaluation point."""
+    return f"{wire.what.partition(':')[0].replace('.', ' ')} at {wire.point or 'the base'}"
+
+
+class _told:  # noqa: N801 - reads as the context that it is
+    """Adds to a codec's error where the message is."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, CodecError):
+            raise CodecError(f"{self._where}: {error.message}", hint=error.hint) from error

@@ -1,0 +1,138 @@
+"""Plans of several stages, the ranks that train them in one process, and one device that does the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from tiny import batches, model_of, plan_of
+
+from costmodel.configs import LoRA
+from costmodel.model_spec import FRONT
+from executors.lora import attach_lora
+from executors.mesh import alone
+from executors.session import Session
+from executors.spec import spec_of_model
+from proofs_checks.ranks import on_all_ranks
+from zosim.plan import Plan, Split
+from zosim.program import Access, Encode, Forward
+
+STEPS, SIZE = 3, 4
+SETTINGS = {"learning_rate": lambda step: 1e-2 / (step + 1), "weight_decay": 0.1, "seed": 5}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and where it is cut."""
+
+    cuts: tuple[str, ...]
+    model: str = "opt"
+    mesh: tuple[tuple[str, int], ...] = ()
+    codec: str = "none"
+    residual_codec: str = "none"
+    dtype: str = "float32"
+    lora: bool = False
+    accumulate: int = 1
+    size: int = SIZE
+    axes: tuple[tuple[str, tuple[tuple[str, object], ...]], ...] = ()
+
+    def made(self):
+        model = model_of(self.model, getattr(torch, self.dtype))
+        if self.lora:
+            attach_lora(model, LoRA(rank=2, target_modules=("q_proj", "fc2")))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_B" in name:
+                        parameter.normal_(generator=torch.Generator().manual_seed(3))
+        return model
+
+    def plan(self) -> Plan:
+        split = Split(cuts=self.cuts, codec=self.codec, residual_codec=self.residual_codec)
+        axes = {name: dict(fields) for name, fields in self.axes}
+        data = plan_of(self.made(), size=self.size, dtype=self.dtype, **axes).model_dump(mode="json")
+        spec = spec_of_model(self.made(), "tiny", cut_blocks=split.cut_blocks)
+        mesh = {**dict(self.mesh), "stage": len(self.cuts) + 1}
+        num_ranks = mesh["stage"] * mesh.get("data", 1) * mesh.get("perturb", 1)
+        data |= {"model": spec.model_dump(mode="json"), "split": split.model_dump(), "mesh": mesh}
+        data["placement"]["devices"] = ["cpu0"] * num_ranks
+        return Plan.model_validate(data)
+
+    def uncut(self) -> Plan:
+        """Return the plan of one device, its model not cut."""
+        data = alone(self.plan()).model_dump(mode="json")
+        return Plan.model_validate(
+            data | {"model": spec_of_model(self.made(), "tiny").model_dump(mode="json")}
+        )
+
+    @property
+    def num_shards(self) -> int:
+        return dict(self.mesh).get("data", 1) * self.accumulate
+
+
+def outcome(session, lines):
+    """Train, and return losses, projected gradients and weights."""
+    records = [session.step(batch) for batch in lines]
+    session.compare_replicas()
+    found = [(r.losses_plus, r.losses_minus, r.loss_base, r.projected_gradients) for r in records]
+    return found, session.digest(), session.loss(lines[0]), session.state_dict()
+
+
+def on_stages(case, *, steps=STEPS, work=outcome):
+    """Return what every rank finds."""
+    plan = case.plan()
+    models = [case.made() for _ in range(plan.placement.world_size)]
+
+    def rank(number, communicator):
+        options = {"num_micro_batches": case.accumulate, "communicator": communicator, **SETTINGS}
+        with Session(plan, models[number], **options) as session:
+            return work(session, batches(steps, size=case.size))
+
+    return on_all_ranks(plan, rank)
+
+
+def on_one_device(case, *, steps=STEPS):
+    """Return what one device finds; codecs are applied where the model is cut."""
+    lossless = case.codec == case.residual_codec == "none"
+    plan = case.uncut() if lossless else alone(case.plan())
+    with Session(plan, case.made(), num_micro_batches=case.num_shards, **SETTINGS) as session:
+        if not lossless:
+            through_codecs(session, case)
+        return outcome(session, batches(steps, size=case.size))
+
+
+def through_codecs(session, case):
+    """Let what crosses each cut be encoded and decoded where it is."""
+    interpreter, split = session.interpreter, case.plan().split
+    stages = interpreter._actions.stages
+    encode = Encode(split.codec, split.residual_codec)
+    behind = {
+        cut.removesuffix(".mlp") + (FRONT if cut.endswith(".mlp") else ""): i
+        for i, cut in enumerate(split.cuts)
+    }
+
+    def crossed(item):
+        op = item.instruction.op
+        if not isinstance(op, Forward) or op.segment not in behind:
+            return item
+        (hidden,) = item.instruction.writes
+        wire = Access("wire", f"cut.{behind[op.segment]}:message", 0, 1 << 40, op.point)
+        there = stages.encode(replace(item.instruction, op=encode, reads=(hidden,), writes=(wire,)))
+        back = stages.decode(replace(item.instruction, reads=(wire,), writes=(hidden,)))
+
+        def action(frame):
+            for part in (item.action, there, back):
+                part(frame)
+
+        return replace(item, action=action)
+
+    interpreter._resolved["step"] = [crossed(item) for item in interpreter._resolved["step"]]
+
+
+def assert_equal(case, **options):
+    """Compare every rank with one device, bit for bit."""
+    found = on_stages(case, **options)
+    wanted = on_one_device(case, **options)
+    for rank in found:
+        assert rank[0] == wanted[0]
+        assert all(torch.equal(rank[3][name], tensor) for name, tensor in wanted[3].items())
+        assert rank[1:3] == wanted[1:3]

@@ -1,0 +1,75 @@
+"""Stages are one device: the same losses, projected gradients and weights, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+from staged import Case, assert_equal
+
+COUNTER = (("rng", "counter"),)
+INSIDE, BETWEEN = ("block.1.mlp",), ("block.0",)
+THREE, FOUR = ("block.0", "block.1.mlp"), ("block.0.mlp", "block.1", "block.2.mlp")
+
+
+def axes(**given):
+    return tuple((name, tuple(fields.items())) for name, fields in given.items())
+
+
+CASES = {
+    "inside": Case(INSIDE),
+    "between": Case(BETWEEN),
+    "before-the-head": Case(("block.2",)),
+    "three": Case(THREE),
+    "four": Case(FOUR),
+    "block-between-its-halves": Case(("block.1.mlp", "block.1")),
+    "untied-counter": Case(THREE, "opt-untied", axes=axes(estimator={"rng": "counter"})),
+    "norm-behind": Case(FOUR, "opt-projected", axes=axes(estimator={"rng": "counter"})),
+    "gpt2-sweep": Case(THREE, "gpt2", axes=axes(runtime={"traversal": "sweep"})),
+    "llama-querywise": Case(
+        THREE, "llama", axes=axes(runtime={"traversal": "querywise"}, estimator={"num_queries": 2})
+    ),
+    "llama-tied-forward": Case(
+        FOUR, "llama-tied", axes=axes(estimator={"difference": "forward", "num_queries": 2})
+    ),
+    "sweep-forward-counter": Case(
+        INSIDE,
+        axes=axes(estimator={"difference": "forward", "rng": "counter"}, runtime={"traversal": "sweep"}),
+    ),
+    "two-queries-delayed": Case(
+        THREE, axes=axes(estimator={"num_queries": 2}, runtime={"update": "delayed"})
+    ),
+    "rademacher": Case(THREE, axes=axes(estimator={"direction": "rademacher"})),
+    "restored-from-a-copy": Case(THREE, axes=axes(runtime={"restore": "copy"})),
+    "offloaded": Case(THREE, axes=axes(residency={"blocks": "offloaded"}, runtime={"update": "delayed"})),
+    "drawn-ahead": Case(THREE, axes=axes(runtime={"draw_ahead": True})),
+    "bfloat16": Case(THREE, dtype="bfloat16"),
+    "float64": Case(INSIDE, dtype="float64"),
+    "lora": Case(THREE, lora=True),
+    "accumulated": Case(THREE, accumulate=2),
+    "data": Case(THREE, mesh=(("data", 2),)),
+    "perturb": Case(THREE, mesh=(("perturb", 2),)),
+    "data-and-perturb": Case(INSIDE, mesh=(("data", 2), ("perturb", 2))),
+    "data-accumulated": Case(INSIDE, mesh=(("data", 2),), accumulate=2),
+}
+
+CODED = {
+    "q4": Case(INSIDE, codec="q4"),
+    "q8-residual-q8": Case(FOUR, codec="q8", residual_codec="q8:affine:token"),
+    "between-q8": Case(BETWEEN, residual_codec="q8"),
+    "at-random": Case(THREE, codec="q2:stochastic", residual_codec="q8:stochastic"),
+    "bfloat16": Case(INSIDE, codec="q4:affine-zero:channel", dtype="bfloat16", model="llama"),
+    "shards": Case(INSIDE, codec="q4", mesh=(("data", 2),)),
+    "perturb-accumulated": Case(INSIDE, codec="q4", mesh=(("perturb", 2),), accumulate=2),
+    "queries": Case(
+        INSIDE, codec="q3", axes=axes(estimator={"num_queries": 2}, runtime={"traversal": "querywise"})
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_stages_are_one_device(case):
+    assert_equal(case)
+
+
+@pytest.mark.parametrize("case", CODED.values(), ids=CODED)
+def test_stages_with_codecs_are_one_device_with_the_same_codecs_at_the_same_cuts(case):
+    assert_equal(case)
