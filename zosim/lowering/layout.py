@@ -205,9 +205,9 @@ class Layout:
 
     @cached_property
     def block_direction_bytes(self) -> int:
-        """Bytes of the largest direction of any block."""
-        blocks = (group for group in self.groups if not self.is_edge(group.segments[0]))
-        return max((self.direction_bytes(group) for group in blocks), default=0)
+        """Bytes of the largest direction of any block, or of the parts of one that are at hand together."""
+        blocks = (segment for segment in self.segments if not self.is_edge(segment))
+        return max((self._segment_direction_bytes(segment) for segment in blocks), default=0)
 
     def hidden(self, point: str, segment: str) -> Access:
         """Return the access to the hidden state that `segment` leaves at `point`."""
