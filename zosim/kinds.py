@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zosim.flows import STREAM_NUMBER, Counts, Floats, FlowTable, Ints
+from zosim.flows import STREAM_NUMBER, Counts, FlowTable
 from zosim.program import Part, Stream
+from zosim.rows import Floats, Ints
 from zosim.wiring import Wiring
 from zosim.world import Group, World
 

@@ -15,10 +15,11 @@ import numpy as np
 
 from topology.errors import ProgramError
 from zosim.assembly import assemble
-from zosim.flows import FlowTable, Ints
+from zosim.flows import FlowTable
 from zosim.fluid import SAME_INSTANT
 from zosim.kinds import Kind, Peers, Times
 from zosim.program import Part
+from zosim.rows import Ints
 from zosim.simulate import (
     MAX_UNLIKE_STEPS,
     check_num_steps,

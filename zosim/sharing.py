@@ -132,7 +132,19 @@ def fill(bound: Array, weight: Array, rows: Indices, columns: Indices, use: Arra
         done = at_bound | stopped
         left = np.maximum(left - np.bincount(column, (use * (rates * done)[rows]), len(used)), 0.0)
         growing &= ~done
+        if done.sum() > len(done) // 2 and growing.any():
+            # What is settled is in the way: go on with the rest alone.
+            entry = growing[rows]
+            rest, narrower = _renumbered(rows[entry]), capacity.astype(np.float64)
+            narrower[used] = left
+            rates[growing] = fill(bound[growing], weight[growing], rest, columns[entry], use[entry], narrower)
+            return rates
     return rates
+
+
+def _renumbered(rows: Indices) -> Indices:
+    """Return sorted rows as 0, 1, 2 ..."""
+    return np.cumsum(np.diff(rows, prepend=rows[0]) > 0)
 
 
 def _checked(

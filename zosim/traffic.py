@@ -31,9 +31,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from topology.graph import Topology
-from zosim.fluid import Fluid
-from zosim.machine import Activity
+from zosim.rows import Entries, Floats, Ints, Rows
 
 # Times closer than this, relative to the time since the first start, are one instant: sums of the same durations
 # in another order differ by rounding, and a message must not lose its place in a queue to that.
@@ -150,17 +151,53 @@ def finish_times(flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> lis
     return _Run(flows, links).finished() if flows else []
 
 
+class _Legs(Rows):
+    """Legs of flows: a row each, in the order of the flows."""
+
+    def __init__(self, flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> None:
+        number = {name: place for place, name in enumerate(links)}
+        capacity = np.array([link.bandwidth_bytes_per_s for link in links.values()], dtype=np.float64)
+        legs = [(flow, leg) for flow in flows for leg in flow.legs]
+        # A link that a route crosses twice carries the flow twice.
+        crossed = [Counter(number[name] for name in leg.links) for _, leg in legs]
+        self._resources = np.array([link for counts in crossed for link in counts], dtype=np.intp)
+        self._uses = np.array([count for counts in crossed for count in counts.values()], dtype=np.float64)
+        sizes = [len(counts) for counts in crossed]
+        self._rows = np.repeat(np.arange(len(legs)), sizes)
+        super().__init__(
+            len(legs),
+            capacity,
+            np.array([link.sharing == "fifo" for link in links.values()], dtype=bool),
+            np.arange(len(legs)),
+        )
+        self._bound = np.full(len(legs), math.inf)
+        np.minimum.at(self._bound, self._rows, capacity[self._resources] / self._uses)
+        size = np.array([flow.size_bytes for flow, _ in legs], dtype=np.float64)
+        self.seconds = size / self._bound
+
+    def _entries(self, rows: Ints) -> Entries:
+        wanted = np.zeros(len(self._bound), dtype=bool)
+        wanted[rows] = True
+        there = wanted[self._rows]
+        return self._rows[there], self._resources[there], self._uses[there]
+
+    def _bounds_and_weights(self, rows: Ints) -> tuple[Floats, Floats]:
+        return self._bound[rows], np.ones(len(rows))
+
+    def _joined(self) -> tuple[Ints, Ints]:
+        return self._rows, self._resources
+
+
 class _Run:
     """One simulation, its clock counted from the first start."""
 
     def __init__(self, flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> None:
-        self._links = links
         self._flows = flows
         self._origin_s = min(flow.start_s for flow in flows)
-        self._fluid = Fluid(
-            {name: link.bandwidth_bytes_per_s for name, link in links.items()},
-            [name for name, link in links.items() if link.sharing == "fifo"],
-        )
+        self._legs = _Legs(flows, links)
+        # The first row of each flow, and the flow of each row.
+        self._first = np.cumsum([0] + [len(flow.legs) for flow in flows]).tolist()
+        self._flow_of = [number for number, flow in enumerate(flows) for _ in flow.legs]
         self._ends_s = [math.nan] * len(flows)
         # Arrivals at a leg: time, flow, leg.
         self._arrivals = [(flow.start_s - self._origin_s, number, 0) for number, flow in enumerate(flows)]
@@ -170,31 +207,32 @@ class _Run:
         """Return the ends of all flows, on the callers' clock."""
         while (now_s := self._next_s()) < math.inf:
             until_s = now_s * (1 + _SAME_INSTANT)
-            for number, leg in self._fluid.take_ended(until_s):
-                arrival_s = now_s + self._flows[number].legs[leg].latency_s
-                heapq.heappush(self._arrivals, (arrival_s, number, leg + 1))
-            while self._arrivals and self._arrivals[0][0] <= until_s:
-                arrival_s, number, leg = heapq.heappop(self._arrivals)
-                self._arrive(number, leg, arrival_s, now_s)
-            self._fluid.settle(now_s)
+            for row in self._legs.take_ended(until_s).tolist():
+                number = self._flow_of[row]
+                self._send_on(number, row - self._first[number], now_s)
+            self._start_arrived(now_s, until_s)
+            if not self._legs.is_settled:
+                self._legs.settle(now_s)
         return [self._origin_s + end_s for end_s in self._ends_s]
 
     def _next_s(self) -> float:
-        return min(self._arrivals[0][0] if self._arrivals else math.inf, self._fluid.next_end_s)
+        end_s = float(self._legs.end_s.min(initial=math.inf))
+        return min(self._arrivals[0][0] if self._arrivals else math.inf, end_s)
 
-    def _arrive(self, number: int, leg: int, arrival_s: float, now_s: float) -> None:
-        flow = self._flows[number]
-        if leg == len(flow.legs):
-            self._ends_s[number] = arrival_s
-            return
-        if not flow.legs[leg].links:
-            heapq.heappush(self._arrivals, (arrival_s + flow.legs[leg].latency_s, number, leg + 1))
-            return
-        self._fluid.start(self._activity(flow, flow.legs[leg]), (number,), now_s, (number, leg))
+    def _send_on(self, number: int, leg: int, now_s: float) -> None:
+        arrival_s = now_s + self._flows[number].legs[leg].latency_s
+        heapq.heappush(self._arrivals, (arrival_s, number, leg + 1))
 
-    def _activity(self, flow: Flow, leg: Leg) -> Activity:
-        # A link that a route crosses twice carries the flow twice.
-        times = Counter(leg.links)
-        bound = min(self._links[name].bandwidth_bytes_per_s / count for name, count in times.items())
-        uses = tuple((name, float(count)) for name, count in times.items())
-        return Activity(flow.size_bytes / bound, bound, uses=uses)
+    def _start_arrived(self, now_s: float, until_s: float) -> None:
+        rows = []
+        while self._arrivals and self._arrivals[0][0] <= until_s:
+            arrival_s, number, leg = heapq.heappop(self._arrivals)
+            legs = self._flows[number].legs
+            if leg == len(legs):
+                self._ends_s[number] = arrival_s
+            elif legs[leg].links:
+                rows.append(self._first[number] + leg)
+            else:
+                self._send_on(number, leg, arrival_s)
+        if rows:
+            self._legs.arrive(np.array(rows), self._legs.seconds[rows], now_s)
