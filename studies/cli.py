@@ -51,6 +51,11 @@ STUDIES = (
     Study("reading_predictions", "what a predicted step says, and what it does not", has_exercise=True),
     Study("prediction", "predicted against measured on this machine (minutes)"),
     Study("scale", "how long predicting a thousand GPUs takes, beside plain simpy (minutes)"),
+    Study(
+        "against_print", "held-out predictions against the published cells, beside three baselines (minutes)"
+    ),
+    Study("zo2", "the tables of ZO2 made again, with an audit (a minute)"),
+    Study("distzo2", "the tables of DistZO2 made again, with an audit (a minute)"),
     Study("speed", "a step against the reference loop and against two forwards (minutes)"),
     Study("sparq", "what SparQ's printed communication volumes are consistent with"),
 )

@@ -55,6 +55,12 @@ class Cell:
         return self.values[0] if self.values else None
 
     @property
+    def printed(self) -> float:
+        """The first printed number of a cell that has one."""
+        assert self.values
+        return self.values[0]
+
+    @property
     def key(self) -> tuple[object, ...]:
         """What tells measurements apart."""
         plan, row = self.case.plan, self.row
@@ -111,9 +117,16 @@ class Cell:
 
     def machine(self, values: Values) -> Machine:
         """Return rank 0's machine with the fitted constants."""
-        devices = self.case.plan.placement.devices
-        key = tuple(values.items())
-        return _machine(self.case.preset, devices, self.row["paper"], key, self.waits, self._isolated)
+        plan = self.case.plan
+        return _machine(
+            self.case.preset,
+            plan.placement.devices,
+            self.row["paper"],
+            tuple(values.items()),
+            plan.model.hidden_size,
+            self.waits,
+            self._isolated,
+        )
 
     def predictions(self, sets: Sequence[Values]) -> Array:
         """Return what each set of constants predicts, in the row's unit."""
@@ -162,17 +175,25 @@ def _frame(preset: str, devices: tuple[str, ...]) -> Machine:
     return machines_for(topology, devices, sheet, {"world": (ranks,), "host": (ranks,)})[0]
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=1024)
 def _machine(
     preset: str,
     devices: tuple[str, ...],
     paper: str,
     values: tuple[tuple[str, float], ...],
+    hidden_size: int,
     waits: bool,
     isolated: str,
 ) -> Machine:
     frame = _frame(preset, devices)
-    found = profile_values(paper, dict(values), ranks=len(devices), waits=waits, isolated=isolated)
+    found = profile_values(
+        paper,
+        dict(values),
+        hidden_size=hidden_size,
+        ranks=len(devices),
+        waits=waits,
+        isolated=isolated,
+    )
     return replace(frame, profile=_with_values(frame.profile, found))
 
 

@@ -252,7 +252,7 @@ def _mesh(method: Method, num_ranks: int) -> Mesh:
     perturb = 2 if "PertP" in method.parallel else 1
     if num_ranks % perturb or ("DDP" not in method.parallel and num_ranks != perturb):
         raise UnknownRow(f"{method.describe()} cannot be laid out on {num_ranks} GPUs")
-    inner = "data" if method.parallel[0] == "DDP" and perturb > 1 else "perturb"
+    inner: Literal["perturb", "data"] = "data" if method.parallel[0] == "DDP" and perturb > 1 else "perturb"
     return Mesh(data=num_ranks // perturb, perturb=perturb, inner=inner)
 
 

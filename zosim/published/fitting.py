@@ -125,7 +125,7 @@ class _Problem:
         self.cells, self.constants, self.predict = cells, constants, predict
         self.start = np.log([constant.prior for constant in constants])
         self.sigma = np.array([constant.sigma for constant in constants])
-        self.printed = np.log([cell.value for cell in cells])
+        self.printed = np.log([cell.printed for cell in cells])
         self.loss = _SOFT
         self._at: Array | None = None
         self._found: tuple[Array, Array] | None = None
@@ -152,7 +152,14 @@ class _Problem:
         residuals, jacobian = self._linear(x)
         weights = _curvature(residuals) / NOISE**2
         information = (jacobian * weights[:, None]).T @ jacobian + np.diag(self.sigma**-2)
-        return Solution(self.constants, x, self.cells, residuals, jacobian, np.linalg.inv(information))
+        return Solution(
+            self.constants,
+            x,
+            self.cells,
+            residuals,
+            jacobian,
+            np.asarray(np.linalg.inv(information), dtype=np.float64),
+        )
 
     def _weighed(self, x: Array) -> Array:
         residuals, _ = self._linear(x)

@@ -7,7 +7,8 @@ lowering draws once per visit and works in place. The instructions stay the same
 * every perturbation and every update is ``literal`` and draws its direction itself;
 * of perturbations without a forward between them only one is made: a rank that forwards one sign goes there and back;
 * a table that embedding and head share is perturbed whole at both, not through gathered rows at the first;
-* a softmax of stored half-precision scores reads them as they are and writes float32, instead of after a cast.
+* a softmax of stored fp16 scores reads them as they are and writes float32; that of bf16 scores needs a cast before
+  (OPT's code asks for float16 by name).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from costmodel.model_spec import ModelSpec, ParameterGroup
+from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import draw_work, perturb_work, update_work
 from costmodel.work import DType, Work
 from zosim.plan import Plan
@@ -44,7 +45,7 @@ def as_published(program: Program, plan: Plan, *, prefetches: bool = True) -> Pr
         Whether a block is uploaded while the one before it computes. Off, every upload waits for what was listed on
         the compute stream before it.
     """
-    writer = _Writer(plan.model, plan.precision.storage)
+    writer = _Writer(plan)
     step = [
         replace(item, work=writer.work(item, program.step[place + 1 :]))
         for place, item in enumerate(program.step)
@@ -70,9 +71,10 @@ def only(program: Program, *labels: str) -> Program:
 class _Writer:
     """Counts works. A direction is drawn where it is used, so the draws themselves become empty."""
 
-    def __init__(self, model: ModelSpec, dtype: DType) -> None:
-        self.model = model
-        self.dtype: DType = dtype
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.model = plan.model
+        self.dtype: DType = plan.precision.storage
 
     def work(self, item: Instruction, later: Sequence[Instruction]) -> Work:
         """Return the work of `item` as published; `later` is what the step still lists behind it."""
@@ -87,7 +89,7 @@ class _Writer:
                 return self._perturbed(self.model.group(name))
             case Update(group=name):
                 return self._updated(self.model.group(name))
-            case Forward() if self.dtype != "float32":
+            case Forward() if self.plan.precision.compute == "float16":
                 return _with_fused_softmax(item.work)
         return item.work
 

@@ -59,9 +59,9 @@ class Parts:
         phases = [bytes_ for bytes_ in self._phases(values).values() if bytes_ > 0]
         power = values.get("phase_norm", 1.0)
         largest = max(phases)
-        temporaries = largest * sum((phase / largest) ** power for phase in phases) ** (1 / power)
+        temporaries = largest * float(sum((phase / largest) ** power for phase in phases)) ** (1 / power)
         communicators = values.get("communicator_bytes", 0.0) * self.num_communicators
-        return values["context_bytes"] + self.kept + self.cache + temporaries + communicators
+        return float(values["context_bytes"] + self.kept + self.cache + temporaries + communicators)
 
     def largest(self, values: Values) -> str:
         """Return the name of the largest part."""

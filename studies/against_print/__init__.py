@@ -1,0 +1,1 @@
+"""Predictions held against the published cells of ZO2 and DistZO2, beside three baselines."""

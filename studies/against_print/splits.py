@@ -1,0 +1,170 @@
+"""What is known and what is asked: between settings, and beyond them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from zosim.published.audit import Finding, set_apart
+from zosim.published.baselines import BASELINES, Baseline
+from zosim.published.cells import Cell
+from zosim.published.constants import Domain
+from zosim.published.fitting import fit, predictor
+from zosim.published.grid import Array
+
+OURS = "simulator's closed form"
+
+_SMALL = ("OPT-1.3B", "OPT-2.7B", "OPT-6.7B", "Qwen3-1.7B", "Qwen3-4B")
+
+
+@dataclass(frozen=True)
+class Split:
+    """A way of keeping rows back.
+
+    Attributes
+    ----------
+    name : str
+    paper : str
+    domain : {"speed", "memory"}
+    goal : tuple of float
+        Median and 90th percentile of the absolute error, in percent.
+    knows : callable or None
+        Which cells are known; None to leave out one setting at a time.
+    """
+
+    name: str
+    paper: str
+    domain: Domain
+    goal: tuple[float, float]
+    knows: Callable[[Cell], bool] | None = None
+
+
+SPLITS = (
+    Split("DistZO2 throughput, one setting left out", "DistZO2", "speed", (1.5, 4.5)),
+    Split(
+        "DistZO2 throughput, from s = 2048 and BS 4-6",
+        "DistZO2",
+        "speed",
+        (3, 10),
+        lambda cell: cell.is_transfer or (cell.case.plan.seq == 2048 and 4 <= cell.case.plan.batch <= 6),
+    ),
+    Split(
+        "DistZO2 throughput, from 6.7B and less",
+        "DistZO2",
+        "speed",
+        (3, 10),
+        lambda cell: cell.row["model"] in _SMALL,
+    ),
+    Split("ZO2 throughput, one setting left out", "ZO2", "speed", (3, 9)),
+    Split("DistZO2 memory, one setting left out", "DistZO2", "memory", (2, 7)),
+    Split("ZO2 memory, one setting left out", "ZO2", "memory", (4, 12)),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Errors of one predictor on one split.
+
+    Attributes
+    ----------
+    split : Split
+    predictor : str
+    errors : array
+        Relative, ``predicted / printed - 1``, of the cells that can be right.
+    apart : array
+        Of the cells that are scored apart.
+    rank_correlation : float
+        Mean over table rows of four methods or more of Spearman's correlation, all cells in.
+    num_unanswered : int
+    """
+
+    split: Split
+    predictor: str
+    errors: Array
+    apart: Array
+    rank_correlation: float
+    num_unanswered: int
+
+    @property
+    def median(self) -> float:
+        """Median absolute error in percent."""
+        return 100 * float(np.median(np.abs(self.errors)))
+
+    @property
+    def p90(self) -> float:
+        """90th percentile of the absolute error in percent."""
+        return 100 * float(np.percentile(np.abs(self.errors), 90))
+
+    @property
+    def meets_goal(self) -> bool:
+        """Whether both are within the goal."""
+        return self.median <= self.split.goal[0] and self.p90 <= self.split.goal[1]
+
+
+def outcomes(split: Split, cells: Sequence[Cell], findings: Sequence[Finding]) -> list[Outcome]:
+    """Return how each predictor does on a split; `cells` are those of its paper and domain with printed values."""
+    asked = [
+        cell for cell in cells if not cell.is_transfer and (split.knows is None or not split.knows(cell))
+    ]
+    apart = set_apart(findings)
+    found = [_outcome(split, OURS, asked, _ours(split, cells, asked), apart)]
+    if split.domain == "speed":
+        for name, baseline in BASELINES.items():
+            found.append(_outcome(split, name, asked, _theirs(split, cells, asked, baseline), apart))
+    return found
+
+
+def _ours(split: Split, cells: Sequence[Cell], asked: Sequence[Cell]) -> Array:
+    if split.knows is None:
+        solution = fit(cells, split.paper, split.domain)
+        residuals = dict(zip((id(cell) for cell in solution.cells), solution.held_out(), strict=True))
+        return np.array([cell.printed * np.exp(residuals[id(cell)]) for cell in asked])
+    solution = fit([cell for cell in cells if split.knows(cell)], split.paper, split.domain)
+    predict = predictor(split.domain)
+    return np.array([float(predict(cell, [solution.values])[0]) for cell in asked])
+
+
+def _theirs(split: Split, cells: Sequence[Cell], asked: Sequence[Cell], baseline: Baseline) -> Array:
+    rates = [cell for cell in cells if not cell.is_transfer]
+    if split.knows is not None:
+        return baseline([cell for cell in rates if split.knows(cell)], asked)
+    found = np.full(len(asked), np.nan)
+    settings = [cell.row.setting for cell in asked]
+    for setting in dict.fromkeys(settings):
+        mine = [index for index, other in enumerate(settings) if other == setting]
+        known = [cell for cell in rates if cell.row.setting != setting]
+        found[mine] = baseline(known, [asked[index] for index in mine])
+    return found
+
+
+def _outcome(
+    split: Split, name: str, asked: Sequence[Cell], predicted: Array, apart: frozenset[str]
+) -> Outcome:
+    printed = np.array([cell.printed for cell in asked])
+    errors = predicted / printed - 1
+    is_answered = np.isfinite(errors)
+    is_apart = np.array([cell.row.place in apart for cell in asked])
+    return Outcome(
+        split,
+        name,
+        errors[is_answered & ~is_apart],
+        errors[is_answered & is_apart],
+        _rank_correlation(asked, predicted, printed),
+        int((~is_answered).sum()),
+    )
+
+
+def _rank_correlation(asked: Sequence[Cell], predicted: Array, printed: Array) -> float:
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for index, cell in enumerate(asked):
+        if np.isfinite(predicted[index]):
+            rows.setdefault(cell.row.setting, []).append(index)
+    found = [
+        float(spearmanr(predicted[members], printed[members]).statistic)
+        for members in rows.values()
+        if len(members) >= 4 and len(set(predicted[members])) > 1 and len(set(printed[members])) > 1
+    ]
+    return float(np.mean(found)) if found else float("nan")

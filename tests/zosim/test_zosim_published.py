@@ -1,0 +1,281 @@
+"""Predictions against print: conventions, the closed form against the simulator, fits, intervals, answers."""
+
+import json
+
+import numpy as np
+import pytest
+
+from costmodel.published import Row, shipped_rows
+from topology.errors import ProfileError
+from zosim.machine import Machine
+from zosim.program import Forward, Perturb
+from zosim.published.audit import audit, set_apart
+from zosim.published.baselines import neighbours, regression
+from zosim.published.cells import cells_of
+from zosim.published.constants import MEMORY, SPEED
+from zosim.published.conventions import UnknownRow, case_of, method_of
+from zosim.published.fitted_profile import (
+    PublishedProfile,
+    calibrate_on,
+    known_cells,
+    load_published_profile,
+)
+from zosim.published.fitting import conformal_half_width, fit
+from zosim.published.memory import parts_of
+from zosim.published.predicting import answers
+from zosim.recurrence import step_time_bound
+from zosim.simulate import simulate
+
+ROWS = shipped_rows()
+BASE = {
+    "paper": "ZO2", "table": "1", "model": "OPT-1.3B", "method": "ZO2", "gpus": "1", "gpu_type": "A100-80GB", "nodes": "1",
+    "batch_size": "1", "seq_len": "2048", "precision": "fp32", "quantity": "throughput", "unit": "tokens/s", "value": "",
+    "note": "", "cell": "r1c1",
+}  # fmt: skip
+DIST = {"paper": "DistZO2", "gpu_type": "H20-96GB", "precision": "fp16", "batch_size": "4"}
+
+
+def row(**fields):
+    return Row({**BASE, **fields}, "a test")
+
+
+def cell(**fields):
+    cells, _, reasons = cells_of([row(**fields)])
+    assert not reasons
+    return cells[0]
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return load_published_profile()
+
+
+@pytest.mark.parametrize(
+    ("text", "described"),
+    [
+        ("MeZO", "MeZO"),
+        ("DistZO2(PertP)", "ZO2+PertP"),
+        ("ZO2+DDP", "ZO2+DDP"),
+        ("DistZO2(2D)", "ZO2+PertP+DDP"),
+        ("DistZO2(DDP+PertP)", "ZO2+DDP+PertP"),
+        ("ZO2(no scheduler overlap)", "ZO2 (no scheduler overlap)"),
+        ("ZO2(compress=fp8)", "ZO2 (compress=fp8)"),
+    ],
+)
+def test_spellings_of_a_method_are_one(text, described):
+    assert method_of(row(method=text)).describe() == described
+
+
+@pytest.mark.parametrize("text", ["AdamW", "ZO2(no brakes)", "ZO2(compress=int3)", ""])
+def test_an_unknown_method_is_refused_by_name(text):
+    with pytest.raises(UnknownRow, match=r"method"):
+        method_of(row(method=text))
+
+
+def test_every_shipped_row_that_can_be_predicted_has_a_case():
+    _, _, reasons = cells_of(ROWS)
+    assert all(not ROWS[index].is_predictable for index in reasons)
+
+
+def test_axes_follow_the_method_and_the_number_of_gpus():
+    mesh = case_of(row(**DIST, method="DistZO2(DDP+PertP)", gpus="4")).plan.mesh
+    assert (mesh.data, mesh.perturb, mesh.inner) == (2, 2, "data")
+    assert case_of(row(**DIST, method="MeZO+DDP")).plan.mesh.world_size == 1
+    with pytest.raises(UnknownRow, match="names no axis"):
+        case_of(row(**DIST, gpus="2"))
+
+
+def test_two_prints_of_one_measurement_are_one_cell():
+    cells, of_row, _ = cells_of([row(value="10"), row(value="10", table="3"), row(value="12", table="6")])
+    assert [item.values for item in cells] == [(10.0, 12.0)]
+    assert of_row[0] is of_row[2]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"method": "MeZO"},
+        {"method": "ZO2"},
+        {"method": "ZO2", "precision": "fp16", "model": "OPT-2.7B"},
+        {"method": "ZO2(no scheduler overlap)"},
+        {"method": "ZO2(no efficient update)"},
+        {"method": "ZO2(compress=fp8)", "precision": "amp-bf16"},
+        {**DIST, "method": "ZO2"},
+    ],
+    ids=str,
+)
+def test_the_closed_form_is_the_recurrence_and_the_simulator(fields, profile):
+    found = cell(**fields)
+    machine = found.machine(profile.fit(found.row["paper"], "speed").values)
+    seconds = float(found.compiled.step_s([machine])[0])
+    assert seconds == pytest.approx(step_time_bound(found.program, machine), rel=1e-9)
+    # Streams that meet share the device for instants; nothing else is shared by one rank.
+    assert simulate(found.program, machine).step_time_s == pytest.approx(seconds, rel=0.005)
+
+
+def test_allocations_stop_the_kernels_in_the_closed_form_too(profile):
+    found = cell(method="ZO2(no reusable memory)")
+    machine = found.machine(profile.fit("ZO2", "speed").values)
+    seconds = float(found.compiled.step_s([machine])[0])
+    assert seconds > step_time_bound(found.program, machine)
+    # A lower bound: what waits for an allocation in turn waits longer.
+    assert seconds <= simulate(found.program, machine).step_time_s * (1 + 1e-9) <= 1.15 * seconds
+
+
+def test_sets_of_constants_beside_the_first_give_the_derivative(profile):
+    found = cell(method="ZO2")
+    values = profile.fit("ZO2", "speed").values
+    for name in values:
+        changed = {**values, name: values[name] * 1.001}
+        beside = found.predictions([values, changed])[1]
+        assert beside == pytest.approx(found.predictions([changed])[0], rel=1e-5), name
+
+
+def test_a_rank_of_one_sign_makes_two_perturbations_and_a_rank_of_both_three():
+    counts = {}
+    for method, gpus in (("DistZO2(PertP)", "2"), ("DistZO2(DDP)", "2")):
+        program = cell(**DIST, method=method, gpus=gpus).program
+        mine = [item for item in program.step if item.segment == "block.1"]
+        forwards = sum(isinstance(item.op, Forward) for item in mine)
+        counts[forwards] = sum(isinstance(item.op, Perturb) and item.work.num_normals > 0 for item in mine)
+    assert counts == {1: 2, 2: 3}
+
+
+def test_uploads_that_are_not_prefetched_take_longer(profile):
+    values = profile.fit("DistZO2", "speed").values
+    fields = {**DIST, "method": "DistZO2(2D)", "gpus": "4", "model": "OPT-6.7B"}
+    hidden, waiting = (cell(**fields, seq_len=seq) for seq in ("2048", "1024"))
+    assert hidden.predictions([values])[0] > 1.3 * waiting.predictions([values])[0]
+
+
+def test_transfers_alone_scale_with_the_lanes_less_the_exchange(profile):
+    values = profile.fit("DistZO2", "speed").values
+    fields = {
+        **DIST,
+        "gpus": "4",
+        "batch_size": "",
+        "seq_len": "",
+        "quantity": "upload_rate",
+        "model": "OPT-30B",
+    }
+    plain, sliced = (
+        cell(**fields, method=method).predictions([values])[0] for method in ("plain", "CommOpt")
+    )
+    assert 3 < sliced / plain < 4
+    assert plain == pytest.approx(values["host_upload_rate"] / 4 / 2 / 1e9, rel=0.02)
+
+
+def test_constants_are_few_and_within_their_bounds(profile):
+    assert len(SPEED["ZO2"]) <= 12
+    assert max(len(found) for found in (SPEED["DistZO2"], *MEMORY.values())) <= 8
+    for found in profile.fits:
+        fitted = {item.name: item for item in (SPEED if found.domain == "speed" else MEMORY)[found.paper]}
+        for constant in found.constants:
+            assert constant.low <= constant.value <= constant.high <= fitted[constant.name].high * (1 + 1e-9)
+            assert constant.identified_by
+
+
+def test_memory_of_a_resident_plan_holds_its_weights_and_of_an_offloaded_one_three_blocks():
+    resident, offloaded = (parts_of(cell(method=method).case) for method in ("MeZO", "ZO2"))
+    weights = cell().case.plan.model.num_parameters * 4
+    assert weights <= resident.kept < 1.001 * weights
+    assert offloaded.kept < 0.25 * weights
+
+
+def test_what_is_printed_as_out_of_memory_is_predicted_so_and_nothing_else_is(profile):
+    rows = [item for item in ROWS if item.kind in ("memory", "throughput")]
+    rows = [item for item in rows if item.is_out_of_memory or item.kind == "memory"]
+    for item, answer in zip(rows, answers(rows, profile), strict=True):
+        assert answer.note.startswith("out of memory") == item.is_out_of_memory, item.place
+        assert (answer.predicted is None) == (item.kind == "throughput"), item.place
+
+
+def test_rows_that_cannot_be_predicted_say_why(profile):
+    said = answers(
+        [row(quantity="accuracy"), row(model="OPT-1T"), row(gpus="x"), row(paper="Elsewhere")], profile
+    )
+    assert all(answer.predicted is None and answer.note for answer in said)
+    assert said[0].columns()["predicted"] == ""
+
+
+def test_intervals_enclose_their_prediction(profile):
+    answer = answers([row()], profile)[0]
+    assert 0 < answer.low < answer.predicted < answer.high
+    assert answer.bottleneck == "matrix products"
+
+
+def test_a_fit_recovers_constants_from_its_own_predictions(profile):
+    known = [item for item in known_cells(cells_of(ROWS)[0], "DistZO2", "memory") if item.value is not None]
+    values = profile.fit("DistZO2", "memory").values
+    rows = [
+        Row({**item.row.fields, "value": f"{parts_of(item.case).device_bytes(values) / 2**20:.6f}"})
+        for item in known
+    ]
+    solution = fit(cells_of(rows)[0], "DistZO2", "memory")
+    # The prior pulls by what its interval says against data that agree to NOISE.
+    assert np.abs(solution.residuals).max() < 0.01
+    for name, value in values.items():
+        assert solution.values[name] == pytest.approx(value, rel=0.1), name
+
+
+def test_leaving_a_setting_out_never_flatters():
+    known = [item for item in known_cells(cells_of(ROWS)[0], "DistZO2", "memory") if item.value is not None]
+    solution = fit(known, "DistZO2", "memory")
+    assert np.abs(solution.held_out()).sum() > np.abs(solution.residuals).sum()
+
+
+def test_a_conformal_half_width_covers_new_draws():
+    generator = np.random.default_rng(7)
+    covered = [
+        abs(generator.normal()) <= conformal_half_width(generator.normal(size=30).tolist())
+        for _ in range(2000)
+    ]
+    # Exactly 0.903 in expectation; four standard errors of 2000 draws.
+    assert abs(np.mean(covered) - 0.903) < 4 * np.sqrt(0.9 * 0.1 / 2000)
+
+
+def test_a_profile_comes_back_and_an_edited_one_is_refused(tmp_path, profile):
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    assert load_published_profile(path) == profile
+    content = json.loads(path.read_text())
+    content["fits"][0]["num_cells"] += 1
+    path.write_text(json.dumps(content))
+    with pytest.raises(ProfileError, match="damaged"):
+        load_published_profile(path)
+
+
+def test_rows_without_values_cannot_be_fitted():
+    with pytest.raises(ProfileError, match="none of the rows"):
+        calibrate_on([row()])
+
+
+def test_a_domain_without_rows_is_said_to_be_missing():
+    said = answers([row()], PublishedProfile(fits=()))
+    assert "fitted without rows" in said[0].note
+
+
+def test_baselines_find_a_power_law():
+    law = {"OPT-1.3B": "1000", "OPT-2.7B": "500", "OPT-13B": "100"}
+    cells, _, _ = cells_of([row(model=name, value=value) for name, value in law.items()])
+    asked = [cell(model="OPT-6.7B")]
+    assert 100 < neighbours(cells, asked)[0] < 500
+    assert 150 < regression(cells, asked)[0] < 250
+
+
+def test_the_audit_finds_planted_impossibilities_and_leaves_a_plain_table_alone():
+    plain = [row(method="MeZO", value="1998"), row(method="ZO2", value="1955")]
+    assert audit(plain) == []
+    fast = row(method="MeZO", precision="fp16", value="90000")
+    assert [item.rule for item in audit([fast])] == ["a rate above the GPU's peak"]
+    pair = [
+        row(**DIST, method="plain", quantity="upload_rate", gpus="4", value="4.00"),
+        row(**DIST, method="CommOpt", quantity="upload_rate", gpus="4", value="17.00", cell="r9c9"),
+    ]
+    found = audit(pair)
+    assert [item.rule for item in found] == ["more speed-up than lanes"]
+    assert set_apart(found) == {"DistZO2 Table 1, r9c9"}
+
+
+def test_a_machine_of_fitted_constants_is_a_machine(profile):
+    assert isinstance(cell().machine(profile.fit("ZO2", "speed").values), Machine)
