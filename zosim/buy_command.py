@@ -108,15 +108,17 @@ def buy(
         (offer, effects(market, offer, offers), rooms(offer.machine))
         for offer in [o for o in offers if machines_once[id(o.machine)] is o][:explain]
     ]
-    _say_what_prices_are(table)
+    _say_what_prices_are(table, names)
     found = (market, offers, refused, limiters, explained)
     emit(answer_data(*found), json=as_json, text=answer_view(*found))
 
 
-def _say_what_prices_are(table: PriceTable) -> None:
+def _say_what_prices_are(table: PriceTable, names: list[str]) -> None:
+    """Say on stderr what the prices are worth."""
     assumed = sorted(
         name
         for name, entry in table.machines.items()
+        if name in names
         for quote in (entry.rent_per_hour, entry.purchase)
         if quote is not None and quote.basis in ("assumed", "estimated")
     )

@@ -88,7 +88,9 @@ def _links_changed(name: str) -> Callable[[Topology, float], Topology]:
 def _device_levers(topology: Topology, devices: Sequence[str]) -> Iterator[Lever]:
     specs = {spec.id: spec for node in devices if (spec := topology.node(node).spec) is not None}
     for spec in specs.values():
-        peak = "fp16" if "fp16" in spec.peak_dense else next(iter(spec.peak_dense))
+        peak = next(
+            (kind for kind in ("fp16", "fp32") if kind in spec.peak_dense), next(iter(spec.peak_dense))
+        )
         yield Lever(
             "compute",
             f"compute rate of {spec.name}",

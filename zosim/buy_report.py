@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from costmodel.prices import Range
 from topology.units import format_seconds
 from zosim.buy import Machine, Market, Offer, Refusal, plain
-from zosim.buy_sensitivity import Change, Effect, Room
+from zosim.buy_sensitivity import Change, Effect, Room, percent
 from zosim.console import table
 
 _NUMERIC = ("step", "hours", "money", "kWh", "outlay")
@@ -122,7 +122,7 @@ def _effects_table(offer: Offer, effects: Sequence[Effect]) -> RenderableType:
 def _change(change: Change) -> str:
     if change.times is None:
         return "nothing fits"
-    words = "-" if not change.matters else f"{change.times - 1:+.0%}"
+    words = "-" if not change.matters else percent(change.times)
     return f"{words}, then {change.placement}" if change.placement and change.matters else words
 
 

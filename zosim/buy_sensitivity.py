@@ -88,7 +88,13 @@ class Room:
     times: float
 
     def __str__(self) -> str:
-        return f"{format_bytes(self.needed_bytes)} of {self.where} memory: {self.placement}, {self.times - 1:+.0%} a step"
+        return f"{format_bytes(self.needed_bytes)} of {self.where} memory: {self.placement}, {percent(self.times)} a step"
+
+
+def percent(times: float) -> str:
+    """Return a factor as what it adds or takes away."""
+    change = times - 1
+    return f"{change:+.0%}" if abs(change) >= _WORTH_SAYING else f"{change:+.1%}"
 
 
 def limiter(job: Job, machine: Machine) -> str:
@@ -105,7 +111,7 @@ def limiter(job: Job, machine: Machine) -> str:
     if not gains:
         return ""
     name = min(gains, key=lambda key: gains[key])
-    return f"{name} (x2: {gains[name] - 1:+.0%})" if gains[name] < 1 - ALIKE else "no single figure"
+    return f"{name} (x2: {percent(gains[name])})" if gains[name] < 1 - ALIKE else "no single figure"
 
 
 def _of_plan_s(job: Job, machine: Machine, topology: Topology) -> float:
