@@ -107,44 +107,34 @@ def fill(bound: Array, weight: Array, rows: Indices, columns: Indices, use: Arra
     Both are final, because a resource's level only rises as others stop below it. So far-apart parts of a
     network stop in the same round, and there are as many rounds as bottlenecks that depend on each other.
     """
-    starts = np.flatnonzero(np.diff(rows, prepend=-1))
-    by_column = np.argsort(columns, kind="stable")
-    used, column_starts = np.unique(columns[by_column], return_index=True)
-    column = np.searchsorted(used, columns)
-    left, own = capacity[used].astype(np.float64), bound / weight
     rates = np.zeros_like(bound)
+    left, own = capacity.astype(np.float64), bound / weight
     growing = np.ones(bound.shape, dtype=bool)
-    growth = use * weight[rows]
-    while growing.any():
-        live = growing[rows]
-        demand = np.bincount(column, growth * live, len(used))
-        level = np.full(len(used), np.inf)
+    while True:
+        # What is settled would be in the way: only entries of growing activities are kept.
+        starts = np.flatnonzero(np.diff(rows, prepend=-1))
+        active = rows[starts]
+        demand = np.bincount(columns, use * weight[rows], len(left))
+        level = np.full(len(left), np.inf)
         np.divide(left, demand, out=level, where=demand > 0)
-        narrowest = np.minimum.reduceat(level[column], starts)
-        reached = np.minimum(own, narrowest)
+        narrowest = np.minimum.reduceat(level[columns], starts)
+        reached = np.minimum(own[active], narrowest)
         # The least level that any growing activity of a resource reaches at all.
-        least = np.minimum.reduceat(np.where(live, reached[rows], np.inf)[by_column], column_starts)
+        least = np.full(len(left), np.inf)
+        np.minimum.at(least, columns, np.repeat(reached, np.diff(starts, append=len(rows))))
         full = (level <= least * (1 + _TIE)) & (demand > 0)
-        at_bound = growing & (own <= narrowest * (1 + _TIE))
-        stopped = growing & ~at_bound & np.logical_or.reduceat(full[column], starts)
-        rates[at_bound] = bound[at_bound]
-        rates[stopped] = (weight * reached)[stopped]
-        done = at_bound | stopped
-        left = np.maximum(left - np.bincount(column, (use * (rates * done)[rows]), len(used)), 0.0)
-        growing &= ~done
-        if done.sum() > len(done) // 2 and growing.any():
-            # What is settled is in the way: go on with the rest alone.
-            entry = growing[rows]
-            rest, narrower = _renumbered(rows[entry]), capacity.astype(np.float64)
-            narrower[used] = left
-            rates[growing] = fill(bound[growing], weight[growing], rest, columns[entry], use[entry], narrower)
+        at_bound = own[active] <= narrowest * (1 + _TIE)
+        stopped = ~at_bound & np.logical_or.reduceat(full[columns], starts)
+        rates[active[at_bound]] = bound[active[at_bound]]
+        rates[active[stopped]] = weight[active[stopped]] * reached[stopped]
+        growing[active[at_bound | stopped]] = False
+        kept = growing[rows]
+        if not kept.any():
             return rates
-    return rates
-
-
-def _renumbered(rows: Indices) -> Indices:
-    """Return sorted rows as 0, 1, 2 ..."""
-    return np.cumsum(np.diff(rows, prepend=rows[0]) > 0)
+        gone = ~kept
+        used = np.bincount(columns[gone], use[gone] * rates[rows[gone]], len(left))
+        left = np.maximum(left - used, 0.0)
+        rows, columns, use = rows[kept], columns[kept], use[kept]
 
 
 def _checked(
