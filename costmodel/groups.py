@@ -103,6 +103,31 @@ def group_parameters(entries: Iterable[ParameterEntry]) -> tuple[ParameterGroup,
     return tuple(groups)
 
 
+def joined_halves(groups: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...]:
+    """Return the groups of a model some of whose blocks were cut inside, as they are in the uncut model."""
+    whole = [(tuple(_uncut(segment) for segment in group.segments), group) for group in groups]
+    found = []
+    for segments, run in groupby(whole, key=lambda pair: pair[0]):
+        parts = [group for _, group in run]
+        if parts[0].segments == segments:
+            found += parts
+            continue
+        counts = ("num_parameters", "num_trainable", "num_tensors", "num_trainable_tensors")
+        found.append(
+            ParameterGroup(
+                name=segments[0],
+                segments=segments,
+                largest_trainable_tensor=max(part.largest_trainable_tensor for part in parts),
+                **{count: sum(getattr(part, count) for part in parts) for count in counts},
+            )
+        )
+    return tuple(found)
+
+
+def _uncut(segment: str) -> str:
+    return segment.removesuffix(FRONT).removesuffix(BACK)
+
+
 def _group(name: str, segments: tuple[str, ...], run: list[ParameterEntry]) -> ParameterGroup:
     trainable = [entry.num_elements for entry in run if entry.trainable]
     return ParameterGroup(

@@ -84,9 +84,7 @@ class Actions:
         self._bound: dict[str, Placed] = {}
         self.loaded = LoadedBatch()
         self._exchanges = Exchanges(program, store, exchange, backend.device, lambda: self.loaded, elsewhere)
-        self.stages = Stages(
-            program, cut, store, exchange, backend.device, lambda: self.loaded, num_micro_batches
-        )
+        self.stages = Stages(program, cut, store, exchange, backend, lambda: self.loaded, num_micro_batches)
         self._num_micro_batches = num_micro_batches
         self._gathers = any(keeps_rows(instruction.op) for _, instruction in program.instructions())
         self._perturbations = _perturbations(program)

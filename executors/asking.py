@@ -54,10 +54,11 @@ def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
         "allow_download": given["allow_download"],
         "random_weights": _or(given, run, "random_weights", False),
     }
-    spec = spec_for(model, lora or prefix, **loading)
     data = _data(given, run)
     num_threads = given["threads"] or default_threads()
-    plan = plan_for(_asked(given, num_threads), spec, base, longest_example(data.path))
+    asked = _asked(given, num_threads)
+    spec = spec_for(model, lora or prefix, asked, base, **loading)
+    plan = plan_for(asked, spec, base, longest_example(data.path))
     program = _program_by_hand(given["program"]) or _recorded_program(out, header, plan)
     num_threads = given["threads"] or default_threads(max(map(len, plan.placement.ranks_by_host)))
     settings = RunSettings(
@@ -150,7 +151,9 @@ def _asked(given: Given, num_threads: int) -> Asked:
         allow_lossy=given["allow_lossy"],
         max_device_bytes=None if limit is None else parse_bytes(limit),
         mesh=given["mesh"],
+        cuts=tuple(cut.strip() for cut in (given["cut"] or "").split(",") if cut.strip()),
         axes={
+            "split": {"codec": given["codec"], "residual_codec": given["residual_codec"]},
             "estimator": {
                 "rng": given["rng"],
                 "order": given["order"],
@@ -180,7 +183,9 @@ def _implied_residency(given: Given) -> str | None:
     """Return where blocks reside if ranks are to share copies of them, and nothing else places them."""
     shares = given["transfers"] in ("shared", "sliced")
     is_open = (
-        given["plan"] is None and given["method"] in (None, "pertp", "ddp", "2d") and not given["resume"]
+        given["plan"] is None
+        and given["method"] in (None, "pertp", "ddp", "2d", "sparq")
+        and not given["resume"]
     )
     return "offloaded" if shares and is_open else None
 

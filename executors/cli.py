@@ -29,11 +29,21 @@ _KEEPING = "Evaluation, checkpoints and logs"
 ResidencyName = enum.StrEnum("ResidencyName", {"RESIDENT": "resident", "OFFLOADED": "offloaded"})
 MethodName = enum.StrEnum(
     "MethodName",
-    {"AUTO": "auto", "MEZO": "mezo", "ZO2": "zo2", "PERTP": "pertp", "DDP": "ddp", "TWO_D": "2d"},
+    {
+        "AUTO": "auto",
+        "MEZO": "mezo",
+        "ZO2": "zo2",
+        "PERTP": "pertp",
+        "DDP": "ddp",
+        "TWO_D": "2d",
+        "SPARQ": "sparq",
+    },
 )
 TransfersName = enum.StrEnum("TransfersName", {"PRIVATE": "private", "SHARED": "shared", "SLICED": "sliced"})
 ShareGroupName = enum.StrEnum("ShareGroupName", {"HOST": "host", "WORLD": "world"})
-TraversalName = enum.StrEnum("TraversalName", {"SWEEP": "sweep", "BLOCKWISE": "blockwise"})
+TraversalName = enum.StrEnum(
+    "TraversalName", {"SWEEP": "sweep", "BLOCKWISE": "blockwise", "QUERYWISE": "querywise"}
+)
 UpdateName = enum.StrEnum("UpdateName", {"IMMEDIATE": "immediate", "DELAYED": "delayed"})
 RngName = enum.StrEnum("RngName", {"MEZO": "mezo", "COUNTER": "counter"})
 OrderName = enum.StrEnum("OrderName", {"REGISTRATION": "registration", "EXECUTION": "execution"})
@@ -69,10 +79,27 @@ def run(
     residency: Annotated[ResidencyName | None, _option(_PLACEMENT, "Where blocks live between uses.")] = None,
     method: Annotated[
         MethodName | None,
-        _option(_PLACEMENT, "Let the planner choose; pertp, ddp and 2d share a step out among ranks."),
+        _option(
+            _PLACEMENT,
+            "Let the planner choose; pertp, ddp and 2d share a step out among ranks, sparq the model.",
+        ),
     ] = None,
     mesh: Annotated[
-        str | None, _option(_PLACEMENT, "Ranks, the outer axis first, such as data=2,perturb=2.")
+        str | None, _option(_PLACEMENT, "Ranks, the outer axis first, such as data=2,perturb=2 or stage=2.")
+    ] = None,
+    cut: Annotated[
+        str | None,
+        _option(
+            _PLACEMENT,
+            "Where stages begin: block.5 (behind it), block.5.mlp (inside); by default inside, evenly.",
+        ),
+    ] = None,
+    codec: Annotated[
+        str | None,
+        _option(_PRECISION, "Of activations that cross a cut, such as q4 or q4:affine-zero:token."),
+    ] = None,
+    residual_codec: Annotated[
+        str | None, _option(_PRECISION, "Of the residual stream that crosses a cut.")
     ] = None,
     transfers: Annotated[
         TransfersName | None, _option(_PLACEMENT, "How ranks share host copies of offloaded blocks.")
@@ -82,7 +109,8 @@ def run(
     ] = None,
     slots: Annotated[int | None, _option(_PLACEMENT, "Device slots for offloaded blocks.", min=1)] = None,
     traversal: Annotated[
-        TraversalName | None, _option(_PLACEMENT, "Perturb everything first, or block by block.")
+        TraversalName | None,
+        _option(_PLACEMENT, "Perturb everything first, or block by block, or that for one query at a time."),
     ] = None,
     update: Annotated[
         UpdateName | None,
@@ -219,8 +247,6 @@ def run(
     is_first, placement = RankInfo.here().rank == 0, settings.plan.placement
     for warning in warnings if is_first else ():
         stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)
-    if settings.plan.mesh.stage > 1:
-        raise RunError(f"the plan has {settings.plan.mesh.stage} stages, this executor runs one")
     if len(placement.ranks_by_host) > 1 and not is_launched():
         lines = launch_lines(settings.plan, sys.argv[1:])
         emit({"launch": lines}, json=as_json, text=lines)
@@ -260,6 +286,7 @@ def replay(
     """Rebuild a run's weights, bit for bit, from its base weights and its log."""
     import torch
 
+    from executors.mesh import alone
     from executors.planning import Asked, plan_for
     from executors.replay import replay as replay_run
     from executors.runlog import read_header
@@ -268,7 +295,8 @@ def replay(
     header = read_header(directory)
     torch.set_num_threads(threads or header["num_threads"])
     recorded = Plan.model_validate(header["plan"])
-    placed = plan_for(Asked(residency=residency.value), recorded.model, recorded, None) if residency else None
+    base = alone(recorded)
+    placed = plan_for(Asked(residency=residency.value), base.model, base, None) if residency else None
     with progress() as bar:
         task = bar.add_task("replaying", total=None)
         result = replay_run(
@@ -373,6 +401,9 @@ def _summary_view(summary: dict[str, Any]) -> RenderableType:
         ("host memory", format_bytes(summary["host_bytes"])),
         ("process", f"{format_bytes(summary['peak_rss_bytes'])} resident at most"),
     ]
+    if (sent := summary["messages"]) is not None:
+        size = format_bytes(sent["bytes_per_step"])
+        rows.append(("messages", f"{sent['num_per_step']:g} between stages per step, {size} in all"))
     if summary["lost_updates"] is not None:
         rows.append(("updates lost", _lost_words(summary["lost_updates"])))
     for name, title in (("evaluation", "last evaluation"), ("best_evaluation", "best evaluation")):

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from executors.actions import Actions
 from costmodel.model_spec import HEAD
+from executors.actions import Actions
 from executors.agreement import ReplicaWatch
 from executors.buffers import BufferStore
 from executors.communicator import Communicator
@@ -22,6 +22,7 @@ from executors.frames import Hyperparameters, StepFrame
 from executors.host_memory import HOST, HostMemory, PeersTicket
 from executors.model import Batch, CutModel, stand_in
 from executors.operands import Action
+from executors.stages import Stages
 from executors.streams import Backend, Task, Ticket
 from executors.update_watch import UpdateWatch
 from topology.errors import RunError
@@ -101,9 +102,9 @@ class Interpreter:
         return self._actions.num_queries
 
     @property
-    def sent_bytes(self) -> Mapping[tuple[int, str], int]:
-        """What every message to the next stage had on the wire, by step and instruction."""
-        return self._actions.stages.sent_bytes
+    def stages(self) -> Stages:
+        """What this rank sends to the next stage."""
+        return self._actions.stages
 
     @property
     def num_steps(self) -> int:

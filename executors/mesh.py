@@ -7,15 +7,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from costmodel.groups import joined_halves
+from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
-from zosim.plan import Mesh, Plan
+from zosim.plan import Estimator, Mesh, Plan
 
 
 def alone(plan: Plan) -> Plan:
-    """Return what one rank does in place of all those of `plan`: the same numbers, but for the rounding of sums."""
+    """Return what one rank does in place of all those of `plan`: the same numbers, but for the rounding of sums.
+
+    Codecs are left out, too: what they change are losses alone.
+    """
     if plan.placement.world_size == 1:
         return plan
     data = plan.model_dump(mode="json")
+    if not draws_by_halves(plan.estimator):
+        data["model"] = uncut(plan.model).model_dump(mode="json")
     data["mesh"], data["split"] = {}, {}
     data["placement"] |= {
         "devices": data["placement"]["devices"][:1],
@@ -23,6 +30,19 @@ def alone(plan: Plan) -> Plan:
     }
     data["residency"] |= {"transfers": "private"}
     return Plan.model_validate(data)
+
+
+def draws_by_halves(estimator: Estimator) -> bool:
+    """Whether the order of draws depends on which blocks are cut inside: one generator passes halves in turn."""
+    return (estimator.rng, estimator.order) == ("mezo", "execution")
+
+
+def uncut(model: ModelSpec) -> ModelSpec:
+    """Return a model with its cut blocks whole."""
+    if not model.cut_blocks:
+        return model
+    groups = [group.model_dump() for group in joined_halves(model.groups)]
+    return ModelSpec.model_validate(model.model_dump() | {"cut_blocks": (), "groups": groups})
 
 
 def spread(data: dict[str, Any], mesh: Mapping[str, Any]) -> None:

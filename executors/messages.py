@@ -6,7 +6,6 @@ sent.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -35,11 +34,6 @@ class Messages:
     backend : str
     timeout : timedelta
     naming : callable
-
-    Attributes
-    ----------
-    num_sent, num_bytes : Counter
-        Messages to other ranks, and what they had on the wire, by the name of what they belong to.
     """
 
     def __init__(
@@ -49,18 +43,13 @@ class Messages:
         self._rank = rank
         self._group, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout, backend=backend)
         self._naming = naming
-        self.num_sent: Counter[str] = Counter()
-        self.num_bytes: Counter[str] = Counter()
 
     def send(self, peer: int, message: Tensor, what: str) -> int:
         """Send bytes of the host to rank `peer`, and return how many went over the wire."""
         with self._naming(f"sending {what} to rank {peer}"):
             dist.send(torch.tensor([message.numel()]), peer, group=self._group)
             dist.send(message, peer, group=self._group)
-        size = LENGTH_BYTES + message.numel()
-        self.num_sent[what] += 1
-        self.num_bytes[what] += size
-        return size
+        return LENGTH_BYTES + message.numel()
 
     def recv(self, peer: int, most_bytes: int, what: str) -> Tensor:
         """Return the next message of rank `peer`.

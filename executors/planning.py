@@ -12,12 +12,12 @@ from costmodel.configs import LoRA, Prefix, read_model_spec
 from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
 from costmodel.work import DTYPE_BYTES
-from executors.mesh import mesh_named, parsed_mesh, spread
+from executors.mesh import draws_by_halves, mesh_named, parsed_mesh, spread, uncut
 from topology.documents import resolve
 from topology.errors import DoesNotFit, ModelError, PlanError
 from topology.validation import readable
 from zosim.lowering import lower_all
-from zosim.plan import Estimator, Plan, Precision, Runtime
+from zosim.plan import Estimator, Plan, Precision, Runtime, Split
 from zosim.planner import Method, Request, choose
 from zosim.profiles import profile_for
 from zosim.program import Space
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HOST = "host"
 
-_SHARING = ("pertp", "ddp", "2d")
+_SHARING = ("pertp", "ddp", "2d", "sparq")
 """Methods that share a step out among ranks, wherever blocks reside."""
 
 
@@ -48,8 +48,10 @@ class Asked:
         What a plan that is made on the spot may take of the device.
     mesh : str or None
         Such as ``"data=2,perturb=2"``.
+    cuts : tuple of str
+        Where the model is cut; empty for even cuts inside blocks.
     axes : mapping
-        Fields by axis: ``estimator``, ``residency``, ``precision``, ``runtime``.
+        Fields by axis: ``estimator``, ``residency``, ``precision``, ``runtime``, ``split``.
     """
 
     method: str | None = None
@@ -61,6 +63,7 @@ class Asked:
     allow_lossy: bool = False
     max_device_bytes: int | None = None
     mesh: str | None = None
+    cuts: tuple[str, ...] = ()
     axes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def given(self, axis: str) -> dict[str, Any]:
@@ -77,7 +80,25 @@ class Asked:
         """The mesh that the options name, or that the method means."""
         if self.mesh is not None:
             return parsed_mesh(self.mesh)
+        if self.cuts and self.method in (None, "sparq"):
+            return {"stage": len(self.cuts) + 1}
         return mesh_named(self.method, _num_devices(self.device)) if self.method in _SHARING else None
+
+    def wanted_cuts(self, num_blocks: int, base: Plan | None) -> tuple[str, ...]:
+        """Return where the model is to be cut: where the options say, or the plan that they are laid over, or evenly.
+
+        Parameters
+        ----------
+        num_blocks : int
+        base : Plan, optional
+        """
+        mesh = self.wanted_mesh
+        num_stages = base.mesh.stage if mesh is None and base is not None else (mesh or {}).get("stage", 1)
+        if self.cuts or num_stages == 1:
+            return self.cuts
+        if base is not None and base.mesh.stage == num_stages:
+            return base.split.cuts
+        return even_cuts(num_blocks, num_stages)
 
 
 def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | None) -> Plan:
@@ -103,6 +124,18 @@ def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
     else:
         start = base or _named_placement(asked, model, longest)
     plan = _laid_over(start, asked, model)
+    if plan.mesh.stage == 1 and asked.given("split"):
+        raise PlanError(
+            "codecs are for what crosses a cut, and the plan has one stage",
+            hint="add --mesh stage=2, or --method sparq",
+        )
+    known_to_lose = base is not None and base.split == plan.split
+    if plan.split.is_lossy and not (asked.allow_lossy or known_to_lose):
+        raise PlanError(
+            f"codec {plan.split.codec} (residual stream: {plan.split.residual_codec}) changes what crosses a cut, and with "
+            "it losses and updates",
+            hint="add --allow-lossy if that is meant; `zosim probe` measures what is lost",
+        )
     may_lose = asked.allow_lossy or (base is not None and base.precision.is_lossy)
     if plan.precision.is_lossy and plan.residency.blocks == "offloaded" and not may_lose:
         raise PlanError(
@@ -126,8 +159,11 @@ def _laid_over(base: Plan, asked: Asked, model: ModelSpec) -> Plan:
             )
         data["residency"] = {"blocks": asked.residency}
         data["runtime"] |= _runtime_beside(asked.residency)
-    for axis in ("estimator", "residency", "precision", "runtime"):
+    for axis in ("estimator", "residency", "precision", "runtime", "split"):
         data[axis] = data[axis] | _formats(asked, axis)
+    cuts = asked.wanted_cuts(model.num_blocks, base)
+    if list(cuts) != list(data["split"].get("cuts", ())):
+        data["split"] |= {"cuts": cuts, "densities": ()}
     if (mesh := asked.wanted_mesh) is not None:
         spread(data, mesh)
     with readable("options of zosim run", PlanError, model=Plan):
@@ -182,7 +218,7 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
         precision = Precision.model_validate(kept.get("precision", {}) | _formats(asked, "precision"))
         runtime = Runtime.model_validate(kept.get("runtime", {}) | asked.given("runtime"))
         request = Request(
-            model=model,
+            model=uncut(model),
             topology=topology,
             hardware=HOST,
             device=node,
@@ -220,8 +256,33 @@ def host_node(device: str) -> tuple[Topology, str]:
     return topology, nodes[index]
 
 
-def spec_for(model: str, adapters: LoRA | Prefix | None, **loading: Any) -> ModelSpec:
-    """Return what is known of a model: from its configuration, or where that does not tell, from the model itself.
+def spec_for(
+    model: str, adapters: LoRA | Prefix | None, asked: Asked, base: Plan | None, **loading: Any
+) -> ModelSpec:
+    """Return what is known of a model, its blocks cut as is wanted."""
+    spec = _spec_for(model, adapters, (), **loading)
+    cuts = asked.wanted_cuts(spec.num_blocks, base)
+    cut_blocks = Split(cuts=cuts).cut_blocks
+    if not cuts and base is not None and draws_by_halves(base.estimator):
+        cut_blocks = base.model.cut_blocks
+    return _spec_for(model, adapters, cut_blocks, **loading) if cut_blocks else spec
+
+
+def even_cuts(num_blocks: int, num_stages: int) -> tuple[str, ...]:
+    """Return cuts inside blocks, behind their activation functions, that part the blocks as evenly as can be.
+
+    Examples
+    --------
+    >>> even_cuts(12, 3)
+    ('block.3.mlp', 'block.7.mlp')
+    """
+    return tuple(f"block.{max(0, num_blocks * i // num_stages - 1)}.mlp" for i in range(1, num_stages))
+
+
+def _spec_for(
+    model: str, adapters: LoRA | Prefix | None, cut_blocks: tuple[int, ...], **loading: Any
+) -> ModelSpec:
+    """Return what the configuration tells of a model, or where that does not, the model itself.
 
     Raises
     ------
@@ -229,7 +290,7 @@ def spec_for(model: str, adapters: LoRA | Prefix | None, **loading: Any) -> Mode
         If there is no such model, or it cannot be run.
     """
     try:
-        return read_model_spec(model, trainable=adapters or "all")
+        return read_model_spec(model, trainable=adapters or "all", cut_blocks=cut_blocks)
     except ModelError:
         if not Path(model).is_dir() and not loading.get("allow_download"):
             raise
@@ -240,7 +301,7 @@ def spec_for(model: str, adapters: LoRA | Prefix | None, **loading: Any) -> Mode
     loaded = load_model(model, **loading)
     if adapters is not None:
         attach(loaded, adapters)
-    return spec_of_model(loaded)
+    return spec_of_model(loaded, cut_blocks=cut_blocks)
 
 
 def longest_example(path: str | Path) -> int | None:

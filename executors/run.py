@@ -332,6 +332,7 @@ class Run:
             "arena_bytes": {f"{space}/{role}": size for (space, role), size in memory.arena_bytes.items()},
             "live_bytes": memory.live_bytes,
             "peak_rss_bytes": memory.peak_rss_bytes,
+            "messages": session.messages_per_step(),
             "lost_updates": None if lost is None else asdict(lost),
             "evaluation": self.evaluations.latest,
             "best_evaluation": self.evaluations.best,

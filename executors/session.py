@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 
 from executors.agreement import refuse_unlike_sums
@@ -334,6 +335,20 @@ class Session:
         watch = self.interpreter.update_watch
         return None if watch is None else watch.result()
 
+    def messages_per_step(self) -> dict[str, float] | None:
+        """Return how many messages go between all stages in a step, and the bytes that they had on the wire; flushes.
+
+        None without stages, or before a step was run.
+        """
+        self.flush()
+        num_steps = self.num_steps - self._first_timed
+        if self.communicator is None or self.plan.mesh.stage == 1 or not num_steps:
+            return None
+        stages = self.interpreter.stages
+        own = torch.tensor([stages.num_sent, stages.num_bytes])
+        num_sent, num_bytes = self.communicator.gathered(own, "counting messages").sum(0).tolist()
+        return {"num_per_step": num_sent / num_steps, "bytes_per_step": num_bytes / num_steps}
+
     def memory(self) -> MemoryReport:
         """Return what has been measured of memory."""
         return report(self.device, self.interpreter.store.peak_bytes, self._live_bytes)
@@ -346,7 +361,7 @@ class Session:
         """
         self.flush()
         first = self._first_timed
-        sent = self.interpreter.sent_bytes
+        sent = self.interpreter.stages.sent_bytes
         spans = tuple(
             replace(item.span(self.rank), size_bytes=sent.get((item.step, item.instruction.id), 0)).shifted(
                 0, -first

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from costmodel.configs import LoRA, Prefix
 from executors.launch import DEFAULT_TIMEOUT_S
+from executors.mesh import draws_by_halves
 from executors.schedule import Schedule
 from topology.errors import PlanError, RunError
 from zosim.plan import Plan
@@ -236,6 +237,10 @@ class RunSettings:
             same["prefix"] = self.prefix.num_tokens
         if plan.runtime.restore != "arithmetic":
             same["restore"] = plan.runtime.restore
+        if plan.model.cut_blocks and draws_by_halves(plan.estimator):
+            same["cut_blocks"] = list(plan.model.cut_blocks)  # their halves are drawn one after the other
+        if plan.split.is_lossy:
+            same["split"] = plan.split.model_dump(mode="json", exclude={"densities"})
         return same | (self._lossy_identity() if plan.precision.is_lossy else {})
 
     def _lossy_identity(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from executors.halves import Halfway, Handed
 from executors.model import CutModel
 from executors.operands import Action, Unfit, one, place_of
 from executors.rng import generator_on, mixed
+from executors.streams import Backend
 from topology.errors import CodecError, ProgramError
 from zosim.program import Access, Encode, Instruction, Program, Recv, Send
 
@@ -51,8 +52,7 @@ class Stages:
     store : BufferStore
     pipeline : Pipeline or None
         None for a rank alone, whose program has no cuts.
-    device : torch.device
-        Where tensors are decoded to.
+    backend : Backend
     loaded : callable
         Returns the batch that this rank forwards.
     num_micro_batches : int
@@ -60,8 +60,10 @@ class Stages:
 
     Attributes
     ----------
+    num_sent, num_bytes : int
+        Messages that went to the next stage, and what they had on the wire.
     sent_bytes : dict
-        What every message had on the wire, by step and instruction.
+        What each had, by step and instruction, of steps that are recorded.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Stages:
         cut: CutModel,
         store: BufferStore,
         pipeline: Pipeline | None,
-        device: torch.device,
+        backend: Backend,
         loaded: Callable[[], LoadedBatch],
         num_micro_batches: int = 1,
     ) -> None:
@@ -78,9 +80,10 @@ class Stages:
         self._cut = cut
         self._store = store
         self._pipeline = pipeline
-        self._device = device
+        self._backend = backend
         self._loaded = loaded
         self._num_micro_batches = num_micro_batches
+        self.num_sent = self.num_bytes = 0
         self.sent_bytes: dict[tuple[int, str], int] = {}
 
     def encode(self, instruction: Instruction) -> Action:
@@ -130,7 +133,11 @@ class Stages:
             for width in (cut.inner_size, cut.hidden_size) if inside else (cut.hidden_size,):
                 size = length_of(message[begin:].numpy())
                 tensors.append(
-                    decode(message[begin : begin + size], shape=(*_rows(part), width), device=self._device)
+                    decode(
+                        message[begin : begin + size],
+                        shape=(*_rows(part), width),
+                        device=self._backend.device,
+                    )
                 )
                 begin += size
             made.append(Halfway(*tensors) if inside else tensors[0])
@@ -149,7 +156,11 @@ class Stages:
             if frame.replayed:
                 return
             message = self._store.values.pop(place_of(wire))
-            self.sent_bytes[frame.step, instruction.id] = pipeline.send(op.group, op.offset, message, what)
+            size = pipeline.send(op.group, op.offset, message, what)
+            self.num_sent += 1
+            self.num_bytes += size
+            if self._backend.recording:
+                self.sent_bytes[frame.step, instruction.id] = size
 
         return send
 
@@ -185,7 +196,7 @@ class Stages:
         """Return what codecs round with that do so at random: alike whenever the step is done, on every shard."""
         query = int(wire.point[1:-1]) if wire.point else 0
         cut, sign = int(wire.what.partition(":")[0].rpartition(".")[2]), _SIGNS.get(wire.point[-1:], 0)
-        return generator_on(self._device, mixed(frame.seeds[query], cut, sign, part) >> 1)
+        return generator_on(self._backend.device, mixed(frame.seeds[query], cut, sign, part) >> 1)
 
 
 def _handed(access: Access) -> Access:

@@ -93,7 +93,6 @@ class InProcess:
         self.rank = rank
         self.world_size = len(room.groups["world"][0])
         self.is_first = rank == 0
-        self.num_sent = 0
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of `group` that this one is among."""
@@ -131,7 +130,6 @@ class InProcess:
         """Send bytes to a neighbour."""
         peer = self.members(group)[self.position(group) + offset]
         self._room.mail(self.rank, peer).put(message.clone())
-        self.num_sent += 1
         return message.numel() + LENGTH_BYTES
 
     def recv(self, group: str, offset: int, most_bytes: int, what: str) -> Tensor:

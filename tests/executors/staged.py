@@ -57,11 +57,11 @@ class Case:
         data["placement"]["devices"] = ["cpu0"] * num_ranks
         return Plan.model_validate(data)
 
-    def uncut(self) -> Plan:
-        """Return the plan of one device, its model not cut."""
-        data = alone(self.plan()).model_dump(mode="json")
+    def halved(self) -> Plan:
+        """Return the plan of one device that runs either half of a cut block in turn."""
+        plan = self.plan()
         return Plan.model_validate(
-            data | {"model": spec_of_model(self.made(), "tiny").model_dump(mode="json")}
+            alone(plan).model_dump(mode="json") | {"model": plan.model.model_dump(mode="json")}
         )
 
     @property
@@ -93,7 +93,7 @@ def on_stages(case, *, steps=STEPS, work=outcome):
 def on_one_device(case, *, steps=STEPS):
     """Return what one device finds; codecs are applied where the model is cut."""
     lossless = case.codec == case.residual_codec == "none"
-    plan = case.uncut() if lossless else alone(case.plan())
+    plan = alone(case.plan()) if lossless else case.halved()
     with Session(plan, case.made(), num_micro_batches=case.num_shards, **SETTINGS) as session:
         if not lossless:
             through_codecs(session, case)
@@ -103,7 +103,7 @@ def on_one_device(case, *, steps=STEPS):
 def through_codecs(session, case):
     """Let what crosses each cut be encoded and decoded where it is."""
     interpreter, split = session.interpreter, case.plan().split
-    stages = interpreter._actions.stages
+    stages = interpreter.stages
     encode = Encode(split.codec, split.residual_codec)
     behind = {
         cut.removesuffix(".mlp") + (FRONT if cut.endswith(".mlp") else ""): i
