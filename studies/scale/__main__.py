@@ -75,11 +75,11 @@ def main() -> int:
         rows.append(naive(world if options.naive_hosts == options.hosts else _hosts(options)))
     num_ranks = world.size
     print(f"{options.model}, {options.hosts} x {options.preset}, {num_ranks} ranks; made in {made_s:.1f} s")
-    print(f"{'':42s}{'seconds':>10s}{'done':>12s}{'a second':>12s}{'step':>14s}")
+    print(f"{'':42s}{'seconds':>10s}{'done':>12s}{'a second':>12s}{'step':>16s}")
     for row in rows:
         step = "" if row.step_s is None else f"{row.step_s:.9f} s"
         print(
-            f"{row.name:42s}{row.seconds:10.3f}{row.num_done:12d}{row.num_done / row.seconds:12.0f}{step:>14s}"
+            f"{row.name:42s}{row.seconds:10.3f}{row.num_done:12d}{row.num_done / row.seconds:12.0f}{step:>16s}"
         )
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
