@@ -107,5 +107,12 @@ def rows_of(subject: Subject, term: str, times: float, *, seed: int = 0) -> list
         cost = estimate(item.work, subject.profile)
         noise = 1 + _NOISE * float(generator.standard_normal())
         measured_s = estimate(item.work, actual).seconds * noise
-        rows.append(Row(item.id, item.label, cost.seconds, measured_s, cost.terms))
+        rows.append(Row(item.id, item.label, cost.seconds, measured_s, _causes(cost.terms)))
     return rows
+
+
+def _causes(terms: Mapping[str, float]) -> dict[str, float]:
+    """Return seconds by cause, with all that depends on the rate of the generator as one."""
+    drawn = {"draw", "shared_draw", "skip"} & terms.keys()
+    rest = {name: seconds for name, seconds in terms.items() if name not in drawn}
+    return rest | ({"draw": sum(terms[name] for name in drawn)} if drawn else {})
