@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
 from tiny import batches, model_of, plan_of
 
 from costmodel.configs import LoRA
@@ -136,3 +142,48 @@ def assert_equal(case, **options):
         assert rank[0] == wanted[0]
         assert all(torch.equal(rank[3][name], tensor) for name, tensor in wanted[3].items())
         assert rank[1:3] == wanted[1:3]
+
+
+def run_staged(cases):
+    """Train cases one after the other in this rank, and return what all ranks found."""
+    from executors.communicator import Communicator
+    from executors.launch import process_group
+
+    torch.set_num_threads(1)
+    with process_group("cpu"):
+        found = {}
+        for name, case in cases.items():
+            plan = case.plan()
+            communicator = Communicator(plan.groups)
+            options = {"num_micro_batches": case.accumulate, "communicator": communicator, **SETTINGS}
+            with Session(plan, case.made(), **options) as session:
+                steps, digest, loss, _ = outcome(session, batches(STEPS, size=case.size))
+                messages = session.messages_per_step()
+            told = communicator.gathered_bytes(json.dumps([steps, digest, loss, messages]).encode(), name)
+            found[name] = [json.loads(text) for text in told]
+        return found
+
+
+def die_while_sending():
+    """Send the length of a message, and then die."""
+    import os
+    import signal
+
+    import torch.distributed as dist
+
+    from executors.launch import RankInfo, process_group
+
+    case = Case(("block.1.mlp",))
+    with process_group("cpu", timeout_s=60):
+        send, calls = dist.send, []
+
+        def dying(*arguments, **options):
+            calls.append(arguments)
+            if len(calls) == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+            send(*arguments, **options)
+
+        if RankInfo.here().rank == 0:
+            dist.send = dying
+        with Session(case.plan(), case.made(), **SETTINGS) as session:
+            outcome(session, batches(STEPS, size=case.size))

@@ -1,0 +1,157 @@
+"""Stages in processes of their own: they end as one device does, go on and replay on one, and name who dies."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import staged
+from command import saved_lines, saved_model, zosim
+from staged import Case
+from test_executors_distributed_run import digests_of, numbers_of, rank_of, shorten, started, train
+
+from executors.launch import launch
+from executors.runlog import read_header
+from topology.errors import RunError
+from zosim.plan import Plan
+from zosim.program_set import ProgramSet
+from zosim.timeline import Timeline
+
+pytestmark = pytest.mark.dist
+
+FOURS = {
+    "four": Case(("block.0.mlp", "block.1", "block.2.mlp")),
+    "two-with-shards": Case(("block.1.mlp",), mesh=(("data", 2),), codec="q4"),
+    "two-with-signs": Case(
+        ("block.0",), mesh=(("perturb", 2),), axes=(("estimator", (("rng", "counter"),)),)
+    ),
+}
+THREES = {"three": Case(("block.0", "block.1.mlp"), "llama", accumulate=2)}
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    saved_lines(folder / "data.jsonl")
+    return saved_model("opt", folder), folder / "data.jsonl"
+
+
+@pytest.fixture(scope="module")
+def runs(inputs, tmp_path_factory):
+    """A run of one rank, and the same on two stages."""
+    folder = tmp_path_factory.mktemp("stages")
+    evaluated = ("--eval-data", inputs[1], "--eval-every", 4, "--keep-best", "--checkpoint-every", 6)
+    assert train(inputs, folder / "alone", *evaluated, "--no-launch", "--residency", "resident") == 0
+    assert train(inputs, folder / "pair", *evaluated, "--method", "sparq", "--cut", "block.1.mlp") == 0
+    return folder
+
+
+@pytest.mark.parametrize("cases", [THREES, FOURS], ids=["three-ranks", "four-ranks"])
+def test_processes_are_one_device(cases):
+    num_ranks = 3 if cases is THREES else 4
+    found = launch(staged.run_staged, cases, world_size=num_ranks)
+    for name, case in cases.items():
+        wanted = json.loads(json.dumps(staged.on_one_device(case)[:3]))
+        assert [rank[:3] for rank in found[name]] == [wanted] * num_ranks
+        cuts, pipelines = len(case.cuts), num_ranks // (len(case.cuts) + 1)
+        signs = 1 if ("perturb", 2) in case.mesh else 2
+        assert found[name][0][3]["num_per_step"] == cuts * pipelines * signs
+
+
+def test_two_stages_leave_the_files_of_one_rank(runs):
+    alone, pair = runs / "alone", runs / "pair"
+    assert numbers_of(pair) == numbers_of(alone)
+    assert digests_of(pair) == digests_of(alone)
+    first, second = read_header(alone)["finished"], read_header(pair)["finished"]
+    for name in ("digest", "evaluation", "best_evaluation", "last_loss"):
+        assert first[name] == second[name]
+    for name in ("model.safetensors", "best/model.safetensors"):
+        assert (alone / name).read_bytes() == (pair / name).read_bytes()
+    for checkpoint in (alone / "checkpoints").iterdir():
+        assert checkpoint.read_bytes() == (pair / "checkpoints" / checkpoint.name).read_bytes()
+    assert Plan.load(pair / "plan.json").split.cuts == ("block.1.mlp",)
+
+
+def test_spans_have_the_bytes_that_were_sent(runs):
+    programs, timeline = (
+        ProgramSet.load(runs / "pair" / "program.json"),
+        Timeline.load(runs / "pair" / "timeline.json"),
+    )
+    for rank in range(2):
+        spans = {s.instruction for s in timeline.spans if s.rank == rank and s.part == "step"}
+        assert spans == {i.id for i in programs.program_of(rank).step}
+    sent = read_header(runs / "pair")["finished"]["messages"]
+    spans = [span for span in timeline.spans if span.label == "send"]
+    assert sent["num_per_step"] * STEPS == len(spans)
+    assert sent["bytes_per_step"] * STEPS == sum(span.size_bytes for span in spans)
+    assert not any(span.size_bytes for span in timeline.spans if span.label != "send")
+    # Headers, and at most 9 tokens of 4 sequences, 52 wide inside the block and 32 wide beside it.
+    assert all(0 < span.size_bytes <= 8 + 2 * (40 + 3 * 8) + 4 * 9 * (52 + 32) * 4 for span in spans)
+
+
+def test_one_rank_replays_stages(runs, inputs, tmp_path):
+    assert zosim("replay", runs / "pair", "--model", inputs[0], "-o", tmp_path) == 0
+    assert (tmp_path / "model.safetensors").read_bytes() == (runs / "alone/model.safetensors").read_bytes()
+
+
+def test_a_killed_stage_is_named_and_one_rank_goes_on(runs, inputs, tmp_path):
+    out = tmp_path / "out"
+    with started(inputs, out, "--mesh", "stage=2", "--residency", "resident", steps=400) as run:
+        victim = rank_of(run, 1, out, num_rows=2)
+        begin = time.monotonic()
+        victim.send_signal(signal.SIGKILL)
+        said = run.communicate(timeout=60)[1]
+    assert run.returncode == 2
+    assert time.monotonic() - begin < 20
+    assert "rank 1 died (SIGKILL), last at step[" in said
+    shorten(out, STEPS)
+    assert train(inputs, out, "--resume", "--no-launch", "--mesh", "data=1", "--steps", STEPS) == 0
+    assert numbers_of(out) == numbers_of(runs / "alone")
+    assert (out / "model.safetensors").read_bytes() == (runs / "alone/model.safetensors").read_bytes()
+
+
+def test_a_run_of_one_goes_on_on_stages(runs, inputs, tmp_path):
+    out = tmp_path / "out"
+    assert train(inputs, out, "--no-launch", "--residency", "resident", steps=5) == 0
+    assert train(inputs, out, "--resume", "--mesh", "stage=2", "--steps", STEPS) == 0
+    assert Plan.load(out / "plan.json").split.cuts == ("block.0.mlp",)
+    assert numbers_of(out) == numbers_of(runs / "alone")
+    assert (out / "model.safetensors").read_bytes() == (runs / "alone/model.safetensors").read_bytes()
+
+
+def test_a_stage_that_dies_while_it_sends_is_named():
+    begin = time.monotonic()
+    with pytest.raises(RunError, match=r"rank 0 died \(SIGKILL\), last at step\["):
+        launch(staged.die_while_sending, world_size=2)
+    assert time.monotonic() - begin < 30
+
+
+def test_codecs_need_leave_and_something_to_encode(inputs, tmp_path, capsys):
+    asked = ("--method", "sparq", "--cut", "block.1.mlp", "--codec", "q4")
+    assert train(inputs, tmp_path / "out", *asked) == 2
+    assert "codec q4 (residual stream: none) changes what crosses a cut" in capsys.readouterr().err
+    assert train(inputs, tmp_path / "out", "--codec", "q4", "--allow-lossy") == 2
+    assert "the plan has one stage" in capsys.readouterr().err
+    assert train(inputs, tmp_path / "out", "--mesh", "stage=2", "--cut", "block.7.mlp") == 2
+    assert "there is no block 7 to cut" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_codec_changed_is_gone_on_with_by_the_same_alone(runs, inputs, tmp_path, capsys):
+    out = tmp_path / "out"
+    coded = ("--method", "sparq", "--cut", "block.1.mlp", "--codec", "q8", "--allow-lossy")
+    assert train(inputs, out, *coded, steps=3) == 0
+    assert numbers_of(out) != numbers_of(runs / "alone")[:3]
+    assert train(inputs, out, "--resume", "--mesh", "data=1", "--no-launch", "--steps", STEPS) == 2
+    assert "was run with split=" in capsys.readouterr().err
+    assert train(inputs, out, "--resume", "--steps", STEPS) == 0
+    assert zosim("replay", out, "--model", inputs[0], "-o", tmp_path / "again") == 0
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
