@@ -36,6 +36,9 @@ OUTLIER = 0.20
 IDENTIFIED = 0.5
 """A constant is identified if the data shrink its uncertainty to less than this part of the prior's."""
 
+_VAGUE = 0.5
+"""Least standard deviation of a bandwidth's prior, in logs."""
+
 _NOT_FITTED = frozenset(
     {"cache_bytes", "copy_cores", "context_bytes", "allocator_slack", "allocation_granularity", "step_s"}
 )
@@ -254,7 +257,7 @@ class _Problem:
             profile,
             tuple(constant.name for constant in constants),
             np.log([constant.value for constant in constants]),
-            np.array([_prior_sigma(constant) for constant in constants]),
+            np.array([_prior_sigma(constant, profile.device_kind) for constant in constants]),
             np.log([measurement.duration_s(statistic) for measurement in measurements]),
             dict(profile.values()),
             statistic,
@@ -289,10 +292,14 @@ class _Problem:
         return np.stack(columns, axis=1)
 
 
-def _prior_sigma(constant: Constant) -> float:
-    """Return half the base interval in logs; one that reaches zero counts as a factor of ten."""
+def _prior_sigma(constant: Constant, kind: DeviceKind) -> float:
+    """Return half the base interval in logs; one that reaches zero counts as a factor of ten.
+
+    A narrow one of a bandwidth of a CPU is not believed: its memory may have been measured while others used it.
+    """
     low = constant.low if constant.low > 0 else constant.value / 10
-    return max(0.05, math.log(constant.high / low) / 2)
+    least = _VAGUE if kind == "cpu" and constant.unit == "byte/s" else 0.05
+    return max(least, math.log(constant.high / low) / 2)
 
 
 def _predicted_s(measurement: Measurement, values: Mapping[str, float], kind: DeviceKind) -> float:
@@ -302,6 +309,8 @@ def _predicted_s(measurement: Measurement, values: Mapping[str, float], kind: De
     that is what was measured: where there is no work.
     """
     terms = work_terms(measurement.work, values, measurement.direction)
+    if measurement.work.link_bytes:
+        return values["message_s"] + measurement.work.link_bytes / values["loopback_bandwidth"]
     if len(terms) > 1:
         terms.pop("overhead")
     return combine_terms(terms, kind)
@@ -362,10 +371,10 @@ def _open_reason(column: Array, shrinkage: float) -> str:
 
 
 def _kept(base: Constant, value: float) -> Constant:
-    inside = min(max(value, base.low), base.high)
-    return base.model_copy(
-        update={"value": inside, "source": f"not identified by calibration; {base.source}"}
-    )
+    """Return a constant that data leave open at the value that the others were fitted beside."""
+    ends = {"low": min(base.low, value), "high": max(base.high, value)}
+    source = f"not identified by calibration; {base.source}"
+    return base.model_copy(update={"value": value, "source": source, **ends})
 
 
 def _determined(base: Constant, x: float, half: float, count: int) -> Constant:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from costmodel.collectives import MESSAGE_S
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.work import DTYPE_BYTES, DType
 from topology import Topology
@@ -64,6 +65,15 @@ _CPU_NORMALS: dict[DType, Spread] = {
 }
 _CPU_DRAW_SOURCE = "measured with torch 2.13 on one x86-64 core: 0.39 G normals/s, 2.45 G signs/s"
 _CPU_SIGNS_PER_NORMAL = 6.3
+_CPU_SKIPPED: dict[str, Spread] = {"normal": (0.5, 0.2, 1.0), "rademacher": (0.15, 0.03, 1.0)}
+_CPU_SKIPPED_SOURCE = (
+    "measured with torch 2.13 on one x86-64 core: a random word takes 1.6 ns, a normal 2.9 ns"
+)
+_CPU_SHARED_SOURCE = "assumed: threads draw their blocks at the same rate, seeding and waiting apart"
+_CPU_CASTS: Spread = (0.8e9, 0.1e9, 4e9)
+_CPU_CASTS_SOURCE = "assumed: one core between memory and a conversion"
+_LOOPBACK: Spread = (2e9, 0.3e9, 8e9)
+_LOOPBACK_SOURCE = "assumed: gloo through the host's loopback, a copy into the socket and one out of it"
 _GPU_DRAW_WRITE: Spread = (0.35, 0.10, 0.90)
 _GPU_DRAW_SOURCE = "assumed: Philox and Box-Muller, at best as fast as the numbers can be written to memory"
 
@@ -84,8 +94,11 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "matmul_half_dim.bfloat16": (16.0, 2.0, 96.0),
         "matmul_half_dim.float16": (16.0, 2.0, 96.0),
         "kept_row_s": (5e-6, 1e-6, 25e-6),
+        "sharing_s": (50e-6, 5e-6, 500e-6),
+        "shared_draw_part": (1.0, 1.0, 1.0),
         "copy_latency_s": (2e-6, 0.2e-6, 50e-6),
-        "copy_cores": (1.0, 1.0, 1.0),
+        "copy_cores": (1.0, 0.3, 1.5),
+        "message_s": (MESSAGE_S["cpu"], 1e-5, 4e-4),
         "allocation_s": (5e-6, 0.5e-6, 50e-6),
         "allocation_s_per_byte": (0.2e-9, 0.05e-9, 0.7e-9),
         "instruction_s": (30e-6, 5e-6, 200e-6),
@@ -106,8 +119,12 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "memory_overlap": (1.0, 1.0, 1.0),
         "product_s": (0.0, 0.0, 0.0),
         "kept_row_s": (0.0, 0.0, 0.0),
+        "sharing_s": (0.0, 0.0, 0.0),
+        "shared_draw_part": (1.0, 1.0, 1.0),
+        "skip_part": (1.0, 1.0, 1.0),
         "copy_latency_s": (10e-6, 4e-6, 40e-6),
         "copy_cores": (0.0, 0.0, 0.0),
+        "message_s": (MESSAGE_S["gpu"],) * 3,
         "allocation_s": (300e-6, 30e-6, 3e-3),
         "allocation_s_per_byte": (0.02e-9, 0.0, 0.2e-9),
         "instruction_s": (30e-6, 5e-6, 200e-6),
@@ -126,6 +143,9 @@ _HOST_SOURCES = {
     "product_s.bfloat16": "measured with torch 2.13: oneDNN finds or makes a primitive for every product",
     "product_s.float16": "assumed as for bfloat16",
     "kept_row_s": "a loop in Python on a CPU, one kernel on a GPU",
+    "sharing_s": "assumed: threads of torch's end, others start; a GPU draws with all it has",
+    "shared_draw_part": "a GPU draws with all it has; signs are made by torch's own threads",
+    "skip_part": "a GPU makes the numbers that it passes over",
     "call_s.embed": "assumed: the model's code from its entry to the first block",
     "call_s.block": "assumed: a block's Python modules",
     "call_s.head": "assumed: the model's code from the last block to the loss",
@@ -226,6 +246,8 @@ def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
     for name in ("memory_bandwidth", "elementwise_bandwidth", "sweep_bandwidth", "scratch_bandwidth"):
         yield _constant(name, _STREAM, source, scale=memory)
     yield _constant("exponential_rate", _GPU_EXPONENTIALS, _GPU_EXPONENTIALS_SOURCE, scale=memory)
+    for dtype, width in DTYPE_BYTES.items():
+        yield _constant(f"cast_rate.{dtype}", _STREAM, source, scale=memory / (3 * width))
     for name in ("elementwise_cache_bandwidth", "sweep_cache_bandwidth"):
         yield _constant(name, (1.7, 0.8, 3.0), "assumed: L2 against memory bandwidth", scale=memory)
     for dtype, width in DTYPE_BYTES.items():
@@ -254,7 +276,13 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
             scale = threads if name != "sweep_bandwidth" else 1.0
             widened = (value * factor, low * factor, high)
             yield _constant(f"{name}.{dtype}", widened, f"{source}; widened to compute with", scale=scale)
+    for dtype in DTYPE_BYTES:
+        yield _constant(f"cast_rate.{dtype}", _CPU_CASTS, _CPU_CASTS_SOURCE, scale=threads)
     for dtype, normals in _CPU_NORMALS.items():
+        for distribution, part in _CPU_SKIPPED.items():
+            yield _constant(f"skip_part.{distribution}.{dtype}", part, _CPU_SKIPPED_SOURCE)
+        shared = (1.1 / threads, 0.8 / threads, 2.5 / threads)
+        yield _constant(f"shared_draw_part.normal.{dtype}", shared, _CPU_SHARED_SOURCE)
         yield _constant(f"draw_rate.normal.{dtype}", normals, _CPU_DRAW_SOURCE)
         name = f"draw_rate.rademacher.{dtype}"
         yield _constant(name, normals, _CPU_DRAW_SOURCE, scale=_CPU_SIGNS_PER_NORMAL)
@@ -276,6 +304,7 @@ def _copy_constants(topology: Topology, device_id: str, spec: DeviceSpec) -> Ite
             name = f"copy_{direction}_bandwidth"
             yield _constant(name, spread, f"memcpy by one thread: {_CORE_SOURCE}")  # type: ignore[arg-type]
         yield _constant("copy_cache_bandwidth", _CACHE, "assumed: memcpy by one thread in its cache")
+        yield _constant("loopback_bandwidth", _LOOPBACK, _LOOPBACK_SOURCE)
         return
     memory = topology.host_memory(device_id).id
     for direction, ends in (("h2d", (memory, device_id)), ("d2h", (device_id, memory))):
@@ -283,3 +312,4 @@ def _copy_constants(topology: Topology, device_id: str, spec: DeviceSpec) -> Ite
         source = "bandwidth of the route, of which pinned copies reach 75-95 %"
         yield _constant(f"copy_{direction}_bandwidth", (0.9, 0.6, 1.0), source, scale=bandwidth)
     yield _constant("copy_cache_bandwidth", (0.9, 0.6, 1.0), f"{source}; no cache helps it", scale=bandwidth)
+    yield _constant("loopback_bandwidth", (1.0, 1.0, 1.0), "GPUs have links of their own", scale=bandwidth)

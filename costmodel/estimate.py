@@ -20,8 +20,8 @@ from topology.errors import ProfileError
 CopyDirection = Literal["h2d", "d2h"]
 
 _HOST_TERMS = ("dispatch", "overhead")
-_SERIAL_TERMS = frozenset({"draw", "allocation", *_HOST_TERMS})
-"""What one core does alone: torch's CPU generators draw on one thread whatever the number of threads."""
+_SERIAL_TERMS = frozenset({"draw", "skip", "allocation", *_HOST_TERMS})
+"""What one core does alone: torch draws on one thread of a CPU, unless the executor cuts a draw for several."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class OperationCost:
     seconds : float
         Duration with nothing else running.
     terms : mapping of str to float
-        Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``exponential``, ``sweep``, ``draw``, ``copy``, ``allocation``,
-        ``kernels``, ``dispatch``, ``overhead``. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
+        Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``exponential``, ``sweep``, ``draw``,
+        ``shared_draw``, ``skip``, ``cast``, ``copy``, ``allocation``, ``kernels``, ``dispatch``, ``overhead``. On a CPU
+        they add up to `seconds`; on a GPU launches and kernels overlap.
     limiter : str
         The largest term.
     cores : float
@@ -90,7 +91,8 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
         "elementwise": _cached_s(work.elementwise_bytes, work.num_kernels, "elementwise", values),
         "exponential": work.num_exponentials / values["exponential_rate"],
         "sweep": _sweep_s(work, values),
-        "draw": _draw_s(work, values),
+        **_draw_terms(work, values),
+        "cast": work.num_casts / _by_format("cast_rate", work.cast_dtype, values) if work.num_casts else 0.0,
         "copy": _copy_s(work, values, direction),
         "allocation": work.num_allocations * values["allocation_s"]
         + work.allocation_bytes * values["allocation_s_per_byte"],
@@ -154,11 +156,20 @@ def _sweep_s(work: Work, values: Mapping[str, float]) -> float:
     return scratch_s + _cached_s(work.sweep_bytes, 1, "sweep", values, work.dtype)
 
 
-def _draw_s(work: Work, values: Mapping[str, float]) -> float:
-    if work.num_normals == 0:
-        return 0.0
-    numbers_s = work.num_normals / _rate(f"draw_rate.{work.distribution}", work.draw_dtype, values)
-    return numbers_s + work.num_kept_rows * values["kept_row_s"]
+def _draw_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of what one thread draws, of what all draw at once, and of what is passed over."""
+    if work.num_normals == work.num_skipped == 0:
+        return {}
+    number_s = 1 / _rate(f"draw_rate.{work.distribution}", work.draw_dtype, values)
+    kind = f"{work.distribution}.{work.draw_dtype}"
+    alone_s = (work.num_normals - work.num_shared_normals) * number_s
+    shared_s = work.num_shared_normals * number_s * _by_format("shared_draw_part", kind, values)
+    skipped_s = work.num_skipped * number_s * _by_format("skip_part", kind, values)
+    return {
+        "draw": alone_s + work.num_kept_rows * values["kept_row_s"],
+        "shared_draw": shared_s + work.num_shared_draws * values["sharing_s"],
+        "skip": skipped_s,
+    }
 
 
 def _copy_s(work: Work, values: Mapping[str, float], direction: CopyDirection) -> float:
@@ -206,5 +217,6 @@ def _memory_bytes(work: Work, cache_bytes: float, device_kind: DeviceKind) -> in
     )
     parameters = work.sweep_bytes - _cached_bytes(work.sweep_bytes, 1, cache_bytes)
     draws = work.num_normals * DTYPE_BYTES[work.draw_dtype]
+    casts = work.num_casts * (DTYPE_BYTES[work.dtype] + DTYPE_BYTES[work.cast_dtype])
     copies = work.copy_bytes * (2 if device_kind == "cpu" else 1)
-    return round(products + activations + parameters + draws + copies)
+    return round(products + activations + parameters + draws + casts + copies)

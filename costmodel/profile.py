@@ -10,7 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from topology.errors import ProfileError
 
@@ -18,6 +26,8 @@ Bound = Literal["central", "low", "high"]
 """Which end of a duration is wanted: ``low`` the shortest that the intervals allow, ``high`` the longest."""
 
 DeviceKind = Literal["cpu", "gpu"]
+
+_VERSION = 2
 
 CONSTANT_UNITS: dict[str, str] = {
     "matmul_rate": "flop/s",
@@ -34,7 +44,11 @@ CONSTANT_UNITS: dict[str, str] = {
     "cache_bytes": "byte",
     "exponential_rate": "number/s",
     "draw_rate": "number/s",
+    "shared_draw_part": "1",
+    "sharing_s": "s",
+    "skip_part": "1",
     "kept_row_s": "s",
+    "cast_rate": "number/s",
     "kernel_s": "s",
     "dispatch_s": "s",
     "product_s": "s",
@@ -44,6 +58,8 @@ CONSTANT_UNITS: dict[str, str] = {
     "copy_cache_bandwidth": "byte/s",
     "copy_latency_s": "s",
     "copy_cores": "core",
+    "message_s": "s",
+    "loopback_bandwidth": "byte/s",
     "allocation_s": "s",
     "allocation_s_per_byte": "s/byte",
     "instruction_s": "s",
@@ -70,19 +86,32 @@ CONSTANT_UNITS: dict[str, str] = {
     Of temporaries between the passes of one sweep: cached pieces on a CPU, memory on a GPU.
 ``exponential_rate``
     Exponentials per second, beyond the time that reading and writing takes.
-``draw_rate.<distribution>.<dtype>``, ``kept_row_s``
-    Random numbers written per second; time per row that is picked out of a table's numbers.
+``draw_rate.<distribution>.<dtype>``
+    Random numbers written per second, by one thread of a CPU.
+``shared_draw_part[.<distribution>.<dtype>]``, ``sharing_s``
+    Part of that time that a number takes where all of a CPU's threads draw at once; what it takes to get them
+    together and apart.
+``skip_part[.<distribution>.<dtype>]``, ``kept_row_s``
+    Part of a number's time that passing over it takes; time per row that is picked out of a table's numbers.
+``cast_rate[.<dtype>]``
+    Numbers rewritten per second from or to a format of which they are the wider, or the narrower, form.
 ``kernel_s``
     What a device takes for any kernel, however small: start, tail and the gap before the next.
 ``dispatch_s``, ``product_s[.<dtype>]``, ``call_s.<embed|block|head>``, ``instruction_s``, ``step_s``
     Host time per kernel, per matrix product besides, per segment of model code entered, per instruction of a program, per training step.
 ``copy_*``
     Host to device and back, the first ``cache_bytes`` of each copy at the cache's bandwidth; on a CPU a copy is a thread that takes ``copy_cores`` cores.
+``message_s``, ``loopback_bandwidth``
+    Of exchanges among ranks: time of a small message besides a link's latency, and what passes per second between
+    two CPU ranks of one host.
 ``allocation_s``, ``allocation_s_per_byte``
     Of a call that the allocator's cache cannot serve, page faults included.
 ``context_bytes``, ``allocator_slack``, ``allocation_granularity``
     Memory the runtime takes, fraction lost to fragmentation, and the size that tensors are rounded up to.
 """
+
+
+_MEMORY_KINDS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
 
 
 class Constant(BaseModel):
@@ -132,14 +161,26 @@ class Constant(BaseModel):
         """Whether more of it makes things faster."""
         return self.unit.endswith("/s")
 
-    def at(self, bound: Bound) -> float:
-        """Return the end of the interval that makes durations shortest (``low``) or longest (``high``)."""
+    def at(self, bound: Bound, scale: float = 1.0) -> float:
+        """Return the end of the interval that makes durations shortest (``low``) or longest (``high``).
+
+        Parameters
+        ----------
+        scale : float
+            How far to go towards that end, on a scale of factors: 0 is the value, 1 the end. Sizes of memory always go
+            the whole way.
+        """
         if bound == "central":
             return self.value
         shortest, longest = (
             (self.high, self.low) if self.is_rate or self.kind == "cache_bytes" else (self.low, self.high)
         )
-        return shortest if bound == "low" else longest
+        end = shortest if bound == "low" else longest
+        if scale == 1.0 or self.kind in _MEMORY_KINDS:
+            return end
+        if self.value > 0 and end > 0:
+            return self.value * math.exp(scale * math.log(end / self.value))
+        return max(0.0, self.value + scale * (end - self.value))
 
 
 class Profile(BaseModel):
@@ -154,18 +195,22 @@ class Profile(BaseModel):
     num_cores : int
         Cores of the host that its threads and copy threads share.
     origin : {"datasheet", "calibrated"}
+    interval_scale : float
+        How much of their intervals the constants leave at once in the low and the high end of a prediction. They do not all
+        lie at one end together; calibration finds the part that would have held its whole steps 90 times in 100.
     constants : tuple of Constant
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["zosim-profile"] = "zosim-profile"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     device_name: str
     device_kind: DeviceKind
     num_threads: PositiveInt
     num_cores: PositiveInt
     origin: Literal["datasheet", "calibrated"]
+    interval_scale: PositiveFloat = 1.0
     constants: tuple[Constant, ...]
 
     @model_validator(mode="after")
@@ -185,7 +230,7 @@ class Profile(BaseModel):
     @cached_property
     def _values(self) -> dict[Bound, dict[str, float]]:
         bounds: tuple[Bound, ...] = ("central", "low", "high")
-        return {bound: {c.name: c.at(bound) for c in self.constants} for bound in bounds}
+        return {bound: {c.name: c.at(bound, self.interval_scale) for c in self.constants} for bound in bounds}
 
     def values(self, bound: Bound = "central") -> Mapping[str, float]:
         """Return every constant's value by name, at one end of its interval."""
@@ -259,8 +304,8 @@ def load_profile(path: str | Path) -> Profile:
     if not isinstance(content, dict) or content.get("format") != "zosim-profile":
         message = f"{path} is not a profile: its format is not 'zosim-profile'"
         raise ProfileError(message)
-    if content.get("version") != 1:
-        message = f"the profile {path} has version {content.get('version')!r}, this program reads version 1"
+    if content.get("version") != _VERSION:
+        message = f"the profile {path} has version {content.get('version')!r}, this program reads version {_VERSION}"
         raise ProfileError(message, hint="calibrate again to write a new one")
     _check_digest(content, path)
     try:

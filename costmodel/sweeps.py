@@ -33,18 +33,39 @@ def draw_work(
     dtype: DType = "float32",
     distribution: Distribution = "normal",
     num_tensors: int = 1,
+    num_skipped: int = 0,
     num_kept_rows: int = 0,
+    is_shared: bool = False,
+    is_scaled: bool = False,
 ) -> Work:
     """Return the work of drawing a direction of `num_elements` into a buffer, one kernel per tensor.
 
-    With `num_kept_rows`, only so many rows of it are kept. Writing the numbers is part of drawing them: the rate of a generator is measured into memory.
+    Parameters
+    ----------
+    num_elements : int
+        Numbers that are made. Writing them is part of it: the rate of a generator is measured into memory.
+    num_skipped : int
+        Numbers that the generator passes over besides.
+    num_kept_rows : int
+        Rows of a table that `num_elements` are, one drawn after the other.
+    is_shared : bool
+        Whether all of a CPU's threads draw at once.
+    is_scaled : bool
+        Whether the numbers are kept times a factor. A generator of float32 multiplies as it draws; numbers of
+        narrower formats are read and written once more, piece by piece in cache.
     """
+    width = DTYPE_BYTES[dtype]
     return Work(
+        dtype=dtype,
         num_normals=num_elements,
+        num_shared_normals=num_elements if is_shared else 0,
+        num_shared_draws=int(is_shared),
+        num_skipped=num_skipped,
         draw_dtype=dtype,
         distribution=distribution,
         num_kernels=num_tensors,
         num_kept_rows=num_kept_rows,
+        scratch_bytes=2 * width * num_elements if is_scaled and width < DTYPE_BYTES["float32"] else 0,
     )
 
 
@@ -147,8 +168,8 @@ def update_work(
 
 def cast_work(num_elements: int, *, source: DType, target: DType, num_tensors: int = 1) -> Work:
     """Return the work of rewriting `num_elements` in another format: one read, one write."""
-    width = DTYPE_BYTES[source] + DTYPE_BYTES[target]
-    return Work(dtype=source, elementwise_bytes=num_elements * width, num_kernels=num_tensors)
+    narrower, wider = sorted((source, target), key=DTYPE_BYTES.__getitem__)
+    return Work(dtype=wider, num_casts=num_elements, cast_dtype=narrower, num_kernels=num_tensors)
 
 
 def copy_work(size_bytes: int) -> Work:

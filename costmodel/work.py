@@ -95,8 +95,18 @@ class Work(_Counted):
         tangent counts as several.
     num_normals : int
         Random numbers drawn.
+    num_shared_normals : int
+        Of these, those that all of a CPU's threads draw at once; one thread draws the others.
+    num_shared_draws : int
+        Times that threads come together to draw.
+    num_skipped : int
+        Random numbers that a generator passes over, because nobody needs them.
     num_kept_rows : int
-        Rows that are picked one by one out of numbers that are drawn and not kept.
+        Rows that are picked one by one out of numbers that are passed over.
+    num_casts : int
+        Numbers rewritten in another format.
+    cast_dtype : str
+        The narrower of the two formats.
     draw_dtype : str
         Format that they are drawn in (generators differ in speed by format).
     distribution : str
@@ -126,7 +136,12 @@ class Work(_Counted):
     scratch_bytes: NonNegativeInt = 0
     num_exponentials: NonNegativeInt = 0
     num_normals: NonNegativeInt = 0
+    num_shared_normals: NonNegativeInt = 0
+    num_shared_draws: NonNegativeInt = 0
+    num_skipped: NonNegativeInt = 0
     num_kept_rows: NonNegativeInt = 0
+    num_casts: NonNegativeInt = 0
+    cast_dtype: DType = "float32"
     draw_dtype: DType = "float32"
     distribution: Literal["normal", "rademacher"] = "normal"
     num_kernels: NonNegativeInt = 0
@@ -143,21 +158,26 @@ class Work(_Counted):
         Raises
         ------
         ValueError
-            If both multiply matrices in different formats, or both draw numbers of different kinds: one
-            :class:`Work` states one of each.
+            If both multiply matrices in different formats, draw numbers of different kinds or rewrite them in
+            different formats: one :class:`Work` states one of each.
         """
         sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
-        drawing = self if self.num_normals or not other.num_normals else other
+        drawing = self if self._draws or not other._draws else other
+        casting = self if self.num_casts or not other.num_casts else other
         formatted = max(self, other, key=lambda work: (work._multiplies, work.sweep_bytes > 0))
-        if self.num_normals and other.num_normals and _draw_kind(self) != _draw_kind(other):
+        if self._draws and other._draws and _draw_kind(self) != _draw_kind(other):
             message = f"cannot add draws of {_draw_kind(self)} and of {_draw_kind(other)}"
             raise ValueError(message)
         if self._multiplies and other._multiplies and self.dtype != other.dtype:
             message = f"cannot add matrix products in {self.dtype} and in {other.dtype}"
             raise ValueError(message)
+        if self.num_casts and other.num_casts and self.cast_dtype != other.cast_dtype:
+            message = f"cannot add casts of {self.cast_dtype} and of {other.cast_dtype}"
+            raise ValueError(message)
         return Work(
             dtype=formatted.dtype,
             draw_dtype=drawing.draw_dtype,
+            cast_dtype=casting.cast_dtype,
             distribution=drawing.distribution,
             matmuls=self.matmuls + other.matmuls,
             attention=self.attention + other.attention,
@@ -171,6 +191,10 @@ class Work(_Counted):
         return bool(self.matmuls or self.attention)
 
     @property
+    def _draws(self) -> bool:
+        return bool(self.num_normals or self.num_skipped)
+
+    @property
     def flops(self) -> int:
         """All floating-point operations of matrix products and attention."""
         return sum(part.flops for part in self.matmuls) + sum(part.flops for part in self.attention)
@@ -182,7 +206,11 @@ _SUMMED = (
     "scratch_bytes",
     "num_exponentials",
     "num_normals",
+    "num_shared_normals",
+    "num_shared_draws",
+    "num_skipped",
     "num_kept_rows",
+    "num_casts",
     "num_kernels",
     "copy_bytes",
     "link_bytes",

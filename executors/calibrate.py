@@ -9,15 +9,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
 
 from costmodel.calibration import Measurement
+from executors.exchange_probes import exchange_probes
 from executors.heap import keep_freed_memory
-from executors.probes import Action, Probe, kernel_probes, segment_probes
+from executors.probes import kernel_probes, segment_probes
+from executors.probing import Action, Probe
 from executors.quiet import OtherLoad
 from topology.errors import RunError
 
@@ -95,8 +97,9 @@ def calibrate(
     where = _device(device)
     if where.type == "cpu":
         keep_freed_memory()
-    with _threads(threads), torch.no_grad():
-        probes = [*kernel_probes(where, dtypes), *segment_probes(where, dtypes)]
+    peer = exchange_probes() if where.type == "cpu" else nullcontext([])
+    with _threads(threads), torch.no_grad(), peer as exchanges:
+        probes = [*kernel_probes(where, dtypes), *segment_probes(where, dtypes), *exchanges]
         sampled = _sample(probes, where, budget_s, on_round)
     return [_measurement(samples, threads) for samples in sampled]
 

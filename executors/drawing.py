@@ -15,13 +15,10 @@ from executors.frames import StepFrame
 from executors.operands import Action, Unfit, one, place_of
 from executors.walks import Walk
 from zosim.lowering.directions import SCALED
-from zosim.lowering.layout import NUM_RNG_MARKS
+from zosim.lowering.layout import NUM_RNG_MARKS, SHARED_DRAW_ELEMENTS
 from zosim.program import Access, Draw, Instruction
 
 _RNG = "rng:"
-_SHARED_ELEMENTS = 1 << 16
-"""Groups of at least this many elements are drawn again by several threads at once."""
-
 Fill = Callable[[StepFrame, Generator], list[Tensor]]
 """Draws on from a generator and returns its states at the marks on the way."""
 
@@ -128,7 +125,7 @@ class Drawing:
     def _walk(self, op: Draw) -> Walk:
         numels = [tensor.num_elements for tensor in self._part(op).tensors]
         direction = direction_named(op.distribution)
-        is_cut = self._device.type == "cpu" and sum(numels) >= _SHARED_ELEMENTS
+        is_cut = self._device.type == "cpu" and sum(numels) >= SHARED_DRAW_ELEMENTS
         return Walk(numels, direction, NUM_RNG_MARKS if is_cut else 1)
 
     def _fill(self, op: Draw, walk: Walk, wanted: Sequence[Access]) -> Fill:

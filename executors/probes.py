@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from costmodel.estimate import CopyDirection
 from costmodel.forward import forward_work
 from costmodel.model_spec import EMBED, HEAD, block_segment
-from costmodel.sweeps import allocation_work, copy_work, draw_work, perturb_work, update_work
-from costmodel.work import Attention, DType, Matmul, Work
+from costmodel.sweeps import allocation_work, copy_work, perturb_work, update_work
+from costmodel.work import Attention, Matmul, Work
 from executors.arithmetic import Sweeper
 from executors.buffers import TORCH_DTYPES
-from executors.directions import Direction, direction_named
+from executors.directions import direction_named
+from executors.draw_probes import draw_probes
 from executors.model import Batch, CutModel, StepCache
+from executors.probing import (
+    CACHE_BYTES,
+    MEMORY_BYTES,
+    Action,
+    Probe,
+    cold_copies,
+    format_named,
+    random_tensor,
+)
 from executors.rng import generator_on
 from executors.spec import spec_of_model
 from executors.streams import Task, Ticket, backend_for
-from executors.walks import draw_rows
 from zosim.program import Instruction, Scalar, Stream
-
-Action = Callable[[], object]
-
-MEMORY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
-"""Far above any cache that a core can call its own."""
-
-CACHE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 MATMUL_SHAPES = {
     "cpu": (
@@ -72,43 +73,13 @@ The first is so small that calling it is all it takes: a model's modules cost fa
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Something to time.
-
-    Attributes
-    ----------
-    name : str
-    work : Work
-        What it counts as.
-    run : callable
-        Does it `num_done` times; on a GPU, issues it.
-    direction : str
-        Which way bytes are copied, where they are.
-    beside : callable or None
-        Runs over and over on another thread meanwhile, to see what the two take from each other.
-    before : callable or None
-        Runs before each sample and is not timed; such a sample runs the probe once.
-    num_done : int
-    """
-
-    name: str
-    work: Work
-    run: Action
-    direction: CopyDirection = "h2d"
-    beside: Action | None = None
-    before: Action | None = None
-    num_done: int = 1
-
-
 def kernel_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe]:
     """Yield probes of single kernels, copies and allocations, and of an instruction that does nothing."""
     for dtype in dtypes:
         yield from _matmuls(device, dtype)
         yield from _attentions(device, dtype)
         yield from _sweeps(device, dtype)
-        yield from _draws(device, dtype)
-    yield from _kept_rows(device, dtypes[0])
+    yield from draw_probes(device, dtypes)
     yield from _elementwise(device)
     yield from _exponentials(device)
     yield from _dispatch(device)
@@ -125,39 +96,28 @@ def segment_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Prob
             yield from _segments(device, dtype, hidden, vocab, batch, seq)
 
 
-def _random(device: torch.device, dtype: str, *shape: int) -> Tensor:
-    return torch.randn(shape, device=device, generator=generator_on(device, 0)).to(TORCH_DTYPES[dtype])
-
-
-def _copies_of(make: Callable[[], Tensor], device: torch.device) -> list[Tensor]:
-    """Return as many tensors as overflow the caches, so that taking turns finds each of them cold."""
-    first = make()
-    size = first.numel() * first.element_size()
-    return [first, *(make() for _ in range(min(64, MEMORY_BYTES[device.type] // size)))]
-
-
 def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
     for m, n, k in MATMUL_SHAPES[device.type]:
-        x, out = _random(device, dtype, m, k), _random(device, dtype, m, n)
+        x, out = random_tensor(device, dtype, m, k), random_tensor(device, dtype, m, n)
         # Weights are read from memory, as those of a model's next layer are; activations stay in cache.
-        weights = cycle(_copies_of(lambda n=n, k=k: _random(device, dtype, n, k), device))  # type: ignore[misc]
+        weights = cycle(cold_copies(lambda n=n, k=k: random_tensor(device, dtype, n, k), device))  # type: ignore[misc]
 
         def run(x: Tensor = x, weights: Iterator[Tensor] = weights, out: Tensor = out) -> None:
             torch.mm(x, next(weights).t(), out=out)
 
-        work = Work(dtype=_format(dtype), matmuls=(Matmul(m=m, n=n, k=k),), num_kernels=1)
+        work = Work(dtype=format_named(dtype), matmuls=(Matmul(m=m, n=n, k=k),), num_kernels=1)
         yield Probe(f"matmul {m}x{n}x{k} {dtype}", work, run)
 
 
 def _attentions(device: torch.device, dtype: str) -> Iterator[Probe]:
     for num, tokens, width in ATTENTION_SHAPES[device.type]:
-        q, k, v = (_random(device, dtype, 1, num, tokens, width) for _ in range(3))
+        q, k, v = (random_tensor(device, dtype, 1, num, tokens, width) for _ in range(3))
 
         def run(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
             functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
         counted = Attention(num=num, query=tokens, key=tokens, head_dim=width, causal_skip=True)
-        work = Work(dtype=_format(dtype), attention=(counted,), num_kernels=1)
+        work = Work(dtype=format_named(dtype), attention=(counted,), num_kernels=1)
         yield Probe(f"attention {num}x{tokens}x{width} {dtype}", work, run)
 
 
@@ -165,11 +125,11 @@ def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
     sweeper = Sweeper()
     for place, size_bytes in (("in memory", MEMORY_BYTES[device.type] // 16), _places(device)[1]):
         num = size_bytes // TORCH_DTYPES[dtype].itemsize
-        z = _random(device, dtype, num)
+        z = random_tensor(device, dtype, num)
         # A block's parameters come from memory, its direction has just been drawn.
-        thetas = [_random(device, dtype, num)]
+        thetas = [random_tensor(device, dtype, num)]
         if place == "in memory":
-            thetas = _copies_of(lambda num=num: _random(device, dtype, num), device)  # type: ignore[misc]
+            thetas = cold_copies(lambda num=num: random_tensor(device, dtype, num), device)  # type: ignore[misc]
         turns = cycle(thetas)
 
         # Back and forth, so that nothing grows however often it runs.
@@ -181,48 +141,24 @@ def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
         def update(turns: Iterator[Tensor] = turns, z: Tensor = z, signs: Iterator[int] = signs) -> None:
             sweeper.update(next(turns), z, gradient=next(signs), learning_rate=1e-3, weight_decay=None)
 
-        work = perturb_work(num, dtype=_format(dtype))
+        work = perturb_work(num, dtype=format_named(dtype))
         yield Probe(f"perturb {place} {dtype}", work, perturb)
-        work = update_work(num, dtype=_format(dtype), arithmetic="pieces")
+        work = update_work(num, dtype=format_named(dtype), arithmetic="pieces")
         yield Probe(f"update {place} {dtype}", work, update)
 
 
-def _draws(device: torch.device, dtype: str) -> Iterator[Probe]:
-    generator = generator_on(device, 1)
-    num = MEMORY_BYTES[device.type] // 16
-    out = torch.empty(num, dtype=TORCH_DTYPES[dtype], device=device)
-    for name, distribution in (("gaussian", "normal"), ("rademacher", "rademacher")):
-        direction = direction_named(name)
-        work = draw_work(num, dtype=_format(dtype), distribution=distribution)  # type: ignore[arg-type]
-
-        def run(direction: Direction = direction) -> None:
-            direction.fill(out, generator)
-
-        yield Probe(f"draw {name} {dtype}", work, run)
-
-
-def _kept_rows(device: torch.device, dtype: str) -> Iterator[Probe]:
-    num_rows, width = 1024, 64
-    rows = torch.arange(0, num_rows, 4, device=device)
-    out = _random(device, dtype, rows.numel(), width)
-    direction, generator = direction_named("gaussian"), generator_on(device, 1)
-
-    def run() -> None:
-        draw_rows(out, rows, num_rows, direction, generator)
-
-    work = draw_work(num_rows * width, dtype=_format(dtype), num_kept_rows=rows.numel())
-    yield Probe(f"rows {rows.numel()} of {num_rows}", work, run)
-
-
 def _exponentials(device: torch.device) -> Iterator[Probe]:
-    x = _random(device, "float32", 128, MEMORY_BYTES[device.type] >> 13)
+    x = random_tensor(device, "float32", 128, MEMORY_BYTES[device.type] >> 13)
     work = Work(elementwise_bytes=8 * x.numel(), num_exponentials=x.numel(), num_kernels=1)
     yield Probe("softmax", work, lambda: functional.log_softmax(x, -1))
 
 
 def _elementwise(device: torch.device) -> Iterator[Probe]:
     for place, size_bytes in _places(device):
-        x, out = _random(device, "float32", size_bytes // 4), _random(device, "float32", size_bytes // 4)
+        x, out = (
+            random_tensor(device, "float32", size_bytes // 4),
+            random_tensor(device, "float32", size_bytes // 4),
+        )
 
         def run(x: Tensor = x, out: Tensor = out) -> None:
             torch.clamp(x, min=0, out=out)
@@ -231,7 +167,7 @@ def _elementwise(device: torch.device) -> Iterator[Probe]:
 
 
 def _dispatch(device: torch.device) -> Iterator[Probe]:
-    x, norm, bias = (_random(device, "float32", 16) for _ in range(3))
+    x, norm, bias = (random_tensor(device, "float32", 16) for _ in range(3))
 
     def run() -> None:
         y = functional.relu(x)
@@ -259,7 +195,7 @@ def _bytes(device: torch.device, size_bytes: int, *, pinned: bool = False) -> li
     def make() -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned).fill_(1)
 
-    return _copies_of(make, device)
+    return cold_copies(make, device)
 
 
 def _copy_work(size_bytes: int, device: torch.device) -> Work:
@@ -320,14 +256,14 @@ def _segments(
     cache = StepCache()
     state = cut.embed(inputs, cache)
     turns = cycle(range(len(cut.blocks)))
-    drawn, generator = _random(device, dtype, MEMORY_BYTES[device.type] // 64), generator_on(device, 1)
+    drawn, generator = random_tensor(device, dtype, MEMORY_BYTES[device.type] // 64), generator_on(device, 1)
     actions: tuple[tuple[str, Action], ...] = (
         (EMBED, lambda: cut.embed(inputs, cache)),
         (block_segment(0), lambda: cut.block(next(turns), state, cache)),
         (HEAD, lambda: cut.head(state, inputs)),
     )
     for segment, run in actions:
-        work = forward_work(spec, segment, batch=batch, seq=seq, dtype=_format(dtype))
+        work = forward_work(spec, segment, batch=batch, seq=seq, dtype=format_named(dtype))
         # A step draws before it runs a segment twice: what the first run finds in cache is little.
         yield Probe(
             f"{segment} of {hidden} wide, {batch}x{seq} {dtype}",
@@ -374,9 +310,3 @@ def _batch(batch: int, seq: int, vocab: int, device: torch.device) -> Batch:
 
 def _places(device: torch.device) -> tuple[tuple[str, int], ...]:
     return ("in memory", MEMORY_BYTES[device.type]), ("in cache", CACHE_BYTES[device.type])
-
-
-def _format(dtype: str) -> DType:
-    """Return the name as the type that work is stated in; both use torch's names."""
-    assert dtype in TORCH_DTYPES, dtype
-    return dtype  # type: ignore[return-value]

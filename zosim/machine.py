@@ -172,7 +172,9 @@ class Machine:
         cores = f"{host}:cores"
         capacities: dict[str, float] = {cores: float(profile.num_cores)}
         if spec.kind == "cpu":
-            capacities[memory] = topology.resources[memory].bandwidth_bytes_per_s
+            declared = topology.resources[memory].bandwidth_bytes_per_s
+            measured = profile.values()["elementwise_bandwidth"] if profile.origin == "calibrated" else 0.0
+            capacities[memory] = max(declared, measured)
             return cls(profile, MappingProxyType(capacities), cores=cores, memory=memory)
         routes = {"h2d": topology.route(memory, device), "d2h": topology.route(device, memory)}
         return cls._gpu(topology, device, profile, routes, cores, spec.num_copy_engines)

@@ -153,12 +153,12 @@ class _Builder:
         return self._hops[key]
 
     def _found_hop(self, profile: Profile, here: str, there: str) -> _Hop:
-        topology, message_s = self._topology, MESSAGE_S[profile.device_kind]
+        topology, message_s = self._topology, profile.values()["message_s"]
         is_cpu = profile.device_kind == "cpu"
         if here == there or (
             profile.device_kind == "cpu" and topology.host_of(here) == topology.host_of(there)
         ):
-            return _Hop(message_s, profile.values()["copy_h2d_bandwidth"])
+            return _Hop(message_s, profile.values()["loopback_bandwidth"])
         if is_cpu:
             here, there = topology.host_memory(here).id, topology.host_memory(there).id
         route = topology.route(here, there)

@@ -172,3 +172,22 @@ def test_a_large_half_precision_product_reaches_what_an_h200_is_known_for():
     work = Work(dtype="bfloat16", matmuls=(Matmul(m=8192, n=8192, k=8192),))
     low, high = (work.flops / estimate(work, profile, bound=bound).seconds for bound in ("high", "low"))
     assert low < 790e12 < high  # measured elsewhere: about 790 Tflop/s
+
+
+def test_draws_cost_by_who_makes_them():
+    profile = datasheet_profile(load_preset("cpu-laptop"), "cpu0", num_threads=4)
+    alone, shared, skipped = (
+        estimate(work, profile)
+        for work in (
+            draw_work(10**7),
+            draw_work(10**7, is_shared=True),
+            draw_work(0, num_skipped=10**7),
+        )
+    )
+    assert shared.seconds < alone.seconds / 2
+    assert skipped.seconds < alone.seconds
+    assert alone.cores == pytest.approx(1.0)
+    assert shared.cores > 3
+    assert (alone.limiter, shared.limiter, skipped.limiter) == ("draw", "shared_draw", "skip")
+    whole, narrow = (draw_work(100, dtype=dtype, is_scaled=True) for dtype in ("float32", "bfloat16"))
+    assert (whole.scratch_bytes, narrow.scratch_bytes) == (0, 400)

@@ -58,6 +58,10 @@ def test_ends_of_intervals_follow_what_makes_things_fast():
     latency = PROFILE.constant("dispatch_s")
     assert (rate.at("low"), rate.at("high")) == (rate.high, rate.low)
     assert (latency.at("low"), latency.at("high")) == (latency.low, latency.high)
+    assert latency.low < latency.at("low", 0.5) < latency.value < latency.at("high", 0.5) < latency.high
+    assert latency.at("high", 2.0) > latency.high
+    decay = PROFILE.constant("allocator_slack")
+    assert decay.at("high", 0.1) == decay.high
 
 
 def test_a_profile_reads_back_as_written(tmp_path):
@@ -71,7 +75,7 @@ def test_a_profile_reads_back_as_written(tmp_path):
     [
         (lambda text: text[:-20], "cannot be read"),
         (lambda text: text.replace('"num_threads": 2', '"num_threads": 3'), "damaged or was edited"),
-        (lambda text: text.replace('"version": 1', '"version": 2'), "has version 2"),
+        (lambda text: text.replace('"version": 2', '"version": 1'), "has version 1"),
         (lambda text: json.dumps({"hello": 1}), "not a profile"),
         (lambda text: "[]", "not a profile"),
     ],

@@ -19,6 +19,7 @@ works = st.builds(
     elementwise_bytes=counts,
     sweep_bytes=counts,
     num_normals=counts,
+    num_skipped=counts,
     num_kernels=counts,
     copy_bytes=counts,
     allocation_bytes=counts,
@@ -78,7 +79,9 @@ def test_updates_casts_copies_and_allocations():
         update = update_work(100, arithmetic="pieces", weight_decay=weight_decay)
         assert (update.sweep_bytes, update.scratch_bytes) == (3 * 400, passes * 400)
     assert perturb_work(100, dtype="bfloat16", direction_dtype="float32").sweep_bytes == 100 * (2 + 4 + 2)
-    assert cast_work(100, source="float32", target="float16").elementwise_bytes == 600
+    cast = cast_work(100, source="float32", target="float16")
+    assert cast == cast_work(100, source="float16", target="float32")
+    assert (cast.num_casts, cast.cast_dtype, cast.dtype) == (100, "float16", "float32")
     assert copy_work(77).copy_bytes == 77
     assert allocation_work(77, num_allocations=2).num_allocations == 2
 

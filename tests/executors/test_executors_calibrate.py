@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 from costmodel.calibration import load_measurements, save_measurements
 from costmodel.work import Work
-from executors import calibrate, probes
+from executors import calibrate, probes, probing
+from executors.exchange_probes import exchange_probes
 from topology.errors import RunError
 
 CPU = torch.device("cpu")
@@ -20,8 +22,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", autouse=True)
 def small_probes() -> Any:
     patch = pytest.MonkeyPatch()
-    patch.setattr(probes, "MEMORY_BYTES", {"cpu": 1 << 20})
-    patch.setattr(probes, "CACHE_BYTES", {"cpu": 1 << 14})
+    patch.setitem(probing.MEMORY_BYTES, "cpu", 1 << 20)
+    patch.setitem(probing.CACHE_BYTES, "cpu", 1 << 14)
     patch.setattr(probes, "MATMUL_SHAPES", {"cpu": ((8, 16, 32), (64, 64, 64))})
     patch.setattr(probes, "ATTENTION_SHAPES", {"cpu": ((2, 16, 8),)})
     patch.setattr(probes, "SEGMENT_SHAPES", {"cpu": ((64, 100, 2, 16),)})
@@ -30,15 +32,18 @@ def small_probes() -> Any:
 
 
 @pytest.fixture(scope="module")
-def all_probes(small_probes: Any) -> list[probes.Probe]:
-    with torch.no_grad():
-        return [
-            *probes.kernel_probes(CPU, ("float32", "bfloat16")),
-            *probes.segment_probes(CPU, ("float32",)),
-        ]
+def all_probes(small_probes: Any) -> Iterator[list[probing.Probe]]:
+    with exchange_probes() as exchanges:
+        with torch.no_grad():
+            found = [
+                *probes.kernel_probes(CPU, ("float32", "bfloat16")),
+                *probes.segment_probes(CPU, ("float32",)),
+                *exchanges,
+            ]
+        yield found
 
 
-def test_every_kind_of_work_is_measured(all_probes: list[probes.Probe]) -> None:
+def test_every_kind_of_work_is_measured(all_probes: list[probing.Probe]) -> None:
     total = dict.fromkeys(Work.model_fields, 0)
     for probe in all_probes:
         for name in total:
@@ -50,7 +55,7 @@ def test_every_kind_of_work_is_measured(all_probes: list[probes.Probe]) -> None:
     assert len({probe.name for probe in all_probes}) == len(all_probes)
 
 
-def test_products_do_the_flops_they_state(all_probes: list[probes.Probe]) -> None:
+def test_products_do_the_flops_they_state(all_probes: list[probing.Probe]) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     counted = [p for p in all_probes if p.work.matmuls and not p.work.attention and p.beside is None]
@@ -89,7 +94,7 @@ def test_measurements_and_the_state_left_behind(tmp_path: Path) -> None:
 
 
 def test_a_larger_sweep_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "MEMORY_BYTES", {"cpu": 1 << 24})
+    monkeypatch.setitem(probing.MEMORY_BYTES, "cpu", 1 << 24)
     memory, _, cache, _ = probes._sweeps(CPU, "float32")
     sampled = calibrate._sample([memory, cache], CPU, 0.05, None)
     assert min(sampled[0].seconds) > 4 * min(sampled[1].seconds)  # of 64 times the bytes
@@ -107,7 +112,7 @@ def test_what_runs_beside_really_does_and_stops() -> None:
         runs.append(time.perf_counter())
         time.sleep(1e-4)
 
-    probe = probes.Probe("slow", Work(), lambda: time.sleep(0.01), beside=beside)
+    probe = probing.Probe("slow", Work(), lambda: time.sleep(0.01), beside=beside)
     calibrate._seconds(probe, 2, CPU)
     done = len(runs)
     assert done > 2
@@ -133,3 +138,12 @@ def test_refuses_nonsense(arguments: dict[str, Any], words: str) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     assert calibrate.calibrate(device="cuda", budget_s=1.0)
+
+
+def test_blocks_of_the_counter_are_those_that_the_executor_draws():
+    from executors.counter import COUNTER_BLOCK_ELEMENTS as EXECUTED
+    from executors.directions import direction_named
+    from zosim.lowering.layout import COUNTER_BLOCK_ELEMENTS, COUNTER_SIGN_BLOCKS
+
+    assert EXECUTED["cpu"] * direction_named("gaussian").block_factor == COUNTER_BLOCK_ELEMENTS
+    assert direction_named("rademacher").block_factor == COUNTER_SIGN_BLOCKS

@@ -236,3 +236,26 @@ def test_frozen_weights_are_uploaded_and_not_offloaded() -> None:
 def test_axes_that_contradict_each_other_are_refused(axes: dict[str, object], complaint: str) -> None:
     with pytest.raises(PlanError, match=complaint):
         plan_of(**axes)
+
+
+def test_draws_say_who_makes_how_many_numbers():
+    def draws(**axes):
+        return {i.id: i.work for i in lower(plan_of(**axes)).step if isinstance(i.op, Draw)}
+
+    walked, counted = draws(), draws(estimator=Estimator(rng="counter"))
+    first = walked["block.0/draw[q0]"]
+    again = next(
+        work for name, work in walked.items() if name.startswith("block.0/") and name.endswith(":update")
+    )
+    assert first.num_shared_normals == 0 < first.num_normals
+    assert again.num_shared_normals == again.num_normals == first.num_normals
+    assert counted["block.0/draw[q0]"].num_shared_normals == first.num_normals
+    rows = next(work for work in walked.values() if work.num_kept_rows)
+    assert 0 < rows.num_kept_rows <= 64
+    table = rows.num_normals + rows.num_skipped
+    assert rows.num_normals == pytest.approx(rows.num_kept_rows * 768, rel=0.02)
+    assert table > 100 * rows.num_normals
+    counted_rows = next(work for work in counted.values() if work.num_kept_rows)
+    assert counted_rows.num_normals + counted_rows.num_skipped < table
+    signs = draws(estimator=Estimator(direction="rademacher", rng="counter"))
+    assert all(work.num_shared_normals == 0 for work in signs.values())

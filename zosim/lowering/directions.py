@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import expm1, log1p
 from typing import Literal
 
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import Distribution, draw_work
 from costmodel.work import Work
+from zosim.lowering.layout import COUNTER_BLOCK_ELEMENTS, COUNTER_SIGN_BLOCKS, SHARED_DRAW_ELEMENTS
 from zosim.lowering.listing import Listing
 from zosim.plan import Plan
 from zosim.program import Access, Draw, Stream
@@ -17,6 +19,9 @@ SCALED = "*eps"
 """Ends the point of a direction that is kept as ``w = z·ε``, rounded: good for perturbations alone."""
 
 _SMALLEST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
+_GROUP_OF_NORMALS = 16
+"""A CPU's generator makes normals in groups of so many: rows of other widths are not drawn apart."""
+
 _SMALLEST_DRAWN = 1e-25
 """Below every normal but 0 that torch draws."""
 
@@ -86,7 +91,7 @@ class Directions:
             segment,
             reads if keep != "rows" else (*reads, self.layout.batch()),
             (target, *writes),
-            self._work(group, num_kept_rows=self.layout.num_tokens if keep == "rows" else 0),
+            self._work(group, keep, is_again=not writes, is_scaled=target.point.endswith(SCALED)),
         )
         self._at_hand = [held for held in self._at_hand if not held.overlaps(target)]
         self._at_hand.append(target)
@@ -126,19 +131,59 @@ class Directions:
     def _walk_past(self, group: ParameterGroup, query: int) -> None:
         reads, writes = self._walking_accesses(self._walked.get(query, 0), query)
         op = self._operation(group, query, 0, "none")
-        work = self._work(group)
+        work = self._work(group, "none")
         name = f"{group.name}/walk[q{query}]"
         self._listing.emit(name, op, self._stream, "draw", group.segments[0], reads, writes, work)
 
-    def _work(self, group: ParameterGroup, *, num_kept_rows: int = 0) -> Work:
+    def _work(
+        self, group: ParameterGroup, keep: Keep, *, is_again: bool = False, is_scaled: bool = False
+    ) -> Work:
+        """Return the work of a draw: what is made, by how many threads, and what is passed over.
+
+        Normals are drawn by all of a CPU's threads at once where each can begin by itself: in ``counter``'s blocks, and
+        where a walk has kept its states. Signs are made by torch's own threads in either case.
+        """
+        estimator, total = self.plan.estimator, group.num_trainable
+        is_normal, is_counter = estimator.direction == "gaussian", estimator.rng == "counter"
+        made, skipped, num_rows = total, 0, 0
+        if keep == "none":
+            made, skipped = 0, total
+        elif keep == "rows":
+            num_rows, made, skipped = self._rows_of(total)
+        is_cut = total > COUNTER_BLOCK_ELEMENTS if is_counter else is_again and total >= SHARED_DRAW_ELEMENTS
         distributions: dict[str, Distribution] = {"gaussian": "normal", "rademacher": "rademacher"}
         return draw_work(
-            group.num_trainable,
+            made,
             dtype=self.plan.precision.storage,
-            distribution=distributions[self.plan.estimator.direction],
+            distribution=distributions[estimator.direction],
             num_tensors=group.num_trainable_tensors,
-            num_kept_rows=num_kept_rows,
+            num_skipped=skipped,
+            num_kept_rows=num_rows,
+            is_shared=keep == "all" and is_normal and is_cut,
+            is_scaled=is_scaled,
         )
+
+    def _rows_of(self, table_elements: int) -> tuple[int, int, int]:
+        """Return how many rows of a table a batch names, and the numbers that are made and passed over for them.
+
+        Tokens are taken to be drawn evenly from the vocabulary: those of text repeat more often.
+        """
+        estimator, num_tokens = self.plan.estimator, self.layout.num_tokens
+        width = self.layout.model.embed_dim
+        table_rows = max(1, table_elements // width)
+        num_rows = _num_touched(table_rows, num_tokens)
+        wanted, walked = round(num_rows * width), table_elements
+        is_normal = estimator.direction == "gaussian"
+        if estimator.rng == "counter":
+            # Of each block that holds a wanted row, what lies up to the last of them.
+            length = COUNTER_BLOCK_ELEMENTS * (1 if is_normal else COUNTER_SIGN_BLOCKS)
+            num_blocks = max(1.0, table_elements / length)
+            num_touched = _num_touched(num_blocks, num_tokens)
+            per_block = num_rows / num_touched
+            walked = round(min(table_elements, num_touched * length * per_block / (per_block + 1)))
+        if not is_normal or width % _GROUP_OF_NORMALS:
+            return round(num_rows), walked, 0
+        return round(num_rows), min(wanted, table_elements), max(0, walked - wanted)
 
     @property
     def _stream(self) -> Stream:
@@ -150,6 +195,11 @@ class Directions:
             return 0
         self._halves += 1
         return self.layout.block_direction_bytes * (self._halves % 2)
+
+
+def _num_touched(num_places: float, num_balls: int) -> float:
+    """Return how many of some places are expected to be hit by balls that fall on each alike."""
+    return num_places * -expm1(num_balls * log1p(-1 / num_places)) if num_places > 1 else 1.0
 
 
 def _walk_order(plan: Plan) -> list[ParameterGroup]:

@@ -23,6 +23,15 @@ RNG_STATE_BYTES = 5056
 NUM_RNG_MARKS = 8
 """States that a walk over a group keeps on its way, so that as many threads can draw the group again."""
 
+SHARED_DRAW_ELEMENTS = 1 << 16
+"""Groups of at least this many elements keep such states, and are drawn again by several threads at once."""
+
+COUNTER_BLOCK_ELEMENTS = 1 << 14
+"""Normals on a CPU that one generator of the ``counter`` discipline makes."""
+
+COUNTER_SIGN_BLOCKS = 32
+"""How many times as many signs it makes."""
+
 SCRATCH_ELEMENTS = 1 << 20
 """Elements of each of the two temporaries that sweeps over parameters on a CPU keep from one to the next."""
 
