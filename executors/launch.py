@@ -170,6 +170,7 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     timeout_s : float
         After which a rank that waits for another gives up.
     """
+    import torch
     import torch.distributed as dist
 
     info = RankInfo.here()
@@ -177,15 +178,14 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     backend = "gloo"
     if device_type == "cuda":
-        import torch
-
         torch.cuda.set_device(info.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=timeout_s)
     )
     yield info
-    # After a failure others may be gone: this process ends, and takes no leave of them.
+    # Nobody leaves while another still joins. After a failure others may be gone: this process takes no leave then.
+    dist.all_reduce(torch.zeros(1))
     dist.destroy_process_group()
 
 
