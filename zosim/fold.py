@@ -7,7 +7,8 @@ member that takes from that one resource.
 
 Equal times of all members follow because rates are a function of what is running that does not depend on names, and
 because members start alike. A resource that serves one at a time does depend on names (equal arrivals are served in
-rank order), so ranks that share such a resource are each a class of their own.
+rank order), so ranks that share such a resource are each a class of their own. Ranks at different places of a group
+along which messages go are told apart, too: equals then send to equals.
 
 References
 ----------
@@ -25,6 +26,7 @@ from types import MappingProxyType
 from costmodel.profile import Bound
 from zosim.lockstep import simulate_many
 from zosim.machine import Activity, Machine
+from zosim.places import channel_of
 from zosim.program import Part
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline
@@ -151,10 +153,11 @@ def _refined(world: World, plain: _Plain) -> _Partition:
         for place, name in enumerate(names):
             users[name].append((rank, place))
     apart = _ranks_in_queues(world, users)
+    places = _places(world)
     partition = _Partition(
         _numbered(
             [
-                (kind, rank if rank in apart else -1, _joint(names))
+                (kind, rank if rank in apart else -1, _joint(names), places[rank])
                 for rank, (kind, names) in enumerate(zip(plain.kind, plain.resources, strict=True))
             ]
         ),
@@ -171,6 +174,19 @@ def _refined(world: World, plain: _Plain) -> _Partition:
         if finer.num_colours == partition.num_colours:
             return finer
         partition = finer
+
+
+def _places(world: World) -> list[tuple[int, ...]]:
+    """Return each rank's place in the groups along which messages go: whom it sends to depends on it."""
+    channels = {
+        channel_of(item) for template in world.templates for _, item in template.program.instructions()
+    }
+    names = sorted({channel[0] for channel in channels if channel is not None and channel[1]})
+    groups = [world.groups[name] for name in names]
+    place: list[dict[int, int]] = [
+        {rank: number for part in group.parts for number, rank in enumerate(part)} for group in groups
+    ]
+    return [tuple(of[rank] for of in place) for rank in range(world.size)]
 
 
 def _ranks_in_queues(world: World, users: dict[str, list[tuple[int, int]]]) -> set[int]:

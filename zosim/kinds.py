@@ -59,6 +59,34 @@ class Kind:
         return len(self.ranks)
 
 
+class Parties:
+    """Who meets in a group's collectives, or in messages of one offset, over the ranks in the engine's order.
+
+    Attributes
+    ----------
+    of : mapping of bool to array
+        Number of each rank's party, where it receives (or takes part in a collective) and where it sends.
+    sizes : array
+        Of each party.
+    """
+
+    def __init__(self, group: Group, offset: int, ranks: Ints) -> None:
+        if not offset:
+            part = np.array([group.part_of[rank] for rank in ranks], dtype=np.intp)
+            self.of = {False: part}
+            self.sizes = np.bincount(part, minlength=len(group.parts))
+            return
+        # A message is numbered like its sender, one from nobody after all of these.
+        position = {int(rank): number for number, rank in enumerate(ranks)}
+        senders = [group.at_offset(int(rank), -offset) for rank in ranks]
+        receiving = [
+            len(ranks) + number if sender is None else position[sender]
+            for number, sender in enumerate(senders)
+        ]
+        self.of = {False: np.array(receiving, dtype=np.intp), True: np.arange(len(ranks), dtype=np.intp)}
+        self.sizes = np.bincount(np.concatenate(list(self.of.values())), minlength=2 * len(ranks))
+
+
 class Peers:
     """A group as arrays over the ranks in the engine's order."""
 

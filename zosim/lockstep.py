@@ -17,7 +17,8 @@ from topology.errors import ProgramError
 from zosim.assembly import assemble
 from zosim.flows import FlowTable
 from zosim.fluid import SAME_INSTANT
-from zosim.kinds import Kind, Peers, Times
+from zosim.kinds import Kind, Parties, Peers, Times
+from zosim.places import Meeting
 from zosim.program import Part
 from zosim.rows import Ints
 from zosim.simulate import (
@@ -112,7 +113,8 @@ class Lockstep:
         self._listed = set(listed)
         self._batches: list[_Batch] = []
         self._ready: list[tuple[Kind, int, int, Ints]] = []
-        self._met: dict[tuple[str, int, int, str], Ints] = {}
+        self._parties: dict[tuple[str, int], Parties] = {}
+        self._met: dict[tuple[tuple[str, int, int], int, str], Ints] = {}
         self._watched: dict[tuple[str, int, str], tuple[Ints, Ints, Ints]] = {}
         self._is_watched = {name for kind in self._kinds for name in kind.wiring.watchers}
         self._unfinished: dict[int, int] = {}
@@ -213,27 +215,33 @@ class Lockstep:
             self._others_until_s = math.inf
 
     def _meet(
-        self, kind: Kind, position: int, meeting: tuple[str, int], cols: Ints, phase: str
+        self, kind: Kind, position: int, meeting: Meeting, cols: Ints, phase: str
     ) -> Iterator[tuple[Kind, int, Ints]]:
-        """Take in members that have come to a collective, and yield all members of the parts that are complete."""
-        group, number = meeting
-        peers = self._peers[group]
-        key = group, position, number, phase
+        """Take in ranks that have come to a collective or message, and yield all of the parties that are complete."""
+        parties = self._parties_of(meeting)
+        key = meeting.shared, position, phase
         if key not in self._met:
-            self._met[key] = np.zeros(len(peers.sizes), dtype=np.intp)
+            self._met[key] = np.zeros(len(parties.sizes), dtype=np.intp)
         there = self._met[key]
-        arrived = np.bincount(peers.part[kind.first + cols], minlength=len(there))
-        complete = (there + arrived == peers.sizes) & (arrived > 0)
+        arrived = np.bincount(parties.of[meeting.sends][kind.first + cols], minlength=len(there))
+        complete = (there + arrived == parties.sizes) & (arrived > 0)
         there += arrived
         if not complete.any():
             return
         part = kind.wiring.order.part(position)
         for other in self._kinds:
-            own = other.wiring.meetings[part].get(meeting)
-            if own is not None:
-                who = np.flatnonzero(complete[peers.part[other.first : other.first + len(other)]])
-                if who.size:
-                    yield other, own, who
+            for sends, party in parties.of.items():
+                own = other.wiring.meetings[part].get(meeting._replace(sends=sends))
+                if own is not None:
+                    who = np.flatnonzero(complete[party[other.first : other.first + len(other)]])
+                    if who.size:
+                        yield other, own, who
+
+    def _parties_of(self, meeting: Meeting) -> Parties:
+        key = meeting.group, meeting.offset
+        if key not in self._parties:
+            self._parties[key] = Parties(self.world.groups[meeting.group], meeting.offset, self._order)
+        return self._parties[key]
 
     # -- ending ------------------------------------------------------------------------------------------------
 
@@ -252,7 +260,7 @@ class Lockstep:
             yield batch, ranks[chosen] - batch[0].first
 
     def _flow_ended(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
-        """End an instruction, or wait for the other members' flows if it is a collective."""
+        """End an instruction, or wait for the others' flows if it is a collective or message."""
         part = kind.wiring.order.part(position)
         if number < len(kind.wiring.ids[part]):
             meeting = kind.wiring.order.meeting_at(part, kind.wiring.ids[part][number])

@@ -13,6 +13,7 @@ meanwhile.
 * A collective is what this rank sends to the next one of its ring: a flow over the route between their devices, or,
   between CPU ranks of one host, a copy in its memory. A payload that takes less time than the messages' latency
   occupies nothing.
+* A message is a flow, too, and takes its way at the sender's; the receiver of one within a CPU's memory copies as much.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from costmodel.collectives import all_gather_s
+from costmodel.collectives import all_gather_s, point_to_point_s
 from costmodel.estimate import CopyDirection, OperationCost, estimate
 from costmodel.profile import Bound, Profile
 from topology.errors import ProfileError
-from zosim.program import Collective, Instruction, Program, Space, Stream
+from zosim.program import Collective, Instruction, Program, Recv, Send, Space, Stream
 
 if TYPE_CHECKING:
     from topology.graph import Route, Topology
@@ -86,6 +87,27 @@ class Ring:
     wire: str = "memory"
 
 
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """The way from a rank to another.
+
+    Attributes
+    ----------
+    latency_s : float
+        Of one message.
+    bandwidth_bytes_per_s : float
+    uses : tuple of (str, float)
+        What lies on the way, with what a byte sent takes of each; nothing within one host's memory.
+    wire : str
+        Kind of the narrowest link; ``memory`` within one host's memory.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    uses: tuple[tuple[str, float], ...] = ()
+    wire: str = "memory"
+
+
 @dataclass(frozen=True)
 class Machine:
     """One rank's hardware.
@@ -110,6 +132,8 @@ class Machine:
         Resource of host memory bandwidth that a CPU's operations take; empty if it never limits.
     rings : mapping of str to Ring
         How the rank takes part in the collectives of each group.
+    channels : mapping of Send or Recv to Hop
+        How its messages go. Resources on the way count at the sender.
     """
 
     profile: Profile
@@ -121,11 +145,13 @@ class Machine:
     cores: str = ""
     memory: str = ""
     rings: Mapping[str, Ring] = field(default_factory=lambda: MappingProxyType({}))
+    channels: Mapping[Send | Recv, Hop] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         named = {self.kernels, self.cores, self.memory, *self.fifo} - {""}
         named.update(name for route in self.routes.values() for name in route)
-        named.update(name for ring in self.rings.values() for name, _ in ring.uses)
+        ways = (*self.rings.values(), *self.channels.values())
+        named.update(name for way in ways for name, _ in way.uses)
         missing = sorted(named - set(self.capacities))
         if missing:
             message = f"machine {self.profile.device_name} shares {missing[0]!r} but gives it no capacity"
@@ -145,8 +171,9 @@ class Machine:
             tuple(self.wires.items()),
             tuple(place.get(name) for name in (self.kernels, self.cores, self.memory)),
             tuple(
-                (name, replace(ring, uses=tuple((str(place[item]), part) for item, part in ring.uses)))
-                for name, ring in self.rings.items()
+                (name, replace(way, uses=tuple((str(place[item]), part) for item, part in way.uses)))
+                for ways in (self.rings, self.channels)
+                for name, way in ways.items()
             ),
         )
 
@@ -235,6 +262,8 @@ class Machine:
             cost = replace(cost, limiter=self.wires.get(direction, "memory"))
         if isinstance(instruction.op, Collective):
             return self._collective(cost, program, instruction, bound)
+        if isinstance(instruction.op, Send | Recv):
+            return self._message(cost, instruction, bound)
         if self.profile.device_kind == "gpu" and instruction.work.copy_bytes:
             return self._flow(cost, instruction.work.copy_bytes, direction, bound)
         return self._threads(cost) if self.profile.device_kind == "cpu" else self._kernels(cost)
@@ -273,18 +302,42 @@ class Machine:
             raise ProfileError(message, hint="make the ranks' machines together, with machines_for")
         # A rank receives what it lacks; with its own part that is the whole buffer.
         whole = size_bytes * ring.num_ranks / (ring.num_ranks - 1)
-        bandwidth = ring.bandwidth_bytes_per_s
         exchange_s = all_gather_s(
-            whole, ring.num_ranks, latency_s=ring.latency_s, bandwidth_bytes_per_s=bandwidth
+            whole,
+            ring.num_ranks,
+            latency_s=ring.latency_s,
+            bandwidth_bytes_per_s=ring.bandwidth_bytes_per_s,
         )
-        transfer_s = size_bytes / bandwidth
-        seconds = cost.seconds + exchange_s
+        return self._on_link(replace(cost, seconds=cost.seconds + exchange_s), size_bytes, ring, bound)
+
+    def _message(self, cost: OperationCost, instruction: Instruction, bound: Bound) -> Activity:
+        op, size_bytes = instruction.op, instruction.work.link_bytes
+        assert isinstance(op, Send | Recv)
+        hop = self.channels.get(op)
+        if hop is None:
+            message = (
+                f"{instruction.id} goes {op.offset:+d} places along {op.group}, to which "
+                f"{self.profile.device_name} has no way"
+            )
+            raise ProfileError(
+                message, hint="make the ranks' machines together, with machines_for; it joins neighbours"
+            )
+        seconds = cost.seconds + point_to_point_s(
+            size_bytes, latency_s=hop.latency_s, bandwidth_bytes_per_s=hop.bandwidth_bytes_per_s
+        )
+        if isinstance(op, Recv) and hop.wire != "memory":
+            return Activity(seconds, limiter=hop.wire)
+        return self._on_link(replace(cost, seconds=seconds), size_bytes, hop, bound)
+
+    def _on_link(self, cost: OperationCost, size_bytes: int, way: Ring | Hop, bound: Bound) -> Activity:
+        """Return an exchange of so many bytes, which takes `cost` alone."""
+        seconds, transfer_s = cost.seconds, size_bytes / way.bandwidth_bytes_per_s
         if transfer_s <= seconds - transfer_s:
             return Activity(seconds, limiter="latency")
-        if ring.wire == "memory":
+        if way.wire == "memory":
             demands = {self.cores: 1.0, self.memory: 2 * size_bytes / seconds}
-            return self._asking(replace(cost, seconds=seconds, limiter="memory"), demands)
-        return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), ring.uses, ring.wire)
+            return self._asking(replace(cost, limiter="memory"), demands)
+        return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), way.uses, way.wire)
 
     def _flow_weight(self, bound: Bound) -> float:
         """Flows share links evenly whatever their own bounds, so all of a device's flows weigh the same."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from costmodel.collectives import MESSAGE_S
@@ -12,19 +12,11 @@ from costmodel.profile import Profile
 from topology.errors import TopologyError
 from topology.graph import Topology
 from topology.rings import edge_disjoint_rings
-from zosim.machine import Machine, Ring
+from zosim.machine import Hop, Machine, Ring
+from zosim.program import Recv, Send
 
 _Parts = Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Hop:
-    """The way from a rank to the next one of its ring: resources with what a byte sent takes of each."""
-
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    uses: tuple[tuple[str, float], ...] = ()
-    wire: str = "memory"
+_NEIGHBOURS = (-1, 1)
 
 
 def machines_for(
@@ -32,6 +24,7 @@ def machines_for(
     devices: Sequence[str],
     profiles: Profile | Sequence[Profile],
     groups: Mapping[str, _Parts] = MappingProxyType({}),
+    lines: Collection[str] = ("pipeline",),
 ) -> tuple[Machine, ...]:
     """Return the machine of every rank.
 
@@ -44,6 +37,8 @@ def machines_for(
         What operations cost, on all devices or of each rank.
     groups : mapping of str to sequence of sequence of int
         Partitions of the ranks into those that work together (see :attr:`~zosim.program_set.ProgramSet.groups`).
+    lines : collection of str
+        Groups whose neighbours send each other messages.
 
     Raises
     ------
@@ -56,7 +51,8 @@ def machines_for(
     -----
     The members of a group form a ring in rank order, each sending to the next over the route between their
     devices (between host memories for CPUs of several hosts; within one host's memory, a copy). GPUs of a group that
-    edge-disjoint rings of NVLinks join spread what they send over these, in both directions, as NCCL does.
+    edge-disjoint rings of NVLinks join spread what they send over these, in both directions, as NCCL does. A message
+    takes the route between two devices alone.
     """
     builder = _Builder(topology, devices, profiles)
     machines = [builder.alone(rank) for rank in range(len(devices))]
@@ -65,21 +61,27 @@ def machines_for(
             if len(part) > 1:
                 for rank, ring in zip(part, builder.rings(part), strict=True):
                     machines[rank] = _with_ring(machines[rank], name, ring, topology)
+            if name in lines:
+                for rank, offset, sent, received in builder.messages(part):
+                    machine = _reaching(machines[rank], [item for item, _ in sent.uses], topology)
+                    ways = {Send(name, offset): sent, Recv(name, offset): replace(received, uses=())}
+                    channels = MappingProxyType({**machine.channels, **ways})
+                    machines[rank] = replace(machine, channels=channels)
     return tuple(machines)
 
 
 def _with_ring(machine: Machine, group: str, ring: Ring, topology: Topology) -> Machine:
-    names = [name for name, _ in ring.uses]
+    machine = _reaching(machine, [name for name, _ in ring.uses], topology)
+    return replace(machine, rings=MappingProxyType({**machine.rings, group: ring}))
+
+
+def _reaching(machine: Machine, names: Sequence[str], topology: Topology) -> Machine:
+    """Return a machine that knows these resources as well."""
     capacities = dict(machine.capacities)
     for name in names:
         capacities.setdefault(name, topology.resources[name].bandwidth_bytes_per_s)
     fifo = machine.fifo | {name for name in names if topology.resources[name].sharing == "fifo"}
-    return replace(
-        machine,
-        capacities=MappingProxyType(capacities),
-        fifo=fifo,
-        rings=MappingProxyType({**machine.rings, group: ring}),
-    )
+    return replace(machine, capacities=MappingProxyType(capacities), fifo=fifo)
 
 
 class _Builder:
@@ -92,8 +94,8 @@ class _Builder:
         self._devices = devices
         self._profiles = [profiles] * len(devices) if isinstance(profiles, Profile) else profiles
         self._machines: dict[tuple[str, int], Machine] = {}
-        self._hops: dict[tuple[int, str, str], _Hop] = {}
-        self._board_rings: dict[tuple[str, ...], list[_Hop] | None] = {}
+        self._hops: dict[tuple[int, str, str], Hop] = {}
+        self._board_rings: dict[tuple[str, ...], list[Hop] | None] = {}
 
     def alone(self, rank: int) -> Machine:
         """Return the machine of a rank, without rings."""
@@ -114,7 +116,17 @@ class _Builder:
         bandwidth = min(hop.bandwidth_bytes_per_s for hop in hops)
         return [Ring(len(part), latency_s, bandwidth, hop.uses, hop.wire) for hop in hops]
 
-    def _over_nvlinks(self, devices: Sequence[str]) -> list[_Hop] | None:
+    def messages(self, part: Sequence[int]) -> Iterator[tuple[int, int, Hop, Hop]]:
+        """Yield every member with the offset of each neighbour, and the ways there and back."""
+        for place, rank in enumerate(part):
+            for offset in _NEIGHBOURS:
+                if 0 <= place + offset < len(part):
+                    other = part[place + offset]
+                    here, there = self._devices[rank], self._devices[other]
+                    sent = self._hop(self._profiles[rank], here, there)
+                    yield rank, offset, sent, self._hop(self._profiles[other], there, here)
+
+    def _over_nvlinks(self, devices: Sequence[str]) -> list[Hop] | None:
         """Return each GPU's sends over the rings of NVLinks that join them all, None where there are none."""
         key = tuple(devices)
         if key not in self._board_rings:
@@ -124,7 +136,7 @@ class _Builder:
             self._board_rings[key] = self._spread(key) if is_board and is_apart else None
         return self._board_rings[key]
 
-    def _spread(self, devices: tuple[str, ...]) -> list[_Hop] | None:
+    def _spread(self, devices: tuple[str, ...]) -> list[Hop] | None:
         found = edge_disjoint_rings(self._topology, devices)
         if not found.rings:
             return None
@@ -142,23 +154,23 @@ class _Builder:
         latency_s = max(links[link_id].latency_s for ring in found.rings for link_id in ring.link_ids)
         latency_s += MESSAGE_S["gpu"]
         return [
-            _Hop(latency_s, found.both_ways_bytes_per_s, tuple(sends[device].items()), "nvlink")
+            Hop(latency_s, found.both_ways_bytes_per_s, tuple(sends[device].items()), "nvlink")
             for device in devices
         ]
 
-    def _hop(self, profile: Profile, here: str, there: str) -> _Hop:
+    def _hop(self, profile: Profile, here: str, there: str) -> Hop:
         key = id(profile), here, there
         if key not in self._hops:
             self._hops[key] = self._found_hop(profile, here, there)
         return self._hops[key]
 
-    def _found_hop(self, profile: Profile, here: str, there: str) -> _Hop:
+    def _found_hop(self, profile: Profile, here: str, there: str) -> Hop:
         topology, message_s = self._topology, profile.values()["message_s"]
         is_cpu = profile.device_kind == "cpu"
         if here == there or (
             profile.device_kind == "cpu" and topology.host_of(here) == topology.host_of(there)
         ):
-            return _Hop(message_s, profile.values()["loopback_bandwidth"])
+            return Hop(message_s, profile.values()["loopback_bandwidth"])
         if is_cpu:
             here, there = topology.host_memory(here).id, topology.host_memory(there).id
         route = topology.route(here, there)
@@ -167,7 +179,7 @@ class _Builder:
             raise TopologyError(message, hint="give one of its links a bandwidth")
         narrowest = min(route.links, key=lambda link: link.bandwidth_bytes_per_s)
         uses = tuple((name, 1.0) for name in route.resource_ids)
-        return _Hop(message_s + route.latency_s, route.bandwidth_bytes_per_s, uses, narrowest.type.kind)
+        return Hop(message_s + route.latency_s, route.bandwidth_bytes_per_s, uses, narrowest.type.kind)
 
 
 def _link_ids(link_ids: tuple[str, ...], num_gpus: int) -> tuple[str, ...]:

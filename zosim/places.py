@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
-from zosim.program import Collective, Instruction, Part, Program, Stream
+from zosim.program import Collective, Instruction, Part, Program, Recv, Send, Stream
 
 
 class Place(NamedTuple):
@@ -18,6 +18,41 @@ class Place(NamedTuple):
 
     position: int
     instruction: str
+
+
+class Meeting(NamedTuple):
+    """Where an instruction meets those of other ranks, which start and end with it.
+
+    Attributes
+    ----------
+    group : str
+    offset : int
+        Of a message, the receiver's place in the group less the sender's; 0 for a collective, in which all meet.
+    number : int
+        How many such there are before it in its part; ranks meet at those of equal numbers.
+    sends : bool
+        Whether this side sends.
+    """
+
+    group: str
+    offset: int
+    number: int
+    sends: bool = False
+
+    @property
+    def shared(self) -> tuple[str, int, int]:
+        """What is the same for all who meet."""
+        return self.group, self.offset, self.number
+
+
+def channel_of(instruction: Instruction) -> tuple[str, int, bool] | None:
+    """Return with whom an instruction meets others, as group, offset and side; None if it meets nobody."""
+    op = instruction.op
+    if isinstance(op, Collective):
+        return op.group, 0, False
+    if isinstance(op, Send):
+        return op.group, op.offset, True
+    return (op.group, -op.offset, False) if isinstance(op, Recv) else None
 
 
 class Order:
@@ -139,26 +174,28 @@ class Order:
             {candidate for candidate in (position - 1, 0) if 0 <= candidate < position}, reverse=True
         )
 
-    def meeting(self, place: Place) -> tuple[str, int] | None:
-        """Return the group of a collective and its number among the group's collectives of the part."""
+    def meeting(self, place: Place) -> Meeting | None:
+        """Return where an instruction meets those of other ranks, None if it is neither collective nor message."""
         return self.meeting_at(self.part(place.position), place.instruction)
 
-    def meeting_at(self, part: Part, instruction: str) -> tuple[str, int] | None:
+    def meeting_at(self, part: Part, instruction: str) -> Meeting | None:
         """Return the same for an instruction of a part."""
         return self._meetings[part].get(instruction)
 
     @cached_property
-    def _meetings(self) -> dict[Part, dict[str, tuple[str, int]]]:
-        """Per part, the collectives; members of a group meet at those of equal numbers."""
-        found: dict[Part, dict[str, tuple[str, int]]] = {}
+    def _meetings(self) -> dict[Part, dict[str, Meeting]]:
+        """Per part, collectives and messages, each kind numbered in order."""
+        found: dict[Part, dict[str, Meeting]] = {}
         for part, items in self._by_part.items():
-            counts: dict[str, int] = {}
+            counts: dict[tuple[str, int, bool], int] = {}
             found[part] = {}
             for item in items.values():
-                if isinstance(item.op, Collective):
-                    number = counts.get(item.op.group, 0)
-                    counts[item.op.group] = number + 1
-                    found[part][item.id] = item.op.group, number
+                channel = channel_of(item)
+                if channel is not None:
+                    group, offset, sends = channel
+                    number = counts.get(channel, 0)
+                    counts[channel] = number + 1
+                    found[part][item.id] = Meeting(group, offset, number, sends)
         return found
 
     def opens_step(self, place: Place) -> bool:

@@ -4,7 +4,7 @@
     ``end(i, k)   = start(i, k) + seconds of i alone``
 
 A collective is one instruction of all members of its group: it starts after the latest of them and takes as long as
-the slowest of their flows.
+the slowest of their flows. A message is one instruction of its two ranks.
 
 This is linear in the max-plus algebra, so steps become periodic, with the period of the heaviest circuit of
 dependencies; sharing only makes durations longer, and later starts never make anything end earlier. The period is
@@ -134,7 +134,7 @@ def run_times_of(world: World, num_steps: int) -> dict[tuple[int, Place], tuple[
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """An instruction, or a collective as one instruction of all its members.
+    """An instruction, or a collective or message as one instruction of all who meet.
 
     Attributes
     ----------
@@ -223,9 +223,9 @@ class Recurrence:
             ) from None
 
     def _meeting(self, member: Member, position: int) -> Hashable:
-        """Return which collective an instruction is, the same for all of its members; None if it is none."""
+        """Return what is the same for all who meet at an instruction; None if it meets nobody."""
         meeting = self.orders[member.rank].meeting(Place(position, member.instruction))
-        return meeting and (*meeting, self.world.groups[meeting[0]].part_of[member.rank])
+        return meeting and self.world.party(member.rank, meeting)[1]
 
     def _node(self, members: tuple[Member, ...], position: int) -> Node:
         part = self.orders[0].part(position)

@@ -3,7 +3,7 @@
 One simpy process per rank and stream runs its instructions in order; an instruction starts when its stream is free
 and all that it waits for is done, and then progresses at the rate that shared resources leave to it
 (:mod:`zosim.fluid`). A collective starts when the last member of its group is there, and ends for all when the last
-of their flows does.
+of their flows does; so does a message between its two ranks.
 
 What happens at one instant is independent of the order in which it is handled, with one exception: activities that
 arrive at a first-in-first-out resource at the same instant are served by rank, then by stream in the order of
@@ -168,28 +168,25 @@ class _Run:
             _refuse_deadlock(self)
 
     def meet(self, rank: int, place: Place, phase: str) -> simpy.Event:
-        """Return the event of all members of a collective's group having come as far as `rank` now has."""
-        group, part, key = self._meeting(rank, place, phase)
+        """Return the event of all who meet at `place` having come as far as `rank` now has."""
+        party, key = self._meeting(rank, place, phase)
         event, there = self._meetings.setdefault(key, (self.env.event(), []))
         there.append(rank)
-        if len(there) == len(self.world.groups[group].parts[part]):
+        if len(there) == len(party):
             event.succeed()
         return event
 
     def missing(self, rank: int, place: Place) -> list[int]:
-        """Return the members of a collective's group that have not come to its start, where `rank` has."""
-        group, part, key = self._meeting(rank, place, "start")
+        """Return those who have not come to the start of a collective or message, where `rank` has."""
+        party, key = self._meeting(rank, place, "start")
         there = self._meetings.get(key, (None, []))[1]
-        if rank not in there:
-            return []
-        return [other for other in self.world.groups[group].parts[part] if other not in there]
+        return [other for other in party if other not in there] if rank in there else []
 
-    def _meeting(self, rank: int, place: Place, phase: str) -> tuple[str, int, tuple[object, ...]]:
+    def _meeting(self, rank: int, place: Place, phase: str) -> tuple[tuple[int, ...], tuple[object, ...]]:
         found = self.ranks[rank].order.meeting(place)
         assert found is not None
-        group, number = found
-        part = self.world.groups[group].part_of[rank]
-        return group, part, (group, part, place.position, number, phase)
+        party, key = self.world.party(rank, found)
+        return party, (key, place.position, phase)
 
     def step_completed(self, step: int) -> None:
         """Look whether the run has become periodic, whenever all ranks have completed another step."""
@@ -367,11 +364,14 @@ def _undone(run: _Run, rank: _Rank, place: Place) -> list[tuple[_Rank, Place]]:
         return undone
     partners = [run.ranks[number] for number in run.missing(rank.index, place)]
     wanted = rank.order.meeting(place)
+    assert wanted is not None
     return [
         (other, here)
         for other in partners
         for item in other.order.instructions(place.position)
-        if other.order.meeting(here := Place(place.position, item.id)) == wanted
+        if (found := other.order.meeting(here := Place(place.position, item.id)))
+        and found.shared == wanted.shared
+        and (not wanted.offset or found.sends != wanted.sends)
     ]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zosim.places import Order, Place
+from zosim.places import Meeting, Order, Place
 from zosim.program import Part
 from zosim.world import Template
 
@@ -225,8 +225,8 @@ class Wiring:
         return found
 
     @cached_property
-    def meetings(self) -> dict[Part, dict[tuple[str, int], int]]:
-        """Per part, the instruction of each collective (group, number)."""
+    def meetings(self) -> dict[Part, dict[Meeting, int]]:
+        """Per part, the instruction of each collective or message."""
         position: dict[Part, int] = {"prologue": 0, "step": 1, "flush": self.num_steps + 1}
         return {
             part: {

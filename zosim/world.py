@@ -7,7 +7,7 @@ thousand ranks cost little more than one. :mod:`zosim.fold` goes further and kee
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -15,7 +15,8 @@ from types import MappingProxyType
 from costmodel.profile import Bound
 from topology.errors import ProgramError
 from zosim.machine import Activity, Machine
-from zosim.program import Collective, Instruction, Part, Program
+from zosim.places import Meeting, channel_of
+from zosim.program import Collective, Instruction, Part, Program, Recv, Send
 from zosim.program_set import ProgramSet
 
 # A resource of which no more than this is ever asked limits nobody.
@@ -87,6 +88,12 @@ class Group:
         """Return whom `rank` waits for where a dependency names the group."""
         members = self.parts[self.part_of[rank]]
         return tuple(other for other in members if other != rank or rank in self.doubled)
+
+    def at_offset(self, rank: int, offset: int) -> int | None:
+        """Return the member so many places after `rank` in its part, None past either end."""
+        members = self.parts[self.part_of[rank]]
+        place = members.index(rank) + offset
+        return members[place] if 0 <= place < len(members) else None
 
 
 @dataclass(frozen=True)
@@ -218,6 +225,21 @@ class World:
                 renamed[id(activity)] = replace(activity, uses=uses)
         return {place: renamed[id(activity)] for place, activity in template.activities.items()}
 
+    def party(self, rank: int, meeting: Meeting) -> tuple[tuple[int, ...], Hashable]:
+        """Return who meets where `rank` does, and what tells this meeting from others at its position.
+
+        A message whose other side is not simulated has one member: that side is taken to be in step.
+        """
+        group = self.groups[meeting.group]
+        if not meeting.offset:
+            members = group.parts[group.part_of[rank]]
+            return members, (members, meeting)
+        other = group.at_offset(rank, meeting.offset if meeting.sends else -meeting.offset)
+        if other is None:
+            return (rank,), (rank, meeting)
+        members = (rank, other) if meeting.sends else (other, rank)
+        return members, (members, meeting.shared)
+
     def with_limits_alone(self) -> World:
         """Return the same world without the resources of which there is always enough for all who ask."""
         asked: dict[str, float] = defaultdict(float)
@@ -233,14 +255,32 @@ class World:
         }
         return replace(self, capacities=limits)
 
+    def _check_partners(self) -> None:
+        channels = [
+            {channel_of(item): item for _, item in template.program.instructions()}
+            for template in self.templates
+        ]
+        for rank, kind in enumerate(self.template_of):
+            for channel, item in channels[kind].items():
+                if channel is None or not channel[1]:
+                    continue
+                group, offset, sends = channel
+                if self.groups[group].at_offset(rank, offset if sends else -offset) is None:
+                    message = (
+                        f"{item.id} of rank {rank} {'sends to' if sends else 'receives from'} a place of {group} "
+                        "that nobody has"
+                    )
+                    raise ProgramError(message, hint="the first and the last of a group have one neighbour")
+
     def check_peers(self) -> None:
-        """Refuse dependencies on instructions that a peer does not have.
+        """Refuse dependencies on instructions that a peer does not have, and messages to or from nobody.
 
         Raises
         ------
         ProgramError
             Naming both.
         """
+        self._check_partners()
         known = [
             {part: {item.id for item in getattr(template.program, part)} for part in _PARTS}
             for template in self.templates
@@ -277,15 +317,16 @@ def _template(program: Program, machine: Machine, bound: Bound) -> Template:
     known: dict[object, Activity] = {}
     activities = {}
     for part, item in program.instructions():
-        key = item.work, machine.direction(program, item), _group_of(item)
+        key = item.work, machine.direction(program, item), _meets_as(item)
         if key not in known:
             known[key] = machine.activity(program, item, bound)
         activities[part, item.id] = known[key]
     return Template(program, activities, tuple(machine.capacities), machine.step_s(bound))
 
 
-def _group_of(item: Instruction) -> str | None:
-    return item.op.group if isinstance(item.op, Collective) else None
+def _meets_as(item: Instruction) -> object:
+    """Return what tells apart what operations on links cost."""
+    return item.op if isinstance(item.op, Collective | Send | Recv) else None
 
 
 def _merged_capacities(machines: Sequence[Machine]) -> dict[str, float]:
