@@ -12,6 +12,7 @@ from proofs_checks import (
     restoring,
     schedules,
     sliced_transfers,
+    stages,
     step_time,
     unbiasedness,
 )
@@ -28,6 +29,7 @@ CLAIMS: tuple[Claim, ...] = (
     *schedules.CLAIMS,
     *step_time.CLAIMS,
     *sliced_transfers.CLAIMS,
+    *stages.CLAIMS,
     *cost_invariants.CLAIMS,
     *quantised.CLAIMS,
     *compressors.CLAIMS,

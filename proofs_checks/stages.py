@@ -1,0 +1,210 @@
+"""Stages of a model draw one direction between them, not the same numbers twice, and send what the paper counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executors.communicator import Communicator
+from executors.session import Session
+from executors.spec import spec_of_model
+from proofs_checks.claims import Claim, Context, Outcome, worst
+from proofs_checks.mutation import Mutant
+from proofs_checks.placements import (
+    Trace,
+    num_unlike,
+    observe,
+    same_bits,
+    tiny_batches,
+    tiny_model,
+    tiny_plan,
+    train,
+)
+from proofs_checks.ranks import on_all_ranks
+from proofs_checks.statistics import compare_means
+from zosim.lowering import lower_all
+from zosim.plan import Estimator, Mesh, Placement, Plan, Runtime, Split
+from zosim.program import Send
+
+_SETTINGS: dict[str, Any] = {"learning_rate": lambda step: 1e-2 / (step + 1), "weight_decay": 0.1}
+CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "behind a block, swept": (("block.0",), "sweep"),
+    "inside a block, query by query": (("block.1.mlp",), "querywise"),
+    "three cuts, block by block": (("block.0", "block.1.mlp", "block.2.mlp"), "blockwise"),
+}
+_QUICK = ("inside a block, query by query",)
+_NUM_QUERIES = 2
+
+
+def staged(cuts: tuple[str, ...], traversal: str, estimator: Estimator) -> Plan:
+    """Return the plan of a tiny tied model cut there."""
+    model = tiny_model("tied")
+    split, mesh = Split(cuts=cuts), Mesh(stage=len(cuts) + 1)
+    whole = tiny_plan(model, estimator=estimator, runtime=Runtime.model_validate({"traversal": traversal}))
+    spec = spec_of_model(model, "tiny", cut_blocks=split.cut_blocks)
+    devices = tuple(f"cpu{rank}" for rank in range(mesh.world_size))
+    changed = {
+        "model": spec.model_dump(mode="json"),
+        "mesh": mesh.model_dump(mode="json"),
+        "split": split.model_dump(mode="json"),
+        "placement": Placement(topology="none", devices=devices).model_dump(mode="json"),
+    }
+    return Plan.model_validate(whole.model_dump(mode="json") | changed)
+
+
+def _trained(plan: Plan, seed: int, num_steps: int) -> list[Trace]:
+    """Return what every stage did."""
+    models = [tiny_model("tied") for _ in range(plan.placement.world_size)]
+
+    def rank(number: int, communicator: Communicator) -> Trace:
+        trace = Trace()
+        with Session(
+            plan, models[number], seed=seed, num_timed_steps=0, communicator=communicator, **_SETTINGS
+        ) as session:
+            observe(session, trace)
+            trace.records += [session.step(batch) for batch in tiny_batches(num_steps)]
+            trace.weights.update(session.state_dict())
+        return trace
+
+    return list(on_all_ranks(plan, rank))
+
+
+def check_one_direction(context: Context) -> Outcome:
+    """Count directions, losses and weights of any stage that differ from those of one device."""
+    differing, details = 0, []
+    for name, (cuts, traversal) in CASES.items():
+        if context.size == "quick" and name not in _QUICK:
+            continue
+        for rng in ("mezo", "counter"):
+            estimator = Estimator.model_validate({"rng": rng, "num_queries": _NUM_QUERIES})
+            alone = train("tied", estimator=estimator, seed=context.seed, **_SETTINGS)
+            traces = _trained(staged(cuts, traversal, estimator), context.seed, 3)
+            found = sum(_unlike(trace, alone) for trace in traces)
+            found += _unlike_directions(traces, alone)
+            differing += found
+            details.append(f"{name}, {rng}: {found} differences over {len(traces)} stages")
+    return Outcome(differing, 0, "directions, losses and weights that differ in a bit", tuple(details))
+
+
+def _unlike(trace: Trace, alone: Trace) -> int:
+    found = num_unlike(trace.weights, alone.weights)
+    pairs = zip(trace.records, alone.records, strict=True)
+    return found + sum(mine.projected_gradients != theirs.projected_gradients for mine, theirs in pairs)
+
+
+def _unlike_directions(traces: list[Trace], alone: Trace) -> int:
+    """Count steps and queries whose direction, put together from the stages' parts, is not that of one device."""
+    found = 0
+    for step, query in sorted({key[:2] for key in alone.directions}):
+        together: list[Tensor] = []
+        for trace in traces:
+            for key, uses in trace.directions.items():
+                if key[:2] == (step, query):
+                    together.append(uses[0])
+        whole = [uses[0] for key, uses in alone.directions.items() if key[:2] == (step, query)]
+        # Groups are cut otherwise, and a tied table is drawn by both of its holders: compare the numbers as a set.
+        found += not same_bits(torch.cat(together).unique(), torch.cat(whole).unique())
+    return found
+
+
+def check_independent(context: Context) -> Outcome:
+    """Compare the mean product of the numbers that two stages draw with 0.
+
+    Notes
+    -----
+    Were each stage's generator reset to the step's seed, as algorithms 1 to 3 have it, the second would draw the
+    numbers of the first again: the product's mean were 1, and ``E[g·u⁽¹⁾] = ∇₁f + ∇₂f``.
+    """
+    outcomes = []
+    for rng in ("mezo", "counter"):
+        plan = staged(("block.0",), "blockwise", Estimator.model_validate({"rng": rng}))
+        traces = _trained(plan, context.seed, context.samples(60, 12))
+        products = []
+        for step in range(len(traces[0].records)):
+            first, second = (_drawn(trace, step) for trace in traces)
+            length = min(len(first), len(second))
+            products.append((first[:length] * second[:length]).double())
+        outcomes.append(
+            compare_means(
+                rng, torch.cat(products)[:, None], torch.zeros(1, dtype=torch.float64), num_families=2
+            )
+        )
+    return worst(outcomes)
+
+
+def _drawn(trace: Trace, step: int) -> Tensor:
+    """Return the numbers of a stage's own blocks in one step; the tied table is both stages' and left out."""
+    groups = [
+        uses[0]
+        for (at, _, group), uses in trace.directions.items()
+        if at == step and group.startswith("block.")
+    ]
+    return torch.cat(groups)
+
+
+def check_counts(_context: Context) -> Outcome:
+    """Compare messages per step with ``(P + 1)(M - 1)`` and ``2P(M - 1)``."""
+    wrong, details = 0, []
+    for difference, per_cut in (("forward", _NUM_QUERIES + 1), ("central", 2 * _NUM_QUERIES)):
+        for cuts, traversal in CASES.values():
+            estimator = Estimator.model_validate({"difference": difference, "num_queries": _NUM_QUERIES})
+            programs = lower_all(staged(cuts, traversal, estimator)).programs
+            sent = sum(isinstance(item.op, Send) for program in programs for item in program.step)
+            wrong += sent != per_cut * len(cuts)
+            details.append(f"{difference}, {len(cuts) + 1} stages, {traversal}: {sent} activations a step")
+    return Outcome(wrong, 0, "plans whose activations are not those counted", tuple(details))
+
+
+_RESET = Mutant(
+    "every group starts from the seed",
+    "executors.drawing:Drawing._walked",
+    "generator.set_state(values[source[0]][0])",
+    "generator.manual_seed(seeded.seeds[op.query])",
+)
+
+CLAIMS = (
+    Claim(
+        "stages-are-one-device",
+        "M stages, cut behind or inside blocks, draw between them the direction of one device, hold a tied table alike, "
+        "and end every step with its bits.",
+        "SparQ algorithms 1 to 3, with one direction over all nodes",
+        "no codec; one torch build and thread count",
+        check_one_direction,
+        (
+            _RESET,
+            Mutant(
+                "a back half that forgets the residual stream",
+                "executors.halves:HalvedBlock.back",
+                "residual + self._linear(activation)",
+                "self._linear(activation)",
+            ),
+        ),
+    ),
+    Claim(
+        "stages-draw-independently",
+        "E[u⁽¹⁾·u⁽²⁾] = 0: stages do not draw the same numbers, so that no stage's estimate is biased by another's gradient.",
+        "SparQ assumption 2; algorithms 1 to 3 reset every node to one seed, which breaks it",
+        "normals",
+        check_independent,
+        (_RESET,),
+    ),
+    Claim(
+        "stages-send-what-is-counted",
+        "A step sends (P + 1)(M - 1) activations for a forward difference, whose base point all queries share, and "
+        "2P(M - 1) for a central one.",
+        "SparQ appendix C.3",
+        "one data shard",
+        check_counts,
+        (
+            Mutant(
+                "a message behind every segment",
+                "zosim.lowering.step:StepWriter._forward",
+                "segment == self.layout.segments[-1] and not self.layout.is_last_stage",
+                "not self.layout.is_last_stage",
+            ),
+        ),
+    ),
+)
