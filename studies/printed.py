@@ -8,7 +8,7 @@ from pathlib import Path
 from costmodel.published import Row, shipped_rows
 from studies.against_print.report import findings_table
 from zosim.published.audit import Finding, audit
-from zosim.published.cells import cells_of
+from zosim.published.cells import Cell, cells_of
 from zosim.published.conventions import MEBIBYTE
 from zosim.published.fitted_profile import load_published_profile
 from zosim.published.memory import parts_of
@@ -106,8 +106,7 @@ def _conventions(paper: str, rows: Sequence[Row]) -> Iterator[str]:
             for c in cells
             if c.row["model"] == "OPT-13B" and c.row["batch_size"] == "8" and c.row.kind == "throughput"
         )
-        flops = sum(part.flops for item in one.program.step for part in item.work.matmuls)
-        rate = flops * one.printed / one.case.plan.tokens_per_step / 1e12
+        rate = _rate(one) / 1e12
         yield (
             f"* A token counts once a step: {one.printed:g} tokens/s for OPT-13B at batch 8 is {rate:.1f} Tflop/s over both "
             "forwards, within the A100's 19.5 in float32; were tokens counted at both forwards, half of that."
@@ -122,13 +121,29 @@ def _conventions(paper: str, rows: Sequence[Row]) -> Iterator[str]:
             "the 18625 of one GPU at batch 4: as much work for each GPU in the same time. Were the batch that of one "
             "GPU, the pair would be DDP at batch 4, which prints 31585."
         )
-        yield "* A token counts once a step, although both signs forward it: Tables 1, 3 and 5 agree with that alone."
+        one = next(
+            c
+            for c in cells
+            if c.row["model"] == "OPT-30B" and c.row["batch_size"] == "8" and c.row["gpus"] == "2"
+        )
+        rate = _rate(one) / 1e12
+        yield (
+            f"* A token counts once a step, although both signs forward it: {one.printed:g} tokens/s for OPT-30B under "
+            f"{one.case.method.describe()} is then {rate:.0f} of the 148 Tflop/s of each GPU; counted at both forwards it would be "
+            f"{rate / 2:.0f}, far less than such products reach."
+        )
     lightest = next(c for c in cells if c.row.kind == "memory" and c.case.method.base == "MeZO")
     weights = parts_of(lightest.case).kept
     yield (
         f"* A megabyte is taken as 2^20 bytes, as nvidia-smi prints them: {lightest.row['model']} {lightest.row['precision']} "
         f"weights are {weights / MEBIBYTE:.0f} of these ({weights / 1e6:.0f} of 10^6 bytes) in {lightest.printed:g} printed."
     )
+
+
+def _rate(cell: Cell) -> float:
+    """Return the flop/s that each GPU multiplies at the printed throughput."""
+    flops = sum(part.flops for item in cell.program.step for part in item.work.matmuls)
+    return flops * cell.printed / cell.case.plan.tokens_per_step
 
 
 def _answered(pairs: Sequence[tuple[Row, Answer]], kind: str) -> list[tuple[Row, Answer]]:

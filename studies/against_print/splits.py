@@ -91,12 +91,12 @@ class Outcome:
     @property
     def median(self) -> float:
         """Median absolute error in percent."""
-        return 100 * float(np.median(np.abs(self.errors)))
+        return 100 * float(np.median(np.abs(self.errors))) if len(self.errors) else float("nan")
 
     @property
     def p90(self) -> float:
         """90th percentile of the absolute error in percent."""
-        return 100 * float(np.percentile(np.abs(self.errors), 90))
+        return 100 * float(np.percentile(np.abs(self.errors), 90)) if len(self.errors) else float("nan")
 
     @property
     def meets_goal(self) -> bool:

@@ -4,14 +4,17 @@ import json
 
 import numpy as np
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from costmodel.published import Row, shipped_rows
+from costmodel.published import Row, read_rows, shipped_rows, write_rows
 from topology.errors import ProfileError
 from zosim.machine import Machine
 from zosim.program import Forward, Perturb
 from zosim.published.audit import audit, set_apart
 from zosim.published.baselines import neighbours, regression
 from zosim.published.cells import cells_of
+from zosim.published.commands import predict
 from zosim.published.constants import MEMORY, SPEED
 from zosim.published.conventions import UnknownRow, case_of, method_of
 from zosim.published.fitted_profile import (
@@ -37,6 +40,12 @@ DIST = {"paper": "DistZO2", "gpu_type": "H20-96GB", "precision": "fp16", "batch_
 
 def row(**fields):
     return Row({**BASE, **fields}, "a test")
+
+
+def app():
+    found = typer.Typer()
+    found.command()(predict)
+    return found
 
 
 def cell(**fields):
@@ -279,3 +288,20 @@ def test_the_audit_finds_planted_impossibilities_and_leaves_a_plain_table_alone(
 
 def test_a_machine_of_fitted_constants_is_a_machine(profile):
     assert isinstance(cell().machine(profile.fit("ZO2", "speed").values), Machine)
+
+
+def test_the_command_appends_its_columns_to_the_rows_it_was_given(tmp_path):
+    given = [
+        item
+        for item in ROWS
+        if item["model"] == "OPT-1.3B" and item["table"] == "1" and item["paper"] == "ZO2"
+    ]
+    write_rows(tmp_path / "cases.csv", given, [{} for _ in given])
+    done = CliRunner().invoke(app(), [str(tmp_path / "cases.csv"), "-o", str(tmp_path / "out.csv"), "--json"])
+    assert done.exit_code == 0, done.output
+    found = read_rows(tmp_path / "out.csv")
+    assert [item["cell"] for item in found] == [item["cell"] for item in given]
+    assert list(found[0].fields)[-5:] == ["predicted", "low", "high", "bottleneck", "prediction_note"]
+    for item in found:
+        is_ratio = item["quantity"].endswith("_ratio")
+        assert (bool(item["predicted"]), bool(item["prediction_note"])) == (not is_ratio, is_ratio)

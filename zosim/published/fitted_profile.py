@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from costmodel.published import Row
 from topology.errors import ProfileError
+from zosim.published.audit import audit, set_apart
 from zosim.published.cells import Cell, cells_of
 from zosim.published.constants import PAPERS, Domain
 from zosim.published.fitting import Solution, conformal_half_width, fit
@@ -115,12 +116,13 @@ def calibrate_on(rows: Sequence[Row]) -> PublishedProfile:
         If no row can be used.
     """
     cells, _, reasons = cells_of(rows)
+    apart = set_apart(audit(rows))
     fits = []
     for paper in PAPERS:
         for domain in ("speed", "memory"):
             mine = [cell for cell in known_cells(cells, paper, domain) if cell.value is not None]
             if mine:
-                fits.append(found_fit(fit(mine, paper, domain), paper, domain))
+                fits.append(found_fit(fit(mine, paper, domain), paper, domain, apart))
     if not fits:
         hint = next(iter(reasons.values()), "give rows with values")
         raise ProfileError("none of the rows can be fitted", hint=hint)
@@ -136,12 +138,15 @@ def known_cells(cells: Sequence[Cell], paper: str, domain: Domain) -> list[Cell]
     ]
 
 
-def found_fit(solution: Solution, paper: str, domain: Domain) -> FoundFit:
-    """Return a solution as it is kept."""
-    held_out = solution.held_out()
-    groups: dict[str, list[float]] = {"": held_out.tolist()}
-    for cell, residual in zip(solution.cells, held_out.tolist(), strict=True):
-        groups.setdefault(cell.group, []).append(residual)
+def found_fit(
+    solution: Solution, paper: str, domain: Domain, apart: frozenset[str] = frozenset()
+) -> FoundFit:
+    """Return a solution as it is kept. Cells at the places `apart` say nothing about how far others may be off."""
+    groups: dict[str, list[float]] = {"": []}
+    for cell, residual in zip(solution.cells, solution.held_out().tolist(), strict=True):
+        if cell.row.place not in apart:
+            groups[""].append(residual)
+            groups.setdefault(cell.group, []).append(residual)
     spread = 2 * np.sqrt(np.diag(solution.covariance))
     constants = tuple(
         FoundConstant(

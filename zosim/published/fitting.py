@@ -2,10 +2,11 @@
 
 Minimises, over the logarithms ``x`` of the constants,
 
-``Σ ρ((log predicted_i(x) - log printed_i) / NOISE) + Σ ((x_j - x_j⁰) / σ_j)²``
+``Σ w_i ρ((log predicted_i(x) - log printed_i) / NOISE) + Σ ((x_j - x_j⁰) / σ_j)²``
 
 with a Cauchy loss ``ρ``, since some cells cannot be right and nobody knows all of them beforehand, and the prior
-``(x⁰, σ)`` of :mod:`zosim.published.constants`.
+``(x⁰, σ)`` of :mod:`zosim.published.constants`. Methods of one setting are off together, so a setting's weight ``w`` grows
+with the square root of the number of its cells only; weights are 1 on average.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Solution:
     @property
     def weights(self) -> Array:
         """How much each cell counts, as an inverse variance of its logarithm."""
-        return _curvature(self.residuals) / NOISE**2
+        return np.asarray(setting_weights(self.cells) * _curvature(self.residuals) / NOISE**2)
 
     def held_out(self) -> Array:
         """Return the residual of each cell if its setting (all methods of its table row) were left out of the fit.
@@ -77,7 +78,7 @@ class Solution:
         One Gauss-Newton step from the optimum without the setting's rows, which is exact for a linear model.
         """
         weights = self.weights
-        slopes = _slopes(self.residuals) / NOISE**2
+        slopes = setting_weights(self.cells) * _slopes(self.residuals) / NOISE**2
         prior = np.diag(np.array([constant.sigma for constant in self.constants]) ** -2)
         hessian = (self.jacobian * weights[:, None]).T @ self.jacobian + prior
         settings = np.array(["|".join(cell.row.setting) for cell in self.cells])
@@ -126,6 +127,7 @@ class _Problem:
         self.start = np.log([constant.prior for constant in constants])
         self.sigma = np.array([constant.sigma for constant in constants])
         self.printed = np.log([cell.printed for cell in cells])
+        self.weights = setting_weights(cells)
         self.loss = _SOFT
         self._at: Array | None = None
         self._found: tuple[Array, Array] | None = None
@@ -150,7 +152,7 @@ class _Problem:
 
     def solution(self, x: Array) -> Solution:
         residuals, jacobian = self._linear(x)
-        weights = _curvature(residuals) / NOISE**2
+        weights = self.weights * _curvature(residuals) / NOISE**2
         information = (jacobian * weights[:, None]).T @ jacobian + np.diag(self.sigma**-2)
         return Solution(
             self.constants,
@@ -163,13 +165,13 @@ class _Problem:
 
     def _weighed(self, x: Array) -> Array:
         residuals, _ = self._linear(x)
-        return np.concatenate([self.loss.soften(residuals) / NOISE, (x - self.start) / self.sigma])
+        softened = self.loss.soften(residuals) * np.sqrt(self.weights) / NOISE
+        return np.concatenate([softened, (x - self.start) / self.sigma])
 
     def _slope(self, x: Array) -> Array:
         residuals, jacobian = self._linear(x)
-        return np.vstack(
-            [self.loss.softening(residuals)[:, None] * jacobian / NOISE, np.diag(1 / self.sigma)]
-        )
+        slopes = self.loss.softening(residuals) * np.sqrt(self.weights) / NOISE
+        return np.vstack([slopes[:, None] * jacobian, np.diag(1 / self.sigma)])
 
     def _linear(self, x: Array) -> tuple[Array, Array]:
         """Return residuals and their derivatives at `x`; asked for twice in a row, so the last answer is kept."""
@@ -183,6 +185,14 @@ class _Problem:
                 (predicted[:, 1:] - predicted[:, :1]) / _STEP,
             )
         return self._found
+
+
+def setting_weights(cells: Sequence[Cell]) -> Array:
+    """Return the weight of each cell: the inverse root of the number of cells of its setting, 1 on average."""
+    settings = ["|".join(cell.row.setting) for cell in cells]
+    counts = np.array([settings.count(setting) for setting in settings])
+    weights = 1 / np.sqrt(counts)
+    return np.asarray(weights / weights.mean())
 
 
 def _named(constants: Sequence[Fitted], x: Array) -> dict[str, float]:
