@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from executors.operands import Action
 from executors.stages import Stages
 from executors.streams import Backend, Task, Ticket
 from executors.update_watch import UpdateWatch
-from topology.errors import RunError
+from topology.errors import ModelError, RunError
 from zosim.program import Buffer, Dependency, Forward, Instruction, Part, Program
 from zosim.validate import validate
 
@@ -72,6 +73,7 @@ class Interpreter:
         validate(program)
         self.program = program
         self.backend = backend
+        self._cut = cut
         self._communicator = communicator
         self._host_memory = _host_memory(program, communicator, backend)
         positions = {name: communicator.position(name) for name in program.groups} if communicator else {}
@@ -239,6 +241,7 @@ class Interpreter:
 
     def _load_weights(self) -> None:
         """Move the model's parameters into the program's initial places, one group after the other."""
+        self._let_go()
         with torch.no_grad():
             held = [access for access in self.program.initial if self.store.is_weights(access)]
             for number, access in enumerate(held):
@@ -247,16 +250,34 @@ class Interpreter:
                     for tensor, view in zip(placed.part.tensors, placed.views, strict=True):
                         view.copy_(tensor.parameter)
                 self._actions.bind([placed])
-            self._let_go()
         if self._host_memory is not None and self._communicator is not None:
             self._communicator.barrier("loading the weights")
 
     def _let_go(self) -> None:
-        """Let parameters that other stages hold be zeros that take no memory: masks are made with them as with any."""
-        for name, part in self.store.parts.items():
-            if name not in self.store.held:
-                for tensor in part.tensors:
-                    tensor.parameter.data = stand_in(tensor, self.backend.device)
+        """Let parameters that other stages hold be zeros that take no memory: masks are made with them as with any.
+
+        Raises
+        ------
+        ModelError
+            If blocks are called with something that depends on weights.
+        """
+        absent = [
+            tensor
+            for name, part in self.store.parts.items()
+            if name not in self.store.held
+            for tensor in part.tensors
+        ]
+        before = self._cut.calls_on_probe() if absent else []
+        for tensor in absent:
+            tensor.parameter.data = stand_in(tensor, self._cut.device)
+        after = self._cut.calls_on_probe() if absent else []
+        if not all(map(_are_equal, before, after)):
+            raise ModelError(
+                "blocks are called with more than the hidden state, masks and positions: a later stage cannot know it",
+                hint="run the model in one stage",
+            )
+        for tensor in absent:
+            tensor.parameter.data = stand_in(tensor, self.backend.device)
 
     def _writes(self, number: int, buffer: Buffer) -> bool:
         """Whether this rank puts the weights into a buffer: those that a host has once, by turns."""
@@ -312,6 +333,12 @@ class _Resolved:
     waits: tuple[str, ...]
     waits_before: tuple[str, ...]
     peers: tuple[Dependency, ...]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _format_of_losses(program: Program, cut: CutModel, num_micro_batches: int) -> torch.dtype | None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from costmodel.groups import ParameterEntry, cut_blocks_inside, group_parameters
 from costmodel.model_spec import (
@@ -272,6 +273,14 @@ class CutModel:
         batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
         with torch.no_grad():
             return self.head(self.embed(batch, StepCache()), batch).dtype
+
+    def calls_on_probe(self) -> list[Any]:
+        """Return what all blocks are called with on two tokens beside the hidden state, one after the other."""
+        tokens = torch.zeros((1, 2), dtype=torch.long, device=self.device)
+        cache = StepCache()
+        with torch.no_grad():
+            self.embed({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, cache)
+        return tree_leaves(cache.calls)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of every position, given what the last block left."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from executors.streams import Backend, Measured, Task, Ticket, failure_of
 from topology.errors import RunError, ZosimError
-from zosim.program import Buffer, Instruction, Part, Space, Stream
+from zosim.program import Buffer, Instruction, Part, Recv, Send, Space, Stream
 
 
 class _CudaTicket(Ticket):
@@ -81,8 +81,8 @@ class CudaBackend(Backend):
     dependency between two streams. The host waits for the device where a number has to be read (the projected
     gradient), and in :meth:`drain`.
 
-    What waits for another rank of the host is issued when that one is so far. So that only its stream waits, every
-    stream but compute then has a thread that issues its tasks, and one that tells others what has finished.
+    What waits for another rank is issued when that one is so far. So that only its stream waits, every stream but
+    compute then has a thread that issues its tasks, and one that tells others what has finished.
 
     Raises
     ------
@@ -147,7 +147,7 @@ class CudaBackend(Backend):
             task, ticket = make(tickets), _CudaTicket()
             tickets[task.instruction.id] = ticket
             made.append((task, ticket))
-        if not self._threads and not any(_is_far(ticket) for task, _ in made for ticket in task.after):
+        if not self._threads and not any(_takes_others(task) for task, _ in made):
             for task, ticket in made:
                 self._issue(task, ticket)
             return tickets
@@ -235,8 +235,11 @@ class CudaBackend(Backend):
         self._threads.clear()
 
 
-def _is_far(ticket: Ticket) -> bool:
-    return not isinstance(ticket, _CudaTicket)
+def _takes_others(task: Task) -> bool:
+    """Whether the host may have to wait for another rank before it can issue a task, or what follows it."""
+    return isinstance(task.instruction.op, Send | Recv) or any(
+        not isinstance(ticket, _CudaTicket) for ticket in task.after
+    )
 
 
 def _tell(event: torch.cuda.Event, done: Callable[[], None]) -> None:

@@ -65,11 +65,23 @@ CODED = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+QUICK = ("three", "four", "untied-counter", "norm-behind", "llama-querywise", "lora", "accumulated", "data")
+QUICK_CODED = ("q4", "at-random")
+
+
+def marked(cases, quick):
+    """Return the cases as parameters, those slow that need not run every time."""
+    return [
+        pytest.param(case, id=name, marks=() if name in quick else pytest.mark.slow)
+        for name, case in cases.items()
+    ]
+
+
+@pytest.mark.parametrize("case", marked(CASES, QUICK))
 def test_stages_are_one_device(case):
     assert_equal(case)
 
 
-@pytest.mark.parametrize("case", CODED.values(), ids=CODED)
+@pytest.mark.parametrize("case", marked(CODED, QUICK_CODED))
 def test_stages_with_codecs_are_one_device_with_the_same_codecs_at_the_same_cuts(case):
     assert_equal(case)

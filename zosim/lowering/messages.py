@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Literal
 
-from costmodel.codecs import CodecSpec, codec_spec, message_bytes, most_bytes, statistics_of_density
+from costmodel.codec_time import decode_work, encode_work
+from costmodel.codecs import (
+    CodecSpec,
+    SymbolStatistics,
+    codec_spec,
+    message_bytes,
+    most_bytes,
+    statistics_of_density,
+)
 from costmodel.work import DTYPE_BYTES, Work
 from zosim.plan import Plan
 
+Side = Literal["encode", "decode"]
 _INSIDE = ".mlp"
 
 
@@ -18,24 +29,31 @@ def most_message_bytes(plan: Plan, cut: int, num_sequences: int) -> int:
 
 def expected_message_bytes(plan: Plan, cut: int, num_sequences: int) -> int:
     """Return the bytes of a message across cut number `cut`, as the plan's densities let expect."""
-    density = plan.split.densities[cut] if plan.split.densities else 1.0
 
     def expected(codec: CodecSpec, shape: tuple[int, ...], element_bytes: int) -> int:
-        if codec.bits is None:
-            return message_bytes(codec, shape, element_bytes)
-        stats = statistics_of_density(shape, bits=codec.bits, density=density)
-        return message_bytes(codec, shape, element_bytes, stats)
+        return message_bytes(codec, shape, element_bytes, _statistics(plan, cut, codec, shape))
 
     return _sum(plan, cut, num_sequences, expected)
 
 
-def coding_work(plan: Plan, cut: int, num_sequences: int) -> Work:
-    """Return the work of encoding, or of decoding, one message: the tensors once, the message once."""
-    element_bytes = DTYPE_BYTES[plan.precision.compute]
-    tensors = sum(
-        element_bytes * shape[0] * shape[1] * shape[2] for _, shape in _crossing(plan, cut, num_sequences)
-    )
-    return Work(elementwise_bytes=tensors + expected_message_bytes(plan, cut, num_sequences), num_kernels=2)
+def coding_work(plan: Plan, cut: int, num_sequences: int, side: Side) -> Work:
+    """Return the work of making the message that crosses cut number `cut`, or of taking it apart."""
+    of, element_bytes = {"encode": encode_work, "decode": decode_work}[side], _element_bytes(plan)
+    counts: Counter[str] = Counter()
+    for codec, shape in _crossing(plan, cut, num_sequences):
+        counts.update(of(codec, shape, element_bytes, _statistics(plan, cut, codec, shape)))
+    return Work(coding=tuple(sorted(counts.items())))
+
+
+def _statistics(plan: Plan, cut: int, codec: CodecSpec, shape: tuple[int, ...]) -> SymbolStatistics:
+    """Return how the symbols of a tensor are distributed, as the plan's densities let expect."""
+    density = plan.split.densities[cut] if plan.split.densities else 1.0
+    return statistics_of_density(shape, bits=codec.bits or 1, density=density)
+
+
+def _element_bytes(plan: Plan) -> int:
+    """Return the bytes of one number; under autocast the residual stream keeps the format of the weights."""
+    return max(DTYPE_BYTES[plan.precision.compute], DTYPE_BYTES[plan.precision.storage])
 
 
 def _crossing(plan: Plan, cut: int, num_sequences: int) -> Iterator[tuple[CodecSpec, tuple[int, int, int]]]:
@@ -49,5 +67,5 @@ def _crossing(plan: Plan, cut: int, num_sequences: int) -> Iterator[tuple[CodecS
 def _sum(
     plan: Plan, cut: int, num_sequences: int, size: Callable[[CodecSpec, tuple[int, ...], int], int]
 ) -> int:
-    element_bytes = DTYPE_BYTES[plan.precision.compute]
+    element_bytes = _element_bytes(plan)
     return sum(size(codec, shape, element_bytes) for codec, shape in _crossing(plan, cut, num_sequences))
