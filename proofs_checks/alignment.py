@@ -95,7 +95,7 @@ def _from_literal(name: str, trace: Trace) -> int:
             ]
             # Groups are neighbours in registration order, so together they are the whole walk.
             groups = [group.name for group in tiny_plan(model).model.groups]
-            walked = torch.cat([trace.directions[record.step, query, group][0] for group in groups])
+            walked = torch.cat([trace.drawn[record.step, query, group] for group in groups])
             found += not same_bits(walked, torch.cat(drawn))
     return found
 
@@ -103,15 +103,13 @@ def _from_literal(name: str, trace: Trace) -> int:
 def check_orders(context: Context) -> Outcome:
     """Compare directions drawn in registration and in execution order with the normal distribution."""
     registration, execution = (
-        _first_use(
-            train(
-                "tied",
-                num_steps=context.samples(12, 3),
-                estimator=Estimator(order=order),
-                seed=context.seed,
-                **OFFLOADED,
-            )
-        )
+        train(
+            "tied",
+            num_steps=context.samples(12, 3),
+            estimator=Estimator(order=order),
+            seed=context.seed,
+            **OFFLOADED,
+        ).drawn
         for order in ("registration", "execution")
     )
     num_unlike_groups = num_unlike(registration, execution)

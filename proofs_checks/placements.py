@@ -14,6 +14,7 @@ from executors.interpreter import StepFrame
 from executors.model import Batch, CutModel
 from executors.session import Session, StepRecord
 from executors.spec import spec_of_model
+from zosim.lowering.directions import SCALED
 from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
 from zosim.program import Access, Instruction, Perturb, Update
 
@@ -59,14 +60,13 @@ class Sweep:
     key : tuple
         Step, query and group.
     scale : int
-    before, z, after : torch.Tensor
-        The group's parameters before and after, and the direction.
+    before, after : torch.Tensor
+        The group's parameters before and after.
     """
 
     key: Key
     scale: int
     before: Tensor
-    z: Tensor
     after: Tensor
 
 
@@ -79,13 +79,17 @@ class Trace:
     records : list of StepRecord
     weights : dict of str to torch.Tensor
         After the flush.
+    drawn : dict
+        By step, query and group: the direction ``z``.
     directions : dict
-        By step, query and group: the direction of each perturbation and update that used it, in turn.
+        By step, query and group: ``z·ε`` of each perturbation and update that used it, in turn. Perturbations may find
+        it multiplied already, updates find ``z``.
     sweeps : list of Sweep
     """
 
     records: list[StepRecord] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    drawn: dict[Key, Tensor] = field(default_factory=dict)
     directions: dict[Key, list[Tensor]] = field(default_factory=dict)
     sweeps: list[Sweep] = field(default_factory=list)
 
@@ -178,6 +182,7 @@ def _observed(
     offset = op.step if isinstance(op, Update) else 0
     weights = next(access for access in instruction.writes if access.what == op.group)
     direction = next(access for access in instruction.reads if access.what == f"z:{op.group}")
+    is_scaled, epsilon = direction.point.endswith(SCALED), session.plan.estimator.epsilon
 
     def values(access: Access) -> Tensor:
         return torch.cat([view.flatten() for view in session.interpreter.store.placed(access).views])
@@ -189,9 +194,11 @@ def _observed(
             return
         key, z, before = (used.step, op.query, op.group), values(direction), values(weights)
         action(frame)
-        trace.directions.setdefault(key, []).append(z)
+        if not is_scaled:
+            trace.drawn[key] = z
+        trace.directions.setdefault(key, []).append(z if is_scaled else z * epsilon)
         if isinstance(op, Perturb):
-            trace.sweeps.append(Sweep(key, op.scale, before, z, values(weights)))
+            trace.sweeps.append(Sweep(key, op.scale, before, values(weights)))
 
     return observed
 

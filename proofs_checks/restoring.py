@@ -49,7 +49,7 @@ def check_sequence(context: Context) -> Outcome:
                 tuple(sweep.scale for sweep in sweeps) != _ROUND_TRIP for sweeps in _visits(trace).values()
             )
             unlike = sum(
-                not same_bits(sweep.after, sweep.before + (sweep.scale * sweep.z) * EPSILON)
+                not same_bits(sweep.after, sweep.before + (sweep.scale * trace.drawn[sweep.key]) * EPSILON)
                 for sweep in trace.sweeps
             )
             details.append(
