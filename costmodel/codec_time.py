@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
 
 from costmodel.codecs import (
@@ -22,6 +23,7 @@ from costmodel.codecs import (
     payload_bytes,
     run_length_bytes,
 )
+from costmodel.profile import DeviceKind
 from topology.errors import ProfileError
 
 CodecWork = Mapping[str, int]
@@ -135,10 +137,32 @@ class CodecProfile:
         return sum(count * self.seconds[name] for name, count in work.items())
 
 
+@cache
 def load_codec_profile() -> CodecProfile:
     """Return the constants that come with the package: one core of a shared x86-64 machine."""
     content = json.loads(files("costmodel").joinpath("data/codecs/x86-64-one-core.json").read_text("utf-8"))
     return CodecProfile(**content)
+
+
+def coding_terms(coding: CodecWork, values: Mapping[str, float], device_kind: DeviceKind) -> dict[str, float]:
+    """Return the seconds of a codec's work: ``coding`` on one core of the host, and more where the tensor is on a GPU.
+
+    Notes
+    -----
+    An estimate for GPUs, not a measurement: the device makes symbols of numbers (``quantising``: 4 bytes read, one
+    written, at the element-wise bandwidth), a byte of each crosses the bus (``crossing``), and the host writes them down.
+    """
+    if device_kind == "cpu":
+        return {"coding": load_codec_profile().duration_s(coding)}
+    on_device = {name for name in coding if name.startswith(("quantise_s", "dequantise_s"))}
+    num_symbols = sum(coding[name] for name in on_device)
+    on_host = {name: count for name, count in coding.items() if name not in on_device}
+    narrower = min(values["copy_d2h_bandwidth"], values["copy_h2d_bandwidth"])
+    return {
+        "coding": load_codec_profile().duration_s(on_host),
+        "quantising": 5 * num_symbols / values["elementwise_bandwidth"],
+        "crossing": (num_symbols + coding.get("byte_s", 0)) / narrower,
+    }
 
 
 def fit_codec_profile(measured: Sequence[tuple[CodecWork, float]], source: str) -> CodecProfile:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+from costmodel.codec_time import coding_terms
 from costmodel.profile import Bound, DeviceKind, Profile
 from costmodel.work import DTYPE_BYTES, Attention, Matmul, Work
 from topology.errors import ProfileError
@@ -20,7 +21,7 @@ from topology.errors import ProfileError
 CopyDirection = Literal["h2d", "d2h"]
 
 _HOST_TERMS = ("dispatch", "overhead")
-_SERIAL_TERMS = frozenset({"draw", "skip", "allocation", *_HOST_TERMS})
+_SERIAL_TERMS = frozenset({"draw", "skip", "allocation", "coding", *_HOST_TERMS})
 """What one core does alone: torch draws on one thread of a CPU, unless the executor cuts a draw for several."""
 
 
@@ -34,8 +35,8 @@ class OperationCost:
         Duration with nothing else running.
     terms : mapping of str to float
         Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``exponential``, ``sweep``, ``draw``,
-        ``shared_draw``, ``skip``, ``cast``, ``copy``, ``allocation``, ``kernels``, ``dispatch``, ``overhead``. On a CPU
-        they add up to `seconds`; on a GPU launches and kernels overlap.
+        ``shared_draw``, ``skip``, ``cast``, ``copy``, ``allocation``, ``kernels``, ``dispatch``, ``overhead``, and those of
+        :func:`~costmodel.codec_time.coding_terms`. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
     limiter : str
         The largest term.
     cores : float
@@ -72,6 +73,8 @@ def estimate(
     """
     values = profile.values(bound)
     terms = work_terms(work, values, direction)
+    if work.coding:
+        terms |= coding_terms(dict(work.coding), values, profile.device_kind)
     seconds = combine_terms(terms, profile.device_kind)
     return OperationCost(
         seconds=seconds,

@@ -6,6 +6,7 @@ Everything is additive: the work of two operations run one after the other is ``
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
@@ -118,6 +119,8 @@ class Work(_Counted):
         does besides launching kernels takes the host's time.
     copy_bytes : int
         Bytes that cross the route between memories.
+    coding : tuple of (str, int)
+        What a codec does, as counts of the constants of :data:`costmodel.codec_time.CodecWork`.
     link_bytes : int
         Bytes that one rank receives from the others of a group, and as many that it sends.
     num_allocations : int
@@ -147,6 +150,7 @@ class Work(_Counted):
     num_kernels: NonNegativeInt = 0
     calls: tuple[ModelCode, ...] = ()
     copy_bytes: NonNegativeInt = 0
+    coding: tuple[tuple[str, NonNegativeInt], ...] = ()
     link_bytes: NonNegativeInt = 0
     num_allocations: NonNegativeInt = 0
     allocation_bytes: NonNegativeInt = 0
@@ -182,6 +186,7 @@ class Work(_Counted):
             matmuls=self.matmuls + other.matmuls,
             attention=self.attention + other.attention,
             calls=self.calls + other.calls,
+            coding=tuple(sorted((Counter(dict(self.coding)) + Counter(dict(other.coding))).items())),
             workspace_bytes=max(self.workspace_bytes, other.workspace_bytes),
             **sums,
         )

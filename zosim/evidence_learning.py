@@ -126,7 +126,11 @@ def _grouped(evidence: Evidence) -> dict[_Kind, tuple[str, list[tuple[float, boo
 
 
 def _has_work(work: Work) -> bool:
-    return work != Work(dtype=work.dtype, draw_dtype=work.draw_dtype, distribution=work.distribution)
+    # A codec's constants are none of a profile's.
+    none = Work(
+        dtype=work.dtype, draw_dtype=work.draw_dtype, distribution=work.distribution, coding=work.coding
+    )
+    return work != none
 
 
 def _direction(program: Program, instruction: Instruction) -> CopyDirection:

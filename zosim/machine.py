@@ -150,7 +150,7 @@ class Machine:
     def __post_init__(self) -> None:
         named = {self.kernels, self.cores, self.memory, *self.fifo} - {""}
         named.update(name for route in self.routes.values() for name in route)
-        ways = (*self.rings.values(), *self.channels.values())
+        ways: list[Ring | Hop] = [*self.rings.values(), *self.channels.values()]
         named.update(name for way in ways for name, _ in way.uses)
         missing = sorted(named - set(self.capacities))
         if missing:

@@ -351,7 +351,7 @@ class StepWriter:
     def _decode(self, point: str) -> None:
         layout, cut, segment = self.layout, self.layout.stage - 1, self.layout.segments[0]
         before = self.model.segments[self.model.segments.index(segment) - 1]
-        work = coding_work(self.plan, cut, layout.num_sequences)
+        work = coding_work(self.plan, cut, layout.num_sequences, "decode")
         reads, left = (layout.wire(point, cut, "in"),), (layout.hidden(point, before),)
         name = f"decode[{point or 'base'}]"
         self.listing.emit(name, Decode(), Stream.COMPUTE, "decode", segment, reads, left, work)
@@ -360,7 +360,7 @@ class StepWriter:
         """Write how the hidden state that this stage leaves goes to the next."""
         layout, split, cut = self.layout, self.plan.split, self.layout.stage
         wire, name = layout.wire(point, cut, "out"), point or "base"
-        work = coding_work(self.plan, cut, layout.num_sequences)
+        work = coding_work(self.plan, cut, layout.num_sequences, "encode")
         op = Encode(split.codec, split.residual_codec)
         hidden = (layout.hidden(point, segment),)
         self.listing.emit(f"encode[{name}]", op, Stream.COMPUTE, "encode", segment, hidden, (wire,), work)
