@@ -152,7 +152,7 @@ CLAIMS = (
             ),
             Mutant(
                 "a sign bit that is never set",
-                "executors.directions:Rademacher.fill",
+                "executors.directions:Rademacher._fill_piece",
                 "words.random_(-(2**63), None, generator=generator)",
                 "words.random_(generator=generator)",
             ),

@@ -246,14 +246,14 @@ CLAIMS = (
             Mutant(
                 "blocks that are not restored",
                 "zosim.lowering.step:StepWriter._both_points",
-                'self._perturb_all(in_place, segment, query, restore, previous, "")',
-                "restore += 0",
+                'self._perturb_all(in_place, segment, query, self._way_back, previous, "")',
+                'previous += ""',
             ),
             Mutant(
                 "a direction not drawn again",
                 "zosim.lowering.directions:Directions.draw",
-                "if not held.overlaps(target)",
-                "if held.what != target.what",
+                "(held.what, held.step, held.point) == (target.what, target.step, target.point)",
+                "held.what == target.what",
             ),
         ),
     ),
