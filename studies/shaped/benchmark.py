@@ -1,0 +1,149 @@
+"""``python -m studies.shaped.benchmark``: predicted against measured on shaped links, with a report."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from costmodel.profile import Profile
+from studies.prediction.report import machine_words
+from studies.shaped.cases import LAYOUTS, RATES, TWO, Layout
+from studies.shaped.network import ShapedNetwork, rate_bits_per_s
+from studies.shaped.predicting import ShapedRow, predict
+from studies.shaped.ranks import run_ranks
+from studies.shaped.report import Link, ShapedBenchmark
+from studies.shaped.worker import CaseSteps, NetworkSteps
+from topology import detect
+from topology.errors import RunError, ZosimError
+
+OUT = Path("docs/benchmarks")
+_CALIBRATION = "calibration"
+_REPORT = "report"
+_PARTS = (_CALIBRATION, *(f"{rate}-{layout.name}" for rate, layout in product(RATES, LAYOUTS)), _REPORT)
+_PART_TIMEOUT_S = 300.0
+
+
+def main(
+    folder: Annotated[Path, typer.Option(help="Where the parts are kept.")] = Path("build/shaped"),
+    part: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Do this alone, several times for several: {', '.join(_PARTS)}.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the report and its JSON.")] = OUT,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds to calibrate for.")] = 20.0,
+) -> None:
+    """Calibrate, measure the cases of every network, predict them, and report."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for name in part or _PARTS:
+            print(name, file=sys.stderr)
+            _do(name, folder, out, budget)
+    except ZosimError as error:
+        print(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def _do(name: str, folder: Path, out: Path, budget_s: float) -> None:
+    if name not in _PARTS:
+        raise RunError(f"there is no part {name!r}", hint=f"parts: {', '.join(_PARTS)}")
+    if name == _CALIBRATION:
+        calibrate_hosts(folder, budget_s)
+    elif name == _REPORT:
+        print(_report(folder, out))
+    else:
+        rate, _, layout = name.rpartition("-")
+        measure(rate, next(item for item in LAYOUTS if item.name == layout), folder)
+
+
+def calibrate_hosts(folder: Path, budget_s: float) -> None:
+    """Calibrate two hosts at the same time, with one thread each, as they work; the first one's profile is kept."""
+    words = [
+        sys.executable,
+        "-m",
+        "zosim",
+        "calibrate",
+        "--threads",
+        "1",
+        "--budget",
+        f"{budget_s:g}",
+        "--no-save",
+    ]
+    processes = [
+        subprocess.Popen([*words, "-o", str(folder / f"profile{host}.json")], stdout=subprocess.DEVNULL)
+        for host in range(TWO.num_hosts)
+    ]
+    ends = [process.wait() for process in processes]
+    if any(ends):
+        raise RunError("the calibration failed", hint="try `zosim calibrate --threads 1`")
+
+
+def measure(rate: str, layout: Layout, folder: Path) -> None:
+    """Run the cases of a network, and keep what was measured in `folder`."""
+    found = folder / f"{rate}-{layout.name}.json"
+    found.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "studies.shaped.worker", rate, layout.name, str(found.resolve())]
+    with ShapedNetwork(layout.num_hosts, rate_bits_per_s(rate)) as network:
+        status = run_ranks(network, command, ranks_per_host=layout.ranks_per_host, timeout_s=_PART_TIMEOUT_S)
+    if status or not found.exists():
+        raise RunError(f"the ranks of {rate} {layout.name} ended with {status}", hint="their words are above")
+
+
+def _report(folder: Path, out: Path) -> Path:
+    profile = Profile.load(folder / "profile0.json")
+    machine = detect()
+    message_s = profile.values()["message_s"]
+    rows: list[ShapedRow] = []
+    links: list[Link] = []
+    for rate in RATES:
+        two = _read(folder, rate, TWO)
+        # Once per rate, between two: the latency is the link's, whatever the layout.
+        latency_s = max(0.0, two.message_s - message_s)
+        for layout in LAYOUTS:
+            found = _read(folder, rate, layout)
+            links.append(Link(rate, layout.name, found.message_s, latency_s, found.bandwidth_bytes_per_s))
+            rows += predict(rate, layout, found, latency_s, machine, profile)
+    benchmark = ShapedBenchmark(
+        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        commit=_commit(),
+        machine=machine_words(machine.device_spec(machine.of_kind("cpu")[0].id).name),
+        message_s=message_s,
+        links=tuple(links),
+        rows=tuple(rows),
+    )
+    return benchmark.write(out)
+
+
+def _commit() -> str:
+    """Return the commit of this checkout, marked where files differ from it."""
+    words = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def _read(folder: Path, rate: str, layout: Layout) -> NetworkSteps:
+    path = folder / f"{rate}-{layout.name}.json"
+    if not path.exists():
+        raise RunError(f"there is no {path}", hint=f"--part {rate}-{layout.name} measures it")
+    data = json.loads(path.read_text())
+    cases = tuple(
+        CaseSteps(item["name"], tuple(item["step_s"]), item["seconds_by_label"]) for item in data["cases"]
+    )
+    return NetworkSteps(data["message_s"], data["bandwidth_bytes_per_s"], cases)
+
+
+if __name__ == "__main__":
+    typer.run(main)

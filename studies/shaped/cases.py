@@ -1,0 +1,119 @@
+"""What is predicted and measured over slow links: two small models with random weights, shared out in several ways.
+
+The list was written down before any of it had been run, and no constant of the model was changed after it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from types import MappingProxyType
+from typing import Any
+
+from costmodel.work import DType
+from studies.prediction.cases import Shape
+
+RATES = ("1gbit", "100mbit")
+_RESIDENT: Mapping[str, Any] = MappingProxyType({"runtime": {"update": "immediate"}})
+_OFFLOADED: Mapping[str, Any] = MappingProxyType(
+    {"runtime": {"update": "delayed"}, "residency": {"blocks": "offloaded"}}
+)
+_SLICED: Mapping[str, Any] = MappingProxyType(
+    {
+        "runtime": {"update": "delayed"},
+        "residency": {"blocks": "offloaded", "transfers": "sliced", "share_group": "world"},
+    }
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Hosts, and ranks on each."""
+
+    num_hosts: int
+    ranks_per_host: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.num_hosts * self.ranks_per_host
+
+    @property
+    def name(self) -> str:
+        """Such as ``2x1``: hosts times ranks of each."""
+        return f"{self.num_hosts}x{self.ranks_per_host}"
+
+
+TWO, FOUR, PAIRS = Layout(2), Layout(4), Layout(2, 2)
+LAYOUTS = (TWO, FOUR, PAIRS)
+STRATEGIES: Mapping[str, tuple[Layout, Mapping[str, int], Mapping[str, Any]]] = MappingProxyType(
+    {
+        "ddp": (TWO, {"data": 2}, _RESIDENT),
+        "ddp, offloaded": (TWO, {"data": 2}, _OFFLOADED),
+        "pertp": (TWO, {"perturb": 2}, _RESIDENT),
+        "ddp, sliced": (TWO, {"data": 2}, _SLICED),
+        "pertp, sliced": (TWO, {"perturb": 2}, _SLICED),
+        "2d": (FOUR, {"data": 2, "perturb": 2}, _RESIDENT),
+        "2d, sliced": (FOUR, {"data": 2, "perturb": 2}, _SLICED),
+        "2d, two ranks a host": (PAIRS, {"data": 2, "perturb": 2}, _RESIDENT),
+    }
+)
+"""Layout, mesh, and the axes of the plan that are set."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model and a batch."""
+
+    shape: Shape
+    batch: int
+    seq: int
+    dtype: DType
+
+
+SETTINGS = (
+    Setting(Shape("opt", 128, 4, 512), 16, 128, "float32"),
+    Setting(Shape("llama", 192, 6, 2000, tied=False), 16, 128, "bfloat16"),
+)
+"""Blocks of about 0.8 MB in their formats: an eighth of a second of a link of 100 Mbit/s, half of which is sliced away."""
+
+
+@dataclass(frozen=True)
+class ShapedCase:
+    """One configuration on one network."""
+
+    rate: str
+    strategy: str
+    setting: Setting
+
+    @property
+    def layout(self) -> Layout:
+        """Its hosts and ranks."""
+        return STRATEGIES[self.strategy][0]
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """Sizes of the axes of more than one rank."""
+        return STRATEGIES[self.strategy][1]
+
+    @property
+    def axes(self) -> Mapping[str, Any]:
+        """Other axes of the plan."""
+        return STRATEGIES[self.strategy][2]
+
+    @property
+    def name(self) -> str:
+        """What tells it from others on the same network."""
+        dtype = {"float32": "fp32", "bfloat16": "bf16"}[self.setting.dtype]
+        return f"{self.strategy}, {self.setting.shape.name} {self.setting.batch}x{self.setting.seq} {dtype}"
+
+
+def all_cases() -> list[ShapedCase]:
+    """Return the list."""
+    return [ShapedCase(*row) for row in product(RATES, STRATEGIES, SETTINGS)]
+
+
+def cases_of(rate: str, layout: Layout) -> list[ShapedCase]:
+    """Return the cases of one network."""
+    return [case for case in all_cases() if (case.rate, case.layout) == (rate, layout)]

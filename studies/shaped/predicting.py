@@ -1,0 +1,121 @@
+"""Predictions of the cases of a network, joined with what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from costmodel.profile import Bound, Profile
+from studies.shaped.cases import Layout, ShapedCase, cases_of
+from studies.shaped.hosts import machines_of, plan_of, topology_of
+from studies.shaped.worker import NetworkSteps
+from topology import Topology
+from zosim.fold import simulate_set
+from zosim.lowering import lower_all
+from zosim.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class ShapedRow:
+    """One case, predicted and measured.
+
+    Attributes
+    ----------
+    rate, strategy, layout, name : str
+    predicted_s, low_s, high_s : float
+        Step time on links of the declared rate, with the constants' intervals.
+    measured_link_s : float
+        Step time predicted on links of the bandwidth that one large all_gather reached.
+    measured_s, fastest_s : float
+        Median and least of the timed steps.
+    num_steps : int
+    labels : tuple of (str, float, float)
+        Busy seconds of a step of rank 0 by label, predicted and measured, those first that differ most.
+    """
+
+    rate: str
+    strategy: str
+    layout: str
+    name: str
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured_link_s: float
+    measured_s: float
+    fastest_s: float
+    num_steps: int
+    labels: tuple[tuple[str, float, float], ...]
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured step time, less 1."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def measured_link_error(self) -> float:
+        """The same with the link as measured."""
+        return self.measured_link_s / self.measured_s - 1
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the measured step time lies in the predicted interval."""
+        return self.low_s <= self.measured_s <= self.high_s
+
+
+def predict(
+    rate: str, layout: Layout, found: NetworkSteps, latency_s: float, machine: Topology, profile: Profile
+) -> list[ShapedRow]:
+    """Return a row per case of a network.
+
+    Parameters
+    ----------
+    rate : str
+    layout : Layout
+    found : NetworkSteps
+        What was measured on it.
+    latency_s : float
+        Of a small message between hosts, besides what the profile says that one within a host takes.
+    machine : Topology
+        This machine, of which the hosts are parts.
+    profile : Profile
+        Of one thread.
+    """
+    declared = topology_of(machine, layout.num_hosts, rate, latency_s)
+    reached = topology_of(machine, layout.num_hosts, rate, latency_s, found.bandwidth_bytes_per_s)
+    measured = {item.name: item for item in found.cases}
+    rows = []
+    for case in cases_of(rate, layout):
+        steps = measured[case.name]
+        central = _simulated(case, declared, profile)
+        low_s, high_s = (_simulated(case, declared, profile, end).step_time_s for end in ("low", "high"))
+        rows.append(
+            ShapedRow(
+                rate=rate,
+                strategy=case.strategy,
+                layout=layout.name,
+                name=case.name,
+                predicted_s=central.step_time_s,
+                low_s=low_s,
+                high_s=high_s,
+                measured_link_s=_simulated(case, reached, profile).step_time_s,
+                measured_s=median(steps.step_s),
+                fastest_s=min(steps.step_s),
+                num_steps=len(steps.step_s),
+                labels=_labels(central.seconds_by_label(0), steps.seconds_by_label),
+            )
+        )
+    return rows
+
+
+def _simulated(case: ShapedCase, topology: Topology, profile: Profile, bound: Bound = "central") -> Timeline:
+    plan = plan_of(case, topology.name)
+    programs = lower_all(plan)
+    machines = machines_of(topology, plan.placement.devices, profile, programs.groups)
+    return simulate_set(programs, machines, bound=bound)
+
+
+def _labels(predicted: dict[str, float], measured: dict[str, float]) -> tuple[tuple[str, float, float], ...]:
+    names: Sequence[str] = sorted({*predicted, *measured})
+    rows = [(name, predicted.get(name, 0.0), measured.get(name, 0.0)) for name in names]
+    return tuple(sorted(rows, key=lambda row: -abs(row[1] - row[2])))

@@ -1,0 +1,129 @@
+"""``python -m studies.shaped.worker RATE LAYOUT OUT``: one rank of the cases of a network."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from executors.buffers import TORCH_DTYPES
+from executors.communicator import WORLD, Communicator
+from executors.launch import process_group
+from executors.session import Session
+from studies.prediction.cases import Case
+from studies.prediction.setting import batch_of, model_of
+from studies.shaped.cases import LAYOUTS, ShapedCase, cases_of
+from studies.shaped.hosts import plan_of
+
+_WARM_STEPS = 4
+_NUM_MESSAGES = 300
+_LEAST_STEPS, _MOST_STEPS = 8, 40
+_SECONDS = 2.0
+_BULK_BYTES_S = 0.5
+"""Seconds of the link that the bandwidth is measured with."""
+
+
+@dataclass(frozen=True)
+class CaseSteps:
+    """Seconds of the timed steps of a case, on rank 0."""
+
+    name: str
+    step_s: tuple[float, ...]
+    seconds_by_label: dict[str, float]
+    """Busy seconds of a step, by instructions' labels."""
+
+
+@dataclass(frozen=True)
+class NetworkSteps:
+    """What one network did.
+
+    Attributes
+    ----------
+    message_s : float
+        Median seconds of an all_gather of 8 bytes between two ranks, or of a round of it among more.
+    bandwidth_bytes_per_s : float
+        Of a large all_gather: what each rank sends to the next over the seconds.
+    cases : tuple of CaseSteps
+    """
+
+    message_s: float
+    bandwidth_bytes_per_s: float
+    cases: tuple[CaseSteps, ...]
+
+
+def main(rate: str, layout_name: str, out: Path) -> None:
+    """Run the cases of a network one after the other; rank 0 writes what was measured."""
+    from studies.shaped.network import rate_bits_per_s
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    layout = next(layout for layout in LAYOUTS if layout.name == layout_name)
+    with process_group("cpu") as info:
+        ranks = Communicator({})
+        message_s = _message_s(ranks)
+        bandwidth = _bandwidth(ranks, round(rate_bits_per_s(rate) / 8 * _BULK_BYTES_S))
+        found = NetworkSteps(
+            message_s, bandwidth, tuple(_run(case, ranks) for case in cases_of(rate, layout))
+        )
+        if info.rank == 0:
+            out.write_text(json.dumps(asdict(found)))
+
+
+def _message_s(ranks: Communicator) -> float:
+    own = torch.zeros(1, dtype=torch.float64)
+    return median(_gathers_s(ranks, own, _NUM_MESSAGES)) / (ranks.world_size - 1)
+
+
+def _bandwidth(ranks: Communicator, size_bytes: int) -> float:
+    own = torch.zeros(size_bytes // (ranks.world_size - 1), dtype=torch.uint8)
+    return own.numel() * (ranks.world_size - 1) / min(_gathers_s(ranks, own, 3))
+
+
+def _gathers_s(ranks: Communicator, own: torch.Tensor, count: int) -> list[float]:
+    whole = own.new_zeros(own.numel() * ranks.world_size)
+    ends = []
+    for _ in range(count + 1):
+        ranks.all_gather(WORLD, whole, own, "measuring the network")
+        ends.append(time.perf_counter())
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def _run(case: ShapedCase, ranks: Communicator) -> CaseSteps:
+    setting = case.setting
+    model = model_of(setting.shape).to(TORCH_DTYPES[setting.dtype])
+    batch = batch_of(Case(setting.shape, setting.batch, setting.seq, setting.dtype, 1, ""))
+    with Session(plan_of(case), model, learning_rate=1e-7) as session:
+        session.step(batch)
+        ends = [time.perf_counter()]
+        for _ in range(_WARM_STEPS - 1):
+            session.step(batch)
+            ends.append(time.perf_counter())
+        num_steps = _agreed(ranks, _SECONDS / median(_differences(ends)))
+        ends = ends[-1:]
+        for _ in range(num_steps):
+            session.step(batch)
+            ends.append(time.perf_counter())
+        labels = session.timeline().seconds_by_label(session.rank)
+    return CaseSteps(case.name, tuple(_differences(ends)), labels)
+
+
+def _agreed(ranks: Communicator, wanted: float) -> int:
+    """Return rank 0's number of steps, which all ranks take."""
+    number = max(_LEAST_STEPS, min(_MOST_STEPS, round(wanted)))
+    return int(ranks.told(str(number).encode(), "agreeing on the number of steps"))
+
+
+def _differences(ends: Sequence[float]) -> list[float]:
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

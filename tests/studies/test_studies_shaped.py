@@ -1,0 +1,255 @@
+"""Shaped networks: two real ones where this machine can make them, and what is predicted on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from costmodel.datasheet import datasheet_profile
+from studies.shaped import network
+from studies.shaped.cases import FOUR, RATES, STRATEGIES, TWO, ShapedCase, all_cases, cases_of
+from studies.shaped.hosts import machines_of, plan_of, topology_of
+from studies.shaped.network import (
+    FRAME_EFFICIENCY,
+    ShapedNetwork,
+    rate_bits_per_s,
+    remove_leftovers,
+    why_not,
+)
+from studies.shaped.ranks import environment, run_ranks
+from studies.shaped.report import figures_of
+from topology import load_preset
+from topology.errors import RunError
+from zosim.fold import simulate_set
+from zosim.lowering import lower_all
+
+REASON = why_not()
+needs_namespaces = pytest.mark.skipif(bool(REASON), reason=f"no shaped links here: {REASON}")
+
+
+def namespaces():
+    folder = Path("/run/netns")
+    return sorted(path.name for path in folder.glob("zosim-shaped-*")) if folder.is_dir() else []
+
+
+@pytest.mark.parametrize(("text", "rate"), [("100mbit", 1e8), ("1gbit", 1e9), ("1.5Mbit", 1.5e6)])
+def test_rates_are_read_as_tc_writes_them(text, rate):
+    assert rate_bits_per_s(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "100", "mbit", "-1mbit", "0mbit", "1gb"])
+def test_what_is_no_rate_is_refused(text):
+    with pytest.raises(RunError, match="not a rate"):
+        rate_bits_per_s(text)
+
+
+def test_without_root_the_reason_is_told(monkeypatch):
+    monkeypatch.setattr(network.shutil, "which", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
+    with pytest.raises(RunError, match="root"), ShapedNetwork(2, 1e8):
+        pass
+
+
+def test_without_the_tools_their_names_are_told(monkeypatch):
+    monkeypatch.setattr(network.shutil, "which", lambda name: None if name == "tc" else name)
+    with pytest.raises(RunError, match="tc not found"), ShapedNetwork(2, 1e8):
+        pass
+
+
+def test_ranks_are_told_what_torchrun_tells():
+    told = environment(ShapedNetwork(2, 1e8), 3, 2)
+    assert (told["RANK"], told["LOCAL_RANK"], told["GROUP_RANK"]) == ("3", "1", "1")
+    assert (told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"]) == ("4", "2")
+    assert (told["MASTER_ADDR"], told["GLOO_SOCKET_IFNAME"]) == ("10.77.0.1", "eth0")
+
+
+SENDER = """
+import os, socket, time
+payload = 1_000_000
+if os.environ["RANK"] == "0":
+    with socket.create_server((os.environ["MASTER_ADDR"], 6000)) as server:
+        taken, _ = server.accept()
+        begin, left = None, payload
+        while left:
+            left -= len(taken.recv(left))
+            begin = begin or time.perf_counter()
+        print(time.perf_counter() - begin, flush=True)
+else:
+    for _ in range(100):
+        try:
+            sender = socket.create_connection((os.environ["MASTER_ADDR"], 6000))
+            break
+        except OSError:
+            time.sleep(0.05)
+    sender.sendall(bytes(payload))
+    sender.close()
+"""
+
+
+@needs_namespaces
+def test_two_hosts_send_at_the_rate_of_their_link_and_leave_nothing(tmp_path):
+    script = tmp_path / "send.py"
+    script.write_text(SENDER)
+    before = namespaces()
+    done = subprocess.run(
+        [sys.executable, "-m", "studies.shaped", "--rate", "20mbit", "--", sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # A bucket's 16 kB and a window's worth of packets may be there before the clock starts: some percent of 1 MB.
+    expected_s = 1e6 / (20e6 / 8 * FRAME_EFFICIENCY)
+    assert float(done.stdout) == pytest.approx(expected_s, rel=0.15)
+    assert namespaces() == before
+
+
+@needs_namespaces
+def test_a_rank_that_fails_ends_the_others_and_the_network(tmp_path):
+    before = namespaces()
+    began = time.monotonic()
+    with ShapedNetwork(2, 1e8) as made:
+        # The other one ends by itself within its grace.
+        status = run_ranks(made, ["sh", "-c", "[ $RANK = 1 ] && exit 7; sleep 2"])
+        assert len(namespaces()) == len(before) + 3
+    assert status == 7
+    assert time.monotonic() - began < 10
+    assert namespaces() == before
+
+
+@needs_namespaces
+def test_what_runs_too_long_is_ended():
+    with ShapedNetwork(1, 1e8) as made:
+        assert run_ranks(made, ["sleep", "60"], timeout_s=0.3) == 124
+
+
+@contextmanager
+def started():
+    """Yield a run whose ranks are up and have long to go."""
+    command = [sys.executable, "-m", "studies.shaped", "--", "sh", "-c", "echo up; exec sleep 60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        yield process
+
+
+@needs_namespaces
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_removes_its_network(how):
+    before = namespaces()
+    with started() as process:
+        process.send_signal(how)
+        assert process.wait(15) == 128 + how
+    assert namespaces() == before
+
+
+@needs_namespaces
+def test_what_a_killed_run_left_is_removed_at_the_next_start():
+    with started() as process:
+        process.kill()
+    left = [name for name in namespaces() if f"-{process.pid}-" in name]
+    assert len(left) == 3
+    removed = remove_leftovers()
+    assert set(left) <= set(removed)
+    assert not set(left) & set(namespaces())
+
+
+@needs_namespaces
+def test_a_failing_build_leaves_nothing(monkeypatch):
+    before = namespaces()
+    monkeypatch.setattr(network, "_bucket", lambda rate: ["tbf", "rate", "nonsense"])
+    monkeypatch.setattr(network, "why_not", lambda: "")
+    with pytest.raises(RunError, match="tc -n"), ShapedNetwork(2, 1e8):
+        pass
+    assert namespaces() == before
+
+
+# -- predictions -------------------------------------------------------------------------------------------------
+
+
+def machine():
+    return load_preset("cpu-laptop")
+
+
+def seconds(case, *, rate=None, latency_s=1e-4):
+    topology = topology_of(machine(), case.layout.num_hosts, rate or case.rate, latency_s)
+    plan = plan_of(case, topology.name)
+    programs = lower_all(plan)
+    profile = datasheet_profile(topology, plan.placement.devices[0], num_threads=1)
+    machines = machines_of(topology, plan.placement.devices, profile, programs.groups)
+    return simulate_set(programs, machines).step_time_s
+
+
+def test_every_strategy_runs_at_every_rate():
+    cases = all_cases()
+    assert {(case.rate, case.strategy) for case in cases} == {(r, s) for r in RATES for s in STRATEGIES}
+    assert len({(case.rate, case.name) for case in cases}) == len(cases)
+    assert {case.layout for case in cases_of("1gbit", TWO)} == {TWO}
+
+
+def test_the_route_between_hosts_has_the_rate_and_the_latency():
+    topology = topology_of(machine(), 2, "100mbit", 3e-4)
+    route = topology.route(*(topology.host_memory(f"host{host}/cpu0").id for host in range(2)))
+    assert route.bandwidth_bytes_per_s == pytest.approx(12.5e6 * FRAME_EFFICIENCY)
+    # The fabrics of both hosts add their tenths of microseconds.
+    assert route.latency_s == pytest.approx(3e-4, rel=1e-2)
+
+
+def test_a_sliced_step_takes_at_least_its_bytes_over_the_link():
+    case = ShapedCase("100mbit", "ddp, sliced", cases_of("100mbit", TWO)[0].setting)
+    shape = case.setting.shape
+    least = shape.num_block_parameters * 4 / 2 / (12.5e6 * FRAME_EFFICIENCY)
+    assert least < seconds(case) < 3 * least
+
+
+def test_losses_alone_hardly_notice_the_rate():
+    case = ShapedCase("1gbit", "ddp", cases_of("1gbit", TWO)[0].setting)
+    assert seconds(case, rate="100mbit") == pytest.approx(seconds(case), rel=1e-3)
+
+
+def test_four_hosts_of_two_cores_take_twice_as_long_to_compute():
+    case = ShapedCase("1gbit", "2d", cases_of("1gbit", FOUR)[0].setting)
+    topology = topology_of(machine(), 4, "1gbit", 0.0)
+    plan = plan_of(case, topology.name)
+    programs = lower_all(plan)
+    found = {}
+    for num_cores in (2, 4):
+        profile = datasheet_profile(topology, plan.placement.devices[0], num_threads=1)
+        profile = profile.model_copy(update={"num_cores": num_cores})
+        machines = machines_of(topology, plan.placement.devices, profile, programs.groups)
+        assert {name for item in machines for name in item.capacities if "cores" in name} == {"machine:cores"}
+        found[num_cores] = simulate_set(programs, machines).step_time_s
+    # All four compute nearly all the time.
+    assert found[2] == pytest.approx(2 * found[4], rel=0.05)
+
+
+def test_figures_are_median_percentile_and_sign():
+    assert figures_of([-0.1, 0.2, -0.3]) == pytest.approx((0.2, 0.28, -0.1))
+
+
+@needs_namespaces
+@pytest.mark.dist
+def test_ranks_in_namespaces_train_together(tmp_path):
+    out = tmp_path / "found.json"
+    script = tmp_path / "gather.py"
+    script.write_text(
+        "import json, sys, torch\n"
+        "from executors.communicator import Communicator\n"
+        "from executors.launch import process_group\n"
+        "with process_group('cpu') as info:\n"
+        "    rows = Communicator({}).gathered(torch.tensor(float(info.rank)), 'trying')\n"
+        "    if info.rank == 0:\n"
+        "        open(sys.argv[1], 'w').write(json.dumps(rows.tolist()))\n"
+    )
+    with ShapedNetwork(2, 1e9) as made:
+        status = run_ranks(made, [sys.executable, str(script), str(out)], timeout_s=60)
+    assert status == 0
+    assert json.loads(out.read_text()) == [0.0, 1.0]
+    assert os.environ.get("RANK") is None
