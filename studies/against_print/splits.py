@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from zosim.published.audit import Finding, set_apart
@@ -17,6 +18,7 @@ from zosim.published.grid import Array
 
 OURS = "simulator's closed form"
 
+_OUTERMOST = ("OPT-1.3B", "OPT-175B", "Qwen3-1.7B", "Qwen3-32B")
 _SMALL = ("OPT-1.3B", "OPT-2.7B", "OPT-6.7B", "Qwen3-1.7B", "Qwen3-4B")
 
 
@@ -76,6 +78,8 @@ class Outcome:
         Relative, ``predicted / printed - 1``, of the cells that can be right.
     apart : array
         Of the cells that are scored apart.
+    inner : array
+        Those of `errors` whose model is neither the smallest nor the largest of its paper: what lies between others.
     rank_correlation : float
         Mean over table rows of four methods or more of Spearman's correlation, all cells in.
     num_unanswered : int
@@ -85,6 +89,7 @@ class Outcome:
     predictor: str
     errors: Array
     apart: Array
+    inner: Array
     rank_correlation: float
     num_unanswered: int
 
@@ -152,9 +157,14 @@ def _outcome(
         name,
         errors[is_answered & ~is_apart],
         errors[is_answered & is_apart],
+        errors[is_answered & ~is_apart & _is_inner(asked)],
         _rank_correlation(asked, predicted, printed),
         int((~is_answered).sum()),
     )
+
+
+def _is_inner(cells: Sequence[Cell]) -> NDArray[np.bool_]:
+    return np.array([cell.row["model"] not in _OUTERMOST for cell in cells])
 
 
 def _rank_correlation(asked: Sequence[Cell], predicted: Array, printed: Array) -> float:
