@@ -74,11 +74,10 @@ class Cell:
         if row.kind != "throughput":
             return f"{paper} {row.kind}"
         if paper == "DistZO2":
-            return (
-                "DistZO2 throughput, 2D"
-                if self.case.plan.placement.world_size == 4
-                else "DistZO2 throughput, 1D"
-            )
+            if self.case.plan.placement.world_size != 4:
+                return "DistZO2 throughput, 1D"
+            hidden = prefetches(self.case)
+            return f"DistZO2 throughput, 2D, uploads {'hidden' if hidden else 'not hidden'}"
         if self.case.method.option in ABLATIONS:
             return "ZO2 throughput, ablations"
         return f"ZO2 throughput, {'fp32' if row['precision'] == 'fp32' else 'half'}"
