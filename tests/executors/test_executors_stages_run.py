@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -155,3 +157,21 @@ def test_what_a_codec_changed_is_gone_on_with_by_the_same_alone(runs, inputs, tm
     assert train(inputs, out, "--resume", "--steps", STEPS) == 0
     assert zosim("replay", out, "--model", inputs[0], "-o", tmp_path / "again") == 0
     assert (tmp_path / "again/model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+def test_a_stage_that_stands_still_is_named_by_all_that_wait_for_it(inputs, tmp_path):
+    """The third stage waits for the second, which waits for the first; only the first is named."""
+    out = tmp_path / "out"
+    cuts = ("--cut", "block.0.mlp,block.1", "--timeout", 3, "--residency", "resident")
+    with started(inputs, out, *cuts, steps=400) as run:
+        victim = rank_of(run, 0, out, num_rows=2)
+        victim.send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        said = run.communicate(timeout=60)[1]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
+    assert run.returncode == 2
+    assert "waited 3 s for rank 0, last at " in said
+    assert "for rank 1" not in said
+    assert "for rank 2" not in said
+    assert time.monotonic() - begin < 25
