@@ -49,6 +49,7 @@ STUDIES = (
     Study("first_steps", "plan, simulate, run and compare, once each"),
     Study("why_seeds_suffice", "a run is its base weights, its seeds and its scalars", has_exercise=True),
     Study("reading_predictions", "what a predicted step says, and what it does not", has_exercise=True),
+    Study("distzo2_ranks", "what several ranks share, and what each does again", has_exercise=True),
     Study("prediction", "predicted against measured on this machine (minutes)"),
     Study("scale", "how long predicting a thousand GPUs takes, beside plain simpy (minutes)"),
     Study(
@@ -57,6 +58,7 @@ STUDIES = (
     Study("zo2", "the tables of ZO2 made again, with an audit (a minute)"),
     Study("distzo2", "the tables of DistZO2 made again, with an audit (a minute)"),
     Study("speed", "a step against the reference loop and against two forwards (minutes)"),
+    Study("shaped", "a command in every rank of hosts joined by slow links (as root)"),
     Study("sparq", "what SparQ's printed communication volumes are consistent with"),
 )
 

@@ -1,0 +1,1 @@
+"""Contention, slices and parallel perturbations: what several ranks gain, with one exercise."""

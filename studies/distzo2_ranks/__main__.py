@@ -1,0 +1,75 @@
+"""``python -m studies.distzo2_ranks``: what several ranks share, and what they do not."""
+
+from __future__ import annotations
+
+from studies.distzo2_ranks.cases import TRANSFERS, apart, behind_one_root, offloaded, perturbed, squares
+from topology import load_preset
+from zosim.console import stdout
+from zosim.predict import Subject
+
+
+def say(text: str) -> None:
+    """Print a line as it is."""
+    stdout.print(text, markup=False, soft_wrap=True)
+
+
+def contention() -> None:
+    """Show two GPUs with lanes of their own, and behind one root."""
+    alone = offloaded(apart(), 1).step_time_s
+    say(f"one GPU: {alone:.2f} s a step of one sequence")
+    for name, topology in (("lanes of their own", apart()), ("one root", behind_one_root())):
+        seconds = {way: offloaded(topology, 2, transfers=way).step_time_s for way in TRANSFERS}
+        told = ", ".join(f"{way} {seconds[way] / alone:.2f}" for way in TRANSFERS)
+        say(f"  two GPUs, {name}, two sequences: times as long {told}")
+
+
+def slices() -> None:
+    """Show machines on which slicing wins and loses."""
+    machines = (("rtx4090-2x", 2, "opt-13b"), ("h20-4x-milan", 4, "opt-13b"), ("dgx-h100", 8, "opt-13b"))
+    for name, num_gpus, model in machines:
+        seconds = {
+            way: offloaded(load_preset(name), num_gpus, transfers=way, model=model).step_time_s
+            for way in TRANSFERS
+        }
+        told = ", ".join(f"{way} {seconds[way]:.2f} s" for way in TRANSFERS)
+        best = min(seconds, key=seconds.__getitem__)
+        say(f"{name}, {num_gpus} GPUs: {told}; {best} is best")
+
+
+def directions() -> None:
+    """Show what each rank draws and forwards when directions and ranks grow together."""
+    for num_queries, num_ranks in ((1, 1), (1, 2), (2, 2), (2, 4)):
+        subject = perturbed(num_queries, num_ranks)
+        step_s = subject.step_time_s
+        say(
+            f"P = {num_queries}, hosts: {num_ranks}: draws {_busy(subject, 'draw'):.2f} s a rank, forwards "
+            f"{_busy(subject, 'forward'):.2f} s, step {step_s:.2f} s"
+        )
+
+
+def _busy(subject: Subject, label: str) -> float:
+    return dict(subject.prediction.seconds_by_label).get(label, 0.0)
+
+
+def pairs() -> None:
+    """Show what a pair of signs on two shards does to the estimate."""
+    one, two = squares()
+    say(
+        f"mean square of g·z over that of the gradient: {one:.1f} if both signs see one shard, {two:.1e} if not"
+    )
+
+
+def main() -> None:
+    """Print all four."""
+    for title, part in (
+        ("contention", contention),
+        ("slices", slices),
+        ("directions", directions),
+        ("pairs", pairs),
+    ):
+        say(f"-- {title}")
+        part()
+
+
+if __name__ == "__main__":
+    main()
