@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from costmodel.work import DTYPE_BYTES
-from executors.model import CutModel, NamedTensor
+from executors.model import CutModel
+from executors.parameters import NamedTensor
 from topology.errors import ProgramError
 from zosim.lowering.layout import ALIGNMENT_BYTES, bucket_bytes
 from zosim.program import Access, Buffer, Draw, Forward, Perturb, Program, Space, Update

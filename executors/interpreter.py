@@ -21,8 +21,9 @@ from executors.buffers import BufferStore
 from executors.communicator import Communicator
 from executors.frames import Hyperparameters, StepFrame
 from executors.host_memory import HOST, HostMemory, PeersTicket
-from executors.model import Batch, CutModel, stand_in
+from executors.model import Batch, CutModel
 from executors.operands import Action
+from executors.parameters import stand_in
 from executors.stages import Stages
 from executors.streams import Backend, Task, Ticket
 from executors.update_watch import UpdateWatch

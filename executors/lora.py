@@ -109,7 +109,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, Any, int, int]]:
     """Yield (name, module, inputs, outputs) of every linear of the blocks."""
     from transformers.pytorch_utils import Conv1D
 
-    from executors.model import find_blocks
+    from executors.blocks import find_blocks
 
     for block in find_blocks(model):
         for path, module in block.named_modules():

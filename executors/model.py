@@ -27,7 +27,9 @@ from costmodel.model_spec import (
     block_segment,
     segments_of,
 )
+from executors.blocks import block_list, refuse_unsupported
 from executors.halves import Halfway, HalvedBlock, Handed, normalises_last
+from executors.parameters import NamedTensor, named_tensors
 from topology.errors import ModelError
 
 Batch = Mapping[str, Tensor]
@@ -38,45 +40,6 @@ Objective = Callable[[Tensor, Batch], Tensor]
 
 LossDType = Literal["model", "fp64"]
 IGNORED_LABEL = -100
-_NO_DECAY = ("bias", "layer_norm", "layernorm")
-
-
-def decays(name: str) -> bool:
-    """Whether weight decay applies to the parameter called `name`, as the reference loop decides it."""
-    return not any(word in name for word in _NO_DECAY)
-
-
-@dataclass(frozen=True)
-class NamedTensor:
-    """One stored parameter.
-
-    Attributes
-    ----------
-    name : str
-        As ``named_parameters()`` spells it; a tied parameter under its first name.
-    parameter : torch.nn.Parameter
-    shape : torch.Size
-        The parameter's, also while it has no memory.
-    index : int
-        Position among all trainable parameters, or -1 where it is frozen.
-    decays : bool
-    """
-
-    name: str
-    parameter: nn.Parameter
-    shape: torch.Size
-    index: int
-    decays: bool
-
-    @property
-    def num_elements(self) -> int:
-        """Product of the shape."""
-        return self.shape.numel()
-
-    @property
-    def trainable(self) -> bool:
-        """Whether it is perturbed and updated."""
-        return self.index >= 0
 
 
 @dataclass
@@ -179,8 +142,8 @@ class CutModel:
         self.loss_dtype = loss_dtype
         self.loss_chunk_tokens = loss_chunk_tokens
         self.autocast_dtype = autocast_dtype
-        _refuse_unsupported(model)
-        self._owner, self._list_name, blocks_path = _find_blocks(model)
+        refuse_unsupported(model)
+        self._owner, self._list_name, blocks_path = block_list(model)
         self._whole = self._owner.get_submodule(self._list_name)
         self.blocks = list(self._whole.children())
         self._role = _Role()
@@ -193,7 +156,7 @@ class CutModel:
         self._stand_ins = nn.ModuleList(
             _StandIn(block, self._role, is_last=i == last) for i, block in enumerate(self.blocks)
         )
-        self.tensors = _named_tensors(model)
+        self.tensors = named_tensors(model)
         self.device = self.tensors[0].parameter.device
         self._segments_of = self._read_segments(blocks_path)
         self.groups = self._group()
@@ -450,92 +413,3 @@ class CutModel:
         if not isinstance(embedding, nn.Embedding):
             raise ModelError(f"the model's token embedding is a {type(embedding).__name__}, not a table")
         return embedding
-
-
-def stand_in(tensor: NamedTensor, device: torch.device) -> Tensor:
-    """Return zeros in the shape of a parameter that take no memory."""
-    return torch.zeros((), dtype=tensor.parameter.dtype, device=device).expand(tensor.shape)
-
-
-def _named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
-    tensors = []
-    num_trainable = 0
-    for name, parameter in model.named_parameters():
-        index = num_trainable if parameter.requires_grad else -1
-        num_trainable += parameter.requires_grad
-        tensors.append(NamedTensor(name, parameter, parameter.shape, index, decays(name)))
-    if not num_trainable:
-        raise ModelError(
-            "the model has no trainable parameter", hint="set requires_grad on what is to be tuned"
-        )
-    return tuple(tensors)
-
-
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return a model's blocks in order.
-
-    Raises
-    ------
-    ModelError
-        If it has no single list of them.
-    """
-    _, _, path = _find_blocks(model)
-    return list(model.get_submodule(path).children())
-
-
-def _find_blocks(model: nn.Module) -> tuple[nn.Module, str, str]:
-    """Return the owner of the block list, its name there, and its path from the model."""
-    wanted = _num_blocks(model)
-    lists = [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == wanted
-    ]
-    if len(lists) != 1:
-        found = ", ".join(path for path, _ in lists) or "none"
-        raise ModelError(
-            f"{type(model).__name__} has no single list of its {wanted} blocks (found: {found})",
-            hint="zosim runs causal language models whose decoder is one ordered list of blocks",
-        )
-    path, blocks = lists[0]
-    _refuse_shared(model, blocks, path)
-    owner, _, name = path.rpartition(".")
-    return model.get_submodule(owner), name, path
-
-
-def _num_blocks(model: nn.Module) -> int:
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "get_input_embeddings"):
-        raise ModelError(
-            f"{type(model).__name__} is not a transformers model", hint="load it with transformers"
-        )
-    number = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if not isinstance(number, int) or number < 1:
-        raise ModelError(f"{type(model).__name__} does not state its number of blocks (num_hidden_layers)")
-    return number
-
-
-def _refuse_shared(model: nn.Module, blocks: nn.ModuleList, path: str) -> None:
-    seen: dict[int, str] = {}
-    for i, block in enumerate(blocks):
-        for name, parameter in block.named_parameters():
-            other = seen.setdefault(id(parameter), f"{path}.{i}")
-            if other != f"{path}.{i}":
-                raise ModelError(
-                    f"{type(model).__name__} shares {name} between blocks {other} and {path}.{i}",
-                    hint="zosim runs models in which every block has its own parameters",
-                )
-
-
-def _refuse_unsupported(model: nn.Module) -> None:
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ModelError(
-            f"{type(model).__name__} is an encoder-decoder",
-            hint="zosim runs decoder-only causal language models",
-        )
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module.max_norm is not None:
-            raise ModelError(
-                f"embedding {path} rescales its rows while it is read (max_norm={module.max_norm})",
-                hint="a forward must not change weights; build the model without max_norm",
-            )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.configs import Prefix
-from executors.model import find_blocks
+from executors.blocks import find_blocks
 from executors.runlog import write_atomically, write_tensors
 from topology.errors import ModelError
 

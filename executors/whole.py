@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from executors.communicator import Communicator
-from executors.model import CutModel, NamedTensor, stand_in
+from executors.model import CutModel
+from executors.parameters import NamedTensor, stand_in
 from zosim.plan import Plan
 
 _PIPELINE = "pipeline"

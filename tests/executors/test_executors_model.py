@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny import CONFIGS, batches, model_of
 
 from costmodel.configs import spec_of_config
-from executors.model import CutModel, StepCache, decays
+from executors.model import CutModel, StepCache
+from executors.parameters import decays
 from executors.spec import spec_of_model
 from topology.errors import ModelError
 

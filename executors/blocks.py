@@ -1,0 +1,89 @@
+"""Where a model keeps its blocks, and which models cannot be cut between them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from topology.errors import ModelError
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return a model's blocks in order.
+
+    Raises
+    ------
+    ModelError
+        If it has no single list of them.
+    """
+    _, _, path = block_list(model)
+    return list(model.get_submodule(path).children())
+
+
+def block_list(model: nn.Module) -> tuple[nn.Module, str, str]:
+    """Return the owner of the block list, its name there, and its path from the model.
+
+    Raises
+    ------
+    ModelError
+        If there is no single list, or blocks share parameters.
+    """
+    wanted = _num_blocks(model)
+    lists = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == wanted
+    ]
+    if len(lists) != 1:
+        found = ", ".join(path for path, _ in lists) or "none"
+        raise ModelError(
+            f"{type(model).__name__} has no single list of its {wanted} blocks (found: {found})",
+            hint="zosim runs causal language models whose decoder is one ordered list of blocks",
+        )
+    path, blocks = lists[0]
+    _refuse_shared(model, blocks, path)
+    owner, _, name = path.rpartition(".")
+    return model.get_submodule(owner), name, path
+
+
+def _num_blocks(model: nn.Module) -> int:
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_input_embeddings"):
+        raise ModelError(
+            f"{type(model).__name__} is not a transformers model", hint="load it with transformers"
+        )
+    number = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if not isinstance(number, int) or number < 1:
+        raise ModelError(f"{type(model).__name__} does not state its number of blocks (num_hidden_layers)")
+    return number
+
+
+def _refuse_shared(model: nn.Module, blocks: nn.ModuleList, path: str) -> None:
+    seen: dict[int, str] = {}
+    for i, block in enumerate(blocks):
+        for name, parameter in block.named_parameters():
+            other = seen.setdefault(id(parameter), f"{path}.{i}")
+            if other != f"{path}.{i}":
+                raise ModelError(
+                    f"{type(model).__name__} shares {name} between blocks {other} and {path}.{i}",
+                    hint="zosim runs models in which every block has its own parameters",
+                )
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise for a model that cannot be run by segments.
+
+    Raises
+    ------
+    ModelError
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ModelError(
+            f"{type(model).__name__} is an encoder-decoder",
+            hint="zosim runs decoder-only causal language models",
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            raise ModelError(
+                f"embedding {path} rescales its rows while it is read (max_norm={module.max_norm})",
+                hint="a forward must not change weights; build the model without max_norm",
+            )
