@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from distributed import FOURS, PAIRS, plan_for
 
 from executors.mesh import alone, launch_lines, mesh_named, parsed_mesh, spread
+from executors.planning import Asked, even_cuts
 from topology.errors import PlanError
 from zosim.plan import Plan
 
@@ -43,6 +44,8 @@ def test_the_outer_axis_is_named_first():
 
 
 def test_methods_use_the_devices_that_there_are():
+    assert mesh_named("sparq", 4) == {"stage": 4}
+    assert mesh_named("sparq", 1) == {"stage": 2}
     assert mesh_named("pertp", 8) == {"perturb": 2}
     assert mesh_named("ddp", 8) == {"data": 8}
     assert mesh_named("2d", 8) == {"data": 4, "perturb": 2}
@@ -65,3 +68,18 @@ def test_every_host_gets_its_line():
     slurm = shlex.split(text.splitlines()[-1])
     assert slurm[:7] == ["srun", "--nodes", "2", "--ntasks-per-node", "1", "--nodelist", "a,b"]
     assert "--node-rank $SLURM_NODEID " in slurm[-1]
+
+
+def test_stages_are_the_innermost_axis():
+    assert parsed_mesh("stage=3") == {"stage": 3}
+    assert parsed_mesh("stage=2,data=2") == {"stage": 2, "data": 2}
+    assert parsed_mesh("perturb=2,stage=2,data=4") == {"perturb": 2, "stage": 2, "data": 4, "inner": "data"}
+
+
+def test_cuts_part_blocks_evenly():
+    assert even_cuts(12, 2) == ("block.5.mlp",)
+    assert even_cuts(3, 2) == ("block.0.mlp",)
+    assert even_cuts(4, 4) == ("block.0.mlp", "block.1.mlp", "block.2.mlp")
+    assert Asked(cuts=("block.1", "block.2.mlp")).wanted_mesh == {"stage": 3}
+    assert Asked(mesh="stage=2").wanted_cuts(12, None) == ("block.5.mlp",)
+    assert Asked(mesh="data=2").wanted_cuts(12, None) == ()
