@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import signal
 import subprocess
 import sys
 from itertools import product
@@ -13,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from costmodel.profile import Profile
+from costmodel.profile import load_profile
 from studies.prediction.report import machine_words
 from studies.shaped.cases import LAYOUTS, RATES, TWO, Layout
 from studies.shaped.network import ShapedNetwork, rate_bits_per_s
@@ -44,6 +45,8 @@ def main(
 ) -> None:
     """Calibrate, measure the cases of every network, predict them, and report."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    # As in __main__: a network is not left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     folder.mkdir(parents=True, exist_ok=True)
     try:
         for name in part or _PARTS:
@@ -100,7 +103,7 @@ def measure(rate: str, layout: Layout, folder: Path) -> None:
 
 
 def _report(folder: Path, out: Path) -> Path:
-    profile = Profile.load(folder / "profile0.json")
+    profile = load_profile(folder / "profile0.json")
     machine = detect()
     message_s = profile.values()["message_s"]
     rows: list[ShapedRow] = []
@@ -139,9 +142,7 @@ def _read(folder: Path, rate: str, layout: Layout) -> NetworkSteps:
     if not path.exists():
         raise RunError(f"there is no {path}", hint=f"--part {rate}-{layout.name} measures it")
     data = json.loads(path.read_text())
-    cases = tuple(
-        CaseSteps(item["name"], tuple(item["step_s"]), item["seconds_by_label"]) for item in data["cases"]
-    )
+    cases = tuple(CaseSteps(**{**item, "step_s": tuple(item["step_s"])}) for item in data["cases"])
     return NetworkSteps(data["message_s"], data["bandwidth_bytes_per_s"], cases)
 
 

@@ -30,6 +30,8 @@ class ShapedRow:
     measured_s, fastest_s : float
         Median and least of the timed steps.
     num_steps : int
+    foreign_cores : float
+        Cores that other processes used while this was measured.
     labels : tuple of (str, float, float)
         Busy seconds of a step of rank 0 by label, predicted and measured, those first that differ most.
     """
@@ -45,6 +47,7 @@ class ShapedRow:
     measured_s: float
     fastest_s: float
     num_steps: int
+    foreign_cores: float
     labels: tuple[tuple[str, float, float], ...]
 
     @property
@@ -102,6 +105,7 @@ def predict(
                 measured_s=median(steps.step_s),
                 fastest_s=min(steps.step_s),
                 num_steps=len(steps.step_s),
+                foreign_cores=steps.foreign_cores,
                 labels=_labels(central.seconds_by_label(0), steps.seconds_by_label),
             )
         )

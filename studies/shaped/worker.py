@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import psutil
 import torch
 
 from executors.buffers import TORCH_DTYPES
@@ -39,6 +40,9 @@ class CaseSteps:
     step_s: tuple[float, ...]
     seconds_by_label: dict[str, float]
     """Busy seconds of a step, by instructions' labels."""
+
+    foreign_cores: float
+    """Cores that other processes than the ranks (and the kernel, for the network) kept busy meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +111,20 @@ def _run(case: ShapedCase, ranks: Communicator) -> CaseSteps:
             session.step(batch)
             ends.append(time.perf_counter())
         num_steps = _agreed(ranks, _SECONDS / median(_differences(ends)))
-        ends = ends[-1:]
+        before, ends = _load(ranks), [time.perf_counter()]
         for _ in range(num_steps):
             session.step(batch)
             ends.append(time.perf_counter())
+        foreign_s = _load(ranks) - before
         labels = session.timeline().seconds_by_label(session.rank)
-    return CaseSteps(case.name, tuple(_differences(ends)), labels)
+    return CaseSteps(case.name, tuple(_differences(ends)), labels, foreign_s / (ends[-1] - ends[0]))
+
+
+def _load(ranks: Communicator) -> float:
+    """Return the seconds for which the machine's processors have been busy with anything but the ranks."""
+    own, all_ = psutil.Process().cpu_times(), psutil.cpu_times()
+    of_ranks = ranks.gathered(torch.tensor(own.user + own.system, dtype=torch.float64), "adding up loads")
+    return float(sum(all_) - all_.idle - getattr(all_, "iowait", 0.0) - of_ranks.sum())
 
 
 def _agreed(ranks: Communicator, wanted: float) -> int:
