@@ -167,17 +167,28 @@ class FitReport:
         The others, each with the reason; they keep (close to) the base profile's value and its interval.
     condition : float
         Ratio of the largest to the smallest singular value of the data's Jacobian over the identified constants.
+    steps : tuple of Residual
+        Whole steps that were measured and not fitted, where there are any.
     """
 
     residuals: tuple[Residual, ...]
     identified: tuple[str, ...]
     unidentified: Mapping[str, str]
     condition: float
+    steps: tuple[Residual, ...] = ()
 
     @property
     def median_error(self) -> float:
         """Median of the absolute relative errors of what was fitted."""
         return float(np.median([abs(row.relative_error) for row in self.residuals if not row.contended]))
+
+    def errors_by_kind(self) -> dict[str, list[float]]:
+        """Return the relative errors of what was fitted, by the first word of its name."""
+        found: dict[str, list[float]] = {}
+        for row in self.residuals:
+            if not row.contended:
+                found.setdefault(row.name.split(" ", 1)[0].split(".", 1)[0], []).append(row.relative_error)
+        return found
 
     def worst(self, count: int = 5) -> tuple[Residual, ...]:
         """Return the rows with the largest log errors."""

@@ -94,7 +94,7 @@ CONSTANT_UNITS: dict[str, str] = {
 ``skip_part[.<distribution>.<dtype>]``, ``kept_row_s``
     Part of a number's time that passing over it takes; time per row that is picked out of a table's numbers.
 ``cast_rate[.<dtype>]``
-    Numbers rewritten per second from or to a format of which they are the wider, or the narrower, form.
+    Numbers rewritten per second from a format in another.
 ``kernel_s``
     What a device takes for any kernel, however small: start, tail and the gap before the next.
 ``dispatch_s``, ``product_s[.<dtype>]``, ``call_s.<embed|block|head>``, ``instruction_s``, ``step_s``

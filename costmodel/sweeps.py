@@ -168,8 +168,8 @@ def update_work(
 
 def cast_work(num_elements: int, *, source: DType, target: DType, num_tensors: int = 1) -> Work:
     """Return the work of rewriting `num_elements` in another format: one read, one write."""
-    narrower, wider = sorted((source, target), key=DTYPE_BYTES.__getitem__)
-    return Work(dtype=wider, num_casts=num_elements, cast_dtype=narrower, num_kernels=num_tensors)
+    wider = max(source, target, key=DTYPE_BYTES.__getitem__)
+    return Work(dtype=wider, num_casts=num_elements, cast_dtype=source, num_kernels=num_tensors)
 
 
 def copy_work(size_bytes: int) -> Work:

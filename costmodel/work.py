@@ -107,7 +107,7 @@ class Work(_Counted):
     num_casts : int
         Numbers rewritten in another format.
     cast_dtype : str
-        The narrower of the two formats.
+        Format that they are read in.
     draw_dtype : str
         Format that they are drawn in (generators differ in speed by format).
     distribution : str

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -97,8 +97,8 @@ def calibrate(
     where = _device(device)
     if where.type == "cpu":
         keep_freed_memory()
-    peer = exchange_probes() if where.type == "cpu" else nullcontext([])
-    with _threads(threads), torch.no_grad(), peer as exchanges:
+    peer: AbstractContextManager[list[Probe]] = exchange_probes() if where.type == "cpu" else nullcontext([])
+    with threads_set(threads), torch.no_grad(), peer as exchanges:
         probes = [*kernel_probes(where, dtypes), *segment_probes(where, dtypes), *exchanges]
         sampled = _sample(probes, where, budget_s, on_round)
     return [_measurement(samples, threads) for samples in sampled]
@@ -188,7 +188,8 @@ def _beside(action: Action | None) -> Iterator[None]:
 
 
 @contextmanager
-def _threads(num_threads: int) -> Iterator[None]:
+def threads_set(num_threads: int) -> Iterator[None]:
+    """Let torch's kernels use so many threads for as long as the block lasts."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

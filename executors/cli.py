@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ from zosim.console import emit, progress, stderr, table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from costmodel.calibration import FitReport
+    from costmodel.calibration import FitReport, Residual
     from costmodel.profile import Profile
 
 _PLACEMENT = "Placement"
@@ -352,10 +353,8 @@ def calibrate(
 
         calibrate_rows(rows, output, as_json=as_json)
         return
-    from costmodel.calibration import fit_profile
-    from costmodel.datasheet import datasheet_profile
     from executors.asking import default_threads
-    from executors.calibrate import calibrate as measure
+    from executors.calibrating import calibrated
     from executors.planning import host_node
     from zosim.profiles import save_host_profile
 
@@ -363,14 +362,14 @@ def calibrate(
     num_threads = threads or default_threads()
     with progress() as bar:
         task = bar.add_task("measuring", total=100)
-        measurements = measure(
+        profile, fit = calibrated(
+            topology,
+            node,
             device=device,
             num_threads=num_threads,
             budget_s=budget,
-            on_round=lambda share: bar.update(task, completed=round(100 * share)),
+            on_share=lambda share: bar.update(task, completed=round(100 * share)),
         )
-    base = datasheet_profile(topology, node, num_threads=num_threads)
-    profile, fit = fit_profile(measurements, base)
     _show_fit(profile, fit, output=output, kept=save_host_profile(profile) if save else None, as_json=as_json)
 
 
@@ -426,6 +425,11 @@ def _evaluation_words(metrics: dict[str, Any]) -> str:
     return f"{shown} after {metrics['num_steps']} steps"
 
 
+def _residual_row(row: Residual) -> tuple[str, str, str, str]:
+    measured, predicted = format_seconds(row.measured_s), format_seconds(row.predicted_s)
+    return row.name, measured, predicted, f"{row.relative_error:+.1%}"
+
+
 def _calibration_view(profile: Profile, fit: FitReport) -> RenderableType:
     from rich.console import Group
 
@@ -433,14 +437,13 @@ def _calibration_view(profile: Profile, fit: FitReport) -> RenderableType:
         (c.name, f"{c.value:.4g}", f"{c.low:.4g} to {c.high:.4g}", c.unit, fit.unidentified.get(c.name, ""))
         for c in profile.constants
     ]
-    worst = [
-        (
-            row.name,
-            format_seconds(row.measured_s),
-            format_seconds(row.predicted_s),
-            f"{row.relative_error:+.1%}",
-        )
-        for row in fit.worst()
+    kinds = [
+        (kind, f"{len(errors)}", f"{median(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}")
+        for kind, errors in fit.errors_by_kind().items()
+    ]
+    parts = [
+        ("least well explained", "fitted", fit.worst()),
+        ("whole steps, not fitted", "predicted", fit.steps),
     ]
     return Group(
         table(
@@ -450,9 +453,18 @@ def _calibration_view(profile: Profile, fit: FitReport) -> RenderableType:
             numeric=("value",),
         ),
         table(
-            ("least well explained", "measured", "fitted", "error"),
-            worst,
-            numeric=("measured", "fitted", "error"),
+            ("measured, by kind", "number", "median error", "largest error"),
+            kinds,
+            numeric=("number", "median error", "largest error"),
+        ),
+        *(
+            table(
+                (title, "measured", verb, "error"),
+                [_residual_row(row) for row in rows],
+                numeric=("measured", verb, "error"),
+            )
+            for title, verb, rows in parts
+            if rows
         ),
         f"median error of the fit: {fit.median_error:.1%} over {len(fit.residuals)} measurements",
     )

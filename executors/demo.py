@@ -166,21 +166,17 @@ class Stages:
         return pretrained
 
     def _calibrate(self, topology: Topology) -> Profile:
-        from costmodel.calibration import fit_profile
-        from costmodel.datasheet import datasheet_profile
-        from executors.calibrate import calibrate
+        from executors.calibrating import calibrated
         from zosim.console import stderr
         from zosim.profiles import save_host_profile
 
         self._heading(f"what this machine does per second ({self.calibration_s:.0f} s)")
         device = topology.compute_devices[0].id
-        base = datasheet_profile(topology, device, num_threads=self.num_threads)
-        self.num_threads = base.num_threads
-        samples = calibrate(device="cpu", num_threads=base.num_threads, budget_s=self.calibration_s)
-        profile, fit = fit_profile(samples, base)
+        profile, fit = calibrated(topology, device, num_threads=self.num_threads, budget_s=self.calibration_s)
+        self.num_threads = profile.num_threads
         path = save_host_profile(profile)
         stderr.print(
-            f"{len(samples)} measurements fitted, median residual {fit.median_error:.0%}; kept in {path}",
+            f"{len(fit.residuals)} measurements fitted, median residual {fit.median_error:.0%}; kept in {path}",
             markup=False,
         )
         return profile

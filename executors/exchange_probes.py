@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from costmodel.work import Work
 from executors.probing import Probe
@@ -35,10 +36,10 @@ class _Rank:
     """
 
     def __init__(self, store: Path, rank: int) -> None:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = _TIMEOUT
-        self._group = dist.ProcessGroupGloo(dist.FileStore(str(store), 2), rank, 2, options)
+        self._group = dist.ProcessGroupGloo(FileStore(str(store), 2), rank, 2, options)
         self._command = torch.zeros(1, dtype=torch.int64)
         self._commands = torch.zeros(2, dtype=torch.int64)
         self._own = {size: torch.zeros(size, dtype=torch.uint8) for size in SIZES}
@@ -56,7 +57,7 @@ class _Rank:
             self._gather(self._gathered[size], self._own[size])
 
     def _gather(self, gathered: Tensor, own: Tensor) -> None:
-        self._group._allgather_base(gathered, own).wait()
+        self._group._allgather_base(gathered, own).wait()  # type: ignore[attr-defined]
 
 
 @contextmanager

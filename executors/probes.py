@@ -19,7 +19,7 @@ from executors.arithmetic import Sweeper
 from executors.buffers import TORCH_DTYPES
 from executors.directions import direction_named
 from executors.draw_probes import draw_probes
-from executors.model import Batch, CutModel, StepCache
+from executors.model import CutModel, StepCache
 from executors.probing import (
     CACHE_BYTES,
     MEMORY_BYTES,
@@ -27,7 +27,9 @@ from executors.probing import (
     Probe,
     cold_copies,
     format_named,
+    random_opt,
     random_tensor,
+    token_batch,
 )
 from executors.rng import generator_on
 from executors.spec import spec_of_model
@@ -250,9 +252,9 @@ def _allocations(device: torch.device) -> Iterator[Probe]:
 def _segments(
     device: torch.device, dtype: str, hidden: int, vocab: int, batch: int, seq: int
 ) -> Iterator[Probe]:
-    cut = CutModel(_random_opt(hidden, vocab, seq).to(device=device, dtype=TORCH_DTYPES[dtype]))
+    cut = CutModel(random_opt(hidden, vocab, seq).to(device=device, dtype=TORCH_DTYPES[dtype]))
     spec = spec_of_model(cut, name=f"opt-{hidden}")
-    inputs = _batch(batch, seq, vocab, device)
+    inputs = {name: t.to(device) for name, t in token_batch(batch, seq, vocab).items()}
     cache = StepCache()
     state = cut.embed(inputs, cache)
     turns = cycle(range(len(cut.blocks)))
@@ -280,32 +282,6 @@ def _twice(action: Action) -> Action:
         action()
 
     return run
-
-
-def _random_opt(hidden: int, vocab: int, seq: int) -> torch.nn.Module:
-    from transformers import OPTConfig, OPTForCausalLM
-
-    config = OPTConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        word_embed_proj_dim=hidden,
-        ffn_dim=4 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=max(1, hidden // 64),
-        max_position_embeddings=seq,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model: torch.nn.Module = OPTForCausalLM(config)
-    return model
-
-
-def _batch(batch: int, seq: int, vocab: int, device: torch.device) -> Batch:
-    tokens = torch.randint(vocab, (batch, seq), generator=torch.Generator().manual_seed(0)).to(device)
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
 
 def _places(device: torch.device) -> tuple[tuple[str, int], ...]:

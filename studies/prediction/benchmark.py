@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from costmodel.calibration import FitReport, fit_profile
-from costmodel.datasheet import datasheet_profile
+from costmodel.calibration import FitReport
 from costmodel.profile import Profile
-from executors.calibrate import DEFAULT_BUDGET_S, calibrate
-from studies.prediction.cases import Case, held_out_cases, tuning_cases
-from studies.prediction.measuring import measure
-from studies.prediction.predicting import Row, predict
+from executors.calibrate import DEFAULT_BUDGET_S
+from executors.calibrating import calibrated
+from studies.prediction.cases import Case, choice_cases, held_out_cases, rank_cases, tuning_cases
+from studies.prediction.measuring import measure, measure_ranks
+from studies.prediction.predicting import Choice, Row, predict, predict_ranks
 from studies.prediction.report import Benchmark, machine_words
 from topology import Topology, detect
 
@@ -23,8 +23,10 @@ Say = Callable[[str], None]
 
 def run_benchmark(
     *,
-    num_held_out: int = 48,
-    with_tuning: bool = True,
+    num_held_out: int = 32,
+    num_rank_cases: int = 10,
+    num_choices: int = 5,
+    with_tuning: bool = False,
     threads: Sequence[int] = (1, 2),
     calibration_s: float = DEFAULT_BUDGET_S,
     command: str = "",
@@ -36,6 +38,10 @@ def run_benchmark(
     ----------
     num_held_out : int
         The first so many of the held-out cases.
+    num_rank_cases : int
+        The first so many of the cases of several ranks.
+    num_choices : int
+        Configurations for which all placements are measured, to see what the predicted choice costs.
     with_tuning : bool
     threads : sequence of int
         Numbers of threads whose cases are run.
@@ -52,30 +58,32 @@ def run_benchmark(
     fits: dict[int, FitReport] = {}
     for number in threads:
         say(f"calibrating with {number} threads")
-        profiles[number], fits[number] = calibrated(topology, device, number, calibration_s)
+        profiles[number], fits[number] = calibrated(
+            topology, device, num_threads=number, budget_s=calibration_s
+        )
     lists = {"held out": held_out_cases(num_held_out), "tuning": tuning_cases() if with_tuning else []}
     rows = {
         name: _rows([case for case in cases if case.num_threads in profiles], profiles, topology, device, say)
         for name, cases in lists.items()
     }
+    choices = choice_cases(num_choices)
+    ranks = rank_cases(num_rank_cases)
+    wanted = [*ranks, *(case for cases in choices for case in cases)]
+    of_case = _rows_of_ranks([case for case in wanted if case.num_ranks > 1], profiles, topology, device, say)
+    alone = [case for case in wanted if case.num_ranks == 1]
+    of_case |= dict(zip(alone, _rows(alone, profiles, topology, device, say), strict=True))
     return Benchmark(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         command=command or " ".join(sys.argv),
-        commit=_commit(),
+        commit=commit(),
         machine=machine_words(topology.device_spec(device).name),
         held_out=tuple(rows["held out"]),
         tuning=tuple(rows["tuning"]),
+        ranks=tuple(of_case[case] for case in ranks),
+        choices=tuple(Choice(tuple(of_case[case] for case in cases)) for cases in choices),
         profiles=profiles,
         fits=fits,
     )
-
-
-def calibrated(
-    topology: Topology, device: str, num_threads: int, budget_s: float
-) -> tuple[Profile, FitReport]:
-    """Return the profile of this machine's processor, and how well it explains what was measured."""
-    base = datasheet_profile(topology, device, num_threads=num_threads)
-    return fit_profile(calibrate(num_threads=num_threads, budget_s=budget_s), base)
 
 
 def _rows(
@@ -85,6 +93,18 @@ def _rows(
         cases, topology=topology.name, device=device, on_case=lambda which: say(f"running cases {which}")
     )
     return predict(measured, profiles, topology, device)
+
+
+def _rows_of_ranks(
+    cases: Sequence[Case], profiles: dict[int, Profile], topology: Topology, device: str, say: Say
+) -> dict[Case, Row]:
+    found: dict[Case, Row] = {}
+    for num_ranks in sorted({case.num_ranks for case in cases}):
+        alike = [case for case in cases if case.num_ranks == num_ranks]
+        say(f"running {len(alike)} cases of {num_ranks} ranks")
+        measured = measure_ranks(alike, topology=topology.name, device=device)
+        found |= dict(zip(alike, predict_ranks(measured, profiles[1], topology), strict=True))
+    return found
 
 
 def write(benchmark: Benchmark, folder: Path) -> Path:
@@ -97,7 +117,7 @@ def write(benchmark: Benchmark, folder: Path) -> Path:
     return report
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the commit of this checkout, marked where files differ from it."""
     try:
         found = subprocess.run(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from costmodel.work import DType
@@ -59,6 +59,35 @@ PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 """Axes of the plan that each placement sets; the others keep their defaults."""
 
+_SHARED_OUT = {"runtime": {"update": "delayed"}, "residency": {"blocks": "offloaded", "transfers": "shared"}}
+_SLICED = {"runtime": {"update": "delayed"}, "residency": {"blocks": "offloaded", "transfers": "sliced"}}
+
+RANK_PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "pertp": {"mesh": {"perturb": 2}, "runtime": {"update": "immediate"}},
+    "ddp": {"mesh": {"data": 2}, "runtime": {"update": "immediate"}},
+    "pertp, delayed": {"mesh": {"perturb": 2}, "runtime": {"update": "delayed"}},
+    "ddp, offloaded": {
+        "mesh": {"data": 2},
+        "runtime": {"update": "delayed"},
+        "residency": {"blocks": "offloaded"},
+    },
+    "pertp, shared": {"mesh": {"perturb": 2}, **_SHARED_OUT},
+    "pertp, sliced": {"mesh": {"perturb": 2}, **_SLICED},
+    "ddp, sliced": {"mesh": {"data": 2}, **_SLICED},
+    "2d": {"mesh": {"data": 2, "perturb": 2}, "runtime": {"update": "immediate"}},
+}
+"""The same for placements of several ranks, of one thread each."""
+
+CHOICES: Mapping[str, int] = {
+    "sweep": 2,
+    "blockwise": 2,
+    "delayed": 2,
+    "offloaded, 2 slots": 2,
+    "pertp": 1,
+    "ddp": 1,
+}
+"""Placements to choose from, with their threads per rank: all take two cores, and compute the same."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -102,6 +131,17 @@ class Case:
     dtype: DType
     num_threads: int
     placement: str
+
+    @property
+    def axes(self) -> Mapping[str, Mapping[str, Any]]:
+        """What its placement sets."""
+        return PLACEMENTS.get(self.placement) or RANK_PLACEMENTS[self.placement]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share a step out."""
+        mesh = self.axes.get("mesh", {})
+        return int(mesh.get("data", 1) * mesh.get("perturb", 1))
 
     @property
     def name(self) -> str:
@@ -156,7 +196,7 @@ def tuning_cases() -> list[Case]:
     return [Case(*row) for row in rows]  # type: ignore[arg-type]
 
 
-def held_out_cases(num_cases: int = 48, *, seed: int = 20261121, longest_step_s: float = 1.2) -> list[Case]:
+def held_out_cases(num_cases: int = 32, *, seed: int = 20261121, longest_step_s: float = 0.8) -> list[Case]:
     """Return random cases, each placement equally often, none of them on the tuning list."""
     generator = random.Random(seed)
     seen = set(tuning_cases())
@@ -171,6 +211,27 @@ def held_out_cases(num_cases: int = 48, *, seed: int = 20261121, longest_step_s:
         if len(found) == num_cases:
             return found
     raise AssertionError
+
+
+def rank_cases(num_cases: int = 10, *, seed: int = 20261121, longest_step_s: float = 0.5) -> list[Case]:
+    """Return random cases of several ranks of a thread each, the placements in turn."""
+    drawn = _random_cases(random.Random(seed), list(PLACEMENTS))
+    fitting = (case for case in drawn if case.batch % 2 == 0 and case.rough_step_s <= longest_step_s)
+    names = list(RANK_PLACEMENTS)
+    return [
+        replace(next(fitting), placement=names[number % len(names)], num_threads=1)
+        for number in range(num_cases)
+    ]
+
+
+def choice_cases(num: int = 5, *, seed: int = 20261122, longest_step_s: float = 0.3) -> list[list[Case]]:
+    """Return random configurations, each under all placements that there are to choose from."""
+    drawn = _random_cases(random.Random(seed), list(PLACEMENTS))
+    fitting = (case for case in drawn if case.batch % 2 == 0 and case.rough_step_s <= longest_step_s)
+    return [
+        [replace(case, placement=placement, num_threads=threads) for placement, threads in CHOICES.items()]
+        for case in (next(fitting) for _ in range(num))
+    ]
 
 
 def _random_cases(generator: random.Random, names: list[str]) -> Iterator[Case]:

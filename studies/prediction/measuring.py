@@ -10,6 +10,7 @@ from statistics import median
 
 import torch
 
+from executors.launch import launch, process_group
 from executors.quiet import OtherLoad
 from executors.session import Session
 from studies.prediction.cases import Case
@@ -17,7 +18,7 @@ from studies.prediction.setting import batch_of, session_of
 from zosim.plan import Plan
 from zosim.timeline import Timeline
 
-NUM_ROUNDS = 4
+NUM_ROUNDS = 3
 STEPS_PER_ROUND = 4
 """Timed steps of a round; one step before them, whose caches and pending copies belong to another case, is not."""
 
@@ -26,6 +27,9 @@ SHORT_STEP_S = 0.02
 
 SESSIONS_AT_ONCE = 6
 """Cases that take turns, and whose models are in memory at the same time."""
+
+_RANK_WARM_STEPS = 4
+_RANK_ROUNDS = 3
 
 OnCase = Callable[[str], None]
 
@@ -95,6 +99,35 @@ def measure(
     return found
 
 
+def measure_ranks(cases: Sequence[Case], *, topology: str, device: str) -> list[Measured]:
+    """Return what cases of equally many ranks did, which are started once for all of them."""
+    if not cases:
+        return []
+    (num_ranks,) = {case.num_ranks for case in cases}
+    measured: list[Measured] = launch(_in_rank, tuple(cases), topology, device, world_size=num_ranks)
+    return measured
+
+
+def _in_rank(cases: Sequence[Case], topology: str, device: str) -> list[Measured]:
+    torch.set_num_threads(1)
+    with process_group(device_type="cpu"):
+        return [_of_ranks(case, topology, device) for case in cases]
+
+
+def _of_ranks(case: Case, topology: str, device: str) -> Measured:
+    session = session_of(case, topology=topology, device=device)
+    # As many steps on every rank: what one of them saw of the time may not decide.
+    for step in range(_RANK_WARM_STEPS):
+        session.step(batch_of(case, step))
+    taken = [_round(case, session, STEPS_PER_ROUND) for _ in range(_RANK_ROUNDS)]
+    rounds = [
+        replace(item, foreign_cores=max(0.0, item.foreign_cores - case.num_ranks + 1)) for item in taken
+    ]
+    found = _measured(case, session, rounds)
+    session.close()
+    return found
+
+
 def _take_turns(cases: Sequence[Case], topology: str, device: str) -> list[Measured]:
     sessions = []
     for case in cases:
@@ -108,15 +141,17 @@ def _take_turns(cases: Sequence[Case], topology: str, device: str) -> list[Measu
             rounds[index].append(_round(case, session, num_steps))
     found = []
     for (case, session, _), taken in zip(sessions, rounds, strict=True):
-        memory = session.memory()
-        arena = memory.device_bytes - memory.live_bytes
-        # Turns of other cases lie between rounds, so lines are compared within the last one.
-        timeline = replace(session.timeline(), first_steady_step=session.num_steps - len(taken[-1].step_s))
+        found.append(_measured(case, session, taken))
         session.close()
-        found.append(
-            Measured(case, session.plan, timeline, memory.device_bytes, memory.host_bytes, arena, taken)
-        )
     return found
+
+
+def _measured(case: Case, session: Session, taken: list[Round]) -> Measured:
+    memory = session.memory()
+    arena = memory.device_bytes - memory.live_bytes
+    # Turns of other cases lie between rounds, so lines are compared within the last one.
+    timeline = replace(session.timeline(), first_steady_step=session.num_steps - len(taken[-1].step_s))
+    return Measured(case, session.plan, timeline, memory.device_bytes, memory.host_bytes, arena, taken)
 
 
 def _warm_up(case: Case, session: Session) -> int:

@@ -11,6 +11,7 @@ from topology import Topology
 from zosim.compare import Line, compare
 from zosim.lowering import lower
 from zosim.machine import Machine
+from zosim.predict import Subject
 from zosim.program import Space
 from zosim.simulate import simulate
 
@@ -71,6 +72,56 @@ def predict(
         threads: Machine.from_topology(topology, device, profile) for threads, profile in profiles.items()
     }
     return [_row(item, machines[item.case.num_threads]) for item in measured]
+
+
+def predict_ranks(measured: Sequence[Measured], profile: Profile, topology: Topology) -> list[Row]:
+    """Return a row per case of several ranks, predicted with the profile of one thread."""
+    return [_row_of_ranks(item, Subject(item.plan, topology, profile)) for item in measured]
+
+
+def _row_of_ranks(item: Measured, subject: Subject) -> Row:
+    found = subject.prediction
+    compared = compare(subject.timeline, item.timeline, subject.program)
+    return Row(
+        name=item.case.name,
+        placement=item.case.placement,
+        predicted_s=found.step_time_s,
+        low_s=found.low_s,
+        high_s=found.high_s,
+        measured_s=item.step_s,
+        foreign_cores=item.foreign_cores,
+        predicted_bytes=subject.footprints.ranks[0].device_bytes,
+        measured_bytes=item.device_bytes,
+        limiter=found.bottleneck.words,
+        lines=compared.labels,
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One configuration under all placements that there were to choose from.
+
+    Attributes
+    ----------
+    rows : tuple of Row
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def chosen(self) -> Row:
+        """The placement that was predicted to be the fastest."""
+        return min(self.rows, key=lambda row: row.predicted_s)
+
+    @property
+    def best(self) -> Row:
+        """The placement that was the fastest."""
+        return min(self.rows, key=lambda row: row.measured_s)
+
+    @property
+    def regret(self) -> float:
+        """Measured time of the chosen placement over that of the best."""
+        return self.chosen.measured_s / self.best.measured_s
 
 
 def _row(item: Measured, machine: Machine) -> Row:

@@ -10,8 +10,8 @@ from executors.buffers import TORCH_DTYPES
 from executors.model import Batch
 from executors.session import Session
 from executors.spec import spec_of_model
-from studies.prediction.cases import PLACEMENTS, Case, Shape
-from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
+from studies.prediction.cases import Case, Shape
+from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Residency, Runtime
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,13 +21,14 @@ _NARROWER = {"float32": "bfloat16", "bfloat16": "float8_e4m3"}
 
 def plan_of(case: Case, model: nn.Module, *, topology: str, device: str) -> Plan:
     """Return the plan of a case for its model."""
-    axes = {axis: dict(fields) for axis, fields in PLACEMENTS[case.placement].items()}
+    axes = {axis: dict(fields) for axis, fields in case.axes.items()}
     precision: dict[str, Any] = {"storage": case.dtype, "compute": case.dtype, "transfer": case.dtype}
     if axes.get("precision", {}).get("transfer") == "narrower":
         precision["transfer"] = _NARROWER[case.dtype]
     return Plan(
         model=spec_of_model(model, name=case.shape.name),
-        placement=Placement(topology=topology, devices=(device,)),
+        placement=Placement(topology=topology, devices=(device,) * case.num_ranks),
+        mesh=Mesh(**axes.get("mesh", {})),
         batch=case.batch,
         seq=case.seq,
         estimator=Estimator(**axes.get("estimator", {})),
@@ -41,7 +42,7 @@ def session_of(case: Case, *, topology: str, device: str) -> Session:
     """Return a session of a case; torch's number of threads must be the case's already."""
     model = model_of(case.shape).to(TORCH_DTYPES[case.dtype])
     plan = plan_of(case, model, topology=topology, device=device)
-    return Session(plan, model, learning_rate=1e-7)
+    return Session(plan, model, learning_rate=1e-7, num_draw_threads=case.num_threads)
 
 
 def batch_of(case: Case, seed: int = 0) -> Batch:

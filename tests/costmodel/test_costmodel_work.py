@@ -80,8 +80,9 @@ def test_updates_casts_copies_and_allocations():
         assert (update.sweep_bytes, update.scratch_bytes) == (3 * 400, passes * 400)
     assert perturb_work(100, dtype="bfloat16", direction_dtype="float32").sweep_bytes == 100 * (2 + 4 + 2)
     cast = cast_work(100, source="float32", target="float16")
-    assert cast == cast_work(100, source="float16", target="float32")
-    assert (cast.num_casts, cast.cast_dtype, cast.dtype) == (100, "float16", "float32")
+    back = cast_work(100, source="float16", target="float32")
+    assert (cast.num_casts, cast.cast_dtype, cast.dtype) == (100, "float32", "float32")
+    assert (back.num_casts, back.cast_dtype, back.dtype) == (100, "float16", "float32")
     assert copy_work(77).copy_bytes == 77
     assert allocation_work(77, num_allocations=2).num_allocations == 2
 

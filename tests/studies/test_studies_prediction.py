@@ -7,9 +7,19 @@ import json
 import pytest
 
 from costmodel.datasheet import datasheet_profile
-from studies.prediction.cases import PLACEMENTS, Case, Shape, held_out_cases, tuning_cases
+from studies.prediction.cases import (
+    CHOICES,
+    PLACEMENTS,
+    RANK_PLACEMENTS,
+    Case,
+    Shape,
+    choice_cases,
+    held_out_cases,
+    rank_cases,
+    tuning_cases,
+)
 from studies.prediction.measuring import Measured, Round
-from studies.prediction.predicting import Row
+from studies.prediction.predicting import Choice, Row
 from studies.prediction.report import Benchmark, Summary
 from topology import load_preset
 from zosim.compare import Line
@@ -35,9 +45,9 @@ def row(predicted_s: float, measured_s: float, **fields) -> Row:
 
 
 def test_the_held_out_list_is_fixed_by_its_seed_and_apart_from_the_tuning_list():
-    cases = held_out_cases()
-    assert cases == held_out_cases()
-    assert held_out_cases(seed=1) != cases
+    cases = held_out_cases(48)
+    assert cases == held_out_cases(48)
+    assert held_out_cases(48, seed=1) != cases
     assert len(set(cases)) == len(cases) == 48
     assert not set(cases) & set(tuning_cases())
     assert cases[:7] == held_out_cases(7)
@@ -45,16 +55,17 @@ def test_the_held_out_list_is_fixed_by_its_seed_and_apart_from_the_tuning_list()
     assert set(counts) == {3}
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [*PLACEMENTS, *RANK_PLACEMENTS])
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_every_placement_is_a_valid_plan(family, placement):
     from studies.prediction.setting import model_of, plan_of
-    from zosim.lowering import lower
-    from zosim.validate import validate
+    from zosim.lowering import lower_all
+    from zosim.validate_set import validate_set
 
     case = Case(TINY[family], 2, 8, "float32", 1, placement)
     plan = plan_of(case, model_of(case.shape), topology="host", device="cpu0")
-    validate(lower(plan))
+    assert plan.placement.world_size == case.num_ranks
+    validate_set(lower_all(plan))
     assert plan.tokens_per_step == 16
     assert plan.precision.is_lossy == ("lossy" in placement)
 
@@ -87,21 +98,65 @@ def test_a_summary_counts_errors_by_their_size():
     assert summary.largest_underestimate == pytest.approx(0.02)
     assert summary.covered == 0.75
     assert summary.interval_width == pytest.approx(0.2)
-    assert summary.meets_goals
+    assert not summary.meets_goals
+    assert Summary.of([row(1.1, 1.0), row(1.0, 1.0)]).meets_goals
     assert not Summary.of([row(2.0, 1.0)]).meets_goals
+    assert not Summary.of([row(1.0, 1.0, predicted_bytes=99)]).meets_goals
+
+
+def test_coverage_is_judged_by_how_many_cases_there_are():
+    few, many = Summary.of([row(1.0, 1.0)] * 5), Summary.of([row(1.0, 1.0)] * 60)
+    assert few.is_covered
+    assert not many.is_covered  # all of sixty intervals of 90 % hold: they are too wide
+    low, high = many.coverage_band
+    assert 0.8 < low < 0.9 < high < 1
+    half = Summary.of([row(1.0, 1.0)] * 9 + [row(2.0, 1.0)])
+    assert half.covered == 0.9
+    assert half.is_covered
+
+
+def test_the_regret_is_that_of_the_predicted_choice():
+    slow, fast = row(1.0, 1.2, name="a"), row(1.1, 1.0, name="b")
+    choice = Choice((slow, fast))
+    assert (choice.chosen, choice.best) == (slow, fast)
+    assert choice.regret == pytest.approx(1.2)
+    assert Choice((fast,)).regret == 1.0
+
+
+def test_every_choice_is_of_one_configuration_and_takes_two_cores():
+    for cases in choice_cases(3):
+        assert len({(case.shape, case.batch, case.seq, case.dtype) for case in cases}) == 1
+        assert {case.num_ranks * case.num_threads for case in cases} == {2}
+        assert [case.placement for case in cases] == list(CHOICES)
+    ranks = rank_cases(8)
+    assert {case.placement for case in ranks} == set(RANK_PLACEMENTS)
+    assert {case.num_threads for case in ranks} == {1}
+    assert all(case.batch % 2 == 0 for case in ranks)
+    assert ranks == rank_cases(8)
 
 
 def test_a_report_holds_every_case_and_says_what_was_missed():
     profile = datasheet_profile(load_preset("cpu-laptop"), "cpu0", num_threads=2)
     bad = row(3.0, 1.0, name="opt 2x64 bf16 2 threads, sweep", placement="sweep", foreign_cores=0.5)
     benchmark = Benchmark(
-        "2026-01-01", "a command", "abc", "a machine", (bad,), (row(1.0, 1.0),), {2: profile}, {}
+        "2026-01-01",
+        "a command",
+        "abc",
+        "a machine",
+        held_out=(bad,),
+        tuning=(row(1.0, 1.0),),
+        ranks=(row(1.0, 1.1, name="ranks", placement="pertp"),),
+        choices=(Choice((row(1.0, 1.3), row(1.2, 1.0))),),
+        profiles={2: profile},
+        fits={},
     )
     text = benchmark.to_markdown()
     assert "**missed**" in text
     assert "In 1 of the 1 held-out cases" in text
     assert bad.name in text
     assert "+200.0%" in text
+    assert "worst 1.300" in text
+    assert "several ranks (1)" in text
     data = json.loads(benchmark.to_json())
     assert data["held_out"]["rows"][0]["measured_s"] == 1.0
     assert data["profiles"]["2"]["num_threads"] == 2

@@ -1,0 +1,98 @@
+"""A calibration's last part: whole steps, the time between them, and how wide intervals have to be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from costmodel.calibration import Measurement
+from costmodel.contention import with_copy_cores
+from costmodel.datasheet import datasheet_profile
+from costmodel.sweeps import copy_work
+from costmodel.work import Matmul, Work
+from executors.calibrate import threads_set
+from executors.whole_steps import (
+    STEP_SHAPES,
+    WholeStep,
+    measure_steps,
+    with_interval_scale,
+    with_step_overhead,
+)
+from studies.prediction.cases import choice_cases, held_out_cases, rank_cases, tuning_cases
+from topology import load_preset
+from zosim.machine import Machine
+from zosim.simulate import simulate
+
+TOPOLOGY = load_preset("cpu-laptop")
+PROFILE = datasheet_profile(TOPOLOGY, "cpu0", num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[WholeStep]:
+    shapes = [replace(shape, hidden=64, vocab=50, seq=8, batch=1) for shape in STEP_SHAPES[:2]]
+    with threads_set(1):
+        return measure_steps(TOPOLOGY, "cpu0", device="cpu", budget_s=0.02, shapes=shapes)
+
+
+def test_whole_steps_are_measured_with_the_time_between_them(steps: list[WholeStep]) -> None:
+    for step in steps:
+        assert 0 < step.gap_s < step.seconds
+    profile = with_step_overhead(PROFILE, steps)
+    found = profile.constant("step_s")
+    assert found.low <= found.value <= found.high
+    assert min(step.gap_s for step in steps) <= found.value <= max(step.gap_s for step in steps)
+    assert profile.origin == "calibrated"
+    assert torch.get_num_threads() >= 1
+
+
+def test_intervals_are_as_wide_as_whole_steps_say(steps: list[WholeStep]) -> None:
+    machine = Machine.from_topology(TOPOLOGY, "cpu0", PROFILE)
+    program = steps[0].program
+    low_s, central_s, high_s = (
+        simulate(program, machine, bound=bound).step_time_s for bound in ("low", "central", "high")
+    )
+    # One error of the whole half interval, and many of a fifth of it.
+    fifth_s = central_s * (high_s / central_s) ** 0.2
+    rows = [WholeStep("a", program, fifth_s, 1e-4)] * 24
+    scale = with_interval_scale(PROFILE, TOPOLOGY, "cpu0", rows).interval_scale
+    assert scale == pytest.approx(1.71 * 0.2, rel=0.02)
+    wider = with_interval_scale(
+        PROFILE, TOPOLOGY, "cpu0", [*rows, WholeStep("b", program, low_s, 1e-4)]
+    ).interval_scale
+    assert wider > scale
+    few = with_interval_scale(PROFILE, TOPOLOGY, "cpu0", rows[:2]).interval_scale
+    assert few > 1.5 * scale
+    scaled = with_interval_scale(PROFILE, TOPOLOGY, "cpu0", rows)
+    ends = Machine.from_topology(TOPOLOGY, "cpu0", scaled)
+    assert low_s < simulate(program, ends, bound="low").step_time_s < central_s
+    assert central_s < simulate(program, ends, bound="high").step_time_s < high_s
+
+
+def test_shapes_of_the_calibration_are_none_that_predictions_are_judged_on() -> None:
+    judged = {case.shape.hidden for case in (*held_out_cases(48), *rank_cases(16), *tuning_cases())}
+    judged |= {case.shape.hidden for cases in choice_cases(8) for case in cases}
+    assert not judged & {shape.hidden for shape in STEP_SHAPES}
+    assert all(shape.hidden % max(1, shape.hidden // 64) == 0 for shape in STEP_SHAPES)
+
+
+def test_what_a_copy_takes_comes_from_the_two_together() -> None:
+    product = Work(matmuls=(Matmul(m=64, n=64, k=64),))
+    rows = [
+        Measurement("matmul", product, 1.0, 1.0, 3, 8),
+        Measurement("copy", copy_work(100), 0.5, 0.5, 3, 8),
+        Measurement("matmul beside a copy", product, 1.25, 1.2, 3, 8, contended=True),
+        Measurement("copy beside a product", copy_work(100), 0.6, 0.5, 3, 8, contended=True),
+    ]
+    full = datasheet_profile(TOPOLOGY, "cpu0")
+    profile, reason = with_copy_cores(full, rows)
+    assert not reason
+    expected = full.num_cores * (1 - 1 / 1.25) * 1.2
+    assert profile.constant("copy_cores").value == pytest.approx(min(2.0, expected))
+    assert "a core to spare" in with_copy_cores(PROFILE, rows)[1]
+    assert "no copy" in with_copy_cores(full, rows[:2])[1]
+    assert math.isclose(
+        with_copy_cores(full, rows[:2])[0].values()["copy_cores"], full.values()["copy_cores"]
+    )
