@@ -16,7 +16,7 @@ OUT = Path("docs/benchmarks")
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the report and its JSON.")] = OUT,
-    held_out: Annotated[int, typer.Option(min=1, help="Number of held-out cases.")] = 32,
+    held_out: Annotated[int, typer.Option(min=1, help="Number of held-out cases.")] = 24,
     quick: Annotated[
         bool, typer.Option("--quick", help="A fraction of the cases, to see that all is well.")
     ] = False,
@@ -35,7 +35,7 @@ def main(
     benchmark = run_benchmark(
         num_held_out=min(held_out, 6) if quick else held_out,
         num_rank_cases=3 if quick else 10,
-        num_choices=1 if quick else 5,
+        num_choices=1 if quick else 4,
         with_tuning=tuning,
         calibration_s=calibration_s,
         command=" ".join(words),

@@ -196,7 +196,7 @@ def tuning_cases() -> list[Case]:
     return [Case(*row) for row in rows]  # type: ignore[arg-type]
 
 
-def held_out_cases(num_cases: int = 32, *, seed: int = 20261121, longest_step_s: float = 0.8) -> list[Case]:
+def held_out_cases(num_cases: int = 24, *, seed: int = 20261121, longest_step_s: float = 0.8) -> list[Case]:
     """Return random cases, each placement equally often, none of them on the tuning list."""
     generator = random.Random(seed)
     seen = set(tuning_cases())
@@ -224,7 +224,7 @@ def rank_cases(num_cases: int = 10, *, seed: int = 20261121, longest_step_s: flo
     ]
 
 
-def choice_cases(num: int = 5, *, seed: int = 20261122, longest_step_s: float = 0.3) -> list[list[Case]]:
+def choice_cases(num: int = 4, *, seed: int = 20261122, longest_step_s: float = 0.3) -> list[list[Case]]:
     """Return random configurations, each under all placements that there are to choose from."""
     drawn = _random_cases(random.Random(seed), list(PLACEMENTS))
     fitting = (case for case in drawn if case.batch % 2 == 0 and case.rough_step_s <= longest_step_s)

@@ -44,7 +44,8 @@ def all_probes(small_probes: Any) -> Iterator[list[probing.Probe]]:
 
 
 def test_every_kind_of_work_is_measured(all_probes: list[probing.Probe]) -> None:
-    total = dict.fromkeys(Work.model_fields, 0)
+    # What codecs do has a calibration of its own, which codec probes measure.
+    total = dict.fromkeys(set(Work.model_fields) - {"coding"}, 0)
     for probe in all_probes:
         for name in total:
             value = getattr(probe.work, name)
