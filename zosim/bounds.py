@@ -65,7 +65,7 @@ class Bounds:
         self._sketcher = Sketcher(request.model)
         self._twins = Twins(request.topology)
         self._sites: dict[tuple[Mesh, Placement], _Site] = {}
-        self._known: dict[Placement, tuple[Machine, ...]] = {}
+        self._known: dict[tuple[Placement, int], tuple[Machine, ...]] = {}
 
     def of(self, plan: Plan) -> Bound:
         """Return the bound of a plan for the request."""
@@ -82,12 +82,13 @@ class Bounds:
         )
 
     def _machines(self, plan: Plan) -> tuple[Machine, ...]:
-        """Return every rank's machine, which no mesh changes."""
+        """Return every rank's machine, which of a mesh only the stages change."""
         placement, request = plan.placement, self._request
-        if placement not in self._known:
+        key = placement, plan.mesh.stage
+        if key not in self._known:
             profiles = profiles_of(placement, request.profile, request.profiles)
-            self._known[placement] = machines_for(request.topology, placement.devices, profiles, plan.groups)
-        return self._known[placement]
+            self._known[key] = machines_for(request.topology, placement.devices, profiles, plan.groups)
+        return self._known[key]
 
     def _site(self, plan: Plan) -> _Site:
         key = (plan.mesh, plan.placement)
@@ -101,7 +102,8 @@ class Bounds:
         ranks: list[int] = []
         on_host: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for rank, device in enumerate(plan.placement.devices):
-            kind = (len(plan.points_of(rank)), len(plan.rows_of(rank)), machines[rank].shape)
+            stage = plan.mesh.coordinates(rank).stage
+            kind = (len(plan.points_of(rank)), len(plan.rows_of(rank)), stage, machines[rank].shape)
             if kind not in found:
                 found[kind] = len(ranks)
                 ranks.append(rank)

@@ -26,6 +26,7 @@ from zosim.options import (
     ProgramFile,
     Threads,
     axis,
+    cutting_of,
     given,
     mesh_of,
     model_spec,
@@ -52,7 +53,8 @@ def plan(
     method: Annotated[
         MethodName,
         typer.Option(
-            help="mezo stays on the device, zo2 offloads blocks; pertp, ddp and 2d share a step out among ranks."
+            help="mezo stays on the device, zo2 offloads blocks; pertp, ddp and 2d share a step out among ranks, "
+            "sparq cuts the model into stages."
         ),
     ] = MethodName.AUTO,
     mesh: Annotated[
@@ -60,6 +62,15 @@ def plan(
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Most devices to use; by default all, or the one named.")
+    ] = None,
+    cut: Annotated[
+        list[str] | None,
+        typer.Option(help="Fix the cuts between stages, in order: block.5 behind it, block.5.mlp inside."),
+    ] = None,
+    codec: Annotated[str, typer.Option(help="Codec of MLP activations to try, such as q4; lossy.")] = "none",
+    residual_codec: Annotated[str, typer.Option(help="Codec of the residual stream to try; lossy.")] = "none",
+    densities: Annotated[
+        Path | None, typer.Option(help="Measured densities of the cuts, from `zosim probe --json`.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Format of weights, products and transfers.")] = "float16",
     compute_dtype: Annotated[str | None, typer.Option(help="Format of the products, such as tf32.")] = None,
@@ -91,7 +102,9 @@ def plan(
     overlap: Annotated[bool | None, typer.Option(help="Fix whether copies run beside compute.")] = None,
     reuse_slots: Annotated[bool | None, typer.Option(help="Fix whether slots are allocated once.")] = None,
     update: Annotated[str | None, typer.Option(help="Fix the update: immediate or delayed.")] = None,
-    traversal: Annotated[str | None, typer.Option(help="Fix the traversal: sweep or blockwise.")] = None,
+    traversal: Annotated[
+        str | None, typer.Option(help="Fix the traversal: sweep, blockwise or querywise.")
+    ] = None,
     edges: Annotated[str | None, typer.Option(help="Fix embedding and head: resident or offloaded.")] = None,
     restore: Annotated[
         str | None, typer.Option(help="Fix how weights come back after the forwards: arithmetic or copy.")
@@ -134,6 +147,7 @@ def plan(
         precision=precision_of(dtype, compute_dtype, transfer_dtype),
         method=method.value,
         mesh=shape,
+        cutting=cutting_of(model, cut or (), codec, residual_codec, densities),
         max_ranks=_max_ranks(ranks, shape, topology, device),
         attention=axis(Runtime, attention=attention).attention,
         max_device_bytes=None if max_device_memory is None else parse_bytes(max_device_memory),
@@ -228,10 +242,14 @@ def simulate(
         save_trace(timeline, trace, programs[0] if len(programs) == 1 else None)
         stderr.print(f"wrote {trace}")
     prediction = subject.prediction
-    data = report.prediction_data(prediction) | {
-        "num_steps": timeline.num_steps,
-        "makespan_s": timeline.makespan_s,
-    }
+    data = (
+        report.prediction_data(prediction)
+        | report.stages_data(subject)
+        | {
+            "num_steps": timeline.num_steps,
+            "makespan_s": timeline.makespan_s,
+        }
+    )
     emit(data, json=as_json, text=report.simulation_view(subject, prediction))
     if steps is not None and not as_json:
         stderr.print(f"{steps} steps and the flush: {format_seconds(timeline.makespan_s)}")

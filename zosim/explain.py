@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from topology.units import format_bytes, format_seconds
+from zosim.pipelining import about_stages
 from zosim.plan import Mesh, Plan
 from zosim.predict import Contention, Prediction
 
@@ -25,6 +26,11 @@ def describe(plan: Plan) -> str:
     if plan.mesh.world_size > 1:
         words.append(plan.mesh.describe())
         words += _where(plan)
+    if plan.mesh.stage > 1:
+        words.append(f"cut at {' and '.join(plan.split.cuts)}")
+        inside = [_short(plan.split.codec)] if plan.split.cut_blocks else []
+        codecs = [name for name in (*inside, _short(plan.split.residual_codec)) if name != "none"]
+        words += [f"{' and '.join(codecs)} (lossy)"] if codecs else []
     if plan.residency.blocks == "offloaded":
         words.append(f"{plan.residency.num_slots} slot{'s' if plan.residency.num_slots > 1 else ''}")
         if plan.is_shared_out:
@@ -46,6 +52,12 @@ def describe(plan: Plan) -> str:
     if plan.runtime.loss_chunk_tokens:
         words.append(f"loss in chunks of {plan.runtime.loss_chunk_tokens}")
     return ", ".join(words)
+
+
+def _short(codec: str) -> str:
+    """Return a codec's name without the words that go without saying."""
+    usual = ("symmetric", "nearest", "tensor", "smallest")
+    return ":".join(word for word in codec.split(":") if word not in usual)
 
 
 def _where(plan: Plan) -> Iterator[str]:
@@ -83,9 +95,27 @@ def reasons(
     yield from _about_meshes(chosen, prediction, others)
     if chosen.plan.mesh.world_size > 1:
         yield from about_ranks(chosen.plan, prediction)
+    if chosen.plan.mesh.stage > 1:
+        yield from about_stages(chosen.subject)
     faster = [candidate for candidate in rejected if candidate.seconds < prediction.step_time_s]
     if faster:
         yield f"would be faster but does not fit: {faster[0].describe()} ({faster[0].missing})"
+
+
+def about_cuts(chosen: Candidate, others: Sequence[Candidate], printed: tuple[str, ...]) -> Iterator[str]:
+    """Yield how the best plans with other cuts compare, SparQ's own choice among them."""
+    best: dict[tuple[str, ...], Candidate] = {}
+    for candidate in others:
+        if candidate.plan.mesh == chosen.plan.mesh:
+            best.setdefault(candidate.plan.split.cuts, candidate)
+    best.pop(chosen.plan.split.cuts, None)
+    for cuts, candidate in list(best.items())[:1]:
+        yield f"second best cut: {' and '.join(cuts)}, {_slower(candidate, chosen.seconds)}"
+    if printed and printed == chosen.plan.split.cuts:
+        yield f"SparQ's rule, the sparsest near the middle, cuts at {' and '.join(printed)}, too"
+    elif printed in best:
+        words = _slower(best[printed], chosen.seconds)
+        yield f"SparQ's rule, the sparsest near the middle, would cut at {' and '.join(printed)}: {words}"
 
 
 def about_ranks(plan: Plan, prediction: Prediction) -> Iterator[str]:

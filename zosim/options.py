@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, TypeVar, get_args
 
@@ -14,6 +16,7 @@ from costmodel.model_spec import ModelSpec
 from topology.documents import resolve
 from topology.errors import PlanError
 from topology.validation import did_you_mean, readable
+from zosim.cuts import Cutting, read_densities
 from zosim.plan import Mesh, Plan, Precision, StorageDType, TransferDType
 from zosim.predict import Subject
 from zosim.profiles import Profiles
@@ -31,7 +34,7 @@ _DTYPE_ALIASES = {
     "bf16": "bfloat16",
     "fp8": "float8_e4m3",
 }
-_MESH_AXES = ("data", "perturb")
+_MESH_AXES = ("data", "perturb", "stage")
 
 
 class MethodName(enum.StrEnum):
@@ -43,6 +46,7 @@ class MethodName(enum.StrEnum):
     PERTP = "pertp"
     DDP = "ddp"
     TWO_D = "2d"
+    SPARQ = "sparq"
 
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan written by `zosim plan -o`.", show_default=False)]
@@ -81,7 +85,7 @@ def model_spec(source: str) -> ModelSpec:
 
 
 def mesh_of(text: str) -> Mesh:
-    """Return the mesh that a text such as ``data=2,perturb=2`` names, the outer axis first.
+    """Return the mesh that a text such as ``data=2,perturb=2`` names, the outer axis first; stages are neighbours.
 
     Raises
     ------
@@ -99,8 +103,32 @@ def mesh_of(text: str) -> Mesh:
                 f"--mesh {text}: {item.strip()!r} gives {name} no size", hint="such as data=2,perturb=2"
             )
         sizes[name] = int(size)
-    inner = list(sizes)[-1] if len(sizes) == len(_MESH_AXES) else "perturb"
-    return axis(Mesh, **sizes, inner=inner)
+    inner = [name for name in sizes if name != "stage"][-1:] if {"data", "perturb"} <= set(sizes) else []
+    return axis(Mesh, **sizes, **({"inner": inner[0]} if inner else {}))
+
+
+def cutting_of(
+    source: str,
+    cuts: Sequence[str] = (),
+    codec: str = "none",
+    residual_codec: str = "none",
+    densities: Path | None = None,
+) -> Cutting:
+    """Return where options let the model be cut."""
+
+    @cache
+    def cut_model(blocks: tuple[int, ...]) -> ModelSpec:
+        return read_model_spec(source, cut_blocks=blocks)
+
+    path = Path(source)
+    is_saved = path.suffix == ".json" and path.name != "config.json" and path.is_file()
+    return Cutting(
+        tuple(part.strip() for item in cuts for part in item.split(",")),
+        codec,
+        residual_codec,
+        {} if densities is None else read_densities(densities),
+        None if is_saved else cut_model,
+    )
 
 
 def precision_of(dtype: str, compute: str | None = None, transfer: str | None = None) -> Precision:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from costmodel.model_spec import block_segment
 from topology.errors import DoesNotFit
 from zosim.bounds import Bound, Bounds
-from zosim.explain import ALIKE, describe, reasons
+from zosim.cuts import INSIDE, sparsest_near_the_middle
+from zosim.explain import ALIKE, about_cuts, describe, reasons
 from zosim.footprint import Footprints
 from zosim.plan import Plan
 from zosim.predict import Prediction, Subject
@@ -93,17 +95,21 @@ class Decision:
         That fit, best first; those beyond the second may never have been simulated.
     rejected : tuple of Candidate
         That do not fit, fastest first.
+    printed_cuts : tuple of str
+        Where SparQ's own rule would cut for as many stages, if densities are known.
     """
 
     chosen: Candidate
     others: tuple[Candidate, ...]
     rejected: tuple[Candidate, ...]
+    printed_cuts: tuple[str, ...] = ()
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why this one: what limits it, what came second, and what a larger memory would buy."""
         assert self.chosen.prediction is not None
-        return tuple(reasons(self.chosen, self.chosen.prediction, self.others, self.rejected))
+        found = reasons(self.chosen, self.chosen.prediction, self.others, self.rejected)
+        return (*found, *about_cuts(self.chosen, self.others, self.printed_cuts))
 
 
 def choose(request: Request) -> Decision:
@@ -122,7 +128,12 @@ def choose(request: Request) -> Decision:
         raise _nothing_fits(request, rejected)
     best, *others = _simulate_survivors(fitting)
     chosen = replace(best, prediction=best.subject.prediction)
-    return Decision(chosen, tuple(others), tuple(rejected))
+    return Decision(chosen, tuple(others), tuple(rejected), _printed_cuts(request, chosen.plan))
+
+
+def _printed_cuts(request: Request, plan: Plan) -> tuple[str, ...]:
+    inside = [block_segment(index) + INSIDE for index in range(plan.model.num_blocks)]
+    return sparsest_near_the_middle(inside, request.cutting.densities, plan.mesh.stage)
 
 
 def candidates(request: Request) -> Iterator[Candidate]:

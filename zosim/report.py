@@ -10,6 +10,7 @@ from topology.units import format_bytes, format_seconds
 from zosim.console import table
 from zosim.explain import about_ranks, contention_words, describe, host_memory_words
 from zosim.footprint import HostFootprint
+from zosim.pipelining import about_stages, pipelining
 from zosim.plan import Plan
 from zosim.planner import Candidate, Decision
 from zosim.predict import Contention, Prediction, Subject
@@ -34,7 +35,8 @@ def decision_view(decision: Decision) -> RenderableType:
 def decision_data(decision: Decision) -> dict[str, Any]:
     """Return a decision as JSON knows it."""
     prediction = _prediction(decision.chosen)
-    return {
+    stages = stages_data(decision.chosen.subject)
+    return stages | {
         "plan": decision.chosen.plan.model_dump(mode="json"),
         "prediction": prediction_data(prediction),
         "reasons": list(decision.reasons),
@@ -79,7 +81,14 @@ def simulation_view(subject: Subject, prediction: Prediction) -> RenderableType:
     """Return a prediction, and what several ranks cost each other."""
     alone = subject.plan.placement.world_size == 1
     notes = [] if alone else [f"- {line}" for line in about_ranks(subject.plan, prediction)]
+    if subject.plan.mesh.stage > 1:
+        notes += [f"- {line}" for line in about_stages(subject)]
     return Group(prediction_view(subject, prediction), *notes)
+
+
+def stages_data(subject: Subject) -> dict[str, Any]:
+    """Return bubbles and traffic as JSON knows them; nothing for a plan of one stage."""
+    return {"stages": pipelining(subject)} if subject.plan.mesh.stage > 1 else {}
 
 
 def prediction_data(prediction: Prediction) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from costmodel.model_spec import ModelSpec
 from costmodel.profile import Profile
 from topology.errors import PlanError
 from topology.graph import Topology
+from zosim.cuts import Cutting
 from zosim.plan import Estimator, Mesh, Placement, Precision
 from zosim.profiles import Profiles
 
-Method = Literal["auto", "mezo", "zo2", "pertp", "ddp", "2d"]
+Method = Literal["auto", "mezo", "zo2", "pertp", "ddp", "2d", "sparq"]
 Blocks = Literal["resident", "offloaded"]
 
 _BLOCKS: dict[Method, tuple[Blocks, ...]] = {"mezo": ("resident",), "zo2": ("offloaded",)}
@@ -47,7 +48,7 @@ class Request:
     method : str
         ``"mezo"`` keeps all blocks on one device, ``"zo2"`` offloads them from one; ``"pertp"``, ``"ddp"`` and
         ``"2d"`` share the forwards of a step out among several, with blocks resident or offloaded; ``"auto"`` tries
-        all of these.
+        all of these. ``"sparq"`` cuts the model into stages, perhaps with the forwards shared out as well.
     mesh : Mesh or None
         The only mesh to plan for; by default any that `method` names and `max_ranks` allows.
     max_ranks : int
@@ -59,6 +60,8 @@ class Request:
         Limits below what the hardware has.
     allow_lossy : bool
         Whether plans that compute something else (a narrower transfer format) may be considered.
+    cutting : Cutting
+        Where a mesh of several stages may cut the model, and with which codecs.
     fixed : mapping
         Fields of ``residency`` and ``runtime`` that every plan must have, whatever the planner would choose:
         how an ablation is asked for.
@@ -81,6 +84,7 @@ class Request:
     max_device_bytes: int | None = None
     max_host_bytes: int | None = None
     allow_lossy: bool = False
+    cutting: Cutting = field(default_factory=Cutting)
     fixed: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,7 +92,13 @@ class Request:
             shape = self.mesh.describe() or "one rank"
             raise PlanError(
                 f"--method {self.method} is no plan for {shape}",
-                hint="leave one of the two out; pertp has several ranks along perturb, ddp along data, 2d along both",
+                hint="leave one of the two out; pertp has several ranks along perturb, ddp along data, 2d along both, "
+                "sparq several stages",
+            )
+        if self.cutting.cuts and self.method != "sparq" and (self.mesh is None or self.mesh.stage == 1):
+            raise PlanError(
+                f"--cut {', '.join(self.cutting.cuts)} without stages",
+                hint=f"add --mesh stage={len(self.cutting.cuts) + 1}",
             )
         if self.max_ranks < 1:
             raise PlanError(f"--ranks {self.max_ranks} leaves no device", hint="use at least 1")
@@ -101,12 +111,14 @@ class Request:
     @property
     def needs_ranks(self) -> bool:
         """Whether the method is one of several ranks."""
-        return self.method in ("pertp", "ddp", "2d")
+        return self.method in ("pertp", "ddp", "2d", "sparq")
 
     def admits(self, mesh: Mesh) -> bool:
         """Whether `mesh` is one of the method's."""
         axes = (mesh.data > 1, mesh.perturb > 1)
-        return self.method == "auto" or axes == _AXES[self.method]
+        if self.method in ("auto", "sparq"):
+            return self.method == "auto" or mesh.stage > 1
+        return mesh.stage == 1 and axes == _AXES[self.method]
 
     def device_limit_bytes(self, device: str) -> int:
         """Return the memory that a rank may take on a device."""

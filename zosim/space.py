@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from math import ceil
 from typing import Literal, get_args
 
+from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
 from topology.validation import readable
-from zosim.plan import Mesh, Placement, Plan, Precision, Residency, Runtime, TransferDType
-from zosim.request import Blocks, Request
+from zosim.cuts import Site, splits
+from zosim.machines import machines_for
+from zosim.plan import Mesh, Placement, Plan, Precision, Residency, Runtime, Split, TransferDType
+from zosim.request import Blocks, Request, profiles_of
 
 Transfers = Literal["private", "shared", "sliced"]
 _SLOTS = (1, 2, 3)
@@ -42,16 +45,17 @@ def placements(request: Request) -> Iterator[Plan]:
     contradiction: PlanError | None = None
     for mesh in meshes(request):
         for placement in layouts(request, mesh.world_size):
-            for residency, runtime, precision in _points(request, placement):
-                try:
-                    plan = _plan(request, mesh, placement, residency, runtime, precision)
-                except PlanError as error:
-                    contradiction = error
-                    continue
-                key = repr((mesh, placement, plan.residency, plan.runtime, plan.precision))
-                if key not in seen:
-                    seen.add(key)
-                    yield plan
+            for model, split in _splits(request, mesh, placement):
+                for residency, runtime, precision in _points(request, mesh, placement):
+                    try:
+                        plan = _plan(request, (model, split), mesh, placement, residency, runtime, precision)
+                    except PlanError as error:
+                        contradiction = error
+                        continue
+                    key = repr((mesh, placement, split, plan.residency, plan.runtime, plan.precision))
+                    if key not in seen:
+                        seen.add(key)
+                        yield plan
     if not seen:
         raise contradiction or _too_few_devices(request)
 
@@ -63,10 +67,12 @@ def meshes(request: Request) -> Iterator[Mesh]:
         return
     limit, points = request.max_ranks, _num_points(request)
     sizes = _sizes(request)
+    most_stages = min(limit, request.model.num_blocks) if request.method == "sparq" else 1
     found = (
-        Mesh(data=data, perturb=perturb)
-        for data in range(1, min(request.batch, limit) + 1)
-        for perturb in range(1, min(points, limit // data) + 1)
+        Mesh(data=data, perturb=perturb, stage=stage)
+        for stage in range(1, most_stages + 1)
+        for data in range(1, min(request.batch, limit // stage) + 1)
+        for perturb in range(1, min(points, limit // (stage * data)) + 1)
         # A part more helps only if the largest part gets smaller.
         if perturb == 1 or ceil(points / perturb) < ceil(points / (perturb - 1))
     )
@@ -78,6 +84,30 @@ def meshes(request: Request) -> Iterator[Mesh]:
         if mesh.data > 1 and mesh.perturb > 1 and not (is_even or is_uniform):
             # Where all ranks do the same on the same devices, their order changes nothing.
             yield mesh.model_copy(update={"inner": "data"})
+
+
+def _splits(request: Request, mesh: Mesh, placement: Placement) -> Iterator[tuple[ModelSpec, Split]]:
+    """Yield the model, cut as a mesh needs it, with where and how."""
+    if mesh.stage == 1:
+        yield request.model, Split()
+        return
+    machines = machines_for(
+        request.topology,
+        placement.devices,
+        profiles_of(placement, request.profile, request.profiles),
+        {"pipeline": mesh.pipelines},
+    )
+    site = Site(
+        request.model,
+        mesh,
+        placement,
+        machines,
+        request.batch,
+        request.seq,
+        request.estimator,
+        request.precision,
+    )
+    yield from splits(site, request.cutting, allow_lossy=request.allow_lossy)
 
 
 def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
@@ -189,7 +219,12 @@ def _is_uniform(request: Request) -> bool:
 
 
 def _too_few_devices(request: Request) -> PlanError:
-    least = {"pertp": "2 ranks", "ddp": "2 ranks and 2 sequences", "2d": "4 ranks and 2 sequences"}
+    least = {
+        "sparq": "2 ranks",
+        "pertp": "2 ranks",
+        "ddp": "2 ranks and 2 sequences",
+        "2d": "4 ranks and 2 sequences",
+    }
     return PlanError(
         f"--method {request.method} needs {least.get(request.method, 'a device')} at least, and was given "
         f"{request.max_ranks} of the devices of {request.hardware} and a batch of {request.batch}",
@@ -199,6 +234,7 @@ def _too_few_devices(request: Request) -> PlanError:
 
 def _plan(
     request: Request,
+    cut: tuple[ModelSpec, Split],
     mesh: Mesh,
     placement: Placement,
     residency: Residency,
@@ -208,7 +244,8 @@ def _plan(
     """Return one point as a plan, with the fields that the request fixes."""
     with readable("what the plan is asked to fix", PlanError):
         return Plan(
-            model=request.model,
+            model=cut[0],
+            split=cut[1],
             placement=placement,
             batch=request.batch,
             seq=request.seq,
@@ -222,13 +259,17 @@ def _plan(
         )
 
 
-def _points(request: Request, placement: Placement) -> Iterator[tuple[Residency, Runtime, Precision]]:
+def _points(
+    request: Request, mesh: Mesh, placement: Placement
+) -> Iterator[tuple[Residency, Runtime, Precision]]:
     same = request.precision.model_copy(update={"transfer": request.precision.storage})
     allowed = request.fixed.get("residency", {}).get("blocks")
     if "resident" in request.blocks and allowed != "offloaded":
         for update in ("immediate", "delayed"):
             yield Residency(), Runtime(update=update), same
         yield Residency(), Runtime(traversal="sweep"), same
+        if mesh.stage > 1 and request.estimator.num_queries > 1:
+            yield Residency(), Runtime(traversal="querywise"), same
     if "offloaded" in request.blocks and allowed != "resident":
         for precision in _transfer_formats(request):
             for residency in _offloaded(request, placement):

@@ -1,0 +1,198 @@
+"""Where models are cut into stages, and what the planner makes of it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from costmodel import read_model_spec
+from topology import load_preset
+from topology.errors import PlanError
+from zosim.cuts import Cutting, Ranking, Site, read_densities, sparsest_near_the_middle
+from zosim.machines import machines_for
+from zosim.options import cutting_of, mesh_of
+from zosim.pipelining import counts_of_print, pipelining
+from zosim.plan import Estimator, Mesh, Placement, Precision
+from zosim.planner import Request, candidates, choose
+from zosim.profiles import Profiles
+
+SINGLE = Precision(storage="float32", compute="float32", transfer="float32")
+MODEL = "opt-125m"
+
+
+def request(hardware, cutting=None, *, mesh=None, queries=2, **fields):
+    topology = load_preset(hardware)
+    profiles, device = Profiles(topology), topology.compute_devices[0].id
+    mesh = mesh or Mesh(stage=2)
+    return Request(
+        model=read_model_spec(MODEL),
+        topology=topology,
+        hardware=topology.name,
+        device=device,
+        profile=profiles.of(device),
+        profiles=profiles,
+        batch=4,
+        seq=64,
+        precision=SINGLE,
+        method="sparq",
+        mesh=mesh,
+        max_ranks=mesh.world_size,
+        estimator=Estimator(num_queries=queries, rng="counter"),
+        cutting=cutting or cutting_of(MODEL),
+        fixed=fields.pop("fixed", {"residency": {"blocks": "resident"}}),
+        **fields,
+    )
+
+
+def ranking(hardware, cutting, mesh):
+    asked = request(hardware, cutting, mesh=mesh)
+    devices = tuple(node.id for node in asked.topology.compute_devices[: mesh.world_size])
+    groups = {"pipeline": mesh.pipelines}
+    machines = machines_for(asked.topology, devices, asked.profile, groups)
+    placement = Placement(topology=asked.hardware, devices=devices)
+    site = Site(asked.model, mesh, placement, machines, 4, 64, asked.estimator, SINGLE)
+    return Ranking(site, cutting)
+
+
+def test_without_a_cut_the_stages_are_balanced():
+    fixed = {"residency": {"blocks": "resident"}, "runtime": {"traversal": "sweep"}}
+    decision = choose(request("dgx-h100", fixed=fixed))
+    (cut,) = decision.chosen.plan.split.cuts
+    assert cut in {"block.4", "block.5", "block.6"}
+    assert decision.others
+    assert decision.others[0].is_simulated
+
+
+def test_bounds_of_candidates_are_below_what_is_simulated():
+    listed = list(candidates(request("cpu-cluster-1gbit", cutting_of(MODEL, ("block.5.mlp",)))))
+    assert {candidate.plan.runtime.traversal for candidate in listed} == {"sweep", "blockwise", "querywise"}
+    for candidate in listed:
+        assert candidate.seconds <= candidate.subject.step_time_s * (1 + 1e-9)
+
+
+def test_a_codec_pays_on_a_slow_link_and_not_on_a_fast_one():
+    cutting = cutting_of(MODEL, ("block.5.mlp",), codec="q4", residual_codec="q4")
+    fixed = {"residency": {"blocks": "resident"}, "runtime": {"traversal": "sweep"}}
+    slow = choose(request("cpu-cluster-1gbit", cutting, allow_lossy=True, fixed=fixed)).chosen.plan.split
+    assert slow.codec.startswith("q4")
+    fast = choose(request("dgx-h100", cutting, allow_lossy=True, fixed=fixed))
+    plain, coded = (
+        min(
+            candidate.seconds
+            for candidate in (fast.chosen, *fast.others)
+            if (candidate.plan.split.codec == "none") is is_plain
+        )
+        for is_plain in (True, False)
+    )
+    # Where a codec is chosen over NVLink, it is the cheapest to run, dense; never one that works for fewer bytes.
+    split = fast.chosen.plan.split
+    assert split.codec == "none" or split.codec.endswith(":dense")
+    assert fast.chosen.seconds == pytest.approx(min(plain, coded), rel=1e-3)
+
+
+def test_a_codec_needs_leave_to_lose():
+    cutting = cutting_of(MODEL, codec="q4")
+    with pytest.raises(PlanError, match="change what arrives"):
+        choose(request("cpu-cluster-1gbit", cutting))
+
+
+def test_each_stage_takes_its_own_memory():
+    ranks = choose(request("dgx-h100", cutting_of(MODEL, ("block.2",)))).chosen.footprints.ranks
+    weights = [
+        next(part.size_bytes for part in taken.parts if part.name == "weights" and part.where == "device")
+        for taken in ranks
+    ]
+    spec = read_model_spec(MODEL)
+    first = {"embed", *(f"block.{index}" for index in range(3))}
+    expected = [
+        4 * sum(group.num_parameters for group in spec.groups if first & set(group.segments)),
+        4 * sum(group.num_parameters for group in spec.groups if set(group.segments) - first),
+    ]
+    # Both hold a tied table.
+    # Buffers are padded, tensor by tensor.
+    assert weights == pytest.approx(expected, rel=1e-4)
+
+
+def test_stages_stand_beside_data_and_perturb():
+    for text in ("data=2,stage=2", "perturb=2,stage=2"):
+        fixed = {"residency": {"blocks": "resident"}, "runtime": {"traversal": "sweep"}}
+        cutting = cutting_of(MODEL, ("block.5",))
+        plan = choose(request("dgx-h100", cutting, mesh=mesh_of(text), fixed=fixed)).chosen.plan
+        assert plan.placement.world_size == 4
+        assert len(plan.split.cuts) == 1
+
+
+@pytest.mark.parametrize("num_stages", [3, 4])
+def test_cuts_found_one_after_the_other_are_the_best_of_all(num_stages):
+    import itertools
+
+    cutting = cutting_of(MODEL)
+    ranked = ranking("dgx-h100", cutting, Mesh(stage=num_stages))
+    codecs = ("none", "none")
+    between = [name for name in ranked.names if not name.endswith(".mlp")]
+    all_of_them = itertools.combinations(between, num_stages - 1)
+    least = min(ranked.bound_s(cuts, codecs)[0] for cuts in all_of_them)
+    found = min(ranked.bound_s(cuts, codecs)[0] for cuts in ranked.best(codecs))
+    assert found <= least * (1 + 1e-9)
+
+
+def test_the_papers_choice_is_the_sparsest_near_the_middle():
+    names = [f"block.{index}{part}" for index in range(12) for part in (".mlp", "")]
+    densities = {f"block.{index}.mlp": 0.5 for index in range(12)}
+    densities |= {"block.0.mlp": 0.01, "block.7.mlp": 0.1}
+    assert sparsest_near_the_middle(names, densities, 2) == ("block.7.mlp",)
+    assert sparsest_near_the_middle(names, {}, 2) == ()
+
+
+def test_densities_are_read_from_a_probe(tmp_path):
+    path = tmp_path / "probe.json"
+    entries = [
+        {"cut": "block.5.mlp", "crossing": "residual", "kept": 0.9},
+        {"cut": "block.5.mlp", "crossing": "activation", "kept": 0.2},
+        {"cut": "block.5", "crossing": "hidden", "kept": 0.8},
+    ]
+    path.write_text(json.dumps({"tensors": entries}))
+    assert read_densities(path) == {"block.5.mlp": 0.2, "block.5": 0.8}
+    path.write_text("[1]")
+    with pytest.raises(PlanError, match="holds no densities"):
+        read_densities(path)
+
+
+def test_a_saved_model_is_cut_between_its_blocks():
+    whole = read_model_spec(MODEL)
+    with pytest.raises(PlanError, match="was saved with the blocks"):
+        Cutting().cut(whole, ("block.3.mlp",))
+    assert Cutting().cut(whole, ("block.3",)) is whole
+
+
+@pytest.mark.parametrize(("difference", "per_cut"), [("forward", 3), ("central", 4)])
+def test_a_step_sends_as_many_activations_as_print_counts(difference, per_cut):
+    fixed = {"residency": {"blocks": "resident"}, "runtime": {"traversal": "sweep"}}
+    asked = request("dgx-h100", cutting_of(MODEL, ("block.3,block.7",)), mesh=Mesh(stage=3), fixed=fixed)
+    asked = replace(asked, estimator=Estimator(num_queries=2, difference=difference, rng="counter"))
+    decision = choose(asked)
+    subject = decision.chosen.subject
+    found = pipelining(subject)
+    # (P + 1)(M - 1) and 2P(M - 1), for P = 2 and M = 3.
+    assert found.num_activations == counts_of_print(subject.plan) == 2 * per_cut
+    # The residual stream, 4 sequences of 64 tokens in float32, and a header.
+    least = 4 * 64 * subject.plan.model.hidden_size * 4
+    for cut in found.cuts:
+        assert least <= cut.size_bytes / cut.num_messages <= cut.most_bytes / cut.num_messages < least + 100
+    assert all(0 < share < 1 for share in found.bubbles)
+    assert any("bubble" in reason for reason in decision.reasons)
+
+
+def test_the_papers_choice_is_held_against_the_chosen_one():
+    densities = {"block.5.mlp": 0.5, "block.6.mlp": 0.1}
+    fixed = {"residency": {"blocks": "resident"}, "runtime": {"traversal": "sweep"}}
+    cutting = replace(cutting_of(MODEL), densities=densities)
+    decision = choose(request("cpu-cluster-1gbit", cutting, fixed=fixed))
+    assert decision.printed_cuts == ("block.6.mlp",)
+    assert any("SparQ's rule" in reason for reason in decision.reasons)
+    assert any("second best cut" in reason for reason in decision.reasons)
+
+
+def test_cuts_need_stages():
+    with pytest.raises(PlanError, match="without stages"):
+        replace(request("dgx-h100", cutting_of(MODEL, ("block.5",))), method="auto", mesh=None)
