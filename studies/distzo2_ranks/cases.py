@@ -11,6 +11,7 @@ import numpy as np
 
 from costmodel.configs import read_model_spec, spec_of_config
 from costmodel.datasheet import datasheet_profile
+from costmodel.estimate import CopyDirection
 from proofs_checks.step_time import block_bytes, machine
 from topology import Topology, load_preset
 from topology.documents import catalogue
@@ -188,7 +189,7 @@ def _machines(board: Board) -> list[Machine]:
     found = []
     for gpu in range(board.num_gpus):
         lane = "root" if board.one_root else f"root{gpu}"
-        ways = {"h2d": (f"{lane}:up",), "d2h": (f"{lane}:down",)}
+        ways: dict[CopyDirection, tuple[str, ...]] = {"h2d": (f"{lane}:up",), "d2h": (f"{lane}:down",)}
         lanes = {name: board.host_bytes_per_s for way in ways.values() for name in way}
         capacities: Mapping[str, float] = MappingProxyType({**one.capacities, **lanes})
         found.append(replace(one, capacities=capacities, routes=MappingProxyType(ways), rings=rings))

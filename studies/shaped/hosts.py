@@ -93,7 +93,7 @@ def plan_of(case: ShapedCase, topology: str = "shaped", device: str = "cpu0") ->
         ),
         batch=setting.batch,
         seq=setting.seq,
-        mesh=Mesh(**case.mesh),
+        mesh=Mesh.model_validate(case.mesh),
         estimator=Estimator(rng="counter"),
         residency=Residency(**case.axes.get("residency", {})),
         precision=Precision.model_validate(dict.fromkeys(("storage", "compute", "transfer"), dtype)),
