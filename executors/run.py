@@ -204,9 +204,14 @@ class Run:
             **options,
         )
         self.header = session.header | {"run": settings.to_header(self.data.lines.sha256)}
+        if settings.prefix is not None:
+
+            def keep() -> None:
+                keep_beginning(model, self.out, settings.adapters, storage)
+
+            self._first_does(session, keep, "writing the prefix")
         if self.writes:
             remove_partial(self.out)
-            keep_beginning(model, self.out, settings.adapters, storage)
             self._save_plan()
             self.log = RunLog(self.out, self.header)
         return session

@@ -175,3 +175,25 @@ def test_a_stage_that_stands_still_is_named_by_all_that_wait_for_it(inputs, tmp_
     assert "for rank 1" not in said
     assert "for rank 2" not in said
     assert time.monotonic() - begin < 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuned", [("--lora-rank", 2, "--lora-targets", "q_proj,fc2"), ("--prefix", 2)])
+def test_what_is_tuned_beside_the_base_is_written_whole(inputs, tmp_path, tuned):
+    evaluated = (
+        "--eval-data",
+        inputs[1],
+        "--eval-task",
+        "generation",
+        "--eval-max-new-tokens",
+        2,
+        "--keep-best",
+    )
+    alone, trio = tmp_path / "alone", tmp_path / "trio"
+    assert train(inputs, alone, *tuned, *evaluated, "--no-launch", "--residency", "resident") == 0
+    assert train(inputs, trio, *tuned, *evaluated, "--mesh", "stage=3") == 0
+    assert read_header(alone)["finished"]["evaluation"] == read_header(trio)["finished"]["evaluation"]
+    written = sorted(path.relative_to(alone) for path in alone.rglob("*.safetensors"))
+    assert len(written) == 3
+    for path in written:
+        assert (alone / path).read_bytes() == (trio / path).read_bytes()
