@@ -170,6 +170,8 @@ def bottleneck(path: CriticalPath) -> Bottleneck:
 
 
 def _words(label: str, limiter: str, is_copy: bool) -> str:
+    if label == WAIT:
+        return "wait for other ranks"
     if not limiter or limiter == label:
         return label
     return f"{label} over {limiter}" if is_copy else f"{label} ({limiter})"
@@ -312,7 +314,9 @@ def _tiles(walked: list[tuple[Place, Span, float]], begin_s: float, end_s: float
         if start_s - until_s <= _SAME_INSTANT * abs(start_s):
             start_s = until_s
         add(start_s, span, span.label, span.limiter)
-        add(until_s, span, DISPATCH if math.isfinite(before_s) else WAIT, "")
+        # What meets other ranks waits for them; anything else for the host.
+        meets = span.stream in (Stream.LINK, Stream.RECV)
+        add(until_s, span, DISPATCH if math.isfinite(before_s) and not meets else WAIT, "")
     return tuple(reversed(segments))
 
 

@@ -10,6 +10,7 @@ from zosim_builders import RATE, host_machine, instruction, program
 
 from costmodel.work import Work
 from topology.errors import ProgramError
+from zosim.critical_path import bottleneck, step_path
 from zosim.fold import fold, simulate_set
 from zosim.lockstep import steady_step_s
 from zosim.machine import Hop
@@ -201,3 +202,12 @@ def test_the_closed_form_and_the_bytes_bound_the_step(run):
         sent = [item for item in listed.program_of(rank).step if isinstance(item.op, Send)]
         bandwidth = machine.capacities[f"link{rank}"]
         assert sum(item.work.link_bytes for item in sent) / bandwidth <= step_s * (1 + 1e-9) + 1e-12
+
+
+def test_a_stage_that_waits_for_the_one_before_is_said_to_wait():
+    listed, machines = pipelines([[6 * MS], [1 * MS]], [[2 * MS]])
+    timeline = simulate_ranks(listed, machines)
+    found = bottleneck(step_path(timeline, listed.program_of(1), 1))
+    assert found.words == "wait for other ranks"
+    # A step takes 6 + 2 + 1 ms, and nothing but its message, of 2 ms, holds up the next one here.
+    assert found.seconds_per_step == pytest.approx(7 * MS)
