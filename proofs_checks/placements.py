@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from executors.interpreter import StepFrame
 from executors.model import Batch, CutModel
-from executors.session import Session, StepRecord
+from executors.records import StepRecord
+from executors.session import Session
 from executors.spec import spec_of_model
 from zosim.lowering.directions import SCALED
 from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from executors.model import CutModel
-from executors.session import Session, StepRecord
+from executors.records import StepRecord
+from executors.session import Session
 from executors.spec import spec_of_model
 from zosim.plan import Estimator, Placement, Plan, Residency, Runtime
 

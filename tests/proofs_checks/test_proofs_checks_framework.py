@@ -109,9 +109,7 @@ def test_the_command_reports_one_claim_in_json():
 
 
 def test_the_command_fails_naming_the_claim_when_shipped_code_is_wrong():
-    fault = Mutant(
-        "off", "executors.quantisers:rounded_at_random", "numbers.floor()", "numbers.floor() + 1"
-    )
+    fault = Mutant("off", "executors.quantisers:rounded_at_random", "numbers.floor()", "numbers.floor() + 1")
     with fault.apply():
         result = invoke("stochastic-rounding-unbiased", "--quick")
     assert result.exit_code == 1
