@@ -12,7 +12,7 @@ from costmodel.contention import with_copy_cores
 from costmodel.datasheet import datasheet_profile
 from costmodel.profile import Profile
 from executors.calibrate import DEFAULT_BUDGET_S, calibrate, threads_set
-from executors.whole_steps import measure_steps, with_interval_scale, with_pace, with_step_overhead
+from executors.whole_steps import measure_steps, with_interval_scale, with_step_overhead
 from topology.graph import Topology
 from zosim.machine import Machine
 from zosim.simulate import simulate
@@ -61,8 +61,8 @@ def calibrated(
 
     Notes
     -----
-    Single operations say what the constants are. Whole steps of small models, of whose times nothing was fitted but
-    the time between steps and one pace for all, say how wide intervals have to be.
+    Single operations say what the constants are. Whole steps of small models, of none of whose times a constant
+    was fitted but the time between steps, say how wide intervals have to be.
     """
     base = datasheet_profile(topology, node, num_threads=num_threads)
     # A GPU's profile has one thread; those of its host are as torch has them.
@@ -83,8 +83,7 @@ def calibrated(
             budget_s=_STEPS_SHARE * budget_s,
             on_share=lambda share: on_share(1 - _STEPS_SHARE * (1 - share)),
         )
-    profile = with_pace(with_step_overhead(profile, steps), topology, node, steps)
-    profile = with_interval_scale(profile, topology, node, steps)
+    profile = with_interval_scale(with_step_overhead(profile, steps), topology, node, steps)
     reasons = {**fit.unidentified, **_NO_DURATION_TELLS} | ({"copy_cores": unknown} if unknown else {})
     found = ("step_s",) if unknown else ("step_s", "copy_cores")
     machine = Machine.from_topology(topology, node, profile)

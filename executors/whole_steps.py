@@ -37,10 +37,6 @@ COVERAGE = 0.9
 _LEAST_SCALE, _MOST_SCALE = 0.02, 4.0
 """Beyond the second, steps were disturbed by others rather than mispredicted."""
 
-_SLOWEST_PACE = 1.5
-"""A median beyond this says that steps were disturbed."""
-_OF_EXCHANGES = ("message_s", "loopback_bandwidth")
-
 _WARM_STEPS = 3
 
 
@@ -197,29 +193,6 @@ def with_step_overhead(profile: Profile, steps: Sequence[WholeStep]) -> Profile:
         ),
         origin="calibrated",
     )
-
-
-def with_pace(profile: Profile, topology: Topology, node: str, steps: Sequence[WholeStep]) -> Profile:
-    """Return `profile` with all its rates as much slower, or faster, as whole steps are than their parts by themselves.
-
-    Notes
-    -----
-    A part that is measured again and again finds caches, clocks and branch predictors at their best; within a step it
-    does not. One number, the median ratio of measured to predicted steps, stands for that. Exchanges among ranks, of
-    which the steps have none, keep their pace.
-    """
-    machine = Machine.from_topology(topology, node, profile)
-    pace = median(step.seconds / simulate(step.program, machine).step_time_s for step in steps)
-    pace = min(_SLOWEST_PACE, max(1 / _SLOWEST_PACE, pace))
-    return Profile(**{**dict(profile), "constants": tuple(_paced(c, pace) for c in profile.constants)})
-
-
-def _paced(constant: Constant, pace: float) -> Constant:
-    if constant.kind in _OF_EXCHANGES or not ({"s"} & set(constant.unit.split("/"))):
-        return constant
-    factor = 1 / pace if constant.unit.endswith("/s") else pace
-    scaled = {name: getattr(constant, name) * factor for name in ("value", "low", "high")}
-    return constant.model_copy(update=scaled)
 
 
 def with_interval_scale(
