@@ -35,8 +35,9 @@ def test(arguments: Sequence[str]) -> int:
         return _tool(["pytest", *arguments])
     failed = [name for name in STATIC_CHECKS if _static(name) != 0]
     _title("tests, and the commands of the README")
-    # One process: on two cores a second one costs more, in imports, than it saves (`test -n 2` to try).
-    if _tool(["pytest"], timeout_s=TEST_TIMEOUT_S) != 0:
+    # Files stay together: many of them train one model for all their tests.
+    parallel = ["-n", "auto", "--maxprocesses", "4", "--dist", "loadfile"]
+    if _tool(["pytest", *parallel], timeout_s=TEST_TIMEOUT_S) != 0:
         failed.append("tests")
     return _verdict(failed)
 
