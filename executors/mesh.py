@@ -9,7 +9,6 @@ from typing import Any
 
 from costmodel.groups import joined_halves
 from costmodel.model_spec import ModelSpec
-from topology.errors import PlanError
 from zosim.plan import Estimator, Mesh, Plan
 
 
@@ -58,31 +57,6 @@ def spread(data: dict[str, Any], mesh: Mapping[str, Any]) -> None:
         data["split"] = {}
     if world_size == 1:
         data["residency"]["transfers"] = "private"
-
-
-def parsed_mesh(text: str) -> dict[str, Any]:
-    """Return the axes that ``data=2,perturb=2`` names, the outer one first; stages are always the innermost.
-
-    Raises
-    ------
-    PlanError
-        If it names none.
-
-    Examples
-    --------
-    >>> parsed_mesh("perturb=2,data=4")
-    {'perturb': 2, 'data': 4, 'inner': 'data'}
-    """
-    axes: dict[str, Any] = {}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        name = name.strip()
-        known = name in ("data", "perturb", "stage") and name not in axes
-        if not known or not size.strip().isdecimal() or not int(size):
-            raise PlanError(f"--mesh {text} is not a mesh", hint="such as --mesh data=2,perturb=2 or stage=2")
-        axes[name] = int(size)
-    outer = [name for name in axes if name != "stage"]
-    return axes | ({"inner": outer[-1]} if len(outer) > 1 else {})
 
 
 def mesh_named(method: str, num_devices: int) -> dict[str, Any]:

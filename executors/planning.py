@@ -12,11 +12,12 @@ from costmodel.configs import LoRA, Prefix, read_model_spec
 from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
 from costmodel.work import DTYPE_BYTES
-from executors.mesh import draws_by_halves, mesh_named, parsed_mesh, spread, uncut
+from executors.mesh import draws_by_halves, mesh_named, spread, uncut
 from topology.documents import resolve
 from topology.errors import DoesNotFit, ModelError, PlanError
 from topology.validation import readable
 from zosim.lowering import lower_all
+from zosim.options import mesh_of
 from zosim.plan import Estimator, Plan, Precision, Runtime, Split
 from zosim.planner import Method, Request, choose
 from zosim.profiles import profile_for
@@ -79,7 +80,7 @@ class Asked:
     def wanted_mesh(self) -> dict[str, Any] | None:
         """The mesh that the options name, or that the method means."""
         if self.mesh is not None:
-            return parsed_mesh(self.mesh)
+            return mesh_of(self.mesh).model_dump(exclude_defaults=True)
         if self.cuts and self.method in (None, "sparq"):
             return {"stage": len(self.cuts) + 1}
         return mesh_named(self.method, _num_devices(self.device)) if self.method in _SHARING else None

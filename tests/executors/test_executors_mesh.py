@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from distributed import FOURS, PAIRS, plan_for
 
-from executors.mesh import alone, launch_lines, mesh_named, parsed_mesh, spread
+from executors.mesh import alone, launch_lines, mesh_named, spread
 from executors.planning import Asked, even_cuts
 from topology.errors import PlanError
 from zosim.plan import Plan
@@ -34,13 +34,21 @@ def test_alone_is_what_was_spread(name):
     "text", ["", "data", "data=0", "data=2,data=2", "rows=2", "data=2,perturb=x", "data=-1"]
 )
 def test_what_is_no_mesh_is_refused(text):
-    with pytest.raises(PlanError, match="is not a mesh"):
-        parsed_mesh(text)
+    with pytest.raises(PlanError, match="--mesh"):
+        _ = Asked(mesh=text).wanted_mesh
 
 
-def test_the_outer_axis_is_named_first():
-    assert parsed_mesh("data=2, perturb=3") == {"data": 2, "perturb": 3, "inner": "perturb"}
-    assert parsed_mesh("perturb=4") == {"perturb": 4}
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("data=2, perturb=3", {"data": 2, "perturb": 3}),
+        ("perturb=3,data=2", {"data": 2, "perturb": 3, "inner": "data"}),
+        ("stage=2,data=2", {"stage": 2, "data": 2}),
+        ("perturb=2,stage=2,data=4", {"perturb": 2, "stage": 2, "data": 4, "inner": "data"}),
+    ],
+)
+def test_the_outer_axis_is_named_first_and_stages_are_innermost(text, axes):
+    assert Asked(mesh=text).wanted_mesh == axes
 
 
 def test_methods_use_the_devices_that_there_are():
@@ -68,12 +76,6 @@ def test_every_host_gets_its_line():
     slurm = shlex.split(text.splitlines()[-1])
     assert slurm[:7] == ["srun", "--nodes", "2", "--ntasks-per-node", "1", "--nodelist", "a,b"]
     assert "--node-rank $SLURM_NODEID " in slurm[-1]
-
-
-def test_stages_are_the_innermost_axis():
-    assert parsed_mesh("stage=3") == {"stage": 3}
-    assert parsed_mesh("stage=2,data=2") == {"stage": 2, "data": 2}
-    assert parsed_mesh("perturb=2,stage=2,data=4") == {"perturb": 2, "stage": 2, "data": 4, "inner": "data"}
 
 
 def test_cuts_part_blocks_evenly():
