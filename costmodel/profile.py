@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import (
     BaseModel,
@@ -21,6 +20,7 @@ from pydantic import (
 )
 
 from topology.errors import ProfileError
+from topology.signed import with_digest, without_digest
 
 Bound = Literal["central", "low", "high"]
 """Which end of a duration is wanted: ``low`` the shortest that the intervals allow, ``high`` the longest."""
@@ -265,7 +265,7 @@ class Profile(BaseModel):
             If the file cannot be written.
         """
         content = self.model_dump(mode="json")
-        text = json.dumps(content | {"sha256": _digest(content)}, indent=1)
+        text = json.dumps(with_digest(content), indent=1)
         try:
             Path(path).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
@@ -307,21 +307,12 @@ def load_profile(path: str | Path) -> Profile:
     if content.get("version") != _VERSION:
         message = f"the profile {path} has version {content.get('version')!r}, this program reads version {_VERSION}"
         raise ProfileError(message, hint="calibrate again to write a new one")
-    _check_digest(content, path)
+    content, is_unchanged = without_digest(content)
+    if not is_unchanged:
+        message = f"the profile {path} is damaged or was edited: its digest does not match its content"
+        raise ProfileError(message, hint="calibrate again, or restore the file")
     try:
         return Profile.model_validate(content)
     except ValidationError as error:
         message = f"the profile {path} is not valid: {error}"
         raise ProfileError(message) from error
-
-
-def _check_digest(content: dict[str, Any], path: str | Path) -> None:
-    stated = content.pop("sha256", None)
-    if stated != _digest(content):
-        message = f"the profile {path} is damaged or was edited: its digest does not match its content"
-        raise ProfileError(message, hint="calibrate again, or restore the file")
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()

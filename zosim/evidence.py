@@ -7,7 +7,6 @@ or its data. What could tell who ran it where is taken out (:mod:`zosim.anonymou
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from pydantic import Field, model_validator
 from costmodel.profile import Profile
 from topology.errors import ZosimError
 from topology.graph import Topology
+from topology.signed import with_digest, without_digest
 from topology.validation import FrozenModel, RuleError, readable
 from zosim.anonymous import Anonymous, refuse_private
 from zosim.compare import Comparison, compare, slowest_rank
@@ -175,7 +175,7 @@ class Evidence(FrozenModel):
             If something of this machine or its user is still in it.
         """
         content = self.model_dump(mode="json")
-        text = json.dumps(content | {"sha256": _digest(content)}, indent=1)
+        text = json.dumps(with_digest(content), indent=1)
         refuse_private(text, EvidenceError)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
@@ -188,9 +188,8 @@ class Evidence(FrozenModel):
         EvidenceError
             If the file is missing, is something else, is of a newer version, was changed, or contradicts itself.
         """
-        content = _read(path)
-        stated = content.pop("sha256", None)
-        if stated != _digest(content):
+        content, is_unchanged = without_digest(_read(path))
+        if not is_unchanged:
             raise EvidenceError(
                 f"{path} was changed or is damaged: its digest does not match its content",
                 hint="get it again from whoever made it",
@@ -371,8 +370,3 @@ def _read(path: str | Path) -> dict[str, Any]:
             hint=f"install zosim {made_by} or later" if newer else "have it made again",
         )
     return content
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()

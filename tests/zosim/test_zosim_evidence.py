@@ -13,8 +13,9 @@ from costmodel.calibration import fit_profile
 from costmodel.configs import spec_of_config
 from costmodel.datasheet import datasheet_profile
 from topology import load_preset
+from topology.signed import with_digest
 from zosim.anonymous import MACHINE, refuse_private
-from zosim.evidence import Evidence, EvidenceError, Measured, _digest, check, evidence_of
+from zosim.evidence import Evidence, EvidenceError, Measured, check, evidence_of
 from zosim.evidence_command import app
 from zosim.evidence_learning import learned, measurements_of
 from zosim.plan import Placement, Plan, Residency, Runtime
@@ -157,7 +158,7 @@ def changed(file, change, *, resign=True):
     content = json.loads(file.read_text())
     content.pop("sha256")
     change(content)
-    stated = _digest(content) if resign else "0" * 64
+    stated = with_digest(content)["sha256"] if resign else "0" * 64
     file.write_text(json.dumps(content | {"sha256": stated}))
     return file
 

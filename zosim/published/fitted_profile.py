@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from costmodel.published import Row
 from topology.errors import ProfileError
+from topology.signed import with_digest, without_digest
 from zosim.published.audit import audit, set_apart
 from zosim.published.cells import Cell, cells_of
 from zosim.published.constants import PAPERS, Domain
@@ -100,7 +100,7 @@ class PublishedProfile(_Frozen):
             If the file cannot be written.
         """
         content = self.model_dump(mode="json")
-        text = json.dumps(content | {"sha256": _digest(content)}, indent=1)
+        text = json.dumps(with_digest(content), indent=1)
         try:
             Path(path).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
@@ -217,8 +217,8 @@ def load_published_profile(path: str | Path | None = None) -> PublishedProfile:
             f"{path} is not a profile of published rows",
             hint="make one with `zosim calibrate --rows ROWS.csv -o PROFILE`",
         )
-    stated = content.pop("sha256", None)
-    if stated != _digest(content):
+    content, is_unchanged = without_digest(content)
+    if not is_unchanged:
         raise ProfileError(
             f"the profile {path} is damaged or was edited: its digest does not match its content"
         )
@@ -226,8 +226,3 @@ def load_published_profile(path: str | Path | None = None) -> PublishedProfile:
         return PublishedProfile.model_validate(content)
     except ValidationError as error:
         raise ProfileError(f"the profile {path} is not valid: {error}") from error
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
