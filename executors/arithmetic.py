@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 PIECE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Elements swept at a time where temporaries are needed. On a CPU these stay in a shared cache, and each operation
-is long against what it takes to call it and to gather torch's threads for it; on a GPU the piece bounds them."""
+"""Elements of all temporaries of a sweep together. On a CPU these stay in a shared cache, and each operation is long
+against what it takes to call it and to gather torch's threads for it; on a GPU the piece bounds them."""
 
 
 class Sweeper:
@@ -32,12 +32,12 @@ class Sweeper:
     Parameters
     ----------
     piece_elements : int, optional
-        Elements at a time; by default what suits the device.
+        Elements of all temporaries together on a CPU; by default :data:`PIECE_ELEMENTS`.
     """
 
     def __init__(self, piece_elements: int | None = None) -> None:
         self._piece_elements = piece_elements
-        self._scratch: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._scratch: dict[torch.dtype, Tensor] = {}
 
     @property
     def scratch_bytes(self) -> int:
@@ -105,22 +105,25 @@ class Sweeper:
             theta.add_(z, alpha=-step)
 
     def _sweep(self, theta: Tensor, sweep: Callable[..., None], *, num_temporaries: int) -> None:
-        size = self._piece_elements or PIECE_ELEMENTS.get(theta.device.type, 1 << 20)
         total = theta.numel()
-        temporaries = [self._temporary(i, min(size, total), theta) for i in range(num_temporaries)]
+        most = PIECE_ELEMENTS.get(theta.device.type, 1 << 20)
+        if theta.device.type == "cpu" and self._piece_elements:
+            most = self._piece_elements
+        kept = self._kept(max(num_temporaries, min(most, total)), theta)
+        size = kept.numel() // num_temporaries
         with torch.no_grad():
             for begin in range(0, total, size):
-                end = min(begin + size, total)
-                sweep(begin, end, *(temporary[: end - begin] for temporary in temporaries))
+                length = min(size, total - begin)
+                sweep(begin, begin + length, *(kept[i * size :][:length] for i in range(num_temporaries)))
 
-    def _temporary(self, index: int, size: int, like: Tensor) -> Tensor:
+    def _kept(self, size: int, like: Tensor) -> Tensor:
         # Not kept on a GPU, where the caching allocator orders reuse by stream.
         if like.device.type != "cpu":
-            return torch.empty_like(like[:size])
-        held = self._scratch.get((like.dtype, index))
+            return like.new_empty(size)
+        held = self._scratch.get(like.dtype)
         if held is None or held.numel() < size:
-            held = self._scratch[like.dtype, index] = torch.empty_like(like[:size])
-        return held
+            held = self._scratch[like.dtype] = like.new_empty(size)
+        return held[:size]
 
 
 def _check_scale(scale: int) -> None:

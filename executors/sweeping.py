@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from costmodel.work import DTYPE_BYTES
 from executors.arithmetic import Sweeper
 from executors.buffers import BufferStore, decay_runs
 from executors.directions import direction_named
@@ -25,7 +26,7 @@ class Sweeping:
         self._program = program
         self._store = store
         self._hyperparameters = hyperparameters
-        self._sweeper = Sweeper()
+        self._sweeper = Sweeper(_scratch_elements(program))
         self.num_queries = 1 + max((i.op.query for i in program.step if isinstance(i.op, Scalar)), default=-1)
         self._signs = {
             op.group
@@ -98,3 +99,9 @@ class Sweeping:
         if len(dtypes) != 1 or not part.tensors:
             raise Unfit(f"mixes formats: {', '.join(sorted(dtypes))}")
         return weights, direction
+
+
+def _scratch_elements(program: Program) -> int | None:
+    """Return what the program sets aside for a CPU's temporaries; None where it says nothing of them."""
+    found = [buffer for buffer in program.buffers if buffer.role == "scratch"]
+    return sum(buffer.size_bytes // DTYPE_BYTES[buffer.dtype] for buffer in found) or None

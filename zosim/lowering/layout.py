@@ -33,7 +33,13 @@ COUNTER_SIGN_BLOCKS = 32
 """How many times as many signs it makes."""
 
 SCRATCH_ELEMENTS = 1 << 20
-"""Elements of each of the two temporaries that sweeps over parameters on a CPU keep from one to the next."""
+"""Elements of the temporaries that sweeps over parameters on a CPU keep from one to the next, all together."""
+
+SIGN_SCRATCH_ELEMENTS = 1 << 16
+"""The same where directions are signs, whose sweeps need temporaries for a weight decay only."""
+
+Side = Literal["in", "out", "here"]
+"""Where a message comes from or goes to: the stage before, the next one, or this one."""
 
 SCALAR_BYTES = 8
 DIRECTIONS = "directions"
@@ -223,7 +229,7 @@ class Layout:
         buffer = f"hidden.{point or 'base'}"
         return Access(buffer, f"{segment}:out", 0, self._activation_bytes(segment), point)
 
-    def wire(self, point: str, cut: int, side: Literal["in", "out"]) -> Access:
+    def wire(self, point: str, cut: int, side: Side) -> Access:
         """Return the access to the message that crosses cut number `cut` at `point`, of the largest size it can have."""
         size = most_message_bytes(self.plan, cut, self.num_sequences)
         return Access(f"wire.{side}.{point or 'base'}", f"cut.{cut}:message", 0, size, point)
@@ -402,9 +408,10 @@ class Layout:
             name = f"hidden.{point or 'base'}"
             size = self._largest_activation_bytes
             yield Buffer(name, Space.DEVICE, size, "activations", dtype, dynamic=True)
-            for cut, side in self._crossings():
-                wire = self.wire(point, cut, side)
-                yield Buffer(wire.buffer, Space.DEVICE, wire.size_bytes, "activations", "uint8", dynamic=True)
+            wires = [self.wire(point, cut, side) for cut, side in self._crossings()]
+            for name in dict.fromkeys(wire.buffer for wire in wires):
+                size = max(wire.size_bytes for wire in wires if wire.buffer == name)
+                yield Buffer(name, Space.DEVICE, size, "activations", "uint8", dynamic=True)
         shared = shared_activation_bytes(
             plan.model,
             batch=self.num_sequences,
@@ -415,8 +422,10 @@ class Layout:
         if shared:
             yield Buffer("shared", Space.DEVICE, shared, "activations", dtype)
 
-    def _crossings(self) -> Iterator[tuple[int, Literal["in", "out"]]]:
-        """Yield the cuts on either side of this rank's stage."""
+    def _crossings(self) -> Iterator[tuple[int, Side]]:
+        """Yield the cuts on either side of this rank's stage, and those within it."""
+        for cut in self.plan.coded_in_place.values():
+            yield cut, "here"
         if not self.is_first_stage:
             yield self.stage - 1, "in"
         if not self.is_last_stage:
@@ -424,8 +433,10 @@ class Layout:
 
     def _scalar_buffers(self) -> Iterator[Buffer]:
         estimator = self.plan.estimator
-        largest = max((group.num_trainable for group in self.groups), default=0)
-        scratch = 2 * min(largest, SCRATCH_ELEMENTS) * DTYPE_BYTES[self.plan.precision.storage]
+        is_sign = estimator.direction == "rademacher"
+        most = SIGN_SCRATCH_ELEMENTS if is_sign else SCRATCH_ELEMENTS
+        largest = max((self.direction_bytes(group) for group in self.groups), default=0)
+        scratch = min(largest, most * DTYPE_BYTES[self.plan.precision.storage])
         if scratch:
             yield Buffer("scratch", Space.DEVICE, scratch, "scratch", self.plan.precision.storage)
         yield Buffer(BATCH, Space.DEVICE, self.batch().size_bytes, "batch", "int64")
