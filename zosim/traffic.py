@@ -33,6 +33,7 @@ from typing import Literal
 
 import numpy as np
 
+from topology.errors import TrafficError
 from topology.graph import Topology
 from zosim.rows import Entries, Floats, Ints, Rows
 
@@ -140,6 +141,11 @@ def finish_times(flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> lis
     Between two events (a start, an end) every flow progresses at its max-min fair rate; rates are computed anew
     only for flows that a used-up link joins with the one that started or ended.
 
+    Raises
+    ------
+    TrafficError
+        If a flow would take longer than a float can say.
+
     Examples
     --------
     1 GB and 3 GB share 1 GB/s until the first ends after 2 s; the other has the link to itself for its last 2 GB.
@@ -173,7 +179,8 @@ class _Legs(Rows):
         self._bound = np.full(len(legs), math.inf)
         np.minimum.at(self._bound, self._rows, capacity[self._resources] / self._uses)
         size = np.array([flow.size_bytes for flow, _ in legs], dtype=np.float64)
-        self.seconds = size / self._bound
+        with np.errstate(over="ignore"):
+            self.seconds = size / self._bound
 
     def _entries(self, rows: Ints) -> Entries:
         wanted = np.zeros(len(self._bound), dtype=bool)
@@ -195,6 +202,7 @@ class _Run:
         self._flows = flows
         self._origin_s = min(flow.start_s for flow in flows)
         self._legs = _Legs(flows, links)
+        self._check_range()
         # The first row of each flow, and the flow of each row.
         self._first = np.cumsum([0] + [len(flow.legs) for flow in flows]).tolist()
         self._flow_of = [number for number, flow in enumerate(flows) for _ in flow.legs]
@@ -202,6 +210,17 @@ class _Run:
         # Arrivals at a leg: time, flow, leg.
         self._arrivals = [(flow.start_s - self._origin_s, number, 0) for number, flow in enumerate(flows)]
         heapq.heapify(self._arrivals)
+
+    def _check_range(self) -> None:
+        latencies_s = (leg.latency_s for flow in self._flows for leg in flow.legs)
+        bound_s = (
+            max(flow.start_s for flow in self._flows) + sum(latencies_s) + float(self._legs.seconds.sum())
+        )
+        if not math.isfinite(bound_s):
+            raise TrafficError(
+                "these flows may take longer than the largest number of seconds that a float holds",
+                hint="check bytes, bandwidths (bytes per second) and latencies (seconds)",
+            )
 
     def finished(self) -> list[float]:
         """Return the ends of all flows, on the callers' clock."""

@@ -302,6 +302,12 @@ def test_what_cannot_be_is_refused_by_name(change, complaint):
     assert caught.value.message.startswith(complaint)
 
 
+def test_times_that_no_float_holds_are_refused():
+    scenario = read_scenario({"links": {"a": 1e-300}, "flows": [flow("x", "a", 1e300)]})
+    with pytest.raises(TrafficError, match="longer than the largest number of seconds"):
+        scenario.finish_times()
+
+
 def test_an_unknown_node_is_named_with_its_flow():
     data = {"flows": [{"id": 7, "source": "gpu0", "destination": "gpu9", "bytes": 1}]}
     with pytest.raises(ZosimError, match=r"flow 7: .*'gpu9'"):
