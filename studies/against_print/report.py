@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from costmodel.published import shipped_rows
+from studies.against_print.sheets import sheet_outcomes, sheets_section
 from studies.against_print.splits import OURS, SPLITS, Outcome, outcomes
 from zosim.published.audit import Finding, audit
 from zosim.published.cells import cells_of
@@ -46,7 +47,8 @@ def written() -> str:
         found += outcomes(split, mine, findings)
     head = _HEAD.format(commit=_commit())
     parts = [head + "\n".join(_error_rows(found)), _misses(found), *_constants(load_published_profile())]
-    return "\n\n".join([*parts, _coverage(), findings_table(findings)]) + "\n"
+    sheets = sheets_section(sheet_outcomes(cells, findings))
+    return "\n\n".join([*parts, _coverage(), sheets, findings_table(findings)]) + "\n"
 
 
 def _error_rows(found: Sequence[Outcome]) -> Iterator[str]:

@@ -166,7 +166,7 @@ def _program(plan: Plan, transfer: str, is_prefetching: bool) -> Program:
 
 
 @cache
-def _frame(preset: str, devices: tuple[str, ...]) -> Machine:
+def preset_machine(preset: str, devices: tuple[str, ...]) -> Machine:
     """Return rank 0's machine as data sheets describe it, with its place among these devices."""
     topology = load_preset(preset)
     ranks = tuple(range(len(devices)))
@@ -184,7 +184,7 @@ def _machine(
     waits: bool,
     isolated: str,
 ) -> Machine:
-    frame = _frame(preset, devices)
+    frame = preset_machine(preset, devices)
     found = profile_values(
         paper,
         dict(values),
