@@ -23,16 +23,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from executors.launch import DEFAULT_TIMEOUT_S, WAIT_HINT, give_up, is_launched, last_words
+from executors.absence import RollCall, default_store, named_ranks
+from executors.duplex import Duplex
+from executors.launch import DEFAULT_TIMEOUT_S, is_launched
 from executors.messages import Messages
 from topology.errors import RunError, ZosimError
 from zosim.plan import Mesh
 
 WORLD = "world"
 PIPELINE = "pipeline"
-_GRACE_S = 2.0
-"""How long a rank that waited in vain lets others say that they waited, too."""
-
 Groups = Mapping[str, Sequence[Sequence[int]]]
 
 
@@ -73,6 +72,7 @@ class Communicator:
             )
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.timeout_s = timeout_s
+        self._roll = RollCall(self.rank, timeout_s)
         self._device_type = device_type
         self.num_calls: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
@@ -86,6 +86,7 @@ class Communicator:
                 )
             self._members[name] = found[0]
         self._groups = {name: self._made(parts) for name, parts in groups.items()}
+        self._pairs = self._pairs_among({WORLD: [range(self.world_size)], **groups})
         self._control = dist.new_group(backend=_host_backend(), timeout=self._timeout)
         self.messages = self._messages_within(groups.get(PIPELINE, ()))
         self._marks = 0
@@ -100,6 +101,20 @@ class Communicator:
         # Not by a DeviceMesh: its groups would wait for half an hour.
         own: dist.ProcessGroup = dist.new_subgroups_by_enumeration(lists, timeout=self._timeout)[0]
         return own
+
+    def _pairs_among(self, groups: Groups) -> dict[str, Duplex]:
+        """Return what this rank exchanges over with the other one of each group of two; groups of the same ranks share."""
+        if _host_backend() == "fake":
+            return {}
+        found: dict[tuple[tuple[int, ...], ...], Duplex | None] = {}
+        pairs = {}
+        for name, parts in groups.items():
+            key = tuple(tuple(part) for part in parts)
+            if key not in found:
+                found[key] = Duplex.among(parts, self.rank, backend=_host_backend(), timeout=self._timeout)
+            if (pair := found[key]) is not None:
+                pairs[name] = pair
+        return pairs
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of `group` that this one is among, in rank order.
@@ -146,8 +161,11 @@ class Communicator:
         if len(members) == 1:
             gathered.copy_(own.view_as(gathered))
             return
-        with self._naming_absent(members, what):
-            _all_gather(gathered, own, group=self._groups.get(group))
+        with self._roll.naming(members, what):
+            if own.device.type == "cpu" and group in self._pairs:
+                self._pairs[group].all_gather(gathered, own)
+            else:
+                _all_gather(gathered, own, group=self._groups.get(group))
 
     def send(self, group: str, offset: int, message: Tensor, what: str) -> int:
         """Send bytes of the host to the member of a pipeline that is `offset` places on; return how many went.
@@ -181,7 +199,7 @@ class Communicator:
         """Return this rank's messages to others of its pipeline, if it has any."""
         if all(len(part) == 1 for part in parts):
             return None
-        naming = partial(self._naming_absent, self.members(WORLD))
+        naming = partial(self._roll.naming, self.members(WORLD))
         return Messages(parts, self.rank, backend=_host_backend(), timeout=self._timeout, naming=naming)
 
     # -- of host loops -----------------------------------------------------------------------------------------
@@ -190,7 +208,7 @@ class Communicator:
         """Return all ranks' `own`, numbers of the host that are alike in shape, along a new first axis."""
         rows = own.new_zeros((self.world_size, *own.shape))
         rows[self.rank] = own
-        with self._naming_absent(self.members(WORLD), what):
+        with self._roll.naming(self.members(WORLD), what):
             _all_gather(rows.view(-1), own.contiguous().view(-1), group=self._control)
         return rows
 
@@ -205,7 +223,7 @@ class Communicator:
     def told(self, payload: bytes, what: str) -> bytes:
         """Return rank 0's payload; the others' are not looked at."""
         size = torch.tensor(len(payload))
-        with self._naming_absent((0,), what):
+        with self._roll.naming((0,), what):
             dist.broadcast(size, 0, group=self._control)
             data = torch.zeros(max(1, int(size)), dtype=torch.uint8)
             if self.is_first:
@@ -246,7 +264,7 @@ class Communicator:
             others = [rank for rank, row in enumerate(rows) if row[name] != value]
             if others:
                 raise RunError(
-                    f"ranks do not begin with the same {name}: {_named(others)} not with that of rank 0",
+                    f"ranks do not begin with the same {name}: {named_ranks(others)} not with that of rank 0",
                     hint="give all ranks the same files and options",
                 )
 
@@ -259,7 +277,7 @@ class Communicator:
         members = self.members(group)
         each = whole.numel() // len(members)
         begin = each * self.position(group)
-        with self._naming_absent(members, what):
+        with self._roll.naming(members, what):
             _all_gather(whole, whole[begin : begin + each], group=self._groups[group])
 
     def spread(self, group: str, owner: int, tensor: Tensor, what: str) -> None:
@@ -275,7 +293,7 @@ class Communicator:
         key = f"zosim/first/{self._marks}"
         if self.world_size == 1:
             return action()
-        store = _store()
+        store = default_store()
         if self.is_first:
             with _heart(store, key, self.timeout_s / 8):
                 result = action()
@@ -291,62 +309,8 @@ class Communicator:
             if found != beats:
                 beats, seen = found, time.monotonic()
             if time.monotonic() - seen > self.timeout_s:
-                said = _absence([0], self.timeout_s, what)
-                give_up([0], said)
-                raise RunError(said, hint=WAIT_HINT)
+                raise self._roll.give_up([0], what)
             time.sleep(0.05)
-
-    # -- when others are missing -------------------------------------------------------------------------------
-
-    @contextmanager
-    def _naming_absent(self, members: Sequence[int], what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            absent = self._absent(members)
-            gone = any(words in str(error).lower() for words in _GONE)
-            if not absent:
-                said = f"{what}: no rank is missing"
-            elif gone:
-                said = _gone(absent, what)
-            else:
-                said = _absence(absent, self.timeout_s, what)
-                give_up(absent, said)
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise RunError(f"{said} ({reason})", hint=WAIT_HINT) from error
-
-    def _absent(self, members: Sequence[int]) -> list[int]:
-        """Return the members that do not say, within a short time, that they wait as well."""
-        others = [rank for rank in members if rank != self.rank]
-        try:
-            store = _store()
-            store.set(f"zosim/waited/{self.rank}", "1")
-            end = time.monotonic() + _GRACE_S
-            while others and time.monotonic() < end:
-                others = [rank for rank in others if not store.check([f"zosim/waited/{rank}"])]
-                time.sleep(0.05)
-        except RuntimeError:  # the store is gone with its host
-            return others
-        return others
-
-
-_GONE = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "socket closed")
-
-
-def _gone(ranks: Sequence[int], what: str) -> str:
-    return f"{what}: {_named(ranks)} ended"
-
-
-def _absence(ranks: Sequence[int], timeout_s: float, what: str) -> str:
-    return f"{what}: waited {timeout_s:g} s for {_named(ranks)}"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    """Return ranks in words, each with the last instruction that it noted."""
-    lines = {rank: last_words(rank) for rank in ranks}
-    return " and ".join(
-        f"rank {rank}" + (f", last at {line}," if line else "") for rank, line in lines.items()
-    ).removesuffix(",")
 
 
 def _all_gather(gathered: Tensor, own: Tensor, *, group: dist.ProcessGroup | None) -> None:
@@ -357,10 +321,6 @@ def _all_gather(gathered: Tensor, own: Tensor, *, group: dist.ProcessGroup | Non
 
 def _host_backend() -> str:
     return "fake" if dist.get_backend() == "fake" else "gloo"
-
-
-def _store() -> Store:
-    return dist.distributed_c10d._get_default_store()
 
 
 @contextmanager
