@@ -25,7 +25,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from costmodel.collectives import all_gather_s, point_to_point_s
+from costmodel.collectives import all_gather_s, all_reduce_s, point_to_point_s
 from costmodel.estimate import CopyDirection, OperationCost, estimate
 from costmodel.profile import Bound, Profile
 from topology.errors import ProfileError
@@ -300,10 +300,12 @@ class Machine:
                 f"{instruction.id} is a collective of {group}, to which {self.profile.device_name} has no way"
             )
             raise ProfileError(message, hint="make the ranks' machines together, with machines_for")
-        # A rank receives what it lacks; with its own part that is the whole buffer.
+        # A rank receives what it lacks; with its own part that is the whole buffer. Of a sum it receives the parts of
+        # one share, and then the other shares.
         whole = size_bytes * ring.num_ranks / (ring.num_ranks - 1)
-        exchange_s = all_gather_s(
-            whole,
+        is_sum = instruction.op.function == "all_reduce"
+        exchange_s = (all_reduce_s if is_sum else all_gather_s)(
+            whole / 2 if is_sum else whole,
             ring.num_ranks,
             latency_s=ring.latency_s,
             bandwidth_bytes_per_s=ring.bandwidth_bytes_per_s,

@@ -107,7 +107,8 @@ class Forward:
     ----------
     segment : str
     point : str
-        ``"q0+"``, ``"q0-"`` ... or ``""`` for the unperturbed weights.
+        ``"q0+"``, ``"q0-"`` ... or ``""`` for the unperturbed weights; ``"m0"``, ``"m1"`` ... for a microbatch of a
+        first-order step.
     gather : tuple of str
         Token tables that are read through gathered rows, perturbed out of place with the rows of their
         direction, because another segment needs the table itself unperturbed until its turn.
@@ -117,6 +118,36 @@ class Forward:
     point: str
     gather: tuple[str, ...] = ()
     kind: Literal["forward"] = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The gradients of one segment for one microbatch, from what its forward kept. Simulated only.
+
+    Attributes
+    ----------
+    segment : str
+    microbatch : int
+    """
+
+    segment: str
+    microbatch: int = 0
+    kind: Literal["backward"] = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Optimize:
+    """A first-order optimizer's update of one parameter group. Simulated only.
+
+    Attributes
+    ----------
+    group : str
+    optimizer : str
+    """
+
+    group: str
+    optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
+    kind: Literal["optimize"] = "optimize"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +177,12 @@ class Collective:
     ----------
     function : str
         ``"all_gather"``: the n-th write holds every member's n-th read, in rank order. A read of a share is gathered
-        into the whole range; any other is gathered into a range as many times as long.
+        into the whole range; any other is gathered into a range as many times as long. ``"all_reduce"``: the n-th write
+        holds the sum of all members' n-th reads (first-order gradients; simulated only).
     group : str
     """
 
-    function: Literal["all_gather"]
+    function: Literal["all_gather", "all_reduce"]
     group: str
     kind: Literal["collective"] = "collective"
 
@@ -216,6 +248,8 @@ Operation = Annotated[
     | Perturb
     | Update
     | Forward
+    | Backward
+    | Optimize
     | Scalar
     | Collective
     | Encode

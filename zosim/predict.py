@@ -151,7 +151,8 @@ class Subject:
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
         """What the simulator knows about every rank's hardware."""
-        return machines_for(self.topology, self.plan.placement.devices, self.rank_profiles, self.plan.groups)
+        devices, groups = self.plan.placement.devices, self.programs.groups
+        return machines_for(self.topology, devices, self.rank_profiles, groups)
 
     @cached_property
     def footprints(self) -> Footprints:

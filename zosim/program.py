@@ -37,6 +37,7 @@ from topology.validation import raise_readable
 from zosim.documents import read_document
 from zosim.operations import (
     Allocate,
+    Backward,
     Cast,
     Collective,
     Copy,
@@ -47,6 +48,7 @@ from zosim.operations import (
     Free,
     Load,
     Operation,
+    Optimize,
     Perturb,
     Recv,
     Scalar,
@@ -58,6 +60,7 @@ __all__ = [
     "PROGRAM_VERSION",
     "Access",
     "Allocate",
+    "Backward",
     "Buffer",
     "Cast",
     "Collective",
@@ -71,6 +74,7 @@ __all__ = [
     "Instruction",
     "Load",
     "Operation",
+    "Optimize",
     "Part",
     "Perturb",
     "Placed",
@@ -116,7 +120,8 @@ class Buffer:
         Capacity.
     role : str
         What it is for, the name under which memory is reported: ``weights``, ``slots``, ``staging``,
-        ``directions``, ``activations``, ``scalars``, ``rng``, ``batch``. ``weights``, ``slots``, ``staging`` and
+        ``directions``, ``activations``, ``scalars``, ``rng``, ``batch``; of first-order steps also ``gradients``,
+        ``optimizer state`` and ``kept messages``. ``weights``, ``slots``, ``staging`` and
         ``directions`` are flat arrays; ``activations`` are whatever tensor the forward that writes them returns.
     dtype : str
         Format of its elements.

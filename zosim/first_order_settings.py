@@ -1,0 +1,81 @@
+"""How a first-order step is done: optimizer, microbatches and their order, codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+
+from costmodel.backward import Optimizer
+from costmodel.codecs import codec_spec
+
+Schedule = Literal["gpipe", "1f1b"]
+Turn = tuple[Literal["forward", "backward"], int]
+
+
+class FirstOrder(BaseModel):
+    """How a first-order step is done.
+
+    Attributes
+    ----------
+    optimizer : str
+    schedule : str
+    num_microbatches : int
+        Parts that each rank's share of the batch passes through the pipeline in.
+    codec, gradient_codec : str
+        Of everything that crosses a cut forward, and of its gradients back.
+    num_kept_samples : int
+        Samples whose last message both ends of a cut keep (AQ-SGD), the batch's at least; 0 for none.
+    dropout : bool
+        Whether masks are kept.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    optimizer: Optimizer = "sgd"
+    schedule: Schedule = "gpipe"
+    num_microbatches: PositiveInt = 1
+    codec: str = "none"
+    gradient_codec: str = "none"
+    num_kept_samples: NonNegativeInt = 0
+    dropout: bool = True
+
+    def describe(self) -> str:
+        """Return the settings in words."""
+        words = [self.optimizer, f"{self.num_microbatches} x {self.schedule}"]
+        words += [f"{self.codec} forward"] if not codec_spec(self.codec).is_lossless else []
+        words += [f"{self.gradient_codec} back"] if not codec_spec(self.gradient_codec).is_lossless else []
+        words += [f"messages of {self.num_kept_samples} samples kept"] if self.num_kept_samples else []
+        return ", ".join(words)
+
+
+AQ_SGD = FirstOrder(codec="q4:dense", gradient_codec="q8:dense", num_kept_samples=1)
+"""As SparQ's tables have it: 4 bits forward, 8 back."""
+
+PRESETS: dict[str, FirstOrder] = {
+    "sgd": FirstOrder(),
+    "adam": FirstOrder(optimizer="adam"),
+    "aq-sgd": AQ_SGD,
+}
+
+
+def turns(schedule: Schedule, num_microbatches: int, num_stages: int, stage: int) -> Iterator[Turn]:
+    """Yield the forwards and backwards of a stage in the order in which it does them.
+
+    Examples
+    --------
+    >>> " ".join(f"{way[0]}{number}" for way, number in turns("1f1b", 3, 2, 0))
+    'f0 f1 b0 f2 b1 b2'
+    """
+    ahead = num_kept_at_once(schedule, num_microbatches, num_stages, stage)
+    for number in range(num_microbatches + ahead - 1):
+        if number < num_microbatches:
+            yield "forward", number
+        if number >= ahead - 1:
+            yield "backward", number - ahead + 1
+
+
+def num_kept_at_once(schedule: Schedule, num_microbatches: int, num_stages: int, stage: int) -> int:
+    """Return the microbatches whose activations a stage keeps at one time."""
+    return num_microbatches if schedule == "gpipe" else min(num_microbatches, num_stages - stage)
