@@ -9,7 +9,7 @@ from typing import Any
 
 from costmodel.groups import joined_halves
 from costmodel.model_spec import ModelSpec
-from zosim.plan import Estimator, Mesh, Plan
+from zosim.plan import Estimator, Mesh, Plan, Split
 
 
 def alone(plan: Plan) -> Plan:
@@ -53,7 +53,7 @@ def spread(data: dict[str, Any], mesh: Mapping[str, Any]) -> None:
         kind = first.rstrip("0123456789")
         devices = [f"{kind}{rank}" if kind == "gpu" else first for rank in range(world_size)]
         data["placement"] |= {"devices": devices, "hosts": []}
-    if data["mesh"].get("stage", 1) == 1:
+    if data["mesh"].get("stage", 1) == 1 and not Split.model_validate(data["split"]).is_lossy:
         data["split"] = {}
     if world_size == 1:
         data["residency"]["transfers"] = "private"

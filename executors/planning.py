@@ -95,11 +95,12 @@ class Asked:
         """
         mesh = self.wanted_mesh
         num_stages = base.mesh.stage if mesh is None and base is not None else (mesh or {}).get("stage", 1)
-        if self.cuts or num_stages == 1:
+        if self.cuts:
             return self.cuts
-        if base is not None and base.mesh.stage == num_stages:
-            return base.split.cuts
-        return even_cuts(num_blocks, num_stages)
+        known = () if base is None else base.split.cuts
+        if len(known) == num_stages - 1 or (num_stages == 1 and base is not None and base.split.is_lossy):
+            return known
+        return even_cuts(num_blocks, num_stages) if num_stages > 1 else ()
 
 
 def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | None) -> Plan:
@@ -125,10 +126,15 @@ def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
     else:
         start = base or _named_placement(asked, model, longest)
     plan = _laid_over(start, asked, model)
-    if plan.mesh.stage == 1 and asked.given("split"):
+    if plan.mesh.stage == 1 and not plan.split.is_lossy and asked.cuts:
         raise PlanError(
-            "codecs are for what crosses a cut, and the plan has one stage",
-            hint="add --mesh stage=2, or --method sparq",
+            f"--cut {','.join(asked.cuts)} with one stage changes nothing: nothing crosses, and no codec rounds",
+            hint="add --codec, or leave out --mesh",
+        )
+    if not plan.split.cuts and asked.given("split"):
+        raise PlanError(
+            "codecs are for what crosses a cut, and the plan has none",
+            hint="add --mesh stage=2, or --mesh stage=1 --cut block.N.mlp for one process",
         )
     known_to_lose = base is not None and base.split == plan.split
     if plan.split.is_lossy and not (asked.allow_lossy or known_to_lose):

@@ -338,15 +338,20 @@ class Session:
     def messages_per_step(self) -> dict[str, float] | None:
         """Return how many messages go between all stages in a step, and the bytes that they had on the wire; flushes.
 
-        None without stages, or before a step was run.
+        With one stage and cuts: those that stages would send. None without cuts, or before a step was run.
         """
         self.flush()
         num_steps = self.num_steps - self._first_timed
-        if self.communicator is None or self.plan.mesh.stage == 1 or not num_steps:
+        if not self.plan.split.cuts or not num_steps:
             return None
         stages = self.interpreter.stages
-        own = torch.tensor([stages.num_sent, stages.num_bytes])
-        num_sent, num_bytes = self.communicator.gathered(own, "counting messages").sum(0).tolist()
+        in_place = self.plan.mesh.stage == 1
+        own = torch.tensor(
+            [stages.num_made, stages.made_bytes] if in_place else [stages.num_sent, stages.num_bytes]
+        )
+        if self.communicator is not None:
+            own = self.communicator.gathered(own, "counting messages").sum(0)
+        num_sent, num_bytes = own.tolist()
         return {"num_per_step": num_sent / num_steps, "bytes_per_step": num_bytes / num_steps}
 
     def memory(self) -> MemoryReport:

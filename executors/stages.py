@@ -19,11 +19,13 @@ from executors.codecs import codec_of, decode
 from executors.codecs.container import length_of
 from executors.frames import LoadedBatch, MicroBatch, StepFrame
 from executors.halves import Halfway, Handed
+from executors.messages import LENGTH_BYTES
 from executors.model import CutModel
 from executors.operands import Action, Unfit, one, place_of
 from executors.rng import generator_on, mixed
 from executors.streams import Backend
 from topology.errors import CodecError, ProgramError
+from zosim.lowering.layout import BATCH
 from zosim.program import Access, Encode, Instruction, Program, Recv, Send
 
 _OUT = ":out"
@@ -60,6 +62,8 @@ class Stages:
 
     Attributes
     ----------
+    num_made, made_bytes : int
+        Messages that were made, sent or not, and what they have on a wire.
     num_sent, num_bytes : int
         Messages that went to the next stage, and what they had on the wire.
     sent_bytes : dict
@@ -83,7 +87,7 @@ class Stages:
         self._backend = backend
         self._loaded = loaded
         self._num_micro_batches = num_micro_batches
-        self.num_sent = self.num_bytes = 0
+        self.num_made = self.made_bytes = self.num_sent = self.num_bytes = 0
         self.sent_bytes: dict[tuple[int, str], int] = {}
 
     def encode(self, instruction: Instruction) -> Action:
@@ -105,13 +109,16 @@ class Stages:
                 with _told(where):
                     for tensor, used in zip(tensors, codecs[-len(tensors) :], strict=True):
                         messages.append(used.encode(tensor, generator))
-            self._store.values[place_of(wire)] = torch.cat(messages)
+            message = torch.cat(messages)
+            self.num_made += 1
+            self.made_bytes += LENGTH_BYTES + message.numel()
+            self._store.values[place_of(wire)] = message
 
         return encode
 
     def decode(self, instruction: Instruction) -> Action:
         """Return what makes the tensors in a message that the first segment of the stage is given."""
-        wire = one(instruction.reads, "read of a message")
+        wire = one([read for read in instruction.reads if read.buffer != BATCH], "read of a message")
         target = _handed(one(instruction.writes, "write of what a segment leaves"))
         inside = target.what.endswith(FRONT + _OUT)
         where = self._where(wire)

@@ -217,12 +217,15 @@ class Mesh(_Axis):
 class Split(_Axis):
     """Where the model is cut into stages, and how what crosses is encoded.
 
+    With one stage, what crosses a cut is encoded and decoded where it is: the same numbers as with stages, from
+    one process.
+
     Attributes
     ----------
     cuts : tuple of str
-        One between neighbouring stages, in the model's order. ``"block.5"`` is behind block 5: the hidden state
-        crosses. ``"block.5.mlp"`` is inside it, at the input of the MLP's second linear: the activation and the
-        residual stream cross. Such a block is two segments of the plan's model.
+        One between neighbouring stages, in the model's order; any number of them with one stage. ``"block.5"`` is
+        behind block 5: the hidden state crosses. ``"block.5.mlp"`` is inside it, at the input of the MLP's second
+        linear: the activation and the residual stream cross. Such a block is two segments of the plan's model.
     codec : str
         Of MLP activations, as :func:`costmodel.codecs.codec_spec` reads it.
     residual_codec : str
@@ -338,8 +341,17 @@ class Plan(_Axis):
         """Return the segments that `rank` runs, in execution order."""
         stage = self.mesh.coordinates(rank).stage
         segments = self.model.segments
+        if self.mesh.stage == 1:
+            return segments
         ends = [segments.index(_last_before(cut, segments)) + 1 for cut in self.split.cuts]
         return segments[([0, *ends])[stage] : ([*ends, len(segments)])[stage]]
+
+    @property
+    def coded_in_place(self) -> dict[str, int]:
+        """Cuts, by number, at which a rank goes on itself, by the segment before each; none between stages."""
+        if self.mesh.stage > 1:
+            return {}
+        return {_last_before(cut, self.model.segments): number for number, cut in enumerate(self.split.cuts)}
 
     @property
     def is_shared_out(self) -> bool:
@@ -370,7 +382,8 @@ class Plan(_Axis):
             axes
         ]
         sliced = "+sliced" if self.residency.transfers == "sliced" else ""
-        return alone + ("+stages" if self.mesh.stage > 1 else "") + shared + sliced
+        staged = "+stages" if self.mesh.stage > 1 else "+codec" if self.split.cuts else ""
+        return alone + staged + shared + sliced
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -503,7 +516,7 @@ def _contradictions_of_ranks(plan: Plan) -> list[tuple[str, str]]:
 def _contradictions_of_stages(plan: Plan) -> list[tuple[str, str]]:
     """Every reason why cuts and stages cannot stand together, with its remedy."""
     split, segments, found = plan.split, plan.model.segments, []
-    if len(split.cuts) != plan.mesh.stage - 1:
+    if plan.mesh.stage > 1 and len(split.cuts) != plan.mesh.stage - 1:
         found.append(
             (f"stage={plan.mesh.stage} needs {plan.mesh.stage - 1} cuts, not {len(split.cuts)}", "see --cut")
         )

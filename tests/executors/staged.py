@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,14 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny import batches, model_of, plan_of
 
 from costmodel.configs import LoRA
-from costmodel.model_spec import FRONT
 from executors.lora import attach_lora
 from executors.mesh import alone
 from executors.session import Session
 from executors.spec import spec_of_model
 from proofs_checks.ranks import on_all_ranks
 from zosim.plan import Plan, Split
-from zosim.program import Access, Encode, Forward
 
 STEPS, SIZE = 3, 4
 SETTINGS = {"learning_rate": lambda step: 1e-2 / (step + 1), "weight_decay": 0.1, "seed": 5}
@@ -63,12 +61,11 @@ class Case:
         data["placement"]["devices"] = ["cpu0"] * num_ranks
         return Plan.model_validate(data)
 
-    def halved(self) -> Plan:
-        """Return the plan of one device that runs either half of a cut block in turn."""
-        plan = self.plan()
-        return Plan.model_validate(
-            alone(plan).model_dump(mode="json") | {"model": plan.model.model_dump(mode="json")}
-        )
+    def in_place(self) -> Plan:
+        """Return the plan of one device that encodes and decodes what crosses its cuts."""
+        plan = self.plan().model_dump(mode="json")
+        plan["placement"]["devices"] = plan["placement"]["devices"][:1]
+        return Plan.model_validate(plan | {"mesh": {}})
 
     @property
     def num_shards(self) -> int:
@@ -99,39 +96,9 @@ def on_stages(case, *, steps=STEPS, work=outcome):
 def on_one_device(case, *, steps=STEPS):
     """Return what one device finds; codecs are applied where the model is cut."""
     lossless = case.codec == case.residual_codec == "none"
-    plan = alone(case.plan()) if lossless else case.halved()
+    plan = alone(case.plan()) if lossless else case.in_place()
     with Session(plan, case.made(), num_micro_batches=case.num_shards, **SETTINGS) as session:
-        if not lossless:
-            through_codecs(session, case)
         return outcome(session, batches(steps, size=case.size))
-
-
-def through_codecs(session, case):
-    """Let what crosses each cut be encoded and decoded where it is."""
-    interpreter, split = session.interpreter, case.plan().split
-    stages = interpreter.stages
-    encode = Encode(split.codec, split.residual_codec)
-    behind = {
-        cut.removesuffix(".mlp") + (FRONT if cut.endswith(".mlp") else ""): i
-        for i, cut in enumerate(split.cuts)
-    }
-
-    def crossed(item):
-        op = item.instruction.op
-        if not isinstance(op, Forward) or op.segment not in behind:
-            return item
-        (hidden,) = item.instruction.writes
-        wire = Access("wire", f"cut.{behind[op.segment]}:message", 0, 1 << 40, op.point)
-        there = stages.encode(replace(item.instruction, op=encode, reads=(hidden,), writes=(wire,)))
-        back = stages.decode(replace(item.instruction, reads=(wire,), writes=(hidden,)))
-
-        def action(frame):
-            for part in (item.action, there, back):
-                part(frame)
-
-        return replace(item, action=action)
-
-    interpreter._resolved["step"] = [crossed(item) for item in interpreter._resolved["step"]]
 
 
 def assert_equal(case, **options):

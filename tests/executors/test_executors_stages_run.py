@@ -141,7 +141,12 @@ def test_codecs_need_leave_and_something_to_encode(inputs, tmp_path, capsys):
     assert train(inputs, tmp_path / "out", *asked) == 2
     assert "codec q4 (residual stream: none) changes what crosses a cut" in capsys.readouterr().err
     assert train(inputs, tmp_path / "out", "--codec", "q4", "--allow-lossy") == 2
-    assert "the plan has one stage" in capsys.readouterr().err
+    assert "the plan has none" in capsys.readouterr().err
+    in_place = ("--mesh", "stage=1", "--cut", "block.1.mlp")
+    assert train(inputs, tmp_path / "out", *in_place, "--codec", "q4") == 2
+    assert "changes what crosses a cut" in capsys.readouterr().err
+    assert train(inputs, tmp_path / "out", *in_place) == 2
+    assert "nothing crosses, and no codec rounds" in capsys.readouterr().err
     assert train(inputs, tmp_path / "out", "--mesh", "stage=2", "--cut", "block.7.mlp") == 2
     assert "there is no block 7 to cut" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -152,11 +157,32 @@ def test_what_a_codec_changed_is_gone_on_with_by_the_same_alone(runs, inputs, tm
     coded = ("--method", "sparq", "--cut", "block.1.mlp", "--codec", "q8", "--allow-lossy")
     assert train(inputs, out, *coded, steps=3) == 0
     assert numbers_of(out) != numbers_of(runs / "alone")[:3]
-    assert train(inputs, out, "--resume", "--mesh", "data=1", "--no-launch", "--steps", STEPS) == 2
+    assert (
+        train(inputs, out, "--resume", "--mesh", "data=1", "--no-launch", "--codec", "q4", "--allow-lossy")
+        == 2
+    )
     assert "was run with split=" in capsys.readouterr().err
-    assert train(inputs, out, "--resume", "--steps", STEPS) == 0
+    assert train(inputs, out, "--resume", "--mesh", "data=1", "--no-launch", "--steps", 5) == 0
+    assert Plan.load(out / "plan.json").split.cuts == ("block.1.mlp",)
+    assert train(inputs, out, "--resume", "--mesh", "stage=2", "--steps", STEPS) == 0
     assert zosim("replay", out, "--model", inputs[0], "-o", tmp_path / "again") == 0
     assert (tmp_path / "again/model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+def test_one_process_does_what_stages_do_with_the_same_codec(inputs, tmp_path):
+    coded = ("--cut", "block.1.mlp", "--codec", "q4:stochastic", "--residual-codec", "q8", "--allow-lossy")
+    evaluated = ("--eval-data", inputs[1], "--residency", "resident")
+    alone, pair = tmp_path / "alone", tmp_path / "pair"
+    assert train(inputs, alone, *coded, *evaluated, "--mesh", "stage=1", "--no-launch") == 0
+    assert train(inputs, pair, *coded, *evaluated) == 0
+    assert Plan.load(alone / "plan.json").mesh.world_size == 1
+    assert Plan.load(pair / "plan.json").mesh.stage == 2
+    assert numbers_of(alone) == numbers_of(pair)
+    assert digests_of(alone) == digests_of(pair)
+    assert (alone / "model.safetensors").read_bytes() == (pair / "model.safetensors").read_bytes()
+    first, second = read_header(alone)["finished"], read_header(pair)["finished"]
+    assert first["evaluation"] == second["evaluation"]
+    assert first["messages"] == second["messages"]
 
 
 def test_a_stage_that_stands_still_is_named_by_all_that_wait_for_it(inputs, tmp_path):

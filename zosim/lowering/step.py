@@ -269,7 +269,9 @@ class StepWriter:
         if point not in self.layout.own_points:
             return
         if segment == self.layout.segments[0] and not self.layout.is_first_stage:
-            self._decode(point)
+            before = self.model.segments[self.model.segments.index(segment) - 1]
+            cut = self.layout.stage - 1
+            self._decode(segment, before, point, self.layout.wire(point, cut, "in"), cut)
         gathered = [
             group
             for group in self.listing.trainable(segment)
@@ -300,6 +302,10 @@ class StepWriter:
         self.listing.emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), (left,), work)
         if segment == self.layout.segments[-1] and not self.layout.is_last_stage:
             self._hand_on(segment, point)
+        elif (cut := self.plan.coded_in_place.get(segment)) is not None:
+            wire = self.layout.wire(point, cut, "here")
+            self._encode(segment, segment, point, wire, cut)
+            self._decode(segment, segment, point, wire, cut)
 
     def _forward_work(self, segment: str) -> Work:
         plan = self.plan
@@ -348,23 +354,26 @@ class StepWriter:
                 ),
             )
 
-    def _decode(self, point: str) -> None:
-        layout, cut, segment = self.layout, self.layout.stage - 1, self.layout.segments[0]
-        before = self.model.segments[self.model.segments.index(segment) - 1]
-        work = coding_work(self.plan, cut, layout.num_sequences, "decode")
-        reads, left = (layout.wire(point, cut, "in"),), (layout.hidden(point, before),)
-        name = f"decode[{point or 'base'}]"
+    def _encode(self, segment: str, before: str, point: str, wire: Access, cut: int) -> None:
+        """Write how what `before` leaves becomes the message that crosses cut number `cut`."""
+        op = Encode(self.plan.split.codec, self.plan.split.residual_codec)
+        work = coding_work(self.plan, cut, self.layout.num_sequences, "encode")
+        name, reads = f"encode[{point or 'base'}]", (self.layout.hidden(point, before),)
+        self.listing.emit(name, op, Stream.COMPUTE, "encode", segment, reads, (wire,), work)
+
+    def _decode(self, segment: str, before: str, point: str, wire: Access, cut: int) -> None:
+        """Write how a message becomes what `before` left; the batch tells its shape."""
+        work = coding_work(self.plan, cut, self.layout.num_sequences, "decode")
+        name, left = f"decode[{point or 'base'}]", (self.layout.hidden(point, before),)
+        reads = (wire, self.layout.batch())
         self.listing.emit(name, Decode(), Stream.COMPUTE, "decode", segment, reads, left, work)
 
     def _hand_on(self, segment: str, point: str) -> None:
         """Write how the hidden state that this stage leaves goes to the next."""
-        layout, split, cut = self.layout, self.plan.split, self.layout.stage
-        wire, name = layout.wire(point, cut, "out"), point or "base"
-        work = coding_work(self.plan, cut, layout.num_sequences, "encode")
-        op = Encode(split.codec, split.residual_codec)
-        hidden = (layout.hidden(point, segment),)
-        self.listing.emit(f"encode[{name}]", op, Stream.COMPUTE, "encode", segment, hidden, (wire,), work)
-        link = Work(link_bytes=expected_message_bytes(self.plan, cut, layout.num_sequences))
+        cut, name = self.layout.stage, point or "base"
+        wire = self.layout.wire(point, cut, "out")
+        self._encode(segment, segment, point, wire, cut)
+        link = Work(link_bytes=expected_message_bytes(self.plan, cut, self.layout.num_sequences))
         self.listing.emit(
             f"send[{name}]", Send("pipeline", 1), Stream.LINK, "send", segment, (wire,), (), link
         )
