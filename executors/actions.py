@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from costmodel.model_spec import EMBED, HEAD
 from executors.arithmetic import gathered, projected_gradient
-from executors.buffers import BufferStore, Placed, bind, keeps_rows
+from executors.buffers import BufferStore, Placed, bind, needs_rows
 from executors.crew import Crew
 from executors.drawing import Drawing
 from executors.exchanges import Exchange, Exchanges
@@ -86,7 +86,7 @@ class Actions:
         self._exchanges = Exchanges(program, store, exchange, backend.device, lambda: self.loaded, elsewhere)
         self.stages = Stages(program, cut, store, exchange, backend, lambda: self.loaded, num_micro_batches)
         self._num_micro_batches = num_micro_batches
-        self._gathers = any(keeps_rows(instruction.op) for _, instruction in program.instructions())
+        self._gathers = any(needs_rows(instruction.op) for _, instruction in program.instructions())
         self._perturbations = _perturbations(program)
 
     def close(self) -> None:
@@ -285,15 +285,15 @@ class Actions:
 
     def _gathered_table(self, instruction: Instruction, op: Forward, group: str) -> _GatheredTable:
         table = one([a for a in instruction.reads if a.what == group], f"read of {group}")
-        rows = {a.point: a for a in instruction.reads if a.what.startswith(f"z:{group}:")}
+        whole = f"z:{group}"
+        rows = {a.point: a for a in instruction.reads if a.what == whole or a.what.startswith(f"{whole}:")}
         if op.point not in self._perturbations[group]:
             raise Unfit(f"gathers {group} at {op.point!r}, where no perturbation of the program leads")
         path = self._perturbations[group][op.point]
         missing = {f"q{query}" for query, _ in path} - set(rows)
         if missing:
             raise Unfit(f"gathers {group} at {op.point!r} without the rows of {', '.join(sorted(missing))}")
-        keyed = [(place_of(rows[f"q{query}"]), scales) for query, scales in path]
-        return _GatheredTable(self, table, keyed)
+        return _GatheredTable(self, table, [(rows[f"q{query}"], scales) for query, scales in path])
 
     def _scalar(self, instruction: Instruction) -> Action:
         op = instruction.op
@@ -324,7 +324,7 @@ class _GatheredTable:
 
     owner: Actions
     table: Access
-    path: list[tuple[tuple[str, int], tuple[int, ...]]]
+    path: list[tuple[Access, tuple[int, ...]]]
 
     def enter(self, stack: ExitStack, part: MicroBatch) -> None:
         """Put the rows in the table's place for as long as `stack` lasts."""
@@ -332,15 +332,23 @@ class _GatheredTable:
         batch = actions.loaded
         assert batch.rows is not None
         assert part.positions is not None
-        placed = actions.store.placed(self.table)
-        rows = placed.views[0].index_select(0, actions.backend.borrow(batch.rows))
-        for key, scales in self.path:
-            z = actions.backend.borrow(actions.store.values[key])
+        placed, wanted = actions.store.placed(self.table), actions.backend.borrow(batch.rows)
+        rows = placed.views[0].index_select(0, wanted)
+        for direction, scales in self.path:
+            z = self._rows_of(direction, wanted)
             rows = gathered(rows, z, scales, actions.hyperparameters.epsilon)
         parameter: nn.Parameter = placed.part.tensors[0].parameter
         positions = actions.backend.borrow(part.positions)
         actions.bind([placed])
         stack.enter_context(actions.cut.gathered_rows(parameter, rows, positions))
+
+    def _rows_of(self, direction: Access, wanted: Tensor) -> Tensor:
+        """Return rows of a direction: those that were drawn, or out of the whole where it is kept."""
+        store = self.owner.store
+        if direction.what == f"z:{self.table.what}":
+            return store.placed(direction).views[0].index_select(0, wanted)
+        drawn: Tensor = self.owner.backend.borrow(store.values[place_of(direction)])
+        return drawn
 
 
 def _tensor(handed: Handed | None) -> Tensor:

@@ -174,6 +174,7 @@ def _asked(given: Given, num_threads: int) -> Asked:
                 "traversal": given["traversal"],
                 "update": given["update"],
                 "restore": given["restore"],
+                "keep_directions": given["keep_directions"],
             },
         },
     )

@@ -308,6 +308,6 @@ def decay_runs(placed: Placed) -> list[tuple[int, int, bool]]:
     return runs
 
 
-def keeps_rows(op: object) -> bool:
-    """Whether an operation draws the rows of a table that the batch names."""
-    return isinstance(op, Draw) and op.keep == "rows"
+def needs_rows(op: object) -> bool:
+    """Whether an operation draws or gathers the rows of a table that the batch names."""
+    return (isinstance(op, Draw) and op.keep == "rows") or (isinstance(op, Forward) and bool(op.gather))

@@ -117,6 +117,14 @@ def run(
         UpdateName | None,
         _option(_PLACEMENT, "Apply a step's update at once, or in the next."),
     ] = None,
+    keep_directions: Annotated[
+        bool | None,
+        _option(
+            _PLACEMENT,
+            "Draw every direction once and keep it until its update: faster, for another copy of the weights.",
+            "--keep-directions/--no-keep-directions",
+        ),
+    ] = None,
     max_device_memory: Annotated[
         str | None, _option(_PLACEMENT, "Limit for the planner, such as 20GiB.")
     ] = None,

@@ -238,7 +238,7 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
             attention=runtime.attention,
             max_device_bytes=asked.max_device_bytes,
             allow_lossy=asked.allow_lossy,
-            fixed={"runtime": {"restore": runtime.restore}},
+            fixed={"runtime": runtime.model_dump(include={"restore", "keep_directions"})},
         )
         return choose(request).chosen.plan
 

@@ -278,7 +278,7 @@ CLAIMS = (
         (
             Mutant(
                 "the order ignored",
-                "zosim.lowering.directions:_walk_order",
+                "zosim.lowering.directions:walk_order",
                 'plan.estimator.order == "registration"',
                 "plan.estimator.order",
             ),

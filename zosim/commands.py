@@ -110,6 +110,9 @@ def plan(
         str | None, typer.Option(help="Fix how weights come back after the forwards: arithmetic or copy.")
     ] = None,
     draw_ahead: Annotated[bool | None, typer.Option(help="Fix whether directions are drawn ahead.")] = None,
+    keep_directions: Annotated[
+        bool | None, typer.Option(help="Keep every direction from its draw to its update, in more memory.")
+    ] = None,
     loss_chunk: Annotated[
         int | None, typer.Option(min=1, help="Fix the tokens whose logits live at once.")
     ] = None,
@@ -168,6 +171,7 @@ def plan(
                 traversal=traversal,
                 restore=restore,
                 draw_ahead=draw_ahead,
+                keep_directions=keep_directions,
                 loss_chunk_tokens=loss_chunk,
             ),
         },

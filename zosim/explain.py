@@ -49,6 +49,8 @@ def describe(plan: Plan) -> str:
         words.append("restored from a copy")
     if plan.runtime.draw_ahead:
         words.append("draws ahead")
+    if plan.runtime.keep_directions:
+        words.append("directions kept")
     if plan.runtime.loss_chunk_tokens:
         words.append(f"loss in chunks of {plan.runtime.loss_chunk_tokens}")
     return ", ".join(words)

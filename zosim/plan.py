@@ -143,6 +143,9 @@ class Runtime(_Axis):
     draw_ahead : bool
         Whether directions are drawn on a stream of their own, one block ahead of their use, for one more
         block-sized buffer.
+    keep_directions : bool
+        Whether every direction is drawn once in a step and kept until its update, for as many more bytes on the device
+        as the trainable weights take, for each query. Off, a direction is drawn again whenever it is needed anew.
     restore : str
         How weights come back from a query's last point: by ``"arithmetic"``, one more perturbation, whose rounding
         leaves a drift (the reference loop); or from a ``"copy"`` that is made before the first, bit for bit, for one more
@@ -154,6 +157,7 @@ class Runtime(_Axis):
     attention: Literal["eager", "sdpa"] = "sdpa"
     loss_chunk_tokens: PositiveInt | None = None
     draw_ahead: bool = False
+    keep_directions: bool = False
     restore: Literal["arithmetic", "copy"] = "arithmetic"
 
 

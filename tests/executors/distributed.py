@@ -19,6 +19,8 @@ COUNTER = {"rng": "counter"}
 PAIRS = {
     "pertp": {"mesh": PERTP},
     "pertp-sweep": {"mesh": PERTP, "runtime": {"traversal": "sweep"}},
+    "pertp-kept": {"mesh": PERTP, "runtime": {"keep_directions": True}},
+    "ddp-kept-sliced": {"mesh": DDP, **SLICED, "runtime": {"update": "delayed", "keep_directions": True}},
     "pertp-bfloat16": {"mesh": PERTP, "dtype": "bfloat16"},
     "pertp-forward": {"mesh": PERTP, "estimator": {"difference": "forward"}},
     "pertp-offloaded": {"mesh": PERTP, **OFFLOADED},

@@ -41,6 +41,11 @@ CASES = {
     "restored-from-a-copy": Case(THREE, axes=axes(runtime={"restore": "copy"})),
     "offloaded": Case(THREE, axes=axes(residency={"blocks": "offloaded"}, runtime={"update": "delayed"})),
     "drawn-ahead": Case(THREE, axes=axes(runtime={"draw_ahead": True})),
+    "kept": Case(THREE, axes=axes(runtime={"keep_directions": True})),
+    "kept-delayed-queries": Case(
+        FOUR,
+        axes=axes(runtime={"update": "delayed", "keep_directions": True}, estimator={"num_queries": 2}),
+    ),
     "bfloat16": Case(THREE, dtype="bfloat16"),
     "float64": Case(INSIDE, dtype="float64"),
     "lora": Case(THREE, lora=True),

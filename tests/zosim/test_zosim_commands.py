@@ -55,6 +55,29 @@ def test_a_restore_from_a_copy_is_planned_with_its_memory(tmp_path: Path) -> Non
     assert largest <= clean.size_bytes < 1.1 * largest
 
 
+def test_directions_are_kept_where_that_is_asked_for_and_fits() -> None:
+    kept, again = (
+        json.loads(call(*PLAN, "--method", "mezo", *options, "--json").stdout)
+        for options in (["--keep-directions"], [])
+    )
+    plans = [Plan.model_validate(found["plan"]) for found in (kept, again)]
+    assert [plan.runtime.keep_directions for plan in plans] == [True, False]
+    assert all(text.startswith("mezo, sweep, directions kept") for text in kept["reasons"][:1])
+    trainable = 2 * sum(group.num_trainable for group in plans[0].model.groups)  # bytes of a float16
+    sizes = [
+        sum(
+            part["size_bytes"] for part in found["prediction"]["memory_parts"] if part["name"] == "directions"
+        )
+        for found in (kept, again)
+    ]
+    assert sizes[1] < 0.5 * trainable < trainable <= sizes[0] < 1.01 * trainable
+    assert kept["prediction"]["step_time_s"] < again["prediction"]["step_time_s"]
+    limit = ["--max-device-memory", f"{(kept['prediction']['device_bytes'] - trainable // 8) // 2**20}MiB"]
+    error = call(*PLAN, "--method", "mezo", "--keep-directions", *limit, fails=True).stderr
+    assert "directions" in error
+    call(*PLAN, "--method", "mezo", *limit)
+
+
 def test_simulate_agrees_with_plan_and_writes_a_trace(plan_file: Path, tmp_path: Path) -> None:
     planned = json.loads(call(*PLAN, "--method", "zo2", "--json").stdout)["prediction"]
     simulated = json.loads(call("simulate", plan_file, "--trace", tmp_path / "t.json", "--json").stdout)

@@ -68,6 +68,7 @@ def plans(draw: st.DrawFn) -> Plan:
             traversal="sweep" if sweeps else "blockwise",
             update="immediate" if sweeps else draw(st.sampled_from(["immediate", "delayed"])),
             draw_ahead=draw(st.booleans()),
+            keep_directions=draw(st.booleans()),
             restore=draw(st.sampled_from(["arithmetic", "copy"])),
         ),
     )
@@ -101,6 +102,8 @@ def test_the_reference_sweep_draws_four_times_and_blockwise_twice() -> None:
     assert draws_per_group(plan_of(runtime=Runtime(traversal="sweep"))) == {4}
     assert draws_per_group(plan_of()) == {2}
     assert draws_per_group(zo2()) == {2}
+    assert draws_per_group(plan_of(runtime=Runtime(traversal="sweep", keep_directions=True))) == {1}
+    assert draws_per_group(plan_of(runtime=Runtime(keep_directions=True))) == {1}
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 5])

@@ -49,6 +49,9 @@ def points() -> Iterator[tuple[Residency, Runtime]]:
     yield Residency(blocks="offloaded", overlap=False), Runtime(update="delayed")
     yield Residency(blocks="offloaded", reuse_slots=False), Runtime(update="delayed")
     yield Residency(blocks="offloaded"), Runtime(update="delayed", draw_ahead=True)
+    yield Residency(), Runtime(keep_directions=True)
+    yield Residency(blocks="offloaded"), Runtime(update="delayed", keep_directions=True)
+    yield Residency(), Runtime(traversal="sweep", keep_directions=True)
 
 
 @pytest.fixture(scope="module")

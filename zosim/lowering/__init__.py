@@ -86,5 +86,7 @@ def _initial(layout: Layout) -> Iterator[Access]:
     delayed = [group for group in layout.groups if layout.is_delayed(group) and group.num_trainable]
     for query in range(estimator.num_queries if delayed else 0):
         yield layout.gradient(query, -1)
-        if estimator.rng == "mezo":
+        if layout.plan.runtime.keep_directions:
+            yield from (layout.direction(group, query, -1, offset_bytes=0) for group in delayed)
+        elif estimator.rng == "mezo":
             yield from (layout.rng_before(group, query, -1) for group in delayed)

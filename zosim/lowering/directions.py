@@ -10,7 +10,7 @@ from costmodel.sweeps import Distribution, draw_work
 from costmodel.work import Work
 from zosim.lowering.layout import COUNTER_BLOCK_ELEMENTS, COUNTER_SIGN_BLOCKS, SHARED_DRAW_ELEMENTS
 from zosim.lowering.listing import Listing
-from zosim.plan import Plan
+from zosim.lowering.walk import walk_order
 from zosim.program import Access, Draw, Stream
 
 Keep = Literal["all", "rows", "none"]
@@ -37,15 +37,17 @@ class Directions:
     def __init__(self, listing: Listing) -> None:
         self.plan = listing.plan
         self.layout = listing.layout
-        self.walk_order = _walk_order(listing.plan)
+        self.walk_order = walk_order(listing.plan)
         self._listing = listing
+        self._kept = listing.plan.runtime.keep_directions
         self._at_hand: list[Access] = []
         self._walked: dict[int, int] = {}
         self._halves = 0
 
     def forget(self) -> None:
-        """Let what is at hand be overwritten."""
-        self._at_hand.clear()
+        """Let what is at hand be overwritten, where directions share a buffer."""
+        if not self._kept:
+            self._at_hand.clear()
 
     def held(self, group: ParameterGroup, query: int) -> Access:
         """Return where this step's direction of `group` is, which must be at hand."""
@@ -66,8 +68,11 @@ class Directions:
     ) -> Access:
         """Write the draw of a direction, unless it is still at hand, and return where it is.
 
-        With `scaled`, it may be kept as ``z·ε``, where that loses nothing.
+        With `scaled`, it may be kept as ``z·ε``, where that loses nothing. Where directions are kept until their updates,
+        those of the step before are at hand, and rows are those of the whole.
         """
+        if self._kept:
+            keep, scaled = "all", False
         if offset_bytes is None:
             offset_bytes = self.fresh_offset(segment)
         target = self.layout.direction(
@@ -78,6 +83,8 @@ class Directions:
             rows=keep == "rows",
             suffix=SCALED if scaled and self._can_scale else "",
         )
+        if self._kept and step < 0:
+            return target
         for held in self._at_hand:
             if (held.what, held.step, held.point) == (target.what, target.step, target.point):
                 return held
@@ -125,7 +132,7 @@ class Directions:
         group = self.walk_order[position]
         self._walked[query] = position + 1
         reads = (self.layout.rng_after(self.walk_order[position - 1], query),) if position else ()
-        before = (self.layout.rng_before(group, query, 0),) if group in self.layout.groups else ()
+        before = (self.layout.rng_before(group, query, 0),) if group in self.layout.kept_states else ()
         return reads, (*before, self.layout.rng_after(group, query))
 
     def _walk_past(self, group: ParameterGroup, query: int) -> None:
@@ -200,11 +207,3 @@ class Directions:
 def _num_touched(num_places: float, num_balls: int) -> float:
     """Return how many of some places are expected to be hit by balls that fall on each alike."""
     return num_places * -expm1(num_balls * log1p(-1 / num_places)) if num_places > 1 else 1.0
-
-
-def _walk_order(plan: Plan) -> list[ParameterGroup]:
-    """Return the trainable groups in the order in which the ``mezo`` generator visits them."""
-    groups = [group for group in plan.model.groups if group.num_trainable]
-    if plan.estimator.order == "registration":
-        return groups
-    return sorted(groups, key=lambda group: plan.model.segments.index(group.segments[0]))

@@ -11,6 +11,7 @@ from costmodel.forward import activation_bytes, shared_activation_bytes
 from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup, block_index
 from costmodel.work import DTYPE_BYTES
 from zosim.lowering.messages import most_message_bytes
+from zosim.lowering.walk import drawn_late
 from zosim.plan import Plan
 from zosim.program import Access, Buffer, Space
 
@@ -116,6 +117,13 @@ class Layout:
         own = set(self.segments)
         return tuple(group for group in self.model.groups if own & set(group.segments))
 
+    @cached_property
+    def kept_states(self) -> tuple[ParameterGroup, ...]:
+        """Groups before which the ``mezo`` generator's state is kept, because they are drawn (again) behind others."""
+        trainable = tuple(group for group in self.groups if group.num_trainable)
+        late = drawn_late(self.plan, self.segments)
+        return tuple(g for g in trainable if g in late) if self.plan.runtime.keep_directions else trainable
+
     def readers(self, group: ParameterGroup) -> tuple[str, ...]:
         """Return the segments of this rank that read `group`."""
         return tuple(segment for segment in group.segments if segment in self.segments)
@@ -193,12 +201,17 @@ class Layout:
         rows: bool = False,
         suffix: str = "",
     ) -> Access:
-        """Return the access to the direction of `group`, or to the rows of it that the batch names."""
-        if rows:
+        """Return the access to the direction of `group`, or to the rows of it that the batch names.
+
+        A direction that is kept has a buffer of its own, and whoever wants rows of it finds them there.
+        """
+        kept = self.plan.runtime.keep_directions
+        if rows and not kept:
             size = self._rows_bytes
             return Access(ROWS, f"z:{group.name}:rows", step, size, f"q{query}", query * size)
-        size = bucket_bytes(group.num_trainable, group.num_trainable_tensors, self.plan.precision.storage)
-        return Access(DIRECTIONS, f"z:{group.name}", step, size, f"q{query}{suffix}", offset_bytes)
+        buffer, offset = (_kept_direction(group, query), 0) if kept else (DIRECTIONS, offset_bytes)
+        size = self.direction_bytes(group)
+        return Access(buffer, f"z:{group.name}", step, size, f"q{query}{suffix}", offset)
 
     def clean(self, group: ParameterGroup, segment: str) -> Access:
         """Return the access to the copy of `group` that its perturbations leave alone while `segment` is forwarded."""
@@ -372,6 +385,20 @@ class Layout:
 
     def _direction_buffers(self) -> Iterator[Buffer]:
         dtype = self.plan.precision.storage
+        if self.plan.runtime.keep_directions:
+            yield from (
+                Buffer(
+                    _kept_direction(group, query),
+                    Space.DEVICE,
+                    self.direction_bytes(group),
+                    "directions",
+                    dtype,
+                )
+                for group in self.groups
+                if group.num_trainable
+                for query in range(self.plan.estimator.num_queries)
+            )
+            return
         size = max(self._segment_direction_bytes(segment) for segment in self.segments)
         if self.plan.runtime.draw_ahead:
             size = max(size, 2 * self.block_direction_bytes)
@@ -450,7 +477,11 @@ class Layout:
         if estimator.rng == "mezo":
             for query in range(estimator.num_queries):
                 yield Buffer(f"{WALK}.q{query}", Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
-                for group in self.groups:
-                    if group.num_trainable:
-                        name = f"rng.{group.name}.q{query}"
-                        yield Buffer(name, Space.HOST, NUM_RNG_MARKS * RNG_STATE_BYTES, "rng", "uint8")
+                for group in self.kept_states:
+                    name = f"rng.{group.name}.q{query}"
+                    yield Buffer(name, Space.HOST, NUM_RNG_MARKS * RNG_STATE_BYTES, "rng", "uint8")
+
+
+def _kept_direction(group: ParameterGroup, query: int) -> str:
+    """Return the buffer in which a direction stays from its draw to its update."""
+    return f"{DIRECTIONS}.{group.name}.q{query}"
