@@ -1,0 +1,80 @@
+"""What a step sends, counted from its programs: activations, gradients and scalars, each apart from the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+from zosim.program import Collective, Instruction, Program, Scalar, Send
+from zosim.program_set import ProgramSet
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What all ranks send in one step.
+
+    Attributes
+    ----------
+    num_activations, activation_bytes : int
+        Messages that go forward across cuts, and their expected bytes.
+    num_gradients, gradient_bytes : int
+        Those that go back.
+    num_scalars : int
+        Losses that a rank made and another got, once for each that got it.
+    scalar_bytes : int
+        What their exchange puts on wires, with counts of labels and with places of losses that others made.
+    reduced_bytes : int
+        Received in sums of gradients.
+    """
+
+    num_activations: int = 0
+    activation_bytes: int = 0
+    num_gradients: int = 0
+    gradient_bytes: int = 0
+    num_scalars: int = 0
+    scalar_bytes: int = 0
+    reduced_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all of them."""
+        return self.activation_bytes + self.gradient_bytes + self.scalar_bytes + self.reduced_bytes
+
+    def to_data(self) -> dict[str, int]:
+        """Return the counts as JSON knows them."""
+        return {**asdict(self), "size_bytes": self.size_bytes}
+
+
+def step_counts(programs: ProgramSet) -> StepCounts:
+    """Return what a step of all ranks sends.
+
+    Notes
+    -----
+    SparQ [1]_ counts ``P(M - 1)`` gradient scalars. A program sends losses, not their differences: one for each point
+    that the last stage forwards, to each of the ``M - 1`` others.
+
+    References
+    ----------
+    .. [1] SparQ, appendix C.3.
+    """
+    total: Counter[str] = Counter()
+    for role, number in Counter(programs.roles).items():
+        program = programs.programs[role]
+        for instruction in program.step:
+            for name, count in _counted(program, instruction).items():
+                total[name] += number * count
+    return StepCounts(**total)
+
+
+def _counted(program: Program, instruction: Instruction) -> dict[str, int]:
+    op, size = instruction.op, instruction.work.link_bytes
+    if isinstance(op, Send):
+        kind = "activation" if op.offset > 0 else "gradient"
+        return {f"num_{kind}s": 1, f"{kind}_bytes": size}
+    if isinstance(op, Collective) and op.function == "all_reduce":
+        return {"reduced_bytes": size}
+    if isinstance(op, Collective) and instruction.label == "exchange":
+        return {"scalar_bytes": size}
+    if isinstance(op, Scalar) and op.function == "pack_losses":
+        return {"num_scalars": len(instruction.reads) * (program.groups["world"] - 1)}
+    return {}
