@@ -12,7 +12,8 @@ meanwhile.
   the scheduler is taken to be fair among threads: all slow down alike.
 * A collective is what this rank sends to the next one of its ring: a flow over the route between their devices, or,
   between CPU ranks of one host, a copy in its memory. A payload that takes less time than the messages' latency
-  occupies nothing.
+  occupies nothing. Between hosts of CPU ranks the cores carry the bytes in and out of the network, and what runs beside
+  them gets the rest: the kernel's own work comes first.
 * A message is a flow, too, and takes its way at the sender's; the receiver of one within a CPU's memory copies as much.
 """
 
@@ -78,6 +79,8 @@ class Ring:
         within one host's memory.
     wire : str
         Kind of the narrowest link on that way; ``memory`` within one host's memory.
+    core_s_per_byte : float
+        What the host's cores have to do for a byte that is sent and one that comes, where they carry them.
     """
 
     num_ranks: int
@@ -85,6 +88,7 @@ class Ring:
     bandwidth_bytes_per_s: float
     uses: tuple[tuple[str, float], ...] = ()
     wire: str = "memory"
+    core_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +104,15 @@ class Hop:
         What lies on the way, with what a byte sent takes of each; nothing within one host's memory.
     wire : str
         Kind of the narrowest link; ``memory`` within one host's memory.
+    core_s_per_byte : float
+        As in a ring.
     """
 
     latency_s: float
     bandwidth_bytes_per_s: float
     uses: tuple[tuple[str, float], ...] = ()
     wire: str = "memory"
+    core_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -339,7 +346,10 @@ class Machine:
         if way.wire == "memory":
             demands = {self.cores: 1.0, self.memory: 2 * size_bytes / seconds}
             return self._asking(replace(cost, limiter="memory"), demands)
-        return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), way.uses, way.wire)
+        # One thread sends and receives: a core at most, which does not slow the exchange down when nothing runs beside it.
+        core_s = min(way.core_s_per_byte, seconds / size_bytes)
+        uses = (*way.uses, (self.cores, core_s)) if core_s else way.uses
+        return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, way.wire)
 
     def _flow_weight(self, bound: Bound) -> float:
         """Flows share links evenly whatever their own bounds, so all of a device's flows weigh the same."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from costmodel.collectives import MESSAGE_S
@@ -25,6 +25,7 @@ def machines_for(
     profiles: Profile | Sequence[Profile],
     groups: Mapping[str, _Parts] = MappingProxyType({}),
     lines: Collection[str] = ("pipeline",),
+    known: Ways | None = None,
 ) -> tuple[Machine, ...]:
     """Return the machine of every rank.
 
@@ -39,6 +40,8 @@ def machines_for(
         Partitions of the ranks into those that work together (see :attr:`~zosim.program_set.ProgramSet.groups`).
     lines : collection of str
         Groups whose neighbours send each other messages.
+    known : Ways, optional
+        What was found for other ranks on the same topology; more is added.
 
     Raises
     ------
@@ -54,7 +57,7 @@ def machines_for(
     edge-disjoint rings of NVLinks join spread what they send over these, in both directions, as NCCL does. A message
     takes the route between two devices alone.
     """
-    builder = _Builder(topology, devices, profiles)
+    builder = _Builder(topology, devices, profiles, known or Ways())
     machines = [builder.alone(rank) for rank in range(len(devices))]
     for name, parts in groups.items():
         for part in parts:
@@ -84,18 +87,29 @@ def _reaching(machine: Machine, names: Sequence[str], topology: Topology) -> Mac
     return replace(machine, capacities=MappingProxyType(capacities), fifo=fifo)
 
 
+@dataclass
+class Ways:
+    """Machines and hops of one topology, each looked up once; profiles must outlive it."""
+
+    machines: dict[tuple[str, int], Machine] = field(default_factory=dict)
+    hops: dict[tuple[int, str, str], Hop] = field(default_factory=dict)
+    board_rings: dict[tuple[str, ...], list[Hop] | None] = field(default_factory=dict)
+
+
 class _Builder:
-    """Machines and hops, each looked up once."""
+    """Machines and hops of some ranks."""
 
     def __init__(
-        self, topology: Topology, devices: Sequence[str], profiles: Profile | Sequence[Profile]
+        self,
+        topology: Topology,
+        devices: Sequence[str],
+        profiles: Profile | Sequence[Profile],
+        known: Ways,
     ) -> None:
         self._topology = topology
         self._devices = devices
         self._profiles = [profiles] * len(devices) if isinstance(profiles, Profile) else profiles
-        self._machines: dict[tuple[str, int], Machine] = {}
-        self._hops: dict[tuple[int, str, str], Hop] = {}
-        self._board_rings: dict[tuple[str, ...], list[Hop] | None] = {}
+        self._machines, self._hops, self._board_rings = known.machines, known.hops, known.board_rings
 
     def alone(self, rank: int) -> Machine:
         """Return the machine of a rank, without rings."""
@@ -114,7 +128,9 @@ class _Builder:
         ]
         latency_s = max(hop.latency_s for hop in hops)
         bandwidth = min(hop.bandwidth_bytes_per_s for hop in hops)
-        return [Ring(len(part), latency_s, bandwidth, hop.uses, hop.wire) for hop in hops]
+        return [
+            Ring(len(part), latency_s, bandwidth, hop.uses, hop.wire, hop.core_s_per_byte) for hop in hops
+        ]
 
     def messages(self, part: Sequence[int]) -> Iterator[tuple[int, int, Hop, Hop]]:
         """Yield every member with the offset of each neighbour, and the ways there and back."""
@@ -179,7 +195,10 @@ class _Builder:
             raise TopologyError(message, hint="give one of its links a bandwidth")
         narrowest = min(route.links, key=lambda link: link.bandwidth_bytes_per_s)
         uses = tuple((name, 1.0) for name in route.resource_ids)
-        return Hop(message_s + route.latency_s, route.bandwidth_bytes_per_s, uses, narrowest.type.kind)
+        # Sockets of two hosts cost what those of one do, and there they take a core.
+        core_s_per_byte = 1 / profile.values()["loopback_bandwidth"] if is_cpu else 0.0
+        latency_s = message_s + route.latency_s
+        return Hop(latency_s, route.bandwidth_bytes_per_s, uses, narrowest.type.kind, core_s_per_byte)
 
 
 def _link_ids(link_ids: tuple[str, ...], num_gpus: int) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import typer
 from costmodel.profile import load_profile
 from studies.prediction.report import machine_words
 from studies.shaped.cases import LAYOUTS, RATES, TWO, Layout
+from studies.shaped.links import LinkFigures
 from studies.shaped.network import ShapedNetwork, rate_bits_per_s
 from studies.shaped.predicting import ShapedRow, predict
 from studies.shaped.ranks import run_ranks
@@ -109,13 +110,13 @@ def _report(folder: Path, out: Path) -> Path:
     rows: list[ShapedRow] = []
     links: list[Link] = []
     for rate in RATES:
-        two = _read(folder, rate, TWO)
-        # Once per rate, between two: the latency is the link's, whatever the layout.
-        latency_s = max(0.0, two.message_s - message_s)
+        # Once per rate, between two: what it takes to carry bytes is the link's, whatever the layout.
+        core_s_per_byte = _read(folder, rate, TWO).link.core_s_per_byte
         for layout in LAYOUTS:
             found = _read(folder, rate, layout)
-            links.append(Link(rate, layout.name, found.message_s, latency_s, found.bandwidth_bytes_per_s))
-            rows += predict(rate, layout, found, latency_s, machine, profile)
+            latency_s = max(0.0, found.link.message_s - message_s)
+            links.append(Link(rate, layout.name, latency_s, found.link))
+            rows += predict(rate, layout, found, latency_s, core_s_per_byte, machine, profile)
     benchmark = ShapedBenchmark(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         commit=_commit(),
@@ -143,7 +144,7 @@ def _read(folder: Path, rate: str, layout: Layout) -> NetworkSteps:
         raise RunError(f"there is no {path}", hint=f"--part {rate}-{layout.name} measures it")
     data = json.loads(path.read_text())
     cases = tuple(CaseSteps(**{**item, "step_s": tuple(item["step_s"])}) for item in data["cases"])
-    return NetworkSteps(data["message_s"], data["bandwidth_bytes_per_s"], cases)
+    return NetworkSteps(LinkFigures(**data["link"]), cases)
 
 
 if __name__ == "__main__":

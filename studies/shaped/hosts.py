@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import TypeVar
 
 from costmodel.profile import Profile
 from studies.prediction.setting import model_of
@@ -21,11 +22,12 @@ from topology.clusters import cluster
 from topology.documents import catalogue
 from topology.figures import Figure
 from topology.schema import Link, LinkType, Node
-from zosim.machine import Machine
+from zosim.machine import Hop, Machine, Ring
 from zosim.machines import machines_for
-from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Residency, Runtime
+from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Residency, Runtime, Split
 
 _CORES = "machine:cores"
+_Way = TypeVar("_Way", Ring, Hop)
 
 
 def topology_of(
@@ -79,13 +81,16 @@ def topology_of(
 
 def plan_of(case: ShapedCase, topology: str = "shaped", device: str = "cpu0") -> Plan:
     """Return the plan of a case; every host's device is called `device`."""
+    from executors.planning import even_cuts
     from executors.spec import spec_of_model
 
-    layout, setting = case.layout, case.setting
+    layout, setting, mesh = case.layout, case.setting, Mesh.model_validate(case.mesh)
+    cuts = even_cuts(setting.shape.num_blocks, mesh.stage) if mesh.stage > 1 else ()
+    split = Split.model_validate({"cuts": cuts, **case.axes.get("split", {})})
     hosts = [rank // layout.ranks_per_host for rank in range(layout.world_size)]
     dtype = setting.dtype
     return Plan(
-        model=spec_of_model(model_of(setting.shape), name=setting.shape.name),
+        model=spec_of_model(model_of(setting.shape), name=setting.shape.name, cut_blocks=split.cut_blocks),
         placement=Placement(
             topology=topology,
             devices=tuple(f"host{host}/{device}" for host in hosts),
@@ -93,7 +98,8 @@ def plan_of(case: ShapedCase, topology: str = "shaped", device: str = "cpu0") ->
         ),
         batch=setting.batch,
         seq=setting.seq,
-        mesh=Mesh.model_validate(case.mesh),
+        mesh=mesh,
+        split=split,
         estimator=Estimator(rng="counter"),
         residency=Residency(**case.axes.get("residency", {})),
         precision=Precision.model_validate(dict.fromkeys(("storage", "compute", "transfer"), dtype)),
@@ -106,13 +112,48 @@ def machines_of(
     devices: Sequence[str],
     profile: Profile,
     groups: Mapping[str, Sequence[Sequence[int]]],
+    num_cores: float | None = None,
+    core_s_per_byte: float | None = None,
 ) -> tuple[Machine, ...]:
-    """Return the machine of every rank, all of whose cores are those of this machine."""
-    return tuple(_sharing(machine) for machine in machines_for(topology, devices, profile, groups))
+    """Return the machine of every rank, all of whose cores are those of this machine.
+
+    Parameters
+    ----------
+    topology : Topology
+    devices : sequence of str
+    profile : Profile
+    groups : mapping
+        As for :func:`zosim.machines.machines_for`.
+    num_cores : float, optional
+        Cores' worth of work that the machine was measured to do for so many ranks; by default all cores'.
+    core_s_per_byte : float, optional
+        What cores were measured to do for a byte that goes from one host to another; by default as the profile has it.
+    """
+    return tuple(
+        _sharing(machine, num_cores, core_s_per_byte)
+        for machine in machines_for(topology, devices, profile, groups)
+    )
 
 
-def _sharing(machine: Machine) -> Machine:
+def _sharing(machine: Machine, num_cores: float | None, core_s_per_byte: float | None) -> Machine:
     capacities = {
         _CORES if name == machine.cores else name: value for name, value in machine.capacities.items()
     }
-    return replace(machine, capacities=MappingProxyType(capacities), cores=_CORES)
+    if num_cores is not None:
+        capacities[_CORES] = num_cores
+    rings = {name: _carried(ring, core_s_per_byte) for name, ring in machine.rings.items()}
+    channels = {op: _carried(hop, core_s_per_byte) for op, hop in machine.channels.items()}
+    return replace(
+        machine,
+        capacities=MappingProxyType(capacities),
+        cores=_CORES,
+        rings=MappingProxyType(rings),
+        channels=MappingProxyType(channels),
+    )
+
+
+def _carried(way: _Way, core_s_per_byte: float | None) -> _Way:
+    """Return a way with what cores do for a byte on it, if it leads to another host."""
+    if core_s_per_byte is None or way.wire == "memory":
+        return way
+    return replace(way, core_s_per_byte=core_s_per_byte)

@@ -67,7 +67,13 @@ class ShapedRow:
 
 
 def predict(
-    rate: str, layout: Layout, found: NetworkSteps, latency_s: float, machine: Topology, profile: Profile
+    rate: str,
+    layout: Layout,
+    found: NetworkSteps,
+    latency_s: float,
+    core_s_per_byte: float,
+    machine: Topology,
+    profile: Profile,
 ) -> list[ShapedRow]:
     """Return a row per case of a network.
 
@@ -79,19 +85,24 @@ def predict(
         What was measured on it.
     latency_s : float
         Of a small message between hosts, besides what the profile says that one within a host takes.
+    core_s_per_byte : float
+        What cores do for a byte that goes from one host to another.
     machine : Topology
         This machine, of which the hosts are parts.
     profile : Profile
         Of one thread.
     """
     declared = topology_of(machine, layout.num_hosts, rate, latency_s)
-    reached = topology_of(machine, layout.num_hosts, rate, latency_s, found.bandwidth_bytes_per_s)
+    reached = topology_of(machine, layout.num_hosts, rate, latency_s, found.link.bandwidth_bytes_per_s)
+    cores = found.link.num_cores, core_s_per_byte
     measured = {item.name: item for item in found.cases}
     rows = []
     for case in cases_of(rate, layout):
         steps = measured[case.name]
-        central = _simulated(case, declared, profile)
-        low_s, high_s = (_simulated(case, declared, profile, end).step_time_s for end in ("low", "high"))
+        central = _simulated(case, declared, profile, cores)
+        low_s, high_s = (
+            _simulated(case, declared, profile, cores, end).step_time_s for end in ("low", "high")
+        )
         rows.append(
             ShapedRow(
                 rate=rate,
@@ -101,7 +112,7 @@ def predict(
                 predicted_s=central.step_time_s,
                 low_s=low_s,
                 high_s=high_s,
-                measured_link_s=_simulated(case, reached, profile).step_time_s,
+                measured_link_s=_simulated(case, reached, profile, cores).step_time_s,
                 measured_s=median(steps.step_s),
                 fastest_s=min(steps.step_s),
                 num_steps=len(steps.step_s),
@@ -112,10 +123,16 @@ def predict(
     return rows
 
 
-def _simulated(case: ShapedCase, topology: Topology, profile: Profile, bound: Bound = "central") -> Timeline:
+def _simulated(
+    case: ShapedCase,
+    topology: Topology,
+    profile: Profile,
+    cores: tuple[float, float],
+    bound: Bound = "central",
+) -> Timeline:
     plan = plan_of(case, topology.name)
     programs = lower_all(plan)
-    machines = machines_of(topology, plan.placement.devices, profile, programs.groups)
+    machines = machines_of(topology, plan.placement.devices, profile, programs.groups, *cores)
     return simulate_set(programs, machines, bound=bound)
 
 

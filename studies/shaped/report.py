@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from studies.prediction.report import versions
+from studies.shaped.links import LinkFigures
 from studies.shaped.network import FRAME_EFFICIENCY, rate_bits_per_s
 from studies.shaped.predicting import ShapedRow
 
@@ -26,9 +27,8 @@ class Link:
 
     rate: str
     layout: str
-    message_s: float
     latency_s: float
-    bandwidth_bytes_per_s: float
+    figures: LinkFigures
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,11 @@ class ShapedBenchmark:
 
 Hosts are network namespaces of one machine, joined by shaped veth pairs ([how](../shaped-links.md)); a rank computes with
 one thread. The profile is `zosim calibrate --threads 1`, run on two hosts at once. The topology has links of the declared
-rate, less frames' headers ({FRAME_EFFICIENCY:.1%} is payload), and the latency of a small message, measured once per
-rate between two hosts, less what the profile says that one within a host takes. The simulated hosts share the machine's
-cores, as the real ones do. Models have random weights; the list of cases was written before it was run, and no
-constant was changed after. Measured step times are medians on rank 0."""
+rate, less frames' headers ({FRAME_EFFICIENCY:.1%} is payload), and the latency of a small message, less what the profile
+says that one within a host takes. The simulated hosts share the machine's cores, as the real ones do: as many cores' worth
+of work as the ranks were measured to do at once, less what carrying bytes over the link takes of them. These figures (the
+table of links) are measured before the cases, with messages and work that are no case's. Models have random weights.
+Measured step times are medians on rank 0."""
 
     def _figures(self) -> str:
         lines = [
@@ -85,9 +86,7 @@ constant was changed after. Measured step times are medians on rank 0."""
             ("all", lambda _row: True),
             ("1 Gbit/s", lambda row: row.rate == "1gbit"),
             ("100 Mbit/s", lambda row: row.rate == "100mbit"),
-            ("ddp", lambda row: row.strategy in ("ddp", "ddp, offloaded")),
-            ("pertp", lambda row: row.strategy == "pertp"),
-            ("2d", lambda row: row.strategy in ("2d", "2d, two ranks a host")),
+            *((way, _is_of(way)) for way in ("ddp", "pertp", "2d", "stages")),
             ("sliced", lambda row: "sliced" in row.strategy),
             ("two ranks, a core each", lambda row: row.layout == "2x1"),
             ("four ranks on two cores", lambda row: row.layout != "2x1"),
@@ -120,20 +119,22 @@ constant was changed after. Measured step times are medians on rank 0."""
             "## Links\n",
             (
                 f"A small message within a host takes {self.message_s * 1e6:.0f} µs by the profile. The bandwidth is what each "
-                "rank sent in a large `all_gather` of gloo, over the seconds: what the last two columns above put in place of "
-                "the declared rate.\n"
+                "rank sent in a large `all_gather`, over the seconds: what the last two columns above put in place of the "
+                "declared rate. Cores are busy with every byte that ranks send, the receiver's and the switch's part included. "
+                "The last column is the work that ranks do at once, in cores, where they meet every 0.1 s.\n"
             ),
             (
                 "| rate | hosts x ranks | small message (µs) | latency in the topology (µs) | payload as declared (MB/s) | "
-                "large all_gather (MB/s) |"
+                "large all_gather (MB/s) | cores' work for a MB (ms) | cores' worth of work |"
             ),
-            "| --- | --- | ---: | ---: | ---: | ---: |",
+            "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         for link in self.links:
-            declared = rate_bits_per_s(link.rate) / 8 * FRAME_EFFICIENCY
+            declared, found = rate_bits_per_s(link.rate) / 8 * FRAME_EFFICIENCY, link.figures
             lines.append(
-                f"| {link.rate} | {link.layout} | {link.message_s * 1e6:.0f} | {link.latency_s * 1e6:.0f} | "
-                f"{declared / 1e6:.1f} | {link.bandwidth_bytes_per_s / 1e6:.1f} |"
+                f"| {link.rate} | {link.layout} | {found.message_s * 1e6:.0f} | {link.latency_s * 1e6:.0f} | "
+                f"{declared / 1e6:.1f} | {found.bandwidth_bytes_per_s / 1e6:.1f} | {found.core_s_per_byte * 1e9:.2f} | "
+                f"{found.num_cores:.2f} |"
             )
         return "\n".join(lines)
 
@@ -166,6 +167,11 @@ constant was changed after. Measured step times are medians on rank 0."""
             for row in _worst_first(self.rows)
         ]
         return "\n".join(lines)
+
+
+def _is_of(way: str) -> Callable[[ShapedRow], bool]:
+    """Return whether a row shares a step out in this way, its transfers not sliced."""
+    return lambda row: row.strategy.split(",")[0] == way and "sliced" not in row.strategy
 
 
 def figures_of(errors: Sequence[float]) -> tuple[float, float, float]:

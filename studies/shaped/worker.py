@@ -16,20 +16,18 @@ import psutil
 import torch
 
 from executors.buffers import TORCH_DTYPES
-from executors.communicator import WORLD, Communicator
+from executors.communicator import Communicator
 from executors.launch import process_group
 from executors.session import Session
 from studies.prediction.cases import Case
 from studies.prediction.setting import batch_of, model_of
 from studies.shaped.cases import LAYOUTS, ShapedCase, cases_of
 from studies.shaped.hosts import plan_of
+from studies.shaped.links import LinkFigures, measure_link
 
 _WARM_STEPS = 4
-_NUM_MESSAGES = 300
 _LEAST_STEPS, _MOST_STEPS = 8, 40
 _SECONDS = 2.0
-_BULK_BYTES_S = 0.5
-"""Seconds of the link that the bandwidth is measured with."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +49,11 @@ class NetworkSteps:
 
     Attributes
     ----------
-    message_s : float
-        Median seconds of an all_gather of 8 bytes between two ranks, or of a round of it among more.
-    bandwidth_bytes_per_s : float
-        Of a large all_gather: what each rank sends to the next over the seconds.
+    link : LinkFigures
     cases : tuple of CaseSteps
     """
 
-    message_s: float
-    bandwidth_bytes_per_s: float
+    link: LinkFigures
     cases: tuple[CaseSteps, ...]
 
 
@@ -72,32 +66,10 @@ def main(rate: str, layout_name: str, out: Path) -> None:
     layout = next(layout for layout in LAYOUTS if layout.name == layout_name)
     with process_group("cpu") as info:
         ranks = Communicator({})
-        message_s = _message_s(ranks)
-        bandwidth = _bandwidth(ranks, round(rate_bits_per_s(rate) / 8 * _BULK_BYTES_S))
-        found = NetworkSteps(
-            message_s, bandwidth, tuple(_run(case, ranks) for case in cases_of(rate, layout))
-        )
+        link = measure_link(ranks, rate_bits_per_s(rate) / 8)
+        found = NetworkSteps(link, tuple(_run(case, ranks) for case in cases_of(rate, layout)))
         if info.rank == 0:
             out.write_text(json.dumps(asdict(found)))
-
-
-def _message_s(ranks: Communicator) -> float:
-    own = torch.zeros(1, dtype=torch.float64)
-    return median(_gathers_s(ranks, own, _NUM_MESSAGES)) / (ranks.world_size - 1)
-
-
-def _bandwidth(ranks: Communicator, size_bytes: int) -> float:
-    own = torch.zeros(size_bytes // (ranks.world_size - 1), dtype=torch.uint8)
-    return own.numel() * (ranks.world_size - 1) / min(_gathers_s(ranks, own, 3))
-
-
-def _gathers_s(ranks: Communicator, own: torch.Tensor, count: int) -> list[float]:
-    whole = own.new_zeros(own.numel() * ranks.world_size)
-    ends = []
-    for _ in range(count + 1):
-        ranks.all_gather(WORLD, whole, own, "measuring the network")
-        ends.append(time.perf_counter())
-    return [end - begin for begin, end in pairwise(ends)]
 
 
 def _run(case: ShapedCase, ranks: Communicator) -> CaseSteps:
