@@ -6,26 +6,21 @@ space, so that ten microseconds and ten seconds weigh alike and constants stay p
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 from scipy.optimize import least_squares
 
-from costmodel.estimate import CopyDirection, combine_terms, work_terms
+from costmodel.estimate import combine_terms, work_terms
+from costmodel.measurement import Measurement, Statistic
 from costmodel.profile import Constant, DeviceKind, Profile
-from costmodel.work import Work
 from topology.errors import ProfileError
 
 Array = NDArray[np.float64]
-
-Statistic = Literal["median", "fastest"]
 
 NOISE = 0.05
 """Relative error of a good measurement: what the prior is weighed against."""
@@ -43,92 +38,6 @@ _NOT_FITTED = frozenset(
     {"cache_bytes", "copy_cores", "context_bytes", "allocator_slack", "allocation_granularity", "step_s"}
 )
 """Constants that durations of single operations cannot tell."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """How long a piece of work took.
-
-    Attributes
-    ----------
-    name : str
-        What was done. Its first word is its kind, by which reports are grouped.
-    work : Work
-        What it counts as.
-    seconds : float
-        Median duration; what the fit explains.
-    fastest_s : float
-        Shortest duration seen.
-    num_samples : int
-    num_threads : int
-        Threads of the kernels; those of the profile that is fitted.
-    direction : {"h2d", "d2h"}
-        Which way ``copy_bytes`` went.
-    contended : bool
-        Whether something else ran beside it on purpose. Such measurements are reported and not fitted.
-
-    Notes
-    -----
-    The fit wants, for each compute format, matrix products from small to large (rate and ``matmul_half_dim``), one
-    that only reads (``memory_bandwidth``), fused attention, draws of each distribution, sweeps and element-wise
-    passes over buffers far larger and far smaller than ``cache_bytes``, many tiny kernels (``dispatch_s``), copies
-    each way from tiny to large, large and tiny allocations, an empty instruction, and forwards of whole segments,
-    which weigh the parts as a model mixes them. What is missing keeps the base profile's value and interval.
-    """
-
-    name: str
-    work: Work
-    seconds: float
-    fastest_s: float
-    num_samples: int
-    num_threads: int
-    direction: CopyDirection = "h2d"
-    contended: bool = False
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.seconds) and 0 < self.fastest_s <= self.seconds):
-            message = f"measurement {self.name!r}: 0 < fastest {self.fastest_s} s <= median {self.seconds} s"
-            raise ProfileError(message, hint="a clock that stands still or runs back cannot be used")
-
-    @property
-    def kind(self) -> str:
-        """First word of the name."""
-        return self.name.split(" ", 1)[0]
-
-    def duration_s(self, statistic: Statistic) -> float:
-        """Return the median or the shortest duration."""
-        return self.seconds if statistic == "median" else self.fastest_s
-
-
-def save_measurements(measurements: Iterable[Measurement], path: str | Path) -> None:
-    """Write measurements as JSON lines."""
-    rows = [{**vars(m), "work": m.work.model_dump(mode="json")} for m in measurements]
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def load_measurements(path: str | Path) -> list[Measurement]:
-    """Return the measurements in a file that :func:`save_measurements` wrote.
-
-    Raises
-    ------
-    ProfileError
-        If the file cannot be read; a damaged line is named by its number.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        message = f"the measurements {path} cannot be read: {error}"
-        raise ProfileError(message) from error
-    return [_parse_line(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def _parse_line(line: str, number: int, path: str | Path) -> Measurement:
-    try:
-        row: dict[str, Any] = json.loads(line)
-        return Measurement(**{**row, "work": Work.model_validate(row["work"])})
-    except (json.JSONDecodeError, ValidationError, KeyError, TypeError) as error:
-        message = f"{path}, line {number} is not a measurement: {error}"
-        raise ProfileError(message) from error
 
 
 @dataclass(frozen=True)
@@ -289,18 +198,47 @@ class _Problem:
     def solve(self) -> Array:
         reach = np.maximum(8 * self.sigma, math.log(100.0))
         result = least_squares(
-            self.residuals, self.start, bounds=(self.start - reach, self.start + reach), x_scale=self.sigma
+            self.residuals,
+            self.start,
+            jac=self.residual_slopes,
+            bounds=(self.start - reach, self.start + reach),
+            x_scale=self.sigma,
         )
         return np.asarray(result.x, dtype=np.float64)
 
+    def residual_slopes(self, x: Array) -> Array:
+        """Return the derivatives of :meth:`residuals`."""
+        slopes = _softened_slope(self.log_ratios(x))[:, None] * self.jacobian(x) / NOISE
+        return np.vstack([slopes, np.diag(1 / self.sigma)])
+
     def jacobian(self, x: Array, step: float = 1e-3) -> Array:
         """Return the central differences of the log predictions, measurements by constants."""
-        columns = []
-        for index in range(len(x)):
+        found, kind = np.zeros((len(self.measurements), len(x))), self.profile.device_kind
+        for index, rows in enumerate(self._rows_of):
             shift = np.zeros_like(x)
             shift[index] = step
-            columns.append((self.log_ratios(x + shift) - self.log_ratios(x - shift)) / (2 * step))
-        return np.stack(columns, axis=1)
+            above, below = self.values(x + shift), self.values(x - shift)
+            for row in rows:
+                measurement = self.measurements[row]
+                ratio = _predicted_s(measurement, above, kind) / _predicted_s(measurement, below, kind)
+                found[row, index] = math.log(ratio) / (2 * step)
+        return found
+
+    @cached_property
+    def _rows_of(self) -> list[list[int]]:
+        """Measurements that each constant can matter to: on a CPU, where terms add up, those that it matters to now."""
+        every = list(range(len(self.measurements)))
+        if self.profile.device_kind != "cpu":
+            return [every] * len(self.names)
+        values = self.values(self.start)
+        before = [_predicted_s(m, values, "cpu") for m in self.measurements]
+        found = []
+        for name in self.names:
+            changed = {**values, name: 2 * values[name]}
+            found.append(
+                [i for i in every if _predicted_s(self.measurements[i], changed, "cpu") != before[i]]
+            )
+        return found
 
 
 def _prior_sigma(constant: Constant, kind: DeviceKind) -> float:
@@ -332,6 +270,14 @@ def _soften(log_ratio: Array) -> Array:
     scaled = log_ratio / OUTLIER
     softened = np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1))
     return np.asarray(np.sign(scaled) * softened * OUTLIER, dtype=np.float64)
+
+
+def _softened_slope(log_ratio: Array) -> Array:
+    """Return the derivative of :func:`_soften`."""
+    scaled = np.abs(log_ratio) / OUTLIER
+    root = np.sqrt(1 + scaled**2)
+    softened = np.sqrt(2 * (root - 1))
+    return np.where(scaled < 1e-4, 1.0, scaled / (root * np.where(softened > 0, softened, 1.0)))
 
 
 def _outcome(problem: _Problem, x: Array, measurements: Sequence[Measurement]) -> tuple[Profile, FitReport]:

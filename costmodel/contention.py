@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from costmodel.calibration import Measurement
+from costmodel.measurement import Measurement
 from costmodel.profile import Profile
 
 BESIDE = " beside a "

@@ -36,8 +36,8 @@ _ATTENTION_GPU_SOURCE = (
     "FlashAttention-2 reaches 50-73 % of an A100's peak (arXiv:2307.08691, abstract) and 35 % of an H100's "
     "(arXiv:2407.08608, abstract)"
 )
-_ATTENTION_CPU: Spread = (0.30, 0.08, 0.80)
-_ATTENTION_CPU_SOURCE = "assumed: softmax and masking beside products of short rows"
+_ATTENTION_CPU: Spread = (0.40, 0.08, 1.0)
+_ATTENTION_CPU_SOURCE = "assumed: products of short rows"
 _STREAM: Spread = (0.85, 0.65, 0.95)
 _STREAM_SOURCE = "STREAM reaches 80-90 % of peak memory bandwidth (https://www.cs.virginia.edu/stream/)"
 _CORE_BANDWIDTH: Spread = (10e9, 5e9, 20e9)
@@ -72,6 +72,19 @@ _CPU_SKIPPED_SOURCE = (
 _CPU_SHARED_SOURCE = "assumed: threads draw their blocks at the same rate, seeding and waiting apart"
 _CPU_CASTS: Spread = (0.8e9, 0.1e9, 4e9)
 _CPU_CASTS_SOURCE = "assumed: one core between memory and a conversion"
+_CPU_CAST_PAIRS: tuple[tuple[DType, DType], ...] = (
+    ("float32", "float16"),
+    ("float32", "bfloat16"),
+    ("bfloat16", "float8_e4m3"),
+)
+"""Formats that offloaded blocks are cast between, there and back."""
+
+_CPU_HALF_DIMS: dict[str, Spread] = {"m": (8.0, 0.5, 64.0), "n": (8.0, 0.5, 64.0), "k": (32.0, 2.0, 160.0)}
+_CPU_HALF_DIM_SOURCE = "assumed: rows of a few registers; short sums write their products often"
+_CPU_SCORES: Spread = (0.6e9, 0.1e9, 6e9)
+_CPU_SCORES_SOURCE = "assumed: an exponential, a maximum and a sum per score, in registers"
+_CPU_GATHER: Spread = (8e-6, 0.5e-6, 150e-6)
+_CPU_GATHER_SOURCE = "assumed: threads that wait for work in a loop, or sleep"
 _LOOPBACK: Spread = (2e9, 0.3e9, 8e9)
 _LOOPBACK_SOURCE = "assumed: gloo through the host's loopback, a copy into the socket and one out of it"
 _GPU_DRAW_WRITE: Spread = (0.35, 0.10, 0.90)
@@ -80,7 +93,7 @@ _GPU_DRAW_SOURCE = "assumed: Philox and Box-Muller, at best as fast as the numbe
 _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
     "cpu": {
         "matmul_half_dim": (12.0, 2.0, 64.0),
-        "attention_half_len": (96.0, 16.0, 400.0),
+        "attention_half_len": (48.0, 8.0, 400.0),
         "call_s.embed": (100e-6, 20e-6, 600e-6),
         "call_s.block": (100e-6, 20e-6, 600e-6),
         "call_s.head": (100e-6, 20e-6, 600e-6),
@@ -91,8 +104,6 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "product_s": (0.0, 0.0, 0.0),
         "product_s.bfloat16": (12e-6, 0.5e-6, 60e-6),
         "product_s.float16": (12e-6, 0.5e-6, 60e-6),
-        "matmul_half_dim.bfloat16": (16.0, 2.0, 96.0),
-        "matmul_half_dim.float16": (16.0, 2.0, 96.0),
         "kept_row_s": (5e-6, 1e-6, 25e-6),
         "sharing_s": (50e-6, 5e-6, 500e-6),
         "shared_draw_part": (1.0, 1.0, 1.0),
@@ -110,12 +121,14 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
     "gpu": {
         "matmul_half_dim": (96.0, 16.0, 256.0),
         "attention_half_len": (128.0, 32.0, 512.0),
+        "attention_score_rate": (1e18, 1e18, 1e18),
         "call_s.embed": (100e-6, 20e-6, 600e-6),
         "call_s.block": (60e-6, 10e-6, 400e-6),
         "call_s.head": (60e-6, 10e-6, 400e-6),
         "cache_bytes": (24 * 2**20, 4 * 2**20, 96 * 2**20),
         "kernel_s": (2e-6, 1e-6, 6e-6),
         "dispatch_s": (6e-6, 3e-6, 20e-6),
+        "gather_s": (0.0, 0.0, 0.0),
         "memory_overlap": (1.0, 1.0, 1.0),
         "product_s": (0.0, 0.0, 0.0),
         "kept_row_s": (0.0, 0.0, 0.0),
@@ -136,6 +149,8 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
 }
 _HOST_SOURCES = {
     "cache_bytes": "assumed: a core's share of the last-level cache, or a GPU's L2",
+    "attention_score_rate": "part of the attention rate",
+    "gather_s": "a GPU's kernels have no threads to wait for",
     "kernel_s": "assumed: what an empty kernel takes between others on a GPU; on a CPU it is part of the dispatch",
     "dispatch_s": "assumed: one kernel through PyTorch's eager dispatcher",
     "memory_overlap": "GPU kernels load tiles ahead; CPU libraries pack operands before they multiply",
@@ -276,8 +291,10 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
             scale = threads if name != "sweep_bandwidth" else 1.0
             widened = (value * factor, low * factor, high)
             yield _constant(f"{name}.{dtype}", widened, f"{source}; widened to compute with", scale=scale)
-    for dtype in DTYPE_BYTES:
-        yield _constant(f"cast_rate.{dtype}", _CPU_CASTS, _CPU_CASTS_SOURCE, scale=threads)
+    yield from _cpu_products(threads)
+    pairs = [f"{one}.{other}" for pair in _CPU_CAST_PAIRS for one, other in (pair, pair[::-1])]
+    for formats in (*DTYPE_BYTES, *pairs):
+        yield _constant(f"cast_rate.{formats}", _CPU_CASTS, _CPU_CASTS_SOURCE, scale=threads)
     for dtype, normals in _CPU_NORMALS.items():
         for distribution, part in _CPU_SKIPPED.items():
             yield _constant(f"skip_part.{distribution}.{dtype}", part, _CPU_SKIPPED_SOURCE)
@@ -286,6 +303,17 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
         yield _constant(f"draw_rate.normal.{dtype}", normals, _CPU_DRAW_SOURCE)
         name = f"draw_rate.rademacher.{dtype}"
         yield _constant(name, normals, _CPU_DRAW_SOURCE, scale=_CPU_SIGNS_PER_NORMAL)
+
+
+def _cpu_products(threads: int) -> Iterator[Constant]:
+    """Yield what products and attention take beside their rates."""
+    for dtype in ("float32", "bfloat16", "float16"):
+        for dim, spread in _CPU_HALF_DIMS.items():
+            yield _constant(f"matmul_half_dim.{dtype}.{dim}", spread, _CPU_HALF_DIM_SOURCE)
+        yield _constant(f"attention_score_rate.{dtype}", _CPU_SCORES, _CPU_SCORES_SOURCE, scale=threads)
+    yield _constant("attention_score_rate", _CPU_SCORES, _CPU_SCORES_SOURCE, scale=threads)
+    gather = _CPU_GATHER if threads > 1 else (0.0, 0.0, 0.0)
+    yield _constant("gather_s", gather, _CPU_GATHER_SOURCE)
 
 
 def _thread_bandwidth(spec: DeviceSpec, threads: int) -> Spread:

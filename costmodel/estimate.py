@@ -35,8 +35,8 @@ class OperationCost:
         Duration with nothing else running.
     terms : mapping of str to float
         Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``exponential``, ``sweep``, ``draw``,
-        ``shared_draw``, ``skip``, ``cast``, ``copy``, ``allocation``, ``kernels``, ``dispatch``, ``overhead``, and those of
-        :func:`~costmodel.codec_time.coding_terms`. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
+        ``shared_draw``, ``skip``, ``cast``, ``copy``, ``allocation``, ``kernels``, ``gather``, ``dispatch``, ``overhead``,
+        and those of :func:`~costmodel.codec_time.coding_terms`. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
     limiter : str
         The largest term.
     cores : float
@@ -95,11 +95,12 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
         "exponential": work.num_exponentials / values["exponential_rate"],
         "sweep": _sweep_s(work, values),
         **_draw_terms(work, values),
-        "cast": work.num_casts / _by_format("cast_rate", work.cast_dtype, values) if work.num_casts else 0.0,
+        "cast": _cast_s(work, values),
         "copy": _copy_s(work, values, direction),
         "allocation": work.num_allocations * values["allocation_s"]
         + work.allocation_bytes * values["allocation_s_per_byte"],
         "kernels": work.num_kernels * values["kernel_s"],
+        "gather": (work.num_shared_kernels + len(work.matmuls) + len(work.attention)) * values["gather_s"],
         "dispatch": work.num_kernels * values["dispatch_s"]
         + len(work.matmuls) * _by_format("product_s", work.dtype, values)
         + sum(_by_format("call_s", code, values) for code in work.calls),
@@ -118,23 +119,26 @@ def combine_terms(terms: Mapping[str, float], device_kind: DeviceKind) -> float:
 
 def _matmul_s(part: Matmul, dtype: str, width: int, values: Mapping[str, float]) -> float:
     rate = _rate("matmul_rate", dtype, values)
-    efficiency = _efficiency(part, _by_format("matmul_half_dim", dtype, values))
-    multiplying_s = part.flops / (rate * efficiency)
+    multiplying_s = part.flops / (rate * _efficiency(part, dtype, values))
     moving_s = part.elements * width / values["memory_bandwidth"]
     shorter_s = min(multiplying_s, moving_s)
     return multiplying_s + moving_s - values["memory_overlap"] * shorter_s
 
 
-def _efficiency(part: Matmul, half: float) -> float:
+def _efficiency(part: Matmul, dtype: str, values: Mapping[str, float]) -> float:
     """Return the fraction of the large-product rate that a product of this shape reaches."""
-    return part.m / (part.m + half) * (part.n / (part.n + half)) * (part.k / (part.k + half))
+    half = _by_format("matmul_half_dim", dtype, values)
+    m, n, k = (values.get(f"matmul_half_dim.{dtype}.{dim}", half) for dim in "mnk")
+    return part.m / (part.m + m) * (part.n / (part.n + n)) * (part.k / (part.k + k))
 
 
 def _attention_s(part: Attention, dtype: str, width: int, values: Mapping[str, float]) -> float:
     """Return the time of attention: one fused kernel, or two batched products where scores are stored."""
     if not part.materialised:
         saturation = part.key / (part.key + values["attention_half_len"])
-        return part.flops / (_rate("attention_rate", dtype, values) * saturation)
+        products_s = part.flops / (_rate("attention_rate", dtype, values) * saturation)
+        num_scores = part.score_elements / (2 if part.causal_skip else 1)
+        return products_s + num_scores / _by_format("attention_score_rate", dtype, values)
     scores = Matmul(m=part.query, n=part.key, k=part.head_dim, num=part.num)
     mixing = Matmul(m=part.query, n=part.head_dim, k=part.key, num=part.num)
     return sum(_matmul_s(product, dtype, width, values) for product in (scores, mixing))
@@ -181,6 +185,14 @@ def _copy_s(work: Work, values: Mapping[str, float], direction: CopyDirection) -
     cached = _cached_bytes(work.copy_bytes, 1, values["cache_bytes"])
     in_memory_s = (work.copy_bytes - cached) / values[f"copy_{direction}_bandwidth"]
     return values["copy_latency_s"] + cached / values["copy_cache_bandwidth"] + in_memory_s
+
+
+def _cast_s(work: Work, values: Mapping[str, float]) -> float:
+    if work.num_casts == 0:
+        return 0.0
+    pair = f"cast_rate.{work.cast_dtype}.{work.cast_target}"
+    rate = values[pair] if pair in values else _by_format("cast_rate", work.cast_dtype, values)
+    return work.num_casts / rate
 
 
 def _by_format(kind: str, name: str, values: Mapping[str, float]) -> float:

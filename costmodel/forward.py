@@ -20,6 +20,9 @@ from topology.errors import ModelError
 
 AttentionImpl = Literal["eager", "sdpa", "flash"]
 
+_NUM_LOSS_SCALARS = 16
+"""The loss, the weight that it is a mean over, and what becomes of the two until the step is through."""
+
 
 class _Pass(BaseModel):
     """One forward's shape: everything about it that is not the model."""
@@ -182,8 +185,9 @@ def _loss(tape: Tape, spec: ModelSpec, rows: int) -> None:
     logits = tape.linear(rows, spec.embed_dim, spec.vocab_size)
     upcast = tape.cast(logits, "float32") if tape.dtype != "float64" else tape.map(logits, dtype="float32")
     log_probabilities = tape.map(upcast, exponentials=1)
-    tape.num_kernels += 1  # the loss picks one element per row, which costs a launch and no bytes
-    tape.free(logits, upcast, log_probabilities)
+    tape.num_kernels += 1  # the loss picks one element per row, which costs a launch and a few numbers
+    loss = tape.new(_NUM_LOSS_SCALARS, "float32")
+    tape.free(logits, upcast, log_probabilities, loss)
 
 
 def _player_of(segment: str) -> Callable[[ModelSpec, _Pass], Work]:

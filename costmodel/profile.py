@@ -27,13 +27,14 @@ Bound = Literal["central", "low", "high"]
 
 DeviceKind = Literal["cpu", "gpu"]
 
-_VERSION = 2
+_VERSION = 3
 
 CONSTANT_UNITS: dict[str, str] = {
     "matmul_rate": "flop/s",
     "matmul_half_dim": "1",
     "attention_rate": "flop/s",
     "attention_half_len": "1",
+    "attention_score_rate": "number/s",
     "memory_bandwidth": "byte/s",
     "memory_overlap": "1",
     "elementwise_bandwidth": "byte/s",
@@ -51,6 +52,7 @@ CONSTANT_UNITS: dict[str, str] = {
     "cast_rate": "number/s",
     "kernel_s": "s",
     "dispatch_s": "s",
+    "gather_s": "s",
     "product_s": "s",
     "call_s": "s",
     "copy_h2d_bandwidth": "byte/s",
@@ -72,10 +74,10 @@ CONSTANT_UNITS: dict[str, str] = {
 
 ``matmul_rate.<dtype>``, ``attention_rate.<dtype>``
     Rates of large matrix products and of fused attention.
-``matmul_half_dim[.<dtype>]``
+``matmul_half_dim[.<dtype>[.<m|n|k>]]``
     A dimension of this size halves the rate of a product: its efficiency is ``Π d / (d + half)`` over m, n, k.
-``attention_half_len``
-    A sequence of this length halves the rate of fused attention.
+``attention_half_len``, ``attention_score_rate[.<dtype>]``
+    A sequence of this length halves the rate of fused attention; scores per second that it normalises besides.
 ``memory_bandwidth``, ``memory_overlap``
     Of matrix products reading and writing their operands, and the part of that time that passes while they
     multiply: all of it on a GPU, none on a CPU, whose libraries copy operands into panels first.
@@ -93,10 +95,12 @@ CONSTANT_UNITS: dict[str, str] = {
     together and apart.
 ``skip_part[.<distribution>.<dtype>]``, ``kept_row_s``
     Part of a number's time that passing over it takes; time per row that is picked out of a table's numbers.
-``cast_rate[.<dtype>]``
-    Numbers rewritten per second from a format in another.
+``cast_rate[.<dtype>[.<dtype>]]``
+    Numbers rewritten per second from the first format in the second.
 ``kernel_s``
     What a device takes for any kernel, however small: start, tail and the gap before the next.
+``gather_s``
+    What it takes to get a CPU's threads together for one kernel, and apart.
 ``dispatch_s``, ``product_s[.<dtype>]``, ``call_s.<embed|block|head>``, ``instruction_s``, ``step_s``
     Host time per kernel, per matrix product besides, per segment of model code entered, per instruction of a program, per training step.
 ``copy_*``
@@ -204,7 +208,7 @@ class Profile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["zosim-profile"] = "zosim-profile"
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     device_name: str
     device_kind: DeviceKind
     num_threads: PositiveInt

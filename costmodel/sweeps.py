@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from costmodel.work import DTYPE_BYTES, DType, Work
+from costmodel.work import DTYPE_BYTES, SHARED_ELEMENTS, DType, Work
 
 Arithmetic = Literal["fused", "scaled", "literal", "pieces"]
 """How a multiple of a direction is added to parameters.
@@ -106,17 +106,29 @@ def perturb_work(
             sweep_bytes=num_elements * axpy_bytes,
             scratch_bytes=num_elements * 2 * z,
             num_kernels=2,
+            num_shared_kernels=_num_shared(num_elements, 2),
         )
     if arithmetic == "fused":
-        return Work(dtype=dtype, sweep_bytes=num_elements * axpy_bytes, num_kernels=num_tensors)
+        return Work(
+            dtype=dtype,
+            sweep_bytes=num_elements * axpy_bytes,
+            num_kernels=num_tensors,
+            num_shared_kernels=_num_shared(num_elements, num_tensors),
+        )
     if arithmetic == "scaled":
         passes_bytes = num_elements * (axpy_bytes + 2 * z)
-        return Work(dtype=dtype, sweep_bytes=passes_bytes, num_kernels=2 * num_tensors)
+        return Work(
+            dtype=dtype,
+            sweep_bytes=passes_bytes,
+            num_kernels=2 * num_tensors,
+            num_shared_kernels=_num_shared(num_elements, 2 * num_tensors),
+        )
     largest = num_elements if largest_tensor is None else largest_tensor
     return Work(
         dtype=dtype,
         sweep_bytes=num_elements * (axpy_bytes + 4 * z),
         num_kernels=3 * num_tensors,
+        num_shared_kernels=_num_shared(num_elements, 3 * num_tensors),
         # The second temporary is made while the first is alive; then the sum while the second is.
         workspace_bytes=largest * (z + max(z, theta)),
     )
@@ -150,7 +162,11 @@ def update_work(
         # p = g·z, (d = wd·θ, p + d,) η·p, θ - p: all but one read of z and θ and one write of θ is scratch.
         # Runs of tensors that decay and of those that do not take turns, at worst after every tensor.
         num_passes, num_kernels = (9, 5 * num_tensors) if weight_decay else (4, 3)
-        changed = {"scratch_bytes": num_elements * theta * num_passes, "num_kernels": num_kernels}
+        changed = {
+            "scratch_bytes": num_elements * theta * num_passes,
+            "num_kernels": num_kernels,
+            "num_shared_kernels": _num_shared(num_elements, num_kernels),
+        }
         return step.model_copy(update=changed)
     if not weight_decay:
         return step
@@ -169,7 +185,14 @@ def update_work(
 def cast_work(num_elements: int, *, source: DType, target: DType, num_tensors: int = 1) -> Work:
     """Return the work of rewriting `num_elements` in another format: one read, one write."""
     wider = max(source, target, key=DTYPE_BYTES.__getitem__)
-    return Work(dtype=wider, num_casts=num_elements, cast_dtype=source, num_kernels=num_tensors)
+    return Work(
+        dtype=wider,
+        num_casts=num_elements,
+        cast_dtype=source,
+        cast_target=target,
+        num_kernels=num_tensors,
+        num_shared_kernels=_num_shared(num_elements, num_tensors),
+    )
 
 
 def copy_work(size_bytes: int) -> Work:
@@ -180,3 +203,8 @@ def copy_work(size_bytes: int) -> Work:
 def allocation_work(size_bytes: int, *, num_allocations: int = 1) -> Work:
     """Return the work of asking the device for memory that no cache holds, first touch included."""
     return Work(num_allocations=num_allocations, allocation_bytes=size_bytes)
+
+
+def _num_shared(num_elements: int, num_kernels: int) -> int:
+    """Return how many of the kernels that sweep over `num_elements` in parts a CPU's threads share: the larger ones."""
+    return min(num_kernels, num_elements // SHARED_ELEMENTS)

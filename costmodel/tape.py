@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from costmodel.work import DTYPE_BYTES, Attention, DType, Matmul, Work
+from costmodel.work import DTYPE_BYTES, SHARED_ELEMENTS, Attention, DType, Matmul, Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +40,7 @@ class Tape:
     live_bytes: int = 0
     peak_bytes: int = 0
     num_kernels: int = 0
+    num_shared_kernels: int = 0
     elementwise_bytes: int = 0
     num_exponentials: int = 0
     matmuls: list[Matmul] = field(default_factory=list)
@@ -78,6 +79,8 @@ class Tape:
         output = self.new(size, dtype or inputs[0].dtype)
         self.elementwise_bytes += sum(buffer.size_bytes for buffer in inputs) + output.size_bytes
         self.num_kernels += 1
+        largest = max(size, *(buffer.num_elements for buffer in inputs))
+        self.num_shared_kernels += largest >= SHARED_ELEMENTS
         self.num_exponentials += exponentials * size
         self.free(*drop)
         return output
@@ -103,5 +106,6 @@ class Tape:
             elementwise_bytes=self.elementwise_bytes,
             num_exponentials=self.num_exponentials,
             num_kernels=self.num_kernels,
+            num_shared_kernels=self.num_shared_kernels,
             workspace_bytes=max(0, self.peak_bytes - output_bytes),
         )

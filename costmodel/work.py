@@ -25,6 +25,9 @@ DTYPE_BYTES: dict[str, int] = {
 }
 """Bytes of one stored element. TF32 is a compute format: what it reads and writes is float32."""
 
+SHARED_ELEMENTS = 1 << 15
+"""Elements from which torch shares an element-wise kernel among a CPU's threads (its grain size)."""
+
 
 class _Counted(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -106,14 +109,16 @@ class Work(_Counted):
         Rows that are picked one by one out of numbers that are passed over.
     num_casts : int
         Numbers rewritten in another format.
-    cast_dtype : str
-        Format that they are read in.
+    cast_dtype, cast_target : str
+        Formats that they are read and written in.
     draw_dtype : str
         Format that they are drawn in (generators differ in speed by format).
     distribution : str
         ``"normal"`` or ``"rademacher"``.
     num_kernels : int
         Operations dispatched to the device, the launch-bound part of small models.
+    num_shared_kernels : int
+        Of these, element-wise ones that a CPU's threads share. Products and attention are shared besides.
     calls : tuple of str
         Pieces of the model's own Python code that are entered: ``"embed"``, ``"block"``, ``"head"``. What that code
         does besides launching kernels takes the host's time.
@@ -145,9 +150,11 @@ class Work(_Counted):
     num_kept_rows: NonNegativeInt = 0
     num_casts: NonNegativeInt = 0
     cast_dtype: DType = "float32"
+    cast_target: DType = "float32"
     draw_dtype: DType = "float32"
     distribution: Literal["normal", "rademacher"] = "normal"
     num_kernels: NonNegativeInt = 0
+    num_shared_kernels: NonNegativeInt = 0
     calls: tuple[ModelCode, ...] = ()
     copy_bytes: NonNegativeInt = 0
     coding: tuple[tuple[str, NonNegativeInt], ...] = ()
@@ -175,13 +182,14 @@ class Work(_Counted):
         if self._multiplies and other._multiplies and self.dtype != other.dtype:
             message = f"cannot add matrix products in {self.dtype} and in {other.dtype}"
             raise ValueError(message)
-        if self.num_casts and other.num_casts and self.cast_dtype != other.cast_dtype:
-            message = f"cannot add casts of {self.cast_dtype} and of {other.cast_dtype}"
+        if self.num_casts and other.num_casts and _cast_kind(self) != _cast_kind(other):
+            message = f"cannot add casts of {_cast_kind(self)} and of {_cast_kind(other)}"
             raise ValueError(message)
         return Work(
             dtype=formatted.dtype,
             draw_dtype=drawing.draw_dtype,
             cast_dtype=casting.cast_dtype,
+            cast_target=casting.cast_target,
             distribution=drawing.distribution,
             matmuls=self.matmuls + other.matmuls,
             attention=self.attention + other.attention,
@@ -217,11 +225,16 @@ _SUMMED = (
     "num_kept_rows",
     "num_casts",
     "num_kernels",
+    "num_shared_kernels",
     "copy_bytes",
     "link_bytes",
     "num_allocations",
     "allocation_bytes",
 )
+
+
+def _cast_kind(work: Work) -> str:
+    return f"{work.cast_dtype} to {work.cast_target}"
 
 
 def _draw_kind(work: Work) -> tuple[str, str]:

@@ -15,12 +15,12 @@ from statistics import median
 
 import torch
 
-from costmodel.calibration import Measurement
+from costmodel.measurement import Measurement
 from executors.exchange_probes import exchange_probes
 from executors.heap import keep_freed_memory
 from executors.probes import kernel_probes, segment_probes
 from executors.probing import Action, Probe
-from executors.quiet import OtherLoad
+from executors.quiet import SLOWER, OtherLoad
 from topology.errors import RunError
 
 DEFAULT_BUDGET_S = 20.0
@@ -31,10 +31,6 @@ _SAMPLE_S = 2e-3
 """A sample repeats its probe until it lasts about this long: a clock and a call cost a microsecond."""
 
 _MOST_REPEATS = 2000
-
-_SLOWER = 1.25
-"""A sample slower than the fastest by more than this met another process, and does not count: with several threads,
-which wait for each other, one such meeting costs a scheduler's time slice, many times what is measured."""
 
 OnRound = Callable[[float], None]
 """Told the share of the budget that is spent."""
@@ -215,7 +211,7 @@ def _device(name: str) -> torch.device:
 
 def _measurement(samples: _Samples, num_threads: int) -> Measurement:
     probe, seconds = samples.probe, samples.seconds
-    near = [second for second in seconds if second <= _SLOWER * min(seconds)]
+    near = [second for second in seconds if second <= SLOWER * min(seconds)]
     return Measurement(
         name=probe.name,
         work=probe.work,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,15 +10,27 @@ import torch
 from costmodel.calibration import FitReport, Residual, fit_profile
 from costmodel.contention import with_copy_cores
 from costmodel.datasheet import datasheet_profile
+from costmodel.measurement import Measurement
 from costmodel.profile import Profile
+from costmodel.work import Work
 from executors.calibrate import DEFAULT_BUDGET_S, calibrate, threads_set
-from executors.whole_steps import measure_steps, with_interval_scale, with_step_overhead
+from executors.whole_steps import (
+    WholeStep,
+    interval_ratios,
+    measure_steps,
+    with_interval_scale,
+    with_step_overhead,
+)
 from topology.graph import Topology
+from zosim.evidence_learning import measurements_of_spans
 from zosim.machine import Machine
+from zosim.program_set import ProgramSet
 from zosim.simulate import simulate
 
-_STEPS_SHARE = 0.3
+_STEPS_SHARE = 0.4
 """Part of the time to measure for that goes to whole steps."""
+
+_NUM_PARTS = 2
 
 _NO_DURATION_TELLS = {
     "cache_bytes": "assumed; durations depend on it together with the bandwidths of cache and memory",
@@ -61,8 +73,9 @@ def calibrated(
 
     Notes
     -----
-    Single operations say what the constants are. Whole steps of small models, of none of whose times a constant
-    was fitted but the time between steps, say how wide intervals have to be.
+    Operations say what the constants are: by themselves, and as the instructions of whole steps of small models,
+    where they find caches as runs do. How long whole steps take is fitted to nothing but the time between them: it
+    says how wide intervals have to be.
     """
     base = datasheet_profile(topology, node, num_threads=num_threads)
     # A GPU's profile has one thread; those of its host are as torch has them.
@@ -73,8 +86,6 @@ def calibrated(
         budget_s=(1 - _STEPS_SHARE) * budget_s,
         on_round=lambda share: on_share((1 - _STEPS_SHARE) * share),
     )
-    profile, fit = fit_profile(measurements, base)
-    profile, unknown = with_copy_cores(profile, measurements)
     with threads_set(threads or torch.get_num_threads()):
         steps = measure_steps(
             topology,
@@ -83,10 +94,61 @@ def calibrated(
             budget_s=_STEPS_SHARE * budget_s,
             on_share=lambda share: on_share(1 - _STEPS_SHARE * (1 - share)),
         )
-    profile = with_interval_scale(with_step_overhead(profile, steps), topology, node, steps)
+    return fitted(topology, node, base, measurements, steps)
+
+
+def fitted(
+    topology: Topology,
+    node: str,
+    base: Profile,
+    measurements: Sequence[Measurement],
+    steps: Sequence[WholeStep],
+) -> tuple[Profile, FitReport]:
+    """Return the profile that single operations and whole steps say, and how well it explains them.
+
+    Notes
+    -----
+    The steps are parted in two. What the profile says of either part when it was fitted to the other alone is how
+    far off it is for steps that it has not seen: that decides the width of its intervals, and is what is reported.
+    """
+    profile, fit = _fitted(base, measurements, steps)
+    ratios: list[float] = []
+    residuals: list[Residual] = []
+    for number in range(_NUM_PARTS):
+        unseen = steps[number::_NUM_PARTS]
+        seen = [step for step in steps if step not in unseen]
+        other, _ = _fitted(base, measurements, seen)
+        ratios += interval_ratios(other, topology, node, unseen)
+        machine = Machine.from_topology(topology, node, other)
+        residuals += [Residual(s.name, s.seconds, simulate(s.program, machine).step_time_s) for s in unseen]
+    return with_interval_scale(profile, ratios), replace(fit, steps=tuple(residuals))
+
+
+def _fitted(
+    base: Profile, measurements: Sequence[Measurement], steps: Sequence[WholeStep]
+) -> tuple[Profile, FitReport]:
+    """Return a profile fitted to single operations, alone and as instructions of steps."""
+    profile, fit = fit_profile([*measurements, *_within_steps(base, measurements, steps)], base)
+    profile, unknown = with_copy_cores(profile, measurements)
     reasons = {**fit.unidentified, **_NO_DURATION_TELLS} | ({"copy_cores": unknown} if unknown else {})
     found = ("step_s",) if unknown else ("step_s", "copy_cores")
-    machine = Machine.from_topology(topology, node, profile)
-    residuals = (Residual(s.name, s.seconds, simulate(s.program, machine).step_time_s) for s in steps)
-    identified = (*fit.identified, *found)
-    return profile, replace(fit, identified=identified, unidentified=reasons, steps=tuple(residuals))
+    profile = with_step_overhead(profile, steps)
+    return profile, replace(fit, identified=(*fit.identified, *found), unidentified=reasons)
+
+
+def _within_steps(
+    base: Profile, measurements: Sequence[Measurement], steps: Sequence[WholeStep]
+) -> list[Measurement]:
+    """Return what the instructions of steps took, each without what an instruction costs by itself."""
+    own = next((m for m in measurements if m.work == Work()), None)
+    if own is not None:
+        constant = base.constant("instruction_s").model_copy(
+            update={"value": own.seconds, "low": own.fastest_s, "high": own.seconds}
+        )
+        base = base.with_constants(constant, origin=base.origin)
+    return [
+        replace(measurement, name=f"{measurement.name}: {step.name}")
+        for step in steps
+        if step.timeline is not None
+        for measurement in measurements_of_spans(step.timeline, ProgramSet.alone(step.program), base)
+    ]

@@ -14,7 +14,7 @@ from torch.nn import functional
 from costmodel.forward import forward_work
 from costmodel.model_spec import EMBED, HEAD, block_segment
 from costmodel.sweeps import allocation_work, copy_work, perturb_work, update_work
-from costmodel.work import Attention, Matmul, Work
+from costmodel.work import SHARED_ELEMENTS, Attention, Matmul, Work
 from executors.arithmetic import Sweeper
 from executors.buffers import TORCH_DTYPES
 from executors.directions import direction_named
@@ -27,10 +27,10 @@ from executors.probing import (
     Probe,
     cold_copies,
     format_named,
-    random_opt,
     random_tensor,
     token_batch,
 )
+from executors.random_models import random_model
 from executors.rng import generator_on
 from executors.spec import spec_of_model
 from executors.streams import Task, Ticket, backend_for
@@ -39,12 +39,16 @@ from zosim.program import Instruction, Scalar, Stream
 MATMUL_SHAPES = {
     "cpu": (
         (16, 2048, 2048),
+        (32, 1024, 256),
         (64, 64, 64),
+        (64, 24000, 384),
         (128, 256, 128),
         (128, 1024, 256),
         (128, 8192, 256),
-        (256, 768, 768),
+        (256, 768, 3072),
         (256, 3072, 768),
+        (512, 128, 64),
+        (1024, 3000, 64),
         (512, 512, 2048),
     ),
     "cuda": (
@@ -56,22 +60,30 @@ MATMUL_SHAPES = {
         (8192, 8192, 4096),
     ),
 }
-"""(m, n, k) of products: one that mostly reads its weights, then from launch-bound to far past it; on a CPU also one
-of few and wide rows, as the logits of a small model are."""
+"""(m, n, k) of products: one that mostly reads its weights, then from launch-bound to far past it; on a CPU also short
+and long sums, and few and wide rows, as the logits of small models have them."""
 
 ATTENTION_SHAPES = {
-    "cpu": ((16, 64, 32), (24, 128, 64), (8, 512, 64)),
-    "cuda": ((64, 512, 64), (64, 2048, 128)),
+    "cpu": (
+        (2, 4, 40, 64),
+        (4, 4, 64, 32),
+        (8, 2, 232, 32),
+        (4, 6, 128, 64),
+        (1, 8, 512, 64),
+        (2, 4, 96, 128),
+    ),
+    "cuda": ((4, 16, 512, 64), (4, 16, 2048, 128)),
 }
-"""(batch x heads, tokens, head width)."""
+"""(sequences, heads, tokens, head width)."""
 
 SEGMENT_SHAPES = {
-    "cpu": ((64, 64, 1, 8), (128, 258, 2, 64), (320, 9000, 2, 72), (768, 4096, 2, 128)),
+    "cpu": ((64, 64, 1, 8), (320, 9000, 2, 72)),
     "cuda": ((64, 64, 1, 8), (768, 50272, 4, 512), (2048, 50272, 4, 1024), (4096, 50272, 2, 2048)),
 }
 """(hidden, vocabulary, sequences, tokens) of the models whose segments are run; two blocks each.
 
 The first is so small that calling it is all it takes: a model's modules cost far more than their kernels' launches.
+What larger ones take is told by whole steps (:mod:`executors.whole_steps`).
 """
 
 
@@ -112,15 +124,17 @@ def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 
 def _attentions(device: torch.device, dtype: str) -> Iterator[Probe]:
-    for num, tokens, width in ATTENTION_SHAPES[device.type]:
-        q, k, v = (random_tensor(device, dtype, 1, num, tokens, width) for _ in range(3))
+    for batch, heads, tokens, width in ATTENTION_SHAPES[device.type]:
+        # As projections leave them: heads lie side by side in a token's row.
+        made = (random_tensor(device, dtype, batch, tokens, heads, width) for _ in range(3))
+        q, k, v = (tensor.transpose(1, 2) for tensor in made)
 
         def run(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
             functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-        counted = Attention(num=num, query=tokens, key=tokens, head_dim=width, causal_skip=True)
+        counted = Attention(num=batch * heads, query=tokens, key=tokens, head_dim=width, causal_skip=True)
         work = Work(dtype=format_named(dtype), attention=(counted,), num_kernels=1)
-        yield Probe(f"attention {num}x{tokens}x{width} {dtype}", work, run)
+        yield Probe(f"attention {batch}x{heads}x{tokens}x{width} {dtype}", work, run)
 
 
 def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
@@ -151,7 +165,9 @@ def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 def _exponentials(device: torch.device) -> Iterator[Probe]:
     x = random_tensor(device, "float32", 128, MEMORY_BYTES[device.type] >> 13)
-    work = Work(elementwise_bytes=8 * x.numel(), num_exponentials=x.numel(), num_kernels=1)
+    work = Work(
+        elementwise_bytes=8 * x.numel(), num_exponentials=x.numel(), num_kernels=1, num_shared_kernels=1
+    )
     yield Probe("softmax", work, lambda: functional.log_softmax(x, -1))
 
 
@@ -165,7 +181,9 @@ def _elementwise(device: torch.device) -> Iterator[Probe]:
         def run(x: Tensor = x, out: Tensor = out) -> None:
             torch.clamp(x, min=0, out=out)
 
-        yield Probe(f"elementwise {place}", Work(elementwise_bytes=2 * size_bytes, num_kernels=1), run)
+        shared = int(x.numel() >= SHARED_ELEMENTS)
+        work = Work(elementwise_bytes=2 * size_bytes, num_kernels=1, num_shared_kernels=shared)
+        yield Probe(f"elementwise {place}", work, run)
 
 
 def _dispatch(device: torch.device) -> Iterator[Probe]:
@@ -252,7 +270,10 @@ def _allocations(device: torch.device) -> Iterator[Probe]:
 def _segments(
     device: torch.device, dtype: str, hidden: int, vocab: int, batch: int, seq: int
 ) -> Iterator[Probe]:
-    cut = CutModel(random_opt(hidden, vocab, seq).to(device=device, dtype=TORCH_DTYPES[dtype]))
+    model = random_model(
+        "opt", hidden=hidden, num_blocks=2, num_heads=hidden // 64, vocab=vocab, max_positions=seq
+    )
+    cut = CutModel(model.to(device=device, dtype=TORCH_DTYPES[dtype]))
     spec = spec_of_model(cut, name=f"opt-{hidden}")
     inputs = {name: t.to(device) for name, t in token_batch(batch, seq, vocab).items()}
     cache = StepCache()

@@ -69,28 +69,6 @@ def format_named(dtype: str) -> DType:
     return dtype  # type: ignore[return-value]
 
 
-def random_opt(hidden: int, vocab: int, seq: int) -> torch.nn.Module:
-    """Return a model of two blocks with random weights, always the same."""
-    from transformers import OPTConfig, OPTForCausalLM
-
-    config = OPTConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        word_embed_proj_dim=hidden,
-        ffn_dim=4 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=max(1, hidden // 64),
-        max_position_embeddings=seq,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model: torch.nn.Module = OPTForCausalLM(config)
-    return model
-
-
 def token_batch(batch: int, seq: int, vocab: int) -> Batch:
     """Return a batch of random tokens on the host, always the same."""
     tokens = torch.randint(vocab, (batch, seq), generator=torch.Generator().manual_seed(0))

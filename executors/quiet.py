@@ -6,6 +6,10 @@ import time
 
 import psutil
 
+SLOWER = 1.25
+"""A sample slower than the fastest by more than this met another process, and does not count: with several threads,
+which wait for each other, one such meeting costs a scheduler's time slice, many times what is measured."""
+
 
 class OtherLoad:
     """Watches the machine's processors from the moment it is made.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -21,7 +21,9 @@ from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.work import DType
 from executors.buffers import TORCH_DTYPES
 from executors.model import Batch
-from executors.probing import random_opt, token_batch
+from executors.probing import token_batch
+from executors.quiet import SLOWER
+from executors.random_models import random_model
 from executors.session import Session
 from executors.spec import spec_of_model
 from topology.graph import Topology
@@ -34,25 +36,27 @@ from zosim.simulate import simulate
 from zosim.timeline import Timeline
 
 COVERAGE = 0.9
-_LEAST_SCALE, _MOST_SCALE = 0.02, 1.0
-"""With the second, all constants lie at one end together; what is farther off was disturbed rather than mispredicted."""
-
+_LEAST_SCALE = 0.02
 _WARM_STEPS = 3
+_LEAST_STEPS, _MOST_STEPS = 4, 60
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """A model with random weights, a batch and a placement.
+    """A model of two blocks with random weights, a batch and a placement.
 
     Attributes
     ----------
-    hidden, vocab, batch, seq : int
+    family : str
+    hidden, head_dim, vocab, batch, seq : int
     dtype : str
     axes : mapping
         Fields of the plan's axes.
     """
 
+    family: str
     hidden: int
+    head_dim: int
     vocab: int
     batch: int
     seq: int
@@ -60,6 +64,7 @@ class StepShape:
     axes: Mapping[str, Mapping[str, Any]]
 
 
+_IMMEDIATE = {"runtime": {"update": "immediate"}}
 _DELAYED = {"runtime": {"update": "delayed"}}
 _OFFLOADED = {"runtime": {"update": "delayed"}, "residency": {"blocks": "offloaded"}}
 _SWEEP = {"runtime": {"traversal": "sweep"}}
@@ -67,19 +72,24 @@ _COUNTER = {"runtime": {"update": "immediate"}, "estimator": {"rng": "counter"}}
 _SIGNS = {"runtime": {"update": "delayed"}, "estimator": {"direction": "rademacher"}}
 
 STEP_SHAPES = (
-    StepShape(96, 700, 3, 48, "float32", _DELAYED),
-    StepShape(96, 3000, 2, 120, "bfloat16", _OFFLOADED),
-    StepShape(160, 2000, 4, 72, "bfloat16", _SWEEP),
-    StepShape(160, 9000, 2, 40, "float32", _COUNTER),
-    StepShape(240, 1500, 5, 96, "float32", _OFFLOADED),
-    StepShape(240, 7000, 1, 144, "bfloat16", _SIGNS),
-    StepShape(288, 400, 2, 136, "float32", _SWEEP),
-    StepShape(288, 6000, 3, 56, "bfloat16", _DELAYED),
-    StepShape(360, 4000, 1, 64, "float32", _SIGNS),
-    StepShape(360, 900, 4, 80, "bfloat16", _COUNTER),
-    StepShape(448, 2500, 2, 88, "float32", _OFFLOADED),
-    StepShape(544, 1200, 1, 104, "float32", _DELAYED),
+    StepShape("opt", 96, 32, 700, 3, 48, "float32", _DELAYED),
+    StepShape("opt", 96, 32, 3000, 6, 232, "bfloat16", _OFFLOADED),
+    StepShape("gpt2", 96, 48, 20000, 4, 56, "float32", _DELAYED),
+    StepShape("gpt2", 160, 32, 2000, 4, 200, "bfloat16", _SWEEP),
+    StepShape("llama", 160, 80, 9000, 2, 40, "float32", _COUNTER),
+    StepShape("llama", 224, 56, 1500, 5, 96, "float32", _OFFLOADED),
+    StepShape("opt", 224, 56, 7000, 1, 144, "bfloat16", _SIGNS),
+    StepShape("gpt2", 320, 64, 400, 2, 136, "float32", _SWEEP),
+    StepShape("opt", 320, 64, 6000, 3, 56, "bfloat16", _DELAYED),
+    StepShape("llama", 320, 64, 30000, 1, 64, "float32", _SIGNS),
+    StepShape("gpt2", 448, 64, 900, 4, 80, "bfloat16", _COUNTER),
+    StepShape("opt", 448, 64, 2500, 2, 88, "float32", _OFFLOADED),
+    StepShape("llama", 448, 64, 16000, 2, 128, "bfloat16", _DELAYED),
+    StepShape("opt", 576, 64, 1200, 1, 104, "float32", _DELAYED),
+    StepShape("gpt2", 576, 64, 5000, 1, 216, "bfloat16", _OFFLOADED),
+    StepShape("llama", 704, 64, 600, 1, 72, "float32", _IMMEDIATE),
 )
+"""Widths that no benchmark has, and as even as those of real models: kernels are slower on odd ones."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +104,15 @@ class WholeStep:
         Median time from the end of one step to the end of the next.
     gap_s : float
         Median time between the last computation of a step and the first of the next.
+    timeline : Timeline or None
+        Spans of the steps that others did not disturb.
     """
 
     name: str
     program: Program
     seconds: float
     gap_s: float
+    timeline: Timeline | None = None
 
 
 def measure_steps(
@@ -132,9 +145,16 @@ def measure_steps(
 
 
 def _measured(shape: StepShape, topology: str, node: str, device: str, budget_s: float) -> WholeStep:
-    model = random_opt(shape.hidden, shape.vocab, shape.seq).to(TORCH_DTYPES[shape.dtype])
+    model = random_model(
+        shape.family,
+        hidden=shape.hidden,
+        num_blocks=2,
+        num_heads=shape.hidden // shape.head_dim,
+        vocab=shape.vocab,
+        max_positions=shape.seq,
+    ).to(TORCH_DTYPES[shape.dtype])
     plan = Plan(
-        model=spec_of_model(model, name=f"opt-{shape.hidden}"),
+        model=spec_of_model(model, name=f"{shape.family}-{shape.hidden}"),
         placement=Placement(topology=topology, devices=(node,)),
         batch=shape.batch,
         seq=shape.seq,
@@ -147,24 +167,28 @@ def _measured(shape: StepShape, topology: str, node: str, device: str, budget_s:
     with Session(
         plan, model, learning_rate=1e-7, device=device, num_draw_threads=torch.get_num_threads()
     ) as session:
-        ends = _step_ends(session, batch, budget_s)
+        lengths = _step_lengths(session, batch, budget_s)
         timeline = session.timeline()
-    name = f"step of {shape.hidden} wide, {shape.batch}x{shape.seq} {shape.dtype}, {describe(plan)}"
-    return WholeStep(name, lower(plan), median(_lengths(ends)), _gap_s(timeline))
+    name = f"step of {shape.family} {shape.hidden} wide, {shape.batch}x{shape.seq} {shape.dtype}, {describe(plan)}"
+    near = [second for second in lengths if second <= SLOWER * min(lengths)]
+    return WholeStep(name, lower(plan), median(near), _gap_s(timeline), _undisturbed(timeline, lengths))
 
 
-def _step_ends(session: Session, batch: Batch, budget_s: float) -> list[float]:
+def _step_lengths(session: Session, batch: Batch, budget_s: float) -> list[float]:
     for _ in range(_WARM_STEPS):
         session.step(batch)
     ends = [time.perf_counter()]
-    while len(ends) < 3 or ends[-1] - ends[0] < budget_s:
+    while len(ends) < _LEAST_STEPS or (ends[-1] - ends[0] < budget_s and len(ends) < _MOST_STEPS):
         session.step(batch)
         ends.append(time.perf_counter())
-    return ends
-
-
-def _lengths(ends: Sequence[float]) -> list[float]:
     return [end - begin for begin, end in pairwise(ends)]
+
+
+def _undisturbed(timeline: Timeline, lengths: Sequence[float]) -> Timeline:
+    """Return a timeline of warm steps of these lengths, without those that took far longer than the fastest."""
+    kept = {number for number, second in enumerate(lengths, _WARM_STEPS) if second <= SLOWER * min(lengths)}
+    spans = tuple(span for span in timeline.spans if span.step in kept and span.part == "step")
+    return replace(timeline, spans=spans, first_steady_step=_WARM_STEPS)
 
 
 def _gap_s(timeline: Timeline) -> float:
@@ -195,23 +219,36 @@ def with_step_overhead(profile: Profile, steps: Sequence[WholeStep]) -> Profile:
     )
 
 
-def with_interval_scale(
+def interval_ratios(
     profile: Profile, topology: Topology, node: str, steps: Sequence[WholeStep]
-) -> Profile:
+) -> list[float]:
+    """Return each step's log error, over the half interval of `profile` on its side."""
+    machine = Machine.from_topology(topology, node, _with_scale(profile, 1.0))
+    return [_ratio(step, machine) for step in steps]
+
+
+def with_interval_scale(profile: Profile, ratios: Sequence[float]) -> Profile:
     """Return `profile` with the part of its intervals that holds whole steps as often as :data:`COVERAGE` says.
+
+    Parameters
+    ----------
+    profile : Profile
+    ratios : sequence of float
+        Of steps that the profile, or one like it, was not fitted to: see :func:`interval_ratios`.
 
     Notes
     -----
-    Each step's log error is divided by the half interval, in logs, that it lies in. If these are normal around 0, a
-    new one lies within ``t · sqrt(mean square)`` with probability :data:`COVERAGE`, where ``t`` is Student's
-    quantile with as many degrees of freedom as there are steps: few steps cannot promise narrow intervals.
+    If the ratios are normal around 0, a new one lies within ``t · sqrt(mean square)`` with probability
+    :data:`COVERAGE`, where ``t`` is Student's quantile with as many degrees of freedom as there are steps: few
+    steps cannot promise narrow intervals.
     """
-    whole = Profile(**{**dict(profile), "interval_scale": 1.0})
-    machine = Machine.from_topology(topology, node, whole)
-    ratios = [_ratio(step, machine) for step in steps]
     quantile = float(student_t.ppf((1 + COVERAGE) / 2, len(ratios)))
     scale = quantile * math.sqrt(sum(ratio**2 for ratio in ratios) / len(ratios))
-    return Profile(**{**dict(profile), "interval_scale": min(_MOST_SCALE, max(_LEAST_SCALE, scale))})
+    return _with_scale(profile, max(_LEAST_SCALE, scale))
+
+
+def _with_scale(profile: Profile, scale: float) -> Profile:
+    return Profile(**{**dict(profile), "interval_scale": scale})
 
 
 def _ratio(step: WholeStep, machine: Machine) -> float:

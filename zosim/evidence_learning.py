@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from costmodel.calibration import FitReport, Measurement, fit_profile
+from costmodel.calibration import FitReport, fit_profile
 from costmodel.estimate import CopyDirection
+from costmodel.measurement import Measurement
 from costmodel.profile import Profile
 from costmodel.work import Work
 from zosim.evidence import Evidence, EvidenceError, check
 from zosim.program import Instruction, Program, Space, Stream
-from zosim.timeline import Span
+from zosim.program_set import ProgramSet
+from zosim.timeline import Span, Timeline
 
 OVERLAP = 0.05
 """Part of a span beside which another stream may have run before the span counts as contended."""
@@ -87,9 +89,14 @@ def measurements_of(evidence: Evidence) -> list[Measurement]:
     Left out are instructions that wait for other ranks, whose spans are not theirs alone; instructions without
     work; and those of which the instruction's own cost is half or more.
     """
-    overhead_s = evidence.profile.values()["instruction_s"]
+    return measurements_of_spans(evidence.timeline, evidence.program_set, evidence.profile)
+
+
+def measurements_of_spans(timeline: Timeline, program_set: ProgramSet, profile: Profile) -> list[Measurement]:
+    """Return the same of a measured timeline, of the programs that were run and of the device's profile so far."""
+    overhead_s = profile.values()["instruction_s"]
     found = []
-    for (_, work, direction), (name, spans) in _grouped(evidence).items():
+    for (_, work, direction), (name, spans) in _grouped(timeline, program_set, profile).items():
         alone = [seconds for seconds, is_alone in spans if is_alone]
         samples = [seconds - overhead_s for seconds in alone or [seconds for seconds, _ in spans]]
         if min(samples) <= overhead_s * (1 / _LARGEST_OVERHEAD - 1):
@@ -101,7 +108,7 @@ def measurements_of(evidence: Evidence) -> list[Measurement]:
                 seconds=median(samples),
                 fastest_s=min(samples),
                 num_samples=len(samples),
-                num_threads=evidence.profile.num_threads,
+                num_threads=profile.num_threads,
                 direction=direction,
                 contended=not alone,
             )
@@ -109,14 +116,17 @@ def measurements_of(evidence: Evidence) -> list[Measurement]:
     return found
 
 
-def _grouped(evidence: Evidence) -> dict[_Kind, tuple[str, list[tuple[float, bool]]]]:
+def _grouped(
+    timeline: Timeline, program_set: ProgramSet, profile: Profile
+) -> dict[_Kind, tuple[str, list[tuple[float, bool]]]]:
     """Return the steady spans by what they do: a name, and for each its seconds and whether it ran alone."""
     groups: dict[_Kind, tuple[str, list[tuple[float, bool]]]] = {}
-    num_ranks = evidence.program_set.world_size
-    spans = [span for rank in evidence.timeline.ranks for span in evidence.timeline.steady_spans(rank)]
-    for span, is_alone in _with_company(spans, evidence):
-        program = evidence.program_set.program_of(span.rank)
-        instruction = next(item for item in program.step if item.id == span.instruction)
+    num_ranks = program_set.world_size
+    spans = [span for rank in timeline.ranks for span in timeline.steady_spans(rank)]
+    programs = {rank: program_set.program_of(rank) for rank in timeline.ranks}
+    by_id = {rank: {item.id: item for item in program.step} for rank, program in programs.items()}
+    for span, is_alone in _with_company(spans, is_cpu=profile.device_kind == "cpu"):
+        program, instruction = programs[span.rank], by_id[span.rank][span.instruction]
         waits = num_ranks > 1 and (instruction.work.link_bytes or instruction.stream == Stream.LINK)
         if not waits and _has_work(instruction.work):
             key = (instruction.label, instruction.work, _direction(program, instruction))
@@ -139,10 +149,9 @@ def _direction(program: Program, instruction: Instruction) -> CopyDirection:
     return "d2h" if spaces == {Space.HOST} else "h2d"
 
 
-def _with_company(spans: Iterable[Span], evidence: Evidence) -> Iterator[tuple[Span, bool]]:
+def _with_company(spans: Iterable[Span], *, is_cpu: bool) -> Iterator[tuple[Span, bool]]:
     """Yield spans with whether they ran alone: on a GPU on their stream, on a CPU on the whole machine."""
     listed = sorted(spans, key=lambda span: span.start_s)
-    is_cpu = evidence.profile.device_kind == "cpu"
     for number, span in enumerate(listed):
         beside_s = sum(
             min(span.end_s, other.end_s) - max(span.start_s, other.start_s)

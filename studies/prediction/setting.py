@@ -8,6 +8,7 @@ import torch
 
 from executors.buffers import TORCH_DTYPES
 from executors.model import Batch
+from executors.random_models import random_model
 from executors.session import Session
 from executors.spec import spec_of_model
 from studies.prediction.cases import Case, Shape
@@ -54,65 +55,12 @@ def batch_of(case: Case, seed: int = 0) -> Batch:
 
 def model_of(shape: Shape) -> nn.Module:
     """Return a model with random weights, always the same for one shape."""
-    makers = {"opt": _opt, "gpt2": _gpt2, "llama": _llama}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return makers[shape.family](shape)
-
-
-def _opt(shape: Shape) -> nn.Module:
-    from transformers import OPTConfig, OPTForCausalLM
-
-    model: nn.Module = OPTForCausalLM(
-        OPTConfig(
-            vocab_size=shape.vocab,
-            hidden_size=shape.hidden,
-            word_embed_proj_dim=shape.hidden,
-            ffn_dim=4 * shape.hidden,
-            num_hidden_layers=shape.num_blocks,
-            num_attention_heads=shape.num_heads,
-            max_position_embeddings=256,
-            tie_word_embeddings=shape.tied,
-            **_TOKENS,
-        )
+    return random_model(
+        shape.family,
+        hidden=shape.hidden,
+        num_blocks=shape.num_blocks,
+        num_heads=shape.num_heads,
+        vocab=shape.vocab,
+        max_positions=256,
+        tied=shape.tied,
     )
-    return model
-
-
-def _gpt2(shape: Shape) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model: nn.Module = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=shape.vocab,
-            n_embd=shape.hidden,
-            n_layer=shape.num_blocks,
-            n_head=shape.num_heads,
-            n_positions=256,
-            tie_word_embeddings=shape.tied,
-            **_TOKENS,
-        )
-    )
-    return model
-
-
-def _llama(shape: Shape) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model: nn.Module = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=shape.vocab,
-            hidden_size=shape.hidden,
-            intermediate_size=(8 * shape.hidden // 3 + 31) // 32 * 32,
-            num_hidden_layers=shape.num_blocks,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=max(1, shape.num_heads // 2),
-            max_position_embeddings=256,
-            tie_word_embeddings=shape.tied,
-            **_TOKENS,
-        )
-    )
-    return model
-
-
-_TOKENS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}

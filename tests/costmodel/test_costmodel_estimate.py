@@ -9,7 +9,7 @@ from costmodel.datasheet import datasheet_profile
 from costmodel.estimate import estimate
 from costmodel.forward import forward_work
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
-from costmodel.sweeps import copy_work, draw_work, perturb_work
+from costmodel.sweeps import cast_work, copy_work, draw_work, perturb_work
 from topology import load_preset, preset_names
 from topology.errors import ProfileError
 
@@ -62,11 +62,50 @@ def test_small_dimensions_reach_a_part_of_the_rate():
 def test_stored_scores_are_two_products_and_fused_ones_a_rate_of_their_own():
     fused = Attention(num=2, query=16, key=16, head_dim=4)
     stored = fused.model_copy(update={"materialised": True})
-    profile = profile_of(attention_rate=2e9, memory_bandwidth=1e18)
+    profile = profile_of(attention_rate=2e9, memory_bandwidth=1e18, attention_score_rate=1e18)
     assert estimate(Work(attention=(fused,)), profile).seconds == pytest.approx(fused.flops / 2e9)
     assert estimate(Work(attention=(stored,)), profile).seconds == pytest.approx(stored.flops / 1e9)
-    long_half = profile_of(attention_rate=2e9, attention_half_len=16)
+    long_half = profile_of(attention_rate=2e9, attention_half_len=16, attention_score_rate=1e18)
     assert estimate(Work(attention=(fused,)), long_half).seconds == pytest.approx(fused.flops / 1e9)
+
+
+def test_fused_attention_normalises_every_score_that_it_does_not_skip():
+    profile = profile_of(attention_rate=1e18, attention_score_rate=1e6)
+    fused = Attention(num=2, query=16, key=16, head_dim=4)
+    assert estimate(Work(attention=(fused,)), profile).seconds == pytest.approx(512 / 1e6)
+    causal = fused.model_copy(update={"causal_skip": True})
+    assert estimate(Work(attention=(causal,)), profile).seconds == pytest.approx(256 / 1e6)
+
+
+def test_each_dimension_of_a_product_has_a_half_of_its_own():
+    own = Constant(
+        name="matmul_half_dim.float32.k", value=30.0, low=30.0, high=30.0, unit="1", source="a test"
+    )
+    profile = profile_of(memory_bandwidth=1e18, matmul_half_dim=10)
+    work = Work(matmuls=(Matmul(m=10, n=10, k=30),))
+    assert estimate(work, profile).terms["matmul"] == pytest.approx(6000 / 1e9 * 4 * 4 / 3)
+    assert estimate(work, profile.with_constants(own, origin="calibrated")).terms["matmul"] == pytest.approx(
+        6000 / 1e9 * 4 * 2
+    )
+
+
+def test_threads_gather_for_products_attention_and_kernels_that_they_share():
+    profile = profile_of(gather_s=1.0)
+    product, attention = Matmul(m=1, n=1, k=1), Attention(num=1, query=1, key=1, head_dim=1)
+    work = Work(matmuls=(product,) * 2, attention=(attention,), num_kernels=9, num_shared_kernels=4)
+    assert estimate(work, profile).terms["gather"] == 7.0
+    assert perturb_work(1 << 15).num_shared_kernels == 1
+    assert perturb_work((1 << 15) - 1).num_shared_kernels == 0
+
+
+def test_a_pair_of_formats_goes_before_the_format_that_is_read():
+    pair = Constant(
+        name="cast_rate.bfloat16.float32", value=2e9, low=2e9, high=2e9, unit="number/s", source="a test"
+    )
+    profile = profile_of().with_constants(pair, origin="calibrated")
+    for target, rate in (("float32", 2e9), ("float8_e4m3", 1e9)):
+        work = cast_work(1000, source="bfloat16", target=target)
+        assert estimate(work, profile).terms["cast"] == pytest.approx(1000 / rate)
 
 
 def test_what_fits_a_cache_moves_at_the_cache_bandwidth():

@@ -75,7 +75,7 @@ def test_a_profile_reads_back_as_written(tmp_path):
     [
         (lambda text: text[:-20], "cannot be read"),
         (lambda text: text.replace('"num_threads": 2', '"num_threads": 3'), "damaged or was edited"),
-        (lambda text: text.replace('"version": 2', '"version": 1'), "has version 1"),
+        (lambda text: text.replace('"version": 3', '"version": 1'), "has version 1"),
         (lambda text: json.dumps({"hello": 1}), "not a profile"),
         (lambda text: "[]", "not a profile"),
     ],

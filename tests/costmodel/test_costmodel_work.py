@@ -101,9 +101,9 @@ def test_a_chunked_loss_needs_less_memory_for_the_same_products():
     assert whole.flops == parts.flops
     assert [part.m for part in parts.matmuls] == [48, 48, 32]
     logits_bytes = 128 * SPEC.vocab_size * (2 + 4 + 4)
-    norm_bytes = 128 * SPEC.hidden_size * 2
-    assert whole.workspace_bytes == logits_bytes + norm_bytes
-    assert parts.workspace_bytes == logits_bytes * 48 // 128 + norm_bytes
+    norm_bytes, loss_bytes = 128 * SPEC.hidden_size * 2, 16 * 4
+    assert whole.workspace_bytes == logits_bytes + norm_bytes + loss_bytes
+    assert parts.workspace_bytes == logits_bytes * 48 // 128 + norm_bytes + loss_bytes
 
 
 def test_weights_of_another_format_are_cast_and_held():

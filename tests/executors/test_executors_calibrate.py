@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from costmodel.calibration import load_measurements, save_measurements
+from costmodel.measurement import load_measurements, save_measurements
 from costmodel.work import Work
 from executors import calibrate, probes, probing
 from executors.exchange_probes import exchange_probes
@@ -25,7 +25,7 @@ def small_probes() -> Any:
     patch.setitem(probing.MEMORY_BYTES, "cpu", 1 << 20)
     patch.setitem(probing.CACHE_BYTES, "cpu", 1 << 14)
     patch.setattr(probes, "MATMUL_SHAPES", {"cpu": ((8, 16, 32), (64, 64, 64))})
-    patch.setattr(probes, "ATTENTION_SHAPES", {"cpu": ((2, 16, 8),)})
+    patch.setattr(probes, "ATTENTION_SHAPES", {"cpu": ((2, 1, 16, 8),)})
     patch.setattr(probes, "SEGMENT_SHAPES", {"cpu": ((64, 100, 2, 16),)})
     yield
     patch.undo()

@@ -8,15 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from costmodel.calibration import Measurement
 from costmodel.contention import with_copy_cores
 from costmodel.datasheet import datasheet_profile
+from costmodel.measurement import Measurement
+from costmodel.profile import Profile
 from costmodel.sweeps import copy_work
 from costmodel.work import Matmul, Work
 from executors.calibrate import threads_set
+from executors.calibrating import fitted
 from executors.whole_steps import (
     STEP_SHAPES,
     WholeStep,
+    interval_ratios,
     measure_steps,
     with_interval_scale,
     with_step_overhead,
@@ -32,7 +35,7 @@ PROFILE = datasheet_profile(TOPOLOGY, "cpu0", num_threads=1)
 
 @pytest.fixture(scope="module")
 def steps() -> list[WholeStep]:
-    shapes = [replace(shape, hidden=64, vocab=50, seq=8, batch=1) for shape in STEP_SHAPES[:2]]
+    shapes = [replace(shape, hidden=64, head_dim=32, vocab=50, seq=8, batch=1) for shape in STEP_SHAPES[:2]]
     with threads_set(1):
         return measure_steps(TOPOLOGY, "cpu0", device="cpu", budget_s=0.02, shapes=shapes)
 
@@ -54,28 +57,49 @@ def test_intervals_are_as_wide_as_whole_steps_say(steps: list[WholeStep]) -> Non
     low_s, central_s, high_s = (
         simulate(program, machine, bound=bound).step_time_s for bound in ("low", "central", "high")
     )
+
+    def scaled(*seconds: float) -> Profile:
+        rows = [WholeStep("a", program, second, 1e-4) for second in seconds]
+        return with_interval_scale(PROFILE, interval_ratios(PROFILE, TOPOLOGY, "cpu0", rows))
+
     # One error of the whole half interval, and many of a fifth of it.
     fifth_s = central_s * (high_s / central_s) ** 0.2
-    rows = [WholeStep("a", program, fifth_s, 1e-4)] * 24
-    scale = with_interval_scale(PROFILE, TOPOLOGY, "cpu0", rows).interval_scale
+    scale = scaled(*[fifth_s] * 24).interval_scale
     assert scale == pytest.approx(1.71 * 0.2, rel=0.02)
-    wider = with_interval_scale(
-        PROFILE, TOPOLOGY, "cpu0", [*rows, WholeStep("b", program, low_s, 1e-4)]
-    ).interval_scale
-    assert wider > scale
-    few = with_interval_scale(PROFILE, TOPOLOGY, "cpu0", rows[:2]).interval_scale
-    assert few > 1.5 * scale
-    scaled = with_interval_scale(PROFILE, TOPOLOGY, "cpu0", rows)
-    ends = Machine.from_topology(TOPOLOGY, "cpu0", scaled)
+    assert scaled(*[fifth_s] * 24, low_s).interval_scale > scale
+    assert scaled(fifth_s, fifth_s).interval_scale > 1.5 * scale
+    ends = Machine.from_topology(TOPOLOGY, "cpu0", scaled(*[fifth_s] * 24))
     assert low_s < simulate(program, ends, bound="low").step_time_s < central_s
     assert central_s < simulate(program, ends, bound="high").step_time_s < high_s
+
+
+def test_a_profile_is_judged_by_steps_that_it_was_not_fitted_to() -> None:
+    """Steps that take what a profile says, all but one: its part alone is found to be far off."""
+    shapes = [replace(shape, hidden=64, head_dim=32, vocab=50, seq=8, batch=1) for shape in STEP_SHAPES[:4]]
+    with threads_set(1):
+        found = measure_steps(TOPOLOGY, "cpu0", device="cpu", budget_s=0.04, shapes=shapes)
+    machine = Machine.from_topology(TOPOLOGY, "cpu0", PROFILE)
+    rows = []
+    for number, step in enumerate(found):
+        said = simulate(step.program, machine)
+        assert step.timeline is not None
+        assert step.timeline.spans
+        seconds = said.step_time_s * (3.0 if number == 3 else 1.0)
+        rows.append(WholeStep(str(number), step.program, seconds, step.gap_s, said if number != 3 else None))
+    single = Measurement("dispatch", Work(num_kernels=4), 2e-5, 2e-5, 5, 1)
+    profile, report = fitted(TOPOLOGY, "cpu0", PROFILE, [single], rows)
+    errors = {row.name: row.relative_error for row in report.steps}
+    assert set(errors) == {"0", "1", "2", "3"}
+    assert errors["3"] == min(errors.values())
+    assert errors["3"] < -0.4
+    assert profile.interval_scale > 0.1
 
 
 def test_shapes_of_the_calibration_are_none_that_predictions_are_judged_on() -> None:
     judged = {case.shape.hidden for case in (*held_out_cases(48), *rank_cases(16), *tuning_cases())}
     judged |= {case.shape.hidden for cases in choice_cases(8) for case in cases}
     assert not judged & {shape.hidden for shape in STEP_SHAPES}
-    assert all(shape.hidden % max(1, shape.hidden // 64) == 0 for shape in STEP_SHAPES)
+    assert all(shape.hidden % shape.head_dim == 0 for shape in STEP_SHAPES)
 
 
 def test_what_a_copy_takes_comes_from_the_two_together() -> None:

@@ -1,0 +1,104 @@
+"""What a machine did, as pairs of work and seconds that a profile is fitted to, kept as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from costmodel.estimate import CopyDirection
+from costmodel.work import Work
+from topology.errors import ProfileError
+
+Statistic = Literal["median", "fastest"]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How long a piece of work took.
+
+    Attributes
+    ----------
+    name : str
+        What was done. Its first word is its kind, by which reports are grouped.
+    work : Work
+        What it counts as.
+    seconds : float
+        Median duration; what the fit explains.
+    fastest_s : float
+        Shortest duration seen.
+    num_samples : int
+    num_threads : int
+        Threads of the kernels; those of the profile that is fitted.
+    direction : {"h2d", "d2h"}
+        Which way ``copy_bytes`` went.
+    contended : bool
+        Whether something else ran beside it on purpose. Such measurements are reported and not fitted.
+
+    Notes
+    -----
+    The fit wants, for each compute format, matrix products from small to large (rate and ``matmul_half_dim``), one
+    that only reads (``memory_bandwidth``), fused attention, draws of each distribution, sweeps and element-wise
+    passes over buffers far larger and far smaller than ``cache_bytes``, many tiny kernels (``dispatch_s``), copies
+    each way from tiny to large, large and tiny allocations, an empty instruction, and forwards of whole segments,
+    which weigh the parts as a model mixes them. What is missing keeps the base profile's value and interval.
+    """
+
+    name: str
+    work: Work
+    seconds: float
+    fastest_s: float
+    num_samples: int
+    num_threads: int
+    direction: CopyDirection = "h2d"
+    contended: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds) and 0 < self.fastest_s <= self.seconds):
+            message = f"measurement {self.name!r}: 0 < fastest {self.fastest_s} s <= median {self.seconds} s"
+            raise ProfileError(message, hint="a clock that stands still or runs back cannot be used")
+
+    @property
+    def kind(self) -> str:
+        """First word of the name."""
+        return self.name.split(" ", 1)[0]
+
+    def duration_s(self, statistic: Statistic) -> float:
+        """Return the median or the shortest duration."""
+        return self.seconds if statistic == "median" else self.fastest_s
+
+
+def save_measurements(measurements: Iterable[Measurement], path: str | Path) -> None:
+    """Write measurements as JSON lines."""
+    rows = [{**vars(m), "work": m.work.model_dump(mode="json")} for m in measurements]
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def load_measurements(path: str | Path) -> list[Measurement]:
+    """Return the measurements in a file that :func:`save_measurements` wrote.
+
+    Raises
+    ------
+    ProfileError
+        If the file cannot be read; a damaged line is named by its number.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"the measurements {path} cannot be read: {error}"
+        raise ProfileError(message) from error
+    return [_parse_line(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parse_line(line: str, number: int, path: str | Path) -> Measurement:
+    try:
+        row: dict[str, Any] = json.loads(line)
+        return Measurement(**{**row, "work": Work.model_validate(row["work"])})
+    except (json.JSONDecodeError, ValidationError, KeyError, TypeError) as error:
+        message = f"{path}, line {number} is not a measurement: {error}"
+        raise ProfileError(message) from error

@@ -1,0 +1,93 @@
+"""Small models with random weights, for measurements that want a model's shape and none of its knowledge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_TOKENS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+
+
+def random_model(
+    family: str,
+    *,
+    hidden: int,
+    num_blocks: int,
+    num_heads: int,
+    vocab: int,
+    max_positions: int,
+    tied: bool = True,
+) -> nn.Module:
+    """Return a model with random weights, always the same for one shape.
+
+    Parameters
+    ----------
+    family : {"opt", "gpt2", "llama"}
+        MLPs are four times as wide as the hidden state; Llama's gated ones 8/3 times, and several of
+        its heads share keys and values: two where they are even in number.
+    hidden, num_blocks, num_heads, vocab, max_positions : int
+    tied : bool
+        Whether the head reads the table of embeddings.
+    """
+    makers = {"opt": _opt, "gpt2": _gpt2, "llama": _llama}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return makers[family](hidden, num_blocks, num_heads, vocab, max_positions, tied)
+
+
+def _opt(hidden: int, num_blocks: int, num_heads: int, vocab: int, positions: int, tied: bool) -> nn.Module:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    model: nn.Module = OPTForCausalLM(
+        OPTConfig(
+            vocab_size=vocab,
+            hidden_size=hidden,
+            word_embed_proj_dim=hidden,
+            ffn_dim=4 * hidden,
+            num_hidden_layers=num_blocks,
+            num_attention_heads=num_heads,
+            max_position_embeddings=positions,
+            tie_word_embeddings=tied,
+            **_TOKENS,
+        )
+    )
+    return model
+
+
+def _gpt2(hidden: int, num_blocks: int, num_heads: int, vocab: int, positions: int, tied: bool) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model: nn.Module = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=vocab,
+            n_embd=hidden,
+            n_layer=num_blocks,
+            n_head=num_heads,
+            n_positions=positions,
+            tie_word_embeddings=tied,
+            loss_type="ForCausalLM",
+            **_TOKENS,
+        )
+    )
+    return model
+
+
+def _llama(hidden: int, num_blocks: int, num_heads: int, vocab: int, positions: int, tied: bool) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model: nn.Module = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=(8 * hidden // 3 + 31) // 32 * 32,
+            num_hidden_layers=num_blocks,
+            num_attention_heads=num_heads,
+            num_key_value_heads=max(n for n in range(1, num_heads // 2 + 1) if num_heads % n == 0),
+            max_position_embeddings=positions,
+            tie_word_embeddings=tied,
+            **_TOKENS,
+        )
+    )
+    return model
