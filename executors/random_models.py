@@ -67,7 +67,6 @@ def _gpt2(hidden: int, num_blocks: int, num_heads: int, vocab: int, positions: i
             n_head=num_heads,
             n_positions=positions,
             tie_word_embeddings=tied,
-            loss_type="ForCausalLM",
             **_TOKENS,
         )
     )

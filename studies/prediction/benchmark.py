@@ -81,7 +81,13 @@ def run_benchmark(
         held_out=tuple(rows["held out"]),
         tuning=tuple(rows["tuning"]),
         ranks=tuple(of_case[case] for case in ranks if case in of_case),
-        choices=tuple(Choice(tuple(of_case[case] for case in cases if case in of_case)) for cases in choices),
+        choices=tuple(
+            choice
+            for cases in choices
+            for choice in Choice.with_and_without_limit(
+                tuple(of_case[case] for case in cases if case in of_case)
+            )
+        ),
         profiles=profiles,
         fits=fits,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from costmodel.profile import Profile
@@ -14,6 +14,8 @@ from zosim.machine import Machine
 from zosim.predict import Subject
 from zosim.program import Space
 from zosim.simulate import simulate
+
+_LEAST_CHOICES = 2
 
 
 @dataclass(frozen=True)
@@ -104,19 +106,37 @@ class Choice:
     Attributes
     ----------
     rows : tuple of Row
+    limit_bytes : int or None
+        Memory of each device, where it is limited.
     """
 
     rows: tuple[Row, ...]
+    limit_bytes: int | None = None
+
+    @classmethod
+    def with_and_without_limit(cls, rows: tuple[Row, ...]) -> tuple[Choice, ...]:
+        """Return the choice among all, and among the half that needs least memory, as it was predicted."""
+        if len(rows) < _LEAST_CHOICES:
+            return ()
+        return cls(rows), cls(rows, sorted(row.predicted_bytes for row in rows)[(len(rows) - 1) // 2])
 
     @property
     def chosen(self) -> Row:
-        """The placement that was predicted to be the fastest."""
-        return min(self.rows, key=lambda row: row.predicted_s)
+        """The placement that was predicted to fit and to be the fastest."""
+        return min(self._within(lambda row: row.predicted_bytes), key=lambda row: row.predicted_s)
 
     @property
     def best(self) -> Row:
-        """The placement that was the fastest."""
-        return min(self.rows, key=lambda row: row.measured_s)
+        """The placement that did fit and was the fastest."""
+        return min(self._within(lambda row: row.measured_bytes), key=lambda row: row.measured_s)
+
+    @property
+    def keeps_limit(self) -> bool:
+        """Whether the chosen placement did fit."""
+        return self.limit_bytes is None or self.chosen.measured_bytes <= self.limit_bytes
+
+    def _within(self, size_of: Callable[[Row], int]) -> list[Row]:
+        return [row for row in self.rows if self.limit_bytes is None or size_of(row) <= self.limit_bytes]
 
     @property
     def regret(self) -> float:

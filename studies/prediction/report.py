@@ -102,7 +102,12 @@ class Benchmark:
     @property
     def rows(self) -> tuple[Row, ...]:
         """Everything that no constant was chosen by: held-out cases, several ranks, plans to choose from."""
-        return (*self.held_out, *self.ranks, *(row for choice in self.choices for row in choice.rows))
+        return (*self.held_out, *self.ranks, *self.choice_rows)
+
+    @property
+    def choice_rows(self) -> tuple[Row, ...]:
+        """Every plan that there was to choose from, once."""
+        return tuple(row for choice in self.choices if choice.limit_bytes is None for row in choice.rows)
 
     def to_json(self) -> str:
         """Return all rows, the constants and the residuals of the calibration."""
@@ -119,9 +124,16 @@ class Benchmark:
             "all": {"summary": asdict(Summary.of(self.rows))},
             "ranks": [asdict(row) for row in self.ranks],
             "choices": [
-                {"regret": choice.regret, "rows": [asdict(row) for row in choice.rows]}
+                {
+                    "regret": choice.regret,
+                    "limit_bytes": choice.limit_bytes,
+                    "keeps_limit": choice.keeps_limit,
+                    "chosen": choice.chosen.name,
+                    "best": choice.best.name,
+                }
                 for choice in self.choices
             ],
+            "choice_rows": [asdict(row) for row in self.choice_rows],
             "tuning": {
                 "summary": asdict(Summary.of(self.tuning)) if self.tuning else None,
                 "rows": [asdict(row) for row in self.tuning],
@@ -164,7 +176,7 @@ least of the processors; memory is arena plus live tensors, peaks over the first
             "all": self.rows,
             "held out": self.held_out,
             "several ranks": self.ranks,
-            "to choose from": [row for choice in self.choices for row in choice.rows],
+            "to choose from": self.choice_rows,
             "tuning": self.tuning,
         }
         columns = {name: Summary.of(rows) for name, rows in lists.items() if rows}
@@ -200,20 +212,24 @@ least of the processors; memory is arena plus live tensors, peaks over the first
     def _regret(self) -> str:
         regrets = [choice.regret for choice in self.choices]
         goals = " and ".join(f"{goal:.2f}" for goal in REGRET_GOAL)
+        kept = sum(choice.keeps_limit for choice in self.choices)
         lines = [
             "## What the predicted choice costs\n",
             (
                 f"Measured time of the placement predicted to be the fastest, over that of the fastest: median "
                 f"{median(regrets):.3f}, worst {max(regrets):.3f} (goals {goals}). All placements compute the same on two "
-                "cores: two threads, or two ranks of one.\n"
+                "cores: two threads, or two ranks of one. With a memory limit, which half of them keep as predicted, "
+                "the choice is among those that were predicted to fit, the best among those that did; "
+                f"{kept} of {len(self.choices)} choices did.\n"
             ),
-            "| configuration | chosen | best | chosen (ms) | best (ms) | slowest (ms) | regret |",
-            "| --- | --- | --- | ---: | ---: | ---: | ---: |",
+            "| configuration | limit (MiB) | chosen | best | chosen (ms) | best (ms) | slowest (ms) | regret |",
+            "| --- | ---: | --- | --- | ---: | ---: | ---: | ---: |",
         ]
         for choice in self.choices:
             slowest = max(row.measured_s for row in choice.rows)
+            limit = "none" if choice.limit_bytes is None else f"{choice.limit_bytes / 2**20:.1f}"
             lines.append(
-                f"| {choice.best.name.partition(' thread')[0][:-2]} | {choice.chosen.placement} | "
+                f"| {choice.best.name.partition(' thread')[0][:-2]} | {limit} | {choice.chosen.placement} | "
                 f"{choice.best.placement} | {choice.chosen.measured_s * 1e3:.1f} | {choice.best.measured_s * 1e3:.1f} | "
                 f"{slowest * 1e3:.1f} | {choice.regret:.3f} |"
             )

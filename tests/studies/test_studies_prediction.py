@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from costmodel.datasheet import datasheet_profile
 from studies.prediction.cases import (
     CHOICES,
+    DEVELOPMENT_VOCABULARIES,
     PLACEMENTS,
     RANK_PLACEMENTS,
     Case,
     Shape,
     choice_cases,
+    development_cases,
     held_out_cases,
     rank_cases,
     tuning_cases,
@@ -121,6 +124,34 @@ def test_the_regret_is_that_of_the_predicted_choice():
     assert (choice.chosen, choice.best) == (slow, fast)
     assert choice.regret == pytest.approx(1.2)
     assert Choice((fast,)).regret == 1.0
+    assert Choice.with_and_without_limit((fast,)) == ()
+
+
+def test_a_limit_is_kept_as_predicted_and_judged_as_measured():
+    large = row(1.0, 1.0, name="large", predicted_bytes=300, measured_bytes=300)
+    small = row(2.0, 2.0, name="small", predicted_bytes=100, measured_bytes=90)
+    middle = row(1.5, 1.2, name="middle", predicted_bytes=310, measured_bytes=95)
+    free, limited = Choice.with_and_without_limit((large, small, middle))
+    assert free.chosen is free.best is large
+    assert limited.limit_bytes == 300
+    _, tight = Choice.with_and_without_limit((large, small))
+    assert tight.limit_bytes == 100
+    assert tight.chosen is tight.best is small
+    # What was not predicted to fit, and did, counts against the choice.
+    judged = Choice((large, small, middle), 100)
+    assert (judged.chosen, judged.best) == (small, middle)
+    assert judged.regret == pytest.approx(2.0 / 1.2)
+    assert judged.keeps_limit
+    assert not Choice((row(1.0, 1.0, predicted_bytes=90, measured_bytes=110),), 100).keeps_limit
+
+
+def test_the_development_list_has_nothing_of_the_held_out_one():
+    cases = development_cases(40, 1)
+    assert cases == development_cases(40, 1)
+    assert not {replace(case, num_threads=2) for case in cases} & {
+        replace(case, num_threads=2) for case in held_out_cases(48)
+    }
+    assert not set(DEVELOPMENT_VOCABULARIES) & {case.shape.vocab for case in held_out_cases(48)}
 
 
 def test_every_choice_is_of_one_configuration_and_takes_two_cores():
