@@ -27,8 +27,18 @@ from executors.parameters import stand_in
 from executors.stages import Stages
 from executors.streams import Backend, Task, Ticket
 from executors.update_watch import UpdateWatch
-from topology.errors import ModelError, RunError
-from zosim.program import Buffer, Dependency, Forward, Instruction, Part, Program
+from topology.errors import ModelError, ProgramError, RunError
+from zosim.program import (
+    Backward,
+    Buffer,
+    Collective,
+    Dependency,
+    Forward,
+    Instruction,
+    Optimize,
+    Part,
+    Program,
+)
 from zosim.validate import validate
 
 __all__ = ["Hyperparameters", "Interpreter", "StepFrame"]
@@ -56,7 +66,7 @@ class Interpreter:
     Raises
     ------
     ProgramError
-        If the program is invalid, or is not one for this model.
+        If the program is invalid, is not one for this model, or goes backward, which only the simulator does.
     """
 
     def __init__(
@@ -71,6 +81,7 @@ class Interpreter:
         watch_updates: bool = False,
         communicator: Communicator | None = None,
     ) -> None:
+        _refuse_first_order(program)
         validate(program)
         self.program = program
         self.backend = backend
@@ -340,6 +351,22 @@ def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)
+
+
+def _refuse_first_order(program: Program) -> None:
+    """Raise if `program` is a first-order step.
+
+    Raises
+    ------
+    ProgramError
+        Naming the first instruction that nothing executes.
+    """
+    for part, instruction in program.instructions():
+        op = instruction.op
+        is_sum = isinstance(op, Collective) and op.function == "all_reduce"
+        if is_sum or isinstance(op, Backward | Optimize):
+            message = f"program {program.name}: {part}/{instruction.id} belongs to a first-order step, which is simulated only"
+            raise ProgramError(message, hint="run a zeroth-order plan; zosim simulate --first-order compares them")
 
 
 def _format_of_losses(program: Program, cut: CutModel, num_micro_batches: int) -> torch.dtype | None:
