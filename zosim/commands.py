@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
 
 from topology.documents import resolve
 from topology.errors import PlanError, TimelineError
@@ -16,8 +17,10 @@ from zosim import report
 from zosim.compare import compare as compare_timelines
 from zosim.compare import slowest_rank
 from zosim.console import emit, stderr
+from zosim.first_order_report import baseline_subject, comparison_data, comparison_view
 from zosim.options import (
     HOST,
+    FirstOrderName,
     Hardware,
     Json,
     MethodName,
@@ -27,6 +30,7 @@ from zosim.options import (
     Threads,
     axis,
     cutting_of,
+    first_order_of,
     given,
     mesh_of,
     model_spec,
@@ -235,6 +239,18 @@ def simulate(
     ] = None,
     threads: Threads = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (Perfetto opens it).")] = None,
+    first_order: Annotated[
+        FirstOrderName | None,
+        typer.Option(help="Compare with a first-order step of the same devices and cuts."),
+    ] = None,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of the first-order step.")] = 1,
+    schedule: Annotated[str, typer.Option(help="Their order: gpipe or 1f1b.")] = "gpipe",
+    samples: Annotated[
+        int, typer.Option(min=1, help="Samples whose last messages aq-sgd keeps; a batch at least.")
+    ] = 1,
+    first_order_trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace of the first-order step.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict a plan's step time and memory, event by event."""
@@ -254,7 +270,18 @@ def simulate(
             "makespan_s": timeline.makespan_s,
         }
     )
-    emit(data, json=as_json, text=report.simulation_view(subject, prediction))
+    view = report.simulation_view(subject, prediction)
+    if first_order is not None:
+        settings = first_order_of(first_order, microbatches, schedule, samples)
+        baseline = baseline_subject(subject, settings)
+        if first_order_trace is not None:
+            save_trace(baseline.timeline, first_order_trace)
+            stderr.print(f"wrote {first_order_trace}")
+        data |= comparison_data(subject, baseline, settings)
+        view = Group(view, "", comparison_view(subject, baseline, settings))
+    elif first_order_trace is not None:
+        raise PlanError("--first-order-trace without --first-order", hint="such as --first-order sgd")
+    emit(data, json=as_json, text=view)
     if steps is not None and not as_json:
         stderr.print(f"{steps} steps and the flush: {format_seconds(timeline.makespan_s)}")
 

@@ -17,6 +17,7 @@ from topology.documents import resolve
 from topology.errors import PlanError
 from topology.validation import did_you_mean, readable
 from zosim.cuts import Cutting, read_densities
+from zosim.first_order_settings import PRESETS, FirstOrder
 from zosim.plan import Mesh, Plan, Precision, StorageDType, TransferDType
 from zosim.predict import Subject
 from zosim.profiles import Profiles
@@ -47,6 +48,14 @@ class MethodName(enum.StrEnum):
     DDP = "ddp"
     TWO_D = "2d"
     SPARQ = "sparq"
+
+
+class FirstOrderName(enum.StrEnum):
+    """Named settings of a first-order step."""
+
+    SGD = "sgd"
+    ADAM = "adam"
+    AQ_SGD = "aq-sgd"
 
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan written by `zosim plan -o`.", show_default=False)]
@@ -160,6 +169,19 @@ def _dtype(option: str, value: str, known: tuple[str, ...]) -> str:
 def given(**options: object) -> dict[str, object]:
     """Return the options that were given."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def first_order_of(
+    name: FirstOrderName, num_microbatches: int = 1, schedule: str = "gpipe", num_samples: int = 1
+) -> FirstOrder:
+    """Return the first-order settings that options name."""
+    preset = PRESETS[name]
+    changed = {
+        "num_microbatches": num_microbatches,
+        "schedule": schedule,
+        "num_kept_samples": num_samples if preset.num_kept_samples else 0,
+    }
+    return axis(FirstOrder, **(preset.model_dump() | changed))
 
 
 def axis(kind: type[_Model], **fields: object) -> _Model:
