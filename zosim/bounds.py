@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from topology.units import format_bytes
 from zosim.footprint import Footprints, host_footprint
 from zosim.machine import Machine
-from zosim.machines import machines_for
+from zosim.machines import Ways, machines_for
 from zosim.plan import Mesh, Placement, Plan
 from zosim.request import Request, profiles_of
 from zosim.sketch import Sketch, Sketcher
@@ -65,6 +65,7 @@ class Bounds:
         self._sketcher = Sketcher(request.model)
         self._twins = Twins(request.topology)
         self._sites: dict[tuple[Mesh, Placement], _Site] = {}
+        self._ways = Ways()
         self._known: dict[tuple[Placement, int], tuple[Machine, ...]] = {}
 
     def of(self, plan: Plan) -> Bound:
@@ -75,7 +76,13 @@ class Bounds:
         taken = _footprints(site, sketches)
         longest = max(sketches, key=lambda sketch: sketch.period_s)
         return Bound(
-            max(longest.period_s, self._shared_s(plan, site, sketches)),
+            max(
+                longest.period_s,
+                self._sketcher.pipeline_s(plan, plan.mesh.pipelines[0], machines)
+                if plan.mesh.stage > 1
+                else 0.0,
+                self._shared_s(plan, site, sketches),
+            ),
             longest.num_instructions,
             taken,
             "; ".join(self._missing(plan, site, taken)),
@@ -87,7 +94,9 @@ class Bounds:
         key = placement, plan.mesh.stage
         if key not in self._known:
             profiles = profiles_of(placement, request.profile, request.profiles)
-            self._known[key] = machines_for(request.topology, placement.devices, profiles, plan.groups)
+            self._known[key] = machines_for(
+                request.topology, placement.devices, profiles, plan.groups, known=self._ways
+            )
         return self._known[key]
 
     def _site(self, plan: Plan) -> _Site:

@@ -71,8 +71,12 @@ def plan(
         list[str] | None,
         typer.Option(help="Fix the cuts between stages, in order: block.5 behind it, block.5.mlp inside."),
     ] = None,
-    codec: Annotated[str, typer.Option(help="Codec of MLP activations to try, such as q4; lossy.")] = "none",
-    residual_codec: Annotated[str, typer.Option(help="Codec of the residual stream to try; lossy.")] = "none",
+    codec: Annotated[
+        str, typer.Option(help="Codecs of MLP activations to try, such as q4,q8; lossy.")
+    ] = "none",
+    residual_codec: Annotated[
+        str, typer.Option(help="Codecs of the residual stream to try; lossy.")
+    ] = "none",
     densities: Annotated[
         Path | None, typer.Option(help="Measured densities of the cuts, from `zosim probe --json`.")
     ] = None,

@@ -166,8 +166,13 @@ def _about_meshes(chosen: Candidate, prediction: Prediction, others: Sequence[Ca
         yield f"on one device: {alone.describe()}, {word}{format_seconds(alone.seconds)} a step, {times:.2f} times as long"
     rivals = [c for c in listed if c is not alone and c is not others[0]]
     if rivals:
+        # The best of those with stages is among them, wherever it stands.
+        staged = next((c for c in rivals[3:] if c.plan.mesh.stage > 1), None)
+        if chosen.plan.mesh.stage > 1 or any(c.plan.mesh.stage > 1 for c in (*others[:1], *rivals[:3])):
+            staged = None
         shown = "; ".join(
-            f"{c.plan.mesh.describe()} {_slower(c, prediction.step_time_s)}" for c in rivals[:3]
+            f"{c.plan.mesh.describe()} {_slower(c, prediction.step_time_s)}"
+            for c in (*rivals[:3], *((staged,) if staged else ()))
         )
         yield f"other meshes at their best: {shown}"
 

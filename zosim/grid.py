@@ -29,7 +29,7 @@ from zosim.plan import Plan
 from zosim.program import Instruction, Program
 from zosim.recurrence import MAX_STEPS, Member, Node, Recurrence, second_half_s
 from zosim.scaling import LINKS, scaled
-from zosim.sketch import are_alike, shortened
+from zosim.shortening import are_alike, shortened
 from zosim.steady import MAX_CYCLE, TOLERANCE
 from zosim.world import World
 

@@ -133,11 +133,17 @@ def cutting_of(
     is_saved = path.suffix == ".json" and path.name != "config.json" and path.is_file()
     return Cutting(
         tuple(part.strip() for item in cuts for part in item.split(",")),
-        codec,
-        residual_codec,
+        _codecs(codec),
+        _codecs(residual_codec),
         {} if densities is None else read_densities(densities),
         None if is_saved else cut_model,
     )
+
+
+def _codecs(text: str) -> tuple[str, ...]:
+    """Return the codecs that a text lists; of plain numbers alone, which are always tried, none."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    return () if names == ("none",) else names
 
 
 def precision_of(dtype: str, compute: str | None = None, transfer: str | None = None) -> Precision:

@@ -7,8 +7,9 @@ chosen and why, what came second, and what does not fit for want of how much mem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
 from costmodel.model_spec import block_segment
 from topology.errors import DoesNotFit
@@ -20,6 +21,7 @@ from zosim.plan import Plan
 from zosim.predict import Prediction, Subject
 from zosim.request import Method, Request
 from zosim.space import placements
+from zosim.staging import staged_plans
 
 __all__ = ["Candidate", "Decision", "Method", "Request", "candidates", "choose", "describe", "placements"]
 
@@ -122,13 +124,29 @@ def choose(request: Request) -> Decision:
     PlanError
         If the request contradicts itself.
     """
-    listed = sorted(candidates(request), key=lambda c: c.sort_key)
-    fitting, rejected = ([c for c in listed if bool(c.missing) is lacks] for lacks in (False, True))
-    if not fitting:
+    bounds = Bounds(request)
+    fitting, rejected = _parted(candidates(request, bounds))
+    ranked = _simulate_survivors(fitting) if fitting else []
+    if request.seeks_stages:
+        fastest_s = ranked[0].seconds if ranked else inf
+        found, too_large = _parted(_bounded(request, bounds, staged_plans(request, fastest_s)))
+        ranked = _simulate_survivors(sorted((*ranked, *found), key=_by_key)) if found else ranked
+        rejected = sorted((*rejected, *too_large), key=_by_key)
+    if not ranked:
         raise _nothing_fits(request, rejected)
-    best, *others = _simulate_survivors(fitting)
+    best, *others = ranked
     chosen = replace(best, prediction=best.subject.prediction)
     return Decision(chosen, tuple(others), tuple(rejected), _printed_cuts(request, chosen.plan))
+
+
+def _parted(listed: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """Return those that fit and those that do not, the fastest first."""
+    ordered = sorted(listed, key=_by_key)
+    return [c for c in ordered if not c.missing], [c for c in ordered if c.missing]
+
+
+def _by_key(candidate: Candidate) -> tuple[float, int, int, int, int]:
+    return candidate.sort_key
 
 
 def _printed_cuts(request: Request, plan: Plan) -> tuple[str, ...]:
@@ -136,7 +154,7 @@ def _printed_cuts(request: Request, plan: Plan) -> tuple[str, ...]:
     return sparsest_near_the_middle(inside, request.cutting.densities, plan.mesh.stage)
 
 
-def candidates(request: Request) -> Iterator[Candidate]:
+def candidates(request: Request, bounds: Bounds | None = None) -> Iterator[Candidate]:
     """Yield every placement with its bound, and again with a chunked loss where that makes it fit.
 
     Raises
@@ -144,9 +162,12 @@ def candidates(request: Request) -> Iterator[Candidate]:
     PlanError
         If the request contradicts itself.
     """
+    yield from _bounded(request, bounds or Bounds(request), placements(request))
+
+
+def _bounded(request: Request, bounds: Bounds, plans: Iterable[Plan]) -> Iterator[Candidate]:
     is_open = "loss_chunk_tokens" not in request.fixed.get("runtime", {})
-    bounds = Bounds(request)
-    for plan in placements(request):
+    for plan in plans:
         whole = _candidate(request, bounds, plan)
         yield whole
         if whole.missing and is_open and plan.tokens_per_step > _LOSS_CHUNK_TOKENS:
@@ -164,8 +185,8 @@ def _candidate(request: Request, bounds: Bounds, plan: Plan) -> Candidate:
 
 def _simulate_survivors(fitting: list[Candidate]) -> list[Candidate]:
     """Simulate in the order of the bounds until none that is left can be the best, or a second worth a look, and rank."""
-    simulated: list[Candidate] = []
-    waiting = list(fitting)
+    simulated = [candidate for candidate in fitting if candidate.is_simulated]
+    waiting = [candidate for candidate in fitting if not candidate.is_simulated]
     while waiting and waiting[0].seconds < _enough_s([candidate.seconds for candidate in simulated]):
         candidate = waiting.pop(0)
         seconds = candidate.subject.step_time_s

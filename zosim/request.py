@@ -48,7 +48,8 @@ class Request:
     method : str
         ``"mezo"`` keeps all blocks on one device, ``"zo2"`` offloads them from one; ``"pertp"``, ``"ddp"`` and
         ``"2d"`` share the forwards of a step out among several, with blocks resident or offloaded; ``"auto"`` tries
-        all of these. ``"sparq"`` cuts the model into stages, perhaps with the forwards shared out as well.
+        all of these. ``"sparq"`` cuts the model into stages, perhaps with the forwards shared out as well, which ``"auto"``
+        tries, too, where several devices may be used.
     mesh : Mesh or None
         The only mesh to plan for; by default any that `method` names and `max_ranks` allows.
     max_ranks : int
@@ -112,6 +113,11 @@ class Request:
     def needs_ranks(self) -> bool:
         """Whether the method is one of several ranks."""
         return self.method in ("pertp", "ddp", "2d", "sparq")
+
+    @property
+    def seeks_stages(self) -> bool:
+        """Whether meshes of several stages are to be found."""
+        return self.mesh is None and self.max_ranks > 1 and self.method in ("auto", "sparq")
 
     def admits(self, mesh: Mesh) -> bool:
         """Whether `mesh` is one of the method's."""

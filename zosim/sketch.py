@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from costmodel.model_spec import ModelSpec, ParameterGroup, block_segment
+from costmodel.model_spec import (
+    ModelSpec,
+    block_segment,
+)
 from zosim.footprint import Footprint, footprint_of
 from zosim.lowering.layout import Layout
 from zosim.lowering.step import StepWriter
 from zosim.machine import Machine
 from zosim.plan import Plan
-from zosim.program import Access, Instruction, Program, Stream
+from zosim.program import Access, Collective, Decode, Instruction, Program, Recv, Send, Stream
+from zosim.shortening import NUM_BLOCKS, are_alike, shortened, shortened_stages
 
-_NUM_BLOCKS = 2
 _NUM_STEPS = 3
 _SAME = 1e-12
 _STREAMS = tuple(Stream)
@@ -61,13 +64,30 @@ class Sketcher:
 
     def __init__(self, model: ModelSpec) -> None:
         # Blocks that are unlike each other are written out.
-        is_long = model.num_blocks > _NUM_BLOCKS and are_alike(model)
-        self._small = shortened(model) if is_long else model
+        self._is_long = model.num_blocks > NUM_BLOCKS and are_alike(model)
+        self._small = shortened(model) if self._is_long else model
         self._sketches: dict[Hashable, Sketch] = {}
         self._drafts: dict[Hashable, _Draft] = {}
 
+    def pipeline_s(self, plan: Plan, ranks: Sequence[int], machines: Sequence[Machine]) -> float:
+        """Return the seconds per step of stages that wait for each other's messages and losses, at least."""
+        if not plan.residency.overlap:
+            return 0.0
+        stages = [
+            _Stage(self._drafted(plan, rank, machines[rank])[0].visits, machines[rank].step_s())
+            for rank in ranks
+        ]
+        return _pipelined_s(plan, stages)
+
     def sketch(self, plan: Plan, rank: int, machine: Machine) -> Sketch:
         """Return what `rank` of `plan` takes on `machine`, at least."""
+        draft, point = self._drafted(plan, rank, machine)
+        key = point, plan.residency.num_slots
+        if key not in self._sketches:
+            self._sketches[key] = _finished(draft, plan, rank, machine)
+        return self._sketches[key]
+
+    def _drafted(self, plan: Plan, rank: int, machine: Machine) -> tuple[_Draft, Hashable]:
         num_shares = len(plan.groups[plan.residency.share_group][0]) if plan.is_shared_out else 1
         residency = plan.residency.model_copy(update={"num_slots": 1})
         point = (
@@ -76,28 +96,34 @@ class Sketcher:
             num_shares,
             repr((residency, plan.runtime, plan.precision)),
         )
-        if (point, plan.residency.num_slots) not in self._sketches:
-            if point not in self._drafts:
-                self._drafts[point] = self._draft(plan, rank, machine)
-            made = _finished(self._drafts[point], plan, rank, machine)
-            self._sketches[point, plan.residency.num_slots] = made
-        return self._sketches[point, plan.residency.num_slots]
+        if point not in self._drafts:
+            self._drafts[point] = self._draft(plan, rank, machine)
+        return self._drafts[point], point
 
     def _draft(self, plan: Plan, rank: int, machine: Machine) -> _Draft:
         """Return what the number of slots does not change."""
-        # Stages hold unlike parts of the model.
-        small = self._small if plan.mesh.stage == 1 else plan.model
-        writer = StepWriter(plan.model_copy(update={"model": small}), rank)
+        small, standing = self._shortened(plan, rank)
+        writer = StepWriter(small, rank)
         writer.write_step()
         groups = {name: len(part) for name, parts in plan.groups.items() for part in parts if rank in part}
         program = Program(
             "sketch", writer.layout.buffers(), (), (), tuple(writer.instructions), groups=groups
         )
-        left_out = plan.model.num_blocks - small.num_blocks
         return _Draft(
-            tuple(_visits(program, machine, last=small.num_blocks - 1, left_out=left_out)),
+            tuple(_visits(program, machine, standing)),
             max((item.work.workspace_bytes for item in writer.instructions), default=0),
         )
+
+    def _shortened(self, plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
+        """Return a plan with fewer blocks, and the blocks that each of those left stands for."""
+        if not self._is_long or (plan.mesh.stage == 1 and plan.split.cuts):
+            return plan, {}
+        if plan.mesh.stage > 1:
+            return shortened_stages(plan, rank)
+        last = self._small.num_blocks - 1
+        return plan.model_copy(update={"model": self._small}), {
+            block_segment(last): range(last, plan.model.num_blocks)
+        }
 
 
 def _part(plan: Plan, rank: int) -> tuple[Hashable, ...]:
@@ -121,12 +147,25 @@ def _finished(draft: _Draft, plan: Plan, rank: int, machine: Machine) -> Sketch:
 
 @dataclass(frozen=True)
 class _Item:
-    """An instruction of a visit: its stream, its seconds, whom in the visit it waits for, whether it is in a slot."""
+    """An instruction of a visit.
+
+    Attributes
+    ----------
+    stream : int
+    seconds : float
+    after : tuple of int
+        Whom in the visit it waits for.
+    in_slot : bool
+        Whether it works in a slot.
+    meets : type or None
+        Send, Recv, Decode or Collective, if it is one: others take part in it, or what they sent.
+    """
 
     stream: int
     seconds: float
     after: tuple[int, ...]
     in_slot: bool
+    meets: type | None = None
 
 
 @dataclass(frozen=True)
@@ -147,33 +186,11 @@ class _Draft:
     workspace_bytes: int
 
 
-def are_alike(model: ModelSpec) -> bool:
-    """Whether all blocks of a model are built alike, and none is cut."""
-    blocks: dict[str, list[ParameterGroup]] = defaultdict(list)
-    for group in model.groups:
-        for segment in group.segments:
-            blocks[segment].append(group)
-    kinds = {
-        tuple(group.model_copy(update={"name": "", "segments": ()}) for group in blocks[block_segment(index)])
-        for index in range(model.num_blocks)
-    }
-    are_whole = set(model.segments) == {"embed", "head", *map(block_segment, range(model.num_blocks))}
-    return are_whole and len(kinds) == 1
-
-
-def shortened(model: ModelSpec) -> ModelSpec:
-    """Return a model of which only the first two blocks are left."""
-    kept = {"embed", "head", *(block_segment(index) for index in range(_NUM_BLOCKS))}
-    groups = tuple(group for group in model.groups if set(group.segments) <= kept)
-    # Not model_copy, which would take the cached values along.
-    return ModelSpec(**{**dict(model), "num_blocks": _NUM_BLOCKS, "groups": groups})
-
-
-def _visits(program: Program, machine: Machine, *, last: int, left_out: int) -> Iterable[_Visit]:
-    """Yield the visits of a step, in order; the last block stands for those that were left out."""
+def _visits(program: Program, machine: Machine, standing: Mapping[str, range]) -> Iterable[_Visit]:
+    """Yield the visits of a step, in order, each with the blocks that it stands for."""
     for segment, items in groupby(program.step, key=lambda item: item.segment):
-        visit = _visit(program, machine, segment, list(items))
-        yield replace(visit, count=1 + left_out) if visit.block == last else visit
+        visit, blocks = _visit(program, machine, segment, list(items)), standing.get(segment)
+        yield visit if blocks is None else replace(visit, block=blocks.start, count=len(blocks))
 
 
 def _visit(program: Program, machine: Machine, segment: str, instructions: Sequence[Instruction]) -> _Visit:
@@ -192,6 +209,9 @@ def _visit(program: Program, machine: Machine, segment: str, instructions: Seque
                     program.buffer(access.buffer).role in _SLOT_ROLES
                     for access in (*instruction.reads, *instruction.writes)
                 ),
+                type(instruction.op)
+                if isinstance(instruction.op, Send | Recv | Decode | Collective)
+                else None,
             )
         )
     number = segment.partition(".")[2].partition(".")[0]
@@ -226,6 +246,69 @@ def _period_s(plan: Plan, visits: Sequence[_Visit], step_s: float) -> float:
     return ends[-1] - ends[-2]
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """One rank of a pipeline."""
+
+    visits: tuple[_Visit, ...]
+    step_s: float
+
+
+@dataclass
+class _Peers:
+    """When a stage's peers have sent it each message and come to the exchange, and when it has."""
+
+    arrivals: list[float]
+    exchange_s: float = 0.0
+    sent: list[float] = field(default_factory=list)
+    came_s: float = 0.0
+    received: list[float] = field(default_factory=list)
+    num_decoded: int = 0
+
+    def not_before(self, item: _Item) -> float:
+        """Return when an instruction has what others sent."""
+        if item.meets is not Decode:
+            return 0.0
+        self.num_decoded += 1
+        return self.received[self.num_decoded - 1]
+
+    def met(self, item: _Item, end_s: float) -> float:
+        """Return when an instruction that would end at `end_s` by itself ends."""
+        if item.meets is Send:
+            self.sent.append(end_s)
+        elif item.meets is Recv:
+            end_s = max(end_s, self.arrivals[len(self.received)])
+            self.received.append(end_s)
+        elif item.meets is Collective:
+            self.came_s = end_s
+            return max(end_s, self.exchange_s)
+        return end_s
+
+
+def _pipelined_s(plan: Plan, stages: Sequence[_Stage]) -> float:
+    """Return the seconds from the end of one step to that of the next, of the stage that ends last."""
+    clocks = [_Clock(plan.residency.num_slots) for _ in stages]
+    ends: list[list[float]] = []
+    for _ in range(_NUM_STEPS):
+        # Once to learn when all have come to the exchange, and once with what they wait for there.
+        exchange_s = 0.0
+        for is_known in (False, True):
+            arrivals: list[float] = []
+            after = [clock.copy() for clock in clocks]
+            came: list[float] = []
+            for stage, clock in zip(stages, after, strict=True):
+                peers = _Peers(arrivals, exchange_s if is_known else 0.0)
+                clock.begin_step(stage.step_s)
+                for visit in stage.visits:
+                    clock.run(visit, peers)
+                arrivals = peers.sent
+                came.append(peers.came_s)
+            exchange_s = max(came)
+        clocks = after
+        ends.append([clock.streams[_COMPUTE] for clock in clocks])
+    return float(max(last - before for before, last in zip(ends[-2], ends[-1], strict=True)))
+
+
 def _chained_s(visits: Sequence[_Visit], step_s: float) -> float:
     """Return the period of a step of which every instruction waits for the one before.
 
@@ -245,23 +328,29 @@ class _Clock:
         self._slots = [0.0] * num_slots
         self._edge_s = 0.0
 
+    def copy(self) -> _Clock:
+        """Return another clock that shows the same."""
+        made = _Clock(0)
+        made.streams, made._slots, made._edge_s = self.streams.copy(), self._slots.copy(), self._edge_s
+        return made
+
     def begin_step(self, step_s: float) -> None:
         """Let the host read the scalars of the step before: every stream waits for it."""
         end_s = self.streams[_COMPUTE]
         self.streams = [max(free_s, end_s) for free_s in self.streams]
         self.streams[_COMPUTE] = end_s + step_s
 
-    def run(self, visit: _Visit) -> None:
+    def run(self, visit: _Visit, peers: _Peers | None = None) -> None:
         """Run a visit as often as it stands for, skipping what only repeats."""
         if visit.block is None:
-            self._edge_s = self._run_items(visit, self._edge_s)
+            self._edge_s = self._run_items(visit, self._edge_s, peers)
             return
         block, last = visit.block, visit.block + visit.count
         before: list[float] = []
         shifts: list[float] = []
         while block < last:
             slot = block % len(self._slots)
-            self._slots[slot] = self._run_items(visit, self._slots[slot])
+            self._slots[slot] = self._run_items(visit, self._slots[slot], peers)
             block += 1
             if (block - visit.block) % len(self._slots) == 0:
                 state = [*self.streams, *self._slots]
@@ -277,7 +366,7 @@ class _Clock:
         moved = [at + seconds if moves > 0 else at for at, moves in zip(state, moving, strict=True)]
         self.streams, self._slots = moved[: len(self.streams)], moved[len(self.streams) :]
 
-    def _run_items(self, visit: _Visit, slot_s: float) -> float:
+    def _run_items(self, visit: _Visit, slot_s: float, peers: _Peers | None) -> float:
         """Run a visit once, in a slot that is free from `slot_s` on, and return when it is free again."""
         streams = self.streams
         ends: list[float] = []
@@ -288,7 +377,11 @@ class _Clock:
                 start_s = max(start_s, ends[position])
             if item.in_slot and is_first:
                 start_s, is_first = max(start_s, slot_s), False
-            end_s = start_s + item.seconds
+            if peers is not None and item.meets is not None:
+                start_s = max(start_s, peers.not_before(item))
+                end_s = peers.met(item, start_s + item.seconds)
+            else:
+                end_s = start_s + item.seconds
             streams[item.stream] = end_s
             ends.append(end_s)
             if item.in_slot:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import ceil
 from typing import Literal, get_args
 
 from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
 from topology.validation import readable
-from zosim.cuts import Site, splits
+from zosim.cut_search import Costs, Site, splits
 from zosim.machines import machines_for
 from zosim.plan import Mesh, Placement, Plan, Precision, Residency, Runtime, Split, TransferDType
 from zosim.request import Blocks, Request, profiles_of
@@ -26,13 +26,40 @@ _FEW_HOSTS = 4
 def placements(request: Request) -> Iterator[Plan]:
     """Yield every plan that the request admits, those of few ranks first.
 
-    All of them compute the same losses and updates, except those with a narrower transfer format, which are
-    yielded only if loss is allowed. (Where the batch is shared out, the losses are sums in another order.)
+    All of them compute the same losses and updates, except those with a narrower transfer format or a codec, which are
+    yielded only if loss is allowed. (Where the batch is shared out, the losses are sums in another order.) Plans of several
+    stages are among them if the request names their mesh; :mod:`zosim.staging` finds the meshes worth a look.
 
     Raises
     ------
     PlanError
         If there is none.
+    """
+    check(request)
+    points = _Points(request)
+    for mesh in meshes(request):
+        for placement in layouts(request, mesh.world_size):
+            for cut in _splits(request, mesh, placement, points.costs):
+                yield from points.plans(mesh, placement, cut)
+    if not points.seen and not request.seeks_stages:
+        raise points.contradiction or _too_few_devices(request)
+
+
+def plans_of(
+    request: Request, shapes: Iterable[tuple[Mesh, Placement, tuple[ModelSpec, Split]]]
+) -> Iterator[Plan]:
+    """Yield every plan of these meshes, devices and cuts that the request admits."""
+    points = _Points(request)
+    for shape in shapes:
+        yield from points.plans(*shape)
+
+
+def check(request: Request) -> None:
+    """Raise if the request cannot be met.
+
+    Raises
+    ------
+    PlanError
     """
     if request.precision.is_lossy and not request.allow_lossy:
         raise PlanError(
@@ -40,44 +67,40 @@ def placements(request: Request) -> Iterator[Plan]:
             f"{request.precision.storage} and loses precision at every offload",
             hint="add --allow-lossy if that is meant",
         )
+    request.cutting.check_loss(allowed=request.allow_lossy)
     _check_devices(request)
-    seen: set[str] = set()
-    contradiction: PlanError | None = None
-    for mesh in meshes(request):
-        for placement in layouts(request, mesh.world_size):
-            for model, split in _splits(request, mesh, placement):
-                for residency, runtime, precision in _points(request, mesh, placement):
-                    try:
-                        plan = _plan(request, (model, split), mesh, placement, residency, runtime, precision)
-                    except PlanError as error:
-                        contradiction = error
-                        continue
-                    key = repr((mesh, placement, split, plan.residency, plan.runtime, plan.precision))
-                    if key not in seen:
-                        seen.add(key)
-                        yield plan
-    if not seen:
-        raise contradiction or _too_few_devices(request)
+
+
+class _Points:
+    """Plans of given meshes, each once."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self.costs = Costs(request.model, request.cutting)
+        self.seen: set[str] = set()
+        self.contradiction: PlanError | None = None
+
+    def plans(self, mesh: Mesh, placement: Placement, cut: tuple[ModelSpec, Split]) -> Iterator[Plan]:
+        """Yield the plans that differ in residency, runtime and precision."""
+        for residency, runtime, precision in _points(self._request, mesh, placement):
+            try:
+                plan = _plan(self._request, cut, mesh, placement, residency, runtime, precision)
+            except PlanError as error:
+                self.contradiction = error
+                continue
+            key = repr((mesh, placement, cut[1], plan.residency, plan.runtime, plan.precision))
+            if key not in self.seen:
+                self.seen.add(key)
+                yield plan
 
 
 def meshes(request: Request) -> Iterator[Mesh]:
-    """Yield the meshes that the request admits, those of few ranks first."""
+    """Yield the meshes of one stage that the request admits, those of few ranks first; or the one that it names."""
     if request.mesh is not None:
         yield request.mesh
         return
-    limit, points = request.max_ranks, _num_points(request)
-    sizes = _sizes(request)
-    most_stages = min(limit, request.model.num_blocks) if request.method == "sparq" else 1
-    found = (
-        Mesh(data=data, perturb=perturb, stage=stage)
-        for stage in range(1, most_stages + 1)
-        for data in range(1, min(request.batch, limit // stage) + 1)
-        for perturb in range(1, min(points, limit // (stage * data)) + 1)
-        # A part more helps only if the largest part gets smaller.
-        if perturb == 1 or ceil(points / perturb) < ceil(points / (perturb - 1))
-    )
-    is_uniform = _is_uniform(request)
-    admitted = [mesh for mesh in found if mesh.world_size in sizes and request.admits(mesh)]
+    points, is_uniform = num_points(request), _is_uniform(request)
+    admitted = [mesh for mesh in shares(request, stage=1) if request.admits(mesh)]
     for mesh in sorted(admitted, key=lambda mesh: (mesh.world_size, -mesh.perturb)):
         yield mesh
         is_even = request.batch % mesh.data == 0 and points % mesh.perturb == 0
@@ -86,28 +109,48 @@ def meshes(request: Request) -> Iterator[Mesh]:
             yield mesh.model_copy(update={"inner": "data"})
 
 
-def _splits(request: Request, mesh: Mesh, placement: Placement) -> Iterator[tuple[ModelSpec, Split]]:
+def shares(request: Request, *, stage: int) -> Iterator[Mesh]:
+    """Yield the meshes of so many stages that share a step out among as many ranks as are worth a try."""
+    limit, points, sizes = request.max_ranks // stage, num_points(request), _sizes(request)
+    for data in range(1, min(request.batch, limit) + 1):
+        for perturb in range(1, min(points, limit // data) + 1):
+            # A part more helps only if the largest part gets smaller.
+            helps = perturb == 1 or ceil(points / perturb) < ceil(points / (perturb - 1))
+            if helps and stage * data * perturb in sizes:
+                yield Mesh(data=data, perturb=perturb, stage=stage)
+
+
+def _splits(
+    request: Request, mesh: Mesh, placement: Placement, costs: Costs
+) -> Iterator[tuple[ModelSpec, Split]]:
     """Yield the model, cut as a mesh needs it, with where and how."""
     if mesh.stage == 1:
         yield request.model, Split()
-        return
+    else:
+        yield from splits(site_of(request, mesh, placement), request.cutting, costs)
+
+
+def site_of(request: Request, mesh: Mesh, placement: Placement) -> Site:
+    """Return what cuts are ranked for: the first pipeline of a mesh on its devices."""
+    first = placement.devices[: mesh.stage]
+    hosts = placement.hosts[: mesh.stage]
+    alone = Placement(topology=placement.topology, devices=first, hosts=hosts)
     machines = machines_for(
         request.topology,
-        placement.devices,
-        profiles_of(placement, request.profile, request.profiles),
-        {"pipeline": mesh.pipelines},
+        first,
+        profiles_of(alone, request.profile, request.profiles),
+        {"pipeline": (tuple(range(mesh.stage)),)},
     )
-    site = Site(
+    return Site(
         request.model,
         mesh,
-        placement,
+        alone,
         machines,
         request.batch,
         request.seq,
         request.estimator,
         request.precision,
     )
-    yield from splits(site, request.cutting, allow_lossy=request.allow_lossy)
 
 
 def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
@@ -192,7 +235,8 @@ def _with_shared_cpus(hosts: dict[str, list[str]], num_ranks: int) -> dict[str, 
     return {host: [cpu for cpu in devices for _ in range(times)] for host, devices in hosts.items()}
 
 
-def _num_points(request: Request) -> int:
+def num_points(request: Request) -> int:
+    """Return the evaluation points of a step."""
     queries = request.estimator.num_queries
     return 2 * queries if request.estimator.difference == "central" else queries + 1
 

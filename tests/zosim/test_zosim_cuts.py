@@ -8,7 +8,8 @@ import pytest
 from costmodel import read_model_spec
 from topology import load_preset
 from topology.errors import PlanError
-from zosim.cuts import Cutting, Ranking, Site, read_densities, sparsest_near_the_middle
+from zosim.cut_search import Ranking, Site
+from zosim.cuts import Cutting, read_densities, sparsest_near_the_middle
 from zosim.machines import machines_for
 from zosim.options import cutting_of, mesh_of
 from zosim.pipelining import counts_of_print, pipelining
@@ -131,8 +132,8 @@ def test_cuts_found_one_after_the_other_are_the_best_of_all(num_stages):
     codecs = ("none", "none")
     between = [name for name in ranked.names if not name.endswith(".mlp")]
     all_of_them = itertools.combinations(between, num_stages - 1)
-    least = min(ranked.bound_s(cuts, codecs)[0] for cuts in all_of_them)
-    found = min(ranked.bound_s(cuts, codecs)[0] for cuts in ranked.best(codecs))
+    least = min(ranked.bound_s(cuts, codecs) for cuts in all_of_them)
+    found = min(ranked.bound_s(cuts, codecs) for cuts in ranked.best(codecs))
     assert found <= least * (1 + 1e-9)
 
 

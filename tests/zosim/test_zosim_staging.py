@@ -1,0 +1,108 @@
+"""Stages among the plans of ``--method auto``: when they are chosen, with which codecs, and at what cost of planning."""
+
+from __future__ import annotations
+
+import pytest
+
+from costmodel import read_model_spec
+from topology import load_preset
+from topology.errors import PlanError
+from zosim.options import cutting_of
+from zosim.plan import Estimator, Plan, Precision
+from zosim.planner import Request, choose
+from zosim.profiles import Profiles
+from zosim.staging import staged_plans
+
+HALF = Precision(storage="float16", compute="float16", transfer="float16")
+SINGLE = Precision()
+COUNTER = Estimator(rng="counter", num_queries=4)
+
+
+def request(hardware: str, model: str = "opt-125m", *, codec: str = "none", **fields) -> Request:
+    topology = load_preset(hardware)
+    profiles, device = Profiles(topology), topology.compute_devices[0].id
+    return Request(
+        model=read_model_spec(model),
+        topology=topology,
+        hardware=hardware,
+        device=device,
+        profile=profiles.of(device),
+        profiles=profiles,
+        batch=fields.pop("batch", 4),
+        seq=fields.pop("seq", 64),
+        precision=fields.pop("precision", HALF),
+        max_ranks=fields.pop("max_ranks", len(topology.compute_devices)),
+        cutting=cutting_of(model, codec=codec, residual_codec=codec),
+        **fields,
+    )
+
+
+def test_a_model_too_large_for_one_device_is_cut_in_place_of_offloaded() -> None:
+    """26 GB of weights on two cards of 24 GB each, which are fed over PCIe."""
+    decision = choose(request("rtx4090-2x", "opt-13b", batch=1, seq=512))
+    plan = decision.chosen.plan
+    assert (plan.mesh.stage, plan.residency.blocks, plan.runtime.traversal) == (2, "resident", "sweep")
+    whole = min(c.seconds for c in decision.others if c.plan.mesh.stage == 1)
+    assert whole > 2 * decision.chosen.seconds
+    assert not plan.split.is_lossy
+
+
+def test_stages_are_told_of_where_they_lose() -> None:
+    decision = choose(request("dgx-h100", "opt-1.3b", seq=2048, batch=64))
+    assert decision.chosen.plan.mesh.stage == 1
+    (line,) = (reason for reason in decision.reasons if reason.startswith("other meshes"))
+    assert "stage=" in line
+
+
+@pytest.mark.parametrize("rng", ["mezo", "counter"])
+@pytest.mark.parametrize("hardware", ["dgx-h100", "cpu-cluster-1gbit"])
+def test_bounds_of_pipelines_hold_and_are_close(hardware: str, rng: str) -> None:
+    asked = request(hardware, estimator=Estimator(rng=rng, num_queries=2), precision=SINGLE, max_ranks=4)
+    decision = choose(asked)
+    staged = [c for c in (decision.chosen, *decision.others) if c.plan.mesh.stage > 1]
+    assert staged
+    for candidate in staged:
+        simulated_s = candidate.subject.step_time_s
+        assert candidate.bound.seconds <= simulated_s * (1 + 1e-9)
+        # What ranks of one host take from each other is all that a bound leaves out.
+        assert candidate.bound.seconds >= 0.8 * simulated_s
+
+
+def test_a_plan_is_sought_among_few_meshes_of_stages() -> None:
+    meshes = {plan.mesh for plan in staged_plans(request("dgx-h100"), 1e9)}
+    assert 1 <= len(meshes) <= 4
+    # Nothing is faster than no time at all, and still the best mesh is there to be told of.
+    assert len({plan.mesh for plan in staged_plans(request("dgx-h100"), 0.0)}) == 1
+
+
+def splits(plans: list[Plan]) -> set[str]:
+    return {plan.split.residual_codec.split(":")[0] for plan in plans}
+
+
+def test_a_codec_is_tried_only_if_it_is_asked_for() -> None:
+    asked = request("cpu-cluster-1gbit", estimator=COUNTER, precision=SINGLE, allow_lossy=True)
+    assert splits(list(staged_plans(asked))) == {"none"}
+    with pytest.raises(PlanError, match="change what arrives"):
+        choose(request("cpu-cluster-1gbit", codec="q8", precision=SINGLE))
+
+
+def test_of_several_codecs_the_link_decides() -> None:
+    slow = request(
+        "cpu-cluster-1gbit",
+        codec="q8,q4",
+        estimator=COUNTER,
+        precision=SINGLE,
+        batch=16,
+        allow_lossy=True,
+    )
+    assert {"none", "q4"} <= splits(list(staged_plans(slow)))
+    chosen = choose(slow).chosen.plan
+    assert chosen.mesh.stage > 1
+    assert chosen.split.is_lossy
+
+
+def test_sparq_without_a_mesh_finds_one() -> None:
+    plan = choose(request("rtx4090-2x", method="sparq")).chosen.plan
+    assert plan.mesh.stage == 2
+    with pytest.raises(PlanError, match="needs 2 ranks"):
+        choose(request("h200-1x", method="sparq"))
