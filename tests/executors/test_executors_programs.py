@@ -18,6 +18,7 @@ from tiny import batches, model_of, plan_of
 
 from executors.session import Session
 from topology.errors import Hazard, ProgramError, RunError
+from zosim.first_order import PRESETS, lower_first_order
 from zosim.lowering import lower
 from zosim.program import Perturb, Program, Stream
 
@@ -153,3 +154,10 @@ def test_steps_after_a_flush_begin_as_the_first_did(opt):
         session.flush()
     assert differing(model, resumed) == []
     assert torch.isfinite(model.lm_head.weight).all()
+
+
+def test_a_first_order_step_is_refused_as_simulated_only(opt):
+    model, plan, _ = opt
+    program = lower_first_order(plan, PRESETS["sgd"]).program_of(0)
+    with pytest.raises(ProgramError, match=r"head/backward\[m0\] belongs to a first-order step"):
+        losses(program, plan, model)
