@@ -120,9 +120,20 @@ def combine_terms(terms: Mapping[str, float], device_kind: DeviceKind) -> float:
 def _matmul_s(part: Matmul, dtype: str, width: int, values: Mapping[str, float]) -> float:
     rate = _rate("matmul_rate", dtype, values)
     multiplying_s = part.flops / (rate * _efficiency(part, dtype, values))
-    moving_s = part.elements * width / values["memory_bandwidth"]
+    moving_s = _moving_s(part, width, values)
     shorter_s = min(multiplying_s, moving_s)
     return multiplying_s + moving_s - values["memory_overlap"] * shorter_s
+
+
+def _moving_s(part: Matmul, width: int, values: Mapping[str, float]) -> float:
+    """Return the time of reading the operands and of writing the product, each once; a CPU's cache keeps some of it."""
+    in_memory = values["memory_bandwidth"]
+    out = values.get("memory_bandwidth.output")
+    if out is None:
+        return part.elements * width / in_memory
+    num_outputs = part.m * part.n * part.num
+    written = width * num_outputs - _cached_bytes(width * num_outputs, part.num, values["cache_bytes"])
+    return width * (part.elements - num_outputs) / in_memory + written / out
 
 
 def _efficiency(part: Matmul, dtype: str, values: Mapping[str, float]) -> float:
@@ -170,8 +181,10 @@ def _draw_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]:
     number_s = 1 / _rate(f"draw_rate.{work.distribution}", work.draw_dtype, values)
     kind = f"{work.distribution}.{work.draw_dtype}"
     alone_s = (work.num_normals - work.num_shared_normals) * number_s
-    shared_s = work.num_shared_normals * number_s * _by_format("shared_draw_part", kind, values)
-    skipped_s = work.num_skipped * number_s * _by_format("skip_part", kind, values)
+    part = _by_format("shared_draw_part", kind, values) if work.num_shared_draws else 1.0
+    shared_s = work.num_shared_normals * number_s * part
+    # Who shares a draw shares what it passes over, too.
+    skipped_s = work.num_skipped * number_s * _by_format("skip_part", kind, values) * part
     return {
         "draw": alone_s + work.num_kept_rows * values["kept_row_s"],
         "shared_draw": shared_s + work.num_shared_draws * values["sharing_s"],

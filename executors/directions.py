@@ -57,6 +57,10 @@ class Direction(ABC):
         """Leave `generator` as drawing a tensor of `numel` elements in the format of `like` would."""
         self.fill(torch.empty(numel, dtype=like.dtype, device=like.device), generator)
 
+    def num_words(self, numel: int, dtype: torch.dtype) -> int | None:  # noqa: ARG002 - what others need
+        """Return the 32-bit words that a CPU's generator spends on a draw; None where that is not known."""
+        return None
+
     @abstractmethod
     def energy(self, shape: Sequence[int]) -> float:
         """Return ``E[(a·z)²·|z|²]`` for a tensor `z` of this shape and a constant unit tensor `a`.
@@ -98,6 +102,13 @@ class Gaussian(Direction):
             return
         _skip_words((numel - end) * (2 if like.dtype == torch.float64 else 1), generator)
         super().skip(end, like, generator)
+
+    def num_words(self, numel: int, dtype: torch.dtype) -> int | None:
+        """Return a word for every normal, two in float64; a last group that is not a whole one is made anew."""
+        if numel < _GROUP or (numel % _GROUP and dtype not in _EXACTLY_SCALED):
+            return None
+        anew = _GROUP if numel % _GROUP else 0
+        return (numel + anew) * (2 if dtype == torch.float64 else 1)
 
     def energy(self, shape: Sequence[int]) -> float:
         """Return ``d + 2``."""

@@ -52,8 +52,8 @@ def _shared_draws(device: torch.device, dtype: str) -> Iterator[Probe]:
     for num in (1 << 17, MEMORY_BYTES["cpu"] // 32):
         z, theta = (torch.zeros(num, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
         counter = CounterDraws([num], device, crew=crew)
-        walk = Walk([num], direction, NUM_RNG_MARKS)
-        states = walk.skip(z, generator_on(device, 1))
+        walk = Walk([num], direction, NUM_RNG_MARKS, crew)
+        states = walk.fill([z], generator_on(device, 1))
 
         def by_blocks(z: Tensor = z, theta: Tensor = theta, counter: CounterDraws = counter) -> None:
             counter.fill_parameters([z], [0], key, direction)
@@ -62,7 +62,7 @@ def _shared_draws(device: torch.device, dtype: str) -> Iterator[Probe]:
         def from_marks(
             z: Tensor = z, theta: Tensor = theta, walk: Walk = walk, states: list[Tensor] = states
         ) -> None:
-            walk.fill_again([z], states, crew)
+            walk.fill_again([z], states)
             torch.add(theta, z, out=theta)
 
         work = draw_work(num, dtype=format_named(dtype), is_shared=True) + perturb_work(

@@ -126,7 +126,7 @@ class Drawing:
         numels = [tensor.num_elements for tensor in self._part(op).tensors]
         direction = direction_named(op.distribution)
         is_cut = self._device.type == "cpu" and sum(numels) >= SHARED_DRAW_ELEMENTS
-        return Walk(numels, direction, NUM_RNG_MARKS if is_cut else 1)
+        return Walk(numels, direction, NUM_RNG_MARKS if is_cut else 1, self._crew)
 
     def _fill(self, op: Draw, walk: Walk, wanted: Sequence[Access]) -> Fill:
         part = self._part(op)
@@ -150,7 +150,7 @@ class Drawing:
 
     def _fill_again(self, walk: Walk, wanted: Sequence[Access]) -> Callable[[list[Tensor]], None]:
         def fill(states: list[Tensor]) -> None:
-            walk.fill_again(self._flat_views(wanted[0]), states, self._crew, self._factor(wanted[0]))
+            walk.fill_again(self._flat_views(wanted[0]), states, self._factor(wanted[0]))
 
         return fill
 

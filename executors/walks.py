@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,9 @@ from torch import Generator, Tensor
 
 from executors.crew import Crew, shared
 from executors.directions import Direction
+from executors.mersenne import can_jump, jumped
 from executors.rng import drawn
+from zosim.lowering.layout import JUMP_WORDS
 
 _WALK_ELEMENTS = 1 << 16
 """Numbers held at once when not all are kept; a multiple of every granularity."""
@@ -33,16 +35,21 @@ class Walk:
     direction : Direction
     num_marks : int
         Stretches, between marks, that the elements are shared among as evenly as draws can be cut.
+    crew : Crew, optional
+        Threads that walk the stretches of a CPU's draw at once, where its words can be counted.
 
     Notes
     -----
-    A generator cannot be put forward to the middle of a draw, but where it has once passed, its state can be kept.
-    Drawing again then starts at every mark at once, with a generator each.
+    A thread begins in the middle of a walk by a jump of the generator (:mod:`executors.mersenne`). Drawing again begins at
+    the kept states.
     """
 
-    def __init__(self, numels: Sequence[int], direction: Direction, num_marks: int = 1) -> None:
+    def __init__(
+        self, numels: Sequence[int], direction: Direction, num_marks: int = 1, crew: Crew | None = None
+    ) -> None:
         self._direction = direction
         self._spans = list(_spans(numels, direction.granularity, num_marks))
+        self._crew = crew or Crew()
 
     def fill(
         self, views: Sequence[Tensor], generator: Generator, factor: float | None = None
@@ -54,30 +61,29 @@ class Walk:
         factor : float, optional
             Multiplies every number, which is rounded again.
         """
-        states = []
-        for spans in self._spans:
-            states.append(generator.get_state())
-            self._fill(spans, views, generator, factor)
-        return states
+        return self._walked(
+            generator, views[0], lambda span, walking: self._draw(span, views, walking, factor)
+        )
 
     def fill_again(
-        self, views: Sequence[Tensor], states: Sequence[Tensor], crew: Crew, factor: float | None = None
+        self, views: Sequence[Tensor], states: Sequence[Tensor], factor: float | None = None
     ) -> None:
         """Fill flat `views` as the walk that left `states` did."""
-        if not self._direction.is_drawn_alone:
-            self._from(0, len(self._spans), views, states, factor)
-            return
-        shares = shared(len(self._spans), crew.num_threads)
-        crew.run([partial(self._from, share.start, share.stop, views, states, factor) for share in shares])
+        num_threads = self._crew.num_threads if self._direction.is_drawn_alone else 1
+        shares = shared(len(self._spans), num_threads)
+        self._crew.run([partial(self._from, share, views, states, factor) for share in shares])
 
     def skip(self, like: Tensor, generator: Generator) -> list[Tensor]:
-        """Advance `generator` as drawing in the format of `like` does, and return its states at the marks."""
-        states = []
+        """Advance `generator` as drawing in the format of `like` does, and return its state before."""
+        state = generator.get_state()
+        words = self._words(like)
+        if words is not None and words[-1] >= JUMP_WORDS and can_jump():
+            generator.set_state(jumped(state, words[-1]))
+            return [state]
         for spans in self._spans:
-            states.append(generator.get_state())
             for span in spans:
                 self._direction.skip(span.end - span.begin, like, generator)
-        return states
+        return [state]
 
     def rows(self, out: Tensor, rows: Tensor, generator: Generator) -> list[Tensor]:
         """Keep some rows of a whole table's draw; the walk is over that table alone.
@@ -99,27 +105,67 @@ class Walk:
             self._direction.fill(table, generator)
             torch.index_select(table, 0, rows, out=out)
             return states
-        states = []
         wanted = rows.tolist()
+
+        def keep(span: _Span, walking: Generator) -> None:
+            keep_rows(out, wanted, span.begin, span.end, self._direction, walking)
+
+        return self._walked(generator, out, keep)
+
+    def _walked(self, generator: Generator, like: Tensor, visit: _Visit) -> list[Tensor]:
+        """Visit all spans, advance `generator`, and return its states at the marks."""
+        begin = generator.get_state()
+        shares, words = self._shares(like)
+        states: list[list[Tensor]] = [[] for _ in shares]
+        ends: list[Tensor] = [begin] * len(shares)
+
+        def walk(number: int) -> None:
+            share, walking = shares[number], generator
+            if number:
+                walking = Generator(device=like.device)
+                walking.set_state(jumped(begin, words[share.start]))
+            for spans in self._spans[share.start : share.stop]:
+                states[number].append(walking.get_state())
+                for span in spans:
+                    visit(span, walking)
+            ends[number] = walking.get_state()
+
+        self._crew.run([partial(walk, number) for number in range(len(shares))])
+        if len(shares) > 1:
+            generator.set_state(ends[-1])
+        return [state for of_share in states for state in of_share]
+
+    def _shares(self, like: Tensor) -> tuple[list[range], list[int]]:
+        """Return the stretches that each thread walks, and the words before each stretch, if there are several."""
+        most = self._crew.num_threads
+        words = self._words(like) if most > 1 else None
+        if words is None or words[-1] < 2 * JUMP_WORDS or not can_jump():
+            return [range(len(self._spans))], []
+        return shared(len(self._spans), min(most, words[-1] // JUMP_WORDS)), words
+
+    def _words(self, like: Tensor) -> list[int] | None:
+        """Return the words spent before each stretch, and by all of them; None where they cannot be counted."""
+        if like.device.type != "cpu":
+            return None
+        found = [0]
         for spans in self._spans:
-            states.append(generator.get_state())
-            for span in spans:
-                keep_rows(out, wanted, span.begin, span.end, self._direction, generator)
-        return states
+            spent = [self._direction.num_words(span.end - span.begin, like.dtype) for span in spans]
+            if any(num is None for num in spent):
+                return None
+            found.append(found[-1] + sum(num for num in spent if num is not None))
+        return found
 
     def _from(
-        self, begin: int, end: int, views: Sequence[Tensor], states: Sequence[Tensor], factor: float | None
+        self, share: range, views: Sequence[Tensor], states: Sequence[Tensor], factor: float | None
     ) -> None:
         generator = Generator(device=views[0].device)
-        generator.set_state(states[begin])
-        for spans in self._spans[begin:end]:
-            self._fill(spans, views, generator, factor)
+        generator.set_state(states[share.start])
+        for spans in self._spans[share.start : share.stop]:
+            for span in spans:
+                self._draw(span, views, generator, factor)
 
-    def _fill(
-        self, spans: Sequence[_Span], views: Sequence[Tensor], generator: Generator, factor: float | None
-    ) -> None:
-        for span in spans:
-            drawn(views[span.tensor][span.begin : span.end], self._direction, generator, factor)
+    def _draw(self, span: _Span, views: Sequence[Tensor], generator: Generator, factor: float | None) -> None:
+        drawn(views[span.tensor][span.begin : span.end], self._direction, generator, factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +175,9 @@ class _Span:
     tensor: int
     begin: int
     end: int
+
+
+_Visit = Callable[[_Span, Generator], None]
 
 
 def _spans(numels: Sequence[int], granularity: int, num_marks: int) -> Iterator[list[_Span]]:

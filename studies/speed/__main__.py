@@ -149,13 +149,15 @@ def _contenders(model: nn.Module, data: Batch, dtype: str) -> list[tuple[str, St
         ("literal loop", lambda step: literal_step(literal, data, step, _RATE, _EPSILON)),
         ("two forwards", lambda _step: two_forwards(forwards, data)),
     ]
-    delayed = Runtime(update="delayed")
+    delayed, kept = Runtime(update="delayed"), Runtime(keep_directions=True)
     points = {
         "mezo (default)": (Estimator(), Residency(), Runtime()),
         "mezo, delayed": (Estimator(), Residency(), delayed),
         "mezo, offloaded": (Estimator(), Residency(blocks="offloaded"), delayed),
         "counter, gaussian": (Estimator(rng="counter"), Residency(), Runtime()),
         "counter, rademacher": (Estimator(rng="counter", direction="rademacher"), Residency(), Runtime()),
+        "mezo, directions kept": (Estimator(), Residency(), kept),
+        "counter, gaussian kept": (Estimator(rng="counter"), Residency(), kept),
     }
     for name, (estimator, residency, runtime) in points.items():
         session = _session(copy.deepcopy(model), data, dtype, estimator, residency, runtime)

@@ -246,11 +246,12 @@ def test_draws_say_who_makes_how_many_numbers():
         return {i.id: i.work for i in lower(plan_of(**axes)).step if isinstance(i.op, Draw)}
 
     walked, counted = draws(), draws(estimator=Estimator(rng="counter"))
-    first = walked["block.0/draw[q0]"]
+    first, norm = walked["block.0/draw[q0]"], walked["head/draw[q0]"]
     again = next(
         work for name, work in walked.items() if name.startswith("block.0/") and name.endswith(":update")
     )
-    assert first.num_shared_normals == 0 < first.num_normals
+    assert norm.num_shared_normals == 0 < norm.num_normals
+    assert first.num_shared_normals == first.num_normals > 1 << 20
     assert again.num_shared_normals == again.num_normals == first.num_normals
     assert counted["block.0/draw[q0]"].num_shared_normals == first.num_normals
     rows = next(work for work in walked.values() if work.num_kept_rows)

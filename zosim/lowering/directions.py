@@ -8,7 +8,12 @@ from typing import Literal
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import Distribution, draw_work
 from costmodel.work import Work
-from zosim.lowering.layout import COUNTER_BLOCK_ELEMENTS, COUNTER_SIGN_BLOCKS, SHARED_DRAW_ELEMENTS
+from zosim.lowering.layout import (
+    COUNTER_BLOCK_ELEMENTS,
+    COUNTER_SIGN_BLOCKS,
+    JUMP_WORDS,
+    SHARED_DRAW_ELEMENTS,
+)
 from zosim.lowering.listing import Listing
 from zosim.lowering.walk import walk_order
 from zosim.program import Access, Draw, Stream
@@ -147,8 +152,9 @@ class Directions:
     ) -> Work:
         """Return the work of a draw: what is made, by how many threads, and what is passed over.
 
-        Normals are drawn by all of a CPU's threads at once where each can begin by itself: in ``counter``'s blocks, and
-        where a walk has kept its states. Signs are made by torch's own threads in either case.
+        Normals are drawn by all of a CPU's threads at once where each can begin by itself: in ``counter``'s blocks, where a
+        walk has kept its states, and where a walk is so long that a jump into its middle pays. Signs are made by torch's own
+        threads in any case.
         """
         estimator, total = self.plan.estimator, group.num_trainable
         is_normal, is_counter = estimator.direction == "gaussian", estimator.rng == "counter"
@@ -157,7 +163,10 @@ class Directions:
             made, skipped = 0, total
         elif keep == "rows":
             num_rows, made, skipped = self._rows_of(total)
-        is_cut = total > COUNTER_BLOCK_ELEMENTS if is_counter else is_again and total >= SHARED_DRAW_ELEMENTS
+        if is_counter:
+            is_cut = keep == "all" and total > COUNTER_BLOCK_ELEMENTS
+        else:
+            is_cut = keep != "none" and total >= (SHARED_DRAW_ELEMENTS if is_again else 2 * JUMP_WORDS)
         distributions: dict[str, Distribution] = {"gaussian": "normal", "rademacher": "rademacher"}
         return draw_work(
             made,
@@ -166,7 +175,7 @@ class Directions:
             num_tensors=group.num_trainable_tensors,
             num_skipped=skipped,
             num_kept_rows=num_rows,
-            is_shared=keep == "all" and is_normal and is_cut,
+            is_shared=is_normal and is_cut,
             is_scaled=is_scaled,
         )
 

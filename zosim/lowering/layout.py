@@ -10,7 +10,7 @@ from typing import Literal
 from costmodel.forward import activation_bytes, shared_activation_bytes
 from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup, block_index
 from costmodel.work import DTYPE_BYTES
-from zosim.lowering.messages import most_message_bytes
+from zosim.lowering.messages import is_coded, most_message_bytes
 from zosim.lowering.walk import drawn_late
 from zosim.plan import Plan
 from zosim.program import Access, Buffer, Space
@@ -26,6 +26,9 @@ NUM_RNG_MARKS = 8
 
 SHARED_DRAW_ELEMENTS = 1 << 16
 """Groups of at least this many elements keep such states, and are drawn again by several threads at once."""
+
+JUMP_WORDS = 1 << 19
+"""Random words that a CPU's generator passes over in the time that a jump takes, or a longer one."""
 
 COUNTER_BLOCK_ELEMENTS = 1 << 14
 """Normals on a CPU that one generator of the ``counter`` discipline makes."""
@@ -438,7 +441,8 @@ class Layout:
             wires = [self.wire(point, cut, side) for cut, side in self._crossings()]
             for name in dict.fromkeys(wire.buffer for wire in wires):
                 size = max(wire.size_bytes for wire in wires if wire.buffer == name)
-                yield Buffer(name, Space.DEVICE, size, "activations", "uint8", dynamic=True)
+                space = Space.HOST if is_coded(plan) else Space.DEVICE
+                yield Buffer(name, space, size, "activations", "uint8", dynamic=True)
         shared = shared_activation_bytes(
             plan.model,
             batch=self.num_sequences,

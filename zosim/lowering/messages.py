@@ -22,6 +22,11 @@ Side = Literal["encode", "decode"]
 _INSIDE = ".mlp"
 
 
+def is_coded(plan: Plan) -> bool:
+    """Whether what crosses is written down by a codec, on the host; plain numbers go from device to device."""
+    return plan.split.is_lossy
+
+
 def most_message_bytes(plan: Plan, cut: int, num_sequences: int) -> int:
     """Return the bytes that no message across cut number `cut` exceeds."""
     return _sum(plan, cut, num_sequences, most_bytes)

@@ -270,8 +270,8 @@ class StepWriter:
             return
         if segment == self.layout.segments[0] and not self.layout.is_first_stage:
             before = self.model.segments[self.model.segments.index(segment) - 1]
-            cut = self.layout.stage - 1
-            self._decode(segment, before, point, self.layout.wire(point, cut, "in"), cut)
+            number = self.layout.stage - 1
+            self._decode(segment, before, point, self.layout.wire(point, number, "in"), number)
         gathered = [
             group
             for group in self.listing.trainable(segment)
