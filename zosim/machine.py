@@ -7,6 +7,7 @@ meanwhile.
   both directions wait for each other. Kernels take the device as a whole: what two streams run at the same time
   shares it, and so do allocations that no cache serves, because the driver makes the device wait for them. What
   launches kernels takes host cores.
+  Where one process drives several devices, one thread issues the copies of all.
 * On a CPU everything, copies included, is threads: it asks for cores and for memory bandwidth. Threads of one
   operation wait for each other at barriers, so an operation that loses part of one core slows down as a whole, and
   the scheduler is taken to be fair among threads: all slow down alike.
@@ -30,89 +31,15 @@ from costmodel.collectives import all_gather_s, all_reduce_s, point_to_point_s
 from costmodel.estimate import CopyDirection, OperationCost, estimate
 from costmodel.profile import Bound, Profile
 from topology.errors import ProfileError
+from zosim.activity import Activity, Hop, Ring
 from zosim.program import Collective, Instruction, Program, Recv, Send, Space, Stream
 
 if TYPE_CHECKING:
     from topology.graph import Route, Topology
 
+__all__ = ["Activity", "Hop", "Machine", "Ring"]
+
 _HOST_TERMS = ("dispatch", "overhead")
-
-
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """An operation as the simulator sees it.
-
-    Attributes
-    ----------
-    seconds : float
-        Duration with nothing else running.
-    bound : float
-        Its rate then, in a unit of its own: bytes/s for a flow, 1 for everything else.
-    weight : float
-        Rate that counts as much as full speed does for an activity of bound 1.
-    uses : tuple of (str, float)
-        Resources, with what a unit of rate takes of each.
-    limiter : str
-        What the duration consists of mostly.
-    """
-
-    seconds: float
-    bound: float = 1.0
-    weight: float = 1.0
-    uses: tuple[tuple[str, float], ...] = ()
-    limiter: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """A rank's place in the ring of a group.
-
-    Attributes
-    ----------
-    num_ranks : int
-    latency_s : float
-        Of one message over the slowest hop of the ring.
-    bandwidth_bytes_per_s : float
-        Of the narrowest hop, which all others keep pace with.
-    uses : tuple of (str, float)
-        What lies on the way to the next rank, with the part of the bytes sent that crosses it; nothing for a hop
-        within one host's memory.
-    wire : str
-        Kind of the narrowest link on that way; ``memory`` within one host's memory.
-    core_s_per_byte : float
-        What the host's cores have to do for a byte that is sent and one that comes, where they carry them.
-    """
-
-    num_ranks: int
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    uses: tuple[tuple[str, float], ...] = ()
-    wire: str = "memory"
-    core_s_per_byte: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Hop:
-    """The way from a rank to another.
-
-    Attributes
-    ----------
-    latency_s : float
-        Of one message.
-    bandwidth_bytes_per_s : float
-    uses : tuple of (str, float)
-        What lies on the way, with what a byte sent takes of each; nothing within one host's memory.
-    wire : str
-        Kind of the narrowest link; ``memory`` within one host's memory.
-    core_s_per_byte : float
-        As in a ring.
-    """
-
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    uses: tuple[tuple[str, float], ...] = ()
-    wire: str = "memory"
-    core_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -137,10 +64,14 @@ class Machine:
         Resource of host cores.
     memory : str
         Resource of host memory bandwidth that a CPU's operations take; empty if it never limits.
+    issuer : str
+        Thread that issues the copies of several devices, where one process drives them; empty where a rank has its own.
     rings : mapping of str to Ring
         How the rank takes part in the collectives of each group.
     channels : mapping of Send or Recv to Hop
         How its messages go. Resources on the way count at the sender.
+    host_channels : mapping of Send or Recv to Hop
+        How those go that a codec has left in the host's memory, where that is another than the device's.
     """
 
     profile: Profile
@@ -151,13 +82,19 @@ class Machine:
     kernels: str = ""
     cores: str = ""
     memory: str = ""
+    issuer: str = ""
     rings: Mapping[str, Ring] = field(default_factory=lambda: MappingProxyType({}))
     channels: Mapping[Send | Recv, Hop] = field(default_factory=lambda: MappingProxyType({}))
+    host_channels: Mapping[Send | Recv, Hop] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
-        named = {self.kernels, self.cores, self.memory, *self.fifo} - {""}
+        named = {self.kernels, self.cores, self.memory, self.issuer, *self.fifo} - {""}
         named.update(name for route in self.routes.values() for name in route)
-        ways: list[Ring | Hop] = [*self.rings.values(), *self.channels.values()]
+        ways: list[Ring | Hop] = [
+            *self.rings.values(),
+            *self.channels.values(),
+            *self.host_channels.values(),
+        ]
         named.update(name for way in ways for name, _ in way.uses)
         missing = sorted(named - set(self.capacities))
         if missing:
@@ -176,10 +113,10 @@ class Machine:
             tuple(sorted(place[name] for name in self.fifo)),
             tuple((way, tuple(place[name] for name in route)) for way, route in self.routes.items()),
             tuple(self.wires.items()),
-            tuple(place.get(name) for name in (self.kernels, self.cores, self.memory)),
+            tuple(place.get(name) for name in (self.kernels, self.cores, self.memory, self.issuer)),
             tuple(
                 (name, replace(way, uses=tuple((str(place[item]), part) for item, part in way.uses)))
-                for ways in (self.rings, self.channels)
+                for ways in (self.rings, self.channels, self.host_channels)
                 for name, way in ways.items()
             ),
         )
@@ -270,7 +207,7 @@ class Machine:
         if isinstance(instruction.op, Collective):
             return self._collective(cost, program, instruction, bound)
         if isinstance(instruction.op, Send | Recv):
-            return self._message(cost, instruction, bound)
+            return self._message(cost, program, instruction, bound)
         if self.profile.device_kind == "gpu" and instruction.work.copy_bytes:
             return self._flow(cost, instruction.work.copy_bytes, direction, bound)
         return self._threads(cost) if self.profile.device_kind == "cpu" else self._kernels(cost)
@@ -291,8 +228,26 @@ class Machine:
         # Latency is spread over the transfer, so that alone it takes exactly its cost.
         limit = min((self.capacities[name] for name in route), default=math.inf)
         seconds = max(cost.seconds, size_bytes / limit)
-        uses = tuple((name, 1.0) for name in route)
+        uses = tuple((name, 1.0) for name in route) + self._issued(size_bytes, bound)
         return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, cost.limiter)
+
+    def _issued(self, size_bytes: int, bound: Bound) -> tuple[tuple[str, float], ...]:
+        """Return what a byte of a copy takes of the thread that issues it: all of it, or the time of the launch."""
+        if not self.issuer:
+            return ()
+        launch_s = self.profile.values(bound)["copy_latency_s"]
+        return ((self.issuer, 1.0 if self.issuer in self.fifo else launch_s / size_bytes),)
+
+    def issued_by(self, issuer: str) -> Machine:
+        """Return the machine of a rank whose copies a thread called `issuer` issues, with those of other ranks.
+
+        A copy that a core carries (``copy_cores``), as one from pageable memory is, keeps the thread until it ends: copies
+        of all devices queue. Others keep it for their launch (``copy_latency_s``).
+        """
+        waits = self.profile.values()["copy_cores"] > 0
+        capacities = {**self.capacities, issuer: math.inf if waits else 1.0}
+        fifo = self.fifo | {issuer} if waits else self.fifo
+        return replace(self, capacities=MappingProxyType(capacities), fifo=fifo, issuer=issuer)
 
     def _collective(
         self, cost: OperationCost, program: Program, instruction: Instruction, bound: Bound
@@ -319,10 +274,14 @@ class Machine:
         )
         return self._on_link(replace(cost, seconds=cost.seconds + exchange_s), size_bytes, ring, bound)
 
-    def _message(self, cost: OperationCost, instruction: Instruction, bound: Bound) -> Activity:
+    def _message(
+        self, cost: OperationCost, program: Program, instruction: Instruction, bound: Bound
+    ) -> Activity:
         op, size_bytes = instruction.op, instruction.work.link_bytes
         assert isinstance(op, Send | Recv)
-        hop = self.channels.get(op)
+        (wire, *_) = (*instruction.reads, *instruction.writes)
+        is_on_host = program.buffer(wire.buffer).space == Space.HOST and op in self.host_channels
+        hop = (self.host_channels if is_on_host else self.channels).get(op)
         if hop is None:
             message = (
                 f"{instruction.id} goes {op.offset:+d} places along {op.group}, to which "

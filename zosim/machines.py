@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from costmodel.collectives import MESSAGE_S
+from costmodel.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
 from costmodel.profile import Profile
 from topology.errors import TopologyError
 from topology.graph import Topology
@@ -17,6 +17,7 @@ from zosim.program import Recv, Send
 
 _Parts = Sequence[Sequence[int]]
 _NEIGHBOURS = (-1, 1)
+_Hops = tuple[Hop, ...]
 
 
 def machines_for(
@@ -26,6 +27,7 @@ def machines_for(
     groups: Mapping[str, _Parts] = MappingProxyType({}),
     lines: Collection[str] = ("pipeline",),
     known: Ways | None = None,
+    processes: Sequence[int] | None = None,
 ) -> tuple[Machine, ...]:
     """Return the machine of every rank.
 
@@ -42,6 +44,9 @@ def machines_for(
         Groups whose neighbours send each other messages.
     known : Ways, optional
         What was found for other ranks on the same topology; more is added.
+    processes : sequence of int, optional
+        Number of the process that drives each rank's device, whose one thread issues the copies of all its GPUs; by default
+        ranks are processes, as in runs.
 
     Raises
     ------
@@ -59,6 +64,9 @@ def machines_for(
     """
     builder = _Builder(topology, devices, profiles, known or Ways())
     machines = [builder.alone(rank) for rank in range(len(devices))]
+    for rank, process in enumerate(processes or ()):
+        if machines[rank].routes and list(processes or ()).count(process) > 1:
+            machines[rank] = machines[rank].issued_by(f"process{process}:copies")
     for name, parts in groups.items():
         for part in parts:
             if len(part) > 1:
@@ -66,16 +74,31 @@ def machines_for(
                     machines[rank] = _with_ring(machines[rank], name, ring, topology)
             if name in lines:
                 for rank, offset, sent, received in builder.messages(part):
-                    machine = _reaching(machines[rank], [item for item, _ in sent.uses], topology)
-                    ways = {Send(name, offset): sent, Recv(name, offset): replace(received, uses=())}
-                    channels = MappingProxyType({**machine.channels, **ways})
-                    machines[rank] = replace(machine, channels=channels)
+                    machines[rank] = _with_way(machines[rank], name, offset, (sent, received), topology)
     return tuple(machines)
 
 
 def _with_ring(machine: Machine, group: str, ring: Ring, topology: Topology) -> Machine:
     machine = _reaching(machine, [name for name, _ in ring.uses], topology)
     return replace(machine, rings=MappingProxyType({**machine.rings, group: ring}))
+
+
+def _with_way(
+    machine: Machine, group: str, offset: int, hops: tuple[_Hops, _Hops], topology: Topology
+) -> Machine:
+    """Return a machine with the ways to a neighbour and back, from device to device and from host to host."""
+    sent, received = hops
+    machine = _reaching(machine, [item for hop in sent for item, _ in hop.uses], topology)
+    ways = [
+        {Send(group, offset): there, Recv(group, offset): replace(back, uses=())}
+        for there, back in zip(sent, received, strict=True)
+    ]
+    channels = MappingProxyType({**machine.channels, **ways[0]})
+    if len(ways) == 1:
+        return replace(machine, channels=channels)
+    return replace(
+        machine, channels=channels, host_channels=MappingProxyType({**machine.host_channels, **ways[1]})
+    )
 
 
 def _reaching(machine: Machine, names: Sequence[str], topology: Topology) -> Machine:
@@ -132,15 +155,36 @@ class _Builder:
             Ring(len(part), latency_s, bandwidth, hop.uses, hop.wire, hop.core_s_per_byte) for hop in hops
         ]
 
-    def messages(self, part: Sequence[int]) -> Iterator[tuple[int, int, Hop, Hop]]:
-        """Yield every member with the offset of each neighbour, and the ways there and back."""
+    def messages(self, part: Sequence[int]) -> Iterator[tuple[int, int, _Hops, _Hops]]:
+        """Yield every member with the offset of each neighbour, and the ways there and back, of each kind."""
         for place, rank in enumerate(part):
             for offset in _NEIGHBOURS:
                 if 0 <= place + offset < len(part):
                     other = part[place + offset]
                     here, there = self._devices[rank], self._devices[other]
-                    sent = self._hop(self._profiles[rank], here, there)
-                    yield rank, offset, sent, self._hop(self._profiles[other], there, here)
+                    sent = self._ways(self._profiles[rank], here, there)
+                    yield rank, offset, sent, self._ways(self._profiles[other], there, here)
+
+    def _ways(self, profile: Profile, here: str, there: str) -> _Hops:
+        """Return the way from device to device, and for GPUs that from host memory to host memory, too."""
+        direct = self._hop(profile, here, there)
+        if profile.device_kind == "cpu":
+            return (direct,)
+        key = -id(profile), here, there
+        if key not in self._hops:
+            self._hops[key] = self._between_hosts(here, there)
+        return direct, self._hops[key]
+
+    def _between_hosts(self, here: str, there: str) -> Hop:
+        """Return the way of gloo's messages, whose ends are processes of the hosts."""
+        topology = self._topology
+        if topology.host_of(here) == topology.host_of(there):
+            return Hop(MESSAGE_S["cpu"], LOOPBACK_BYTES_PER_S)
+        route = topology.route(topology.host_memory(here).id, topology.host_memory(there).id)
+        uses = tuple((name, 1.0) for name in route.resource_ids)
+        narrowest = min(route.links, key=lambda link: link.bandwidth_bytes_per_s)
+        bandwidth = min(route.bandwidth_bytes_per_s, LOOPBACK_BYTES_PER_S)
+        return Hop(MESSAGE_S["cpu"] + route.latency_s, bandwidth, uses, narrowest.type.kind)
 
     def _over_nvlinks(self, devices: Sequence[str]) -> list[Hop] | None:
         """Return each GPU's sends over the rings of NVLinks that join them all, None where there are none."""

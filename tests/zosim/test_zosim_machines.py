@@ -144,3 +144,33 @@ def test_a_cluster_is_its_host_many_times():
         cluster(load_preset("cpu-laptop"), 2)
     with pytest.raises(TopologyError, match="3 hosts"):
         cluster(load_preset("a100-80gb-3x4"), 2)
+
+
+def copies_of_two(processes, copy_cores, launch_s=0.0):
+    """The simulated ten copies of 0.1 s to each of two GPUs."""
+    profile = make_profile("gpu", copy_cores=copy_cores, copy_latency_s=launch_s)
+    # Behind switches of their own, and slower than their links: what the two share is the thread.
+    machines = machines_for(DGX, ["gpu0", "gpu4"], profile, processes=processes)
+    step = [instruction(f"up{number}", "h2d", 0.1) for number in range(10)]
+    programs = ProgramSet((program(step),), (0, 0), {})
+    both = simulate_ranks(programs, machines, num_steps=1)
+    other_engine = simulate_many(World.of(programs, machines), num_steps=1)
+    assert other_engine.makespan_s == pytest.approx(both.makespan_s, rel=1e-9)
+    return both
+
+
+def test_copies_of_two_devices_queue_on_the_thread_that_issues_both():
+    apart, together = copies_of_two(None, 1.0), copies_of_two((0, 0), 1.0)
+    assert apart.makespan_s == pytest.approx(1.0)
+    assert together.makespan_s == pytest.approx(2.0)
+    # A copy keeps the thread until it ends: one ends every 0.1 s, of both devices in turn.
+    ends = sorted(span.end_s for span in together.spans)
+    assert ends == pytest.approx([0.1 * number for number in range(1, 21)])
+    assert copies_of_two((0, 1), 1.0).makespan_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("launch_s", "apart_s", "together_s"), [(0.04, 1.4, 1.4), (0.5, 6.0, 10.0)])
+def test_a_thread_that_only_launches_copies_is_shared_for_their_launches(launch_s, apart_s, together_s):
+    # 20 launches of 40 ms take the thread 0.8 s, less than the copies take; of 0.5 s 10 s, more.
+    assert copies_of_two(None, 0.0, launch_s).makespan_s == pytest.approx(apart_s)
+    assert copies_of_two((0, 0), 0.0, launch_s).makespan_s == pytest.approx(together_s)

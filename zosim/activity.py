@@ -1,0 +1,82 @@
+"""What an instruction asks of shared resources while it runs, and the ways between ranks that it may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """An operation as the simulator sees it.
+
+    Attributes
+    ----------
+    seconds : float
+        Duration with nothing else running.
+    bound : float
+        Its rate then, in a unit of its own: bytes/s for a flow, 1 for everything else.
+    weight : float
+        Rate that counts as much as full speed does for an activity of bound 1.
+    uses : tuple of (str, float)
+        Resources, with what a unit of rate takes of each.
+    limiter : str
+        What the duration consists of mostly.
+    """
+
+    seconds: float
+    bound: float = 1.0
+    weight: float = 1.0
+    uses: tuple[tuple[str, float], ...] = ()
+    limiter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A rank's place in the ring of a group.
+
+    Attributes
+    ----------
+    num_ranks : int
+    latency_s : float
+        Of one message over the slowest hop of the ring.
+    bandwidth_bytes_per_s : float
+        Of the narrowest hop, which all others keep pace with.
+    uses : tuple of (str, float)
+        What lies on the way to the next rank, with the part of the bytes sent that crosses it; nothing for a hop
+        within one host's memory.
+    wire : str
+        Kind of the narrowest link on that way; ``memory`` within one host's memory.
+    core_s_per_byte : float
+        What the host's cores have to do for a byte that is sent and one that comes, where they carry them.
+    """
+
+    num_ranks: int
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    uses: tuple[tuple[str, float], ...] = ()
+    wire: str = "memory"
+    core_s_per_byte: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """The way from a rank to another.
+
+    Attributes
+    ----------
+    latency_s : float
+        Of one message.
+    bandwidth_bytes_per_s : float
+    uses : tuple of (str, float)
+        What lies on the way, with what a byte sent takes of each; nothing within one host's memory.
+    wire : str
+        Kind of the narrowest link; ``memory`` within one host's memory.
+    core_s_per_byte : float
+        As in a ring.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    uses: tuple[tuple[str, float], ...] = ()
+    wire: str = "memory"
+    core_s_per_byte: float = 0.0
