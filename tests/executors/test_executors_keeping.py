@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from command import rows_of, saved_lines, saved_model, zosim
 from reference_mezo import LiteralMezo, differing
 from test_executors_parity import execution_order
 from tiny import batches, model_of, plan_of
@@ -242,3 +245,35 @@ def test_a_direction_that_another_stream_draws_waits_for_the_update_before():
         freed = replace(program.step[position], after=kept)
         with pytest.raises(Hazard, match="nothing orders"):
             validate(replace(program, step=(*program.step[:position], freed, *program.step[position + 1 :])))
+
+
+def test_a_run_that_keeps_directions_goes_on_without_and_is_replayed(tmp_path):
+    model, data = saved_model("opt", tmp_path), tmp_path / "data.jsonl"
+    saved_lines(data)
+    out, plain = tmp_path / "out", tmp_path / "plain"
+    common = (
+        "run",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--batch",
+        2,
+        "--lr",
+        1e-2,
+        "--threads",
+        1,
+        "--no-launch",
+    )
+    offloaded = ("--residency", "offloaded", "--digest-every", 2)
+    assert zosim(*common, *offloaded, "--out", plain, "--steps", 6) == 0
+    assert zosim(*common, *offloaded, "--out", out, "--steps", 3, "--keep-directions") == 0
+    header = json.loads((out / "run.json").read_text())
+    assert header["plan"]["runtime"]["keep_directions"] is True
+    assert zosim("run", "--out", out, "--resume", "--steps", 6, "--no-keep-directions", "--no-launch") == 0
+    assert [row["loss_plus"] for row in rows_of(out)] == [row["loss_plus"] for row in rows_of(plain)]
+    assert zosim("replay", out, "--model", model, "-o", tmp_path / "again") == 0
+    found = [load_file(folder / "model.safetensors") for folder in (plain, out, tmp_path / "again")]
+    assert all(
+        bool((tensor == found[0][name]).all()) for other in found[1:] for name, tensor in other.items()
+    )
