@@ -9,6 +9,7 @@ from proofs_checks import (
     meshes,
     moments,
     quantised,
+    quantised_cut,
     restoring,
     schedules,
     sliced_transfers,
@@ -33,6 +34,7 @@ CLAIMS: tuple[Claim, ...] = (
     *cost_invariants.CLAIMS,
     *quantised.CLAIMS,
     *compressors.CLAIMS,
+    *quantised_cut.CLAIMS,
 )
 
 
