@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from proofs_checks import (
     alignment,
+    baselines,
     compressors,
     cost_invariants,
     meshes,
@@ -32,6 +33,7 @@ CLAIMS: tuple[Claim, ...] = (
     *sliced_transfers.CLAIMS,
     *stages.CLAIMS,
     *cost_invariants.CLAIMS,
+    *baselines.CLAIMS,
     *quantised.CLAIMS,
     *compressors.CLAIMS,
     *quantised_cut.CLAIMS,

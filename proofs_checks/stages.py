@@ -25,6 +25,7 @@ from proofs_checks.placements import (
 )
 from proofs_checks.ranks import on_all_ranks
 from proofs_checks.statistics import compare_means
+from zosim.counts import step_counts
 from zosim.lowering import lower_all
 from zosim.plan import Estimator, Mesh, Placement, Plan, Runtime, Split
 from zosim.program import Send
@@ -158,6 +159,26 @@ def check_counts(_context: Context) -> Outcome:
     return Outcome(wrong, 0, "plans whose activations are not those counted", tuple(details))
 
 
+def check_scalars(_context: Context) -> Outcome:
+    """Compare losses that go from one rank to another with points times ``M - 1``, activations counted apart."""
+    wrong, details = 0, []
+    for difference, points in (("forward", _NUM_QUERIES + 1), ("central", 2 * _NUM_QUERIES)):
+        for cuts, traversal in CASES.values():
+            estimator = Estimator.model_validate({"difference": difference, "num_queries": _NUM_QUERIES})
+            counts = step_counts(lower_all(staged(cuts, traversal, estimator)))
+            num_stages = len(cuts) + 1
+            wrong += counts.num_scalars != points * (num_stages - 1)
+            wrong += counts.num_activations != points * (num_stages - 1)
+            # All ranks get all places of all others: a loss and its labels for every point.
+            wrong += counts.scalar_bytes != 16 * points * num_stages * (num_stages - 1)
+            wrong += counts.num_gradients + counts.reduced_bytes
+            details.append(
+                f"{difference}, {num_stages} stages: {counts.num_scalars} scalars in {counts.scalar_bytes} bytes, "
+                f"{_NUM_QUERIES * (num_stages - 1)} by the paper's P(M - 1)"
+            )
+    return Outcome(wrong, 0, "counts that are not those stated", tuple(details))
+
+
 _RESET = Mutant(
     "every group starts from the seed",
     "executors.drawing:Drawing._walked",
@@ -204,6 +225,22 @@ CLAIMS = (
                 "zosim.lowering.step:StepWriter._forward",
                 "segment == self.layout.segments[-1] and not self.layout.is_last_stage",
                 "not self.layout.is_last_stage",
+            ),
+        ),
+    ),
+    Claim(
+        "stages-send-only-scalars-back",
+        "Back go scalars alone: the loss of each point to each of M - 1 other stages, (P + 1)(M - 1) or 2P(M - 1) of them, "
+        "16 bytes a place with what the exchange carries beside them.",
+        "SparQ appendix C.3, which counts P(M - 1) differences",
+        "one data shard",
+        check_scalars,
+        (
+            Mutant(
+                "losses of stages that have none",
+                "zosim.lowering.step:StepWriter._exchange_losses",
+                " if layout.is_last_stage",
+                "",
             ),
         ),
     ),
