@@ -10,14 +10,16 @@ from rich.console import Group, RenderableType
 
 from costmodel.published import read_rows, shipped_rows, write_rows
 from zosim.console import emit, progress, stderr, table
+from zosim.published.dispatch import answers_of_all
 from zosim.published.fitted_profile import PublishedProfile, calibrate_on, load_published_profile
-from zosim.published.predicting import answers
 
 SHIPPED = "shipped"
 
 
 def predict(
-    cases: Annotated[Path, typer.Argument(help="Rows of the ZO2 and DistZO2 tables, `value` empty or not.")],
+    cases: Annotated[
+        Path, typer.Argument(help="Rows of the ZO2, DistZO2 and SparQ tables, `value` empty or not.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the rows with predictions here.")],
     profile: Annotated[
         Path | None,
@@ -30,7 +32,7 @@ def predict(
     found = load_published_profile(profile)
     with progress() as bar:
         task = bar.add_task("predicting", total=None)
-        said = answers(rows, found, on_cell=lambda: bar.advance(task))
+        said = answers_of_all(rows, found, on_cell=lambda: bar.advance(task))
     write_rows(output, rows, [answer.columns() for answer in said])
     num_predicted = sum(answer.predicted is not None for answer in said)
     stderr.print(f"wrote {output}", markup=False, soft_wrap=True)
@@ -57,7 +59,7 @@ def calibrate_rows(rows: str, output: Path | None, *, as_json: bool) -> None:
 
 
 def _view(profile: PublishedProfile) -> RenderableType:
-    views = []
+    views: list[RenderableType] = []
     for fit in profile.fits:
         rows = [
             (c.name, f"{c.value:.4g}", f"{c.low:.4g} to {c.high:.4g}", c.unit, c.identified_by)
@@ -65,4 +67,20 @@ def _view(profile: PublishedProfile) -> RenderableType:
         ]
         title = f"{fit.paper}, {fit.domain}: {len(rows)} constants from {fit.num_cells} cells"
         views.append(table((title, "value", "interval", "unit", "identified by"), rows))
+    views += _sparq_views(profile)
     return Group(*views)
+
+
+def _sparq_views(profile: PublishedProfile) -> list[RenderableType]:
+    """Return the constants of SparQ's tables, without the effects of single runs."""
+    views: list[RenderableType] = []
+    volumes, peaks = (profile.sparq.volumes, profile.sparq.peaks) if profile.sparq else (None, None)
+    for what, fit in (("volumes", volumes), ("memory", peaks)):
+        if fit is not None:
+            rows = [
+                (c.name, f"{c.value:.4g}", f"{c.low:.4g} to {c.high:.4g}", c.unit, c.meaning)
+                for c in fit.constants
+            ]
+            title = f"SparQ, {what}: {len(rows)} constants from {fit.num_cells} cells"
+            views.append(table((title, "value", "interval", "unit", "meaning"), rows))
+    return views

@@ -20,6 +20,7 @@ from zosim.published.cells import Cell, cells_of
 from zosim.published.constants import PAPERS, Domain
 from zosim.published.fitting import Solution, conformal_half_width, fit
 from zosim.published.grid import Array
+from zosim.published.sparq_fit import SparqFit, calibrate_sparq
 
 _LEAST_IN_GROUP = 10
 """Held-out residuals below which a group takes the quantile of its whole fit."""
@@ -81,11 +82,20 @@ class FoundFit(_Frozen):
 
 
 class PublishedProfile(_Frozen):
-    """All fits of one calibration on published rows."""
+    """All fits of one calibration on published rows.
+
+    Attributes
+    ----------
+    fits : tuple of FoundFit
+        Of papers whose rows are timed on machines.
+    sparq : SparqFit, optional
+        Of SparQ's volumes and memory; None where no row was there to fit it.
+    """
 
     format: Literal["zosim-published-profile"] = "zosim-published-profile"
     version: Literal[1] = 1
     fits: tuple[FoundFit, ...]
+    sparq: SparqFit | None = None
 
     def fit(self, paper: str, domain: Domain) -> FoundFit | None:
         """Return the fit of a paper's domain; None where no row was there to fit it."""
@@ -108,7 +118,7 @@ class PublishedProfile(_Frozen):
 
 
 def calibrate_on(rows: Sequence[Row]) -> PublishedProfile:
-    """Return what `rows` say about both papers' machines.
+    """Return what `rows` say about all papers' machines and runs.
 
     Raises
     ------
@@ -123,10 +133,11 @@ def calibrate_on(rows: Sequence[Row]) -> PublishedProfile:
             mine = [cell for cell in known_cells(cells, paper, domain) if cell.value is not None]
             if mine:
                 fits.append(found_fit(fit(mine, paper, domain), paper, domain, apart))
-    if not fits:
+    sparq = calibrate_sparq(rows)
+    if not fits and sparq is None:
         hint = next(iter(reasons.values()), "give rows with values")
         raise ProfileError("none of the rows can be fitted", hint=hint)
-    return PublishedProfile(fits=tuple(fits))
+    return PublishedProfile(fits=tuple(fits), sparq=sparq)
 
 
 def known_cells(cells: Sequence[Cell], paper: str, domain: Domain) -> list[Cell]:

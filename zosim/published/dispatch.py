@@ -1,0 +1,31 @@
+"""Which model answers a row: by the paper whose table it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from costmodel.published import Row
+from zosim.published.fitted_profile import PublishedProfile
+from zosim.published.predicting import Answer, answers
+from zosim.published.sparq import PAPER
+from zosim.published.sparq_fit import shipped_fit
+from zosim.published.sparq_predicting import sparq_answer
+
+
+def answers_of_all(
+    rows: Sequence[Row], profile: PublishedProfile, *, on_cell: Callable[[], None] | None = None
+) -> list[Answer]:
+    """Return what is predicted for each row, in order, whatever table it is of.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+    profile : PublishedProfile
+        Where it was fitted without rows of SparQ's tables, those that ship decide their constants.
+    on_cell : callable, optional
+        Told of each measurement that was predicted.
+    """
+    others = [row for row in rows if row["paper"] != PAPER]
+    said = iter(answers(others, profile, on_cell=on_cell))
+    fit = profile.sparq or shipped_fit()
+    return [sparq_answer(row, fit) if row["paper"] == PAPER else next(said) for row in rows]

@@ -1,0 +1,50 @@
+"""What rows of SparQ's tables say about their constants, as a part of a published profile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from pydantic import BaseModel, ConfigDict
+
+from costmodel.published import Row, shipped_rows
+from topology.errors import ProfileError
+from zosim.published.sparq import PAPER, VolumeFit, fit_volumes, printed_volumes
+from zosim.published.sparq_memory import MemoryFit, fit_peaks, printed_peaks
+
+
+class SparqFit(BaseModel):
+    """What rows of SparQ's tables say about their constants; None for what no row was there to fit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    volumes: VolumeFit | None = None
+    peaks: MemoryFit | None = None
+
+
+def calibrate_sparq(rows: Sequence[Row]) -> SparqFit | None:
+    """Return what rows say about the constants of SparQ's tables; None if there is none of these tables."""
+    volumes, peaks = printed_volumes(rows), printed_peaks(rows)
+    if not volumes and not peaks:
+        return None
+    return SparqFit(
+        volumes=fit_volumes(volumes) if volumes else None,
+        peaks=fit_peaks(peaks) if len(peaks) > 1 else None,
+    )
+
+
+@cache
+def shipped_fit() -> SparqFit:
+    """Return the fit to all rows that ship.
+
+    Raises
+    ------
+    ProfileError
+        If no rows ship.
+    """
+    found = calibrate_sparq(shipped_rows(PAPER))
+    if found is None:
+        raise ProfileError(
+            "no rows of SparQ's tables ship with this installation", hint="install zosim again"
+        )
+    return found
