@@ -10,16 +10,10 @@ from costmodel.published import Row, read_rows, shipped_rows
 from zosim.cli import app
 from zosim.published.dispatch import answers_of_all
 from zosim.published.fitted_profile import PublishedProfile, calibrate_on, load_published_profile
-from zosim.published.sparq import (
-    VolumeCase,
-    fit_volumes,
-    held_out_volumes,
-    predicted_volume,
-    printed_volumes,
-    volume_case,
-)
+from zosim.published.sparq import VolumeCase, printed_volumes, volume_case
 from zosim.published.sparq_fit import calibrate_sparq
 from zosim.published.sparq_memory import fit_peaks, peak_case, peak_gib, printed_peaks
+from zosim.published.sparq_volumes import fit_volumes, held_out_volumes, predicted_volume
 
 ROWS = shipped_rows("SparQ")
 KNOWN = printed_volumes(ROWS)

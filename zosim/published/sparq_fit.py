@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict
 
 from costmodel.published import Row, shipped_rows
 from topology.errors import ProfileError
-from zosim.published.sparq import PAPER, VolumeFit, fit_volumes, printed_volumes
+from zosim.published.sparq import PAPER, printed_volumes
 from zosim.published.sparq_memory import MemoryFit, fit_peaks, printed_peaks
+from zosim.published.sparq_volumes import VolumeFit, fit_volumes
 
 
 class SparqFit(BaseModel):

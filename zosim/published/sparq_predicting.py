@@ -12,11 +12,11 @@ from zosim.published.sparq import (
     VOLUME,
     NotPredicted,
     VolumeCase,
-    predicted_volume,
     volume_case,
 )
 from zosim.published.sparq_fit import SparqFit
 from zosim.published.sparq_memory import PEAK, peak_case, peak_gib
+from zosim.published.sparq_volumes import predicted_volume
 
 
 def sparq_answer(row: Row, fit: SparqFit) -> Answer:
