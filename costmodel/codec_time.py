@@ -151,17 +151,22 @@ def coding_terms(coding: CodecWork, values: Mapping[str, float], device_kind: De
     -----
     An estimate for GPUs, not a measurement: the device makes symbols of numbers (``quantising``: 4 bytes read, one
     written, at the element-wise bandwidth), a byte of each crosses the bus (``crossing``), and the host writes them down.
+    The message stays there. Plain numbers never leave the device: they are copied side by side (``packing``), and the
+    receiver uses them where they arrive.
     """
     if device_kind == "cpu":
         return {"coding": load_codec_profile().duration_s(coding)}
     on_device = {name for name in coding if name.startswith(("quantise_s", "dequantise_s"))}
+    if not on_device:
+        packed = coding.get("byte_s", 0) if "encode_call_s" in coding else 0
+        return {"packing": 2 * packed / values["elementwise_bandwidth"]}
     num_symbols = sum(coding[name] for name in on_device)
     on_host = {name: count for name, count in coding.items() if name not in on_device}
     narrower = min(values["copy_d2h_bandwidth"], values["copy_h2d_bandwidth"])
     return {
         "coding": load_codec_profile().duration_s(on_host),
         "quantising": 5 * num_symbols / values["elementwise_bandwidth"],
-        "crossing": (num_symbols + coding.get("byte_s", 0)) / narrower,
+        "crossing": num_symbols / narrower,
     }
 
 

@@ -22,6 +22,10 @@ Processes of one host over gloo's loopback: an all_reduce of 8 bytes between two
 GPUs the latencies of the catalogue's NVLinks and PCIe links are NCCL's own and hold the software's part.
 """
 
+LOOPBACK_BYTES_PER_S = 2e9
+"""Of a message between processes of a host over gloo's loopback, where no calibration has measured it: one core copies
+into the socket, another out of it."""
+
 
 def point_to_point_s(size_bytes: float, *, latency_s: float, bandwidth_bytes_per_s: float) -> float:
     """Return the seconds of one message.

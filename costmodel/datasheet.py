@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from costmodel.collectives import MESSAGE_S
+from costmodel.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.work import DTYPE_BYTES, DType
 from topology import Topology
@@ -81,11 +81,13 @@ _CPU_CAST_PAIRS: tuple[tuple[DType, DType], ...] = (
 
 _CPU_HALF_DIMS: dict[str, Spread] = {"m": (8.0, 0.5, 64.0), "n": (8.0, 0.5, 64.0), "k": (32.0, 2.0, 160.0)}
 _CPU_HALF_DIM_SOURCE = "assumed: rows of a few registers; short sums write their products often"
+_CPU_OUTPUTS: Spread = (5e9, 0.5e9, 50e9)
+_CPU_OUTPUTS_SOURCE = "assumed: outputs are brought into the cache, written and driven out again"
 _CPU_SCORES: Spread = (0.6e9, 0.1e9, 6e9)
 _CPU_SCORES_SOURCE = "assumed: an exponential, a maximum and a sum per score, in registers"
 _CPU_GATHER: Spread = (8e-6, 0.5e-6, 150e-6)
 _CPU_GATHER_SOURCE = "assumed: threads that wait for work in a loop, or sleep"
-_LOOPBACK: Spread = (2e9, 0.3e9, 8e9)
+_LOOPBACK: Spread = (LOOPBACK_BYTES_PER_S, 0.3e9, 8e9)
 _LOOPBACK_SOURCE = "assumed: gloo through the host's loopback, a copy into the socket and one out of it"
 _GPU_DRAW_WRITE: Spread = (0.35, 0.10, 0.90)
 _GPU_DRAW_SOURCE = "assumed: Philox and Box-Muller, at best as fast as the numbers can be written to memory"
@@ -97,7 +99,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "call_s.embed": (100e-6, 20e-6, 600e-6),
         "call_s.block": (100e-6, 20e-6, 600e-6),
         "call_s.head": (100e-6, 20e-6, 600e-6),
-        "cache_bytes": (4 * 2**20, 1 * 2**20, 32 * 2**20),
+        "cache_bytes": (1 * 2**20, 0.25 * 2**20, 8 * 2**20),
         "kernel_s": (0.0, 0.0, 0.0),
         "dispatch_s": (5e-6, 1e-6, 25e-6),
         "memory_overlap": (0.0, 0.0, 0.0),
@@ -148,7 +150,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
     },
 }
 _HOST_SOURCES = {
-    "cache_bytes": "assumed: a core's share of the last-level cache, or a GPU's L2",
+    "cache_bytes": "assumed: a core's own cache, or a GPU's L2",
     "attention_score_rate": "part of the attention rate",
     "gather_s": "a GPU's kernels have no threads to wait for",
     "kernel_s": "assumed: what an empty kernel takes between others on a GPU; on a CPU it is part of the dispatch",
@@ -278,6 +280,7 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
     source = f"{_STREAM_SOURCE}; {_CORE_SOURCE}"
     for name in ("memory_bandwidth", "elementwise_bandwidth"):
         yield _constant(name, spread, source)
+    yield _constant("memory_bandwidth.output", _CPU_OUTPUTS, _CPU_OUTPUTS_SOURCE, scale=threads)
     yield _constant("elementwise_cache_bandwidth", _CACHE, _CACHE_SOURCE, scale=threads)
     yield _constant("exponential_rate", _CPU_EXPONENTIALS, _CPU_EXPONENTIALS_SOURCE, scale=threads)
     for dtype, width in DTYPE_BYTES.items():

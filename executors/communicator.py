@@ -27,6 +27,7 @@ from executors.absence import RollCall, default_store, named_ranks
 from executors.duplex import Duplex
 from executors.launch import DEFAULT_TIMEOUT_S, is_launched
 from executors.messages import Messages
+from executors.packed import Packed
 from topology.errors import RunError, ZosimError
 from zosim.plan import Mesh
 
@@ -167,8 +168,8 @@ class Communicator:
             else:
                 _all_gather(gathered, own, group=self._groups.get(group))
 
-    def send(self, group: str, offset: int, message: Tensor, what: str) -> int:
-        """Send bytes of the host to the member of a pipeline that is `offset` places on; return how many went.
+    def send(self, group: str, offset: int, message: Tensor | Packed, what: str) -> int:
+        """Send a message to the member of a pipeline that is `offset` places on; return how many bytes went.
 
         Raises
         ------
@@ -177,15 +178,17 @@ class Communicator:
         """
         return self._messages(group).send(self._neighbour(group, offset), message, what)
 
-    def recv(self, group: str, offset: int, most_bytes: int, what: str) -> Tensor:
-        """Return the next message of the member of a pipeline that is `offset` places on.
+    def recv(
+        self, group: str, offset: int, most_bytes: int, what: str, device: torch.device | None = None
+    ) -> Tensor | Packed:
+        """Return the next message of the member of a pipeline that is `offset` places on: bytes, or on a device numbers.
 
         Raises
         ------
         RunError
             If a rank is gone or does not come in time, or the message has more than `most_bytes`.
         """
-        return self._messages(group).recv(self._neighbour(group, offset), most_bytes, what)
+        return self._messages(group).recv(self._neighbour(group, offset), most_bytes, what, device)
 
     def _neighbour(self, group: str, offset: int) -> int:
         return self.members(group)[self.position(group) + offset]
@@ -200,7 +203,16 @@ class Communicator:
         if all(len(part) == 1 for part in parts):
             return None
         naming = partial(self._roll.naming, self.members(WORLD))
-        return Messages(parts, self.rank, backend=_host_backend(), timeout=self._timeout, naming=naming)
+        host = _host_backend()
+        device = "nccl" if self._device_type == "cuda" and host != "fake" else host
+        return Messages(
+            parts,
+            self.rank,
+            backend=host,
+            device_backend=device,
+            timeout=self._timeout,
+            naming=naming,
+        )
 
     # -- of host loops -----------------------------------------------------------------------------------------
 

@@ -22,14 +22,14 @@ from executors.halves import Halfway, Handed
 from executors.messages import LENGTH_BYTES
 from executors.model import CutModel
 from executors.operands import Action, Unfit, one, place_of
+from executors.packed import Packed, pack, stays_on, unpack
 from executors.rng import generator_on, mixed
 from executors.streams import Backend
 from topology.errors import CodecError, ProgramError
 from zosim.lowering.layout import BATCH
-from zosim.program import Access, Encode, Instruction, Program, Recv, Send
+from zosim.program import Access, Encode, Instruction, Program, Recv, Send, Space
 
 _OUT = ":out"
-_SIGNS = {"+": 1, "-": 2}
 
 
 class Pipeline(Protocol):
@@ -37,11 +37,13 @@ class Pipeline(Protocol):
 
     rank: int
 
-    def send(self, group: str, offset: int, message: Tensor, what: str) -> int:
-        """Send bytes to a member of `group`, and return how many went over the wire."""
+    def send(self, group: str, offset: int, message: Tensor | Packed, what: str) -> int:
+        """Send a message to a member of `group`, and return how many bytes went over the wire."""
 
-    def recv(self, group: str, offset: int, most_bytes: int, what: str) -> Tensor:
-        """Return the next message of a member of `group`."""
+    def recv(
+        self, group: str, offset: int, most_bytes: int, what: str, device: torch.device | None
+    ) -> Tensor | Packed:
+        """Return the next message of a member of `group`, bytes of the host or numbers on a device."""
 
 
 class Stages:
@@ -97,24 +99,37 @@ class Stages:
         source = _handed(one(instruction.reads, "read of what a segment leaves"))
         wire = one(instruction.writes, "write of a message")
         codecs = [codec_of(codec_spec(name)) for name in (op.codec, op.residual_codec)]
-        where = self._where(wire)
+        where, stays = self._where(wire), self._stays(wire)
 
         def encode(frame: StepFrame) -> None:
             if frame.replayed:
                 return
-            messages = []
-            for number, handed in enumerate(self._store.values.pop(place_of(source))):
+            messages: list[Tensor] = []
+            parts = self._store.values.pop(place_of(source))
+            if stays:
+                packed = pack([tensor for handed in parts for tensor in _each(handed)])
+                self._made(wire, packed, packed.num_bytes)
+                return
+            for number, handed in enumerate(parts):
                 generator = self._generator(frame, wire, number)
-                tensors = handed if isinstance(handed, Halfway) else (handed,)
+                tensors = _each(handed)
                 with _told(where):
                     for tensor, used in zip(tensors, codecs[-len(tensors) :], strict=True):
                         messages.append(used.encode(tensor, generator))
             message = torch.cat(messages)
-            self.num_made += 1
-            self.made_bytes += LENGTH_BYTES + message.numel()
-            self._store.values[place_of(wire)] = message
+            self._made(wire, message, message.numel())
 
         return encode
+
+    def _made(self, wire: Access, message: Tensor | Packed, num_bytes: int) -> None:
+        self.num_made += 1
+        self.made_bytes += LENGTH_BYTES + num_bytes
+        self._store.values[place_of(wire)] = message
+
+    def _stays(self, wire: Access) -> bool:
+        """Whether a message is plain numbers that need not leave the device."""
+        on_device = self._program.buffer(wire.buffer).space == Space.DEVICE
+        return on_device and stays_on(self._backend.device)
 
     def decode(self, instruction: Instruction) -> Action:
         """Return what makes the tensors in a message that the first segment of the stage is given."""
@@ -132,9 +147,18 @@ class Stages:
 
         return decode_parts
 
-    def _tensors(self, message: Tensor, *, inside: bool) -> list[Handed]:
+    def _tensors(self, message: Tensor | Packed, *, inside: bool) -> list[Handed]:
         """Return what is handed on for each micro-batch."""
         cut, made, begin = self._cut, [], 0
+        if isinstance(message, Packed):
+            widths = (cut.inner_size, cut.hidden_size) if inside else (cut.hidden_size,)
+            shapes = [(*_rows(part), width) for part in self._loaded().parts for width in widths]
+            self._backend.borrow(message.data)
+            tensors = iter(unpack(message, shapes))
+            return [
+                Halfway(next(tensors), next(tensors)) if inside else next(tensors)
+                for _ in self._loaded().parts
+            ]
         for part in self._loaded().parts:
             tensors = []
             for width in (cut.inner_size, cut.hidden_size) if inside else (cut.hidden_size,):
@@ -163,6 +187,8 @@ class Stages:
             if frame.replayed:
                 return
             message = self._store.values.pop(place_of(wire))
+            if isinstance(message, Packed):
+                self._backend.borrow(message.data)
             size = pipeline.send(op.group, op.offset, message, what)
             self.num_sent += 1
             self.num_bytes += size
@@ -177,13 +203,14 @@ class Stages:
         assert isinstance(op, Recv)
         wire = one(instruction.writes, "write of a message")
         what = _what(wire)
+        device = self._backend.device if self._stays(wire) else None
 
         def recv(frame: StepFrame) -> None:
             if frame.replayed:
                 return
             # A part of the batch takes no more than all of it.
             most = wire.size_bytes * self._num_micro_batches
-            self._store.values[place_of(wire)] = pipeline.recv(op.group, op.offset, most, what)
+            self._store.values[place_of(wire)] = pipeline.recv(op.group, op.offset, most, what, device)
 
         return recv
 
@@ -200,10 +227,17 @@ class Stages:
         return f"rank {rank}, {_what(wire)}"
 
     def _generator(self, frame: StepFrame, wire: Access, part: int) -> Generator:
-        """Return what codecs round with that do so at random: alike whenever the step is done, on every shard."""
-        query = int(wire.point[1:-1]) if wire.point else 0
-        cut, sign = int(wire.what.partition(":")[0].rpartition(".")[2]), _SIGNS.get(wire.point[-1:], 0)
-        return generator_on(self._backend.device, mixed(frame.seeds[query], cut, sign, part) >> 1)
+        """Return what codecs round with that do so at random: alike whenever the step is done, on every shard.
+
+        Alike at all points, too: what the same random numbers do to both activations of a projected gradient is gone
+        from their difference, but where a threshold lies between the two.
+        """
+        cut = int(wire.what.partition(":")[0].rpartition(".")[2])
+        return generator_on(self._backend.device, mixed(frame.seeds[0], cut, part) >> 1)
+
+
+def _each(handed: Handed) -> tuple[Tensor, ...]:
+    return tuple(handed) if isinstance(handed, Halfway) else (handed,)
 
 
 def _handed(access: Access) -> Access:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from executors.communicator import Communicator
 from executors.messages import LENGTH_BYTES, check_length
+from executors.packed import Packed
 from topology.errors import RunError
 from zosim.plan import Plan
 
@@ -126,17 +127,21 @@ class InProcess:
         parts = self._exchanged("host loop", group, whole[begin : begin + each].clone())
         whole.copy_(torch.cat(parts))
 
-    def send(self, group: str, offset: int, message: Tensor, what: str) -> int:  # noqa: ARG002
+    def send(self, group: str, offset: int, message: Tensor | Packed, what: str) -> int:  # noqa: ARG002
         """Send bytes to a neighbour."""
         peer = self.members(group)[self.position(group) + offset]
-        self._room.mail(self.rank, peer).put(message.clone())
-        return message.numel() + LENGTH_BYTES
+        self._room.mail(self.rank, peer).put(message if isinstance(message, Packed) else message.clone())
+        return _size(message) + LENGTH_BYTES
 
-    def recv(self, group: str, offset: int, most_bytes: int, what: str) -> Tensor:
+    def recv(
+        self, group: str, offset: int, most_bytes: int, what: str, device: torch.device | None = None
+    ) -> Tensor | Packed:
         """Return the next message of a neighbour."""
         peer = self.members(group)[self.position(group) + offset]
         message = self._room.taken(peer, self.rank)
-        check_length(message.numel(), most_bytes, what)
+        if isinstance(message, Packed) is (device is None):
+            raise RunError(f"{what} is of another kind than its receiver takes", hint="run both on one plan")
+        check_length(_size(message), most_bytes, what)
         return message
 
     def spread(self, group: str, owner: int, tensor: Tensor, what: str) -> None:  # noqa: ARG002
@@ -184,3 +189,7 @@ def on_all_ranks(plan: Plan, work: Callable[[int, Communicator], Result]) -> Seq
     if errors:
         raise next((error for error in errors if "another rank stopped" not in str(error)), errors[0])
     return [future.result() for future in futures]
+
+
+def _size(message: Tensor | Packed) -> int:
+    return message.num_bytes if isinstance(message, Packed) else message.numel()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,7 +31,7 @@ from zosim.cuts import INSIDE, Cutting, sparsest_near_the_middle
 from zosim.lowering.step import StepWriter
 from zosim.machine import Hop, Machine
 from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Split
-from zosim.program import Program, Stream
+from zosim.program import Program, Recv, Send, Stream
 from zosim.shortening import are_alike, shortened
 
 _Seconds = NDArray[np.float64]
@@ -364,8 +364,8 @@ class Ranking:
             shape,
             width,
             stats,
-            bandwidth_bytes_per_s=self._hop.bandwidth_bytes_per_s,
-            latency_s=self._hop.latency_s,
+            bandwidth_bytes_per_s=self._coded_hop.bandwidth_bytes_per_s,
+            latency_s=self._coded_hop.latency_s,
             profile=load_codec_profile(),
         ).spec
 
@@ -394,13 +394,18 @@ class Ranking:
             )
             encode_s += sum(coding_terms(encode, values, kind).values())
             decode_s += sum(coding_terms(decode, values, kind).values())
-        return encode_s, self._hop.latency_s + size / self._hop.bandwidth_bytes_per_s, decode_s
+        hop = self._plain_hop if all(codec_spec(name).is_lossless for name in codecs) else self._coded_hop
+        return encode_s, hop.latency_s + size / hop.bandwidth_bytes_per_s, decode_s
 
     @cached_property
-    def _hop(self) -> Hop:
-        """The slowest way between neighbouring stages."""
-        ways = [hop for machine in self._site.machines for hop in machine.channels.values()]
-        return min(ways, key=lambda hop: hop.bandwidth_bytes_per_s)
+    def _plain_hop(self) -> Hop:
+        """The slowest way between neighbouring stages' devices."""
+        return _slowest(machine.channels for machine in self._site.machines)
+
+    @cached_property
+    def _coded_hop(self) -> Hop:
+        """The slowest way between neighbouring stages, of what a codec leaves on the host."""
+        return _slowest(machine.host_channels or machine.channels for machine in self._site.machines)
 
     @property
     def _element_bytes(self) -> int:
@@ -411,6 +416,10 @@ class Ranking:
         model = self._site.model
         width = model.intermediate_size if cut.endswith(INSIDE) else model.hidden_size
         return self._site.num_sequences, self._site.seq, width
+
+
+def _slowest(channels: Iterable[Mapping[Send | Recv, Hop]]) -> Hop:
+    return min((hop for ways in channels for hop in ways.values()), key=lambda hop: hop.bandwidth_bytes_per_s)
 
 
 @dataclass(frozen=True)

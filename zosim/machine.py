@@ -279,9 +279,9 @@ class Machine:
     ) -> Activity:
         op, size_bytes = instruction.op, instruction.work.link_bytes
         assert isinstance(op, Send | Recv)
-        (wire, *_) = (*instruction.reads, *instruction.writes)
-        is_on_host = program.buffer(wire.buffer).space == Space.HOST and op in self.host_channels
-        hop = (self.host_channels if is_on_host else self.channels).get(op)
+        wires = (*instruction.reads, *instruction.writes)
+        on_host = any(program.buffer(wire.buffer).space == Space.HOST for wire in wires)
+        hop = (self.host_channels if on_host and op in self.host_channels else self.channels).get(op)
         if hop is None:
             message = (
                 f"{instruction.id} goes {op.offset:+d} places along {op.group}, to which "

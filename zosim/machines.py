@@ -89,7 +89,7 @@ def _with_way(
     """Return a machine with the ways to a neighbour and back, from device to device and from host to host."""
     sent, received = hops
     machine = _reaching(machine, [item for hop in sent for item, _ in hop.uses], topology)
-    ways = [
+    ways: list[dict[Send | Recv, Hop]] = [
         {Send(group, offset): there, Recv(group, offset): replace(back, uses=())}
         for there, back in zip(sent, received, strict=True)
     ]

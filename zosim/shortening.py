@@ -71,6 +71,7 @@ def shortened_stages(plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
     stay as they are.
     """
     kept: list[int] = []
+    halves: list[str] = []
     standing: dict[int, range] = {}
     pipeline = next(part for part in plan.mesh.pipelines if rank in part)
     for member in pipeline:
@@ -82,13 +83,19 @@ def shortened_stages(plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
         if few:
             first = few[min(1, len(few) - 1)]
             standing[first] = range(first, first + 1 + len(whole) - len(few))
-        kept += [*few, *(block_index(segment) for segment in blocks if segment.endswith((FRONT, BACK)))]
-    kept = sorted(set(kept))
+        halves += [segment for segment in blocks if segment.endswith((FRONT, BACK))]
+        kept += few
+    kept = sorted({*kept, *map(block_index, halves)})
     number = {old: new for new, old in enumerate(kept)}
     cuts = tuple(_renamed(cut, kept, number) for cut in plan.split.cuts)
     split = plan.split.model_copy(update={"cuts": cuts})
     small = plan.model_copy(update={"model": with_blocks(plan.model, kept), "split": split})
-    return small, {block_segment(number[block]): blocks for block, blocks in standing.items()}
+    found = {block_segment(number[block]): blocks for block, blocks in standing.items()}
+    for half in halves:
+        block = block_index(half)
+        name = half.replace(block_segment(block), block_segment(number[block]), 1)
+        found[name] = range(block, block + 1)
+    return small, found
 
 
 def _renamed(cut: str, kept: Sequence[int], number: dict[int, int]) -> str:

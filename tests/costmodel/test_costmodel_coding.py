@@ -40,9 +40,17 @@ def test_on_a_gpu_the_device_makes_symbols_that_cross_to_the_host():
     num = 4 * 64 * 512
     cost = estimate(encode, make_profile("gpu"))
     assert cost.terms["quantising"] == pytest.approx(5 * num / 1e9)
-    assert cost.terms["crossing"] == pytest.approx((num + way.size_bytes) / 1e9)
+    assert cost.terms["crossing"] == pytest.approx(num / 1e9)
     on_host_s = way.encode_s - num * load_codec_profile().seconds["quantise_s.nearest"]
     assert cost.terms["coding"] == pytest.approx(on_host_s)
+
+
+def test_plain_numbers_of_a_gpu_never_see_the_host():
+    (encode, decode), way = works("none")
+    profile = make_profile("gpu")
+    assert estimate(encode, profile).terms["packing"] == pytest.approx(2 * way.size_bytes / 1e9)
+    assert "coding" not in estimate(encode, profile).terms
+    assert estimate(decode, profile).seconds == pytest.approx(0.0, abs=1e-5)
 
 
 def test_works_add_up():

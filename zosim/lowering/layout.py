@@ -438,10 +438,12 @@ class Layout:
             name = f"hidden.{point or 'base'}"
             size = self._largest_activation_bytes
             yield Buffer(name, Space.DEVICE, size, "activations", dtype, dynamic=True)
-            wires = [self.wire(point, cut, side) for cut, side in self._crossings()]
-            for name in dict.fromkeys(wire.buffer for wire in wires):
-                size = max(wire.size_bytes for wire in wires if wire.buffer == name)
-                space = Space.HOST if is_coded(plan) else Space.DEVICE
+            cuts = dict(self._crossings())
+            wires = [(cut, self.wire(point, cut, side)) for cut, side in cuts.items()]
+            for name in dict.fromkeys(wire.buffer for _, wire in wires):
+                size = max(wire.size_bytes for _, wire in wires if wire.buffer == name)
+                coded = any(is_coded(plan, cut) for cut, wire in wires if wire.buffer == name)
+                space = Space.HOST if coded else Space.DEVICE
                 yield Buffer(name, space, size, "activations", "uint8", dynamic=True)
         shared = shared_activation_bytes(
             plan.model,

@@ -22,9 +22,9 @@ Side = Literal["encode", "decode"]
 _INSIDE = ".mlp"
 
 
-def is_coded(plan: Plan) -> bool:
-    """Whether what crosses is written down by a codec, on the host; plain numbers go from device to device."""
-    return plan.split.is_lossy
+def is_coded(plan: Plan, cut: int) -> bool:
+    """Whether a codec writes down, on the host, what crosses cut number `cut`; plain numbers stay on the device."""
+    return not all(codec.is_lossless for codec, _ in _crossing(plan, cut, 1))
 
 
 def most_message_bytes(plan: Plan, cut: int, num_sequences: int) -> int:
