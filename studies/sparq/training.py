@@ -1,0 +1,312 @@
+"""``python -m studies.sparq.training``: the embedded task, trained with what crosses one cut through a codec.
+
+One process does what several stages do, bit for bit, so curves need no stages. Each run is a row of ``training.csv``; rows
+that are there are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from costmodel.codecs import codec_spec
+from executors.batches import Batches
+from executors.codecs.fidelity import received
+from executors.cuts import Change, Crossing, Cut, loss_through
+from executors.data import Limits, open_dataset
+from executors.evaluate import ChoiceResult, evaluate_choices
+from executors.loading import load_model
+from executors.model import Batch, CutModel
+from executors.pretrain import Pretrained, TaskSettings, pretrained_model
+from executors.rng import generator_on
+from executors.session import Session
+from executors.spec import spec_of_model
+from zosim.console import stderr
+from zosim.plan import Estimator, Mesh, Placement, Plan, Split
+
+RESULTS = Path(__file__).with_name("training.csv")
+CURVES = Path(__file__).with_name("training_curves.csv")
+INSIDE, BETWEEN = "block.1.mlp", "block.1"
+NUM_STEPS, CURVE_STEPS, NUM_EVALUATED, NUM_COUNTED = 200, 25, 500, 2
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where the model is cut, and what what crosses goes through.
+
+    Attributes
+    ----------
+    name : str
+    cut : str
+    codec : str
+        Of the MLP's activation.
+    residual_codec : str
+        Of the residual stream, which is what crosses between blocks.
+    """
+
+    name: str
+    cut: str
+    codec: str = "none"
+    residual_codec: str = "none"
+
+    def split(self, encoding: str = "dense") -> Split:
+        """Return the cut as a plan has it; encodings lose nothing, so training takes the fastest."""
+        return Split(
+            cuts=(self.cut,),
+            codec=_with(self.codec, encoding),
+            residual_codec=_with(self.residual_codec, encoding),
+        )
+
+
+def _with(codec: str, encoding: str) -> str:
+    return codec if codec_spec(codec).is_lossless else f"{codec}:{encoding}"
+
+
+def _cases() -> Iterator[Case]:
+    """Yield the cases, those first that matter most."""
+    yield Case("none", INSIDE)
+    for bits in (4, 1, 2, 8):
+        yield Case(f"inside {bits}", INSIDE, f"q{bits}:affine-zero")
+    for bits in (4, 2, 8):
+        yield Case(f"between {bits}", BETWEEN, "none", f"q{bits}")
+    for bits in (4, 2, 8):
+        yield Case(f"inside {bits}, residual {bits}", INSIDE, f"q{bits}:affine-zero", f"q{bits}")
+    for bits in (2, 4):
+        yield Case(f"inside {bits}, stochastic", INSIDE, f"q{bits}:affine-zero:stochastic")
+    yield Case("between 2, stochastic", BETWEEN, "none", "q2:stochastic")
+    yield Case("between 2, per token", BETWEEN, "none", "q2:token")
+
+
+CASES = tuple(_cases())
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one run came to.
+
+    Attributes
+    ----------
+    case : str
+    seed : int
+        Of the directions and of the order of the data.
+    num_steps : int
+    epsilon : float
+    loss_first, loss_last : float
+        Of the training batches, mean over the first and the last steps of a curve, as the run sees them: through the codec.
+    g_rms : float
+        Root mean square of the projected gradients.
+    accuracy, loss : float
+        On held-out questions, without the codec.
+    accuracy_through, loss_through : float
+        The same with the codec.
+    bytes_before, bytes_after : float
+        Sent per step, headers and lengths included, each tensor in its smallest encoding; at both ends of the run.
+    """
+
+    case: str
+    seed: int
+    num_steps: int
+    epsilon: float
+    loss_first: float
+    loss_last: float
+    g_rms: float
+    accuracy: float
+    loss: float
+    accuracy_through: float
+    loss_through: float
+    bytes_before: float
+    bytes_after: float
+
+    @property
+    def key(self) -> tuple[str, int, int, float]:
+        """What decides a run."""
+        return self.case, self.seed, self.num_steps, self.epsilon
+
+
+def read_rows(path: Path = RESULTS) -> list[Row]:
+    """Return the runs in a file; none if there is no file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [_row(line) for line in csv.DictReader(file)]
+
+
+def _row(line: Mapping[str, str]) -> Row:
+    kinds = {"case": str, "seed": int, "num_steps": int}
+    return Row(**{field.name: kinds.get(field.name, float)(line[field.name]) for field in fields(Row)})
+
+
+def _append(path: Path, names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if is_new:
+            writer.writerow(names)
+        writer.writerows(rows)
+
+
+class Through(nn.Module):
+    """A model that is cut at one place, what crosses there through a codec, called as transformers models are.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    case : Case
+    """
+
+    def __init__(self, model: nn.Module, case: Case) -> None:
+        super().__init__()
+        self.model = model
+        self._logits: Tensor | None = None
+        self._cut = CutModel(model, objective=self._keep)
+        self._codecs = {"activation": codec_spec(case.codec)}
+        block, inside = int(case.cut.split(".")[1]), case.cut.endswith(".mlp")
+        self._residual = codec_spec(case.residual_codec)
+        self._changes: Mapping[Cut, Change] = {Cut(block, inside): self._received}
+
+    def _keep(self, logits: Tensor, _batch: Batch) -> Tensor:
+        self._logits = logits
+        return logits.new_zeros(())
+
+    def _received(self, crossing: Crossing, tensor: Tensor) -> Tensor:
+        spec = self._codecs.get(crossing, self._residual)
+        return received(tensor, spec, generator_on(tensor.device, 0))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        """Return an object with ``logits``."""
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": input_ids}
+        loss_through(self._cut, batch, self._changes)
+        return SimpleNamespace(logits=self._logits)
+
+
+def plan_of(model: nn.Module, split: Split, *, epsilon: float, num_stages: int = 1) -> Plan:
+    """Return the plan of a run in one process, or on stages."""
+    config: Any = model.config
+    return Plan(
+        model=spec_of_model(model, "embedded", cut_blocks=split.cut_blocks),
+        placement=Placement(topology="host", devices=("cpu0",) * num_stages),
+        batch=TaskSettings().batch,
+        seq=config.max_position_embeddings,
+        mesh=Mesh(stage=num_stages),
+        split=split,
+        estimator=Estimator(epsilon=epsilon),
+    )
+
+
+def batches_of(pretrained: Pretrained, model: nn.Module, seed: int) -> Batches:
+    """Return the task's batches, shuffled."""
+    return Batches(_data(pretrained.train, model), TaskSettings().batch, shuffle=True, seed=seed)
+
+
+def _data(path: Path, model: nn.Module) -> Any:
+    config: Any = model.config
+    return open_dataset(str(path), limits=Limits(config.vocab_size, config.max_position_embeddings))
+
+
+def tensors_of(batches: Batches, number: int) -> Batch:
+    """Return a batch as a session takes it."""
+    made = batches.batch(number)
+    return {name: getattr(made, name) for name in ("input_ids", "attention_mask", "labels")}
+
+
+def run(
+    pretrained: Pretrained, case: Case, seed: int, num_steps: int, epsilon: float
+) -> tuple[Row, list[float]]:
+    """Train once; return what came of it, and the losses of all steps."""
+    model = load_model(str(pretrained.model))
+    batches = batches_of(pretrained, model, seed)
+    bytes_before = _sent_bytes(pretrained, model, case, batches, epsilon)
+    plan = plan_of(model, case.split(), epsilon=epsilon)
+    settings: dict[str, Any] = {
+        "learning_rate": TaskSettings().learning_rate,
+        "seed": seed,
+        "num_timed_steps": 0,
+    }
+    with Session(plan, model, **settings) as session:
+        records = [session.step(tensors_of(batches, number)) for number in range(num_steps)]
+        state = session.state_dict()
+    tuned = load_model(str(pretrained.model))
+    tuned.load_state_dict(state, strict=False)
+    losses = [record.loss for record in records]
+    squares = [g * g for record in records for g in record.projected_gradients]
+    plain, coded = (_accuracy(pretrained, m) for m in (tuned, Through(tuned, case)))
+    row = Row(
+        case.name,
+        seed,
+        num_steps,
+        epsilon,
+        fmean(losses[:CURVE_STEPS]),
+        fmean(losses[-CURVE_STEPS:]),
+        fmean(squares) ** 0.5,
+        plain.accuracy,
+        plain.loss,
+        coded.accuracy,
+        coded.loss,
+        bytes_before,
+        _sent_bytes(pretrained, tuned, case, batches, epsilon),
+    )
+    return row, losses
+
+
+def _accuracy(pretrained: Pretrained, model: nn.Module) -> ChoiceResult:
+    inner = model.model if isinstance(model, Through) else model
+    return evaluate_choices(model, _data(pretrained.validation, inner), num_examples=NUM_EVALUATED)
+
+
+def _sent_bytes(
+    pretrained: Pretrained, model: nn.Module, case: Case, batches: Batches, epsilon: float
+) -> float:
+    """Return the bytes that stages would send per step, from steps that leave the weights where they are."""
+    copy = load_model(str(pretrained.model))
+    copy.load_state_dict(model.state_dict())
+    plan = plan_of(copy, case.split("smallest"), epsilon=epsilon)
+    with Session(plan, copy, learning_rate=0.0, num_timed_steps=0) as session:
+        for number in range(NUM_COUNTED):
+            session.step(tensors_of(batches, number))
+        messages = session.messages_per_step()
+    assert messages is not None
+    return messages["bytes_per_step"]
+
+
+def main() -> None:
+    """Run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    parser.add_argument("--eps", type=float, default=TaskSettings().epsilon)
+    parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
+    parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    pretrained = pretrained_model()
+    known = {row.key for row in read_rows(given.out)}
+    named = {case.name: case for case in CASES}
+    for seed in given.seeds:
+        for name in given.cases:
+            if (name, seed, given.steps, given.eps) in known:
+                continue
+            row, losses = run(pretrained, named[name], seed, given.steps, given.eps)
+            _append(given.out, tuple(f.name for f in fields(Row)), [tuple(vars(row).values())])
+            points = [
+                (name, seed, given.eps, k + CURVE_STEPS, round(fmean(losses[k : k + CURVE_STEPS]), 5))
+                for k in range(0, given.steps, CURVE_STEPS)
+            ]
+            curves = given.out.with_name(f"{given.out.stem}_curves.csv")
+            _append(curves, ("case", "seed", "epsilon", "num_steps", "loss"), points)
+            stderr.print(
+                f"{name}, seed {seed}: accuracy {row.accuracy:.3f}, loss {row.loss:.3f}", markup=False
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""``python -m studies.sparq.training_epsilon``: how much of a projected gradient is left behind a quantised cut, by ε.
+
+Along the same directions, on the same batches of the embedded task: ``g`` without a codec against ``g`` with one.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from costmodel.codecs import codec_spec
+from executors.codecs.fidelity import received
+from executors.cuts import Change, Crossing, Cut, loss_through
+from executors.directions import Gaussian
+from executors.loading import load_model
+from executors.model import Batch, CutModel
+from executors.pretrain import pretrained_model
+from executors.rng import generator_on, mixed
+from studies.sparq.training import batches_of, tensors_of
+
+RESULTS = Path(__file__).with_name("training_epsilon.csv")
+EPSILONS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+NUM_DIRECTIONS = 16
+_INSIDE, _BETWEEN = Cut(1, inside=True), Cut(1)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a codec leaves of a projected gradient.
+
+    Attributes
+    ----------
+    cut : str
+        ``"inside"`` (the activation is coded, the residual stream is not) or ``"between"``.
+    codec : str
+    noise : str
+        ``"nearest"``, or random numbers that both signs ``"share"`` or draw ``"apart"``.
+    epsilon : float
+    relative_error : float
+        ``rms(g' - g) / rms(g)`` over directions.
+    correlation : float
+        Of ``g'`` and ``g`` over directions, about 0: what the update keeps.
+    """
+
+    cut: str
+    codec: str
+    noise: str
+    epsilon: float
+    relative_error: float
+    correlation: float
+
+
+Coding = tuple[str, str, str]
+"""Cut, codec and noise of a case."""
+
+
+def _codings() -> Iterator[Coding]:
+    for bits in (1, 2, 4, 8):
+        yield "inside", f"q{bits}:affine-zero", "nearest"
+    for bits in (1, 2, 3, 4, 6, 8):
+        yield "between", f"q{bits}", "nearest"
+    for cut, grid in (("inside", ":affine-zero"), ("between", "")):
+        for bits in (2, 4, 8):
+            for noise in ("share", "apart"):
+                yield cut, f"q{bits}{grid}:stochastic", noise
+
+
+CODINGS = tuple(_codings())
+
+
+def _change(coding: Coding, seed: int) -> dict[Cut, Change]:
+    cut, name, _ = coding
+    spec = codec_spec(name)
+
+    def change(crossing: Crossing, tensor: torch.Tensor) -> torch.Tensor:
+        if crossing == "residual":
+            return tensor
+        return received(tensor, spec, generator_on(tensor.device, seed))
+
+    return {_INSIDE if cut == "inside" else _BETWEEN: change}
+
+
+def gradients(
+    model: CutModel, batch: Batch, epsilon: float, seed: int, codings: Sequence[Coding]
+) -> tuple[float, dict[Coding, float]]:
+    """Return one direction's projected gradient, without a codec and with each.
+
+    Parameters
+    ----------
+    model : CutModel
+    batch : mapping
+    epsilon : float
+    seed : int
+        Of the direction, and of what is rounded at random.
+    codings : sequence of tuple
+    """
+    kept = {t.name: t.parameter.data.clone() for t in model.tensors if t.trainable}
+    plain: list[float] = []
+    coded: dict[Coding, list[float]] = {coding: [] for coding in codings}
+    for number, sign in enumerate((1, -1)):
+        generator = generator_on(model.device, seed)
+        for tensor in model.tensors:
+            if tensor.trainable:
+                z = torch.empty_like(kept[tensor.name])
+                Gaussian().fill(z, generator)
+                tensor.parameter.data.copy_(kept[tensor.name] + sign * epsilon * z)
+        plain.append(float(loss_through(model, batch, {})))
+        for coding in codings:
+            noise_seed = mixed(seed, number if coding[2] == "apart" else 0) >> 1
+            coded[coding].append(float(loss_through(model, batch, _change(coding, noise_seed))))
+    for tensor in model.tensors:
+        if tensor.trainable:
+            tensor.parameter.data.copy_(kept[tensor.name])
+    slope = lambda pair: (pair[0] - pair[1]) / (2 * epsilon)
+    return slope(plain), {coding: slope(pair) for coding, pair in coded.items()}
+
+
+def measure(known: Sequence[Seen] = (), num_directions: int = NUM_DIRECTIONS) -> list[Seen]:
+    """Return what every codec leaves at every ε, of which some may be known."""
+    pretrained = pretrained_model()
+    loaded = load_model(str(pretrained.model))
+    model, batches = CutModel(loaded), batches_of(pretrained, loaded, 0)
+    there = {((row.cut, row.codec, row.noise), row.epsilon) for row in known}
+    found = list(known)
+    for epsilon in EPSILONS:
+        codings = [coding for coding in CODINGS if (coding, epsilon) not in there]
+        if not codings:
+            continue
+        with torch.no_grad():
+            pairs = [
+                gradients(model, tensors_of(batches, number), epsilon, 100 + number, codings)
+                for number in range(num_directions)
+            ]
+        plain = np.array([pair[0] for pair in pairs])
+        for coding in codings:
+            coded = np.array([pair[1][coding] for pair in pairs])
+            error = float(np.sqrt(np.mean((coded - plain) ** 2) / np.mean(plain**2)))
+            both = float(coded @ plain / np.sqrt((coded @ coded) * (plain @ plain)))
+            found.append(Seen(*coding, epsilon, round(error, 4), round(both, 4)))
+    return sorted(found, key=lambda row: (CODINGS.index((row.cut, row.codec, row.noise)), row.epsilon))
+
+
+def read_seen(path: Path = RESULTS) -> list[Seen]:
+    """Return what was measured, from a file; nothing if there is none."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [
+            Seen(line["cut"], line["codec"], line["noise"], *(float(line[n]) for n in _NUMBERS))
+            for line in csv.DictReader(file)
+        ]
+
+
+_NUMBERS = ("epsilon", "relative_error", "correlation")
+
+
+def main() -> None:
+    """Measure, and write the file."""
+    torch.set_num_threads(1)
+    found = measure(read_seen())
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(field.name for field in fields(Seen))
+        writer.writerows(vars(row).values() for row in found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Plans of two stages, what crosses between them, and estimates through a rounded activation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+
+from costmodel.codecs import codec_spec, overhead_bytes
+from costmodel.configs import spec_of_config
+from zosim.lowering import lower_all
+from zosim.plan import Estimator, Mesh, Placement, Plan, Split
+from zosim.program import Send
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A step of a model that is cut once, every message packed densely.
+
+    Attributes
+    ----------
+    hidden, inner : int
+        Widths of the residual stream and of the MLP's activation.
+    batch, seq : int
+        Sequences, and tokens of each.
+    inside : bool
+        Whether the cut is at the input of an MLP's second linear; else between two blocks.
+    activation_bits, residual_bits : int
+        Per number that is sent.
+    num_queries : int
+        Directions ``P``.
+    difference : str
+        ``"central"`` or ``"forward"``.
+    """
+
+    hidden: int
+    inner: int
+    batch: int
+    seq: int
+    inside: bool
+    activation_bits: int
+    residual_bits: int
+    num_queries: int
+    difference: Literal["central", "forward"]
+
+
+@cache
+def plan_of(crossing: Crossing) -> Plan:
+    """Return the plan of two stages."""
+    config = {
+        "model_type": "opt",
+        "hidden_size": crossing.hidden,
+        "ffn_dim": crossing.inner,
+        "word_embed_proj_dim": crossing.hidden,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+        "max_position_embeddings": crossing.seq,
+    }
+    cut = "block.1.mlp" if crossing.inside else "block.1"
+    split = Split(
+        cuts=(cut,), codec=_codec(crossing.activation_bits), residual_codec=_codec(crossing.residual_bits)
+    )
+    return Plan(
+        model=spec_of_config(config, name="made up", cut_blocks=split.cut_blocks),
+        placement=Placement(topology="none", devices=("cpu0", "cpu1")),
+        batch=crossing.batch,
+        seq=crossing.seq,
+        mesh=Mesh(stage=2),
+        split=split,
+        estimator=Estimator(num_queries=crossing.num_queries, difference=crossing.difference),
+    )
+
+
+def _codec(bits: int) -> str:
+    return "none" if bits == 32 else f"q{bits}:dense"
+
+
+def forward_bytes(crossing: Crossing) -> float:
+    """Return the bytes that the plan's program sends forward in a step, headers and grids left out."""
+    plan = plan_of(crossing)
+    shapes = [(crossing.hidden, plan.split.residual_codec)]
+    if crossing.inside:
+        shapes.append((crossing.inner, plan.split.codec))
+    beside = sum(
+        overhead_bytes(codec_spec(name), (crossing.batch, crossing.seq, width), 4) for width, name in shapes
+    )
+    sends = [item for item in lower_all(plan).program_of(0).step if isinstance(item.op, Send)]
+    return float(sum(item.work.link_bytes - beside for item in sends))
+
+
+def slopes(
+    radius: float, place: float, *, stochastic: bool, num_samples: int = 200_000, seed: int = 0
+) -> tuple[float, float]:
+    """Return mean and deviation of ``g·u`` through an activation that is rounded, where the gradient is 1.
+
+    Parameters
+    ----------
+    radius : float
+        Smoothing radius, in steps of the grid.
+    place : float
+        Where the activation is, in steps from its code.
+    stochastic : bool
+        Whether it is rounded at random, with numbers that both signs share; else to the nearest.
+    num_samples, seed : int
+    """
+    generator = np.random.default_rng(seed)
+    u = generator.standard_normal(num_samples)
+    threshold = generator.random(num_samples) if stochastic else 0.5
+    plus, minus = (np.floor(place + sign * radius * u + threshold) for sign in (1, -1))
+    found = (plus - minus) * u / (2 * radius)
+    return float(found.mean()), float(found.std())
+
+
+def same_numbers(num_samples: int = 200_000, *, seed: int = 0) -> tuple[float, float]:
+    """Return the mean estimate of a first stage's gradient 1 beside a second's of -2: own numbers, and the same ones."""
+    generator = np.random.default_rng(seed)
+    first, second = generator.standard_normal((2, num_samples))
+    own, same = ((first - 2 * other) * first for other in (second, first))
+    return float(own.mean()), float(same.mean())

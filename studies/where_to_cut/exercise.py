@@ -1,0 +1,74 @@
+"""The exercise: what crosses a cut in a step. Start from ``stub.py``; :func:`check` says how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from studies.exercises import Verdict
+from studies.where_to_cut.cases import Crossing, forward_bytes
+
+Bytes = Callable[[Crossing], float]
+
+FUNCTION = "bytes_forward"
+"""Name of the function in a solution's file."""
+
+_BASE = Crossing(64, 256, 4, 32, True, 4, 32, 1, "central")
+_CROSSINGS = (
+    replace(_BASE, inside=False),
+    replace(_BASE, activation_bits=32),
+    _BASE,
+    replace(_BASE, activation_bits=2, residual_bits=8, batch=3),
+    replace(_BASE, num_queries=5),
+    replace(_BASE, num_queries=5, difference="forward"),
+    replace(_BASE, hidden=96, inner=160, seq=48, difference="forward"),
+)
+"""Each with something more than those before."""
+
+_TOLERANCE = 1e-3
+"""Symbols fill whole bytes; nothing else is rounded."""
+
+
+def check(bytes_forward: Bytes) -> Verdict:
+    """Return whether `bytes_forward` agrees with the programs of several plans, and if not, what to look at."""
+    for crossing in _CROSSINGS:
+        found = bytes_forward(crossing)
+        complaint = _complaint(found, crossing)
+        if complaint:
+            return Verdict(False, f"{_told(crossing)}: {complaint}")
+    return Verdict(True, f"{len(_CROSSINGS)} plans send what you say")
+
+
+def _complaint(found: object, crossing: Crossing) -> str:
+    """Return what is wrong with an answer, or nothing."""
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        return "return bytes, a number"
+    expected = forward_bytes(crossing)
+    if _near(found, expected):
+        return ""
+    tokens, width = crossing.batch * crossing.seq, crossing.inner * crossing.activation_bits / 8
+    points = 2 * crossing.num_queries if crossing.difference == "central" else crossing.num_queries + 1
+    if crossing.inside and _near(found, points * tokens * width):
+        return f"{found:.6g} bytes are the activation alone; what does the block's second half add its product to?"
+    if _near(found, expected / points):
+        return f"{found:.6g} bytes are those of one forward; how many does a step take?"
+    if crossing.difference == "forward" and _near(found, expected / points * 2 * crossing.num_queries):
+        return f"{found:.6g} bytes are those of central differences; which point do all queries share?"
+    if _near(found, expected * 8) or _near(found, expected / 8):
+        return f"{found:.6g}, where the program sends {expected:.6g}: bits, or bytes?"
+    return (
+        f"{found:.6g} bytes, where the program sends {expected:.6g}: tokens times the bytes of a token, for every tensor "
+        "that crosses and every point"
+    )
+
+
+def _near(found: float, wanted: float) -> bool:
+    return abs(found - wanted) <= _TOLERANCE * wanted
+
+
+def _told(crossing: Crossing) -> str:
+    where = "inside a block" if crossing.inside else "between blocks"
+    return (
+        f"{where}, {crossing.activation_bits}/{crossing.residual_bits} bits, {crossing.num_queries} queries, "
+        f"{crossing.difference}"
+    )

@@ -1,0 +1,18 @@
+"""Copy this file, write the function, and try it: ``zosim study where_to_cut --check mine.py``."""
+
+from __future__ import annotations
+
+from studies.where_to_cut.cases import Crossing
+
+
+def bytes_forward(crossing: Crossing) -> float:
+    """Return the bytes that the first stage sends to the second in one step, headers left out.
+
+    Parameters
+    ----------
+    crossing : Crossing
+        ``hidden``, ``inner`` (widths of the residual stream and of the MLP's activation), ``batch``, ``seq``, ``inside``
+        (at the input of the MLP's second linear, or between blocks), ``activation_bits``, ``residual_bits``,
+        ``num_queries``, ``difference`` (``"central"`` or ``"forward"``).
+    """
+    raise NotImplementedError("write it")
