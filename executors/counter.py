@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from executors.crew import Crew, shared
 from executors.directions import Direction
 from executors.rng import MASK32, drawn, mixed
-from executors.walks import keep_rows
+from executors.walks import keep_rows, rows_between
 
 COUNTER_BLOCK_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
 """Length of a ``counter`` block, on a CPU times the direction's ``block_factor``: long enough that seeding costs
@@ -48,8 +49,12 @@ class CounterKey:
 
     def seeds_of(self, first: int, num: int) -> list[int]:
         """Return the seeds of `num` blocks from number `first` on."""
+        return self.seeds_at(np.arange(first, first + num, dtype=np.uint64))
+
+    def seeds_at(self, blocks: NDArray[np.uint64]) -> list[int]:
+        """Return the seeds of blocks by their numbers."""
         mask, half = np.uint64(MASK32), np.uint64(16)
-        x = np.arange(first, first + num, dtype=np.uint64) & mask
+        x = blocks & mask
         x = (x * np.uint64(self.multiplier) + np.uint64(self.addend)) & mask
         x = ((x ^ (x >> half)) * np.uint64(0x85EBCA6B)) & mask
         x ^= np.uint64(self.tweak)
@@ -121,13 +126,43 @@ class CounterDraws:
         wanted = rows.tolist()
         width, length = out.shape[1], self._length(direction)
         numel = self._numels[parameter]
-        touched = {block for row in wanted for block in _blocks(row * width, (row + 1) * width, length)}
-        # Alone: a row is soon made, and threads would mostly wait for the interpreter.
-        generator = Generator(device=self._device)
-        for block in sorted(touched):
-            generator.manual_seed(self._seeds(parameter, range(block, block + 1), key, direction)[0])
-            end = min((block + 1) * length, numel)
-            keep_rows(out, wanted, block * length, end, direction, generator, to_the_end=False)
+        touched = sorted(
+            {block for row in wanted for block in _blocks(row * width, (row + 1) * width, length)}
+        )
+        seeds = self._seeds(parameter, touched, key, direction)
+
+        def fill(share: range) -> None:
+            generator = Generator(device=self._device)
+            for block, seed in zip(
+                touched[share.start : share.stop], seeds[share.start : share.stop], strict=True
+            ):
+                generator.manual_seed(seed)
+                begin, end = block * length, min((block + 1) * length, numel)
+                if direction.is_drawn_alone:
+                    self._fill_rows_of(out, wanted, begin, end, direction, generator)
+                else:
+                    keep_rows(out, wanted, begin, end, direction, generator, to_the_end=False)
+
+        self._share(fill, len(touched), direction)
+
+    def _fill_rows_of(
+        self,
+        out: Tensor,
+        wanted: Sequence[int],
+        begin: int,
+        end: int,
+        direction: Direction,
+        generator: Generator,
+    ) -> None:
+        """Fill what one block, from element `begin` to `end` of a table, holds of the wanted rows, in one draw."""
+        width = out.shape[1]
+        first, last = rows_between(wanted, width, begin, end)
+        low, high = max(wanted[first] * width, begin), min((wanted[last - 1] + 1) * width, end)
+        numbers = self._window(high - low, out, low - begin, end - begin, direction, generator)
+        for kept in range(first, last):
+            row = wanted[kept] * width
+            start, stop = max(row, low), min(row + width, high)
+            out[kept, start - row : stop - row] = numbers[start - low : stop - low]
 
     def _fill_all(
         self,
@@ -145,11 +180,15 @@ class CounterDraws:
                 if piece.numel() == total:
                     drawn(piece, direction, generator, factor)
                 else:
-                    numbers = self._window(piece, low, total, direction, generator)
+                    numbers = self._window(piece.numel(), piece, low, total, direction, generator)
                     piece.copy_(numbers if factor is None else numbers.mul_(factor))
 
+        self._share(fill, len(jobs), direction)
+
+    def _share(self, work: Callable[[range], None], num_items: int, direction: Direction) -> None:
+        """Let all threads work through as many items together, where one alone would leave the others idle."""
         num_shares = self._crew.num_threads if direction.is_drawn_alone else 1
-        self._crew.run([partial(fill, share) for share in shared(len(jobs), num_shares)])
+        self._crew.run([partial(work, share) for share in shared(num_items, num_shares)])
 
     def _jobs(
         self, out: Tensor, parameter: int, offset: int, key: CounterKey, direction: Direction
@@ -157,19 +196,19 @@ class CounterDraws:
         """Yield (piece, seed, first element in its block, elements of the block) of what is wanted."""
         length, numel = self._length(direction), self._numels[parameter]
         blocks = _blocks(offset, offset + out.numel(), length)
-        begin = 0
-        for block, seed in zip(blocks, self._seeds(parameter, blocks, key, direction), strict=True):
-            low = offset + begin - block * length
-            total = min(length, numel - block * length)
-            end = min(begin + total - low, out.numel())
-            yield out[begin:end], seed, low, total
-            begin = end
+        before = min(-offset % length, out.numel())
+        pieces = [
+            piece for part in (out[:before], out[before:]) if part.numel() for piece in part.split(length)
+        ]
+        seeds = self._seeds(parameter, blocks, key, direction)
+        for block, seed, piece in zip(blocks, seeds, pieces, strict=True):
+            yield piece, seed, max(0, offset - block * length), min(length, numel - block * length)
 
     def _window(
-        self, like: Tensor, low: int, total: int, direction: Direction, generator: Generator
+        self, num: int, like: Tensor, low: int, total: int, direction: Direction, generator: Generator
     ) -> Tensor:
-        """Return part of a block from `low` on, drawing as little of the rest as draws can be split."""
-        high = low + like.numel()
+        """Return `num` elements of a block from `low` on, drawing as little of the rest as draws can be split."""
+        high = low + num
         on_cpu = self._device.type == "cpu"
         begin, end = _apart(low, high, total, direction.granularity) if on_cpu else (0, total)
         if begin:
@@ -178,10 +217,12 @@ class CounterDraws:
         direction.fill(numbers, generator)
         return numbers[low - begin : high - begin]
 
-    def _seeds(self, parameter: int, blocks: range, key: CounterKey, direction: Direction) -> list[int]:
+    def _seeds(
+        self, parameter: int, blocks: Sequence[int], key: CounterKey, direction: Direction
+    ) -> list[int]:
         """Return the seeds of some blocks of a parameter."""
         first_block = self._first_blocks_of(self._length(direction))[parameter]
-        return key.seeds_of(first_block + blocks.start, len(blocks))
+        return key.seeds_at(np.array(blocks, dtype=np.uint64) + np.uint64(first_block))
 
     def _length(self, direction: Direction) -> int:
         on_cpu = self._device.type == "cpu"

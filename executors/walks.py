@@ -224,7 +224,7 @@ def keep_rows(
         Whether `generator` is advanced as the whole draw advances it; else it stops after the last row.
     """
     width = out.shape[1]
-    first, last = _between(wanted, width, begin, end)
+    first, last = rows_between(wanted, width, begin, end)
     for low, high, is_kept in _stretches(wanted[first:last], width, begin, end, direction):
         if not is_kept:
             if high < end or to_the_end:
@@ -232,13 +232,13 @@ def keep_rows(
             continue
         numbers = torch.empty(high - low, dtype=out.dtype, device=out.device)
         direction.fill(numbers, generator)
-        for kept in range(*_between(wanted, width, low, high)):
+        for kept in range(*rows_between(wanted, width, low, high)):
             row = wanted[kept] * width
             start, stop = max(row, low), min(row + width, high)
             out[kept, start - row : stop - row] = numbers[start - low : stop - low]
 
 
-def _between(wanted: Sequence[int], width: int, begin: int, end: int) -> tuple[int, int]:
+def rows_between(wanted: Sequence[int], width: int, begin: int, end: int) -> tuple[int, int]:
     """Return which of the wanted rows have elements between `begin` and `end`."""
     return bisect_left(wanted, begin // width), bisect_left(wanted, -(-end // width))
 

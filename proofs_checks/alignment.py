@@ -314,8 +314,8 @@ CLAIMS = (
             Mutant(
                 "blocks numbered within their parameter",
                 "executors.counter:CounterDraws._seeds",
-                "first_block + blocks.start",
-                "blocks.start",
+                " + np.uint64(first_block)",
+                "",
             ),
             Mutant(
                 "a walk that draws pieces of 1000",
