@@ -129,9 +129,9 @@ def fit_profile(
     -----
     Minimises, over the logarithms ``x`` of the constants,
 
-    ``Σ ρ((log predicted_i(x) - log measured_i) / NOISE) + Σ ((x_j - x_j⁰) / σ_j)²``
+    ``Σ w_i² ρ((log predicted_i(x) - log measured_i) / NOISE) + Σ ((x_j - x_j⁰) / σ_j)²``
 
-    with the soft L1 loss ``ρ``, and the base profile's value ``x⁰`` and half interval ``σ`` (in logs) as the prior,
+    with the soft L1 loss ``ρ``, the measurements' weights ``w``, and the base profile's value ``x⁰`` and half interval ``σ`` (in logs) as the prior,
     which holds only what data leave open. Intervals are twice the posterior's standard deviation, widened by
     the spread of the residuals of those measurements that the constant matters to: a model that explains its data
     within 20 % must not claim 1 %.
@@ -193,7 +193,13 @@ class _Problem:
         return np.log(predicted) - self.log_seconds
 
     def residuals(self, x: Array) -> Array:
-        return np.concatenate([_soften(self.log_ratios(x)) / NOISE, (x - self.start) / self.sigma])
+        softened = self.heed * _soften(self.log_ratios(x)) / NOISE
+        return np.concatenate([softened, (x - self.start) / self.sigma])
+
+    @cached_property
+    def heed(self) -> Array:
+        """Weights of the measurements."""
+        return np.array([measurement.weight for measurement in self.measurements])
 
     def solve(self) -> Array:
         reach = np.maximum(8 * self.sigma, math.log(100.0))
@@ -208,7 +214,7 @@ class _Problem:
 
     def residual_slopes(self, x: Array) -> Array:
         """Return the derivatives of :meth:`residuals`."""
-        slopes = _softened_slope(self.log_ratios(x))[:, None] * self.jacobian(x) / NOISE
+        slopes = (self.heed * _softened_slope(self.log_ratios(x)))[:, None] * self.jacobian(x) / NOISE
         return np.vstack([slopes, np.diag(1 / self.sigma)])
 
     def jacobian(self, x: Array, step: float = 1e-3) -> Array:
@@ -252,15 +258,11 @@ def _prior_sigma(constant: Constant, kind: DeviceKind) -> float:
 
 
 def _predicted_s(measurement: Measurement, values: Mapping[str, float], kind: DeviceKind) -> float:
-    """Return the estimate of what a probe timed: the work, and nothing around it unless it is all there is.
-
-    Probes call what they time directly, so the cost of a program's instruction is part of a measurement only where
-    that is what was measured: where there is no work.
-    """
+    """Return the estimate of what was timed: the work, and the cost of a program's instruction if it was one."""
     terms = work_terms(measurement.work, values, measurement.direction)
     if measurement.work.link_bytes:
         return values["message_s"] + measurement.work.link_bytes / values["loopback_bandwidth"]
-    if len(terms) > 1:
+    if not measurement.is_instruction:
         terms.pop("overhead")
     return combine_terms(terms, kind)
 
@@ -283,7 +285,7 @@ def _softened_slope(log_ratio: Array) -> Array:
 def _outcome(problem: _Problem, x: Array, measurements: Sequence[Measurement]) -> tuple[Profile, FitReport]:
     log_ratios = problem.log_ratios(x)
     jacobian = problem.jacobian(x)
-    weights = 1 / np.sqrt(1 + (log_ratios / OUTLIER) ** 2)
+    weights = problem.heed / np.sqrt(1 + (log_ratios / OUTLIER) ** 2)
     noise = max(NOISE, float(np.sqrt(np.average(log_ratios**2, weights=weights**2))))
     information = (jacobian * weights[:, None]).T @ jacobian / noise**2
     posterior = np.sqrt(np.diag(np.linalg.inv(information + np.diag(problem.sigma**-2))))

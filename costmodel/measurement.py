@@ -39,6 +39,10 @@ class Measurement:
         Which way ``copy_bytes`` went.
     contended : bool
         Whether something else ran beside it on purpose. Such measurements are reported and not fitted.
+    weight : float
+        How far a fit heeds it, from 0 to 1: of what is a small part of all that was done, too little to matter.
+    is_instruction : bool
+        Whether the work was done as an instruction of a program, whose own cost is then part of it.
 
     Notes
     -----
@@ -57,11 +61,15 @@ class Measurement:
     num_threads: int
     direction: CopyDirection = "h2d"
     contended: bool = False
+    weight: float = 1.0
+    is_instruction: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and 0 < self.fastest_s <= self.seconds):
             message = f"measurement {self.name!r}: 0 < fastest {self.fastest_s} s <= median {self.seconds} s"
             raise ProfileError(message, hint="a clock that stands still or runs back cannot be used")
+        if not 0 <= self.weight <= 1:
+            raise ProfileError(f"measurement {self.name!r}: weight={self.weight} must lie between 0 and 1")
 
     @property
     def kind(self) -> str:

@@ -62,6 +62,7 @@ CONSTANT_UNITS: dict[str, str] = {
     "copy_cores": "core",
     "message_s": "s",
     "loopback_bandwidth": "byte/s",
+    "codec_s": "s",
     "allocation_s": "s",
     "allocation_s_per_byte": "s/byte",
     "instruction_s": "s",
@@ -78,8 +79,8 @@ CONSTANT_UNITS: dict[str, str] = {
     A dimension of this size halves the rate of a product: its efficiency is ``Π d / (d + half)`` over m, n, k.
 ``attention_half_len``, ``attention_score_rate[.<dtype>]``
     A sequence of this length halves the rate of fused attention; scores per second that it normalises besides.
-``memory_bandwidth``, ``memory_overlap``
-    Of matrix products reading and writing their operands, and the part of that time that passes while they
+``memory_bandwidth[.output]``, ``memory_overlap``
+    Of matrix products reading their operands and writing what comes out, and the part of that time that passes while they
     multiply: all of it on a GPU, none on a CPU, whose libraries copy operands into panels first.
 ``elementwise_*``, ``sweep_*[.<dtype>]``
     Of activations and of parameters, each from memory and from cache; ``cache_bytes`` says what the cache holds.
@@ -221,7 +222,7 @@ class Profile(BaseModel):
     def _is_complete(self) -> Profile:
         names = [constant.name for constant in self.constants]
         twice = sorted({name for name in names if names.count(name) > 1})
-        missing = sorted(set(CONSTANT_UNITS) - {constant.kind for constant in self.constants})
+        missing = sorted(set(CONSTANT_UNITS) - _OPTIONAL_KINDS - {constant.kind for constant in self.constants})
         if twice or missing:
             message = f"constants given twice: {twice}, constants missing: {missing}"
             raise ValueError(message)

@@ -1,7 +1,6 @@
 """Measures what this machine does per second, as work and seconds that a profile is fitted to.
 
-Every probe runs code that a training step runs too: the executor's own sweeps, draws and copies, torch's kernels,
-whole segments of small models with random weights.
+Every probe runs code that a training step runs too: the executor's own sweeps, draws and copies, torch's kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from costmodel.measurement import Measurement
 from executors.exchange_probes import exchange_probes
 from executors.heap import keep_freed_memory
-from executors.probes import kernel_probes, segment_probes
+from executors.probes import kernel_probes
 from executors.probing import Action, Probe
 from executors.quiet import SLOWER, OtherLoad
 from topology.errors import RunError
@@ -95,7 +94,7 @@ def calibrate(
         keep_freed_memory()
     peer: AbstractContextManager[list[Probe]] = exchange_probes() if where.type == "cpu" else nullcontext([])
     with threads_set(threads), torch.no_grad(), peer as exchanges:
-        probes = [*kernel_probes(where, dtypes), *segment_probes(where, dtypes), *exchanges]
+        probes = [*kernel_probes(where, dtypes), *exchanges]
         sampled = _sample(probes, where, budget_s, on_round)
     return [_measurement(samples, threads) for samples in sampled]
 

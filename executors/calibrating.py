@@ -12,7 +12,6 @@ from costmodel.contention import with_copy_cores
 from costmodel.datasheet import datasheet_profile
 from costmodel.measurement import Measurement
 from costmodel.profile import Profile
-from costmodel.work import Work
 from executors.calibrate import DEFAULT_BUDGET_S, calibrate, threads_set
 from executors.whole_steps import (
     WholeStep,
@@ -26,11 +25,15 @@ from zosim.evidence_learning import measurements_of_spans
 from zosim.machine import Machine
 from zosim.program_set import ProgramSet
 from zosim.simulate import simulate
+from zosim.timeline import Timeline
 
 _STEPS_SHARE = 0.4
 """Part of the time to measure for that goes to whole steps."""
 
 _NUM_PARTS = 2
+_HEEDED_PART, _LEAST_HEED = 0.1, 0.2
+_HEED_ALONE = 0.5
+"""What operations take again and again by themselves, caches warm, counts half as far as what they take in steps."""
 
 _NO_DURATION_TELLS = {
     "cache_bytes": "assumed; durations depend on it together with the bandwidths of cache and memory",
@@ -128,7 +131,8 @@ def _fitted(
     base: Profile, measurements: Sequence[Measurement], steps: Sequence[WholeStep]
 ) -> tuple[Profile, FitReport]:
     """Return a profile fitted to single operations, alone and as instructions of steps."""
-    profile, fit = fit_profile([*measurements, *_within_steps(base, measurements, steps)], base)
+    alone = [replace(measurement, weight=_HEED_ALONE) for measurement in measurements]
+    profile, fit = fit_profile([*alone, *_within_steps(base, steps)], base)
     profile, unknown = with_copy_cores(profile, measurements)
     reasons = {**fit.unidentified, **_NO_DURATION_TELLS} | ({"copy_cores": unknown} if unknown else {})
     found = ("step_s",) if unknown else ("step_s", "copy_cores")
@@ -136,19 +140,17 @@ def _fitted(
     return profile, replace(fit, identified=(*fit.identified, *found), unidentified=reasons)
 
 
-def _within_steps(
-    base: Profile, measurements: Sequence[Measurement], steps: Sequence[WholeStep]
-) -> list[Measurement]:
-    """Return what the instructions of steps took, each without what an instruction costs by itself."""
-    own = next((m for m in measurements if m.work == Work()), None)
-    if own is not None:
-        constant = base.constant("instruction_s").model_copy(
-            update={"value": own.seconds, "low": own.fastest_s, "high": own.seconds}
-        )
-        base = base.with_constants(constant, origin=base.origin)
+def _within_steps(base: Profile, steps: Sequence[WholeStep]) -> list[Measurement]:
+    """Return what the instructions of steps took."""
     return [
-        replace(measurement, name=f"{measurement.name}: {step.name}")
+        replace(m, name=f"{m.name}: {step.name}", weight=_weight(m, step, step.timeline))
         for step in steps
         if step.timeline is not None
-        for measurement in measurements_of_spans(step.timeline, ProgramSet.alone(step.program), base)
+        for m in measurements_of_spans(step.timeline, ProgramSet.alone(step.program), base)
     ]
+
+
+def _weight(measurement: Measurement, step: WholeStep, timeline: Timeline) -> float:
+    """Return how far to heed what spans of a step took: all the way if they are a tenth of it."""
+    per_step = measurement.num_samples / len(timeline.steady_steps)
+    return min(1.0, max(_LEAST_HEED, per_step * measurement.seconds / (_HEEDED_PART * step.seconds)))

@@ -11,15 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from costmodel.forward import forward_work
-from costmodel.model_spec import EMBED, HEAD, block_segment
 from costmodel.sweeps import allocation_work, copy_work, perturb_work, update_work
 from costmodel.work import SHARED_ELEMENTS, Attention, Matmul, Work
 from executors.arithmetic import Sweeper
 from executors.buffers import TORCH_DTYPES
-from executors.directions import direction_named
 from executors.draw_probes import draw_probes
-from executors.model import CutModel, StepCache
 from executors.probing import (
     CACHE_BYTES,
     MEMORY_BYTES,
@@ -28,13 +24,7 @@ from executors.probing import (
     cold_copies,
     format_named,
     random_tensor,
-    token_batch,
 )
-from executors.random_models import random_model
-from executors.rng import generator_on
-from executors.spec import spec_of_model
-from executors.streams import Task, Ticket, backend_for
-from zosim.program import Instruction, Scalar, Stream
 
 MATMUL_SHAPES = {
     "cpu": (
@@ -76,19 +66,9 @@ ATTENTION_SHAPES = {
 }
 """(sequences, heads, tokens, head width)."""
 
-SEGMENT_SHAPES = {
-    "cpu": ((64, 64, 1, 8), (320, 9000, 2, 72)),
-    "cuda": ((64, 64, 1, 8), (768, 50272, 4, 512), (2048, 50272, 4, 1024), (4096, 50272, 2, 2048)),
-}
-"""(hidden, vocabulary, sequences, tokens) of the models whose segments are run; two blocks each.
-
-The first is so small that calling it is all it takes: a model's modules cost far more than their kernels' launches.
-What larger ones take is told by whole steps (:mod:`executors.whole_steps`).
-"""
-
 
 def kernel_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe]:
-    """Yield probes of single kernels, copies and allocations, and of an instruction that does nothing."""
+    """Yield probes of single kernels, copies and allocations; what goes on around them is told by whole steps."""
     for dtype in dtypes:
         yield from _matmuls(device, dtype)
         yield from _attentions(device, dtype)
@@ -100,14 +80,6 @@ def kernel_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe
     yield from _copies(device)
     yield from _contention(device, dtypes[0])
     yield from _allocations(device)
-    yield _instruction(device)
-
-
-def segment_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe]:
-    """Yield forwards of whole segments of models with random weights, as the executor runs them."""
-    for dtype in dtypes:
-        for hidden, vocab, batch, seq in SEGMENT_SHAPES[device.type]:
-            yield from _segments(device, dtype, hidden, vocab, batch, seq)
 
 
 def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
@@ -243,19 +215,6 @@ def _contention(device: torch.device, dtype: str) -> Iterator[Probe]:
     yield replace(copy, name=f"{copy.name} beside a product", beside=product.run)
 
 
-def _instruction(device: torch.device) -> Probe:
-    """Return what an instruction costs apart from what it does."""
-    backend = backend_for(str(device))
-    backend.recording = False
-    nothing = Instruction("nothing", Scalar("projected_gradient"), Stream.COMPUTE, "overhead", EMBED)
-    num = 64
-
-    def make(_tickets: dict[str, Ticket]) -> Task:
-        return Task(nothing, "step", 0, lambda: None, ())
-
-    return Probe("instruction", Work(), lambda: backend.run([make] * num), num_done=num)
-
-
 def _allocations(device: torch.device) -> Iterator[Probe]:
     for size_bytes in (1 << 16, MEMORY_BYTES[device.type]):
 
@@ -265,44 +224,6 @@ def _allocations(device: torch.device) -> Iterator[Probe]:
                 torch.cuda.empty_cache()
 
         yield Probe(f"allocate {size_bytes} bytes", allocation_work(size_bytes), run)
-
-
-def _segments(
-    device: torch.device, dtype: str, hidden: int, vocab: int, batch: int, seq: int
-) -> Iterator[Probe]:
-    model = random_model(
-        "opt", hidden=hidden, num_blocks=2, num_heads=hidden // 64, vocab=vocab, max_positions=seq
-    )
-    cut = CutModel(model.to(device=device, dtype=TORCH_DTYPES[dtype]))
-    spec = spec_of_model(cut, name=f"opt-{hidden}")
-    inputs = {name: t.to(device) for name, t in token_batch(batch, seq, vocab).items()}
-    cache = StepCache()
-    state = cut.embed(inputs, cache)
-    turns = cycle(range(len(cut.blocks)))
-    drawn, generator = random_tensor(device, dtype, MEMORY_BYTES[device.type] // 64), generator_on(device, 1)
-    actions: tuple[tuple[str, Action], ...] = (
-        (EMBED, lambda: cut.embed(inputs, cache)),
-        (block_segment(0), lambda: cut.block(next(turns), state, cache)),
-        (HEAD, lambda: cut.head(state, inputs)),
-    )
-    for segment, run in actions:
-        work = forward_work(spec, segment, batch=batch, seq=seq, dtype=format_named(dtype))
-        # A step draws before it runs a segment twice: what the first run finds in cache is little.
-        yield Probe(
-            f"{segment} of {hidden} wide, {batch}x{seq} {dtype}",
-            work,
-            _twice(run),
-            before=lambda: direction_named("gaussian").fill(drawn, generator),
-            num_done=2,
-        )
-
-
-def _twice(action: Action) -> Action:
-    def run() -> None:
-        action()
-        action()
-
-    return run
 
 
 def _places(device: torch.device) -> tuple[tuple[str, int], ...]:

@@ -19,8 +19,6 @@ from zosim.timeline import Span, Timeline
 OVERLAP = 0.05
 """Part of a span beside which another stream may have run before the span counts as contended."""
 
-_LARGEST_OVERHEAD = 0.5
-
 _Kind = tuple[str, Work, CopyDirection]
 
 
@@ -85,22 +83,18 @@ def measurements_of(evidence: Evidence) -> list[Measurement]:
 
     Notes
     -----
-    A span is a whole instruction, a measurement the work in it: the profile's cost of an instruction is taken off.
-    Left out are instructions that wait for other ranks, whose spans are not theirs alone; instructions without
-    work; and those of which the instruction's own cost is half or more.
+    A span is a whole instruction, its own cost with it. Left out are instructions that wait for other ranks, whose
+    spans are not theirs alone, and instructions without work.
     """
     return measurements_of_spans(evidence.timeline, evidence.program_set, evidence.profile)
 
 
 def measurements_of_spans(timeline: Timeline, program_set: ProgramSet, profile: Profile) -> list[Measurement]:
     """Return the same of a measured timeline, of the programs that were run and of the device's profile so far."""
-    overhead_s = profile.values()["instruction_s"]
     found = []
     for (_, work, direction), (name, spans) in _grouped(timeline, program_set, profile).items():
         alone = [seconds for seconds, is_alone in spans if is_alone]
-        samples = [seconds - overhead_s for seconds in alone or [seconds for seconds, _ in spans]]
-        if min(samples) <= overhead_s * (1 / _LARGEST_OVERHEAD - 1):
-            continue
+        samples = alone or [seconds for seconds, _ in spans]
         found.append(
             Measurement(
                 name=f"{name}, {len(samples)} spans of a run",
@@ -111,6 +105,7 @@ def measurements_of_spans(timeline: Timeline, program_set: ProgramSet, profile: 
                 num_threads=profile.num_threads,
                 direction=direction,
                 contended=not alone,
+                is_instruction=True,
             )
         )
     return found

@@ -70,7 +70,16 @@ def _measure(kind: str, truth: dict[str, float], noise: float, seed: int = 0) ->
     rng = np.random.default_rng(seed)
     rows = []
     for name, work, way in _probes():
-        bare = Measurement(name, work, 1.0, 1.0, 9, BASE[kind].num_threads, direction=way)
+        bare = Measurement(
+            name,
+            work,
+            1.0,
+            1.0,
+            9,
+            BASE[kind].num_threads,
+            direction=way,
+            is_instruction=name == "instruction",
+        )
         seconds = _predicted_s(bare, truth, kind) * math.exp(noise * rng.standard_normal())
         rows.append(dataclasses.replace(bare, seconds=seconds, fastest_s=seconds * 0.98))
     return rows

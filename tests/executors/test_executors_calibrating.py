@@ -79,13 +79,13 @@ def test_a_profile_is_judged_by_steps_that_it_was_not_fitted_to() -> None:
     with threads_set(1):
         found = measure_steps(TOPOLOGY, "cpu0", device="cpu", budget_s=0.04, shapes=shapes)
     machine = Machine.from_topology(TOPOLOGY, "cpu0", PROFILE)
-    rows = []
+    rows, gap_s = [], PROFILE.values()["step_s"]
     for number, step in enumerate(found):
         said = simulate(step.program, machine)
         assert step.timeline is not None
         assert step.timeline.spans
         seconds = said.step_time_s * (3.0 if number == 3 else 1.0)
-        rows.append(WholeStep(str(number), step.program, seconds, step.gap_s, said if number != 3 else None))
+        rows.append(WholeStep(str(number), step.program, seconds, gap_s, said if number != 3 else None))
     single = Measurement("dispatch", Work(num_kernels=4), 2e-5, 2e-5, 5, 1)
     profile, report = fitted(TOPOLOGY, "cpu0", PROFILE, [single], rows)
     errors = {row.name: row.relative_error for row in report.steps}
