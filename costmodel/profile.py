@@ -111,10 +111,15 @@ CONSTANT_UNITS: dict[str, str] = {
     two CPU ranks of one host.
 ``allocation_s``, ``allocation_s_per_byte``
     Of a call that the allocator's cache cannot serve, page faults included.
+``codec_s.<constant>``
+    Of codecs, per value, byte or message on one core: see :data:`costmodel.codec_time.CodecWork`.
 ``context_bytes``, ``allocator_slack``, ``allocation_granularity``
     Memory the runtime takes, fraction lost to fragmentation, and the size that tensors are rounded up to.
 """
 
+
+_OPTIONAL_KINDS = frozenset({"codec_s"})
+"""Without them, those count that come with the package."""
 
 _MEMORY_KINDS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
 
@@ -222,7 +227,9 @@ class Profile(BaseModel):
     def _is_complete(self) -> Profile:
         names = [constant.name for constant in self.constants]
         twice = sorted({name for name in names if names.count(name) > 1})
-        missing = sorted(set(CONSTANT_UNITS) - _OPTIONAL_KINDS - {constant.kind for constant in self.constants})
+        missing = sorted(
+            set(CONSTANT_UNITS) - _OPTIONAL_KINDS - {constant.kind for constant in self.constants}
+        )
         if twice or missing:
             message = f"constants given twice: {twice}, constants missing: {missing}"
             raise ValueError(message)
