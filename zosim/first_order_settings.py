@@ -29,6 +29,8 @@ class FirstOrder(BaseModel):
         Samples whose last message both ends of a cut keep (AQ-SGD), the batch's at least; 0 for none.
     dropout : bool
         Whether masks are kept.
+    sums_ends : bool
+        Whether first and last stage sum the gradients of a table that both hold; otherwise they are two tables.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,6 +42,7 @@ class FirstOrder(BaseModel):
     gradient_codec: str = "none"
     num_kept_samples: NonNegativeInt = 0
     dropout: bool = True
+    sums_ends: bool = True
 
     def describe(self) -> str:
         """Return the settings in words."""

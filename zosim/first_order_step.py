@@ -70,7 +70,7 @@ class FirstOrderWriter:
             else:
                 self._backward_model(number)
         for group in reversed(self.layout.groups):
-            if self.layout.is_at_both_ends(group):
+            if self.settings.sums_ends and self.layout.is_at_both_ends(group):
                 self._sum(group, ENDS, "ends")
         for group in reversed(self.layout.groups):
             self._optimize(group)

@@ -9,16 +9,11 @@ for central ones; ``b`` bits of a value; ``w`` bits of an index; ``ρ`` the part
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-P = 5
-FORWARD, CENTRAL = P + 1, 2 * P
-
-WIDTHS = {"OPT-125M": 3072, "OPT-1.3B": 8192, "OPT-6.7B": 16384, "GPT2": 3072, "Llama-1B": 8192}
-"""Width of the MLP's inside, where the paper cuts."""
+from costmodel.published import shipped_rows
+from zosim.published.sparq import CENTRAL, FORWARD, PAPER, VOLUME, WIDTHS, volume_case
 
 BASELINES = (
     ("central, 16 bits", CENTRAL, 16),
@@ -26,8 +21,6 @@ BASELINES = (
     ("forward, 32 bits", FORWARD, 32),
 )
 """What the paper's ZO-SGD may have sent: it does not say."""
-
-_SOURCE = Path(__file__).with_name("volumes.csv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +81,16 @@ def printed(text: str) -> Interval:
 
 def read_volumes() -> list[Volume]:
     """Return all printed volumes."""
-    with _SOURCE.open(encoding="utf-8", newline="") as file:
-        return [
-            Volume(
-                int(row["table"]),
-                row["model"],
-                row["dataset"],
-                row["method"],
-                int(row["bits"]),
-                printed(row["volume_gb"]),
+    found = []
+    for row in shipped_rows(PAPER):
+        if row["quantity"] == VOLUME and row["value"]:
+            case = volume_case(row)
+            found.append(
+                Volume(
+                    int(row["table"]), case.model, case.dataset, case.method, case.bits, printed(row["value"])
+                )
             )
-            for row in csv.DictReader(file)
-        ]
+    return found
 
 
 def find(

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from costmodel.published import shipped_rows
+from studies.sparq import timelines
 from studies.sparq.__main__ import main
-from studies.sparq.volumes import FORWARD, Interval, find, findings, printed, read_volumes, tokens
+from studies.sparq.volumes import Interval, find, findings, printed, read_volumes, tokens
+from zosim.published.sparq import FORWARD
 
 VOLUMES = read_volumes()
 
@@ -56,8 +59,46 @@ def test_first_order_runs_of_all_models_but_one_saw_as_many_tokens():
     assert agreeing == {"OPT-125M", "OPT-1.3B", "OPT-6.7B", "Llama-1B"}
 
 
-def test_the_script_prints_every_comparison(capsys):
-    main()
-    printed_text = capsys.readouterr().out
-    for words in ("If ZO-SGD sent 10 activations", "Tokens that the volumes are", "Llama-1B"):
-        assert words in printed_text
+def test_the_report_has_every_cell_and_says_what_was_left_out(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(timelines, "LINKS", {"1 Gbit/s": 125e6})
+    main(tmp_path)
+    assert "a data set but OPT-125M's FO-SGD and ZO-SGD" in capsys.readouterr().out
+    text = (tmp_path / "tables.md").read_text()
+    cells = [row for row in shipped_rows("SparQ") if row["quantity"] != "accuracy"]
+    lines = [line for line in text.splitlines() if line.startswith("| r")]
+    assert len(lines) == len(cells)
+    assert all(line.endswith(("| within |", "| outside |")) for line in lines)
+    assert sum(line.endswith("| within |") for line in lines) > 0.85 * len(lines)
+    assert (tmp_path / "timelines.png").stat().st_size > 10_000
+    assert text.count("| 1 Gbit/s |") == len(timelines.METHODS)
+
+
+@pytest.fixture(scope="module")
+def slow_steps():
+    """Every method over 100 Mbit/s, where bytes are all that counts."""
+    steps = {step.method.name: step for step in timelines.steps() if step.link == "100 Mbit/s"}
+    assert list(steps) == [method.name for method in timelines.METHODS]
+    return steps
+
+
+def test_over_a_slow_link_a_step_takes_what_its_bytes_take(slow_steps):
+    """Forward and back overlap on a full-duplex link at most wholly; the latencies and the rest are little."""
+    for step in slow_steps.values():
+        counts = step.counts
+        one_way = max(counts.activation_bytes, counts.gradient_bytes) + counts.reduced_bytes / 2
+        both_ways = counts.activation_bytes + counts.gradient_bytes + counts.reduced_bytes / 2
+        # An all_reduce of two moves half a buffer each way, twice.
+        seconds = step.subject.prediction.step_time_s
+        assert one_way / 12.5e6 <= seconds <= both_ways / 12.5e6 * 1.05 + 0.6
+
+
+def test_bytes_of_a_step_by_hand(slow_steps):
+    """32 x 64 tokens of width 8192 + 2048: 40 MiB at 16 bits, a quarter of it at 4."""
+    numbers = 32 * 64 * (8192 + 2048)
+    first, ours = slow_steps["FO-SGD"].counts, slow_steps["SparQ, 4 bits, P + 1"].counts
+    assert first.activation_bytes == pytest.approx(2 * numbers, rel=1e-3)
+    assert first.gradient_bytes == pytest.approx(2 * numbers, rel=1e-3)
+    assert slow_steps["AQ-SGD, 4 and 8 bits"].counts.size_bytes == pytest.approx(1.5 * numbers, rel=1e-3)
+    assert (ours.num_activations, ours.num_scalars) == (6, 6)
+    assert ours.activation_bytes == pytest.approx(6 * numbers / 2, rel=1e-3)
+    assert slow_steps["ZO-SGD, 2P"].counts.num_activations == 10

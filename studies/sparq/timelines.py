@@ -1,0 +1,225 @@
+"""SparQ's Fig. 3 with numbers: one step of split training by backpropagation, and of zeroth-order methods.
+
+Two A100s of two hosts, the network between them made as fast as named links are; per step, the same batch, the same cut
+inside a block (activation and residual stream cross), half precision. What a step is worth in training is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from costmodel.configs import read_model_spec
+from costmodel.datasheet import datasheet_profile
+from topology import load_preset
+from topology.graph import Topology
+from topology.units import format_bytes, format_seconds
+from zosim.counts import StepCounts, step_counts
+from zosim.first_order import PRESETS
+from zosim.first_order_report import baseline_subject
+from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Runtime, Split
+from zosim.predict import Subject
+from zosim.timeline import Span
+
+PRESET = "a100-80gb-3x4"
+DEVICES = ("node0/gpu0", "node1/gpu0")
+CUT = "block.11.mlp"
+BATCH, SEQ, NUM_QUERIES, NUM_MICROBATCHES = 32, 64, 5, 4
+NETWORK = "network"
+DRAWN = "1 Gbit/s"
+
+LINKS: dict[str, float] = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "10 Gbit/s": 1.25e9, "200 Gbit/s": 25e9}
+"""Bytes/s of the network, each way."""
+
+
+HEAD = f"""## Fig. 3 with numbers
+
+One step of OPT-1.3B, {BATCH} sequences of {SEQ} tokens, half precision, P = {NUM_QUERIES}, on two A100s of two hosts whose network is as fast
+as named; data-sheet figures. All are cut at `{CUT}`, and the residual stream crosses too. First-order steps pass in
+{NUM_MICROBATCHES} microbatches, one forward and one backward in turn. OPT ties its head to its token table, which both stages then hold:
+`sums` are its gradients, which Fig. 3 leaves out and the other first-order rows do, too, as if there were two tables.
+Zeroth-order stages hold it alike without sending anything. What a step is worth in training is not compared: a first-order step follows the gradient in every
+direction, a zeroth-order one in P."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of Fig. 3.
+
+    Attributes
+    ----------
+    name : str
+    first_order : str
+        Settings of a first-order step; empty for a zeroth-order one.
+    is_tied : bool
+        Whether a first-order step sums the gradients of the token table, which both stages hold.
+    codec : str
+    difference : str
+    """
+
+    name: str
+    first_order: str = ""
+    is_tied: bool = False
+    codec: str = "none"
+    difference: str = "forward"
+
+
+METHODS = (
+    Method("FO-SGD, table tied", "sgd", is_tied=True),
+    Method("FO-SGD", "sgd"),
+    Method("AQ-SGD, 4 and 8 bits", "aq-sgd"),
+    Method("ZO-SGD, 2P", difference="central"),
+    Method("ZO-SGD, P + 1"),
+    Method("SparQ, 4 bits, P + 1", codec="q4:dense"),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A method's predicted step over one link."""
+
+    link: str
+    method: Method
+    subject: Subject
+
+    @property
+    def counts(self) -> StepCounts:
+        """What it sends."""
+        return step_counts(self.subject.programs)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory of both ranks."""
+        return sum(taken.device_bytes for taken in self.subject.footprints.ranks)
+
+
+@cache
+def networked(bandwidth_bytes_per_s: float) -> Topology:
+    """Return the preset with a network of that bandwidth."""
+    topology = load_preset(PRESET)
+
+    def scaled(value: float, now: float) -> float:
+        return value * bandwidth_bytes_per_s / now
+
+    links = []
+    for link in topology.links:
+        figure = link.type.bandwidth
+        if link.type.kind == NETWORK and figure is not None:
+            changed = figure.model_copy(update={"value": scaled(figure.value, link.bandwidth_bytes_per_s)})
+            kind = link.type.model_copy(update={"bandwidth": changed})
+            links.append(link.model_copy(update={"type": kind}))
+        else:
+            links.append(link)
+    return Topology.model_validate(topology.model_copy(update={"links": tuple(links)}).model_dump())
+
+
+def plan_of(method: Method) -> Plan:
+    """Return the plan whose step, or whose first-order baseline's, is predicted."""
+    return Plan(
+        model=read_model_spec("opt-1.3b", cut_blocks=(11,)),
+        placement=Placement(topology=PRESET, devices=DEVICES, hosts=("node0", "node1")),
+        batch=BATCH,
+        seq=SEQ,
+        mesh=Mesh(stage=2),
+        split=Split(cuts=(CUT,), codec=method.codec, residual_codec=method.codec),
+        estimator=Estimator.model_validate(
+            {"difference": method.difference, "num_queries": NUM_QUERIES, "rng": "counter"}
+        ),
+        precision=Precision(storage="float16", compute="float16", transfer="float16"),
+        runtime=Runtime(traversal="querywise"),
+    )
+
+
+def steps() -> Iterator[Step]:
+    """Yield every method over every link."""
+    for link, bandwidth in LINKS.items():
+        topology = networked(bandwidth)
+        profile = datasheet_profile(topology, DEVICES[0])
+        for method in METHODS:
+            subject = Subject(plan_of(method), topology, profile)
+            if method.first_order:
+                settings = PRESETS[method.first_order].model_copy(
+                    update={
+                        "num_microbatches": NUM_MICROBATCHES,
+                        "schedule": "1f1b",
+                        "sums_ends": method.is_tied,
+                    }
+                )
+                subject = baseline_subject(subject, settings)
+            yield Step(link, method, subject)
+
+
+def table(found: list[Step]) -> str:
+    """Return the steps as a table."""
+    lines = [
+        "| link | method | step | between | forward | back | sums | scalars | both devices | limited by |",
+        "| --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for step in found:
+        prediction, counts = step.subject.prediction, step.counts
+        columns = (
+            step.link,
+            step.method.name,
+            format_seconds(prediction.step_time_s),
+            f"{format_seconds(prediction.low_s)} and {format_seconds(prediction.high_s)}",
+            _messages(counts.num_activations, counts.activation_bytes),
+            _messages(counts.num_gradients, counts.gradient_bytes),
+            format_bytes(counts.reduced_bytes),
+            str(counts.num_scalars),
+            format_bytes(step.memory_bytes),
+            prediction.bottleneck.words,
+        )
+        lines.append("| " + " | ".join(columns) + " |")
+    return "\n".join(lines)
+
+
+def _messages(count: int, size_bytes: int) -> str:
+    return f"{count} x {format_bytes(size_bytes // count)}" if count else ""
+
+
+def draw(found: list[Step], out: Path) -> Path:
+    """Draw one steady step of every method over one link, and return the picture's path."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Rectangle
+
+    mine = [step for step in found if step.link == DRAWN]
+    figure, axes = plt.subplots(len(mine), 1, figsize=(9, 1.6 * len(mine)), sharex=True, layout="constrained")
+    shown: dict[str, str] = {}
+    for axis, step in zip(axes, mine, strict=True):
+        rows = _rows(step)
+        for number, (_, spans) in enumerate(rows):
+            for label in dict.fromkeys(span[0] for span in spans):
+                colour = shown.setdefault(label, f"C{len(shown) % 10}")
+                bars = [(begin_s, duration_s) for name, begin_s, duration_s in spans if name == label]
+                axis.broken_barh(bars, (number - 0.4, 0.8), color=colour, linewidth=0)
+        axis.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows], title=step.method.name)
+        axis.invert_yaxis()
+    axes[-1].set_xlabel(f"seconds of one step, {DRAWN}")
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in shown.values()]
+    figure.legend(handles, list(shown), loc="outside right upper")
+    path = out / "timelines.png"
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def _rows(step: Step) -> list[tuple[str, list[tuple[str, float, float]]]]:
+    """Return, for each rank and stream that is busy, spans of its last listed steady step."""
+    timeline = step.subject.timeline
+    number = timeline.steady_steps[-1]
+    mine = [span for span in timeline.spans if span.part == "step" and span.step == number]
+    begin_s = min(span.start_s for span in mine)
+
+    def shown(spans: list[Span]) -> list[tuple[str, float, float]]:
+        return [(span.label, span.start_s - begin_s, span.duration_s) for span in spans]
+
+    rows: dict[tuple[int, str], list[Span]] = {}
+    for span in mine:
+        if span.stream in ("compute", "link"):
+            rows.setdefault((span.rank, span.stream), []).append(span)
+    return [(f"M{rank + 1} {stream}", shown(spans)) for (rank, stream), spans in sorted(rows.items())]
