@@ -144,6 +144,17 @@ def load_codec_profile() -> CodecProfile:
     return CodecProfile(**content)
 
 
+MEASURED = "codec_s."
+"""Begins the names of the codecs' constants in the profile of a device on whose host they were measured."""
+
+
+def codec_profile_of(values: Mapping[str, float]) -> CodecProfile:
+    """Return the codecs' constants among those of a device's profile, and those that come with the package for the rest."""
+    shipped = load_codec_profile()
+    found = {name: values.get(MEASURED + name, seconds) for name, seconds in shipped.seconds.items()}
+    return CodecProfile(shipped.source, found)
+
+
 def coding_terms(coding: CodecWork, values: Mapping[str, float], device_kind: DeviceKind) -> dict[str, float]:
     """Return the seconds of a codec's work: ``coding`` on one core of the host, and more where the tensor is on a GPU.
 
@@ -155,7 +166,7 @@ def coding_terms(coding: CodecWork, values: Mapping[str, float], device_kind: De
     receiver uses them where they arrive.
     """
     if device_kind == "cpu":
-        return {"coding": load_codec_profile().duration_s(coding)}
+        return {"coding": codec_profile_of(values).duration_s(coding)}
     on_device = {name for name in coding if name.startswith(("quantise_s", "dequantise_s"))}
     if not on_device:
         packed = coding.get("byte_s", 0) if "encode_call_s" in coding else 0
@@ -164,7 +175,7 @@ def coding_terms(coding: CodecWork, values: Mapping[str, float], device_kind: De
     on_host = {name: count for name, count in coding.items() if name not in on_device}
     narrower = min(values["copy_d2h_bandwidth"], values["copy_h2d_bandwidth"])
     return {
-        "coding": load_codec_profile().duration_s(on_host),
+        "coding": codec_profile_of(values).duration_s(on_host),
         "quantising": 5 * num_symbols / values["elementwise_bandwidth"],
         "crossing": num_symbols / narrower,
     }
@@ -181,6 +192,22 @@ def fit_codec_profile(measured: Sequence[tuple[CodecWork, float]], source: str) 
     scale = rows.max(axis=0)  # counts differ by seven orders of magnitude
     found, _ = nnls(rows / scale, np.ones(len(rows)))
     return CodecProfile(source, dict(zip(names, (float(x) for x in found / scale), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a tensor crosses: a link, between processors that take as long as `profile` says.
+
+    Attributes
+    ----------
+    bandwidth_bytes_per_s : float
+    profile : CodecProfile
+    latency_s : float
+    """
+
+    bandwidth_bytes_per_s: float
+    profile: CodecProfile
+    latency_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,50 +234,27 @@ class Crossing:
 
 
 def crossing(
-    spec: CodecSpec,
-    shape: Sequence[int],
-    element_bytes: int,
-    stats: SymbolStatistics,
-    *,
-    bandwidth_bytes_per_s: float,
-    latency_s: float = 0.0,
-    profile: CodecProfile,
+    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: Link
 ) -> Crossing:
     """Return what crossing a link with this codec takes."""
     size = message_bytes(spec, shape, element_bytes, stats)
+    encode, decode = (of(spec, shape, element_bytes, stats) for of in (encode_work, decode_work))
     return Crossing(
         spec,
         size,
-        profile.duration_s(encode_work(spec, shape, element_bytes, stats)),
-        latency_s + size / bandwidth_bytes_per_s,
-        profile.duration_s(decode_work(spec, shape, element_bytes, stats)),
+        over.profile.duration_s(encode),
+        over.latency_s + size / over.bandwidth_bytes_per_s,
+        over.profile.duration_s(decode),
     )
 
 
 def fastest_crossing(
-    spec: CodecSpec,
-    shape: Sequence[int],
-    element_bytes: int,
-    stats: SymbolStatistics,
-    *,
-    bandwidth_bytes_per_s: float,
-    latency_s: float = 0.0,
-    profile: CodecProfile,
+    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: Link
 ) -> Crossing:
     """Return the crossing with the encoding that is fastest for the numbers that `spec` makes.
 
     The values that arrive do not depend on the encoding. Plain numbers are not among the choices, since they do.
     """
-    crossings = [
-        crossing(
-            replace(spec, encoding=encoding),
-            shape,
-            element_bytes,
-            stats,
-            bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-            latency_s=latency_s,
-            profile=profile,
-        )
-        for encoding in ENCODINGS
-    ]
+    specs = (replace(spec, encoding=encoding) for encoding in ENCODINGS)
+    crossings = [crossing(found, shape, element_bytes, stats, over) for found in specs]
     return min(crossings, key=lambda found: found.seconds)

@@ -13,6 +13,7 @@ from costmodel.datasheet import datasheet_profile
 from costmodel.measurement import Measurement
 from costmodel.profile import Profile
 from executors.calibrate import DEFAULT_BUDGET_S, calibrate, threads_set
+from executors.codec_calibration import with_codec_constants
 from executors.whole_steps import (
     WholeStep,
     interval_ratios,
@@ -97,7 +98,8 @@ def calibrated(
             budget_s=_STEPS_SHARE * budget_s,
             on_share=lambda share: on_share(1 - _STEPS_SHARE * (1 - share)),
         )
-    return fitted(topology, node, base, measurements, steps)
+    profile, fit = fitted(topology, node, base, measurements, steps)
+    return with_codec_constants(profile), fit
 
 
 def fitted(

@@ -44,10 +44,11 @@ class CodecProbe:
     run: Callable[[], object]
 
 
-def stage_probes() -> Iterator[CodecProbe]:
+def stage_probes(num_rows: int | None = None) -> Iterator[CodecProbe]:
     """Yield probes of single stages, each of one or two constants, and of messages of a few bytes."""
-    num = NUM_ROWS * NUM_COLUMNS
-    values = _activations(0.2)
+    num_rows = num_rows or NUM_ROWS
+    num = num_rows * NUM_COLUMNS
+    values = _activations(0.2, num_rows)
     nearest, random = CodecSpec(4), CodecSpec(4, rounding="stochastic")
     generator = generator_on(torch.device("cpu"), 0)
     quantised = quantise(values, nearest)
@@ -58,15 +59,15 @@ def stage_probes() -> Iterator[CodecProbe]:
     yield CodecProbe("dequantise", {"dequantise_s": num}, lambda: dequantise(quantised))
     for encoding in ENCODINGS:
         if encoding != "entropy" or is_available():
-            yield from _encodings(encoding)
-    yield from _plain()
+            yield from _encodings(encoding, num_rows)
+    yield from _plain(num_rows)
 
 
 def whole_probes(
     spec: CodecSpec, density: float, dtype: torch.dtype = torch.float32
 ) -> tuple[CodecProbe, CodecProbe]:
     """Return probes of a whole encode and of a whole decode, to hold predictions against."""
-    values, codec = _activations(density).to(dtype), codec_of(spec)
+    values, codec = _activations(density, NUM_ROWS).to(dtype), codec_of(spec)
     generator = generator_on(torch.device("cpu"), 0)
     message = codec.encode(values, generator)
     stats = symbols_of(values, spec).statistics
@@ -119,16 +120,16 @@ def calibrate_codecs(source: str, *, budget_s: float = 10.0, on_round: OnRound |
     return fit_codec_profile(measure_codecs(budget_s=budget_s, on_round=on_round), source)
 
 
-def _activations(density: float) -> torch.Tensor:
+def _activations(density: float, num_rows: int) -> torch.Tensor:
     generator = generator_on(torch.device("cpu"), 1)
-    kept = torch.rand((NUM_ROWS, NUM_COLUMNS), generator=generator) < density
-    return torch.randn((NUM_ROWS, NUM_COLUMNS), generator=generator).abs_().add_(0.5).mul_(kept)
+    kept = torch.rand((num_rows, NUM_COLUMNS), generator=generator) < density
+    return torch.randn((num_rows, NUM_COLUMNS), generator=generator).abs_().add_(0.5).mul_(kept)
 
 
-def _encodings(encoding: Encoding) -> Iterator[CodecProbe]:
+def _encodings(encoding: Encoding, num_rows: int) -> Iterator[CodecProbe]:
     for bits in (4, 8) if encoding == "entropy" else (4,):
         for density in DENSITIES:
-            symbols = symbols_of(_activations(density), CodecSpec(bits))
+            symbols = symbols_of(_activations(density, num_rows), CodecSpec(bits))
             stats = symbols.statistics
             layout = Layout(stats.num_elements, NUM_COLUMNS, bits)
             payload = BY_NAME[encoding].encode(symbols)
@@ -154,9 +155,9 @@ def _symbol_work(side: str, encoding: Encoding, stats: SymbolStatistics) -> Code
     }
 
 
-def _plain() -> Iterator[CodecProbe]:
+def _plain(num_rows: int) -> Iterator[CodecProbe]:
     codec, spec = codec_of(CodecSpec()), CodecSpec()
-    for values in (torch.ones(1), _activations(0.2)):
+    for values in (torch.ones(1), _activations(0.2, num_rows)):
         message, shape = codec.encode(values), tuple(values.shape)
         stats = SymbolStatistics(values.numel(), shape[-1], 8, values.numel())
         write, read = partial(codec.encode, values), partial(decode, message)

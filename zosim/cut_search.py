@@ -21,7 +21,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel.codec_time import coding_terms, decode_work, encode_work, fastest_crossing, load_codec_profile
+from costmodel.codec_time import (
+    Link,
+    codec_profile_of,
+    coding_terms,
+    decode_work,
+    encode_work,
+    fastest_crossing,
+)
 from costmodel.codecs import ENCODINGS, CodecSpec, codec_spec, message_bytes, statistics_of_density
 from costmodel.estimate import estimate
 from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
@@ -359,15 +366,9 @@ class Ranking:
         density = max(self._cutting.densities.get(cut, 1.0) for cut in cuts)
         shape, width = self._shape(cuts[0]), self._element_bytes
         stats = statistics_of_density(shape, bits=spec.bits, density=density)
-        return fastest_crossing(
-            spec,
-            shape,
-            width,
-            stats,
-            bandwidth_bytes_per_s=self._coded_hop.bandwidth_bytes_per_s,
-            latency_s=self._coded_hop.latency_s,
-            profile=load_codec_profile(),
-        ).spec
+        hop, values = self._coded_hop, self._site.machines[0].profile.values()
+        link = Link(hop.bandwidth_bytes_per_s, codec_profile_of(values), hop.latency_s)
+        return fastest_crossing(spec, shape, width, stats, link).spec
 
     def _crossing(self, cut: str, codecs: Codecs) -> tuple[float, float, float]:
         """Return the seconds in which one message is encoded, sent and decoded."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from costmodel.codec_time import (
     CodecProfile,
+    Link,
     crossing,
     decode_work,
     encode_work,
@@ -107,7 +108,7 @@ def test_a_fast_link_gets_dense_symbols_and_a_slow_one_coded_ones():
     profile = load_codec_profile()
     spec = codec_spec("q4")
     by_link = {
-        bandwidth: fastest_crossing(spec, SHAPE, 4, SPARSE, bandwidth_bytes_per_s=bandwidth, profile=profile)
+        bandwidth: fastest_crossing(spec, SHAPE, 4, SPARSE, Link(bandwidth, profile))
         for bandwidth in (1e5, 1e8, 50e9)
     }
     assert by_link[50e9].spec.encoding == "dense"
@@ -121,7 +122,7 @@ def test_plain_numbers_are_fastest_on_a_very_fast_link():
 
     def seconds(name, bandwidth):
         spec = codec_spec(name)
-        found = crossing(spec, SHAPE, 2, SPARSE, bandwidth_bytes_per_s=bandwidth, profile=profile)
+        found = crossing(spec, SHAPE, 2, SPARSE, Link(bandwidth, profile))
         return found.seconds
 
     assert seconds("none", 50e9) < seconds("q4:dense", 50e9)

@@ -18,7 +18,8 @@ def test_every_processor_of_every_preset_has_a_profile(name):
     for node in topology.nodes:
         if node.kind in {"gpu", "cpu"}:
             profile = datasheet_profile(topology, node.id)
-            assert {constant.kind for constant in profile.constants} == set(CONSTANT_UNITS)
+            # Codecs are measured, or cost what comes with the package.
+            assert {constant.kind for constant in profile.constants} == set(CONSTANT_UNITS) - {"codec_s"}
             assert all(constant.source for constant in profile.constants)
 
 
