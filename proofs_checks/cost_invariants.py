@@ -326,8 +326,8 @@ CLAIMS: tuple[Claim, ...] = (
             Mutant(
                 "an efficiency that has no limit",
                 "costmodel.estimate:_efficiency",
-                "return part.m / (part.m + half)",
-                "return part.m**2 / (part.m + half)",
+                "return part.m / (part.m + m)",
+                "return part.m**2 / (part.m + m)",
             ),
             Mutant(
                 "sweeps of which the cache holds more than there is",
