@@ -13,15 +13,16 @@ if TYPE_CHECKING:
     from executors.loading import load_model
     from executors.records import StepRecord
     from executors.session import Session
-    from executors.spec import spec_of_model
+    from executors.spec import plan_of_model, spec_of_model
 
-__all__ = ["Session", "StepRecord", "launch", "load_model", "spec_of_model"]
+__all__ = ["Session", "StepRecord", "launch", "load_model", "plan_of_model", "spec_of_model"]
 
 _HOMES = {
     "Session": "session",
     "StepRecord": "records",
     "launch": "launch",
     "load_model": "loading",
+    "plan_of_model": "spec",
     "spec_of_model": "spec",
 }
 

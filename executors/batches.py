@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,6 +28,47 @@ class Batch:
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     labels: torch.Tensor
+
+
+def check_batch(batch: Mapping[str, object], max_positions: int) -> None:
+    """Raise for a batch of somebody's own loop that no model could be fed.
+
+    Parameters
+    ----------
+    batch : mapping
+        ``input_ids`` and ``labels``, tensors of shape (sequences, tokens), and perhaps an ``attention_mask``.
+    max_positions : int
+        Most tokens that the model takes.
+
+    Raises
+    ------
+    DataError
+        If a tensor is missing, is no tensor, has another shape than ``input_ids``, or is too long.
+    """
+    shape: torch.Size | None = None
+    for name in ("input_ids", "labels", "attention_mask"):
+        tensor = batch.get(name)
+        if tensor is None and name == "attention_mask":
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            found = "is missing" if tensor is None else f"is a {type(tensor).__name__}, not a tensor"
+            raise DataError(f"the batch's {name} {found}", hint=_BATCH_HINT)
+        shape = tensor.shape if shape is None else shape
+        if tensor.shape != shape or len(shape) != 2:
+            raise DataError(
+                f"the batch's {name} is of shape {tuple(tensor.shape)}, its input_ids of {tuple(shape)}",
+                hint="both are (sequences, tokens)",
+            )
+    if shape is not None and shape[1] > max_positions:
+        raise DataError(
+            f"the batch has {shape[1]} tokens per sequence, the model {max_positions} positions",
+            hint="cut the sequences",
+        )
+
+
+_BATCH_HINT = (
+    "input_ids and labels are tensors; labels equal input_ids where asked for, and are -100 elsewhere"
+)
 
 
 def pad(examples: Sequence[Example], *, length: int | None = None, pad_token: int = 0) -> Batch:

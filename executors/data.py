@@ -7,6 +7,7 @@ as a whole.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,7 +157,8 @@ class Limits:
             if not self.truncate:
                 raise DataError(
                     f"{where} has {len(example)} tokens, the run's sequences have {self.max_length}",
-                    hint=f"use --seq {len(example)} or more, or --truncate to cut long examples",
+                    hint=f"--truncate cuts long examples; --seq {len(example)} reads this one whole, where the model "
+                    "has as many positions",
                 )
             example = example.truncated(self.max_length, num_kept=num_kept)
         if self.vocab_size is not None:
@@ -300,6 +302,7 @@ def _tokens_of(line: JsonObject, where: str) -> Example:
             f"{where} has no input_ids", hint=did_you_mean("input_ids", list(line), kind="its fields")
         )
     input_ids = _token_list(line, "input_ids", where, lowest=0)
+    _refuse_ignored(line, where)
     if line.get("labels") is None:
         return Example(input_ids, input_ids)
     labels = _token_list(line, "labels", where, lowest=IGNORED)
@@ -309,6 +312,21 @@ def _tokens_of(line: JsonObject, where: str) -> Example:
             hint="one label for each token, -100 where nothing is asked; the model shifts them itself",
         )
     return Example(input_ids, labels)
+
+
+def _refuse_ignored(line: JsonObject, where: str) -> None:
+    """Raise for fields that would be passed over, although they say what is to be learned."""
+    if line.get("labels") is None:
+        close = difflib.get_close_matches(
+            "labels", [name for name in line if name != "labels"], n=1, cutoff=0.75
+        )
+        if close:
+            raise DataError(
+                f"{where} has {close[0]!r} beside its input_ids, but no labels",
+                hint="labels are a list, one for each token, -100 where nothing is asked; without them all are asked",
+            )
+    if isinstance(mask := line.get("attention_mask"), list) and 0 in mask:
+        raise DataError(f"{where} is padded: its attention_mask has zeros", hint="leave padding to zosim")
 
 
 def _token_list(line: Mapping[str, Any], name: str, where: str, *, lowest: int) -> tuple[int, ...]:

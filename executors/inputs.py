@@ -50,9 +50,11 @@ def _any_tokenizer(model: str) -> Any:
     import transformers
 
     try:
-        return transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError, KeyError):
         return None
+    # Where a directory holds no tokenizer, some models' classes make one without a vocabulary.
+    return tokenizer if tokenizer.encode("some text", add_special_tokens=False) else None
 
 
 def evaluation_data(settings: RunSettings) -> Dataset | None:

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from topology.errors import RunError, ZosimError
+from topology.errors import RunError, ZosimError, refusal_of_machine
 
 _PROGRESS_BYTES = 256
 WAIT_HINT = "look at that rank's process and host; `--resume` goes on from the log, and `--timeout` says how long to wait"
@@ -217,14 +218,18 @@ def _launch(
 
 
 def _entry(function: Callable[..., Any], arguments: tuple[object, ...], directory: str) -> Any:
-    """Run in a rank: leave a failure as a file in place of a traceback, and do not outlive the launcher."""
+    """Run in a rank: leave what a user can mend as a file in place of a traceback, and do not outlive the launcher."""
     _die_with_parent()
     _pid_path(Path(directory), RankInfo.here().rank).write_text(str(os.getpid()))
     try:
         return function(*arguments)
-    except ZosimError as error:
-        failure = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
-        _failure_path(Path(directory), RankInfo.here().rank).write_text(json.dumps(failure))
+    except Exception as error:
+        failure = error if isinstance(error, ZosimError) else refusal_of_machine(error)
+        if failure is None:
+            traceback.print_exc()
+            raise
+        said = {"message": failure.message, "hint": failure.hint}
+        _failure_path(Path(directory), RankInfo.here().rank).write_text(json.dumps(said))
         sys.stderr.flush()
         sys.exit(1)
 
@@ -256,12 +261,15 @@ def _report(directory: Path, error: Any) -> ZosimError:
     if told.exists():
         said = json.loads(told.read_text())
         return RunError(f"rank {rank} stopped{at}: {said['message']}", hint=said["hint"])
-    ending = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    if failure.exitcode < 0:
+        return RunError(
+            f"rank {rank} died ({failure.signal_name()}){at}",
+            hint="where the system was short of memory, its log names the process that it killed",
+        )
     reason = failure.message if isinstance(failure.message, str) else failure.message.get("message", "")
-    reason = reason.strip().splitlines()[-1] if reason.strip() else ""
+    reason = reason.strip().splitlines()[-1] if reason.strip() else f"exit code {failure.exitcode}"
     return RunError(
-        f"rank {rank} died ({ending}){at}" + (f": {reason}" if reason and failure.exitcode >= 0 else ""),
-        hint="where the system was short of memory, its log names the process that it killed",
+        f"rank {rank} failed{at}: {reason}", hint="a traceback above is a mistake of ours; please report it"
     )
 
 
@@ -305,10 +313,12 @@ def _environment(directory: Path) -> Iterator[None]:
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """Silence the launcher's own account of a failure: ours is shorter."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 
 from costmodel.configs import shipped_config
@@ -44,7 +47,7 @@ def load_model(
     Raises
     ------
     ModelError
-        If there is no such model, it holds pickled weights only, or its attention cannot be had.
+        If there is no such model, its weights are pickled, damaged or incomplete, or its attention cannot be had.
     """
     import transformers
 
@@ -54,16 +57,55 @@ def load_model(
         if random_weights:
             return _random(str(source), dtype, attention, seed, local_files_only=local)
         _refuse_pickled(Path(source))
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(source),
-            dtype=TORCH_DTYPES[dtype],
-            attn_implementation=attention,
-            local_files_only=local,
-            use_safetensors=True,
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        with _silent_loading():
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                str(source),
+                dtype=TORCH_DTYPES[dtype],
+                attn_implementation=attention,
+                local_files_only=local,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise _refusal(source, error, local=local) from error
+    model, found = loaded
+    _refuse_incomplete(source, found)
     return model.eval()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _silent_loading() -> Iterator[None]:
+    """Keep transformers from reporting what :func:`_refuse_incomplete` says shorter."""
+    import transformers
+
+    level = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(level)
+
+
+def _refuse_incomplete(source: str | Path, found: Mapping[str, Any]) -> None:
+    """Raise where transformers would have drawn weights at random in place of those that a file lacks."""
+    wrong = [str(name) for name, *_ in found["mismatched_keys"]]
+    if wrong:
+        raise ModelError(
+            f"the weights in {source} do not fit its config.json: {_some(wrong)} has another shape",
+            hint="the two are of different models; copy both from one place",
+        )
+    missing = [str(name) for name in found["missing_keys"]]
+    if missing:
+        raise ModelError(
+            f"the weights in {source} are incomplete: {_some(missing)} is missing",
+            hint="copy or convert the model again; without them these parameters would be random",
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    names = sorted(names)
+    return names[0] if len(names) == 1 else f"{names[0]} (one of {len(names)})"
 
 
 def _random(source: str, dtype: str, attention: str, seed: int, **where: Any) -> nn.Module:
@@ -112,6 +154,8 @@ def _refuse_pickled(directory: Path) -> None:
 def _refusal(source: str | Path, error: Exception, *, local: bool) -> ModelError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     hint = "give a directory written by save_pretrained"
+    if isinstance(error, SafetensorError):
+        hint = "the file is damaged or was copied in part; copy it again"
     if local and not Path(source).exists():
         hint += ", or allow the download of a model that the Hub knows"
     return ModelError(f"cannot load the model {source}: {reason}", hint=hint)

@@ -281,13 +281,14 @@ class _replacing:  # noqa: N801 - reads as the context that it is
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._file.close()
-        if kind is None:
-            self._partial.replace(self._path)
-        else:
+        try:
+            with self._file:
+                if kind is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+            if kind is None:
+                self._partial.replace(self._path)
+        finally:
             self._partial.unlink(missing_ok=True)
 
 

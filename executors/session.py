@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from executors.agreement import refuse_unlike_sums
+from executors.batches import check_batch
 from executors.buffers import TORCH_DTYPES
 from executors.communicator import Communicator, default_communicator
 from executors.gathering import gathered_timeline
@@ -134,7 +135,7 @@ class Session:
             attention=plan.runtime.attention,
             loss_dtype=loss_dtype,
             seed=seed,
-            base_digest=base_digest,
+            base_digest=base_digest or weights_digest(model, plan.precision.storage),
         )
         if self.communicator is not None:
             same = ("base_digest", "plan", "epsilon", "weight_decay", "seed", "loss_dtype", "trainable")
@@ -203,7 +204,10 @@ class Session:
         ------
         RunError
             If an instruction fails, or a loss is not a number.
+        DataError
+            If the batch lacks a tensor, or is too long.
         """
+        check_batch(batch, self.plan.model.max_positions)
         number = self.num_steps
         rate = self._rate(number) if learning_rate is None else learning_rate
         seeds = seeds or self.seeds_of(number)

@@ -10,6 +10,7 @@ from costmodel.configs import spec_of_config
 from costmodel.model_spec import ModelSpec
 from executors.model import CutModel
 from topology.errors import ModelError
+from zosim.plan import Placement, Plan, Precision, Runtime
 
 
 def spec_of_model(
@@ -47,6 +48,44 @@ def spec_of_model(
     shape |= {"name": name, "adapter_rank": rank, "adapter_shapes": adapters}
     shape |= {"num_prefix_tokens": _num_prefix_tokens(cut), "cut_blocks": cut.cut_blocks}
     return ModelSpec(**shape, groups=cut.groups)
+
+
+def plan_of_model(model: nn.Module, *, batch: int, seq: int, **axes: Any) -> Plan:
+    """Return the plan of a model that is at hand, for a loop of one's own on one device.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A causal language model; the plan has its format and its attention.
+    batch, seq : int
+        Sequences per step, and most tokens of one.
+    **axes : object
+        Other axes of :class:`~zosim.plan.Plan`, such as ``residency=Residency(blocks="offloaded")``.
+
+    Raises
+    ------
+    ModelError
+        As :func:`spec_of_model`.
+
+    Examples
+    --------
+    ::
+
+        model = load_model("path/to/model")
+        with Session(plan_of_model(model, batch=4, seq=128), model, learning_rate=1e-6) as session:
+            for batch in batches:
+                print(session.step(batch).loss)
+    """
+    spec = spec_of_model(model)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    formats = {"storage": dtype, "compute": dtype, "transfer": dtype}
+    is_eager = getattr(model.config, "_attn_implementation", "") == "eager"
+    chosen = {
+        "placement": Placement(topology="host", devices=("cpu0",)),
+        "precision": Precision(**formats),
+        "runtime": Runtime(attention="eager" if is_eager else "sdpa"),
+    }
+    return Plan(model=spec, batch=batch, seq=seq, **(chosen | axes))
 
 
 def _usual_fields(cut: CutModel, config: Any) -> dict[str, Any]:

@@ -49,9 +49,9 @@ class DivergenceWatch:
         return len(self._recent) >= _LEAST_STEPS and self._is_far(level)
 
     def last_good(self, num_steps: int) -> int:
-        """Return the steps behind the last good state of a run that cannot go on after `num_steps`."""
+        """Return the steps behind the last good state of a run whose losses after `num_steps` are no numbers."""
         ruined = bool(self._recent) and self._is_far(median(self._recent))
-        return self.best_step if ruined else num_steps
+        return self.best_step if ruined else max(num_steps - 1, 0)
 
     def _is_far(self, level: float) -> bool:
         assert self._best is not None

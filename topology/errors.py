@@ -14,13 +14,16 @@
     ├── TrafficError       flows that cannot be
     ├── DataError          training data that cannot be read
     ├── CodecError         values that a codec cannot carry, or a message that is damaged
-    └── RunError           a run that could not go on
+    ├── RunError           a run that could not go on
+    └── MachineError       a disk or a memory that refused
 
 Each names the thing, shows the value and offers the fix. The command line prints it without a traceback;
 anything else that escapes is our own mistake and keeps its traceback.
 """
 
 from __future__ import annotations
+
+import errno
 
 
 class ZosimError(Exception):
@@ -89,3 +92,40 @@ class CodecError(ZosimError):
 
 class RunError(ZosimError):
     """A run that could not go on."""
+
+
+class MachineError(ZosimError):
+    """A disk or a memory that refused."""
+
+
+_HINTS = {
+    errno.ENOSPC: "make room there, or choose another directory; a run goes on with --resume",
+    errno.EDQUOT: "make room within your quota, or choose another directory; a run goes on with --resume",
+    errno.EROFS: "choose a directory that can be written to",
+    errno.EACCES: "choose a directory that you may write to",
+    errno.EPERM: "choose a directory that you may write to",
+    errno.EEXIST: "a file has that name; choose another",
+    errno.ENOTDIR: "a file stands where a directory is needed; choose another path",
+    errno.EISDIR: "a directory stands where a file is needed; choose another path",
+    errno.EIO: "the disk failed; look at the system's log",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOMEM: "end other processes, or choose a smaller batch or an offloaded plan",
+}
+
+
+def refusal_of_machine(error: Exception) -> MachineError | None:
+    """Return a refusal by a disk or a memory in words; None for what must have another cause.
+
+    Examples
+    --------
+    >>> refusal_of_machine(FileExistsError(errno.EEXIST, "File exists", "runs/first")).message
+    'runs/first: File exists'
+    >>> refusal_of_machine(ValueError("ours")) is None
+    True
+    """
+    if isinstance(error, MemoryError):
+        return MachineError("memory is exhausted", hint=_HINTS[errno.ENOMEM])
+    if not isinstance(error, OSError) or error.errno not in _HINTS:
+        return None
+    where = "" if error.filename is None else f"{error.filename}: "
+    return MachineError(f"{where}{error.strerror}", hint=_HINTS[error.errno])

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from topology.errors import ZosimError
+from topology.errors import ZosimError, refusal_of_machine
 from zosim import registry
 from zosim.console import stderr, stdout
 
@@ -62,6 +62,11 @@ class CommandGroup(TyperGroup):
             report(error)
         except ModuleNotFoundError as error:
             report(missing_extra(error))
+        except (OSError, MemoryError) as error:
+            refusal = refusal_of_machine(error)
+            if refusal is None:
+                raise
+            report(refusal)
         except KeyboardInterrupt:
             stderr.print("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED) from None

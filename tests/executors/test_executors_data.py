@@ -298,3 +298,21 @@ class TestPrompts:
     def test_label_words_from_the_command_line(self, text: str) -> None:
         with pytest.raises(DataError, match="label words"):
             parse_label_words(text)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"input_ids": [1, 2], "lables": [1, 2]}, "has 'lables' beside its input_ids, but no labels"),
+        ({"input_ids": [1, 2], "label": 1}, "has 'label' beside its input_ids, but no labels"),
+        ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "is padded"),
+    ],
+)
+def test_fields_that_would_be_passed_over_are_refused(tmp_path: Path, line: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        open_dataset(write_lines(tmp_path, [line]))
+
+
+def test_fields_that_change_nothing_are_passed_over(tmp_path: Path) -> None:
+    lines = [{"input_ids": [1, 2], "labels": [1, 2], "label": 0, "attention_mask": [1, 1], "id": "a"}]
+    assert len(open_dataset(write_lines(tmp_path, lines))) == 1

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from command import saved_lines, zosim
+from command import saved_lines, saved_model, zosim
 from tiny import model_of
 
 from executors.evaluate import normalised, word_f1
@@ -113,3 +113,23 @@ def test_tasks_by_name(inputs, tmp_path, capsys):
     everything.write_text('{"input_ids": [3, 4, 5]}\n')
     assert train(model, tokens, tmp_path / "no", "--eval-data", everything, "--eval-task", "generation") == 2
     assert "no prompt to answer" in capsys.readouterr().err
+
+
+def test_answers_of_a_model_without_a_tokenizer_are_its_tokens(tmp_path):
+    # Where there are no files, transformers makes a tokenizer without a vocabulary, which decodes everything to "".
+    tokens = tmp_path / "tokens.jsonl"
+    saved_lines(tokens)
+    model = saved_model("opt", tmp_path)
+    options = ("--eval-data", tokens, "--eval-task", "generation", "--eval-max-new-tokens", 2)
+    assert train(model, tokens, tmp_path / "out", *options) == 0
+    assert all(answer.split() for answer in evaluations(tmp_path / "out")[-1]["answers"])
+    assert all(
+        word.isdecimal() for answer in evaluations(tmp_path / "out")[-1]["answers"] for word in answer.split()
+    )
+
+
+def test_text_needs_a_tokenizer(tmp_path, capsys):
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "some"}\n')
+    assert train(saved_model("opt", tmp_path), text, tmp_path / "out") == 2
+    assert "comes without a tokenizer" in capsys.readouterr().err

@@ -449,3 +449,7 @@ def test_a_watch_heeds_levels_and_not_single_batches():
         True
     ]
     assert early.last_good(5) == 0
+    # Losses that are no numbers were found at the weights after the last step: it is what ruined them.
+    steady = DivergenceWatch()
+    assert not any(steady.diverges(i + 1, 3.0) for i in range(4))
+    assert (steady.last_good(4), DivergenceWatch().last_good(0)) == (3, 0)

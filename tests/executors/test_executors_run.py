@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from command import batch_of, rows_of, saved_lines, saved_model, zosim
 from reference_mezo import LiteralMezo, differing
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from executors.lora import attach_lora
@@ -300,6 +301,7 @@ def test_a_ruined_run_stops_at_its_last_good_state(inputs, tmp_path, capsys, res
     kept = int(said.split("the weights after ")[1].split()[0])
     assert zosim("replay", out, "--model", model, "-o", tmp_path / "replayed", "--steps", kept) == 0
     assert differing(loaded(out), loaded(tmp_path / "replayed")) == []
+    assert all(torch.isfinite(p).all() and p.abs().max() < 100 for p in loaded(out).parameters())
 
 
 def test_objectives_need_no_gradient(inputs, tmp_path):
@@ -353,3 +355,51 @@ def test_text_goes_through_a_template_and_moves(tmp_path):
     final = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     assert final["num_examples"] == 4
     assert 0 <= final["accuracy"] <= 1
+
+
+def incomplete(model, folder):
+    """Copy a model without one of its weights."""
+    weights = load_file(model / "model.safetensors")
+    name = next(name for name in weights if "fc1.weight" in name)
+    save_file({n: w for n, w in weights.items() if n != name}, folder / "model.safetensors", {"format": "pt"})
+
+
+def cut_off(model, folder):
+    """Copy the beginning of a model's weights."""
+    (folder / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
+
+
+def other_shape(model, folder):
+    """Copy a model's weights beside the configuration of a wider one."""
+    shutil.copy(model / "model.safetensors", folder)
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"ffn_dim": config["ffn_dim"] + 8}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (incomplete, "fc1.weight is missing"),
+        (cut_off, "copied in part"),
+        (other_shape, "has another shape"),
+    ],
+)
+def test_weights_that_are_not_all_there_are_refused(inputs, tmp_path, capsys, damage, says):
+    model, data, _ = inputs
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    shutil.copy(model / "config.json", folder)
+    damage(model, folder)
+    assert train(folder, data, tmp_path / "out", "--residency", "resident") == 2
+    assert says in capsys.readouterr().err
+
+
+def test_an_out_that_is_a_file_is_refused_in_words(inputs, tmp_path, capsys):
+    model, data, _ = inputs
+    (tmp_path / "file").write_text("")
+    for out, says in (
+        ("file", "a file has that name"),
+        ("file/out", "a file stands where a directory is needed"),
+    ):
+        assert train(model, data, tmp_path / out, "--residency", "resident") == 2
+        assert says in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""What keeps a rank from going on, told by the launcher: what a user can mend in words, our mistakes with a traceback."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from executors.launch import launch
+from executors.runlog import write_atomically
+from topology.errors import RunError
+
+
+def refused_by_the_disk() -> None:
+    """Fail as a write to a full disk does."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def mistaken() -> None:
+    """Fail as a mistake of ours does."""
+    message = "a mistake of ours"
+    raise LookupError(message)
+
+
+def test_a_full_disk_is_no_mistake_of_ours(capfd):
+    with pytest.raises(RunError, match="rank 0 stopped: No space left on device") as caught:
+        launch(refused_by_the_disk)
+    assert "make room" in caught.value.hint
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(capfd):
+    with pytest.raises(RunError, match="rank 0 failed: LookupError: a mistake of ours") as caught:
+        launch(mistaken)
+    assert "memory" not in caught.value.hint
+    assert "Traceback" in capfd.readouterr().err
+
+
+class FullDisk:
+    """A file of a disk that has room for nothing."""
+
+    def __init__(self, file):
+        self._file = file
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._file.close()
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def flush(self):
+        """Refuse, as buffered bytes reach a full disk here."""
+        refused_by_the_disk()
+
+
+def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    write_atomically(path, "old")
+    real = type(path).open
+    monkeypatch.setattr(type(path), "open", lambda self, *mode: FullDisk(real(self, *mode)))
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "new")
+    monkeypatch.undo()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+    assert path.read_text() == "old"
