@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from topology.units import format_bytes
+from zosim.counts import step_counts
 from zosim.plan import Plan
 from zosim.predict import Subject
 from zosim.program import Send, Stream
@@ -92,6 +93,11 @@ def counts_of_print(plan: Plan) -> int:
     return (2 * queries if plan.estimator.difference == "central" else queries + 1) * num_cuts
 
 
+def scalars_of_print(plan: Plan) -> int:
+    """Return the gradient scalars that SparQ counts for one pipeline: ``P(M - 1)``."""
+    return plan.estimator.num_queries * (plan.mesh.stage - 1)
+
+
 def about_stages(subject: Subject) -> Iterator[str]:
     """Yield how long stages idle and what crosses, in words."""
     plan, found = subject.plan, pipelining(subject)
@@ -105,8 +111,9 @@ def about_stages(subject: Subject) -> Iterator[str]:
     pipelines = len(plan.mesh.pipelines) // plan.mesh.perturb
     printed = counts_of_print(plan) * pipelines
     formula = "2P(M - 1)" if plan.estimator.difference == "central" else "(P + 1)(M - 1)"
+    each = f" for each of {pipelines} shards" if pipelines > 1 else ""
+    yield f"{found.num_activations} activations a step forward, {printed} by SparQ's count {formula}{each}"
     yield (
-        f"{found.num_activations} activations a step forward, {printed} by SparQ's count {formula}"
-        f"{f' for each of {pipelines} shards' if pipelines > 1 else ''}; back go {found.num_losses} losses, in one "
-        "all_gather"
+        f"back go {found.num_losses} losses, in one all_gather: {step_counts(subject.programs).num_scalars} scalars that "
+        f"another rank gets, where SparQ counts P(M - 1) differences, {scalars_of_print(plan) * pipelines}"
     )

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 
 from topology.units import format_bytes, format_seconds
 from zosim.console import table
+from zosim.counts import step_counts
 from zosim.explain import about_ranks, contention_words, describe, host_memory_words
 from zosim.footprint import HostFootprint
 from zosim.pipelining import about_stages, pipelining
@@ -88,7 +89,9 @@ def simulation_view(subject: Subject, prediction: Prediction) -> RenderableType:
 
 def stages_data(subject: Subject) -> dict[str, Any]:
     """Return bubbles and traffic as JSON knows them; nothing for a plan of one stage."""
-    return {"stages": pipelining(subject)} if subject.plan.mesh.stage > 1 else {}
+    if subject.plan.mesh.stage == 1:
+        return {}
+    return {"stages": pipelining(subject), "counts": step_counts(subject.programs).to_data()}
 
 
 def prediction_data(prediction: Prediction) -> dict[str, Any]:
