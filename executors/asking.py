@@ -86,7 +86,7 @@ def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
         timeout_s=given["timeout"],
         **loading,
     )
-    return settings, refuse_too_large(plan, program)
+    return settings, refuse_too_large(plan, program, random_weights=settings.random_weights)
 
 
 def default_threads(num_ranks: int = 1) -> int:

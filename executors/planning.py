@@ -324,7 +324,7 @@ def longest_example(path: str | Path) -> int | None:
     return longest or None
 
 
-def refuse_too_large(plan: Plan, programs: ProgramSet | None) -> list[str]:
+def refuse_too_large(plan: Plan, programs: ProgramSet | None, *, random_weights: bool = False) -> list[str]:
     """Return warnings about this host's memory, before anything is loaded.
 
     Raises
@@ -339,10 +339,11 @@ def refuse_too_large(plan: Plan, programs: ProgramSet | None) -> list[str]:
     once = {b.name: b.size_bytes for b in held if b.shared}
     size = sum(b.size_bytes for b in held if not b.shared) + sum(once.values())
     width = DTYPE_BYTES[plan.precision.storage]
-    # While they move into their buffers, the weights of one group stand twice; and every rank reads them all first.
+    # While they move into their buffers, the weights of one group stand twice. All ranks map them from the same files;
+    # random ones every rank makes for itself.
     moving = len(ranks) * max(group.num_parameters for group in plan.model.groups) * 4
-    reading = (len(ranks) - 1) * width * plan.model.num_parameters if once else 0
-    findings = preflight_host(size + moving + reading, pinned_bytes=0 if on_cpu else size)
+    making = (len(ranks) - 1) * width * plan.model.num_parameters if once and random_weights else 0
+    findings = preflight_host(size + moving + making, pinned_bytes=0 if on_cpu else size)
     for finding in findings:
         if finding.severity == "error":
             raise DoesNotFit(finding.message, hint=finding.hint)

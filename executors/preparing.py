@@ -8,6 +8,7 @@ from torch import nn
 from costmodel.work import DTYPE_BYTES
 from executors.buffers import TORCH_DTYPES
 from executors.launch import RankInfo
+from executors.mapped import moves_mapped
 from topology.errors import PlanError
 from zosim.plan import Plan
 
@@ -17,12 +18,18 @@ def own_device(device: str) -> str:
     return f"cuda:{RankInfo.here().local_rank}" if device == "cuda" else device
 
 
-def prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Give the model the plan's format and attention, and torch the plan's matrix products."""
+def to_storage(model: nn.Module, plan: Plan) -> None:
+    """Give the model's parameters the plan's format."""
     storage = TORCH_DTYPES[plan.precision.storage]
     for parameter in model.parameters():
         if parameter.dtype != storage:
             parameter.data = parameter.data.to(storage)
+
+
+def prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Give the model the plan's format, at once or as it moves, and attention, and torch the plan's matrix products."""
+    if not moves_mapped(plan):
+        to_storage(model, plan)
     config = getattr(model, "config", None)
     wanted = plan.runtime.attention
     if getattr(config, "_attn_implementation", wanted) != wanted:

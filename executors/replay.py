@@ -17,11 +17,13 @@ import torch
 from torch import nn
 
 from executors.adapters import Adapters, attach, recorded_adapters, save_tuned
+from executors.buffers import TORCH_DTYPES
 from executors.checkpoint import Checkpoint, newest_checkpoint
 from executors.history import History, read_history
 from executors.loading import load_model
+from executors.mapped import moves_mapped, own_format
 from executors.mesh import alone
-from executors.preparing import prepare
+from executors.preparing import prepare, to_storage
 from executors.runlog import HEADER_NAME, weights_digest
 from executors.session import Session
 from topology.errors import RunError
@@ -120,16 +122,22 @@ def load_base(
     random_weights: bool = False,
     allow_download: bool = False,
 ) -> nn.Module:
-    """Return the base weights as a run begins with them: in its format, adapters attached."""
+    """Return the base weights as a run begins with them, adapters attached: in its format, or mapped in their own."""
+    storage = plan.precision.storage
+    is_mapped = run is None and adapters is None and not random_weights and moves_mapped(plan)
     model = load_model(
         source,
-        dtype=plan.precision.storage,
+        dtype=(own_format(source) if is_mapped else None) or storage,
         attention=plan.runtime.attention,
         random_weights=random_weights,
         allow_download=allow_download,
     )
     if adapters is not None:
         attach(model, adapters, run=run)
+    if is_mapped:
+        model.config.dtype = TORCH_DTYPES[storage]  # what is saved of it
+    else:
+        to_storage(model, plan)
     prepare(model, plan, torch.device("cpu"))
     return model
 

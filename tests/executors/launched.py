@@ -48,3 +48,41 @@ def die_in_training():
     session.step(batch)
     session.cut.blocks[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     session.step(batch)
+
+
+def memory_of_loading(folder):
+    """Load a model and make a session of it; return by rank how its own memory grew, beside its own buffers, in bytes."""
+    import json
+    import threading
+
+    from executors.communicator import default_communicator
+    from executors.launch import process_group
+    from executors.replay import load_base
+    from executors.session import Session
+    from zosim.plan import Plan
+
+    def own_bytes():
+        words = Path("/proc/self/status").read_text().split()
+        return int(words[words.index("RssAnon:") + 1]) * 1024
+
+    plan = Plan.load(Path(folder) / "plan.json")
+    with process_group("cpu"):
+        communicator = default_communicator(plan.groups, "cpu")
+        load_base(folder, plan)  # what libraries take when they are first used
+        before, seen, ended = own_bytes(), [], threading.Event()
+
+        def watch():
+            while not ended.wait(0.002):
+                seen.append(own_bytes())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        with Session(plan, load_base(folder, plan), communicator=communicator) as session:
+            ended.set()
+            watcher.join()
+            buffers = sum(b.size_bytes for b in session.program.buffers if not b.shared)
+            shared = sum(b.size_bytes for b in session.program.buffers if b.shared)
+            own = json.dumps([max(seen) - before, buffers, shared]).encode()
+            told = communicator.gathered_bytes(own, "memory")
+            digest = session.digest()
+    return [json.loads(row) for row in told], digest

@@ -1,0 +1,37 @@
+"""Base weights that the ranks of one host map from their files, so that the host holds them once.
+
+transformers leaves weights in their files, mapped, where they are wanted in the format that they are kept in there; in
+another format every rank would make a copy of its own. Where the ranks of a host share one copy of the weights, they are
+therefore read as they are, and converted one group at a time as they move into a program's buffers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from costmodel.work import DType
+from zosim.plan import Plan
+
+_FORMATS: dict[str, DType] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def moves_mapped(plan: Plan) -> bool:
+    """Whether weights keep the format of their files until they move into a program's buffers.
+
+    Stages compute with parameters before that.
+    """
+    return plan.residency.transfers != "private" and plan.mesh.stage == 1
+
+
+def own_format(source: str | Path) -> DType | None:
+    """Return the format that all weights in a directory are kept in; None where there are several, or none to read."""
+    found = set()
+    try:
+        for path in sorted(Path(source).glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError):
+        return None  # whoever loads the model says what is wrong with it
+    return _FORMATS.get(found.pop()) if len(found) == 1 else None
