@@ -47,7 +47,8 @@ class Ring:
     wire : str
         Kind of the narrowest link on that way; ``memory`` within one host's memory.
     core_s_per_byte : float
-        What the host's cores have to do for a byte that is sent and one that comes, where they carry them.
+        What the host's cores have to do for a byte that is sent and one that comes, where they carry them; nothing told
+        within one host's memory, it is a core all the time.
     """
 
     num_ranks: int

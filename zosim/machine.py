@@ -302,11 +302,13 @@ class Machine:
         seconds, transfer_s = cost.seconds, size_bytes / way.bandwidth_bytes_per_s
         if transfer_s <= seconds - transfer_s:
             return Activity(seconds, limiter="latency")
-        if way.wire == "memory":
-            demands = {self.cores: 1.0, self.memory: 2 * size_bytes / seconds}
-            return self._asking(replace(cost, limiter="memory"), demands)
         # One thread sends and receives: a core at most, which does not slow the exchange down when nothing runs beside it.
         core_s = min(way.core_s_per_byte, seconds / size_bytes)
+        if way.wire == "memory":
+            # A hop of a ring keeps pace with the others, and its thread waits meanwhile.
+            busy = core_s * size_bytes / seconds if core_s else 1.0
+            demands = {self.cores: busy, self.memory: 2 * size_bytes / seconds}
+            return self._asking(replace(cost, limiter="memory"), demands)
         uses = (*way.uses, (self.cores, core_s)) if core_s else way.uses
         return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, way.wire)
 

@@ -230,7 +230,8 @@ class _Builder:
         if here == there or (
             profile.device_kind == "cpu" and topology.host_of(here) == topology.host_of(there)
         ):
-            return Hop(message_s, profile.values()["loopback_bandwidth"])
+            bandwidth = profile.values()["loopback_bandwidth"]
+            return Hop(message_s, bandwidth, core_s_per_byte=1 / bandwidth)
         if is_cpu:
             here, there = topology.host_memory(here).id, topology.host_memory(there).id
         route = topology.route(here, there)

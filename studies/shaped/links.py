@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -102,12 +103,12 @@ def _num_cores(ranks: Communicator, tiny: torch.Tensor, exchange_s: float) -> fl
 
 
 def _burst(ranks: Communicator) -> Callable[[], None]:
-    """Return some work of random numbers and products, as much on every rank."""
-    a, b = torch.ones(128, 512), torch.ones(512, 512)
-    numbers = torch.empty(1 << 16)
+    """Return some work of random numbers and products, as much on every rank, on more than a core's caches hold."""
+    a, b = torch.ones(128, 512), torch.ones(512, 2048)
+    numbers = itertools.cycle(torch.empty(16, 1 << 16))
 
     def piece() -> None:
-        numbers.normal_()
+        next(numbers).normal_()
         torch.mm(a, b)
 
     num = round(_BURST_S / median(_timed(piece)))

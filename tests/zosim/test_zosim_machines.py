@@ -174,3 +174,22 @@ def test_a_thread_that_only_launches_copies_is_shared_for_their_launches(launch_
     # 20 launches of 40 ms take the thread 0.8 s, less than the copies take; of 0.5 s 10 s, more.
     assert copies_of_two(None, 0.0, launch_s).makespan_s == pytest.approx(apart_s)
     assert copies_of_two((0, 0), 0.0, launch_s).makespan_s == pytest.approx(together_s)
+
+
+def test_a_copy_within_a_host_takes_its_part_of_a_core_while_its_ring_waits_for_the_network():
+    topology = cluster(DGX, 2)
+    devices = ["host0/cpu0", "host0/cpu0", "host1/cpu0", "host1/cpu0"]
+    # The network carries 40 times less than a core copies.
+    slow = topology.route("host0/dram0", "host1/dram0").bandwidth_bytes_per_s
+    profile = make_profile("cpu", num_cores=2, loopback_bandwidth=40 * slow)
+    groups = {"world": (tuple(range(4)),)}
+    machines = machines_for(topology, devices, profile, groups)
+    gather = instruction(
+        "gather", "link", 0.0, op=Collective("all_gather", "world"), work=Work(link_bytes=SIZE)
+    )
+    whole = replace(program([gather]), groups={"world": 4})
+    local, abroad = (machines[rank].activity(whole, gather) for rank in (0, 1))
+    assert local.seconds == pytest.approx(abroad.seconds)
+    assert dict(local.uses)[machines[0].cores] == pytest.approx(1 / 40, rel=0.01)
+    # What goes abroad costs the same cores, by the byte.
+    assert dict(abroad.uses)[machines[1].cores] * abroad.bound == pytest.approx(1 / 40, rel=0.01)
