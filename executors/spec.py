@@ -82,7 +82,7 @@ def plan_of_model(model: nn.Module, *, batch: int, seq: int, **axes: Any) -> Pla
     is_eager = getattr(model.config, "_attn_implementation", "") == "eager"
     chosen = {
         "placement": Placement(topology="host", devices=("cpu0",)),
-        "precision": Precision(**formats),
+        "precision": Precision.model_validate(formats),
         "runtime": Runtime(attention="eager" if is_eager else "sdpa"),
     }
     return Plan(model=spec, batch=batch, seq=seq, **(chosen | axes))
