@@ -30,7 +30,7 @@ def written() -> str:
     parts = [
         _HEAD,
         "## Conventions\n\n" + "\n".join(f"* {line}" for line in conventions()),
-        "## Cells that were left out\n\n" + held_out(printed_volumes(rows)),
+        "## Cells that were left out\n\n" + held_out(printed_volumes(rows)) + "\n\n" + _CHOICES,
         *(_table(number, [pair for pair in pairs if pair[0]["table"] == number]) for number in ("1", "2")),
         "## Which encodings the printed bytes are consistent with\n\n" + encodings(),
         "## What cannot be right, or cannot all be\n\n" + "\n".join(f"* {line}" for line in anomalies(rows)),
@@ -43,6 +43,14 @@ _HEAD = (
     "# The tables of SparQ, published and predicted\n\nMade by `python -m studies.sparq`. Predictions come from constants fitted "
     "to these rows, and are of the printed number: rounded as its table rounds. A verdict says whether the printed number lies "
     "within the 90 % interval. Accuracies are not predicted."
+)
+
+
+_CHOICES = (
+    "Chosen after seeing these errors: how far effects of single runs may lie from 1 (`_EFFECTS` in "
+    "`zosim/published/sparq_volumes.py`), wider for GPT2 and Llama-1B, whose runs contradict each other. Where whole GB are printed, "
+    "the prediction is the mean of what may be printed. OPT's misses are OPT-1.3B at one bit, and zeroth-order runs of OPT-6.7B, "
+    "which sent fewer tokens than the others."
 )
 
 
