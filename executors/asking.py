@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from costmodel.configs import LoRA, Prefix
+from executors.launch import RankInfo, is_launched
 from executors.planning import Asked, longest_example, plan_for, refuse_too_large, spec_for
 from executors.prompts import parse_label_words
 from executors.runlog import HEADER_NAME, read_header
@@ -25,6 +26,7 @@ from zosim.options import precision_of
 from zosim.plan import Plan
 from zosim.program_set import ProgramSet
 from zosim.validate_set import validate_set
+from zosim.visibility import about_epsilon
 
 Given = Mapping[str, Any]
 """Options by parameter name, None where they were left out."""
@@ -35,7 +37,7 @@ _MAX_NEW_TOKENS = 32
 
 
 def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
-    """Return the settings of a run, and warnings about this machine.
+    """Return the settings of a run, and warnings about its smoothing radius and this machine.
 
     Raises
     ------
@@ -55,8 +57,9 @@ def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
         "random_weights": _or(given, run, "random_weights", False),
     }
     data = _data(given, run)
-    num_threads = given["threads"] or default_threads()
-    asked = _asked(given, num_threads)
+    ranks = _num_ranks(given, base)
+    num_threads = given["threads"] or default_threads(ranks or 1)
+    asked = _asked(given, num_threads, ranks)
     spec = spec_for(model, lora or prefix, asked, base, **loading)
     plan = plan_for(asked, spec, base, longest_example(data.path))
     program = _program_by_hand(given["program"]) or _recorded_program(out, header, plan)
@@ -86,7 +89,8 @@ def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
         timeout_s=given["timeout"],
         **loading,
     )
-    return settings, refuse_too_large(plan, program, random_weights=settings.random_weights)
+    large = refuse_too_large(plan, program, random_weights=settings.random_weights)
+    return settings, [*about_epsilon(plan), *large]
 
 
 def default_threads(num_ranks: int = 1) -> int:
@@ -139,7 +143,18 @@ def _recorded_program(out: str, header: Given, plan: Plan) -> ProgramSet | None:
     )
 
 
-def _asked(given: Given, num_threads: int) -> Asked:
+def _num_ranks(given: Given, base: Plan | None) -> int | None:
+    """Return how many ranks the options ask for, or else those of this host that a launcher has started."""
+    if given["ranks"] is not None or given["plan"] is not None or given["mesh"] is not None or given["cut"]:
+        ranks: int | None = given["ranks"]
+        return ranks
+    there = RankInfo.here().world_size
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == str(there)
+    known = 1 if base is None else base.placement.world_size
+    return there if is_launched() and is_one_host and there != known else None
+
+
+def _asked(given: Given, num_threads: int, ranks: int | None) -> Asked:
     limit = given["max_device_memory"]
     return Asked(
         method=given["method"],
@@ -151,6 +166,7 @@ def _asked(given: Given, num_threads: int) -> Asked:
         allow_lossy=given["allow_lossy"],
         max_device_bytes=None if limit is None else parse_bytes(limit),
         mesh=given["mesh"],
+        ranks=ranks,
         cuts=tuple(cut.strip() for cut in (given["cut"] or "").split(",") if cut.strip()),
         axes={
             "split": {"codec": given["codec"], "residual_codec": given["residual_codec"]},

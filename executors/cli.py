@@ -88,6 +88,14 @@ def run(
     mesh: Annotated[
         str | None, _option(_PLACEMENT, "Ranks, the outer axis first, such as data=2,perturb=2 or stage=2.")
     ] = None,
+    ranks: Annotated[
+        int | None,
+        _option(
+            _PLACEMENT,
+            "Ranks on this host, whose mesh the planner chooses; by default what torchrun has started.",
+            min=1,
+        ),
+    ] = None,
     cut: Annotated[
         str | None,
         _option(

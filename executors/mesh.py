@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,16 +89,21 @@ def launch_lines(plan: Plan, arguments: Sequence[str], *, port: int = 29500) -> 
         Of this command.
     port : int
         Free on the first host.
+
+    Notes
+    -----
+    torchrun is started as a module of this interpreter: a shell that ssh opens has no environment activated.
     """
     hosts = plan.placement.ranks_by_host
     names = [plan.placement.hosts[ranks[0]] for ranks in hosts]
     command = "-m zosim " + shlex.join(arguments)
+    torchrun = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
     rendezvous = f"--nnodes {len(hosts)} --master-addr {names[0]} --master-port {port}"
     by_ssh = []
     for number, (name, ranks) in enumerate(zip(names, hosts, strict=True)):
-        start = f"torchrun {rendezvous} --node-rank {number} --nproc-per-node {len(ranks)} {command}"
+        start = f"{torchrun} {rendezvous} --node-rank {number} --nproc-per-node {len(ranks)} {command}"
         by_ssh.append(f"ssh {name} {shlex.quote(f'cd {shlex.quote(str(Path.cwd()))} && {start}')} &")
-    start = f"torchrun {rendezvous} --node-rank $SLURM_NODEID --nproc-per-node {len(hosts[0])} {command}"
+    start = f"{torchrun} {rendezvous} --node-rank $SLURM_NODEID --nproc-per-node {len(hosts[0])} {command}"
     by_slurm = (
         f"srun --nodes {len(hosts)} --ntasks-per-node 1 --nodelist {','.join(names)} "
         f"bash -c {shlex.quote(start)}"
@@ -109,4 +115,7 @@ def launch_lines(plan: Plan, arguments: Sequence[str], *, port: int = 29500) -> 
         "",
         "or with Slurm:",
     ]
-    return "\n".join([*lines, "", by_slurm])
+    lines += ["", by_slurm]
+    if max(map(len, hosts)) > 1 and "--threads" not in arguments:
+        lines += ["", "torchrun gives each of several ranks of a host one thread: --threads N gives it more."]
+    return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +13,7 @@ from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
 from costmodel.work import DTYPE_BYTES
 from executors.mesh import draws_by_halves, mesh_named, spread, uncut
+from executors.sharing_out import fastest_of
 from topology.documents import resolve
 from topology.errors import DoesNotFit, ModelError, PlanError
 from topology.validation import readable
@@ -20,7 +21,7 @@ from zosim.lowering import lower_all
 from zosim.options import mesh_of
 from zosim.plan import Estimator, Plan, Precision, Runtime, Split
 from zosim.planner import Method, Request, choose
-from zosim.profiles import profile_for
+from zosim.profiles import Profiles
 from zosim.program import Space
 from zosim.program_set import ProgramSet
 
@@ -49,6 +50,8 @@ class Asked:
         What a plan that is made on the spot may take of the device.
     mesh : str or None
         Such as ``"data=2,perturb=2"``.
+    ranks : int or None
+        How many there are to be, where the planner chooses their mesh.
     cuts : tuple of str
         Where the model is cut; empty for even cuts inside blocks.
     axes : mapping
@@ -64,6 +67,7 @@ class Asked:
     allow_lossy: bool = False
     max_device_bytes: int | None = None
     mesh: str | None = None
+    ranks: int | None = None
     cuts: tuple[str, ...] = ()
     axes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -77,13 +81,27 @@ class Asked:
         return None if self.method in _SHARING else cast("Method | None", self.method)
 
     @property
+    def seeks_mesh(self) -> bool:
+        """Whether the planner is to find the mesh of a number of ranks; of stages, there is but one."""
+        return self.ranks is not None and self.mesh is None and not self.cuts and self.method != "sparq"
+
+    @property
     def wanted_mesh(self) -> dict[str, Any] | None:
         """The mesh that the options name, or that the method means."""
         if self.mesh is not None:
-            return mesh_of(self.mesh).model_dump(exclude_defaults=True)
+            mesh = mesh_of(self.mesh)
+            if self.ranks not in (None, mesh.world_size):
+                raise PlanError(
+                    f"--mesh {self.mesh} has {mesh.world_size} ranks, not {self.ranks}",
+                    hint="leave --ranks out",
+                )
+            return mesh.model_dump(exclude_defaults=True)
+        if self.seeks_mesh:
+            return None
         if self.cuts and self.method in (None, "sparq"):
             return {"stage": len(self.cuts) + 1}
-        return mesh_named(self.method, _num_devices(self.device)) if self.method in _SHARING else None
+        num_devices = self.ranks or _num_devices(self.device)
+        return mesh_named(self.method, num_devices) if self.method in _SHARING else None
 
     def wanted_cuts(self, num_blocks: int, base: Plan | None) -> tuple[str, ...]:
         """Return where the model is to be cut: where the options say, or the plan that they are laid over, or evenly.
@@ -121,7 +139,7 @@ def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
     PlanError
         If the options contradict each other, or lose precision without leave.
     """
-    if asked.placing is not None or (base is None and asked.residency is None):
+    if asked.seeks_mesh or asked.placing is not None or (base is None and asked.residency is None):
         start = _planned(asked, model, base, longest)
     else:
         start = base or _named_placement(asked, model, longest)
@@ -219,6 +237,7 @@ def _named_placement(asked: Asked, model: ModelSpec, longest: int | None) -> Pla
 def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | None) -> Plan:
     """Return the fastest plan that fits this machine and computes what was asked."""
     topology, node = host_node(asked.device)
+    profiles = Profiles(topology, num_threads=asked.num_threads, is_host=True)
     kept = {} if base is None else base.model_dump(mode="json")
     with readable("options of zosim run", PlanError):
         estimator = Estimator.model_validate(kept.get("estimator", {}) | asked.given("estimator"))
@@ -229,18 +248,30 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
             topology=topology,
             hardware=HOST,
             device=node,
-            profile=profile_for(topology, node, num_threads=asked.num_threads, is_host=True),
+            profile=profiles.of(node),
+            profiles=profiles,
             batch=asked.batch or kept.get("batch", 1),
             seq=kept.get("seq", 0) if base and not asked.seq else _sequence_length(asked, model, longest),
             estimator=estimator,
             precision=precision,
-            method=asked.placing or "auto",
+            method=cast("Method", asked.method or "auto") if asked.seeks_mesh else asked.placing or "auto",
             attention=runtime.attention,
             max_device_bytes=asked.max_device_bytes,
             allow_lossy=asked.allow_lossy,
             fixed={"runtime": runtime.model_dump(include={"restore", "keep_directions"})},
         )
-        return choose(request).chosen.plan
+        if not asked.seeks_mesh:
+            return choose(request).chosen.plan
+        return fastest_of(replace(request, fixed=_fixed(asked, request)), asked.ranks or 1)
+
+
+def _fixed(asked: Asked, request: Request) -> dict[str, dict[str, Any]]:
+    """Return what the planner may not change, the options that say where blocks reside and when they are visited."""
+    blocks = {} if asked.residency is None else {"blocks": asked.residency}
+    return {
+        "residency": {**blocks, **asked.given("residency")},
+        "runtime": {**request.fixed["runtime"], **asked.given("runtime")},
+    }
 
 
 def _sequence_length(asked: Asked, model: ModelSpec, longest: int | None) -> int:

@@ -68,12 +68,14 @@ def test_every_host_gets_its_line():
         ssh, name, remote, _ = shlex.split(line)
         assert (ssh, name) == ("ssh", host)
         words = shlex.split(remote)
-        assert words[words.index("torchrun") : words.index("-m")] == [
-            "torchrun", "--nnodes", "2", "--master-addr", "a", "--master-port", "29500",
-            "--node-rank", str(number), "--nproc-per-node", "2",
+        assert words[words.index("&&") + 1 :] == [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "a",
+            "--master-port", "29500", "--node-rank", str(number), "--nproc-per-node", "2",
+            "-m", "zosim", "run", "plan.json", "--out", "my run",
         ]  # fmt: skip
-        assert words[words.index("-m") :] == ["-m", "zosim", "run", "plan.json", "--out", "my run"]
-    slurm = shlex.split(text.splitlines()[-1])
+    (slurm,) = [shlex.split(line) for line in text.splitlines() if line.startswith("srun ")]
+    assert "--threads N" in text
+    assert "--threads N" not in launch_lines(plan, ["run", "plan.json", "--threads", "2"])
     assert slurm[:7] == ["srun", "--nodes", "2", "--ntasks-per-node", "1", "--nodelist", "a,b"]
     assert "--node-rank $SLURM_NODEID " in slurm[-1]
 

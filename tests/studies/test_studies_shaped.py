@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -69,6 +70,39 @@ def test_ranks_are_told_what_torchrun_tells():
     assert (told["RANK"], told["LOCAL_RANK"], told["GROUP_RANK"]) == ("3", "1", "1")
     assert (told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"]) == ("4", "2")
     assert (told["MASTER_ADDR"], told["GLOO_SOCKET_IFNAME"]) == ("10.77.0.1", "eth0")
+
+
+@needs_namespaces
+@pytest.mark.dist
+def test_the_lines_that_a_run_prints_for_ssh_start_it_on_two_hosts(tmp_path, monkeypatch):
+    """What ssh would run on either host, run in its namespace; Slurm's line differs in where the host's number is from."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "executors"))
+    from command import rows_of, saved_lines, saved_model
+    from distributed import FOURS, plan_for
+
+    from executors.mesh import launch_lines
+
+    model, lines = saved_model("opt", tmp_path), tmp_path / "data.jsonl"
+    saved_lines(lines)
+    with ShapedNetwork(2, 1e9) as made:
+        addresses = [made.address(host) for host in (0, 0, 1, 1)]
+        plan = plan_for({**FOURS["2d-two-hosts"], "hosts": addresses})
+        plan.save(tmp_path / "plan.json")
+        words = ["run", tmp_path / "plan.json", "--model", model, "--data", lines, "--steps", 2, "--batch", 4]
+        words += ["--threads", 1, "--out", tmp_path / "out", "--no-tensorboard"]
+        text = launch_lines(plan, [str(word) for word in words])
+        by_ssh = [shlex.split(line) for line in text.splitlines() if line.startswith("ssh ")]
+        (by_slurm,) = [shlex.split(line) for line in text.splitlines() if line.startswith("srun ")]
+        started = []
+        for number, (_, name, remote, end) in enumerate(by_ssh):
+            assert (name, end) == (made.address(number), "&")
+            assert by_slurm[-1].replace("$SLURM_NODEID", str(number)) == remote.partition("&& ")[2]
+            home = tmp_path / f"host{number}"
+            home.mkdir()
+            environ = {**os.environ, "GLOO_SOCKET_IFNAME": network.INTERFACE, "TMPDIR": str(home)}
+            started.append(subprocess.Popen([*made.within(number), "sh", "-c", remote], env=environ))
+        assert [process.wait(120) for process in started] == [0, 0]
+    assert [row["step"] for row in rows_of(tmp_path / "out")] == [0, 1]
 
 
 SENDER = """

@@ -1,0 +1,70 @@
+"""``zosim run --ranks N``: the planner chooses what mesh so many ranks form."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from command import rows_of, saved_lines, saved_model, zosim
+
+from costmodel.configs import read_model_spec
+from costmodel.datasheet import datasheet_profile
+from executors.sharing_out import fastest_of
+from topology import load_preset
+from topology.errors import PlanError
+from zosim.plan import Plan
+from zosim.planner import Request, choose
+
+
+def request_for(**more):
+    topology = load_preset("dgx-1v")
+    profile = datasheet_profile(topology, "gpu0")
+    return Request(read_model_spec("opt-125m"), topology, "dgx-1v", "gpu0", profile, 8, 64, **more)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_the_fastest_plan_of_as_many_ranks_is_no_slower_than_any_of_their_meshes(num_ranks):
+    request = request_for()
+    plan = fastest_of(request, num_ranks)
+    assert plan.placement.world_size == plan.mesh.world_size == num_ranks
+    if num_ranks == 4:
+        named = request_for(max_ranks=4, method="2d")
+        assert choose(named).chosen.plan.mesh.world_size <= 4
+    for method, mesh in (("ddp", (num_ranks, 1)), ("pertp", (1, num_ranks))):
+        if 1 < num_ranks <= (8 if method == "ddp" else 2):
+            shaped = fastest_of(request_for(method=method), num_ranks)
+            assert (shaped.mesh.data, shaped.mesh.perturb) == mesh
+
+
+@pytest.mark.parametrize(("method", "num_ranks"), [("pertp", 3), ("mezo", 2), ("auto", 64)])
+def test_more_ranks_than_there_is_work_for_are_refused(method, num_ranks):
+    with pytest.raises(PlanError, match=f"{num_ranks} ranks cannot share out a batch of 8"):
+        fastest_of(request_for(method=method), num_ranks)
+
+
+@pytest.mark.dist
+def test_a_run_of_two_ranks_has_the_planner_s_mesh_and_one_rank_s_losses(tmp_path):
+    model = saved_model("opt", tmp_path)
+    saved_lines(tmp_path / "data.jsonl")
+    words = [
+        "run", "--model", model, "--data", tmp_path / "data.jsonl", "--steps", 2, "--batch", 4, "--lr", "1e-3",
+        "--threads", 1, "--no-tensorboard", "--rng", "counter",
+    ]  # fmt: skip
+    assert zosim(*words, "--ranks", 2, "--out", tmp_path / "two") == 0
+    plan = Plan.load(tmp_path / "two" / "plan.json")
+    assert plan.mesh.world_size == 2
+    assert zosim(*words, "--no-launch", "--accumulate", plan.mesh.data, "--out", tmp_path / "one") == 0
+    found, alone = (rows_of(tmp_path / name) for name in ("two", "one"))
+    assert [row["loss_plus"] for row in found] == pytest.approx([row["loss_plus"] for row in alone], rel=1e-6)
+
+
+def test_a_mesh_of_another_number_of_ranks_is_refused(tmp_path, capsys):
+    model = saved_model("opt", tmp_path)
+    saved_lines(tmp_path / "data.jsonl")
+    words = ["run", "--model", model, "--data", tmp_path / "data.jsonl", "--out", tmp_path / "out"]
+    assert zosim(*words, "--mesh", "data=2", "--ranks", 3) == 2
+    assert "--mesh data=2 has 2 ranks, not 3" in capsys.readouterr().err
