@@ -67,7 +67,7 @@ def test_few_bits_of_relu_are_dense_packing():
     for bits in (4, 8):
         term = constants[f"bits|ReLU|{bits}"]
         assert term.low < bits < term.high
-    assert constants["bits|SwiGLU|4"].value > 1.3 * 4
+    assert constants["bits|SwiGLU|4"].value > 1.15 * 4
 
 
 def test_cells_that_were_left_out_are_within_the_goal_on_opt():

@@ -105,6 +105,7 @@ class VolumeCase:
             found[f"first_order_part|{self.model}|{self.dataset}"] = 1.0
         if self.method == "AQ-SGD" and self.activation != "ReLU":
             found[f"compressed_part|{self.activation}"] = 1.0
+            found[f"compressed_effect|{self.model}|{self.dataset}"] = 1.0
         if self.method in ("ZO-SGD", "SparQ"):
             found[f"zeroth_order_part|{self.model}"] = 1.0
             found[f"data_effect|{self.dataset}"] = 1.0

@@ -70,6 +70,7 @@ def term_of(name: str) -> Term:
 _EFFECTS = {
     "data_effect": (0.04, "zeroth-order runs on a data set"),
     "run_effect": (0.05, "zeroth-order runs of a model on a data set"),
+    "compressed_effect": (0.05, "AQ-SGD's runs of a model on a data set"),
     "density_effect": (0.05, "bits for each element on a data set"),
     "bits_effect": (0.05, "bits for each element on a data set, at some bits"),
     "one_bit_effect": (0.2, "bits for each element on a data set, at one bit"),
