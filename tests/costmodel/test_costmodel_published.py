@@ -11,9 +11,9 @@ def row(**fields):
     return Row({**dict.fromkeys(REQUIRED, ""), **fields}, "a test")
 
 
-def test_both_papers_ship_and_every_row_says_what_it_is_of():
+def test_all_papers_ship_and_every_row_says_what_it_is_of():
     rows = shipped_rows()
-    assert {item["paper"] for item in rows} == {"ZO2", "DistZO2"}
+    assert {item["paper"] for item in rows} == {"ZO2", "DistZO2", "SparQ"}
     assert all(item["quantity"] and item["model"] and item["cell"] for item in rows)
     assert shipped_rows("ZO2") == [item for item in rows if item["paper"] == "ZO2"]
 
