@@ -7,9 +7,11 @@ integers of ``b`` bits; the most frequent one is the background, and ``k`` other
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal, get_args
 
 from topology.errors import PlanError
@@ -37,6 +39,8 @@ Encoding = Literal["dense", "index", "bitmap", "run-length", "entropy"]
 EncodingChoice = Literal["dense", "index", "bitmap", "run-length", "entropy", "smallest"]
 
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
+
+_ONE_SIGN = 0.5
 
 PREAMBLE_BYTES = 40
 DIM_BYTES = 8
@@ -204,6 +208,42 @@ def statistics_of_density(
         raise PlanError(f"density={density} must be from 0 to 1", hint="the part that is not zero")
     numel = math.prod(shape)
     return SymbolStatistics(numel, shape[-1] if shape else 1, bits, round(density * numel), histogram)
+
+
+def activation_statistics(
+    shape: Sequence[int], *, bits: int, density: float | None = None
+) -> SymbolStatistics:
+    """Return the statistics of an activation of which a part `density` is kept; None for what is dense, as a residual stream.
+
+    Notes
+    -----
+    Numbers are taken to be normal, of deviation 1, and the largest of ``N`` to be ``sqrt(2 ln N)``, which the largest of the
+    symmetric grid's symbols stands for: with ``c = 2^(b-1) - 1`` of them to a side a symbol is
+    ``round(x c / sqrt(2 ln N))``. What is kept of an activation has their frequencies. Up to a half it is taken to be of one
+    sign, as behind a ReLU; beyond, the density says how far apart the symbols are. Messages of a random OPT at 4 and 8
+    bits are predicted 1 to 5 % short; of a random Llama, whose tails are heavier, 30 % short to 40 % long. Equally frequent
+    symbols are 20 to 60 % long.
+
+    Raises
+    ------
+    PlanError
+        If the density is not from 0 to 1.
+    """
+    numel, most = math.prod(shape), 2 ** (bits - 1) - 1
+    if most == 0 or numel < 2:
+        return statistics_of_density(shape, bits=bits, density=1.0 if density is None else density)
+    step = math.sqrt(2 * math.log(numel)) / most
+    if density is not None and _ONE_SIGN < density < 1:
+        step = 2 * NormalDist().inv_cdf(1 - density / 2)
+    tails = [math.erfc((k - 0.5) * step / math.sqrt(2)) for k in range(1, most + 1)]
+    if density is None:
+        density = tails[0]
+    masses = [here - further for here, further in itertools.pairwise([*tails, 0.0])]
+    signs = 1 if density <= _ONE_SIGN else 2
+    kept = statistics_of_density(shape, bits=bits, density=density).num_kept
+    counts = [int(kept * mass / tails[0] / signs) for mass in masses for _ in range(signs)]
+    counts[0] += kept - sum(counts)
+    return statistics_of_density(shape, bits=bits, density=density, histogram=(numel - kept, *counts))
 
 
 def packed_bytes(num: int, width: int) -> int:

@@ -29,7 +29,15 @@ from costmodel.codec_time import (
     encode_work,
     fastest_crossing,
 )
-from costmodel.codecs import ENCODINGS, CodecSpec, codec_spec, message_bytes, statistics_of_density
+from costmodel.codecs import (
+    ENCODINGS,
+    CodecSpec,
+    SymbolStatistics,
+    activation_statistics,
+    codec_spec,
+    message_bytes,
+    statistics_of_density,
+)
 from costmodel.estimate import estimate
 from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
 from costmodel.sweeps import draw_work
@@ -365,10 +373,16 @@ class Ranking:
             return spec
         density = max(self._cutting.densities.get(cut, 1.0) for cut in cuts)
         shape, width = self._shape(cuts[0]), self._element_bytes
-        stats = statistics_of_density(shape, bits=spec.bits, density=density)
+        stats = self._statistics(spec, shape, density)
         hop, values = self._coded_hop, self._site.machines[0].profile.values()
         link = Link(hop.bandwidth_bytes_per_s, codec_profile_of(values), hop.latency_s)
         return fastest_crossing(spec, shape, width, stats, link).spec
+
+    def _statistics(self, spec: CodecSpec, shape: tuple[int, ...], density: float | None) -> SymbolStatistics:
+        """Return how symbols are distributed: as densities let expect, or without any evenly."""
+        if not self._cutting.densities:
+            return statistics_of_density(shape, bits=spec.bits or 1, density=1.0)
+        return activation_statistics(shape, bits=spec.bits or 1, density=density)
 
     def _crossing(self, cut: str, codecs: Codecs) -> tuple[float, float, float]:
         """Return the seconds in which one message is encoded, sent and decoded."""
@@ -387,7 +401,8 @@ class Ranking:
         encode_s = decode_s = size = 0.0
         for name, width in crossing:
             spec, shape = self.codec_for(name, (cut,)), (*self._shape(cut)[:2], width)
-            stats = statistics_of_density(shape, bits=spec.bits or 1, density=density)
+            is_beside = cut.endswith(INSIDE) and width == self._site.model.hidden_size
+            stats = self._statistics(spec, shape, None if is_beside else density)
             size += message_bytes(spec, shape, self._element_bytes, stats)
             values, kind = profile.values(), profile.device_kind
             encode, decode = (

@@ -16,7 +16,7 @@ import typer
 
 from costmodel.profile import load_profile
 from studies.prediction.report import machine_words
-from studies.shaped.cases import LAYOUTS, RATES, TWO, Layout
+from studies.shaped.cases import NETWORKS, RATES, STAGED, TWO, Layout
 from studies.shaped.links import LinkFigures
 from studies.shaped.network import ShapedNetwork, rate_bits_per_s
 from studies.shaped.predicting import ShapedRow, predict
@@ -29,7 +29,7 @@ from topology.errors import RunError, ZosimError
 OUT = Path("docs/benchmarks")
 _CALIBRATION = "calibration"
 _REPORT = "report"
-_PARTS = (_CALIBRATION, *(f"{rate}-{layout.name}" for rate, layout in product(RATES, LAYOUTS)), _REPORT)
+_PARTS = (_CALIBRATION, *(f"{rate}-{layout.name}" for rate, layout in product(RATES, NETWORKS)), _REPORT)
 _PART_TIMEOUT_S = 300.0
 
 
@@ -67,7 +67,7 @@ def _do(name: str, folder: Path, out: Path, budget_s: float) -> None:
         print(_report(folder, out))
     else:
         rate, _, layout = name.rpartition("-")
-        measure(rate, next(item for item in LAYOUTS if item.name == layout), folder)
+        measure(rate, next(item for item in NETWORKS if item.name == layout), folder)
 
 
 def calibrate_hosts(folder: Path, budget_s: float) -> None:
@@ -110,13 +110,13 @@ def _report(folder: Path, out: Path) -> Path:
     rows: list[ShapedRow] = []
     links: list[Link] = []
     for rate in RATES:
-        # Once per rate, between two: what it takes to carry bytes is the link's, whatever the layout.
-        core_s_per_byte = _read(folder, rate, TWO).link.core_s_per_byte
-        for layout in LAYOUTS:
+        for layout in NETWORKS:
+            if layout == STAGED and not (folder / f"{rate}-{layout.name}.json").exists():
+                continue
             found = _read(folder, rate, layout)
             latency_s = max(0.0, found.link.message_s - message_s)
             links.append(Link(rate, layout.name, latency_s, found.link))
-            rows += predict(rate, layout, found, latency_s, core_s_per_byte, machine, profile)
+            rows += predict(rate, layout, found, latency_s, machine, profile)
     benchmark = ShapedBenchmark(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         commit=_commit(),

@@ -30,10 +30,11 @@ _SLICED: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Layout:
-    """Hosts, and ranks on each."""
+    """Hosts, and ranks on each; and whether ranks are stages."""
 
     num_hosts: int
     ranks_per_host: int = 1
+    are_stages: bool = False
 
     @property
     def world_size(self) -> int:
@@ -42,12 +43,44 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """Such as ``2x1``: hosts times ranks of each."""
-        return f"{self.num_hosts}x{self.ranks_per_host}"
+        """Such as ``2x1``: hosts times ranks of each; ``2x1s`` of stages."""
+        return f"{self.num_hosts}x{self.ranks_per_host}{'s' if self.are_stages else ''}"
 
 
 TWO, FOUR, PAIRS = Layout(2), Layout(4), Layout(2, 2)
 LAYOUTS = (TWO, FOUR, PAIRS)
+STAGED = Layout(2, are_stages=True)
+"""Measured and reported apart: its cases take as long as all others of two hosts."""
+
+NETWORKS = (*LAYOUTS, STAGED)
+
+
+_INSIDE_AT_4_BITS = MappingProxyType({"opt-128x4-v512": 0.375, "llama-192x6-v2000-untied": 0.13})
+"""Kept of what leaves the MLP's activation in block 1, by model, as ``zosim probe`` finds it for weights and batch of a case."""
+
+
+def _stages(
+    traversal: str,
+    *,
+    inside: bool = False,
+    codec: str = "none",
+    queries: int = 1,
+    difference: str = "central",
+    densities: Mapping[str, float] = MappingProxyType({}),
+) -> tuple[Layout, Mapping[str, int], Mapping[str, Any]]:
+    """Return a strategy of two stages, cut behind the second block or inside it."""
+    split: dict[str, Any] = {"residual_codec": codec, "codec": codec}
+    if inside:
+        split["cuts"] = ["block.1.mlp"]
+    axes = {
+        "runtime": {"traversal": traversal},
+        "split": split,
+        "estimator": {"num_queries": queries, "difference": difference},
+        "densities": densities,
+    }
+    return STAGED, {"stage": 2}, MappingProxyType(axes)
+
+
 STRATEGIES: Mapping[str, tuple[Layout, Mapping[str, int], Mapping[str, Any]]] = MappingProxyType(
     {
         "ddp": (TWO, {"data": 2}, _RESIDENT),
@@ -60,6 +93,18 @@ STRATEGIES: Mapping[str, tuple[Layout, Mapping[str, int], Mapping[str, Any]]] = 
         "2d, two ranks a host": (PAIRS, {"data": 2, "perturb": 2}, _RESIDENT),
         "ddp, four hosts": (FOUR, {"data": 4}, _RESIDENT),
         "2d, sliced, two ranks a host": (PAIRS, {"data": 2, "perturb": 2}, _SLICED),
+        "stages, blockwise": _stages("blockwise"),
+        "stages, sweep": _stages("sweep"),
+        "stages, sweep, inside": _stages("sweep", inside=True),
+        "stages, sweep, q8:dense": _stages("sweep", codec="q8:dense"),
+        "stages, sweep, inside, q4:dense": _stages("sweep", inside=True, codec="q4:dense"),
+        "stages, sweep, inside, q4:entropy": _stages(
+            "sweep", inside=True, codec="q4:entropy", densities=_INSIDE_AT_4_BITS
+        ),
+        "stages, 4 queries, querywise": _stages("querywise", queries=4),
+        "stages, 4 queries, sweep, forward, q4:dense": _stages(
+            "sweep", codec="q4:dense", queries=4, difference="forward"
+        ),
     }
 )
 """Layout, mesh, and the axes of the plan that are set: of stages, ``split`` has the codecs, and cuts if not even ones."""

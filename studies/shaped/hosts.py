@@ -86,7 +86,9 @@ def plan_of(case: ShapedCase, topology: str = "shaped", device: str = "cpu0") ->
 
     layout, setting, mesh = case.layout, case.setting, Mesh.model_validate(case.mesh)
     cuts = even_cuts(setting.shape.num_blocks, mesh.stage) if mesh.stage > 1 else ()
-    split = Split.model_validate({"cuts": cuts, **case.axes.get("split", {})})
+    density = case.axes.get("densities", {}).get(setting.shape.name)
+    densities = () if density is None else (density,)
+    split = Split.model_validate({"cuts": cuts, "densities": densities, **case.axes.get("split", {})})
     hosts = [rank // layout.ranks_per_host for rank in range(layout.world_size)]
     dtype = setting.dtype
     return Plan(
@@ -100,7 +102,7 @@ def plan_of(case: ShapedCase, topology: str = "shaped", device: str = "cpu0") ->
         seq=setting.seq,
         mesh=mesh,
         split=split,
-        estimator=Estimator(rng="counter"),
+        estimator=Estimator(rng="counter", **case.axes.get("estimator", {})),
         residency=Residency(**case.axes.get("residency", {})),
         precision=Precision.model_validate(dict.fromkeys(("storage", "compute", "transfer"), dtype)),
         runtime=Runtime(**case.axes.get("runtime", {})),

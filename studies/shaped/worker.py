@@ -21,7 +21,7 @@ from executors.launch import process_group
 from executors.session import Session
 from studies.prediction.cases import Case
 from studies.prediction.setting import batch_of, model_of
-from studies.shaped.cases import LAYOUTS, ShapedCase, cases_of
+from studies.shaped.cases import NETWORKS, ShapedCase, cases_of
 from studies.shaped.hosts import plan_of
 from studies.shaped.links import LinkFigures, measure_link
 
@@ -63,7 +63,7 @@ def main(rate: str, layout_name: str, out: Path) -> None:
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    layout = next(layout for layout in LAYOUTS if layout.name == layout_name)
+    layout = next(layout for layout in NETWORKS if layout.name == layout_name)
     with process_group("cpu") as info:
         ranks = Communicator({})
         link = measure_link(ranks, rate_bits_per_s(rate) / 8)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from costmodel.codecs import (
     ENCODINGS,
     CodecSpec,
     SymbolStatistics,
+    activation_statistics,
     codec_spec,
     expected_entropy_bytes,
     frequencies,
@@ -162,3 +164,36 @@ def test_a_profile_that_lacks_a_constant_says_which():
         CodecProfile("empty", {}).duration_s({"dequantise_s": 1})
     with pytest.raises(ProfileError, match="0 or more"):
         CodecProfile("wrong", {"byte_s": math.nan})
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("is_relu", [True, False])
+def test_symbols_of_normal_activations_are_as_expected(bits, is_relu):
+    """Counted in two million normals, rounded as the symmetric grid does."""
+    rng = np.random.default_rng(3)
+    values = rng.standard_normal((2000, 1000))
+    values = np.maximum(values, 0) if is_relu else values
+    symbols = np.rint(values * (2 ** (bits - 1) - 1) / np.abs(values).max())
+    _, counts = np.unique(symbols, return_counts=True)
+    entropy = float(-(counts / counts.sum() * np.log2(counts / counts.sum())).sum())
+    density = float((symbols != 0).mean())
+    found = activation_statistics(values.shape, bits=bits, density=density)
+    assert found.density == pytest.approx(density, abs=1e-6)
+    assert found.entropy_bits == pytest.approx(entropy, rel=0.05, abs=0.01)
+    even = statistics_of_density(values.shape, bits=bits, density=density)
+    assert found.entropy_bits <= even.entropy_bits * (1 + 1e-9)
+    if not is_relu:
+        alone = activation_statistics(values.shape, bits=bits)
+        assert alone.entropy_bits == pytest.approx(entropy, rel=0.05, abs=0.02)
+
+
+def test_statistics_count_every_element():
+    for shape, bits, density in [
+        ((3,), 4, 0.5),
+        ((7, 9), 2, 1.0),
+        ((5, 5), 8, 0.0),
+        ((1,), 1, 1.0),
+        ((64, 64), 3, 0.7),
+    ]:
+        found = activation_statistics(shape, bits=bits, density=density)
+        assert sum(found.counts) == pytest.approx(math.prod(shape))

@@ -10,6 +10,7 @@ from costmodel.codec_time import decode_work, encode_work
 from costmodel.codecs import (
     CodecSpec,
     SymbolStatistics,
+    activation_statistics,
     codec_spec,
     message_bytes,
     most_bytes,
@@ -51,9 +52,13 @@ def coding_work(plan: Plan, cut: int, num_sequences: int, side: Side) -> Work:
 
 
 def _statistics(plan: Plan, cut: int, codec: CodecSpec, shape: tuple[int, ...]) -> SymbolStatistics:
-    """Return how the symbols of a tensor are distributed, as the plan's densities let expect."""
-    density = plan.split.densities[cut] if plan.split.densities else 1.0
-    return statistics_of_density(shape, bits=codec.bits or 1, density=density)
+    """Return how the symbols of a tensor are distributed, as the plan's densities let expect; without any, evenly."""
+    bits, split = codec.bits or 1, plan.split
+    if not split.densities:
+        return statistics_of_density(shape, bits=bits, density=1.0)
+    is_beside = split.cuts[cut].endswith(_INSIDE) and shape[-1] == plan.model.hidden_size
+    # The density is the activation's; beside one, the residual stream is dense.
+    return activation_statistics(shape, bits=bits, density=None if is_beside else split.densities[cut])
 
 
 def _element_bytes(plan: Plan) -> int:
