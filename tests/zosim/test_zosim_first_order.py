@@ -277,6 +277,17 @@ def test_replicas_sum_gradients_while_the_rest_goes_back():
     assert spans["block.1/all_reduce[replicas]"].start_s < spans["block.0/backward[m1]"].end_s
 
 
+def test_two_tables_are_not_summed():
+    tied, apart = (
+        lower_first_order(plan_of(("block.1",)), FirstOrder(sums_ends=sums)) for sums in (True, False)
+    )
+    validate_set(apart)
+    table = plan_of().model.groups_of("head")[0]
+    assert step_counts(apart).reduced_bytes == 0
+    # Two ranks receive as much as the table has, aligned.
+    assert step_counts(tied).reduced_bytes == pytest.approx(2 * 4 * table.num_parameters, rel=0.01)
+
+
 def test_programs_are_written_and_read_and_drawn(tmp_path):
     subject = subject_of(plan_of(("block.1.mlp",)), settings_of("1f1b", 2, "aq-sgd"))
     subject.programs.save(tmp_path / "programs.json")

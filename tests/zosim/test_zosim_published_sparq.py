@@ -128,13 +128,13 @@ def test_more_bits_and_more_tokens_take_more(bits, dataset):
     ("fields", "reason"),
     [
         ({"quantity": "accuracy"}, "accuracy is not predicted"),
-        ({"model": "OPT-13B"}, "none of OPT-125M"),
+        ({"model": "OPT-30B"}, "none of OPT-125M"),
         ({"dataset": "BoolQ"}, "none of SST-2"),
         ({"method": "LoHO"}, "not one of these"),
         ({"method": "SparQ", "precision": "fp16"}, "names no bits"),
         ({"batch_size": "16"}, "batch_size"),
         ({"unit": "GiB"}, "unit"),
-        ({"quantity": "memory_peak_total", "model": "OPT-13B"}, "no memory is known"),
+        ({"quantity": "memory_peak_total", "model": "OPT-30B"}, "no memory is known"),
     ],
 )
 def test_what_cannot_be_predicted_is_left_empty_with_the_reason(fields, reason):
@@ -149,6 +149,11 @@ def test_peaks_of_weights_are_gibibytes_of_float32():
     for first_order, shown in ((False, 26), (True, 76)):
         case = peak_case(row(model="OPT-6.7B", dataset="SST-2", method="FO-SGD" if first_order else "ZO-SGD"))
         assert peak_gib(case, fit.values)[0] == pytest.approx(shown, rel=0.03)
+
+
+@pytest.mark.parametrize("spelling", ["SST-2", "SST2", "sst_2"])
+def test_data_sets_are_known_by_any_spelling(spelling):
+    assert volume_case(row(dataset=spelling)).dataset == "SST-2"
 
 
 def test_activations_of_first_order_runs_are_those_counted():

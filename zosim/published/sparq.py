@@ -139,7 +139,7 @@ def volume_case(row: Row) -> VolumeCase:
     NotPredicted
         If it is not of the models, data sets and methods of these tables.
     """
-    model, dataset, method = row["model"], row["dataset"], row["method"].split("(")[0].strip()
+    model, dataset, method = row["model"], dataset_of(row), row["method"].split("(")[0].strip()
     if model not in WIDTHS:
         raise NotPredicted(f"model {model!r} is none of {', '.join(WIDTHS)}, whose runs are known")
     if dataset not in DATASETS:
@@ -153,6 +153,12 @@ def volume_case(row: Row) -> VolumeCase:
     return VolumeCase(
         model, dataset, method, _bits(row, method), _digits(row, model), _num_points(row, method)
     )
+
+
+def dataset_of(row: Row) -> str:
+    """Return a row's data set, however it is spelled."""
+    plain = re.sub(r"[\W_]", "", row["dataset"]).upper()
+    return next((name for name in DATASETS if re.sub(r"\W", "", name) == plain), row["dataset"])
 
 
 def refuse_other_settings(row: Row) -> None:

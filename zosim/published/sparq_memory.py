@@ -22,7 +22,7 @@ from costmodel.backward import kept_bytes
 from costmodel.configs import read_model_spec, spec_of_config
 from costmodel.model_spec import ModelSpec
 from costmodel.published import Row
-from zosim.published.sparq import DATASETS, PAPER, WIDTHS, NotPredicted, refuse_other_settings
+from zosim.published.sparq import DATASETS, PAPER, NotPredicted, dataset_of, refuse_other_settings
 
 PEAK = "memory_peak_total"
 GIBIBYTE = 2**30
@@ -33,7 +33,8 @@ _LLAMA = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
     "tie_word_embeddings": True,
 }  # fmt: skip
-_NAMES = {"OPT-125M": "opt-125m", "OPT-1.3B": "opt-1.3b", "OPT-6.7B": "opt-6.7b", "GPT2": "gpt2"}
+_SIZES = ("125M", "1.3B", "2.7B", "6.7B", "13B")
+_NAMES = {f"OPT-{size}": f"opt-{size.lower()}" for size in _SIZES} | {"GPT2": "gpt2"}
 _HALF_UNIT = 0.5
 _SCALE = 0.02
 
@@ -111,12 +112,13 @@ def peak_case(row: Row) -> PeakCase:
         If it is not of the models, data sets and methods of these tables.
     """
     method = row["method"].split("(")[0].strip()
-    if row["model"] not in WIDTHS or row["dataset"] not in DATASETS:
+    dataset = dataset_of(row)
+    if row["model"] not in (*_NAMES, "Llama-1B") or dataset not in DATASETS:
         raise NotPredicted(f"no memory is known of {row['model']!r} on {row['dataset']!r}")
     if method not in ("FO-SGD", "AQ-SGD", "ZO-SGD", "SparQ"):
         raise NotPredicted(f"method {row['method']!r} is not one of these tables'")
     refuse_other_settings(row)
-    return PeakCase(row["model"], row["dataset"], method in ("FO-SGD", "AQ-SGD"))
+    return PeakCase(row["model"], dataset, method in ("FO-SGD", "AQ-SGD"))
 
 
 def printed_peaks(rows: Iterable[Row]) -> list[PeakCase]:
