@@ -210,9 +210,17 @@ def lower(
         Path | None, typer.Option(help="Validate these programs instead, perhaps edited by hand.")
     ] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank's program.")] = None,
+    first_order: Annotated[
+        FirstOrderName | None,
+        typer.Option(help="Write a first-order step of the same devices and cuts instead."),
+    ] = None,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of the first-order step.")] = 1,
+    schedule: Annotated[str, typer.Option(help="Their order: gpipe or 1f1b.")] = "gpipe",
 ) -> None:
     """Write a plan's programs, one instruction to a line, or check what was edited."""
     subject = subject_of(Plan.load(plan_file), program=check)
+    if first_order is not None:
+        subject = baseline_subject(subject, first_order_of(first_order, microbatches, schedule))
     programs = subject.programs
     if rank is not None and rank >= programs.world_size:
         raise PlanError(f"--rank {rank} of {programs.world_size} ranks", hint="ranks count from 0")

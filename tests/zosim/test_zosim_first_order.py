@@ -332,6 +332,11 @@ def test_a_plan_is_compared_like_with_like(tmp_path):
     assert baseline["settings"]["num_kept_samples"] == 100
     assert baseline["step_time_low_s"] <= baseline["step_time_s"] <= baseline["step_time_high_s"]
     assert json.loads(trace.read_text())["traceEvents"]
+    written = tmp_path / "programs.json"
+    lowered = CliRunner().invoke(app, ["lower", arguments[1], "--first-order", "aq-sgd", "-o", str(written)])
+    assert lowered.exit_code == 0, lowered.output
+    again = CliRunner().invoke(app, ["simulate", arguments[1], "--program", str(written), "--json"])
+    assert json.loads(again.stdout)["step_time_s"] == pytest.approx(baseline["step_time_s"])
     shown = CliRunner().invoke(app, arguments)
     assert "their gradients back" in shown.stdout
     refused = CliRunner().invoke(app, ["simulate", arguments[1], "--first-order-trace", str(trace)])
