@@ -42,6 +42,7 @@ from zosim.planner import Request, choose
 from zosim.profiles import Profiles
 from zosim.timeline import Timeline
 from zosim.trace import save_trace
+from zosim.visibility import about_epsilon
 
 
 def plan(
@@ -185,6 +186,8 @@ def plan(
         },
     )
     decision = choose(request)
+    for warning in about_epsilon(decision.chosen.plan):
+        stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)
     if output is not None:
         decision.chosen.plan.save(output)
         stderr.print(f"wrote {output}")

@@ -26,7 +26,7 @@ def describe(plan: Plan) -> str:
     if plan.mesh.world_size > 1:
         words.append(plan.mesh.describe())
         words += _where(plan)
-    if plan.mesh.stage > 1:
+    if plan.split.cuts:
         words.append(f"cut at {' and '.join(plan.split.cuts)}")
         inside = [_short(plan.split.codec)] if plan.split.cut_blocks else []
         codecs = [name for name in (*inside, _short(plan.split.residual_codec)) if name != "none"]

@@ -1,0 +1,171 @@
+"""``python -m studies.sparq.training_time``: step times of the embedded task on two gloo stages, predicted and measured.
+
+A minute: this machine is calibrated for ranks of one thread first. Nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import csv
+import time
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from costmodel.codecs import codec_spec
+from executors.calibrating import calibrated
+from executors.codecs import quantise
+from executors.cuts import Cut, crossings
+from executors.launch import launch, process_group
+from executors.loading import load_model
+from executors.mesh import alone
+from executors.model import Batch, CutModel
+from executors.planning import HOST
+from executors.pretrain import Pretrained, TaskSettings, pretrained_model
+from executors.quiet import OtherLoad
+from executors.session import Session
+from studies.sparq.training import BETWEEN, INSIDE, Case, batches_of, plan_of, tensors_of
+from topology.documents import resolve
+from zosim.console import stderr, stdout, table
+from zosim.plan import Plan
+from zosim.predict import Subject
+
+RESULTS = Path(__file__).with_name("training_time.csv")
+CASES = (
+    (Case("one device", INSIDE), ""),
+    (Case("inside, none", INSIDE), "dense"),
+    (Case("inside, 4", INSIDE, "q4:affine-zero"), "dense"),
+    (Case("inside, 4", INSIDE, "q4:affine-zero"), "smallest"),
+    (Case("inside, 4, residual 8", INSIDE, "q4:affine-zero", "q8"), "smallest"),
+    (Case("between, none", BETWEEN), "dense"),
+    (Case("between, 8", BETWEEN, "none", "q8"), "dense"),
+)
+"""Cases with their encoding; one device does without stages."""
+
+_CALIBRATION_S = 15.0
+_WARM_STEPS, _STEPS = 4, 12
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A case, predicted and measured.
+
+    Attributes
+    ----------
+    case, encoding : str
+    predicted_s, low_s, high_s : float
+        Step time with its interval.
+    measured_s : float
+        Median.
+    bytes_per_step : float
+        On the wire.
+    foreign_cores : float
+        That others used meanwhile.
+    """
+
+    case: str
+    encoding: str
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured_s: float
+    bytes_per_step: float
+    foreign_cores: float
+
+
+def plan_for(pretrained: Pretrained, case: Case, encoding: str) -> Plan:
+    """Return the plan of a case, as long as the task's longest batch."""
+    model = load_model(str(pretrained.model))
+    batch = tensors_of(batches_of(pretrained, model, 0), 0)
+    staged = plan_of(
+        model, case.split(encoding or "dense"), epsilon=TaskSettings().epsilon, num_stages=2
+    ).model_dump(mode="json")
+    staged["seq"] = batch["input_ids"].shape[1]
+    staged["split"]["densities"] = (_density(CutModel(model), batch, case),)
+    plan = Plan.model_validate(staged)
+    return plan if encoding else alone(plan)
+
+
+def _density(model: CutModel, batch: Batch, case: Case) -> float:
+    """Return the part of the activation's symbols (between blocks: of the hidden state's) that is not the most frequent."""
+    inside = case.cut == INSIDE
+    spec = codec_spec(case.codec if inside else case.residual_codec)
+    if spec.bits is None:
+        return 1.0
+    with torch.no_grad():
+        crossed = crossings(model, batch)[Cut(1, inside)]["activation" if inside else "hidden"]
+    symbols = quantise(crossed, spec).symbols
+    return 1 - float(symbols.flatten().long().bincount().max()) / symbols.numel()
+
+
+def _measured(plans: list[Plan], model: str) -> list[tuple[float, float, float]]:
+    """Return the median step time of each plan, bytes per step, and what others used; in every rank."""
+    torch.set_num_threads(1)
+    with process_group("cpu"):
+        return [_of(plan, model) for plan in plans]
+
+
+def _of(plan: Plan, path: str) -> tuple[float, float, float]:
+    model = load_model(path)
+    batch = tensors_of(batches_of(pretrained_model(), model, 0), 0)
+    settings: dict[str, Any] = {"learning_rate": TaskSettings().learning_rate, "num_timed_steps": 0}
+    with Session(plan, model, **settings) as session:
+        for _ in range(_WARM_STEPS):
+            session.step(batch)
+        others, ends = OtherLoad(), [time.perf_counter()]
+        for _ in range(_STEPS):
+            session.step(batch)
+            ends.append(time.perf_counter())
+        foreign = max(0.0, others.cores() - plan.placement.world_size + 1)
+        messages = session.messages_per_step()
+    seconds = median(end - begin for begin, end in pairwise(ends))
+    return seconds, 0.0 if messages is None else messages["bytes_per_step"], foreign
+
+
+def measure() -> list[Timed]:
+    """Return all cases, predicted and measured."""
+    pretrained, topology = pretrained_model(), resolve(HOST)
+    profile, _ = calibrated(topology, "cpu0", num_threads=1, budget_s=_CALIBRATION_S)
+    plans = [plan_for(pretrained, case, encoding) for case, encoding in CASES]
+    found: list[tuple[float, float, float]] = []
+    for world_size in (1, 2):
+        chosen = [plan for plan in plans if plan.placement.world_size == world_size]
+        found += launch(_measured, chosen, str(pretrained.model), world_size=world_size)
+    rows = []
+    for (case, encoding), plan, (seconds, size, foreign) in zip(CASES, plans, found, strict=True):
+        prediction = Subject(plan, topology, profile).prediction
+        span = (prediction.step_time_s, prediction.low_s, prediction.high_s)
+        rows.append(Timed(case.name, encoding, *span, seconds, size, foreign))
+    return rows
+
+
+def main() -> None:
+    """Measure, write the file, and print it."""
+    torch.set_num_threads(1)
+    rows = measure()
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(field.name for field in fields(Timed))
+        writer.writerows(vars(row).values() for row in rows)
+    shown = [
+        (
+            row.case,
+            row.encoding or "-",
+            f"{1e3 * row.predicted_s:.1f}",
+            f"{1e3 * row.measured_s:.1f}",
+            f"{row.predicted_s / row.measured_s - 1:+.1%}",
+            f"{row.bytes_per_step:.0f}",
+            f"{row.foreign_cores:.1f}",
+        )
+        for row in rows
+    ]
+    columns = ("case", "encoding", "predicted, ms", "measured, ms", "error", "bytes a step", "others' cores")
+    stdout.print(table(columns, shown, title="Two gloo stages on this machine", numeric=columns[2:]))
+    stderr.print(f"wrote {RESULTS}", markup=False)
+
+
+if __name__ == "__main__":
+    main()

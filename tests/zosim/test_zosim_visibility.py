@@ -1,0 +1,87 @@
+"""Whether a smoothing radius is called too small for a codec: as it was measured."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from costmodel.codecs import codec_spec
+from costmodel.configs import read_model_spec
+from zosim.cli import app
+from zosim.plan import Estimator, Mesh, Placement, Plan, Split
+from zosim.visibility import about_epsilon, least_epsilon
+
+MEASURED = Path(__file__).parents[2] / "studies" / "sparq" / "training_epsilon.csv"
+
+
+def crossings():
+    """Return, by cut and codec, the measured ε and errors, for roundings whose numbers both signs share."""
+    found = defaultdict(list)
+    with MEASURED.open(newline="") as file:
+        for line in csv.DictReader(file):
+            if line["noise"] != "apart":
+                found[line["cut"], line["codec"]].append(
+                    (float(line["epsilon"]), float(line["relative_error"]))
+                )
+    return found
+
+
+@pytest.mark.parametrize(("cut", "codec"), sorted(crossings()))
+def test_the_rule_is_what_was_measured(cut, codec):
+    epsilons, errors = map(np.array, zip(*sorted(crossings()[cut, codec]), strict=True))
+    least = least_epsilon(codec_spec(codec), residual=cut == "between")
+    # Errors of 16 directions scatter; a factor of two in ε is within that.
+    assert np.all(errors[epsilons >= 2.1 * least] < 1)
+    if cut == "between":
+        assert np.all(errors[epsilons <= least / 2.1] > 1)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_codec_has_a_rule_and_the_residual_stream_needs_more(bits, rounding):
+    codec = codec_spec(f"q{bits}:{rounding}")
+    assert 0 < least_epsilon(codec, residual=False) < least_epsilon(codec, residual=True) < 0.1
+
+
+def plan(epsilon, cut="block.5", **split):
+    made = Split(cuts=(cut,), **split)
+    return Plan(
+        model=read_model_spec("opt-125m", cut_blocks=made.cut_blocks),
+        placement=Placement(topology="none", devices=("cpu0", "cpu1")),
+        batch=1,
+        seq=16,
+        mesh=Mesh(stage=2),
+        split=made,
+        estimator=Estimator(epsilon=epsilon),
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (plan(1e-3, residual_codec="q2"), 1),
+        (plan(1e-3, residual_codec="q8"), 0),
+        (plan(1e-5, residual_codec="q8"), 1),
+        (plan(1e-3), 0),
+        (plan(1e-3, codec="q2"), 0),
+        (plan(1e-3, "block.5.mlp", codec="q2"), 0),
+        (plan(1e-6, "block.5.mlp", codec="q2", residual_codec="q4"), 2),
+    ],
+)
+def test_what_goes_through_too_few_bits_is_told(made, told):
+    assert len(list(about_epsilon(made))) == told
+
+
+def test_planning_warns():
+    asked = ["plan", "--model", "opt-125m", "--hardware", "cpu-cluster-1gbit", "--batch", "2", "--seq", "64"]
+    asked += ["--mesh", "stage=2", "--cut", "block.5", "--residual-codec", "q2", "--allow-lossy"]
+    runner = CliRunner()
+    small, large = runner.invoke(app, asked), runner.invoke(app, [*asked, "--eps", "0.1"])
+    assert (small.exit_code, large.exit_code) == (0, 0), (small.output, large.output)
+    assert "below ε = 0.03" in small.stderr
+    assert "below ε" not in large.stderr
