@@ -35,7 +35,7 @@ def main(
     benchmark = run_benchmark(
         num_held_out=min(held_out, 6) if quick else held_out,
         num_rank_cases=3 if quick else 10,
-        num_choices=1 if quick else 4,
+        num_choices=1 if quick else 3,
         with_tuning=tuning,
         calibration_s=calibration_s,
         command=" ".join(words),

@@ -26,7 +26,7 @@ def run_benchmark(
     *,
     num_held_out: int = 24,
     num_rank_cases: int = 10,
-    num_choices: int = 4,
+    num_choices: int = 3,
     with_tuning: bool = False,
     threads: Sequence[int] = (1, 2),
     calibration_s: float = DEFAULT_BUDGET_S,

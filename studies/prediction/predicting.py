@@ -127,8 +127,9 @@ class Choice:
 
     @property
     def best(self) -> Row:
-        """The placement that did fit and was the fastest."""
-        return min(self._within(lambda row: row.measured_bytes), key=lambda row: row.measured_s)
+        """The placement that did fit and was the fastest; where none did, the chosen one."""
+        fitting = self._within(lambda row: row.measured_bytes) or [self.chosen]
+        return min(fitting, key=lambda row: row.measured_s)
 
     @property
     def keeps_limit(self) -> bool:

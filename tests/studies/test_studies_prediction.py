@@ -177,7 +177,7 @@ def test_a_report_holds_every_case_and_says_what_was_missed():
         held_out=(bad,),
         tuning=(row(1.0, 1.0),),
         ranks=(row(1.0, 1.1, name="ranks", placement="pertp"),),
-        choices=(Choice((row(1.0, 1.3), row(1.2, 1.0))),),
+        choices=Choice.with_and_without_limit((row(1.0, 1.3), row(1.2, 1.0, predicted_bytes=90))),
         profiles={2: profile},
         fits={},
     )
@@ -187,6 +187,8 @@ def test_a_report_holds_every_case_and_says_what_was_missed():
     assert bad.name in text
     assert "+200.0%" in text
     assert "worst 1.300" in text
+    assert "2 of 2 choices did" in text or "1 of 2 choices did" in text
+    assert "to choose from (2)" in text
     assert "several ranks (1)" in text
     data = json.loads(benchmark.to_json())
     assert data["held_out"]["rows"][0]["measured_s"] == 1.0
