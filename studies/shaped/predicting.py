@@ -71,7 +71,6 @@ def predict(
     layout: Layout,
     found: NetworkSteps,
     latency_s: float,
-    core_s_per_byte: float,
     machine: Topology,
     profile: Profile,
 ) -> list[ShapedRow]:
@@ -85,8 +84,6 @@ def predict(
         What was measured on it.
     latency_s : float
         Of a small message between hosts, besides what the profile says that one within a host takes.
-    core_s_per_byte : float
-        What cores do for a byte that goes from one host to another.
     machine : Topology
         This machine, of which the hosts are parts.
     profile : Profile
@@ -94,7 +91,7 @@ def predict(
     """
     declared = topology_of(machine, layout.num_hosts, rate, latency_s)
     reached = topology_of(machine, layout.num_hosts, rate, latency_s, found.link.bandwidth_bytes_per_s)
-    cores = found.link.num_cores, core_s_per_byte
+    cores = found.link.num_cores, found.link.core_s_per_byte
     measured = {item.name: item for item in found.cases}
     rows = []
     for case in cases_of(rate, layout):
