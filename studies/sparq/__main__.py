@@ -20,7 +20,13 @@ def main(out: Annotated[Path, typer.Option(help="Folder of the report and its pi
     out.mkdir(parents=True, exist_ok=True)
     steps = list(timelines.steps())
     picture = timelines.draw(steps, out)
-    parts = (written(), timelines.HEAD, timelines.table(steps), f"![One step of each method]({picture.name})")
+    parts = (
+        written(),
+        timelines.HEAD,
+        timelines.table(steps),
+        timelines.compared(steps),
+        f"![One step of each method]({picture.name})",
+    )
     path = out / "tables.md"
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     print(held_out(printed_volumes(shipped_rows(PAPER))))

@@ -57,6 +57,7 @@ class Method:
         Whether a first-order step sums the gradients of the token table, which both stages hold.
     codec : str
     difference : str
+    num_queries : int
     """
 
     name: str
@@ -64,6 +65,7 @@ class Method:
     is_tied: bool = False
     codec: str = "none"
     difference: str = "forward"
+    num_queries: int = NUM_QUERIES
 
 
 METHODS = (
@@ -73,6 +75,7 @@ METHODS = (
     Method("ZO-SGD, 2P", difference="central"),
     Method("ZO-SGD, P + 1"),
     Method("SparQ, 4 bits, P + 1", codec="q4:dense"),
+    Method("SparQ, 4 bits, P = 1", codec="q4:dense", num_queries=1),
 )
 
 
@@ -125,7 +128,7 @@ def plan_of(method: Method) -> Plan:
         mesh=Mesh(stage=2),
         split=Split(cuts=(CUT,), codec=method.codec, residual_codec=method.codec),
         estimator=Estimator.model_validate(
-            {"difference": method.difference, "num_queries": NUM_QUERIES, "rng": "counter"}
+            {"difference": method.difference, "num_queries": method.num_queries, "rng": "counter"}
         ),
         precision=Precision(storage="float16", compute="float16", transfer="float16"),
         runtime=Runtime(traversal="querywise"),
@@ -172,6 +175,20 @@ def table(found: list[Step]) -> str:
             prediction.bottleneck.words,
         )
         lines.append("| " + " | ".join(columns) + " |")
+    return "\n".join(lines)
+
+
+def compared(found: list[Step]) -> str:
+    """Return how many times as long SparQ's steps take as first-order ones, link by link."""
+    lines = []
+    for link in dict.fromkeys(step.link for step in found):
+        seconds = {step.method.name: step.subject.step_time_s for step in found if step.link == link}
+        words = [
+            f"{ours}: {seconds[ours] / seconds['FO-SGD']:.2f} times FO-SGD's, "
+            f"{seconds[ours] / seconds['AQ-SGD, 4 and 8 bits']:.2f} times AQ-SGD's"
+            for ours in ("SparQ, 4 bits, P + 1", "SparQ, 4 bits, P = 1")
+        ]
+        lines.append(f"* {link}: a step takes, with {'; '.join(words)}.")
     return "\n".join(lines)
 
 
