@@ -29,6 +29,10 @@ OUT_OF_MEMORY = "OOM"
 """What the note of a cell says that was printed as a failure to fit."""
 
 
+LARGEST_COUNT = 10**9
+"""Above any number of GPUs, rows of a batch or tokens that a table prints."""
+
+
 class RowsError(ZosimError):
     """Published rows that cannot be read, understood or written."""
 
@@ -52,7 +56,7 @@ class Row:
         return self.fields.get(column, "").strip()
 
     def count(self, column: str) -> int:
-        """Return a whole number above 0.
+        """Return a whole number above 0 and below :data:`LARGEST_COUNT`.
 
         Raises
         ------
@@ -60,9 +64,9 @@ class Row:
             If the column holds something else.
         """
         text = self[column]
-        if not text.isdecimal() or int(text) < 1:
+        if not text.isdecimal() or not 0 < (number := int(text[:12])) < LARGEST_COUNT:
             raise RowsError(f"{self.where}: {column} is {text!r}", hint="write a whole number above 0")
-        return int(text)
+        return number
 
     @cached_property
     def value(self) -> float | None:

@@ -181,7 +181,13 @@ TEXT = {
         'G.3: "only a slight drop in throughput". The ratios printed in Table 8 are 0.82, 0.76 and 0.74.',
         '6.3: removing reusable memory gives "the most substantial decrease". At 13B the two ablations print 103 and 105.',
         "Table 1, float32: 66B and 175B print 40 and 14 tokens/s, about 1.4 times slower than their operations would take "
-        + "at the rate that 1.3B to 13B reach. Not impossible, and not explained here; the fit has a constant for it.",
+        + "at the rate that 1.3B to 13B reach. Not impossible, and not explained here; the fit has a constant for it. Mixed "
+        + "precision with the same float32 weights shows nothing of it at 66B, so passes over weights and copies are not the "
+        + "reason, and batch 8 at 13B, as long a step, shows nothing of it either, so a throttled GPU is not.",
+        "Table 3, float32, no efficient update: every block moves up and down a second time. At 66B that is 261 GB each way "
+        + "for 4.3 to 7.1 s more a step (rounding of 40 and 36 included), and about 2 s of updates that the first pass is "
+        + "spared: 28 GB/s each way or more. The same arithmetic gives 16 to 18 GB/s at 1.3B to 13B. Below the 31.5 that "
+        + "the bus carries, so not impossible; were the base row at the rate of the smaller models, 66B would fit, too.",
         "Table 3, 13B without overlap: bytes both ways over the seconds that the step takes longer are 8.7 GB/s; the same "
         + "arithmetic gives 11.9 to 12.7 GB/s at 1.3B, 2.7B, 66B and 175B. Not impossible, scored with the others.",
     ),

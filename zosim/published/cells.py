@@ -20,6 +20,7 @@ from zosim.program import Program
 from zosim.published.constants import Values, profile_values
 from zosim.published.conventions import (
     ABLATIONS,
+    UNITS,
     Case,
     UnknownRow,
     case_of,
@@ -155,6 +156,8 @@ def _cell(row: Row) -> Cell:
         raise UnknownRow(f"{row['quantity']} is not predicted, only throughput, memory and transfer rates")
     if row["paper"] not in ("ZO2", "DistZO2"):
         raise UnknownRow(f"{row['paper']} has no model here")
+    if row["unit"] and row["unit"] not in UNITS[row.kind]:
+        raise UnknownRow(f"unit {row['unit']!r} is not that of the tables: {UNITS[row.kind][0]}")
     return Cell(row, transfer_case_of(row) if row.kind == "transfer" else case_of(row))
 
 

@@ -51,9 +51,10 @@ SPEED: dict[str, tuple[Fitted, ...]] = {
         Fitted("product_rate_fp32_wide", "flop/s", "float32 products of hidden size 9216 and more", 17 * TERA, 0.3, high=19.5 * TERA),
         Fitted("product_rate_half", "flop/s", "large products in fp16 and bf16", 200 * TERA, 0.3, high=312 * TERA),
         Fitted("product_half_dim", "1", "dimension at which a product runs at half its rate", 60, 1.0),
-        Fitted("memory_rate", "byte/s", "passes over GPU memory", 1.65 * TERA, 0.08, high=1.935 * TERA),
+        Fitted("memory_rate", "byte/s", "passes over parameters", 1.65 * TERA, 0.08, high=1.935 * TERA),
+        Fitted("activation_rate", "byte/s", "passes over activations and stored scores", 1.5 * TERA, 0.2, high=1.935 * TERA),
         Fitted("draw_rate", "number/s", "normals drawn on the GPU", 300 * GIGA, 0.7),
-        Fitted("kernel_s", "s", "what any kernel takes, however small", 5e-6, 0.5),
+        Fitted("kernel_s", "s", "what any kernel takes, however small", 4e-6, 0.35),
         Fitted("copy_rate", "byte/s", "copies that overlap, each way", 20 * GIGA, 0.3, high=31.5 * GIGA),
         Fitted("copy_rate_waiting", "byte/s", "copies that the host waits for, each way", 12 * GIGA, 0.3, high=31.5 * GIGA),
         Fitted("allocation_s_per_byte", "s/byte", "a slot taken and given back", 0.2e-9, 0.7),
@@ -118,8 +119,9 @@ def profile_values(
 
     Notes
     -----
-    Rates of passes are one constant whatever is passed over, from memory; from the L2 cache twice that, about what
-    data sheets state. Instructions cost the host nothing beside their kernels: the papers' code has no interpreter.
+    Passes over parameters go at one rate from memory, those over activations at one of their own where rows tell them
+    apart (ZO2's stored scores); from the L2 cache at twice that, about what data sheets state. Instructions cost the
+    host nothing beside their kernels: the papers' code has no interpreter.
     """
     found = {
         "matmul_half_dim": values["product_half_dim"],
@@ -128,8 +130,9 @@ def profile_values(
     }
     for name in ("memory", "elementwise", "sweep", "scratch"):
         found[f"{name}_bandwidth"] = values["memory_rate"]
+    found["elementwise_bandwidth"] = values.get("activation_rate", values["memory_rate"])
     for name in ("elementwise", "sweep"):
-        found[f"{name}_cache_bandwidth"] = 2 * values["memory_rate"]
+        found[f"{name}_cache_bandwidth"] = 2 * found[f"{name}_bandwidth"]
     for dtype in ("float32", "float16", "bfloat16"):
         found[f"draw_rate.normal.{dtype}"] = values["draw_rate"]
     for dtype in ("float16", "bfloat16"):

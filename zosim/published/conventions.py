@@ -48,6 +48,13 @@ TRANSFERS: dict[str, TransferDType] = {
     "fp8": "float8_e4m3",
 }
 
+UNITS = {
+    "throughput": ("tokens/s", "tokens/sec", "tok/s"),
+    "memory": ("MB", "MiB"),
+    "transfer": ("1e9 params/s",),
+}
+"""Spellings of the unit that the tables print a kind of cell in; none at all is read as that unit."""
+
 ABLATIONS = ("no scheduler overlap", "no reusable memory", "no efficient update")
 
 
@@ -153,7 +160,7 @@ def case_of(row: Row) -> Case:
         If it describes none, with the reason.
     """
     method = method_of(row)
-    num_ranks, num_nodes = row.count("gpus"), int(row["nodes"] or 1)
+    num_ranks, num_nodes = row.count("gpus"), row.count("nodes") if row["nodes"] else 1
     batch, seq = row.count("batch_size"), row.count("seq_len")
     preset = PRESETS.get((row["gpu_type"], num_nodes))
     if preset is None:

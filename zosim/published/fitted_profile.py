@@ -22,7 +22,7 @@ from zosim.published.fitting import Solution, conformal_half_width, fit
 from zosim.published.grid import Array
 from zosim.published.sparq_fit import SparqFit, calibrate_sparq
 
-_LEAST_IN_GROUP = 10
+LEAST_IN_GROUP = 10
 """Held-out residuals below which a group takes the quantile of its whole fit."""
 
 _DEFAULT = "default_profile.json"
@@ -179,7 +179,7 @@ def found_fit(
         half_widths={
             name: conformal_half_width(residuals)
             for name, residuals in groups.items()
-            if not name or len(residuals) >= _LEAST_IN_GROUP
+            if not name or len(residuals) >= LEAST_IN_GROUP
         },
         num_cells=len(solution.cells),
     )

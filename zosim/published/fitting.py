@@ -11,10 +11,11 @@ with the square root of the number of its cells only; weights are 1 on average.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from topology.errors import ProfileError
@@ -32,6 +33,8 @@ OUTLIER = 0.04
 COVERAGE = 0.90
 _STEP = 1e-3
 _MAX_EVALUATIONS = 25
+_MAX_STEPS = 8
+_LEAST_STEP = 3e-3
 
 Predictor = Callable[[Cell, list[Values]], Array]
 
@@ -92,7 +95,7 @@ class Solution:
         return found
 
 
-def fit(cells: Sequence[Cell], paper: str, domain: Domain) -> Solution:
+def fit(cells: Sequence[Cell], paper: str, domain: Domain, *, start: Values | None = None) -> Solution:
     """Return the constants of a paper that explain `cells` best.
 
     Parameters
@@ -101,6 +104,8 @@ def fit(cells: Sequence[Cell], paper: str, domain: Domain) -> Solution:
         Those with a printed value count.
     paper : {"ZO2", "DistZO2"}
     domain : {"speed", "memory"}
+    start : mapping of str to float, optional
+        Constants near the optimum, where they are known; by default it is searched for from the prior.
 
     Raises
     ------
@@ -110,8 +115,51 @@ def fit(cells: Sequence[Cell], paper: str, domain: Domain) -> Solution:
     known = tuple(cell for cell in cells if cell.value is not None)
     if not known:
         raise ProfileError(f"no row prints a {domain} of {paper}", hint="give rows with values")
-    problem = _Problem(known, constants_of(paper, domain), predictor(domain))
-    return problem.solution(problem.solve())
+    constants = constants_of(paper, domain)
+    problem = _Problem(known, constants, predictor(domain))
+    x = None if start is None else np.log([start[constant.name] for constant in constants])
+    return problem.solution(problem.solve(x))
+
+
+def refitted(solution: Solution, domain: Domain, group: Callable[[Cell], Hashable]) -> Array:
+    """Return the residual of each cell with the constants fitted anew without its group of cells.
+
+    Gauss-Newton steps from the optimum of all cells until they end, so that no outlier moves a fit to another minimum;
+    residuals are those of each step, derivatives those of the optimum.
+    """
+    predict = predictor(domain)
+    found = solution.residuals.copy()
+    groups = [group(cell) for cell in solution.cells]
+    for left_out in dict.fromkeys(groups):
+        is_mine = np.array([other == left_out for other in groups])
+        values = _named(solution.constants, _without(solution, is_mine, predict))
+        for index in np.flatnonzero(is_mine).tolist():
+            cell = solution.cells[index]
+            found[index] = np.log(float(predict(cell, [values])[0]) / cell.printed)
+    return found
+
+
+def _without(solution: Solution, is_left_out: NDArray[np.bool_], predict: Predictor) -> Array:
+    """Return the logarithms of the constants that explain the other cells best."""
+    cells = tuple(
+        cell for cell, is_out in zip(solution.cells, is_left_out.tolist(), strict=True) if not is_out
+    )
+    jacobian, residuals, x = solution.jacobian[~is_left_out], solution.residuals[~is_left_out], solution.x
+    weights = setting_weights(cells) / NOISE**2
+    prior = np.array([np.log(constant.prior) for constant in solution.constants])
+    precision = np.array([constant.sigma for constant in solution.constants]) ** -2
+    low, high = _bounds(solution.constants)
+    for _ in range(_MAX_STEPS):
+        curved = weights * _curvature(residuals)
+        hessian = (jacobian * curved[:, None]).T @ jacobian + np.diag(precision)
+        gradient = jacobian.T @ (weights * _slopes(residuals)) + precision * (x - prior)
+        step = np.clip(x - np.linalg.solve(hessian, gradient), low, high) - x
+        x = x + step
+        if np.abs(step).max() < _LEAST_STEP:
+            break
+        values = _named(solution.constants, x)
+        residuals = np.array([np.log(float(predict(cell, [values])[0]) / cell.printed) for cell in cells])
+    return np.asarray(x)
 
 
 def predictor(domain: Domain) -> Predictor:
@@ -132,13 +180,12 @@ class _Problem:
         self._at: Array | None = None
         self._found: tuple[Array, Array] | None = None
 
-    def solve(self) -> Array:
-        high = np.log([constant.high for constant in self.constants])
-        with np.errstate(divide="ignore"):
-            low = np.log([constant.low for constant in self.constants])
-        x = np.clip(self.start, low + 1e-6, high - 1e-6)
+    def solve(self, start: Array | None = None) -> Array:
+        """Return the optimum, or the one next to `start`."""
+        low, high = _bounds(self.constants)
+        x = np.clip(self.start if start is None else start, low + 1e-6, high - 1e-6)
         # The Cauchy loss has many minima: the convex one leads to the right one.
-        for self.loss in (_SOFT, _CAUCHY):
+        for self.loss in (_SOFT, _CAUCHY) if start is None else (_CAUCHY,):
             x = least_squares(
                 self._weighed,
                 x,
@@ -193,6 +240,13 @@ def setting_weights(cells: Sequence[Cell]) -> Array:
     counts = np.array([settings.count(setting) for setting in settings])
     weights = 1 / np.sqrt(counts)
     return np.asarray(weights / weights.mean())
+
+
+def _bounds(constants: Sequence[Fitted]) -> tuple[Array, Array]:
+    """Return the logarithms of the bounds that physics sets."""
+    with np.errstate(divide="ignore"):
+        low = np.log([constant.low for constant in constants])
+    return np.asarray(low), np.log([constant.high for constant in constants])
 
 
 def _named(constants: Sequence[Fitted], x: Array) -> dict[str, float]:

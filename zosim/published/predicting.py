@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from zosim.published.fitting import predictor
 from zosim.published.memory import parts_of, predicted_mib
 
 _STEP = 1e-3
-_Z90 = 1.645
+Z90 = 1.645
 
 COLUMNS = ("predicted", "low", "high", "bottleneck", "prediction_note")
 
@@ -68,7 +68,7 @@ class Answer:
 def answers(
     rows: Sequence[Row], profile: PublishedProfile, *, on_cell: Callable[[], None] | None = None
 ) -> list[Answer]:
-    """Return what is predicted for each row, in order.
+    """Return what is predicted for each row, in order. What their `value` holds does not matter.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ def answers(
     on_cell : callable, optional
         Told of each measurement that was predicted.
     """
-    cells, of_row, reasons = cells_of(rows)
+    cells, of_row, reasons = cells_of([replace(row, fields={**row.fields, "value": ""}) for row in rows])
     found: dict[tuple[object, ...], Answer] = {}
     for cell in cells:
         found[cell.key] = _answer(cell, profile)
@@ -97,7 +97,7 @@ def _answer(cell: Cell, profile: PublishedProfile) -> Answer:
     lacking = "" if cell.is_transfer else _lacking(cell, profile)
     if lacking and domain == "speed":
         return Answer(bottleneck="device memory", note=lacking)
-    predicted, half = _interval(cell, fit)
+    predicted, half = interval(cell, fit)
     return Answer(
         predicted,
         predicted * float(np.exp(-half)),
@@ -107,7 +107,7 @@ def _answer(cell: Cell, profile: PublishedProfile) -> Answer:
     )
 
 
-def _interval(cell: Cell, fit: FoundFit) -> tuple[float, float]:
+def interval(cell: Cell, fit: FoundFit) -> tuple[float, float]:
     """Return the prediction and the half width of its 90 % interval in logs.
 
     Residuals of rows like this one and the uncertainty of the constants add up as independent errors.
@@ -119,7 +119,7 @@ def _interval(cell: Cell, fit: FoundFit) -> tuple[float, float]:
     predicted = predictor(fit.domain)(cell, sets)
     slopes = (np.log(predicted[1:]) - np.log(predicted[0])) / _STEP
     variance = float(slopes @ fit.matrix @ slopes)
-    return float(predicted[0]), float(np.hypot(fit.half_width(cell.group), _Z90 * np.sqrt(variance)))
+    return float(predicted[0]), float(np.hypot(fit.half_width(cell.group), Z90 * np.sqrt(variance)))
 
 
 def _lacking(cell: Cell, profile: PublishedProfile) -> str:

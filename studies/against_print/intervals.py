@@ -1,0 +1,134 @@
+"""What the simulator says about cells that no constant was fitted to, and how often its intervals hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binom
+
+from zosim.published.cells import Cell
+from zosim.published.constants import Domain
+from zosim.published.fitted_profile import LEAST_IN_GROUP, found_fit, load_published_profile
+from zosim.published.fitting import COVERAGE, Solution, conformal_half_width, fit, refitted
+from zosim.published.grid import Array
+from zosim.published.predicting import Z90, interval
+
+
+@dataclass(frozen=True)
+class Said:
+    """Predictions with their intervals.
+
+    Attributes
+    ----------
+    predicted : array
+        In the rows' unit.
+    half_widths : array
+        Of the 90 % intervals, in logs.
+    """
+
+    predicted: Array
+    half_widths: Array
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How often 90 % intervals hold what is printed.
+
+    Attributes
+    ----------
+    num_cells, num_configurations : int
+        Without the cells set apart. A configuration is all methods of one setting.
+    cells, configurations : float
+        Part of the cells that lie within theirs, and the mean of that part over configurations.
+    band : tuple of float
+        Where 95 % of parts lie if each configuration held with probability 0.9.
+    width : float
+        Median of high over low, less 1.
+    """
+
+    num_cells: int
+    num_configurations: int
+    cells: float
+    configurations: float
+    band: tuple[float, float]
+    width: float
+
+    @property
+    def is_in_band(self) -> bool:
+        """Whether the configurations' part lies within the band."""
+        return self.band[0] <= self.configurations <= self.band[1]
+
+
+def left_out(
+    cells: Sequence[Cell],
+    asked: Sequence[Cell],
+    paper: str,
+    domain: Domain,
+    group: Callable[[Cell], Hashable],
+    apart: frozenset[str],
+) -> Said:
+    """Return what is said about `asked` when each one's group of cells was left out of the fit.
+
+    Half widths, too, come from the residuals of the other groups alone.
+    """
+    shipped = load_published_profile().fit(paper, domain)
+    # It was fitted to the same rows, so the search begins where it ends.
+    solution = fit(cells, paper, domain, start=shipped.values if shipped else None)
+    residuals = refitted(solution, domain, group)
+    place = {id(cell): index for index, cell in enumerate(solution.cells)}
+    indices = [place[id(cell)] for cell in asked]
+    predicted = [cell.printed * np.exp(residuals[index]) for cell, index in zip(asked, indices, strict=True)]
+    groups = [group(cell) for cell in solution.cells]
+    widths = [_half_width(solution, residuals, index, groups, apart) for index in indices]
+    return Said(np.array(predicted), np.array(widths))
+
+
+def _half_width(
+    solution: Solution, residuals: Array, index: int, groups: Sequence[Hashable], apart: frozenset[str]
+) -> float:
+    cell, slopes = solution.cells[index], solution.jacobian[index]
+    others = [
+        other
+        for other, known in enumerate(solution.cells)
+        if groups[other] != groups[index] and known.row.place not in apart
+    ]
+    alike = [other for other in others if solution.cells[other].group == cell.group]
+    chosen = alike if len(alike) >= LEAST_IN_GROUP else others
+    uncertainty = Z90 * np.sqrt(float(slopes @ solution.covariance @ slopes))
+    return float(np.hypot(conformal_half_width(residuals[chosen].tolist()), uncertainty))
+
+
+def beyond(
+    known: Sequence[Cell], asked: Sequence[Cell], paper: str, domain: Domain, apart: frozenset[str]
+) -> Said:
+    """Return what a profile of the `known` cells says about `asked`."""
+    found = found_fit(fit(known, paper, domain), paper, domain, apart)
+    said = [interval(cell, found) for cell in asked]
+    return Said(np.array([item[0] for item in said]), np.array([item[1] for item in said]))
+
+
+def coverage_of(said: Said, asked: Sequence[Cell], apart: frozenset[str]) -> Coverage:
+    """Return how often the intervals hold what the cells print."""
+    printed = np.log([cell.printed for cell in asked])
+    holds = np.abs(np.log(said.predicted) - printed) <= said.half_widths
+    counts = np.array([cell.row.place not in apart for cell in asked])
+    by_setting: dict[tuple[str, ...], list[bool]] = {}
+    for index in np.flatnonzero(counts).tolist():
+        by_setting.setdefault(asked[index].row.setting, []).append(bool(holds[index]))
+    number = len(by_setting)
+    low, high = binom.interval(0.95, number, COVERAGE)
+    return Coverage(
+        num_cells=int(counts.sum()),
+        num_configurations=number,
+        cells=float(holds[counts].mean()),
+        configurations=float(np.mean([np.mean(part) for part in by_setting.values()])),
+        band=(float(low) / number, float(high) / number),
+        width=float(np.median(_widths(said.half_widths[counts]))),
+    )
+
+
+def _widths(half_widths: Array) -> NDArray[np.float64]:
+    return np.asarray(np.exp(2 * half_widths) - 1)
