@@ -49,6 +49,10 @@ def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
         raise RunError("a run needs a directory to write to", hint="add --out DIR")
     recorded = _recorded(Path(out)) if given["resume"] else {}
     header, run = recorded, recorded.get("run", {})
+    if given["resume"] and not recorded and not given["model"]:
+        raise RunError(
+            f"{out} holds no run to go on with", hint="look for another --out, or begin one with --model DIR"
+        )
     model = _required(given["model"] or run.get("model"), "a model", "--model DIR")
     lora, prefix = _lora(given, run), _prefix(given, run)
     base = _base_plan(given, header)

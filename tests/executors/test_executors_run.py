@@ -403,3 +403,8 @@ def test_an_out_that_is_a_file_is_refused_in_words(inputs, tmp_path, capsys):
     ):
         assert train(model, data, tmp_path / out, "--residency", "resident") == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_directory_without_a_run_cannot_be_gone_on_with(tmp_path, capsys):
+    assert zosim("run", "--out", tmp_path / "none", "--resume") == 2
+    assert "holds no run to go on with" in capsys.readouterr().err
