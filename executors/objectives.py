@@ -7,6 +7,10 @@ neither sign of a perturbation changes an answer, the projected gradient is 0 an
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -56,7 +60,8 @@ def objective_named(name: str) -> Objective | None:
     Parameters
     ----------
     name : str
-        ``"loss"``, ``"accuracy"``, ``"f1"``, or ``"module:function"`` of logits and batch.
+        ``"loss"``, ``"accuracy"``, ``"f1"``, or ``"module:function"`` of logits and batch, its module perhaps in the
+        working directory.
 
     Raises
     ------
@@ -74,10 +79,25 @@ def objective_named(name: str) -> Objective | None:
             hint=f"objectives are {LOSS}, {', '.join(_NAMED)}, or module:function of logits and batch",
         )
     try:
-        found: Objective = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise RunError(f"objective {name!r} cannot be imported: {error}") from error
+        with _working_directory_importable():
+            found: Objective = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise RunError(
+            f"objective {name!r} cannot be imported: {error}",
+            hint="the module is looked for in the working directory, on PYTHONPATH and among installed packages",
+        ) from error
     return _checked(name, found)
+
+
+@contextmanager
+def _working_directory_importable() -> Iterator[None]:
+    """Find modules beside the user, as ``python -m`` does; the ``zosim`` script itself does not."""
+    here = str(Path.cwd())
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
 
 
 def _checked(name: str, objective: Objective) -> Objective:

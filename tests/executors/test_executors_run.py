@@ -408,3 +408,17 @@ def test_an_out_that_is_a_file_is_refused_in_words(inputs, tmp_path, capsys):
 def test_a_directory_without_a_run_cannot_be_gone_on_with(tmp_path, capsys):
     assert zosim("run", "--out", tmp_path / "none", "--resume") == 2
     assert "holds no run to go on with" in capsys.readouterr().err
+
+
+def test_an_objective_may_lie_in_the_working_directory(inputs, tmp_path, capsys, monkeypatch):
+    model, data, _ = inputs
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    (tmp_path / "own_objective.py").write_text(
+        "def mean_logit(logits, batch):\n    return logits.double().mean()\n"
+    )
+    options = ("--residency", "resident", "--objective")
+    assert train(model, data, tmp_path / "out", *options, "own_objective:mean_logit") == 0
+    assert str(tmp_path) not in sys.path
+    assert train(model, data, tmp_path / "no", *options, "no_objective:mean_logit") == 2
+    assert "working directory" in capsys.readouterr().err
