@@ -62,7 +62,7 @@ def plan_for(placement, model, *, kept=True, **estimator):
     return plan_of(model, estimator=estimator, **keeping(PLACEMENTS[placement], kept))
 
 
-def trained(plan: Plan, model, *, steps=4, flush_at=(), **options) -> list[tuple[object, ...]]:
+def trained(plan: Plan, model, *, steps=3, flush_at=(), **options) -> list[tuple[object, ...]]:
     """Train `model` and return what every step found."""
     found: list[tuple[object, ...]] = []
     with Session(
@@ -84,7 +84,7 @@ PRODUCT = list(itertools.product(SHAPES, PLACEMENTS, ["registration", "execution
 
 @pytest.mark.parametrize(
     ("name", "placement", "order"),
-    [pytest.param(*case, marks=() if n % 7 == 0 else pytest.mark.slow) for n, case in enumerate(PRODUCT)],
+    [pytest.param(*case, marks=() if n % 11 == 0 else pytest.mark.slow) for n, case in enumerate(PRODUCT)],
 )
 def test_kept_directions_equal_the_literal_loop(name, placement, order):
     reference = model_of(name)
@@ -121,7 +121,7 @@ ESTIMATORS = {
 @pytest.mark.parametrize(
     ("placement", "name"),
     [
-        pytest.param(*case, marks=() if n % 4 == 0 else pytest.mark.slow)
+        pytest.param(*case, marks=() if n % 7 == 0 else pytest.mark.slow)
         for n, case in enumerate(itertools.product(PLACEMENTS, ESTIMATORS))
     ],
 )
