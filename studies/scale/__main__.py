@@ -50,6 +50,8 @@ class Row:
     name : str
     seconds : float
         That it took.
+    core_s : float
+        Seconds of a core that it took; less than the seconds where other processes ran.
     num_done : int
         Ends of instructions, processes, or configurations.
     step_s : float or None
@@ -58,6 +60,7 @@ class Row:
 
     name: str
     seconds: float
+    core_s: float
     num_done: int
     step_s: float | None
 
@@ -75,11 +78,12 @@ def main() -> int:
         rows.append(naive(world if options.naive_hosts == options.hosts else _hosts(options)))
     num_ranks = world.size
     print(f"{options.model}, {options.hosts} x {options.preset}, {num_ranks} ranks; made in {made_s:.1f} s")
-    print(f"{'':42s}{'seconds':>10s}{'done':>12s}{'a second':>12s}{'step':>16s}")
+    print(f"{'':42s}{'seconds':>10s}{'of a core':>10s}{'done':>12s}{'a second':>12s}{'step':>16s}")
     for row in rows:
         step = "" if row.step_s is None else f"{row.step_s:.9f} s"
         print(
-            f"{row.name:42s}{row.seconds:10.3f}{row.num_done:12d}{row.num_done / row.seconds:12.0f}{step:>16s}"
+            f"{row.name:42s}{row.seconds:10.3f}{row.core_s:10.3f}{row.num_done:12d}"
+            f"{row.num_done / row.seconds:12.0f}{step:>16s}"
         )
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
@@ -120,34 +124,34 @@ def setting(model: str, preset: str, num_hosts: int) -> tuple[World, Plan, Machi
 def event_by_event(world: World) -> Row:
     """Time the simulation of every rank until steps repeat."""
     run = Lockstep(world, MAX_UNLIKE_STEPS, ())
-    seconds, _ = timed(run.go)
+    times, _ = timed(run.go)
     step_s = None if run.cycle is None else run.cycle.period_s / run.cycle.num_steps
-    return Row("event by event, with contention", seconds, run.num_events, step_s)
+    return Row("event by event, with contention", *times, run.num_events, step_s)
 
 
 def folded(world: World) -> Row:
     """Time folding, and the simulation of one rank of each kind."""
     num_ranks = fold(world).size
-    seconds, step_s = timed(lambda: steady_step_s(fold(world)))
-    return Row(f"folded to {num_ranks} ranks, with contention", seconds, world.size, step_s)
+    times, step_s = timed(lambda: steady_step_s(fold(world)))
+    return Row(f"folded to {num_ranks} ranks, with contention", *times, world.size, step_s)
 
 
 def grid(plan: Plan, machine: Machine, points_per_axis: int) -> Row:
     """Time the closed form of one rank's program over a grid of batches, lengths, bandwidths and rates."""
     factors = {name: np.geomspace(0.1, 10.0, points_per_axis).tolist() for name in _GRID_AXES}
-    seconds, found = timed(
+    times, found = timed(
         lambda: step_time_bounds(
             plan, machine, batches=[plan.batch, 2 * plan.batch], seqs=[1024, 2048], factors=factors
         )
     )
-    return Row("closed form, configurations", seconds, int(found.size), None)
+    return Row("closed form, configurations", *times, int(found.size), None)
 
 
 def naive(world: World) -> Row:
     """Time the plain model of one step."""
-    seconds, (step_s, num_processes) = timed(lambda: naive_step(world))
+    times, (step_s, num_processes) = timed(lambda: naive_step(world))
     name = f"plain simpy, {world.size} ranks, nothing shared"
-    return Row(name, seconds, num_processes, step_s)
+    return Row(name, *times, num_processes, step_s)
 
 
 def unshared(world: World) -> World:
@@ -155,11 +159,11 @@ def unshared(world: World) -> World:
     return replace(world, capacities={}, fifo=frozenset())
 
 
-def timed(action: Callable[[], _Result]) -> tuple[float, _Result]:
-    """Return the seconds that an action took, and its result."""
-    begin = time.perf_counter()
+def timed(action: Callable[[], _Result]) -> tuple[tuple[float, float], _Result]:
+    """Return the seconds that an action took, those of a core that it had, and its result."""
+    begin, began = time.perf_counter(), time.process_time()
     result = action()
-    return time.perf_counter() - begin, result
+    return (time.perf_counter() - begin, time.process_time() - began), result
 
 
 def _hosts(options: argparse.Namespace) -> World:
