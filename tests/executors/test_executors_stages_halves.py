@@ -107,3 +107,14 @@ class TestRefusals:
     def test_a_block_that_does_not_exist(self):
         with pytest.raises(ModelError, match="there is no block 3 to cut: blocks run from 0 to 2"):
             CutModel(model_of("opt"), cut_blocks=(3,))
+
+
+def test_damaged_weights_are_not_taken_for_another_architecture():
+    """NaNs differ from themselves; what is wrong with them is told where a codec or the loss meets them."""
+    model, (batch,) = model_of("opt", torch.float32), batches(1)
+    with torch.no_grad():
+        model.model.decoder.layers[0].fc1.weight[0, 0] = float("nan")
+        cut = CutModel(model, cut_blocks=(0,))
+        loss, handed = run_through(cut, batch)
+    assert handed["block.0.front"].activation.isnan().any()
+    assert loss.isnan()
