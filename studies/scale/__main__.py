@@ -3,8 +3,8 @@
 ``python -m studies.scale`` predicts a step of OPT-175B with its blocks on the hosts, two perturbations times data
 shards, sliced transfers, on 128 hosts of 8 GPUs: event by event on all 1024 ranks, folded to one rank of each kind, and
 as a grid of configurations in closed form. The same step written in plain simpy, a process per operation, runs beside
-them, with the garbage collector as it is by default. The plain model takes nothing as shared, runs a single step, and
-needs some gigabytes; ``--naive-hosts`` makes it smaller.
+them, with the garbage collector as it is by default. The plain model takes nothing as shared, runs a single step, takes a
+minute or two and two gigabytes; ``--naive-hosts`` makes it smaller.
 """
 
 from __future__ import annotations
