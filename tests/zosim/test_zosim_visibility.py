@@ -78,10 +78,9 @@ def test_what_goes_through_too_few_bits_is_told(made, told):
 
 
 def test_planning_warns():
-    asked = ["plan", "--model", "opt-125m", "--hardware", "cpu-cluster-1gbit", "--batch", "2", "--seq", "64"]
+    asked = ["plan", "--model", "opt-125m", "--hardware", "cpu-cluster-1gbit", "--batch", "4", "--seq", "512"]
     asked += ["--mesh", "stage=2", "--cut", "block.5", "--residual-codec", "q2", "--allow-lossy"]
-    runner = CliRunner()
-    small, large = runner.invoke(app, asked), runner.invoke(app, [*asked, "--eps", "0.1"])
-    assert (small.exit_code, large.exit_code) == (0, 0), (small.output, large.output)
-    assert "below ε = 0.03" in small.stderr
-    assert "below ε" not in large.stderr
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    assert "codec q2" in result.stderr
+    assert "below ε = 0.03" in result.stderr

@@ -1,0 +1,80 @@
+"""Training with a codec at a cut: what is evaluated is what is trained, and the committed runs say what the page says."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+import torch
+
+from executors.model import CutModel
+from executors.pretrain import Recipe, build_model
+from executors.session import Session
+from studies.sparq.training import CASES, Case, Through, plan_of, read_rows
+from studies.sparq.training_epsilon import CODINGS, EPSILONS, gradients, read_seen
+from studies.sparq.training_time import CASES as TIMED_CASES
+
+RECIPE = Recipe(num_blocks=2, hidden_size=32, max_positions=128)
+
+
+def batch(seed=0):
+    tokens = torch.randint(3, 200, (2, 12), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("inside", "block.1.mlp", "q2:affine-zero", "q3"),
+        Case("between", "block.0", "none", "q2"),
+        Case("plain", "block.1.mlp"),
+    ],
+)
+def test_what_is_evaluated_is_what_a_session_forwards(case):
+    model, given = build_model(RECIPE), batch()
+    with torch.no_grad():
+        logits = Through(model, case)(given["input_ids"], given["attention_mask"]).logits
+    wanted = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten())
+    epsilon = 1e-9  # below what a weight of float32 sees: both signs are the weights themselves
+    plan = plan_of(model, case.split(), epsilon=epsilon).model_copy(update={"batch": 2, "seq": 12})
+    with Session(plan, model, learning_rate=0.0) as session:
+        record = session.step(given)
+    assert record.loss == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_a_codec_of_eight_bits_leaves_a_gradient_where_it_is_and_one_bit_does_not():
+    model = build_model(RECIPE)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fine, coarse = ("between", "q8", "nearest"), ("between", "q1", "nearest")
+    with torch.no_grad():
+        plain, coded = gradients(CutModel(model), batch(), 1e-1, 3, (fine, coarse))
+    assert abs(coded[fine] - plain) < 0.2 * abs(plain)
+    assert abs(coded[coarse] - plain) > abs(coded[fine] - plain)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_cases_and_codings_are_named_once():
+    for names in ([case.name for case in CASES], CODINGS):
+        assert len(set(names)) == len(names)
+    assert len({(case.name, encoding) for case, encoding in TIMED_CASES}) == len(TIMED_CASES)
+
+
+def test_the_committed_runs_are_known_and_say_what_the_docs_say():
+    rows = read_rows()
+    assert {row.case for row in rows} <= {case.name for case in CASES}
+    assert len({row.key for row in rows}) == len(rows)
+    loss = {case.name: [r.loss for r in rows if r.case == case.name] for case in CASES}
+    size = {case.name: [r.bytes_after for r in rows if r.case == case.name] for case in CASES}
+    plain = fmean(loss["none"])
+    assert all(fmean(loss[f"inside {bits}"]) < plain + 0.1 for bits in (1, 2, 4, 8))
+    assert fmean(loss["between 8"]) < plain + 0.1
+    assert fmean(loss["between 2"]) > plain + 0.5
+    # Inside a block the residual stream, sent in full, is most of what crosses.
+    assert fmean(size["inside 1"]) > 0.9 * fmean(size["inside 4"]) > fmean(size["between 8"])
+
+
+def test_every_coding_was_measured_at_every_radius():
+    seen = read_seen()
+    assert {((row.cut, row.codec, row.noise), row.epsilon) for row in seen} == {
+        (coding, epsilon) for coding in CODINGS for epsilon in EPSILONS
+    }
