@@ -69,9 +69,8 @@ def _stages(
     densities: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[Layout, Mapping[str, int], Mapping[str, Any]]:
     """Return a strategy of two stages, cut behind the second block or inside it."""
-    split: dict[str, Any] = {"residual_codec": codec, "codec": codec}
-    if inside:
-        split["cuts"] = ["block.1.mlp"]
+    cut = "block.1.mlp" if inside else "block.1"
+    split = {"cuts": [cut], "residual_codec": codec, "codec": codec if inside else "none"}
     axes = {
         "runtime": {"traversal": traversal},
         "split": split,
