@@ -9,10 +9,11 @@ from typing import Literal, get_args
 from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
 from topology.validation import readable
-from zosim.cut_search import Costs, Site, splits
+from zosim.cut_search import splits
 from zosim.machines import machines_for
 from zosim.plan import Mesh, Placement, Plan, Precision, Residency, Runtime, Split, TransferDType
 from zosim.request import Blocks, Request, profiles_of
+from zosim.segment_costs import Costs, Site
 
 Transfers = Literal["private", "shared", "sliced"]
 _SLOTS = (1, 2, 3)

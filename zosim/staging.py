@@ -12,9 +12,10 @@ from math import inf
 
 from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
-from zosim.cut_search import PLAIN, Codecs, Costs, Ranking
+from zosim.cut_search import PLAIN, Codecs, Ranking
 from zosim.plan import Mesh, Placement, Plan, Split
 from zosim.request import Request
+from zosim.segment_costs import Costs
 from zosim.space import check, layouts, plans_of, shares, site_of
 
 # Meshes with their codecs that are made plans of.
