@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from executors.absence import RollCall, default_store, named_ranks
+from executors.doubling import MOST_BYTES, doubling_all_gather
 from executors.duplex import Duplex
 from executors.launch import DEFAULT_TIMEOUT_S, is_launched
 from executors.messages import Messages
@@ -165,8 +166,15 @@ class Communicator:
         with self._roll.naming(members, what):
             if own.device.type == "cpu" and group in self._pairs:
                 self._pairs[group].all_gather(gathered, own)
+            elif own.device.type == "cpu" and self._is_small(gathered):
+                place = self.position(group)
+                doubling_all_gather(gathered, own, members, place, self._groups.get(group))
             else:
                 _all_gather(gathered, own, group=self._groups.get(group))
+
+    @staticmethod
+    def _is_small(gathered: Tensor) -> bool:
+        return gathered.nbytes <= MOST_BYTES and _host_backend() == "gloo"
 
     def send(self, group: str, offset: int, message: Tensor | Packed, what: str) -> int:
         """Send a message to the member of a pipeline that is `offset` places on; return how many bytes went.

@@ -86,3 +86,27 @@ def memory_of_loading(folder):
             told = communicator.gathered_bytes(own, "memory")
             digest = session.digest()
     return [json.loads(row) for row in told], digest
+
+
+def gathered_by_doubling():
+    """Gather numbers among all ranks; return how many messages each sent for the first of them."""
+    import torch
+    import torch.distributed as dist
+
+    from executors.communicator import WORLD, Communicator
+    from executors.launch import process_group
+
+    with process_group("cpu") as info:
+        ranks = Communicator({})
+        sent, real = [], dist.isend
+        dist.isend = lambda *given, **more: sent.append(given) or real(*given, **more)
+        try:
+            for size in (1, 5, 300):
+                rows = torch.arange(ranks.world_size * size, dtype=torch.float64).view(-1, size)
+                whole = torch.zeros(rows.numel(), dtype=torch.float64)
+                ranks.all_gather(WORLD, whole, rows[info.rank].clone(), "gathering")
+                assert torch.equal(whole.view_as(rows), rows)
+        finally:
+            dist.isend = real
+        # Of three gathers.
+        return ranks.gathered(torch.tensor(len(sent) // 3), "counting").tolist()
