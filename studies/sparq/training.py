@@ -30,7 +30,7 @@ from executors.pretrain import Pretrained, TaskSettings, pretrained_model
 from executors.rng import generator_on
 from executors.session import Session
 from executors.spec import spec_of_model
-from zosim.console import stderr
+from zosim.console import stderr, stdout
 from zosim.plan import Estimator, Mesh, Placement, Plan, Split
 
 RESULTS = Path(__file__).with_name("training.csv")
@@ -278,6 +278,22 @@ def _sent_bytes(
     return messages["bytes_per_step"]
 
 
+def summary(rows: list[Row]) -> Iterator[str]:
+    """Yield a line per case: seeds, means over them, and how far its loss is from that without a codec, seed by seed."""
+    plain = {row.seed: row.loss for row in rows if row.case == "none"}
+    yield "| case | seeds | accuracy, % | ... through the codec | loss | less that without | rms g | kB a step |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for case in CASES:
+        of = [row for row in rows if row.case == case.name]
+        if of:
+            apart = ", ".join(f"{row.loss - plain[row.seed]:+.2f}" for row in of if row.seed in plain)
+            yield (
+                f"| {case.name} | {len(of)} | {100 * fmean(r.accuracy for r in of):.1f} | "
+                f"{100 * fmean(r.accuracy_through for r in of):.1f} | {fmean(r.loss for r in of):.2f} | {apart} | "
+                f"{fmean(r.g_rms for r in of):.0f} | {fmean(r.bytes_after for r in of) / 1e3:.0f} |"
+            )
+
+
 def main() -> None:
     """Run what is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -286,7 +302,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="print what is there, and run nothing")
     given = parser.parse_args()
+    if given.table:
+        wanted = [
+            row for row in read_rows(given.out) if (row.num_steps, row.epsilon) == (given.steps, given.eps)
+        ]
+        stdout.print("\n".join(summary(wanted)), markup=False, soft_wrap=True)
+        return
     torch.set_num_threads(1)
     pretrained = pretrained_model()
     known = {row.key for row in read_rows(given.out)}
