@@ -23,8 +23,9 @@ Constants are fitted to printed rows through the closed form of the simulator: t
 program on the preset hardware, the works are those of the papers' code (`zosim/published/habits.py`), and the fit moves
 only the constants listed below. Rows are kept back by setting: all methods of one model, batch, sequence and precision
 at once, in whichever table they are printed; or by model, all rows of one that lies between others. Every left-out
-figure is of constants fitted anew without those rows. Errors are absolute, in percent. Cells that the audit sets apart are fitted like
-all others, under a loss that gives up on outliers, and are not in the figures; the last column of the table has them.
+figure is of constants fitted anew without those rows. Errors are absolute, in percent. Cells that the audit sets apart
+are fitted like all others, under a loss that gives up on outliers, and are not in the figures; the last column of the
+table has them.
 
 ## Errors
 
@@ -113,7 +114,8 @@ def _coverage(found: Sequence[Outcome]) -> str:
         "## Intervals",
         "",
         "Conformal by group of cells: the half width in logs covers nine tenths of the residuals of left-out settings (the",
-        "`⌈0.9 (n + 1)⌉`-th smallest), with the uncertainty of the constants added in quadrature. Below, half widths come from",
+        "`⌈0.9 (n + 1)⌉`-th smallest), with the uncertainty of the constants added in quadrature, and for float32 products of",
+        "hidden sizes between 5120 and 9216 what no row decides. Below, half widths come from",
         "other settings (or models) than the one asked for, and for the extrapolations from known rows alone. The band is where",
         "95 % of outcomes lie if configurations held with probability 0.9 each; methods of one configuration hold or fail",
         "together, so it counts configurations. Width: median of high over low, less 1.",

@@ -241,6 +241,17 @@ def test_intervals_enclose_their_prediction(profile):
     assert answer.bottleneck == "matrix products"
 
 
+def test_an_interval_holds_what_no_row_decides(profile):
+    values = profile.fit("ZO2", "speed").values
+    names = ("product_rate_fp32", "product_rate_fp32_wide")
+    found = answers([row(model="OPT-30B")], profile)[0]
+    for name in names:
+        ends = {**values, **dict.fromkeys(names, values[name])}
+        assert found.low < cell(model="OPT-30B").predictions([ends])[0] < found.high
+    decided = answers([row(model="OPT-6.7B")], profile)[0]
+    assert decided.high / decided.low < found.high / found.low
+
+
 def test_a_fit_recovers_constants_from_its_own_predictions(profile):
     known = [item for item in known_cells(cells_of(ROWS)[0], "DistZO2", "memory") if item.value is not None]
     values = profile.fit("DistZO2", "memory").values

@@ -168,6 +168,19 @@ def _fp32_rate(values: Values, hidden_size: int) -> float:
     return float(values["product_rate_fp32"] ** (1 - part) * values["product_rate_fp32_wide"] ** part)
 
 
+def undecided(paper: str, values: Values, *, hidden_size: int, compute: str) -> tuple[Values, ...]:
+    """Return other sets of constants that rows have nothing to say against, at the ends of what they leave open.
+
+    No row is printed for float32 products between :data:`_WIDTHS`: they may be as fast as those of the narrower models,
+    or as slow as those of the widest.
+    """
+    narrow, wide = _WIDTHS
+    if paper != "ZO2" or compute != "float32" or not narrow < hidden_size < wide:
+        return ()
+    names = ("product_rate_fp32", "product_rate_fp32_wide")
+    return tuple({**values, **dict.fromkeys(names, values[name])} for name in names)
+
+
 _WIDTHS = (5120, 9216)
 """Hidden sizes of OPT-13B and OPT-66B, which rows of the ZO2 tables are printed for."""
 

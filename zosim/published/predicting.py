@@ -9,7 +9,7 @@ import numpy as np
 
 from costmodel.published import Row
 from zosim.published.cells import Cell, cells_of
-from zosim.published.constants import Domain, Values
+from zosim.published.constants import Domain, Values, undecided
 from zosim.published.conventions import MEBIBYTE
 from zosim.published.fitted_profile import FoundFit, PublishedProfile
 from zosim.published.fitting import predictor
@@ -110,7 +110,8 @@ def _answer(cell: Cell, profile: PublishedProfile) -> Answer:
 def interval(cell: Cell, fit: FoundFit) -> tuple[float, float]:
     """Return the prediction and the half width of its 90 % interval in logs.
 
-    Residuals of rows like this one and the uncertainty of the constants add up as independent errors.
+    Residuals of rows like this one, the uncertainty of the constants, and what no row decides add up as independent
+    errors.
     """
     names = list(fit.values)
     x = np.log([fit.values[name] for name in names])
@@ -119,7 +120,19 @@ def interval(cell: Cell, fit: FoundFit) -> tuple[float, float]:
     predicted = predictor(fit.domain)(cell, sets)
     slopes = (np.log(predicted[1:]) - np.log(predicted[0])) / _STEP
     variance = float(slopes @ fit.matrix @ slopes)
-    return float(predicted[0]), float(np.hypot(fit.half_width(cell.group), Z90 * np.sqrt(variance)))
+    known = np.hypot(fit.half_width(cell.group), Z90 * np.sqrt(variance))
+    return float(predicted[0]), float(np.hypot(known, _undecided_half_width(cell, fit, float(predicted[0]))))
+
+
+def _undecided_half_width(cell: Cell, fit: FoundFit, predicted: float) -> float:
+    if fit.domain == "memory":
+        return 0.0
+    plan = cell.case.plan
+    others = undecided(
+        cell.row["paper"], fit.values, hidden_size=plan.model.hidden_size, compute=plan.precision.compute
+    )
+    found = [float(cell.predictions([values])[0]) for values in others]
+    return float(max((abs(np.log(other / predicted)) for other in found), default=0.0))
 
 
 def _lacking(cell: Cell, profile: PublishedProfile) -> str:
