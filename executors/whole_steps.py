@@ -37,6 +37,7 @@ from zosim.timeline import Timeline
 
 COVERAGE = 0.9
 _LEAST_SCALE = 0.02
+_FAR = 3.0
 _WARM_STEPS = 3
 _LEAST_STEPS, _MOST_STEPS = 4, 60
 
@@ -240,8 +241,11 @@ def with_interval_scale(profile: Profile, ratios: Sequence[float]) -> Profile:
     -----
     If the ratios are normal around 0, a new one lies within ``t · sqrt(mean square)`` with probability
     :data:`COVERAGE`, where ``t`` is Student's quantile with as many degrees of freedom as there are steps: few
-    steps cannot promise narrow intervals.
+    steps cannot promise narrow intervals. What lies farther off than :data:`_FAR` medians counts as if it lay there:
+    with several threads, one step that others disturbed would widen every interval without bound.
     """
+    far = _FAR * median(map(abs, ratios))
+    ratios = [min(abs(ratio), far) for ratio in ratios]
     quantile = float(student_t.ppf((1 + COVERAGE) / 2, len(ratios)))
     scale = quantile * math.sqrt(sum(ratio**2 for ratio in ratios) / len(ratios))
     return _with_scale(profile, max(_LEAST_SCALE, scale))

@@ -167,8 +167,8 @@ class Benchmark:
 
 The machine is calibrated as `zosim calibrate` does it, once per number of threads; then each case is lowered,
 simulated and run, several ranks as processes of one thread each. Models have random weights, batches random tokens. The held-out list is drawn by a seed, and no shape, batch
-size or placement of it was looked at while the cost model was made; the calibration runs single kernels and single
-segments of other shapes. Measured step times are medians over the half of the rounds in which other processes used
+size or placement of it was looked at while the cost model was made; the calibration runs single kernels and whole
+steps of models of other widths. Measured step times are medians over the half of the rounds in which other processes used
 least of the processors; memory is arena plus live tensors, peaks over the first steps."""
 
     def _figures(self) -> str:
