@@ -42,17 +42,25 @@ def placements(request: Request) -> Iterator[Plan]:
         for placement in layouts(request, mesh.world_size):
             for cut in _splits(request, mesh, placement, points.costs):
                 yield from points.plans(mesh, placement, cut)
+    points.check_any()
     if not points.seen and not request.seeks_stages:
-        raise points.contradiction or _too_few_devices(request)
+        raise _too_few_devices(request)
 
 
 def plans_of(
     request: Request, shapes: Iterable[tuple[Mesh, Placement, tuple[ModelSpec, Split]]]
 ) -> Iterator[Plan]:
-    """Yield every plan of these meshes, devices and cuts that the request admits."""
+    """Yield every plan of these meshes, devices and cuts that the request admits.
+
+    Raises
+    ------
+    PlanError
+        If all of them contradict the request.
+    """
     points = _Points(request)
     for shape in shapes:
         yield from points.plans(*shape)
+    points.check_any()
 
 
 def check(request: Request) -> None:
@@ -93,6 +101,16 @@ class _Points:
             if key not in self.seen:
                 self.seen.add(key)
                 yield plan
+
+    def check_any(self) -> None:
+        """Raise what was wrong with the last plan if all of them were refused.
+
+        Raises
+        ------
+        PlanError
+        """
+        if self.contradiction is not None and not self.seen:
+            raise self.contradiction
 
 
 def meshes(request: Request) -> Iterator[Mesh]:
