@@ -366,7 +366,9 @@ def _refuse_first_order(program: Program) -> None:
         is_sum = isinstance(op, Collective) and op.function == "all_reduce"
         if is_sum or isinstance(op, Backward | Optimize):
             message = f"program {program.name}: {part}/{instruction.id} belongs to a first-order step, which is simulated only"
-            raise ProgramError(message, hint="run a zeroth-order plan; zosim simulate --first-order compares them")
+            raise ProgramError(
+                message, hint="run a zeroth-order plan; zosim simulate --first-order compares them"
+            )
 
 
 def _format_of_losses(program: Program, cut: CutModel, num_micro_batches: int) -> torch.dtype | None:

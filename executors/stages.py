@@ -6,7 +6,7 @@ and how long. Inside a block the activation comes before the residual stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -149,32 +149,26 @@ class Stages:
 
     def _tensors(self, message: Tensor | Packed, *, inside: bool) -> list[Handed]:
         """Return what is handed on for each micro-batch."""
-        cut, made, begin = self._cut, [], 0
+        widths = (self._cut.inner_size, self._cut.hidden_size) if inside else (self._cut.hidden_size,)
+        shapes = [(*_rows(part), width) for part in self._loaded().parts for width in widths]
         if isinstance(message, Packed):
-            widths = (cut.inner_size, cut.hidden_size) if inside else (cut.hidden_size,)
-            shapes = [(*_rows(part), width) for part in self._loaded().parts for width in widths]
             self._backend.borrow(message.data)
-            tensors = iter(unpack(message, shapes))
-            return [
-                Halfway(next(tensors), next(tensors)) if inside else next(tensors)
-                for _ in self._loaded().parts
-            ]
-        for part in self._loaded().parts:
-            tensors = []
-            for width in (cut.inner_size, cut.hidden_size) if inside else (cut.hidden_size,):
-                size = length_of(message[begin:].numpy())
-                tensors.append(
-                    decode(
-                        message[begin : begin + size],
-                        shape=(*_rows(part), width),
-                        device=self._backend.device,
-                    )
-                )
-                begin += size
-            made.append(Halfway(*tensors) if inside else tensors[0])
+            found = iter(unpack(message, shapes))
+        else:
+            found = iter(self._decoded(message, shapes))
+        return [Halfway(next(found), next(found)) if inside else next(found) for _ in self._loaded().parts]
+
+    def _decoded(self, message: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Return the tensors of a message of encoded ones, which stand one behind the other."""
+        tensors, begin = [], 0
+        for shape in shapes:
+            size = length_of(message[begin:].numpy())
+            part = message[begin : begin + size]
+            tensors.append(decode(part, shape=shape, device=self._backend.device))
+            begin += size
         if begin != message.numel():
             raise CodecError(f"{message.numel() - begin} bytes follow the end of a message of {begin}")
-        return made
+        return tensors
 
     def send(self, instruction: Instruction) -> Action:
         """Return what sends a message."""

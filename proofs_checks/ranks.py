@@ -60,11 +60,11 @@ class Room:
             for part in parts
         }
 
-        self._mail: dict[tuple[int, int], SimpleQueue[Tensor]] = {}
+        self._mail: dict[tuple[int, int], SimpleQueue[Tensor | Packed]] = {}
         self._closed = False
         self._lock = threading.Lock()
 
-    def mail(self, sender: int, receiver: int) -> SimpleQueue[Tensor]:
+    def mail(self, sender: int, receiver: int) -> SimpleQueue[Tensor | Packed]:
         """Return the messages on their way from one rank to another."""
         with self._lock:
             return self._mail.setdefault((sender, receiver), SimpleQueue())
