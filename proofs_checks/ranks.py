@@ -69,7 +69,7 @@ class Room:
         with self._lock:
             return self._mail.setdefault((sender, receiver), SimpleQueue())
 
-    def taken(self, sender: int, receiver: int) -> Tensor:
+    def taken(self, sender: int, receiver: int) -> Tensor | Packed:
         """Return the next message, once it is there."""
         queue, end = self.mail(sender, receiver), time.monotonic() + _TIMEOUT_S
         while not self._closed and time.monotonic() < end:
