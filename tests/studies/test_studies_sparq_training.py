@@ -68,7 +68,7 @@ def test_the_committed_runs_are_known_and_say_what_the_docs_say():
     plain = fmean(loss["none"])
     assert all(fmean(loss[f"inside {bits}"]) < plain + 0.1 for bits in (1, 2, 4, 8))
     assert fmean(loss["between 8"]) < plain + 0.1
-    assert fmean(loss["between 2"]) > plain + 0.5
+    assert fmean(loss["between 2"]) > plain + 0.25
     # Inside a block the residual stream, sent in full, is most of what crosses.
     assert fmean(size["inside 1"]) > 0.9 * fmean(size["inside 4"]) > fmean(size["between 8"])
 
