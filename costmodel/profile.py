@@ -60,6 +60,7 @@ CONSTANT_UNITS: dict[str, str] = {
     "copy_cache_bandwidth": "byte/s",
     "copy_latency_s": "s",
     "copy_cores": "core",
+    "ranks_slowdown": "1",
     "message_s": "s",
     "loopback_bandwidth": "byte/s",
     "codec_s": "s",
@@ -106,6 +107,9 @@ CONSTANT_UNITS: dict[str, str] = {
     Host time per kernel, per matrix product besides, per segment of model code entered, per instruction of a program, per training step.
 ``copy_*``
     Host to device and back, the first ``cache_bytes`` of each copy at the cache's bandwidth; on a CPU a copy is a thread that takes ``copy_cores`` cores.
+``ranks_slowdown``
+    How many times as long work takes where every core of a host has a rank of one thread, which meets the others now and
+    then: they share caches and memory, and wait for the slowest.
 ``message_s``, ``loopback_bandwidth``
     Of exchanges among ranks: time of a small message besides a link's latency, and what passes per second between
     two CPU ranks of one host.
@@ -118,8 +122,8 @@ CONSTANT_UNITS: dict[str, str] = {
 """
 
 
-_OPTIONAL_KINDS = frozenset({"codec_s"})
-"""Without them, those count that come with the package."""
+_OPTIONAL_KINDS = frozenset({"codec_s", "ranks_slowdown"})
+"""Without them, those count that come with the package, and ranks that do not slow each other down."""
 
 _MEMORY_KINDS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
 

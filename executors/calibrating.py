@@ -14,6 +14,7 @@ from costmodel.measurement import Measurement
 from costmodel.profile import Profile
 from executors.calibrate import DEFAULT_BUDGET_S, calibrate, threads_set
 from executors.codec_calibration import with_codec_constants
+from executors.crowd import with_slowdown
 from executors.whole_steps import (
     WholeStep,
     interval_ratios,
@@ -99,6 +100,8 @@ def calibrated(
             on_share=lambda share: on_share(1 - _STEPS_SHARE * (1 - share)),
         )
     profile, fit = fitted(topology, node, base, measurements, steps)
+    if device == "cpu":
+        profile = with_slowdown(profile)
     return with_codec_constants(profile), fit
 
 

@@ -121,6 +121,14 @@ class Machine:
             ),
         )
 
+    def among_ranks(self) -> Machine:
+        """Return the machine of a rank that has others on its host: cores that all work at once do less than one alone."""
+        slowdown = self.profile.values().get("ranks_slowdown", 1.0)
+        if self.kernels or slowdown <= 1:
+            return self
+        capacities = {**self.capacities, self.cores: self.capacities[self.cores] / slowdown}
+        return replace(self, capacities=MappingProxyType(capacities))
+
     @classmethod
     def from_topology(cls, topology: Topology, device: str, profile: Profile) -> Machine:
         """Return the machine around one device of a topology.

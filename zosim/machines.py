@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -114,7 +115,7 @@ def _reaching(machine: Machine, names: Sequence[str], topology: Topology) -> Mac
 class Ways:
     """Machines and hops of one topology, each looked up once; profiles must outlive it."""
 
-    machines: dict[tuple[str, int], Machine] = field(default_factory=dict)
+    machines: dict[tuple[str, int, bool], Machine] = field(default_factory=dict)
     hops: dict[tuple[int, str, str], Hop] = field(default_factory=dict)
     board_rings: dict[tuple[str, ...], list[Hop] | None] = field(default_factory=dict)
 
@@ -133,13 +134,16 @@ class _Builder:
         self._devices = devices
         self._profiles = [profiles] * len(devices) if isinstance(profiles, Profile) else profiles
         self._machines, self._hops, self._board_rings = known.machines, known.hops, known.board_rings
+        self._num_beside = Counter(topology.host_of(device).id for device in devices)
 
     def alone(self, rank: int) -> Machine:
         """Return the machine of a rank, without rings."""
         device, profile = self._devices[rank], self._profiles[rank]
-        key = device, id(profile)
+        is_crowded = self._num_beside[self._topology.host_of(device).id] > 1
+        key = device, id(profile), is_crowded
         if key not in self._machines:
-            self._machines[key] = Machine.from_topology(self._topology, device, profile)
+            machine = Machine.from_topology(self._topology, device, profile)
+            self._machines[key] = machine.among_ranks() if is_crowded else machine
         return self._machines[key]
 
     def rings(self, part: Sequence[int]) -> list[Ring]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, log2
@@ -15,15 +12,12 @@ import psutil
 import torch
 
 from executors.communicator import WORLD, Communicator
+from executors.crowd import cores_together
 
 _NUM_MESSAGES = 300
 _NUM_BULKS = 3
 _BULK_S = 0.5
 """Seconds of the link that the bandwidth is measured with."""
-
-_NUM_BURSTS = 12
-_BURST_S = 0.1
-"""Seconds of computing between two exchanges, as between two losses of a step."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,7 @@ def measure_link(ranks: Communicator, rate_bytes_per_s: float) -> LinkFigures:
         exchange_s / ceil(log2(ranks.world_size)),
         bulk.numel() * num_others / min(bulk_s),
         core_s_per_byte,
-        _num_cores(ranks, tiny, exchange_s),
+        _num_cores(ranks),
     )
 
 
@@ -83,47 +77,10 @@ def _busy_s() -> float:
     return float(found.user + found.nice + found.system + found.irq + found.softirq)
 
 
-def _num_cores(ranks: Communicator, tiny: torch.Tensor, exchange_s: float) -> float:
-    """Return what all ranks' work of a while comes to, where each would have a core of its own for it."""
-    there = len(os.sched_getaffinity(0))
-    burst = _burst(ranks)
-    ranks.barrier("measuring cores")
-    # No more ranks than cores, and none waits for another.
-    alone_s = median(_timed(burst)) if ranks.rank < there else 0.0
-    found = ranks.gathered(torch.tensor(alone_s, dtype=torch.float64), "measuring cores")
-    alone_s = float(found[:there].mean())
-    whole = tiny.new_zeros(ranks.world_size)
+def _num_cores(ranks: Communicator) -> float:
+    """Return what :func:`executors.crowd.cores_together` finds."""
 
-    def together() -> None:
-        burst()
-        ranks.all_gather(WORLD, whole, tiny, "measuring cores")
+    def gather(number: float) -> list[float]:
+        return list(ranks.gathered(torch.tensor(number, dtype=torch.float64), "measuring cores").tolist())
 
-    taken_s = median(_timed(together)) - exchange_s
-    return min(float(there), ranks.world_size * alone_s / taken_s)
-
-
-def _burst(ranks: Communicator) -> Callable[[], None]:
-    """Return some work of random numbers and products, as much on every rank, on more than a core's caches hold."""
-    a, b = torch.ones(128, 512), torch.ones(512, 2048)
-    numbers = itertools.cycle(torch.empty(16, 1 << 16))
-
-    def piece() -> None:
-        next(numbers).normal_()
-        torch.mm(a, b)
-
-    num = round(_BURST_S / median(_timed(piece)))
-    num = int(ranks.told(str(num).encode(), "agreeing on some work"))
-
-    def burst() -> None:
-        for _ in range(num):
-            piece()
-
-    return burst
-
-
-def _timed(action: Callable[[], None]) -> list[float]:
-    ends = [time.perf_counter()]
-    for _ in range(_NUM_BURSTS):
-        action()
-        ends.append(time.perf_counter())
-    return [end - begin for begin, end in pairwise(ends)]
+    return cores_together(gather, ranks.rank, ranks.world_size)

@@ -193,3 +193,22 @@ def test_a_copy_within_a_host_takes_its_part_of_a_core_while_its_ring_waits_for_
     assert dict(local.uses)[machines[0].cores] == pytest.approx(1 / 40, rel=0.01)
     # What goes abroad costs the same cores, by the byte.
     assert dict(abroad.uses)[machines[1].cores] * abroad.bound == pytest.approx(1 / 40, rel=0.01)
+
+
+def seconds_of_ranks(num_ranks, topology="cpu-laptop", **values):
+    """What a second of work on one core takes where so many ranks of a host do it at once."""
+    laptop = load_preset(topology)
+    work = instruction("work", "compute", 1.0)
+    groups = {"world": (tuple(range(num_ranks)),)}
+    programs = ProgramSet((program([work]),), (0,) * num_ranks, groups)
+    machines = machines_for(laptop, ["cpu0"] * num_ranks, make_profile("cpu", **values), groups)
+    return simulate_ranks(programs, machines, num_steps=1).makespan_s
+
+
+def test_ranks_on_all_cores_of_a_host_take_from_each_other_what_was_measured():
+    alone_s = seconds_of_ranks(1, num_cores=2, ranks_slowdown=1.25)
+    assert alone_s == seconds_of_ranks(1, num_cores=2, ranks_slowdown=1.0)
+    assert seconds_of_ranks(2, num_cores=2, ranks_slowdown=1.0) == pytest.approx(alone_s)
+    assert seconds_of_ranks(2, num_cores=2, ranks_slowdown=1.25) == pytest.approx(1.25 * alone_s)
+    # Where cores are to spare, nobody notices.
+    assert seconds_of_ranks(2, num_cores=8, ranks_slowdown=1.25) == pytest.approx(alone_s)

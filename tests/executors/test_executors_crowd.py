@@ -1,0 +1,49 @@
+"""How much work ranks do at once: the arithmetic on a clock of our own, and real processes."""
+
+import os
+
+import pytest
+import torch
+
+from costmodel.datasheet import datasheet_profile
+from executors import crowd
+from executors.crowd import cores_together, with_slowdown
+from topology import detect
+
+
+class Clock:
+    """Work that takes as long as one says; `together` times as long after an exchange than before the first."""
+
+    def __init__(self, monkeypatch, together):
+        self.now, self.pace, self.together, self.num_gathers = 0.0, 1.0, together, 0
+        monkeypatch.setattr(crowd.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(crowd.torch, "mm", self.work)
+
+    def work(self, *_):
+        self.now += 0.01 * self.pace
+
+    def gather(self, number):
+        # The size of a burst, the exchanges that are timed, and the bursts alone come first.
+        self.num_gathers += 1
+        if self.num_gathers >= crowd._NUM_EXCHANGES + 2:
+            self.pace = self.together
+        return [number]
+
+
+@pytest.mark.parametrize("together", [1.0, 1.25, 2.0])
+def test_cores_are_what_work_at_once_comes_to(monkeypatch, together):
+    clock = Clock(monkeypatch, together)
+    found = cores_together(clock.gather, 0, 1)
+    assert found == pytest.approx(min(len(os.sched_getaffinity(0)), 1 / together))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="ranks of one core have nobody beside them")
+def test_processes_measure_what_they_take_from_each_other():
+    threads = torch.get_num_threads()
+    machine = detect()
+    profile = with_slowdown(datasheet_profile(machine, machine.of_kind("cpu")[0].id))
+    constant = profile.constant("ranks_slowdown")
+    # With other tests beside them they may be slow, but not faster than alone by more than clocks tell.
+    assert 0.5 < constant.low <= constant.value <= constant.high < 9.0
+    assert constant.unit == "1"
+    assert torch.get_num_threads() == threads
