@@ -88,8 +88,8 @@ Measured step times are medians on rank 0."""
             ("100 Mbit/s", lambda row: row.rate == "100mbit"),
             *((way, _is_of(way)) for way in ("ddp", "pertp", "2d", "stages")),
             ("sliced", lambda row: "sliced" in row.strategy),
-            ("two ranks, a core each", lambda row: row.layout == "2x1"),
-            ("four ranks on two cores", lambda row: row.layout != "2x1"),
+            ("two ranks, a core each", lambda row: row.layout in ("2x1", "2x1s")),
+            ("four ranks on two cores", lambda row: row.layout not in ("2x1", "2x1s")),
         )
         for name, belongs in groups:
             chosen = [row for row in self.rows if belongs(row)]
