@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from costmodel.published import shipped_rows
 from studies.against_print.sheets import sheet_outcomes, sheets_section
 from studies.against_print.splits import OURS, SPLITS, Outcome, outcomes
+from studies.checkout import commit
 from zosim.published.audit import Finding, audit
 from zosim.published.cells import cells_of
 from zosim.published.fitted_profile import PublishedProfile, known_cells, load_published_profile
@@ -46,7 +46,7 @@ def written() -> str:
     for split in SPLITS:
         mine = [cell for cell in known_cells(cells, split.paper, split.domain) if cell.value is not None]
         found += outcomes(split, mine, findings)
-    head = _HEAD.format(commit=_commit())
+    head = _HEAD.format(commit=commit())
     parts = [head + "\n".join(_error_rows(found)), _misses(found), *_constants(load_published_profile())]
     sheets = sheets_section(sheet_outcomes(cells, findings))
     return "\n\n".join([*parts, _coverage(found), sheets, findings_table(findings)]) + "\n"
@@ -146,13 +146,3 @@ def findings_table(findings: Sequence[Finding]) -> str:
         for item in findings
     ]
     return "\n".join(lines)
-
-
-def _commit() -> str:
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()

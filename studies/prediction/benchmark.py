@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from costmodel.calibration import FitReport
 from costmodel.profile import Profile
 from executors.calibrate import DEFAULT_BUDGET_S
 from executors.calibrating import calibrated
+from studies.checkout import commit
 from studies.prediction.cases import Case, choice_cases, held_out_cases, rank_cases, tuning_cases
 from studies.prediction.measuring import measure, measure_ranks
 from studies.prediction.predicting import Choice, Row, predict, predict_ranks
@@ -127,18 +127,3 @@ def write(benchmark: Benchmark, folder: Path) -> Path:
     report.write_text(benchmark.to_markdown(), encoding="utf-8")
     report.with_suffix(".json").write_text(benchmark.to_json(), encoding="utf-8")
     return report
-
-
-def commit() -> str:
-    """Return the commit of this checkout, marked where files differ from it."""
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()

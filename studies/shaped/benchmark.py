@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from costmodel.profile import load_profile
+from studies.checkout import commit
 from studies.prediction.report import machine_words
 from studies.shaped.cases import NETWORKS, RATES, STAGED, TWO, Layout
 from studies.shaped.links import LinkFigures
@@ -119,23 +120,13 @@ def _report(folder: Path, out: Path) -> Path:
             rows += predict(rate, layout, found, latency_s, machine, profile)
     benchmark = ShapedBenchmark(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        commit=_commit(),
+        commit=commit(),
         machine=machine_words(machine.device_spec(machine.of_kind("cpu")[0].id).name),
         message_s=message_s,
         links=tuple(links),
         rows=tuple(rows),
     )
     return benchmark.write(out)
-
-
-def _commit() -> str:
-    """Return the commit of this checkout, marked where files differ from it."""
-    words = ["git", "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
 
 
 def _read(folder: Path, rate: str, layout: Layout) -> NetworkSteps:
