@@ -9,21 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from executors.launch import launch
-    from executors.loading import load_model
-    from executors.records import StepRecord
-    from executors.session import Session
-    from executors.spec import plan_of_model, spec_of_model
+    from executors.models.loading import load_model
+    from executors.models.spec import plan_of_model, spec_of_model
+    from executors.ranks.launch import launch
+    from executors.runs.records import StepRecord
+    from executors.runs.session import Session
 
 __all__ = ["Session", "StepRecord", "launch", "load_model", "plan_of_model", "spec_of_model"]
 
 _HOMES = {
-    "Session": "session",
-    "StepRecord": "records",
-    "launch": "launch",
-    "load_model": "loading",
-    "plan_of_model": "spec",
-    "spec_of_model": "spec",
+    "Session": "runs.session",
+    "StepRecord": "runs.records",
+    "launch": "ranks.launch",
+    "load_model": "models.loading",
+    "plan_of_model": "models.spec",
+    "spec_of_model": "models.spec",
 }
 
 

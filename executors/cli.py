@@ -254,11 +254,11 @@ def run(
     given = {
         name: value.value if isinstance(value, enum.Enum) else value for name, value in dict(locals()).items()
     }
-    from executors.asking import settings_from
-    from executors.launch import RankInfo, is_launched
-    from executors.launch import launch as launch_ranks
-    from executors.mesh import launch_lines
-    from executors.run import run_in_rank
+    from executors.ranks.launch import RankInfo, is_launched
+    from executors.ranks.launch import launch as launch_ranks
+    from executors.ranks.mesh import launch_lines
+    from executors.runs.asking import settings_from
+    from executors.runs.run import run_in_rank
 
     settings, warnings = settings_from(given)
     is_first, placement = RankInfo.here().rank == 0, settings.plan.placement
@@ -303,10 +303,10 @@ def replay(
     """Rebuild a run's weights, bit for bit, from its base weights and its log."""
     import torch
 
-    from executors.mesh import alone
-    from executors.planning import Asked, plan_for
-    from executors.replay import replay as replay_run
-    from executors.runlog import read_header
+    from executors.ranks.mesh import alone
+    from executors.runs.planning import Asked, plan_for
+    from executors.runs.replay import replay as replay_run
+    from executors.runs.runlog import read_header
     from zosim.plan import Plan
 
     header = read_header(directory)
@@ -360,7 +360,7 @@ def calibrate(
 ) -> None:
     """Measure this machine, and fit the rates that predictions use."""
     if evidence:
-        from zosim.evidence_learning import learned
+        from zosim.evidence.learning import learned
 
         _show_fit(*learned(evidence), output=output, kept=None, as_json=as_json)
         return
@@ -369,9 +369,9 @@ def calibrate(
 
         calibrate_rows(rows, output, as_json=as_json)
         return
-    from executors.asking import default_threads
-    from executors.calibrating import calibrated
-    from executors.planning import host_node
+    from executors.calibration.calibrating import calibrated
+    from executors.runs.asking import default_threads
+    from executors.runs.planning import host_node
     from zosim.profiles import save_host_profile
 
     topology, node = host_node(device)

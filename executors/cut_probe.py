@@ -16,10 +16,10 @@ from costmodel.codecs import CodecSpec, codec_spec, overhead_bytes
 from executors.codecs import codec_of, decode_quantised, encode_quantised, encoding_of, quantise
 from executors.codecs.encodings import Symbols
 from executors.codecs.fidelity import Visibility, received, relative_error, visibility
-from executors.cuts import Crossing, Cut, crossings, cuts_of, loss_through
-from executors.directions import Gaussian
-from executors.model import Batch, CutModel
-from executors.rng import generator_on
+from executors.models.cuts import Crossing, Cut, crossings, cuts_of, loss_through
+from executors.models.model import Batch, CutModel
+from executors.randomness.directions import Gaussian
+from executors.randomness.rng import generator_on
 from topology.errors import CodecError, PlanError
 from zosim.console import emit, stderr, table
 
@@ -256,7 +256,7 @@ def probe(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Measure density, entropy and quantisation error of what crosses each possible cut, on real batches."""
-    from executors.loading import load_model
+    from executors.models.loading import load_model
 
     specs = [codec_spec(name) for name in codec or ("q4", "q8")]
     loaded = load_model(model, dtype=dtype, random_weights=random_weights, seed=seed)
@@ -273,10 +273,10 @@ def probe(
 def _batches(
     model: Any, source: str, data: str, size: int, num: int, seq: int | None, template: str | None
 ) -> list[Batch]:
-    from executors.batches import Batches
-    from executors.data import Limits, open_dataset
-    from executors.inputs import tokenizer_for
-    from executors.prompts import PromptTemplate
+    from executors.datasets.batches import Batches
+    from executors.datasets.data import Limits, open_dataset
+    from executors.datasets.inputs import tokenizer_for
+    from executors.datasets.prompts import PromptTemplate
 
     config = model.config.get_text_config()
     limits = Limits(config.vocab_size, seq or getattr(config, "max_position_embeddings", None), truncate=True)

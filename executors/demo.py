@@ -17,11 +17,11 @@ from topology.errors import RunError
 
 if TYPE_CHECKING:
     from costmodel.profile import Profile
-    from executors.pretrain import Pretrained, Recipe
+    from executors.models.pretrain import Pretrained, Recipe
     from topology.graph import Topology
-    from zosim.compare import Comparison
+    from zosim.analysis.compare import Comparison
     from zosim.plan import Plan
-    from zosim.planner import Decision
+    from zosim.planning.planner import Decision
 
 HOST = "host"
 _NUM_EVALUATED = 500
@@ -150,7 +150,7 @@ class Stages:
         return topology
 
     def _model(self) -> Pretrained:
-        from executors.pretrain import Recipe, pretrained_model, progress_bar
+        from executors.models.pretrain import Recipe, pretrained_model, progress_bar
         from zosim.console import stderr
 
         self._heading("a small language model, pretrained here on text that Python brings along")
@@ -166,7 +166,7 @@ class Stages:
         return pretrained
 
     def _calibrate(self, topology: Topology) -> Profile:
-        from executors.calibrating import calibrated
+        from executors.calibration.calibrating import calibrated
         from zosim.console import stderr
         from zosim.profiles import save_host_profile
 
@@ -183,7 +183,7 @@ class Stages:
 
     def _plan(self, topology: Topology, profile: Profile, pretrained: Pretrained) -> Decision:
         from zosim.console import stderr
-        from zosim.planner import choose
+        from zosim.planning.planner import choose
         from zosim.report import decision_view
 
         self._heading("plans: first with all the memory there is, then with a limit between the two methods")
@@ -199,10 +199,10 @@ class Stages:
         self, topology: Topology, profile: Profile, pretrained: Pretrained, limit: int | None
     ) -> Any:
         from costmodel.configs import read_model_spec
-        from executors.planning import longest_example
-        from executors.pretrain import TaskSettings
+        from executors.models.pretrain import TaskSettings
+        from executors.runs.planning import longest_example
         from zosim.plan import Estimator
-        from zosim.planner import Request
+        from zosim.planning.planner import Request
 
         task = TaskSettings()
         model = read_model_spec(str(pretrained.model))
@@ -219,11 +219,11 @@ class Stages:
         )
 
     def _train(self, plan: Plan, pretrained: Pretrained) -> dict[str, Any]:
-        from executors.launch import launch
-        from executors.pretrain import TaskSettings
-        from executors.run import run_in_rank
-        from executors.schedule import Schedule
-        from executors.settings import DataSettings, EvaluationSettings, RunSettings
+        from executors.models.pretrain import TaskSettings
+        from executors.ranks.launch import launch
+        from executors.runs.run import run_in_rank
+        from executors.runs.schedule import Schedule
+        from executors.runs.settings import DataSettings, EvaluationSettings, RunSettings
 
         self._heading(
             f"{self.num_steps} steps of {_METHOD_NAMES[plan.residency.blocks]}, under torch.distributed"
@@ -244,8 +244,8 @@ class Stages:
         return summary
 
     def _compare(self, decision: Decision, summary: dict[str, Any]) -> Outcome:
-        from executors.jsonlines import read_lines
-        from zosim.compare import compare
+        from executors.runs.jsonlines import read_lines
+        from zosim.analysis.compare import compare
         from zosim.timeline import Timeline
 
         self._heading("predicted and measured")

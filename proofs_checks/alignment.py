@@ -9,12 +9,12 @@ import torch
 from scipy.stats import kstest, kstwobign
 from torch import Tensor
 
-from executors.counter import COUNTER_BLOCK_ELEMENTS, CounterDraws, CounterKey
-from executors.crew import Crew
-from executors.directions import DIRECTIONS, Direction
-from executors.rng import generator_on
-from executors.session import Session
-from executors.walks import draw_rows, walk_past
+from executors.randomness.counter import COUNTER_BLOCK_ELEMENTS, CounterDraws, CounterKey
+from executors.randomness.crew import Crew
+from executors.randomness.directions import DIRECTIONS, Direction
+from executors.randomness.rng import generator_on
+from executors.randomness.walks import draw_rows, walk_past
+from executors.runs.session import Session
 from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
 from proofs_checks.placements import (
@@ -245,25 +245,25 @@ CLAIMS = (
         (
             Mutant(
                 "every group starts from the seed",
-                "executors.drawing:Drawing._walked",
+                "executors.randomness.drawing:Drawing._walked",
                 "generator.set_state(values[source[0]][0])",
                 "generator.manual_seed(seeded.seeds[op.query])",
             ),
             Mutant(
                 "a delayed update draws from the present step",
-                "executors.drawing:counter_key",
+                "executors.randomness.drawing:counter_key",
                 "source = frame.at(op.step)",
                 "source = frame.at(0) if frame.seeds else frame.at(op.step)",
             ),
             Mutant(
                 "rows perturbed with another rounding than their table",
-                "executors.arithmetic:gathered",
+                "executors.steps.arithmetic:gathered",
                 "rows.add_(torch.mul(z, scale * epsilon))",
                 "rows.add_(z, alpha=scale * epsilon)",
             ),
             Mutant(
                 "gathered rows that skip the step to -ε",
-                "executors.arithmetic:gathered",
+                "executors.steps.arithmetic:gathered",
                 "for scale in scales:",
                 "for scale in scales[:1]:",
             ),
@@ -284,7 +284,7 @@ CLAIMS = (
             ),
             Mutant(
                 "normals of the wrong width",
-                "executors.directions:Gaussian.fill",
+                "executors.randomness.directions:Gaussian.fill",
                 "out.normal_(0.0, 1.0,",
                 "out.normal_(0.0, 1.2,",
             ),
@@ -301,31 +301,31 @@ CLAIMS = (
         (
             Mutant(
                 "a slice read from its block's start",
-                "executors.counter:CounterDraws._window",
+                "executors.randomness.counter:CounterDraws._window",
                 "numbers[low - begin : high - begin]",
                 "numbers[: high - low]",
             ),
             Mutant(
                 "a key without its step",
-                "executors.counter:CounterKey.of",
+                "executors.randomness.counter:CounterKey.of",
                 "mixed(seed, step, query)",
                 "mixed(seed, query)",
             ),
             Mutant(
                 "blocks numbered within their parameter",
-                "executors.counter:CounterDraws._seeds",
+                "executors.randomness.counter:CounterDraws._seeds",
                 " + np.uint64(first_block)",
                 "",
             ),
             Mutant(
                 "a walk that draws pieces of 1000",
-                "executors.walks:_pieces",
+                "executors.randomness.walks:_pieces",
                 "length = min(most, numel - begin)",
                 "length = min(1000, numel - begin)",
             ),
             Mutant(
                 "a resumed run that starts its seeds again",
-                "executors.session:Session.seeds_of",
+                "executors.runs.session:Session.seeds_of",
                 "step, query)",
                 "step - 2 * (self._first_timed > 0), query)",
             ),

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from executors.model import CutModel
-from executors.session import Session
-from executors.spec import spec_of_model
+from executors.models.model import CutModel
+from executors.models.spec import spec_of_model
+from executors.runs.session import Session
 from zosim.plan import Estimator, Placement, Plan, Precision
 
 NUM_BLOCKS = 2

@@ -12,14 +12,14 @@ from costmodel.work import Work
 from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
 from topology import load_preset
-from zosim.counts import step_counts
-from zosim.first_order import FirstOrder, lower_first_order
+from zosim.analysis.counts import step_counts
+from zosim.engines.recurrence import step_time_bound_of
+from zosim.engines.world import World
+from zosim.first_order.programs import FirstOrder, lower_first_order
 from zosim.machines import machines_for
 from zosim.plan import Mesh, Placement, Plan, Precision, Runtime, Split
 from zosim.program import Backward, Forward, Program, Recv, Send
 from zosim.program_set import ProgramSet
-from zosim.recurrence import step_time_bound_of
-from zosim.world import World
 
 _PRESET = "dgx-h100"
 _NUM_BLOCKS, _WIDTH, _HEADS, _SEQ, _BATCH = 4, 64, 4, 16, 8
@@ -186,7 +186,7 @@ CLAIMS = (
         (
             Mutant(
                 "gradients that stay where they are",
-                "zosim.first_order_step:FirstOrderWriter._backward_model",
+                "zosim.first_order.step:FirstOrderWriter._backward_model",
                 "if self.layout.stage:",
                 "if False:",
             ),
@@ -229,7 +229,7 @@ CLAIMS = (
         (
             Mutant(
                 "instructions that do not wait for their stream",
-                "zosim.recurrence:Recurrence.advance",
+                "zosim.engines.recurrence:Recurrence.advance",
                 "start_s = max(start_s,",
                 "start_s = min(start_s,",
             ),

@@ -11,7 +11,7 @@ from torch import Tensor
 from costmodel.codecs import ENCODINGS, CodecSpec, Grid, Scope
 from executors.codecs import codec_of, decode, dequantise, quantise
 from executors.codecs.fidelity import received, relative_error
-from executors.rng import generator_on
+from executors.randomness.rng import generator_on
 from proofs_checks.claims import Claim, Context, Outcome, worst
 from proofs_checks.mutation import Mutant
 from proofs_checks.statistics import compare_means
@@ -208,7 +208,7 @@ def check_blindness(context: Context) -> Outcome:
 
 _NEAREST = Mutant(
     "rounding to the nearest",
-    "executors.quantisers:rounded_at_random",
+    "executors.randomness.quantisers:rounded_at_random",
     "chance < numbers - below",
     "0.5 < numbers - below",
 )

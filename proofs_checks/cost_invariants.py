@@ -21,13 +21,13 @@ from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
 from topology import load_preset
 from topology.errors import DoesNotFit
+from zosim.engines.recurrence import step_time_bound
+from zosim.engines.simulate import simulate
 from zosim.lowering import lower
 from zosim.machine import Machine
 from zosim.plan import Placement, Plan, Residency, Runtime
-from zosim.planner import Request, choose
+from zosim.planning.planner import Request, choose
 from zosim.program import Program
-from zosim.recurrence import step_time_bound
-from zosim.simulate import simulate
 
 _DEVICES = (("dgx-h100", "gpu0"), ("rtx4090-2x", "gpu0"), ("dgx-h100", "cpu0"), ("cpu-laptop", "cpu0"))
 _ROUNDING = 1e-9
@@ -341,7 +341,7 @@ CLAIMS: tuple[Claim, ...] = (
         "steps-lie-between-parts-and-sum",
         "An operation takes at least its longest term and at most the sum of its terms; a step at least what its "
         "busiest stream has to do, at most what all streams have together, and simulated at least its closed form.",
-        "max-plus algebra (Baccelli et al., chapter 3), zosim.recurrence",
+        "max-plus algebra (Baccelli et al., chapter 3), zosim.engines.recurrence",
         "one rank; streams that share nothing in the closed form",
         check_bounds,
         (
@@ -353,7 +353,7 @@ CLAIMS: tuple[Claim, ...] = (
             ),
             Mutant(
                 "instructions that do not wait for their stream",
-                "zosim.recurrence:Recurrence.advance",
+                "zosim.engines.recurrence:Recurrence.advance",
                 "start_s = max(start_s,",
                 "start_s = min(start_s,",
             ),
@@ -384,13 +384,13 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "more-memory-still-fits",
         "A plan that fits still fits where there is more memory, and the chosen step does not get longer.",
-        "zosim.planner, zosim.footprint",
+        "zosim.planning.planner, zosim.planning.footprint",
         "device memory limited from half a GiB to 20 GiB",
         check_memory,
         (
             Mutant(
                 "a limit that is met from the other side",
-                "zosim.bounds:Bounds._missing",
+                "zosim.planning.bounds:Bounds._missing",
                 "if memory.device_bytes > limit:",
                 "if memory.device_bytes < limit:",
             ),

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executors.communicator import Communicator
-from executors.session import Session
+from executors.ranks.communicator import Communicator
+from executors.runs.session import Session
 from proofs_checks.analytic import DIMENSION, PER_SEGMENT, AnalyticModel, plan_of
 from proofs_checks.claims import Claim, Context, Outcome, worst
 from proofs_checks.mutation import Mutant
@@ -229,13 +229,13 @@ CLAIMS = (
         (
             Mutant(
                 "every rank with seeds of its own",
-                "executors.session:Session.seeds_of",
+                "executors.runs.session:Session.seeds_of",
                 "seed_of(self.seed, step, query)",
                 "seed_of(self.seed + self.rank, step, query)",
             ),
             Mutant(
                 "the first rank's loss alone",
-                "executors.exchanges:_mean_of",
+                "executors.ranks.exchanges:_mean_of",
                 "len(holders) == 1",
                 "len(holders) >= 1",
             ),
@@ -263,7 +263,7 @@ CLAIMS = (
             ),
             Mutant(
                 "shards' losses added, not averaged",
-                "executors.micro_batches:accumulated",
+                "executors.steps.micro_batches:accumulated",
                 "total / sum(counts)",
                 "total",
             ),

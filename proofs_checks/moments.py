@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from executors.directions import Direction, Gaussian, Rademacher
-from executors.families import LowRank, QuantisedGaussian, Sphere
-from executors.quantisers import StochasticRounding
-from executors.rng import generator_on
+from executors.randomness.directions import Direction, Gaussian, Rademacher
+from executors.randomness.families import LowRank, QuantisedGaussian, Sphere
+from executors.randomness.quantisers import StochasticRounding
+from executors.randomness.rng import generator_on
 from proofs_checks.analytic import DIMENSION, estimates
 from proofs_checks.claims import Claim, Context, Outcome, worst
 from proofs_checks.mutation import Mutant
@@ -112,7 +112,7 @@ def check_estimates(direction: str, context: Context) -> Outcome:
 
 _WIDE = Mutant(
     "normals of the wrong width",
-    "executors.directions:Gaussian.fill",
+    "executors.randomness.directions:Gaussian.fill",
     "out.normal_(0.0, 1.0,",
     "out.normal_(0.0, 1.2,",
 )
@@ -134,25 +134,25 @@ CLAIMS = (
             _WIDE,
             Mutant(
                 "a sphere of radius 1",
-                "executors.families:Sphere.fill",
+                "executors.randomness.families:Sphere.fill",
                 "math.sqrt(out.numel())",
                 "1.0",
             ),
             Mutant(
                 "low rank without its scale",
-                "executors.families:LowRank.fill",
+                "executors.randomness.families:LowRank.fill",
                 "out.div_(math.sqrt(self.rank))",
                 "out.div_(self.rank)",
             ),
             Mutant(
                 "uniform numbers of variance 1 for normals",
-                "executors.directions:Gaussian.fill",
+                "executors.randomness.directions:Gaussian.fill",
                 "out.normal_(0.0, 1.0, generator=generator)",
                 "out.uniform_(-(3.0**0.5), 3.0**0.5, generator=generator)",
             ),
             Mutant(
                 "a sign bit that is never set",
-                "executors.directions:Rademacher._fill_piece",
+                "executors.randomness.directions:Rademacher._fill_piece",
                 "words.random_(-(2**63), None, generator=generator)",
                 "words.random_(generator=generator)",
             ),
@@ -168,13 +168,13 @@ CLAIMS = (
             _WIDE,
             Mutant(
                 "a central difference divided by ε",
-                "executors.arithmetic:projected_gradient",
+                "executors.steps.arithmetic:projected_gradient",
                 "(2 * epsilon if central else epsilon)",
                 "epsilon",
             ),
             Mutant(
                 "a central difference that leaves out its second loss",
-                "executors.arithmetic:projected_gradient",
+                "executors.steps.arithmetic:projected_gradient",
                 "(loss_plus - loss_other)",
                 "(loss_plus - (0.0 if central else loss_other))",
             ),
@@ -189,7 +189,7 @@ CLAIMS = (
         (
             Mutant(
                 "signs of one word for all",
-                "executors.directions:Rademacher._spread",
+                "executors.randomness.directions:Rademacher._spread",
                 "torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts, out=signs)",
                 "torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts * 0, out=signs)",
             ),

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
-from executors.interpreter import StepFrame
-from executors.model import Batch, CutModel
-from executors.records import StepRecord
-from executors.session import Session
-from executors.spec import spec_of_model
+from executors.models.model import Batch, CutModel
+from executors.models.spec import spec_of_model
+from executors.runs.records import StepRecord
+from executors.runs.session import Session
+from executors.steps.interpreter import StepFrame
 from zosim.lowering.directions import SCALED
 from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
 from zosim.program import Access, Instruction, Perturb, Update

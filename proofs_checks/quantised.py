@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from executors.families import QuantisedGaussian
-from executors.quantisers import StochasticRounding
-from executors.rng import generator_on
+from executors.randomness.families import QuantisedGaussian
+from executors.randomness.quantisers import StochasticRounding
+from executors.randomness.rng import generator_on
 from proofs_checks.claims import Claim, Context, Outcome, worst
 from proofs_checks.mutation import Mutant
 from proofs_checks.statistics import compare_means
@@ -72,13 +72,13 @@ def check_rounding(context: Context) -> Outcome:
 
 _NEAREST = Mutant(
     "rounding to the nearest",
-    "executors.quantisers:rounded_at_random",
+    "executors.randomness.quantisers:rounded_at_random",
     "chance < numbers - below",
     "0.5 < numbers - below",
 )
 _TOWARDS_ZERO = Mutant(
     "cutting off towards zero before the chance is drawn",
-    "executors.quantisers:rounded_at_random",
+    "executors.randomness.quantisers:rounded_at_random",
     "numbers.floor()",
     "numbers.trunc()",
 )
@@ -96,13 +96,13 @@ CLAIMS = (
             _TOWARDS_ZERO,
             Mutant(
                 "a zero point that is forgotten",
-                "executors.quantisers:StochasticRounding.values",
+                "executors.randomness.quantisers:StochasticRounding.values",
                 "(codes - self.zero_point)",
                 "codes",
             ),
             Mutant(
                 "codes clamped one too far",
-                "executors.quantisers:StochasticRounding.codes",
+                "executors.randomness.quantisers:StochasticRounding.codes",
                 "clamp_(-self.highest, self.highest)",
                 "clamp_(-self.highest - 1, self.highest)",
             ),
@@ -121,13 +121,13 @@ CLAIMS = (
             _TOWARDS_ZERO,
             Mutant(
                 "one rounding where two are due",
-                "executors.families:QuantisedGaussian.fill_pair",
+                "executors.randomness.families:QuantisedGaussian.fill_pair",
                 "second.copy_(self.rounding.rounded(first, generator))\n    first.copy_(self.rounding.rounded(first, generator))",
                 "first.copy_(self.rounding.rounded(first, generator))\n    second.copy_(first)",
             ),
             Mutant(
                 "the second rounding rounds the first",
-                "executors.families:QuantisedGaussian.fill_pair",
+                "executors.randomness.families:QuantisedGaussian.fill_pair",
                 "first.copy_(self.rounding.rounded(first, generator))",
                 "first.copy_(self.rounding.rounded(second, generator))",
             ),

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from costmodel.codecs import CodecSpec
 from executors.codecs.fidelity import received
-from executors.rng import generator_on
-from executors.session import Session
+from executors.randomness.rng import generator_on
+from executors.runs.session import Session
 from proofs_checks.analytic import BATCH, DIMENSION, PER_SEGMENT, AnalyticModel, estimates, plan_of
 from proofs_checks.claims import Claim, Context, Outcome, worst
 from proofs_checks.mutation import Mutant
@@ -324,7 +324,7 @@ CLAIMS = (
         (
             Mutant(
                 "a difference over 4ε",
-                "executors.arithmetic:projected_gradient",
+                "executors.steps.arithmetic:projected_gradient",
                 "2 * epsilon",
                 "4 * epsilon",
             ),
@@ -353,7 +353,7 @@ CLAIMS = (
             _UP,
             Mutant(
                 "rounding to the nearest in place of stochastic",
-                "executors.quantisers:rounded_at_random",
+                "executors.randomness.quantisers:rounded_at_random",
                 "chance < numbers - below",
                 "0.5 < numbers - below",
             ),

@@ -13,9 +13,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from executors.communicator import Communicator
-from executors.messages import LENGTH_BYTES, check_length
-from executors.packed import Packed
+from executors.ranks.communicator import Communicator
+from executors.ranks.messages import LENGTH_BYTES, check_length
+from executors.ranks.packed import Packed
 from topology.errors import RunError
 from zosim.plan import Plan
 
@@ -85,7 +85,7 @@ class Room:
 
 
 class InProcess:
-    """One rank's communicator, with the interface of :class:`executors.communicator.Communicator`."""
+    """One rank's communicator, with the interface of :class:`executors.ranks.communicator.Communicator`."""
 
     timeout_s = _TIMEOUT_S
 

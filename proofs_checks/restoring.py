@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executors.session import Session
+from executors.runs.session import Session
 from proofs_checks.analytic import BATCH, DIMENSION, AnalyticModel, plan_of
 from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
@@ -139,13 +139,13 @@ CLAIMS = (
         (
             Mutant(
                 "a fused multiply-add",
-                "executors.arithmetic:Sweeper.perturb",
+                "executors.steps.arithmetic:Sweeper.perturb",
                 "theta[begin:end].add_(product)",
                 "theta[begin:end].add_(z[begin:end], alpha=scale * epsilon)",
             ),
             Mutant(
                 "every perturbation in two halves",
-                "executors.arithmetic:Sweeper.perturb",
+                "executors.steps.arithmetic:Sweeper.perturb",
                 "torch.mul(z[begin:end], scale * epsilon, out=product)",
                 "torch.mul(z[begin:end], scale * epsilon / 2, out=product); theta[begin:end].add_(product)",
             ),
@@ -167,13 +167,13 @@ CLAIMS = (
         (
             Mutant(
                 "a second perturbation one percent short",
-                "executors.arithmetic:Sweeper.perturb",
+                "executors.steps.arithmetic:Sweeper.perturb",
                 "scale * epsilon",
                 "(scale if scale > 0 else 0.99 * scale) * epsilon",
             ),
             Mutant(
                 "no way back",
-                "executors.arithmetic:Sweeper.perturb",
+                "executors.steps.arithmetic:Sweeper.perturb",
                 "scale * epsilon",
                 "(scale if scale > 0 else -1) * epsilon",
             ),
@@ -189,19 +189,19 @@ CLAIMS = (
         (
             Mutant(
                 "the present step's learning rate",
-                "executors.sweeping:Sweeping.update",
+                "executors.steps.sweeping:Sweeping.update",
                 "rate = source.learning_rate",
                 "rate = frame.learning_rate or source.learning_rate",
             ),
             Mutant(
                 "no update where g = 0",
-                "executors.sweeping:Sweeping.update",
+                "executors.steps.sweeping:Sweeping.update",
                 "if source is None:",
                 "if source is None or not source.gradients[op.query]:",
             ),
             Mutant(
                 "a flush that applies nothing",
-                "executors.interpreter:Interpreter.flush",
+                "executors.steps.interpreter:Interpreter.flush",
                 'self._run("flush", StepFrame(self._next_step, previous=self._frame))',
                 'self._run("flush", StepFrame(self._next_step))',
             ),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
 from proofs_checks.step_time import NUM_BLOCKS, block_bytes, machine, model, seconds
-from zosim.fold import simulate_set
+from zosim.engines.fold import simulate_set
 from zosim.lowering import lower_all
 from zosim.machine import Machine, Ring
 from zosim.plan import Mesh, Placement, Plan, Residency, Runtime

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executors.communicator import Communicator
-from executors.session import Session
-from executors.spec import spec_of_model
+from executors.models.spec import spec_of_model
+from executors.ranks.communicator import Communicator
+from executors.runs.session import Session
 from proofs_checks.claims import Claim, Context, Outcome, worst
 from proofs_checks.mutation import Mutant
 from proofs_checks.placements import (
@@ -25,7 +25,7 @@ from proofs_checks.placements import (
 )
 from proofs_checks.ranks import on_all_ranks
 from proofs_checks.statistics import compare_means
-from zosim.counts import step_counts
+from zosim.analysis.counts import step_counts
 from zosim.lowering import lower_all
 from zosim.plan import Estimator, Mesh, Placement, Plan, Runtime, Split
 from zosim.program import Send
@@ -181,7 +181,7 @@ def check_scalars(_context: Context) -> Outcome:
 
 _RESET = Mutant(
     "every group starts from the seed",
-    "executors.drawing:Drawing._walked",
+    "executors.randomness.drawing:Drawing._walked",
     "generator.set_state(values[source[0]][0])",
     "generator.manual_seed(seeded.seeds[op.query])",
 )
@@ -198,7 +198,7 @@ CLAIMS = (
             _RESET,
             Mutant(
                 "a back half that forgets the residual stream",
-                "executors.halves:HalvedBlock.back",
+                "executors.models.halves:HalvedBlock.back",
                 "residual + self._linear(activation)",
                 "self._linear(activation)",
             ),

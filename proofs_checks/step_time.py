@@ -9,11 +9,11 @@ from costmodel.model_spec import ModelSpec
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
+from zosim.engines.simulate import simulate
 from zosim.lowering import lower
 from zosim.machine import Machine
 from zosim.plan import Estimator, Placement, Plan, Residency, Runtime
 from zosim.program import Program
-from zosim.simulate import simulate
 
 NUM_BLOCKS = 9
 """A multiple of the three slots: else the next first upload may wait for the last offload, whose slot it takes."""

@@ -99,25 +99,25 @@ def check_unbiased(direction: str, context: Context) -> Outcome:
 
 _WRONG_STEP = Mutant(
     "a central difference divided by ε",
-    "executors.arithmetic:projected_gradient",
+    "executors.steps.arithmetic:projected_gradient",
     "(2 * epsilon if central else epsilon)",
     "epsilon",
 )
 _WRONG_SIGN = Mutant(
     "an update that climbs",
-    "executors.arithmetic:Sweeper.update",
+    "executors.steps.arithmetic:Sweeper.update",
     "piece.sub_(product)",
     "piece.add_(product)",
 )
 _SUMMED = Mutant(
     "queries summed, not averaged",
-    "executors.sweeping:Sweeping.update",
+    "executors.steps.sweeping:Sweeping.update",
     "source.gradients[op.query] / self.num_queries",
     "source.gradients[op.query]",
 )
 _HALF_WAY = Mutant(
     "second perturbation by -ε, not -2ε",
-    "executors.arithmetic:Sweeper.perturb",
+    "executors.steps.arithmetic:Sweeper.perturb",
     "scale * epsilon",
     "(1 if scale > 0 else -1) * epsilon",
 )
@@ -137,7 +137,7 @@ CLAIMS = (
             _HALF_WAY,
             Mutant(
                 "normals of the wrong width",
-                "executors.directions:Gaussian.fill",
+                "executors.randomness.directions:Gaussian.fill",
                 "out.normal_(0.0, 1.0,",
                 "out.normal_(0.0, 1.5,",
             ),
@@ -154,7 +154,7 @@ CLAIMS = (
             _WRONG_STEP,
             Mutant(
                 "signs that are one three times in four",
-                "executors.directions:Rademacher._fill_piece",
+                "executors.randomness.directions:Rademacher._fill_piece",
                 "words.random_(-(2**63), None, generator=generator)",
                 "words.random_(-(2**63), None, generator=generator).bitwise_and_(0x5555555555555555)",
             ),

@@ -7,7 +7,7 @@ Names are loaded when they are first asked for, so that ``import zosim`` costs n
     plan = zosim.Plan.load("plan.json")
     program = zosim.lower(plan)
 
-Functions that bear their module's name are imported from it: ``from zosim.simulate import simulate``.
+Functions that bear their module's name are imported from it: ``from zosim.engines.simulate import simulate``.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from topology.errors import ZosimError
-    from zosim.compare import Comparison
+    from zosim.analysis.compare import Comparison
+    from zosim.analysis.trace import save_trace
+    from zosim.engines.recurrence import step_time_bound
     from zosim.lowering import lower
     from zosim.machine import Machine
     from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
-    from zosim.planner import Decision, Request, choose
-    from zosim.predict import Prediction, Subject
+    from zosim.planning.planner import Decision, Request, choose
+    from zosim.planning.predict import Prediction, Subject
     from zosim.program import Program
-    from zosim.recurrence import step_time_bound
     from zosim.timeline import Timeline
-    from zosim.trace import save_trace
 
 _HOMES = {
-    "Comparison": "zosim.compare",
-    "Decision": "zosim.planner",
+    "Comparison": "zosim.analysis.compare",
+    "Decision": "zosim.planning.planner",
     "Estimator": "zosim.plan",
     "Machine": "zosim.machine",
     "Placement": "zosim.plan",
     "Plan": "zosim.plan",
     "Precision": "zosim.plan",
-    "Prediction": "zosim.predict",
+    "Prediction": "zosim.planning.predict",
     "Program": "zosim.program",
-    "Request": "zosim.planner",
+    "Request": "zosim.planning.planner",
     "Residency": "zosim.plan",
     "Runtime": "zosim.plan",
-    "Subject": "zosim.predict",
+    "Subject": "zosim.planning.predict",
     "Timeline": "zosim.timeline",
     "ZosimError": "topology.errors",
-    "choose": "zosim.planner",
+    "choose": "zosim.planning.planner",
     "lower": "zosim.lowering",
-    "save_trace": "zosim.trace",
-    "step_time_bound": "zosim.recurrence",
+    "save_trace": "zosim.analysis.trace",
+    "step_time_bound": "zosim.engines.recurrence",
 }
 
 try:

@@ -14,10 +14,11 @@ from topology.errors import PlanError, TimelineError
 from topology.graph import Topology
 from topology.units import format_seconds, parse_bytes
 from zosim import report
-from zosim.compare import compare as compare_timelines
-from zosim.compare import slowest_rank
+from zosim.analysis.compare import compare as compare_timelines
+from zosim.analysis.compare import slowest_rank
+from zosim.analysis.trace import save_trace
 from zosim.console import emit, stderr
-from zosim.first_order_report import baseline_subject, comparison_data, comparison_view
+from zosim.first_order.report import baseline_subject, comparison_data, comparison_view
 from zosim.options import (
     HOST,
     FirstOrderName,
@@ -38,11 +39,10 @@ from zosim.options import (
     subject_of,
 )
 from zosim.plan import Estimator, Mesh, Plan, Runtime
-from zosim.planner import Request, choose
+from zosim.planning.planner import Request, choose
+from zosim.planning.visibility import about_epsilon
 from zosim.profiles import Profiles
 from zosim.timeline import Timeline
-from zosim.trace import save_trace
-from zosim.visibility import about_epsilon
 
 
 def plan(

@@ -31,7 +31,7 @@ from costmodel.collectives import all_gather_s, all_reduce_s, point_to_point_s
 from costmodel.estimate import CopyDirection, OperationCost, estimate
 from costmodel.profile import Bound, Profile
 from topology.errors import ProfileError
-from zosim.activity import Activity, Hop, Ring
+from zosim.engines.activity import Activity, Hop, Ring
 from zosim.program import Collective, Instruction, Program, Recv, Send, Space, Stream
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from costmodel.model_spec import ModelSpec
 from topology.documents import resolve
 from topology.errors import PlanError
 from topology.validation import did_you_mean, readable
-from zosim.cuts import Cutting, read_densities
-from zosim.first_order_settings import PRESETS, FirstOrder
+from zosim.first_order.settings import PRESETS, FirstOrder
 from zosim.plan import Mesh, Plan, Precision, StorageDType, TransferDType
-from zosim.predict import Subject
+from zosim.planning.cuts import Cutting, read_densities
+from zosim.planning.predict import Subject
 from zosim.profiles import Profiles
 from zosim.program_set import ProgramSet
 

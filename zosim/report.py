@@ -7,14 +7,14 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from topology.units import format_bytes, format_seconds
+from zosim.analysis.counts import step_counts
+from zosim.analysis.pipelining import about_stages, pipelining
 from zosim.console import table
-from zosim.counts import step_counts
-from zosim.explain import about_ranks, contention_words, describe, host_memory_words
-from zosim.footprint import HostFootprint
-from zosim.pipelining import about_stages, pipelining
 from zosim.plan import Plan
-from zosim.planner import Candidate, Decision
-from zosim.predict import Contention, Prediction, Subject
+from zosim.planning.explain import about_ranks, contention_words, describe, host_memory_words
+from zosim.planning.footprint import HostFootprint
+from zosim.planning.planner import Candidate, Decision
+from zosim.planning.predict import Contention, Prediction, Subject
 
 _NUM_SHARED = 3
 _WORTH_SAYING = 0.05

@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 
 from costmodel.codecs import CodecSpec
 from executors.codecs.grids import Fitted, fit, fitted
-from executors.quantisers import rounded_at_random
+from executors.randomness.quantisers import rounded_at_random
 from topology.errors import CodecError
 
 PIECE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from studies.distzo2_ranks.cases import TRANSFERS, apart, behind_one_root, offloaded, perturbed, squares
 from topology import load_preset
 from zosim.console import stdout
-from zosim.predict import Subject
+from zosim.planning.predict import Subject
 
 
 def say(text: str) -> None:

@@ -15,7 +15,7 @@ def main(
     folder: Annotated[Path, typer.Argument(help="Where to put model and data.")] = Path("first"),
 ) -> None:
     """Pretrain a byte-level OPT for some seconds, and write the task "documentation or code?" beside it."""
-    from executors.pretrain import Recipe, pretrained_model, progress_bar
+    from executors.models.pretrain import Recipe, pretrained_model, progress_bar
 
     recipe = Recipe(num_blocks=8, hidden_size=64, num_steps=150, batch=8)
     with progress_bar(recipe) as on_step:

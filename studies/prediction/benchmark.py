@@ -9,8 +9,8 @@ from pathlib import Path
 
 from costmodel.calibration import FitReport
 from costmodel.profile import Profile
-from executors.calibrate import DEFAULT_BUDGET_S
-from executors.calibrating import calibrated
+from executors.calibration.calibrate import DEFAULT_BUDGET_S
+from executors.calibration.calibrating import calibrated
 from studies.checkout import commit
 from studies.prediction.cases import Case, choice_cases, held_out_cases, rank_cases, tuning_cases
 from studies.prediction.measuring import measure, measure_ranks

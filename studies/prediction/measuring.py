@@ -10,9 +10,9 @@ from statistics import median
 
 import torch
 
-from executors.launch import launch, process_group
-from executors.quiet import OtherLoad
-from executors.session import Session
+from executors.calibration.quiet import OtherLoad
+from executors.ranks.launch import launch, process_group
+from executors.runs.session import Session
 from studies.prediction.cases import Case
 from studies.prediction.setting import batch_of, session_of
 from zosim.plan import Plan

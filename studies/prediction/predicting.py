@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from costmodel.profile import Profile
 from studies.prediction.measuring import Measured
 from topology import Topology
-from zosim.compare import Line, compare
+from zosim.analysis.compare import Line, compare
+from zosim.engines.simulate import simulate
 from zosim.lowering import lower
 from zosim.machine import Machine
-from zosim.predict import Subject
+from zosim.planning.predict import Subject
 from zosim.program import Space
-from zosim.simulate import simulate
 
 _LEAST_CHOICES = 2
 

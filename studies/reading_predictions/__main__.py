@@ -5,10 +5,10 @@ from __future__ import annotations
 from costmodel.datasheet import datasheet_profile
 from costmodel.profile import Constant, Profile
 from studies.reading_predictions.cases import changed, offloaded, on_cpu, run_on
-from zosim.buy_levers import levers
-from zosim.compare import compare
+from zosim.analysis.compare import compare
+from zosim.buying.levers import levers
 from zosim.console import stdout
-from zosim.predict import Subject
+from zosim.planning.predict import Subject
 
 _ALONE = ("draw_rate.normal.float32", "matmul_rate.float32", "sweep_bandwidth.float32")
 

@@ -13,7 +13,7 @@ from costmodel.estimate import estimate
 from costmodel.profile import Profile
 from topology import load_preset
 from zosim.plan import Placement, Plan, Precision, Residency, Runtime
-from zosim.predict import Subject
+from zosim.planning.predict import Subject
 from zosim.timeline import Timeline
 
 TERMS: Mapping[str, tuple[str, ...]] = {

@@ -24,16 +24,16 @@ from costmodel.configs import read_model_spec
 from studies.scale.naive import naive_step
 from topology.clusters import cluster
 from topology.documents import load_preset
-from zosim.fold import fold
-from zosim.grid import step_time_bounds
-from zosim.lockstep import Lockstep, steady_step_s
+from zosim.engines.fold import fold
+from zosim.engines.grid import step_time_bounds
+from zosim.engines.lockstep import Lockstep, steady_step_s
+from zosim.engines.simulate import MAX_UNLIKE_STEPS
+from zosim.engines.world import World
 from zosim.lowering import lower_all
 from zosim.machine import Machine
 from zosim.machines import machines_for
 from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Residency, Runtime
 from zosim.profiles import profile_for
-from zosim.simulate import MAX_UNLIKE_STEPS
-from zosim.world import World
 
 # What folding may change: rounding.
 AGREEMENT = 1e-9

@@ -8,10 +8,10 @@ from typing import Any
 
 import simpy
 
+from zosim.engines.world import World
 from zosim.machine import Activity
 from zosim.places import Order, Place
 from zosim.program import Instruction, Stream
-from zosim.world import World
 
 
 def naive_step(world: World) -> tuple[float, int]:

@@ -11,8 +11,8 @@ from statistics import median
 import psutil
 import torch
 
-from executors.communicator import WORLD, Communicator
-from executors.crowd import cores_together
+from executors.calibration.crowd import cores_together
+from executors.ranks.communicator import WORLD, Communicator
 
 _NUM_MESSAGES = 300
 _NUM_BULKS = 3
@@ -78,7 +78,7 @@ def _busy_s() -> float:
 
 
 def _num_cores(ranks: Communicator) -> float:
-    """Return what :func:`executors.crowd.cores_together` finds."""
+    """Return what :func:`executors.calibration.crowd.cores_together` finds."""
 
     def gather(number: float) -> list[float]:
         return list(ranks.gathered(torch.tensor(number, dtype=torch.float64), "measuring cores").tolist())

@@ -11,7 +11,7 @@ from studies.shaped.cases import Layout, ShapedCase, cases_of
 from studies.shaped.hosts import machines_of, plan_of, topology_of
 from studies.shaped.worker import NetworkSteps
 from topology import Topology
-from zosim.fold import simulate_set
+from zosim.engines.fold import simulate_set
 from zosim.lowering import lower_all
 from zosim.timeline import Timeline
 

@@ -16,11 +16,11 @@ from costmodel.datasheet import datasheet_profile
 from topology import load_preset
 from topology.graph import Topology
 from topology.units import format_bytes, format_seconds
-from zosim.counts import StepCounts, step_counts
-from zosim.first_order import PRESETS
-from zosim.first_order_report import baseline_subject
+from zosim.analysis.counts import StepCounts, step_counts
+from zosim.first_order.programs import PRESETS
+from zosim.first_order.report import baseline_subject
 from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Runtime, Split
-from zosim.predict import Subject
+from zosim.planning.predict import Subject
 from zosim.timeline import Span
 
 PRESET = "a100-80gb-3x4"

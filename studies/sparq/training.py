@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.codecs import codec_spec
-from executors.batches import Batches
 from executors.codecs.fidelity import received
-from executors.cuts import Change, Crossing, Cut, loss_through
-from executors.data import Limits, open_dataset
-from executors.evaluate import ChoiceResult, evaluate_choices
-from executors.loading import load_model
-from executors.model import Batch, CutModel
-from executors.pretrain import Pretrained, TaskSettings, pretrained_model
-from executors.rng import generator_on
-from executors.session import Session
-from executors.spec import spec_of_model
+from executors.datasets.batches import Batches
+from executors.datasets.data import Limits, open_dataset
+from executors.models.cuts import Change, Crossing, Cut, loss_through
+from executors.models.loading import load_model
+from executors.models.model import Batch, CutModel
+from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
+from executors.models.spec import spec_of_model
+from executors.randomness.rng import generator_on
+from executors.runs.evaluate import ChoiceResult, evaluate_choices
+from executors.runs.session import Session
 from zosim.console import stderr, stdout
 from zosim.plan import Estimator, Mesh, Placement, Plan, Split
 

@@ -15,12 +15,12 @@ import torch
 
 from costmodel.codecs import codec_spec
 from executors.codecs.fidelity import received
-from executors.cuts import Change, Crossing, Cut, loss_through
-from executors.directions import Gaussian
-from executors.loading import load_model
-from executors.model import Batch, CutModel
-from executors.pretrain import pretrained_model
-from executors.rng import generator_on, mixed
+from executors.models.cuts import Change, Crossing, Cut, loss_through
+from executors.models.loading import load_model
+from executors.models.model import Batch, CutModel
+from executors.models.pretrain import pretrained_model
+from executors.randomness.directions import Gaussian
+from executors.randomness.rng import generator_on, mixed
 from studies.sparq.training import batches_of, tensors_of
 
 RESULTS = Path(__file__).with_name("training_epsilon.csv")

@@ -16,22 +16,22 @@ from typing import Any
 import torch
 
 from costmodel.codecs import codec_spec
-from executors.calibrating import calibrated
+from executors.calibration.calibrating import calibrated
+from executors.calibration.quiet import OtherLoad
 from executors.codecs import quantise
-from executors.cuts import Cut, crossings
-from executors.launch import launch, process_group
-from executors.loading import load_model
-from executors.mesh import alone
-from executors.model import Batch, CutModel
-from executors.planning import HOST
-from executors.pretrain import Pretrained, TaskSettings, pretrained_model
-from executors.quiet import OtherLoad
-from executors.session import Session
+from executors.models.cuts import Cut, crossings
+from executors.models.loading import load_model
+from executors.models.model import Batch, CutModel
+from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
+from executors.ranks.launch import launch, process_group
+from executors.ranks.mesh import alone
+from executors.runs.planning import HOST
+from executors.runs.session import Session
 from studies.sparq.training import BETWEEN, INSIDE, Case, batches_of, plan_of, tensors_of
 from topology.documents import resolve
 from zosim.console import stderr, stdout, table
 from zosim.plan import Plan
-from zosim.predict import Subject
+from zosim.planning.predict import Subject
 
 RESULTS = Path(__file__).with_name("training_time.csv")
 CASES = (

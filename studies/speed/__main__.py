@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from executors.session import Session
-from executors.spec import spec_of_model
+from executors.models.spec import spec_of_model
+from executors.runs.session import Session
 from studies.speed.reference import literal_step, two_forwards
 from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from executors.records import StepRecord
+from executors.runs.records import StepRecord
 from studies.why_seeds_suffice.training import num_differing, session_of, small_model, train
 from zosim.console import stdout
 

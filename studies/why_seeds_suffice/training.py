@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from executors.model import CutModel
-from executors.records import StepRecord
-from executors.session import Session
-from executors.spec import spec_of_model
+from executors.models.model import CutModel
+from executors.models.spec import spec_of_model
+from executors.runs.records import StepRecord
+from executors.runs.session import Session
 from zosim.plan import Estimator, Placement, Plan, Residency, Runtime
 
 EPSILON = 1e-3

@@ -113,7 +113,7 @@ def trained(case, plan, **options):
     import torch
     from tiny import model_of
 
-    from executors.session import Session
+    from executors.runs.session import Session
 
     model = model_of(case.get("model", "opt"), getattr(torch, case.get("dtype", "float32")))
     with Session(plan, model, learning_rate=RATE, weight_decay=DECAY, seed=SEED, **options) as session:
@@ -133,8 +133,8 @@ def run_cases(cases):
     """Run cases one after the other in this rank, and return what all ranks found."""
     import torch
 
-    from executors.communicator import Communicator
-    from executors.launch import process_group
+    from executors.ranks.communicator import Communicator
+    from executors.ranks.launch import process_group
 
     torch.set_num_threads(1)
     with process_group("cpu"):
@@ -161,8 +161,8 @@ def plant_bits():
     """Change one bit of one block on rank 1 of 3, in each mode, and return what is said after the next step."""
     import torch
 
-    from executors.communicator import Communicator
-    from executors.launch import process_group
+    from executors.ranks.communicator import Communicator
+    from executors.ranks.launch import process_group
 
     torch.set_num_threads(1)
     with process_group("cpu"):
@@ -174,7 +174,7 @@ def _planted(axes, communicator):
     from reference_mezo import bits
     from tiny import model_of
 
-    from executors.session import Session
+    from executors.runs.session import Session
     from topology.errors import RunError
 
     case = {"mesh": {"data": 3}, "batch": 3, **axes}
@@ -202,8 +202,8 @@ def start_unlike():
     """Begin with other weights on rank 1, and return what is said."""
     from tiny import model_of
 
-    from executors.launch import RankInfo, process_group
-    from executors.session import Session
+    from executors.ranks.launch import RankInfo, process_group
+    from executors.runs.session import Session
     from topology.errors import RunError
 
     with process_group("cpu"):
@@ -217,9 +217,9 @@ def start_unlike():
 
 def wait_for_peer():
     """Wait for an instruction that rank 1 never does, and leave what is said."""
-    from executors import host_memory
-    from executors.communicator import Communicator
-    from executors.launch import process_group, progress_of_this_rank
+    from executors.ranks import host_memory
+    from executors.ranks.communicator import Communicator
+    from executors.ranks.launch import process_group, progress_of_this_rank
     from topology.errors import RunError
     from zosim.lowering import lower
 
@@ -253,9 +253,9 @@ def forget_the_plan():
     """Make a session of one rank among two, and leave a refusal."""
     from tiny import model_of, plan_of
 
-    from executors.communicator import Communicator
-    from executors.launch import process_group
-    from executors.session import Session
+    from executors.ranks.communicator import Communicator
+    from executors.ranks.launch import process_group
+    from executors.runs.session import Session
     from topology.errors import RunError
 
     with process_group("cpu"):
@@ -271,8 +271,8 @@ def run_apart(settings):
     """Run as `settings` say, on every rank but 0 without access to the directory of the run."""
     from dataclasses import replace
 
-    from executors.launch import RankInfo
-    from executors.run import run_in_rank
+    from executors.ranks.launch import RankInfo
+    from executors.runs.run import run_in_rank
 
     unseen = replace(settings, out="/nonexistent/run")
     return run_in_rank(settings if RankInfo.here().rank == 0 else unseen)

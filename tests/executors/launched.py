@@ -14,7 +14,7 @@ def add_ranks(offset):
     import torch
     import torch.distributed as dist
 
-    from executors.launch import process_group
+    from executors.ranks.launch import process_group
 
     with process_group("cpu") as info:
         total = torch.tensor([info.rank + offset])
@@ -30,7 +30,7 @@ def refuse():
 
 
 def die():
-    from executors.launch import progress_of_this_rank
+    from executors.ranks.launch import progress_of_this_rank
 
     progress = progress_of_this_rank()
     progress.note("step[3]/block.1/forward[q0+]")
@@ -40,7 +40,7 @@ def die():
 def die_in_training():
     from tiny import batches, model_of, plan_of
 
-    from executors.session import Session
+    from executors.runs.session import Session
 
     model = model_of("opt")
     session = Session(plan_of(model), model)
@@ -55,10 +55,10 @@ def memory_of_loading(folder):
     import json
     import threading
 
-    from executors.communicator import default_communicator
-    from executors.launch import process_group
-    from executors.replay import load_base
-    from executors.session import Session
+    from executors.ranks.communicator import default_communicator
+    from executors.ranks.launch import process_group
+    from executors.runs.replay import load_base
+    from executors.runs.session import Session
     from zosim.plan import Plan
 
     def own_bytes():
@@ -93,8 +93,8 @@ def gathered_by_doubling():
     import torch
     import torch.distributed as dist
 
-    from executors.communicator import WORLD, Communicator
-    from executors.launch import process_group
+    from executors.ranks.communicator import WORLD, Communicator
+    from executors.ranks.launch import process_group
 
     with process_group("cpu") as info:
         ranks = Communicator({})

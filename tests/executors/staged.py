@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny import batches, model_of, plan_of
 
 from costmodel.configs import LoRA
-from executors.lora import attach_lora
-from executors.mesh import alone
-from executors.session import Session
-from executors.spec import spec_of_model
+from executors.models.lora import attach_lora
+from executors.models.spec import spec_of_model
+from executors.ranks.mesh import alone
+from executors.runs.session import Session
 from proofs_checks.ranks import on_all_ranks
 from zosim.plan import Plan, Split
 
@@ -113,8 +113,8 @@ def assert_equal(case, **options):
 
 def run_staged(cases):
     """Train cases one after the other in this rank, and return what all ranks found."""
-    from executors.communicator import Communicator
-    from executors.launch import process_group
+    from executors.ranks.communicator import Communicator
+    from executors.ranks.launch import process_group
 
     torch.set_num_threads(1)
     with process_group("cpu"):
@@ -138,7 +138,7 @@ def die_while_sending():
 
     import torch.distributed as dist
 
-    from executors.launch import RankInfo, process_group
+    from executors.ranks.launch import RankInfo, process_group
 
     case = Case(("block.1.mlp",))
     with process_group("cpu", timeout_s=60):

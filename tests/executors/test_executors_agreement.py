@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executors.agreement import bit_sum, refuse_disagreement
+from executors.ranks.agreement import bit_sum, refuse_disagreement
 from topology.errors import RunError
 
 NAMES = ["block.0", "block.1", "embed"]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from executors.arithmetic import Sweeper, gathered, projected_gradient
+from executors.steps.arithmetic import Sweeper, gathered, projected_gradient
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

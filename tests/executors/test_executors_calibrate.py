@@ -12,8 +12,8 @@ import torch
 
 from costmodel.measurement import load_measurements, save_measurements
 from costmodel.work import Work
-from executors import calibrate, probes, probing
-from executors.exchange_probes import exchange_probes
+from executors.calibration import calibrate, probes, probing
+from executors.calibration.exchange_probes import exchange_probes
 from topology.errors import RunError
 
 CPU = torch.device("cpu")
@@ -140,8 +140,8 @@ def test_on_a_gpu() -> None:
 
 
 def test_blocks_of_the_counter_are_those_that_the_executor_draws():
-    from executors.counter import COUNTER_BLOCK_ELEMENTS as EXECUTED
-    from executors.directions import direction_named
+    from executors.randomness.counter import COUNTER_BLOCK_ELEMENTS as EXECUTED
+    from executors.randomness.directions import direction_named
     from zosim.lowering.layout import COUNTER_BLOCK_ELEMENTS, COUNTER_SIGN_BLOCKS
 
     assert EXECUTED["cpu"] * direction_named("gaussian").block_factor == COUNTER_BLOCK_ELEMENTS

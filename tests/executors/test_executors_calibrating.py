@@ -14,9 +14,9 @@ from costmodel.measurement import Measurement
 from costmodel.profile import Profile
 from costmodel.sweeps import copy_work
 from costmodel.work import Matmul, Work
-from executors.calibrate import threads_set
-from executors.calibrating import fitted
-from executors.whole_steps import (
+from executors.calibration.calibrate import threads_set
+from executors.calibration.calibrating import fitted
+from executors.calibration.whole_steps import (
     STEP_SHAPES,
     WholeStep,
     interval_ratios,
@@ -26,8 +26,8 @@ from executors.whole_steps import (
 )
 from studies.prediction.cases import choice_cases, held_out_cases, rank_cases, tuning_cases
 from topology import load_preset
+from zosim.engines.simulate import simulate
 from zosim.machine import Machine
-from zosim.simulate import simulate
 
 TOPOLOGY = load_preset("cpu-laptop")
 PROFILE = datasheet_profile(TOPOLOGY, "cpu0", num_threads=1)

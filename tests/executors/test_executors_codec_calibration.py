@@ -15,8 +15,8 @@ from costmodel.codec_time import (
 from costmodel.codecs import CodecSpec, statistics_of_density
 from costmodel.datasheet import datasheet_profile
 from costmodel.profile import load_profile
-from executors import codec_calibration
-from executors.codec_calibration import codec_constants, with_codec_constants
+from executors.calibration import codec_calibration
+from executors.calibration.codec_calibration import codec_constants, with_codec_constants
 from topology import load_preset
 
 SHAPE = (4, 64, 512)

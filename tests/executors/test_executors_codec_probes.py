@@ -4,8 +4,8 @@ import torch
 
 from costmodel.codec_time import fit_codec_profile, load_codec_profile
 from costmodel.codecs import codec_spec
-from executors import codec_probes
-from executors.codec_probes import measure_codecs, stage_probes, whole_probes
+from executors.calibration import codec_probes
+from executors.calibration.codec_probes import measure_codecs, stage_probes, whole_probes
 
 
 def test_probes_determine_every_constant(monkeypatch):

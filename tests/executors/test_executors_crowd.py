@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from costmodel.datasheet import datasheet_profile
-from executors import crowd
-from executors.crowd import cores_together, with_slowdown
+from executors.calibration import crowd
+from executors.calibration.crowd import cores_together, with_slowdown
 from topology import detect
 
 

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from reference_mezo import LiteralMezo, differing
 from tiny import batches, model_of, plan_of
 
-from executors.session import Session
-from executors.streams import Ticket, backend_for
+from executors.runs.session import Session
+from executors.steps.streams import Ticket, backend_for
 from topology.errors import RunError
 
 PLACEMENTS = {

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from costmodel.codecs import CodecSpec, codec_spec
 from executors.cut_probe import probe, probe_cuts
-from executors.cuts import Cut, crossings, cuts_of, loss_through
-from executors.model import CutModel
+from executors.models.cuts import Cut, crossings, cuts_of, loss_through
+from executors.models.model import CutModel
 from topology.errors import PlanError
 
 KNOWN = ("opt", "gpt2", "llama")

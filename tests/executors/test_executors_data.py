@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from executors.batches import Batches
-from executors.data import Dataset, Limits, LineFile, open_dataset
-from executors.prompts import IGNORED, Example, PromptTemplate, parse_label_words
+from executors.datasets.batches import Batches
+from executors.datasets.data import Dataset, Limits, LineFile, open_dataset
+from executors.datasets.prompts import IGNORED, Example, PromptTemplate, parse_label_words
 from topology.errors import DataError
 
 

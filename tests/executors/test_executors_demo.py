@@ -9,11 +9,11 @@ import pytest
 
 from costmodel.configs import spec_of_config
 from executors.demo import Stages, _between, _clear
-from executors.pretrain import Recipe, TaskSettings, build_model
+from executors.models.pretrain import Recipe, TaskSettings, build_model
 from topology import load_preset
 from topology.errors import RunError
 from zosim.plan import Plan
-from zosim.planner import Request, choose
+from zosim.planning.planner import Request, choose
 from zosim.profiles import profile_for
 
 TINY = Recipe(num_blocks=2, hidden_size=32, num_steps=2, batch=2)

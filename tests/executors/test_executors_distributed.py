@@ -16,10 +16,10 @@ from distributed import DECAY, FOURS, PAIRS, RATE, SEED
 from reference_mezo import LiteralMezo
 from tiny import model_of
 
-from executors.launch import launch
-from executors.micro_batches import accumulated
-from executors.records import seed_of
-from executors.runlog import weights_digest
+from executors.ranks.launch import launch
+from executors.runs.records import seed_of
+from executors.runs.runlog import weights_digest
+from executors.steps.micro_batches import accumulated
 
 pytestmark = pytest.mark.dist
 

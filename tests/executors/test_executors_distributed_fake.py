@@ -20,11 +20,11 @@ from distributed import SLICED, plan_for
 from tiny import batches, model_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from executors import communicator as communicator_module
-from executors.communicator import Communicator
-from executors.interpreter import Hyperparameters, Interpreter
-from executors.model import CutModel
-from executors.streams import backend_for
+from executors.models.model import CutModel
+from executors.ranks import communicator as communicator_module
+from executors.ranks.communicator import Communicator
+from executors.steps.interpreter import Hyperparameters, Interpreter
+from executors.steps.streams import backend_for
 from zosim.lowering import lower
 from zosim.program import Collective
 

@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import distributed
 from command import rows_of, saved_lines, saved_model, zosim
 
-from executors.launch import launch
-from executors.mesh import spread
-from executors.runlog import read_header
-from executors.schedule import Schedule
-from executors.settings import DataSettings, RunSettings
+from executors.ranks.launch import launch
+from executors.ranks.mesh import spread
+from executors.runs.runlog import read_header
+from executors.runs.schedule import Schedule
+from executors.runs.settings import DataSettings, RunSettings
 from zosim.plan import Plan
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import launched
 
-from executors.launch import launch
+from executors.ranks.launch import launch
 
 
 @pytest.mark.dist

@@ -15,9 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import OPTConfig, OPTForCausalLM
 
-from executors.batches import pad
-from executors.data import Dataset, open_dataset
-from executors.evaluate import Generation, evaluate_choices, evaluate_generation, evaluate_perplexity, word_f1
+from executors.datasets.batches import pad
+from executors.datasets.data import Dataset, open_dataset
+from executors.runs.evaluate import (
+    Generation,
+    evaluate_choices,
+    evaluate_generation,
+    evaluate_perplexity,
+    word_f1,
+)
 from topology.errors import DataError
 
 VOCAB = 20

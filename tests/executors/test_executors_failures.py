@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from executors.launch import launch
-from executors.runlog import write_atomically
+from executors.ranks.launch import launch
+from executors.runs.runlog import write_atomically
 from topology.errors import RunError
 
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from command import saved_lines, saved_model, zosim
 from tiny import model_of
 
-from executors.evaluate import normalised, word_f1
+from executors.runs.evaluate import normalised, word_f1
 
 TEMPLATE = "{question}?{label}"
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from distributed import DDP, OFFLOADED, SHARED, SLICED, plan_for
 
-from executors.host_memory import awaited, made_in_memory, remove_leftovers
+from executors.ranks.host_memory import awaited, made_in_memory, remove_leftovers
 from topology.errors import DoesNotFit
 from zosim.lowering import lower
 

@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from reference_mezo import LiteralMezo, differing
 from tiny import batches, model_of, plan_of
 
-from executors.interpreter import Hyperparameters, Interpreter
-from executors.model import CutModel
-from executors.streams import CpuBackend
+from executors.models.model import CutModel
+from executors.steps.interpreter import Hyperparameters, Interpreter
+from executors.steps.streams import CpuBackend
 from zosim.lowering import lower
 
 RESIDENT = {"residency": {"blocks": "resident"}, "runtime": {"update": "immediate"}}

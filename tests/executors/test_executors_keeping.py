@@ -22,10 +22,10 @@ from test_executors_parity import execution_order
 from tiny import batches, model_of, plan_of
 
 from costmodel.configs import LoRA, Prefix
-from executors.lora import attach_lora
-from executors.prefix import attach_prefix
-from executors.records import StepRecord
-from executors.session import Session
+from executors.models.lora import attach_lora
+from executors.models.prefix import attach_prefix
+from executors.runs.records import StepRecord
+from executors.runs.session import Session
 from topology.errors import Hazard
 from zosim.lowering import lower
 from zosim.plan import Plan

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import launched
 
-from executors.launch import Progress, RankInfo, launch
+from executors.ranks.launch import Progress, RankInfo, launch
 from topology.errors import RunError
 
 pytestmark = pytest.mark.dist

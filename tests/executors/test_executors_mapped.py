@@ -15,9 +15,9 @@ import launched
 from command import saved_lines, saved_model, zosim
 from tiny import plan_of
 
-from executors.launch import launch
-from executors.mapped import own_format
-from executors.runlog import weights_digest
+from executors.models.mapped import own_format
+from executors.ranks.launch import launch
+from executors.runs.runlog import weights_digest
 from zosim.plan import Plan
 
 

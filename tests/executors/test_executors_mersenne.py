@@ -16,13 +16,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from reference_mezo import LiteralMezo, differing
 from tiny import batches, model_of, plan_of
 
-from executors import drawing, mersenne, walks
-from executors.crew import Crew
-from executors.directions import Gaussian, Rademacher
-from executors.mersenne import can_jump, jumped
-from executors.rng import generator_on
-from executors.session import Session
-from executors.walks import Walk
+from executors.randomness import drawing, mersenne, walks
+from executors.randomness.crew import Crew
+from executors.randomness.directions import Gaussian, Rademacher
+from executors.randomness.mersenne import can_jump, jumped
+from executors.randomness.rng import generator_on
+from executors.randomness.walks import Walk
+from executors.runs.session import Session
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from distributed import FOURS, PAIRS, plan_for
 
-from executors.mesh import alone, launch_lines, mesh_named, spread
-from executors.planning import Asked, even_cuts
+from executors.ranks.mesh import alone, launch_lines, mesh_named, spread
+from executors.runs.planning import Asked, even_cuts
 from topology.errors import PlanError
 from zosim.plan import Plan
 

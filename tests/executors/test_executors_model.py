@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny import CONFIGS, batches, model_of
 
 from costmodel.configs import spec_of_config
-from executors.model import CutModel, StepCache
-from executors.parameters import decays
-from executors.spec import spec_of_model
+from executors.models.model import CutModel, StepCache
+from executors.models.parameters import decays
+from executors.models.spec import spec_of_model
 from topology.errors import ModelError
 
 
@@ -66,7 +66,7 @@ def test_specification_agrees_with_the_one_read_from_the_configuration(name):
 
 def test_specification_of_an_unknown_family(monkeypatch):
     model = model_of("llama-tied")
-    monkeypatch.setattr("executors.spec.spec_of_config", _unknown)
+    monkeypatch.setattr("executors.models.spec.spec_of_config", _unknown)
     known = spec_of_config(CONFIGS["llama-tied"].to_dict(), name="m")
     assert spec_of_model(model, name="m") == known
 

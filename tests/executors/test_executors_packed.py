@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from staged import Case, assert_equal
 
-from executors.packed import Packed, pack, stays_on, unpack
+from executors.ranks.packed import Packed, pack, stays_on, unpack
 from topology.errors import CodecError
 
 
@@ -53,5 +53,5 @@ def test_a_message_of_another_length_is_refused(change: int) -> None:
 def test_stages_whose_numbers_stay_on_devices_are_one_device(
     monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
-    monkeypatch.setattr("executors.stages.stays_on", lambda _device: True)
+    monkeypatch.setattr("executors.steps.stages.stays_on", lambda _device: True)
     assert_equal(case)

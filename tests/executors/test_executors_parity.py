@@ -20,10 +20,10 @@ from reference_mezo import CachedPrefix, LiteralMezo, differing
 from tiny import batches, model_of, plan_of
 
 from costmodel.configs import LoRA, Prefix
-from executors.lora import attach_lora
-from executors.prefix import attach_prefix
-from executors.schedule import Schedule
-from executors.session import Session
+from executors.models.lora import attach_lora
+from executors.models.prefix import attach_prefix
+from executors.runs.schedule import Schedule
+from executors.runs.session import Session
 
 NUM_STEPS = 52
 AXES = {

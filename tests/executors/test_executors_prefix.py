@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from tiny import _SHAPE, _SPECIAL, CONFIGS, batches, model_of, plan_of
 
 from costmodel.configs import Prefix, spec_of_config
-from executors.loading import load_model
-from executors.prefix import CONFIG_NAME, WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
-from executors.session import Session
-from executors.spec import spec_of_model
+from executors.models.loading import load_model
+from executors.models.prefix import CONFIG_NAME, WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
+from executors.models.spec import spec_of_model
+from executors.runs.session import Session
 from topology.errors import ModelError
 
 QWEN3 = Qwen3Config(
@@ -200,7 +200,7 @@ def test_a_replay_begins_with_the_prefix_that_the_run_began_with(inputs, tmp_pat
     def another(*_args, **_options):
         raise AssertionError
 
-    monkeypatch.setattr("executors.adapters.attach_prefix", another)
+    monkeypatch.setattr("executors.models.adapters.attach_prefix", another)
     assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0
     assert all(torch.equal(prefix_in(run)[n], p) for n, p in prefix_in(tmp_path / "again").items())
     path = run / "prefix" / "initial" / WEIGHTS_NAME

@@ -15,10 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from executors import corpus, pretrain
-from executors.data import Limits, open_dataset
-from executors.evaluate import evaluate_choices
-from executors.prompts import PromptTemplate
+from executors.datasets import corpus
+from executors.datasets.data import Limits, open_dataset
+from executors.datasets.prompts import PromptTemplate
+from executors.models import pretrain
+from executors.runs.evaluate import evaluate_choices
 from topology.errors import DataError, ModelError
 
 TINY = pretrain.Recipe(
@@ -177,7 +178,7 @@ class TestCache:
     @pytest.mark.slow
     def test_two_processes_make_one_model(self, tmp_path: Path) -> None:
         script = (
-            "from executors.pretrain import *; from pathlib import Path; import sys; steps = []\n"
+            "from executors.models.pretrain import *; from pathlib import Path; import sys; steps = []\n"
             "pretrained_model(Recipe(num_blocks=1, hidden_size=32, num_steps=30, batch=2, seq=70),"
             " cache=Path(sys.argv[1]), on_step=lambda done, loss: steps.append(done)); print(len(steps))"
         )

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from reference_mezo import differing
 from tiny import batches, model_of, plan_of
 
-from executors.session import Session
+from executors.runs.session import Session
 from topology.errors import Hazard, ProgramError, RunError
-from zosim.first_order import PRESETS, lower_first_order
+from zosim.first_order.programs import PRESETS, lower_first_order
 from zosim.lowering import lower
 from zosim.program import Perturb, Program, Stream
 

@@ -21,9 +21,9 @@ from reference_mezo import differing
 from safetensors.torch import load_file, save_file
 from test_executors_run import loaded
 
-from executors.history import read_history
-from executors.jsonlines import JsonLines, read_lines
-from executors.watch import DivergenceWatch
+from executors.runs.history import read_history
+from executors.runs.jsonlines import JsonLines, read_lines
+from executors.runs.watch import DivergenceWatch
 from topology.errors import RunError
 
 STEPS, BATCH = 12, 3
@@ -420,7 +420,7 @@ def test_a_killed_launcher_takes_its_rank_along(inputs, whole, tmp_path):
 
 
 def test_two_writers_of_one_log_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("executors.jsonlines.LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("executors.runs.jsonlines.LOCK_WAIT_S", 0.1)
     with JsonLines(tmp_path / "log"), pytest.raises(RunError, match="another process"):
         JsonLines(tmp_path / "log")
 

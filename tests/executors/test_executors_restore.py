@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from reference_mezo import LiteralMezo, differing
 from tiny import batches, model_of, plan_of
 
-from executors.session import Session
+from executors.runs.session import Session
 from zosim.lowering import lower
 from zosim.program import Perturb
 from zosim.validate import validate

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executors.counter import COUNTER_BLOCK_ELEMENTS, CounterDraws, CounterKey
-from executors.crew import Crew
-from executors.directions import DIRECTIONS, Gaussian, Rademacher, direction_named
-from executors.rng import generator_on
-from executors.walks import Walk, draw_rows, walk_past
+from executors.randomness.counter import COUNTER_BLOCK_ELEMENTS, CounterDraws, CounterKey
+from executors.randomness.crew import Crew
+from executors.randomness.directions import DIRECTIONS, Gaussian, Rademacher, direction_named
+from executors.randomness.rng import generator_on
+from executors.randomness.walks import Walk, draw_rows, walk_past
 from topology.errors import PlanError
 
 CPU = torch.device("cpu")

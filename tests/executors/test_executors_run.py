@@ -18,8 +18,8 @@ from reference_mezo import LiteralMezo, differing
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from executors.lora import attach_lora
-from executors.runlog import read_header
+from executors.models.lora import attach_lora
+from executors.runs.runlog import read_header
 from zosim.plan import Plan
 from zosim.program import Program
 from zosim.timeline import Timeline
@@ -333,7 +333,7 @@ def share_of_even_answers(logits, batch):
 def test_text_goes_through_a_template_and_moves(tmp_path):
     from transformers import OPTConfig, OPTForCausalLM
 
-    from executors.corpus import byte_tokenizer
+    from executors.datasets.corpus import byte_tokenizer
 
     torch.manual_seed(0)
     config = OPTConfig(vocab_size=258, hidden_size=32, ffn_dim=64, word_embed_proj_dim=32, num_hidden_layers=2,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executors.schedule import SCHEDULE_KINDS, Schedule
+from executors.runs.schedule import SCHEDULE_KINDS, Schedule
 from topology.errors import RunError
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny import batches, model_of, plan_of
 
-from executors.arithmetic import PIECE_ELEMENTS, Sweeper
-from executors.session import Session
+from executors.runs.session import Session
+from executors.steps.arithmetic import PIECE_ELEMENTS, Sweeper
 from zosim.lowering.layout import SCRATCH_ELEMENTS
 from zosim.program import Space
 

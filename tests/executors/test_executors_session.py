@@ -15,11 +15,11 @@ from tiny import CONFIGS, batches, model_of, plan_of
 from transformers import AutoModelForCausalLM
 
 from costmodel.configs import LoRA, spec_of_config
-from executors.loading import load_model
-from executors.lora import attach_lora, merge_lora
-from executors.memory import LiveTensors
-from executors.runlog import HEADER_NAME, RunLog, read_steps, weights_digest
-from executors.session import Session
+from executors.models.loading import load_model
+from executors.models.lora import attach_lora, merge_lora
+from executors.runs.runlog import HEADER_NAME, RunLog, read_steps, weights_digest
+from executors.runs.session import Session
+from executors.steps.memory import LiveTensors
 from topology.errors import ModelError, PlanError, RunError
 from zosim.program import Space, Stream
 

@@ -13,11 +13,11 @@ from command import rows_of, saved_lines, saved_model, zosim
 
 from costmodel.configs import read_model_spec
 from costmodel.datasheet import datasheet_profile
-from executors.sharing_out import fastest_of
+from executors.ranks.sharing_out import fastest_of
 from topology import load_preset
 from topology.errors import PlanError
 from zosim.plan import Plan
-from zosim.planner import Request, choose
+from zosim.planning.planner import Request, choose
 
 
 def request_for(**more):

@@ -8,10 +8,10 @@ from tiny import CONFIGS, batches, model_of
 from transformers import Qwen3Config
 
 from costmodel.configs import LoRA, spec_of_config
-from executors.halves import Halfway, HalvedBlock
-from executors.lora import attach_lora
-from executors.model import CutModel, StepCache
-from executors.spec import spec_of_model
+from executors.models.halves import Halfway, HalvedBlock
+from executors.models.lora import attach_lora
+from executors.models.model import CutModel, StepCache
+from executors.models.spec import spec_of_model
 from topology.errors import ModelError
 
 FAMILIES = ("opt", "opt-untied", "opt-projected", "gpt2", "llama", "llama-tied", "qwen3")

@@ -11,11 +11,11 @@ from tiny import batches
 
 from costmodel.codecs import codec_spec, most_bytes
 from executors.codecs import codec_of
-from executors.mesh import alone, uncut
-from executors.messages import check_length
-from executors.model import CutModel, StepCache
-from executors.session import Session
-from executors.spec import spec_of_model
+from executors.models.model import CutModel, StepCache
+from executors.models.spec import spec_of_model
+from executors.ranks.mesh import alone, uncut
+from executors.ranks.messages import check_length
+from executors.runs.session import Session
 from proofs_checks.ranks import InProcess, on_all_ranks
 from topology.errors import CodecError, ModelError, RunError, ZosimError
 from zosim.plan import Plan
@@ -163,7 +163,7 @@ def test_autocast_stays_within_the_program_and_equals_one_device():
 
 
 def test_accuracy_is_minimised_over_stages():
-    from executors.objectives import objective_named
+    from executors.datasets.objectives import objective_named
 
     case = Case(("block.1.mlp",))
 

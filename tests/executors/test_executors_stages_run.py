@@ -19,8 +19,8 @@ from command import saved_lines, saved_model, zosim
 from staged import Case
 from test_executors_distributed_run import digests_of, numbers_of, rank_of, shorten, started, train
 
-from executors.launch import launch
-from executors.runlog import read_header
+from executors.ranks.launch import launch
+from executors.runs.runlog import read_header
 from topology.errors import RunError
 from zosim.plan import Plan
 from zosim.program_set import ProgramSet

@@ -7,8 +7,8 @@ import copy
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
 
-from executors.model import CutModel
-from executors.spec import spec_of_model
+from executors.models.model import CutModel
+from executors.models.spec import spec_of_model
 from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
 
 _SHAPE = {"vocab_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}

@@ -8,17 +8,17 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from executors import arithmetic
-from executors.families import LowRank, QuantisedGaussian, Sphere
-from executors.quantisers import StochasticRounding
-from executors.rng import generator_on
+from executors.randomness.families import LowRank, QuantisedGaussian, Sphere
+from executors.randomness.quantisers import StochasticRounding
+from executors.randomness.rng import generator_on
+from executors.steps import arithmetic
 from proofs_checks.claims import Claim, Context, Outcome, try_mutant
 from proofs_checks.mutation import Mutant, MutantError
 from proofs_checks.statistics import compare_means, standard_errors_off
 from topology.errors import PlanError
 
 CPU = torch.device("cpu")
-HALVED = Mutant("halved", "executors.arithmetic:projected_gradient", "2 * epsilon", "4 * epsilon")
+HALVED = Mutant("halved", "executors.steps.arithmetic:projected_gradient", "2 * epsilon", "4 * epsilon")
 
 
 def gradient():
@@ -30,7 +30,7 @@ def claim_that(check):
 
 
 def test_a_planted_fault_lasts_as_long_as_its_context_and_reaches_every_importer():
-    from executors.arithmetic import projected_gradient as imported_by_name
+    from executors.steps.arithmetic import projected_gradient as imported_by_name
 
     with HALVED.apply():
         assert gradient() == 0.5
@@ -47,9 +47,9 @@ def test_a_fault_is_taken_back_after_an_error():
 @pytest.mark.parametrize(
     "mutant",
     [
-        Mutant("gone", "executors.arithmetic:projected_gradient", "no such text", ""),
-        Mutant("twice", "executors.arithmetic:projected_gradient", "epsilon", "1"),
-        Mutant("moved", "executors.arithmetic:no_such_function", "a", "b"),
+        Mutant("gone", "executors.steps.arithmetic:projected_gradient", "no such text", ""),
+        Mutant("twice", "executors.steps.arithmetic:projected_gradient", "epsilon", "1"),
+        Mutant("moved", "executors.steps.arithmetic:no_such_function", "a", "b"),
     ],
     ids=lambda mutant: mutant.name,
 )
@@ -109,7 +109,9 @@ def test_the_command_reports_one_claim_in_json():
 
 
 def test_the_command_fails_naming_the_claim_when_shipped_code_is_wrong():
-    fault = Mutant("off", "executors.quantisers:rounded_at_random", "numbers.floor()", "numbers.floor() + 1")
+    fault = Mutant(
+        "off", "executors.randomness.quantisers:rounded_at_random", "numbers.floor()", "numbers.floor() + 1"
+    )
     with fault.apply():
         result = invoke("stochastic-rounding-unbiased", "--quick")
     assert result.exit_code == 1

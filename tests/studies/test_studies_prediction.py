@@ -25,7 +25,7 @@ from studies.prediction.measuring import Measured, Round
 from studies.prediction.predicting import Choice, Row
 from studies.prediction.report import Benchmark, Summary
 from topology import load_preset
-from zosim.compare import Line
+from zosim.analysis.compare import Line
 
 TINY = {family: Shape(family, 32, 2, 50, tied=family != "llama") for family in ("opt", "gpt2", "llama")}
 

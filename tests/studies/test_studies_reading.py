@@ -9,7 +9,7 @@ import pytest
 from studies.exercises import function_in, tried
 from studies.reading_predictions.cases import TERMS, on_cpu, rows_of, run_on
 from studies.reading_predictions.exercise import check
-from zosim.compare import compare
+from zosim.analysis.compare import compare
 
 STUB = Path(__file__).parents[2] / "studies" / "reading_predictions" / "stub.py"
 

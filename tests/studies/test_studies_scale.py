@@ -5,7 +5,7 @@ import json
 import pytest
 
 from studies.scale import __main__ as scale
-from zosim.lockstep import simulate_many
+from zosim.engines.lockstep import simulate_many
 
 
 @pytest.fixture(scope="module")

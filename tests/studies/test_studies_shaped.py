@@ -29,7 +29,7 @@ from studies.shaped.ranks import environment, run_ranks
 from studies.shaped.report import figures_of
 from topology import load_preset
 from topology.errors import RunError
-from zosim.fold import simulate_set
+from zosim.engines.fold import simulate_set
 from zosim.lowering import lower_all
 
 REASON = why_not()
@@ -80,7 +80,7 @@ def test_the_lines_that_a_run_prints_for_ssh_start_it_on_two_hosts(tmp_path, mon
     from command import rows_of, saved_lines, saved_model
     from distributed import FOURS, plan_for
 
-    from executors.mesh import launch_lines
+    from executors.ranks.mesh import launch_lines
 
     model, lines = saved_model("opt", tmp_path), tmp_path / "data.jsonl"
     saved_lines(lines)
@@ -149,8 +149,8 @@ EXCHANGE = """
 import time, torch
 from itertools import pairwise
 from statistics import median
-from executors.communicator import WORLD, Communicator
-from executors.launch import process_group
+from executors.ranks.communicator import WORLD, Communicator
+from executors.ranks.launch import process_group
 
 with process_group("cpu") as info:
     ranks = Communicator({})
@@ -309,8 +309,8 @@ def test_ranks_in_namespaces_train_together(tmp_path):
     script = tmp_path / "gather.py"
     script.write_text(
         "import json, sys, torch\n"
-        "from executors.communicator import Communicator\n"
-        "from executors.launch import process_group\n"
+        "from executors.ranks.communicator import Communicator\n"
+        "from executors.ranks.launch import process_group\n"
         "with process_group('cpu') as info:\n"
         "    rows = Communicator({}).gathered(torch.tensor(float(info.rank)), 'trying')\n"
         "    if info.rank == 0:\n"

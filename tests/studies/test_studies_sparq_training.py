@@ -7,9 +7,9 @@ from statistics import fmean
 import pytest
 import torch
 
-from executors.model import CutModel
-from executors.pretrain import Recipe, build_model
-from executors.session import Session
+from executors.models.model import CutModel
+from executors.models.pretrain import Recipe, build_model
+from executors.runs.session import Session
 from studies.sparq.training import CASES, Case, Through, plan_of, read_rows
 from studies.sparq.training_epsilon import CODINGS, EPSILONS, gradients, read_seen
 from studies.sparq.training_time import CASES as TIMED_CASES

@@ -12,12 +12,12 @@ from costmodel.configs import read_model_spec
 from costmodel.prices import Range, job_costs, shipped_prices
 from topology import load_preset
 from topology.errors import PlanError
-from zosim.buy import Job, Limits, Market, Refusal, machines_named, simulated
-from zosim.buy_command import buy
-from zosim.buy_levers import levers
-from zosim.buy_sensitivity import effects, limiter, rooms
+from zosim.buying.command import buy
+from zosim.buying.levers import levers
+from zosim.buying.offers import Job, Limits, Market, Refusal, machines_named, simulated
+from zosim.buying.sensitivity import effects, limiter, rooms
 from zosim.plan import Precision
-from zosim.planner import choose
+from zosim.planning.planner import choose
 
 HALF = Precision(storage="float16", compute="float16", transfer="float16")
 PRICES = shipped_prices()
@@ -105,7 +105,7 @@ def test_hopeless_machines_are_given_up_without_a_simulation(monkeypatch):
         raise AssertionError("simulated")
 
     hours = offers_of(market(by="hours"), "cpu-laptop")[0][0].cost.hours.value
-    monkeypatch.setattr("zosim.predict.Subject.simulated", forbidden)
+    monkeypatch.setattr("zosim.planning.predict.Subject.simulated", forbidden)
     offers, refused = offers_of(
         market(limits=Limits(deadline_hours=hours / 3)), "cpu-laptop", num_simulated=5
     )

@@ -11,9 +11,9 @@ from rich.console import Console
 from zosim_builders import RATE, instruction, pipeline, program, shared, unshared
 
 from topology.errors import TimelineError
-from zosim.compare import compare
+from zosim.analysis.compare import compare
+from zosim.engines.simulate import simulate
 from zosim.program import Space
-from zosim.simulate import simulate
 from zosim.timeline import MemorySample
 
 WHOLE = pipeline(3, 1e-3, 3e-3, 1e-3, num_slots=3)

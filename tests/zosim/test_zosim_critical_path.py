@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from zosim_builders import RATE, instruction, pipeline, program, programs, shared, unshared
 
 from topology.errors import TimelineError
-from zosim.critical_path import bottleneck, run_path, step_path
-from zosim.simulate import simulate
+from zosim.analysis.critical_path import bottleneck, run_path, step_path
+from zosim.engines.simulate import simulate
 from zosim.timeline import Timeline
 
 

@@ -8,15 +8,15 @@ import pytest
 from costmodel import read_model_spec
 from topology import load_preset
 from topology.errors import PlanError
-from zosim.cut_search import Ranking
-from zosim.cuts import Cutting, read_densities, sparsest_near_the_middle
+from zosim.analysis.pipelining import counts_of_print, pipelining
 from zosim.machines import machines_for
 from zosim.options import cutting_of, mesh_of
-from zosim.pipelining import counts_of_print, pipelining
 from zosim.plan import Estimator, Mesh, Placement, Precision
-from zosim.planner import Request, candidates, choose
+from zosim.planning.cut_search import Ranking
+from zosim.planning.cuts import Cutting, read_densities, sparsest_near_the_middle
+from zosim.planning.planner import Request, candidates, choose
+from zosim.planning.segment_costs import Site
 from zosim.profiles import Profiles
-from zosim.segment_costs import Site
 
 SINGLE = Precision(storage="float32", compute="float32", transfer="float32")
 MODEL = "opt-125m"

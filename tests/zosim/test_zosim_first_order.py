@@ -14,20 +14,20 @@ from costmodel.datasheet import datasheet_profile
 from costmodel.work import Work
 from topology import load_preset
 from topology.errors import Hazard, PlanError
+from zosim.analysis.counts import step_counts
+from zosim.analysis.trace import chrome_trace
 from zosim.cli import app
-from zosim.counts import step_counts
-from zosim.first_order import PRESETS, FirstOrder, lower_first_order
-from zosim.first_order_report import baseline_subject
-from zosim.first_order_settings import num_kept_at_once, turns
-from zosim.fold import fold
-from zosim.lockstep import steady_step_s
+from zosim.engines.fold import fold
+from zosim.engines.lockstep import steady_step_s
+from zosim.engines.recurrence import step_time_bound_of
+from zosim.engines.simulate import simulate_world
+from zosim.first_order.programs import PRESETS, FirstOrder, lower_first_order
+from zosim.first_order.report import baseline_subject
+from zosim.first_order.settings import num_kept_at_once, turns
 from zosim.plan import Estimator, Mesh, Placement, Plan, Runtime, Split
-from zosim.predict import Subject
+from zosim.planning.predict import Subject
 from zosim.program import Backward, Forward, Program, Recv, Send, Stream
 from zosim.program_set import ProgramSet
-from zosim.recurrence import step_time_bound_of
-from zosim.simulate import simulate_world
-from zosim.trace import chrome_trace
 from zosim.validate import validate
 from zosim.validate_set import validate_set
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zosim_builders import RATE, host_machine, make_profile, pipeline, rank_sets
 
-from zosim.fold import fold, simulate_set
-from zosim.lockstep import simulate_many, steady_step_s
+from zosim.engines.fold import fold, simulate_set
+from zosim.engines.lockstep import simulate_many, steady_step_s
+from zosim.engines.world import World
 from zosim.machine import Machine
 from zosim.program_set import ProgramSet
-from zosim.world import World
 
 
 def times_of(timeline, rank):

@@ -7,9 +7,9 @@ import pytest
 from costmodel import read_model_spec
 from costmodel.memory import MemoryPart
 from topology import load_preset
-from zosim.footprint import ARENAS, Footprint, footprints
 from zosim.plan import Mesh, Placement, Plan, Precision, Residency, Runtime
-from zosim.predict import Subject
+from zosim.planning.footprint import ARENAS, Footprint, footprints
+from zosim.planning.predict import Subject
 from zosim.profiles import profile_for
 
 MIB = 2**20

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zosim_builders import RATE, programs, rank_sets, shared, unshared
 
-from zosim.lockstep import simulate_many, steady_step_s
+from zosim.engines.lockstep import simulate_many, steady_step_s
+from zosim.engines.simulate import simulate_world
+from zosim.engines.world import World
 from zosim.program import Space
 from zosim.program_set import ProgramSet
-from zosim.simulate import simulate_world
-from zosim.world import World
 
 
 def times(timeline):

@@ -8,10 +8,10 @@ from zosim_builders import RATE, instruction, make_profile, pipeline, program, s
 from costmodel.work import Work
 from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError
+from zosim.engines.recurrence import step_time_bound
+from zosim.engines.simulate import simulate
 from zosim.machine import Machine
 from zosim.program import Access, Buffer, Space
-from zosim.recurrence import step_time_bound
-from zosim.simulate import simulate
 
 COPY = instruction("upload", "h2d", 1.0)
 SWEEP = instruction("sweep", "compute", 1.0)

@@ -11,15 +11,15 @@ from topology.clusters import cluster
 from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError, TopologyError
 from topology.rings import edge_disjoint_rings
-from zosim.fold import fold
-from zosim.lockstep import simulate_many
+from zosim.engines.fold import fold
+from zosim.engines.lockstep import simulate_many
+from zosim.engines.recurrence import step_time_bound_of
+from zosim.engines.simulate import simulate_ranks
+from zosim.engines.world import World
 from zosim.machine import Machine
 from zosim.machines import machines_for
 from zosim.program import Collective
 from zosim.program_set import ProgramSet
-from zosim.recurrence import step_time_bound_of
-from zosim.simulate import simulate_ranks
-from zosim.world import World
 
 SIZE = 8 * 10**9
 DGX = load_preset("dgx-1v")

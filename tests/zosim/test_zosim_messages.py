@@ -10,15 +10,15 @@ from zosim_builders import RATE, host_machine, instruction, program
 
 from costmodel.work import Work
 from topology.errors import ProgramError
-from zosim.critical_path import bottleneck, step_path
-from zosim.fold import fold, simulate_set
-from zosim.lockstep import steady_step_s
+from zosim.analysis.critical_path import bottleneck, step_path
+from zosim.engines.fold import fold, simulate_set
+from zosim.engines.lockstep import steady_step_s
+from zosim.engines.recurrence import step_time_bound, step_time_bound_of
+from zosim.engines.simulate import simulate, simulate_ranks
+from zosim.engines.world import World
 from zosim.machine import Hop
 from zosim.program import Collective, Recv, Send
 from zosim.program_set import ProgramSet
-from zosim.recurrence import step_time_bound, step_time_bound_of
-from zosim.simulate import simulate, simulate_ranks
-from zosim.world import World
 
 MS = 1e-3
 

@@ -10,9 +10,9 @@ from topology.clusters import cluster
 from topology.errors import DoesNotFit, PlanError
 from zosim.options import mesh_of
 from zosim.plan import Estimator, Mesh, Precision
-from zosim.planner import Request, choose, placements
+from zosim.planning.planner import Request, choose, placements
+from zosim.planning.space import layouts, meshes
 from zosim.profiles import Profiles
-from zosim.space import layouts, meshes
 from zosim.twins import Twins
 
 GIB = 2**30

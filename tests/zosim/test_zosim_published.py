@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from costmodel.published import Row, read_rows, shipped_rows, write_rows
 from topology.errors import ProfileError
+from zosim.engines.recurrence import step_time_bound
+from zosim.engines.simulate import simulate
 from zosim.machine import Machine
 from zosim.program import Forward, Perturb
 from zosim.published.audit import audit, set_apart
@@ -26,8 +28,6 @@ from zosim.published.fitted_profile import (
 from zosim.published.fitting import conformal_half_width, fit, refitted
 from zosim.published.memory import parts_of
 from zosim.published.predicting import answers
-from zosim.recurrence import step_time_bound
-from zosim.simulate import simulate
 
 ROWS = shipped_rows()
 BASE = {

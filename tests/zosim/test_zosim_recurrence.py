@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from zosim_builders import RATE, instruction, pipeline, program, programs, rank_sets, shared, unshared
 
 from topology.errors import ProgramError
-from zosim.fold import fold
-from zosim.lockstep import simulate_many
+from zosim.engines.fold import fold
+from zosim.engines.lockstep import simulate_many
+from zosim.engines.recurrence import run_times, run_times_of, step_time_bound, step_time_bound_of
+from zosim.engines.simulate import simulate
+from zosim.engines.world import World
 from zosim.places import Order, Place
 from zosim.program import Dependency
 from zosim.program_set import ProgramSet
-from zosim.recurrence import run_times, run_times_of, step_time_bound, step_time_bound_of
-from zosim.simulate import simulate
-from zosim.world import World
 
 
 @given(programs(), st.integers(1, 6), st.sampled_from([0.0, 2e-3]))

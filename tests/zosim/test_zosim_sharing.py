@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from zosim.sharing import max_min_rates
+from zosim.engines.sharing import max_min_rates
 
 positive = st.floats(min_value=0.1, max_value=100.0)
 

@@ -11,11 +11,11 @@ from zosim_builders import RATE, instruction, make_profile, pipeline, program, p
 
 from costmodel.work import Work
 from topology.errors import ProgramError
+from zosim.engines.simulate import simulate, simulate_ranks
 from zosim.machine import Machine, Ring
 from zosim.places import Order, Place
 from zosim.program import Access, Allocate, Buffer, Collective, Copy, Dependency, Free, Space, Stream
 from zosim.program_set import ProgramSet
-from zosim.simulate import simulate, simulate_ranks
 
 # Times are sums of a few durations: rounding alone.
 EXACT = {"rel": 1e-12, "abs": 1e-12}

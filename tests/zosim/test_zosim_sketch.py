@@ -10,16 +10,16 @@ import pytest
 from costmodel import read_model_spec
 from costmodel.model_spec import ModelSpec
 from topology import load_preset
-from zosim.footprint import footprint
-from zosim.lockstep import steady_step_s
+from zosim.engines.lockstep import steady_step_s
+from zosim.engines.recurrence import step_time_bound
+from zosim.engines.world import World
 from zosim.lowering import lower, lower_all
 from zosim.machine import Machine
 from zosim.machines import machines_for
 from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Residency, Runtime
+from zosim.planning.footprint import footprint
+from zosim.planning.sketch import Sketcher
 from zosim.profiles import profile_for
-from zosim.recurrence import step_time_bound
-from zosim.sketch import Sketcher
-from zosim.world import World
 
 HALF = Precision(storage="float16", compute="float16", transfer="float16")
 MODELS = ["opt-125m", "opt-350m", "qwen3-0.6b"]

@@ -9,9 +9,9 @@ from topology import load_preset
 from topology.errors import PlanError
 from zosim.options import cutting_of
 from zosim.plan import Estimator, Plan, Precision
-from zosim.planner import Request, choose
+from zosim.planning.planner import Request, choose
+from zosim.planning.staging import staged_plans
 from zosim.profiles import Profiles
-from zosim.staging import staged_plans
 
 HALF = Precision(storage="float16", compute="float16", transfer="float16")
 SINGLE = Precision()

@@ -7,8 +7,8 @@ import pytest
 from zosim_builders import instruction, pipeline, program, unshared
 
 from topology.errors import TimelineError
+from zosim.engines.simulate import simulate
 from zosim.program import Space, Stream
-from zosim.simulate import simulate
 from zosim.timeline import MemorySample, Span, Timeline, merged
 
 

@@ -1,6 +1,6 @@
 """The closed form of one program for many sets of constants at once.
 
-The recurrence of :mod:`zosim.recurrence`, over arrays: what differs between sets of constants are durations alone, and
+The recurrence of :mod:`zosim.engines.recurrence`, over arrays: what differs between sets of constants are durations alone, and
 most instructions of a program share theirs with the same instruction of another block. Beside it stands what each
 shared resource must serve in a step: where streams compete for one (allocations stop a device's kernels), the step
 takes at least as long as that.
@@ -22,7 +22,7 @@ from zosim.program import Instruction, Program
 Array = NDArray[np.float64]
 
 NUM_STEPS = 4
-"""Steps that are evaluated; the last two are alike (tests compare with :func:`zosim.recurrence.step_time_bound`)."""
+"""Steps that are evaluated; the last two are alike (tests compare with :func:`zosim.engines.recurrence.step_time_bound`)."""
 
 
 @dataclass(frozen=True)

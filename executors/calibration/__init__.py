@@ -1,0 +1,1 @@
+"""What a machine does per second: measured, fitted, and held against whole steps."""

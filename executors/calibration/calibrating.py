@@ -1,0 +1,161 @@
+"""A machine's calibration from beginning to end: measured, fitted, and held against whole steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from costmodel.calibration import FitReport, Residual, fit_profile
+from costmodel.contention import with_copy_cores
+from costmodel.datasheet import datasheet_profile
+from costmodel.measurement import Measurement
+from costmodel.profile import Profile
+from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, threads_set
+from executors.calibration.codec_calibration import with_codec_constants
+from executors.calibration.crowd import with_slowdown
+from executors.calibration.whole_steps import (
+    WholeStep,
+    interval_ratios,
+    measure_steps,
+    with_interval_scale,
+    with_step_overhead,
+)
+from topology.graph import Topology
+from zosim.engines.simulate import simulate
+from zosim.evidence.learning import measurements_of_spans
+from zosim.machine import Machine
+from zosim.program_set import ProgramSet
+from zosim.timeline import Timeline
+
+_STEPS_SHARE = 0.4
+"""Part of the time to measure for that goes to whole steps."""
+
+_NUM_PARTS = 2
+_HEEDED_PART, _LEAST_HEED = 0.1, 0.2
+_HEED_ALONE = 0.5
+"""What operations take again and again by themselves, caches warm, counts half as far as what they take in steps."""
+
+_NO_DURATION_TELLS = {
+    "cache_bytes": "assumed; durations depend on it together with the bandwidths of cache and memory",
+    "context_bytes": "memory, not time",
+    "allocator_slack": "memory, not time",
+    "allocation_granularity": "memory, not time",
+}
+
+
+def calibrated(
+    topology: Topology,
+    node: str,
+    *,
+    device: str = "cpu",
+    num_threads: int | None = None,
+    budget_s: float = DEFAULT_BUDGET_S,
+    on_share: Callable[[float], None] = lambda _: None,
+) -> tuple[Profile, FitReport]:
+    """Measure a device of this machine, and return what its operations cost, and how well that explains them.
+
+    Parameters
+    ----------
+    topology : Topology
+        This machine.
+    node : str
+        That `device` is.
+    device : str
+        ``"cpu"`` or a CUDA device.
+    num_threads : int, optional
+        Threads of a CPU's kernels; all its cores if not given.
+    budget_s : float
+        Seconds to measure for. Building what is measured, and the least that is, take some twenty more.
+    on_share : callable
+        Told the share of the work that is done.
+
+    Raises
+    ------
+    RunError
+        If the device is not there.
+
+    Notes
+    -----
+    Operations say what the constants are: by themselves, and as the instructions of whole steps of small models,
+    where they find caches as runs do. How long whole steps take is fitted to nothing but the time between them: it
+    says how wide intervals have to be.
+    """
+    base = datasheet_profile(topology, node, num_threads=num_threads)
+    # A GPU's profile has one thread; those of its host are as torch has them.
+    threads = base.num_threads if device == "cpu" else num_threads
+    measurements = calibrate(
+        device=device,
+        num_threads=threads,
+        budget_s=(1 - _STEPS_SHARE) * budget_s,
+        on_round=lambda share: on_share((1 - _STEPS_SHARE) * share),
+    )
+    with threads_set(threads or torch.get_num_threads()):
+        steps = measure_steps(
+            topology,
+            node,
+            device=device,
+            budget_s=_STEPS_SHARE * budget_s,
+            on_share=lambda share: on_share(1 - _STEPS_SHARE * (1 - share)),
+        )
+    profile, fit = fitted(topology, node, base, measurements, steps)
+    if device == "cpu":
+        profile = with_slowdown(profile)
+    return with_codec_constants(profile), fit
+
+
+def fitted(
+    topology: Topology,
+    node: str,
+    base: Profile,
+    measurements: Sequence[Measurement],
+    steps: Sequence[WholeStep],
+) -> tuple[Profile, FitReport]:
+    """Return the profile that single operations and whole steps say, and how well it explains them.
+
+    Notes
+    -----
+    The steps are parted in two. What the profile says of either part when it was fitted to the other alone is how
+    far off it is for steps that it has not seen: that decides the width of its intervals, and is what is reported.
+    """
+    profile, fit = _fitted(base, measurements, steps)
+    ratios: list[float] = []
+    residuals: list[Residual] = []
+    for number in range(_NUM_PARTS):
+        unseen = steps[number::_NUM_PARTS]
+        seen = [step for step in steps if step not in unseen]
+        other, _ = _fitted(base, measurements, seen)
+        ratios += interval_ratios(other, topology, node, unseen)
+        machine = Machine.from_topology(topology, node, other)
+        residuals += [Residual(s.name, s.seconds, simulate(s.program, machine).step_time_s) for s in unseen]
+    return with_interval_scale(profile, ratios), replace(fit, steps=tuple(residuals))
+
+
+def _fitted(
+    base: Profile, measurements: Sequence[Measurement], steps: Sequence[WholeStep]
+) -> tuple[Profile, FitReport]:
+    """Return a profile fitted to single operations, alone and as instructions of steps."""
+    alone = [replace(measurement, weight=_HEED_ALONE) for measurement in measurements]
+    profile, fit = fit_profile([*alone, *_within_steps(base, steps)], base)
+    profile, unknown = with_copy_cores(profile, measurements)
+    reasons = {**fit.unidentified, **_NO_DURATION_TELLS} | ({"copy_cores": unknown} if unknown else {})
+    found = ("step_s",) if unknown else ("step_s", "copy_cores")
+    profile = with_step_overhead(profile, steps)
+    return profile, replace(fit, identified=(*fit.identified, *found), unidentified=reasons)
+
+
+def _within_steps(base: Profile, steps: Sequence[WholeStep]) -> list[Measurement]:
+    """Return what the instructions of steps took."""
+    return [
+        replace(m, name=f"{m.name}: {step.name}", weight=_weight(m, step, step.timeline))
+        for step in steps
+        if step.timeline is not None
+        for m in measurements_of_spans(step.timeline, ProgramSet.alone(step.program), base)
+    ]
+
+
+def _weight(measurement: Measurement, step: WholeStep, timeline: Timeline) -> float:
+    """Return how far to heed what spans of a step took: all the way if they are a tenth of it."""
+    per_step = measurement.num_samples / len(timeline.steady_steps)
+    return min(1.0, max(_LEAST_HEED, per_step * measurement.seconds / (_HEEDED_PART * step.seconds)))

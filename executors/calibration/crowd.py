@@ -1,0 +1,177 @@
+"""How much work ranks of one thread do at once on the cores of a host: less than each of them alone would."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from costmodel.profile import Constant, Profile
+from executors.steps.heap import keep_freed_memory
+from topology.errors import RunError
+
+Gather = Callable[[float], Sequence[float]]
+"""Tells all ranks' numbers, in rank order, to all of them."""
+
+_NUM_BURSTS = 8
+_BURST_S = 0.1
+"""Seconds of computing between two exchanges, as between two losses of a step."""
+_NUM_EXCHANGES = 50
+_NUM_ROUNDS = 3
+_MOST_RANKS = 16
+_TIMEOUT_S = 60.0
+_SOURCE = (
+    "bursts of draws and products on every core at once, an exchange after each, against one core's alone"
+)
+
+
+def with_slowdown(profile: Profile) -> Profile:
+    """Return a CPU's profile with what ranks on all its cores take from each other, as measured now.
+
+    Raises
+    ------
+    RunError
+        If the ranks cannot be started.
+    """
+    world_size = min(len(os.sched_getaffinity(0)), _MOST_RANKS)
+    if world_size == 1:
+        return profile
+    slowdowns = sorted(world_size / cores for cores in _measured(world_size))
+    constant = Constant(
+        name="ranks_slowdown",
+        value=median(slowdowns),
+        low=slowdowns[0],
+        high=slowdowns[-1],
+        unit="1",
+        source=_SOURCE,
+    )
+    return profile.with_constants(constant, origin=profile.origin)
+
+
+def _measured(world_size: int) -> list[float]:
+    """Return what :func:`cores_together` finds, time and again, among new processes of one thread."""
+    with tempfile.TemporaryDirectory(prefix="zosim-crowd-") as directory:
+        store = str(Path(directory) / "store")
+        words = [sys.executable, "-m", __name__, store, str(world_size)]
+        ranks = [
+            subprocess.Popen(
+                [*words, str(rank)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            said, _ = ranks[0].communicate(timeout=_TIMEOUT_S)
+            return [float(cores) for cores in json.loads(said)]
+        except (subprocess.TimeoutExpired, json.JSONDecodeError) as error:
+            raise RunError(
+                f"{world_size} processes did not measure what they take from each other: {error}",
+                hint="calibrate again when the machine has memory and cores free",
+            ) from error
+        finally:
+            for rank in ranks:
+                with suppress(subprocess.TimeoutExpired):
+                    rank.wait(1.0)
+                rank.kill()
+                rank.wait()
+
+
+def cores_together(gather: Gather, rank: int, world_size: int, *, in_turn: bool = False) -> float:
+    """Return the cores' worth of work that all ranks do at once; all of them call it together.
+
+    Parameters
+    ----------
+    gather : callable
+    rank, world_size : int
+    in_turn : bool
+        Whether a core's work is measured while all others rest, or while each has work of its own.
+
+    Returns
+    -------
+    float
+        At most the number of cores. What all ranks' work of a while comes to, where each would have a core of its own for
+        it, and they exchange a number every now and then: ranks wait for the slowest, and those that share a core for
+        their turns and its caches.
+    """
+    there = len(os.sched_getaffinity(0))
+    burst = _burst(gather)
+    exchange_s = median(_timed(lambda: gather(0.0), _NUM_EXCHANGES))
+    alone_s = 0.0
+    for turn in range(min(there, world_size)) if in_turn else (rank,):
+        # No more ranks than cores, and none waits for another.
+        if turn == rank < there:
+            alone_s = median(_timed(burst))
+        found = gather(alone_s)[:there]
+    alone_s = sum(found) / len(found)
+
+    def together() -> None:
+        burst()
+        gather(0.0)
+
+    taken_s = median(_timed(together)) - exchange_s
+    return min(float(there), world_size * alone_s / taken_s)
+
+
+def _burst(gather: Gather) -> Callable[[], None]:
+    """Return some work of random numbers and products, as much on every rank, on more than a core's caches hold."""
+    a, b = torch.ones(128, 512), torch.ones(512, 2048)
+    numbers = itertools.cycle(torch.empty(16, 1 << 16))
+
+    def piece() -> None:
+        next(numbers).normal_()
+        torch.mm(a, b)
+
+    num = round(gather(_BURST_S / median(_timed(piece)))[0])
+
+    def burst() -> None:
+        for _ in range(num):
+            piece()
+
+    return burst
+
+
+def _timed(action: Callable[[], object], count: int = _NUM_BURSTS) -> list[float]:
+    ends = [time.perf_counter()]
+    for _ in range(count):
+        action()
+        ends.append(time.perf_counter())
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def _main(store: str, world_size: int, rank: int) -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=_TIMEOUT_S)
+    group = dist.ProcessGroupGloo(FileStore(store, world_size), rank, world_size, options)
+
+    def gather(number: float) -> list[float]:
+        own = torch.tensor([number], dtype=torch.float64)
+        whole = torch.empty(world_size, dtype=torch.float64)
+        group._allgather_base(whole, own).wait()  # type: ignore[attr-defined]
+        return [float(each) for each in whole]
+
+    found = [cores_together(gather, rank, world_size, in_turn=True) for _ in range(_NUM_ROUNDS)]
+    if rank == 0:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,124 @@
+"""Probes of random directions: drawn by one thread, by all, passed over, picked row by row; and of other formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from costmodel.sweeps import cast_work, draw_work, perturb_work
+from costmodel.work import DType
+from executors.calibration.probing import MEMORY_BYTES, Probe, format_named, random_tensor
+from executors.randomness.counter import CounterDraws, CounterKey
+from executors.randomness.crew import Crew
+from executors.randomness.directions import Direction, direction_named
+from executors.randomness.rng import generator_on
+from executors.randomness.walks import Walk, draw_rows
+from executors.steps.buffers import TORCH_DTYPES
+from zosim.lowering.layout import NUM_RNG_MARKS
+
+
+def draw_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe]:
+    """Yield probes of draws and of conversions."""
+    for dtype in dtypes:
+        yield from _draws(device, dtype)
+        yield from _shared_draws(device, dtype)
+        yield from _skips(device, dtype)
+    yield from _casts(device)
+    yield from _kept_rows(device, dtypes[0])
+
+
+def _draws(device: torch.device, dtype: str) -> Iterator[Probe]:
+    generator = generator_on(device, 1)
+    num = MEMORY_BYTES[device.type] // 16
+    out = torch.empty(num, dtype=TORCH_DTYPES[dtype], device=device)
+    for name, distribution in (("gaussian", "normal"), ("rademacher", "rademacher")):
+        direction = direction_named(name)
+        work = draw_work(num, dtype=format_named(dtype), distribution=distribution)  # type: ignore[arg-type]
+
+        def run(direction: Direction = direction) -> None:
+            direction.fill(out, generator)
+
+        yield Probe(f"draw {name} {dtype}", work, run)
+
+
+def _shared_draws(device: torch.device, dtype: str) -> Iterator[Probe]:
+    """Yield draws by all threads at once, each with a sweep by torch's own threads, which must gather again."""
+    if device.type != "cpu":
+        return
+    crew, direction = Crew(torch.get_num_threads()), direction_named("gaussian")
+    key = CounterKey.of(1, 0, 0)
+    for num in (1 << 17, MEMORY_BYTES["cpu"] // 32):
+        z, theta = (torch.zeros(num, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
+        counter = CounterDraws([num], device, crew=crew)
+        walk = Walk([num], direction, NUM_RNG_MARKS, crew)
+        states = walk.fill([z], generator_on(device, 1))
+
+        def by_blocks(z: Tensor = z, theta: Tensor = theta, counter: CounterDraws = counter) -> None:
+            counter.fill_parameters([z], [0], key, direction)
+            torch.add(theta, z, out=theta)
+
+        def from_marks(
+            z: Tensor = z, theta: Tensor = theta, walk: Walk = walk, states: list[Tensor] = states
+        ) -> None:
+            walk.fill_again([z], states)
+            torch.add(theta, z, out=theta)
+
+        work = draw_work(num, dtype=format_named(dtype), is_shared=True) + perturb_work(
+            num, dtype=format_named(dtype)
+        )
+        for name, run in (("blocks", by_blocks), ("marks", from_marks)):
+            yield Probe(f"draw by all, {num} from {name} {dtype}", work, run)
+
+
+def _skips(device: torch.device, dtype: str) -> Iterator[Probe]:
+    generator, num = generator_on(device, 1), MEMORY_BYTES[device.type] // 16
+    like = torch.empty(0, dtype=TORCH_DTYPES[dtype], device=device)
+    for name, distribution in (("gaussian", "normal"), ("rademacher", "rademacher")):
+        direction = direction_named(name)
+        work = draw_work(0, dtype=format_named(dtype), distribution=distribution, num_skipped=num)  # type: ignore[arg-type]
+
+        def run(direction: Direction = direction) -> None:
+            direction.skip(num, like, generator)
+
+        yield Probe(f"skip {name} {dtype}", work, run)
+
+
+_CASTS: tuple[tuple[DType, DType], ...] = (
+    ("float32", "float16"),
+    ("float32", "bfloat16"),
+    ("bfloat16", "float8_e4m3"),
+)
+
+
+def _casts(device: torch.device) -> Iterator[Probe]:
+    """Yield conversions as offloaded blocks of a narrower format meet them, there and back."""
+    num = MEMORY_BYTES[device.type] // 32
+    for wider, narrower in _CASTS:
+        for source, target in ((wider, narrower), (narrower, wider)):
+            of, to = random_tensor(device, source, num), random_tensor(device, target, num)
+
+            def run(of: Tensor = of, to: Tensor = to) -> None:
+                to.copy_(of)
+
+            yield Probe(f"cast {source} to {target}", cast_work(num, source=source, target=target), run)
+
+
+def _kept_rows(device: torch.device, dtype: str) -> Iterator[Probe]:
+    num_rows, width = 1024, 64
+    rows = torch.arange(0, num_rows, 4, device=device)
+    out = random_tensor(device, dtype, rows.numel(), width)
+    direction, generator = direction_named("gaussian"), generator_on(device, 1)
+
+    def run() -> None:
+        draw_rows(out, rows, num_rows, direction, generator)
+
+    num_made = out.numel()
+    work = draw_work(
+        num_made,
+        dtype=format_named(dtype),
+        num_skipped=num_rows * width - num_made,
+        num_kept_rows=rows.numel(),
+    )
+    yield Probe(f"rows {rows.numel()} of {num_rows}", work, run)

@@ -1,0 +1,104 @@
+"""Probes of what ranks of one host tell each other: a second process, and gloo over the loopback as runs use it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from costmodel.work import Work
+from executors.calibration.probing import Probe
+
+SIZES = {8: 40, 1 << 16: 10, 1 << 22: 2}
+"""Bytes that each of the two sends, with how often they are sent in a row."""
+
+_TIMEOUT = timedelta(seconds=60)
+_END = -1
+
+
+class _Rank:
+    """One of two processes that gather each other's bytes.
+
+    Parameters
+    ----------
+    store : path
+        File by which the two find each other.
+    rank : int
+    """
+
+    def __init__(self, store: Path, rank: int) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = _TIMEOUT
+        self._group = dist.ProcessGroupGloo(FileStore(str(store), 2), rank, 2, options)
+        self._command = torch.zeros(1, dtype=torch.int64)
+        self._commands = torch.zeros(2, dtype=torch.int64)
+        self._own = {size: torch.zeros(size, dtype=torch.uint8) for size in SIZES}
+        self._gathered = {size: torch.zeros(2 * size, dtype=torch.uint8) for size in SIZES}
+
+    def agree(self, command: int) -> int:
+        """Tell the other what comes next, and return what rank 0 said."""
+        self._command.fill_(command)
+        self._gather(self._commands, self._command)
+        return int(self._commands[0])
+
+    def exchange(self, size: int) -> None:
+        """Gather both ranks' `size` bytes as often as a sample takes."""
+        for _ in range(SIZES[size]):
+            self._gather(self._gathered[size], self._own[size])
+
+    def _gather(self, gathered: Tensor, own: Tensor) -> None:
+        self._group._allgather_base(gathered, own).wait()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def exchange_probes() -> Iterator[list[Probe]]:
+    """Start a second process, and yield probes of exchanges with it, as long as the block lasts."""
+    with tempfile.TemporaryDirectory(prefix="zosim-exchange-") as directory:
+        store = Path(directory) / "store"
+        peer = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(store)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        try:
+            rank = _Rank(store, 0)
+            yield [_probe(rank, size) for size in SIZES]
+            rank.agree(_END)
+            peer.wait(_TIMEOUT.total_seconds())
+        finally:
+            if peer.poll() is None:
+                peer.kill()
+                peer.wait()
+
+
+def _probe(rank: _Rank, size: int) -> Probe:
+    def prepare() -> None:
+        rank.agree(size)
+
+    return Probe(
+        f"exchange of {size} bytes by 2 ranks",
+        Work(link_bytes=size),
+        lambda: rank.exchange(size),
+        before=prepare,
+        num_done=SIZES[size],
+    )
+
+
+def _answer(store: str) -> None:
+    """Do what rank 0 says until it says that it is enough."""
+    torch.set_num_threads(1)
+    rank = _Rank(Path(store), 1)
+    while (size := rank.agree(0)) != _END:
+        rank.exchange(size)
+
+
+if __name__ == "__main__":
+    _answer(sys.argv[1])

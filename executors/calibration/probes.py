@@ -1,0 +1,230 @@
+"""What calibration runs: pairs of something done on a device and the work that it counts as."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from costmodel.sweeps import allocation_work, copy_work, perturb_work, update_work
+from costmodel.work import SHARED_ELEMENTS, Attention, Matmul, Work
+from executors.calibration.draw_probes import draw_probes
+from executors.calibration.probing import (
+    CACHE_BYTES,
+    MEMORY_BYTES,
+    Action,
+    Probe,
+    cold_copies,
+    format_named,
+    random_tensor,
+)
+from executors.steps.arithmetic import Sweeper
+from executors.steps.buffers import TORCH_DTYPES
+
+MATMUL_SHAPES = {
+    "cpu": (
+        (16, 2048, 2048),
+        (32, 1024, 256),
+        (64, 64, 64),
+        (64, 24000, 384),
+        (128, 256, 128),
+        (128, 1024, 256),
+        (128, 8192, 256),
+        (256, 768, 3072),
+        (256, 3072, 768),
+        (512, 128, 64),
+        (1024, 3000, 64),
+        (512, 512, 2048),
+    ),
+    "cuda": (
+        (1, 4096, 4096),
+        (256, 256, 256),
+        (1024, 1024, 1024),
+        (2048, 2048, 8192),
+        (4096, 4096, 4096),
+        (8192, 8192, 4096),
+    ),
+}
+"""(m, n, k) of products: one that mostly reads its weights, then from launch-bound to far past it; on a CPU also short
+and long sums, and few and wide rows, as the logits of small models have them."""
+
+ATTENTION_SHAPES = {
+    "cpu": (
+        (2, 4, 40, 64),
+        (4, 4, 64, 32),
+        (8, 2, 232, 32),
+        (4, 6, 128, 64),
+        (1, 8, 512, 64),
+        (2, 4, 96, 128),
+    ),
+    "cuda": ((4, 16, 512, 64), (4, 16, 2048, 128)),
+}
+"""(sequences, heads, tokens, head width)."""
+
+
+def kernel_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe]:
+    """Yield probes of single kernels, copies and allocations; what goes on around them is told by whole steps."""
+    for dtype in dtypes:
+        yield from _matmuls(device, dtype)
+        yield from _attentions(device, dtype)
+        yield from _sweeps(device, dtype)
+    yield from draw_probes(device, dtypes)
+    yield from _elementwise(device)
+    yield from _exponentials(device)
+    yield from _dispatch(device)
+    yield from _copies(device)
+    yield from _contention(device, dtypes[0])
+    yield from _allocations(device)
+
+
+def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
+    for m, n, k in MATMUL_SHAPES[device.type]:
+        x, out = random_tensor(device, dtype, m, k), random_tensor(device, dtype, m, n)
+        # Weights are read from memory, as those of a model's next layer are; activations stay in cache.
+        weights = cycle(cold_copies(lambda n=n, k=k: random_tensor(device, dtype, n, k), device))  # type: ignore[misc]
+
+        def run(x: Tensor = x, weights: Iterator[Tensor] = weights, out: Tensor = out) -> None:
+            torch.mm(x, next(weights).t(), out=out)
+
+        work = Work(dtype=format_named(dtype), matmuls=(Matmul(m=m, n=n, k=k),), num_kernels=1)
+        yield Probe(f"matmul {m}x{n}x{k} {dtype}", work, run)
+
+
+def _attentions(device: torch.device, dtype: str) -> Iterator[Probe]:
+    for batch, heads, tokens, width in ATTENTION_SHAPES[device.type]:
+        # As projections leave them: heads lie side by side in a token's row.
+        made = (random_tensor(device, dtype, batch, tokens, heads, width) for _ in range(3))
+        q, k, v = (tensor.transpose(1, 2) for tensor in made)
+
+        def run(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        counted = Attention(num=batch * heads, query=tokens, key=tokens, head_dim=width, causal_skip=True)
+        work = Work(dtype=format_named(dtype), attention=(counted,), num_kernels=1)
+        yield Probe(f"attention {batch}x{heads}x{tokens}x{width} {dtype}", work, run)
+
+
+def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
+    sweeper = Sweeper()
+    for place, size_bytes in (("in memory", MEMORY_BYTES[device.type] // 16), _places(device)[1]):
+        num = size_bytes // TORCH_DTYPES[dtype].itemsize
+        z = random_tensor(device, dtype, num)
+        # A block's parameters come from memory, its direction has just been drawn.
+        thetas = [random_tensor(device, dtype, num)]
+        if place == "in memory":
+            thetas = cold_copies(lambda num=num: random_tensor(device, dtype, num), device)  # type: ignore[misc]
+        turns = cycle(thetas)
+
+        # Back and forth, so that nothing grows however often it runs.
+        signs = cycle((1, -1))
+
+        def perturb(turns: Iterator[Tensor] = turns, z: Tensor = z, signs: Iterator[int] = signs) -> None:
+            sweeper.perturb_scaled(next(turns), z, next(signs))
+
+        def update(turns: Iterator[Tensor] = turns, z: Tensor = z, signs: Iterator[int] = signs) -> None:
+            sweeper.update(next(turns), z, gradient=next(signs), learning_rate=1e-3, weight_decay=None)
+
+        work = perturb_work(num, dtype=format_named(dtype))
+        yield Probe(f"perturb {place} {dtype}", work, perturb)
+        work = update_work(num, dtype=format_named(dtype), arithmetic="pieces")
+        yield Probe(f"update {place} {dtype}", work, update)
+
+
+def _exponentials(device: torch.device) -> Iterator[Probe]:
+    x = random_tensor(device, "float32", 128, MEMORY_BYTES[device.type] >> 13)
+    work = Work(
+        elementwise_bytes=8 * x.numel(), num_exponentials=x.numel(), num_kernels=1, num_shared_kernels=1
+    )
+    yield Probe("softmax", work, lambda: functional.log_softmax(x, -1))
+
+
+def _elementwise(device: torch.device) -> Iterator[Probe]:
+    for place, size_bytes in _places(device):
+        x, out = (
+            random_tensor(device, "float32", size_bytes // 4),
+            random_tensor(device, "float32", size_bytes // 4),
+        )
+
+        def run(x: Tensor = x, out: Tensor = out) -> None:
+            torch.clamp(x, min=0, out=out)
+
+        shared = int(x.numel() >= SHARED_ELEMENTS)
+        work = Work(elementwise_bytes=2 * size_bytes, num_kernels=1, num_shared_kernels=shared)
+        yield Probe(f"elementwise {place}", work, run)
+
+
+def _dispatch(device: torch.device) -> Iterator[Probe]:
+    x, norm, bias = (random_tensor(device, "float32", 16) for _ in range(3))
+
+    def run() -> None:
+        y = functional.relu(x)
+        y = functional.layer_norm(y + bias, (16,), norm, bias)
+        y.add(x)
+
+    yield Probe("dispatch", Work(num_kernels=4), run)
+
+
+def _copies(device: torch.device) -> Iterator[Probe]:
+    for size_bytes in (1 << 12, MEMORY_BYTES[device.type] // 16, MEMORY_BYTES[device.type]):
+        near, far = (
+            _bytes(device, size_bytes),
+            _bytes(torch.device("cpu"), size_bytes, pinned=device.type == "cuda"),
+        )
+        for direction, targets, sources in (("h2d", near, far), ("d2h", far, near)):
+            run = _copier(cycle(targets), cycle(sources), device)
+            name = f"copy {direction} {size_bytes} bytes"
+            yield Probe(name, _copy_work(size_bytes, device), run, direction)  # type: ignore[arg-type]
+
+
+def _bytes(device: torch.device, size_bytes: int, *, pinned: bool = False) -> list[Tensor]:
+    """Return buffers to take turns with: what is copied next is cold, as the next block is."""
+
+    def make() -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned).fill_(1)
+
+    return cold_copies(make, device)
+
+
+def _copy_work(size_bytes: int, device: torch.device) -> Work:
+    """Return a copy's work; on a CPU it is no kernel of torch's, and would make those look cheap."""
+    work = copy_work(size_bytes)
+    return work.model_copy(update={"num_kernels": 0}) if device.type == "cpu" else work
+
+
+def _copier(targets: Iterator[Tensor], sources: Iterator[Tensor], device: torch.device) -> Action:
+    def by_torch() -> None:
+        next(targets).copy_(next(sources), non_blocking=True)
+
+    def by_hand() -> None:
+        source = next(sources)
+        ctypes.memmove(next(targets).data_ptr(), source.data_ptr(), source.numel())
+
+    return by_hand if device.type == "cpu" else by_torch
+
+
+def _contention(device: torch.device, dtype: str) -> Iterator[Probe]:
+    """Yield a product and a copy, each while the other runs."""
+    product = list(_matmuls(device, dtype))[-1]
+    copy = list(_copies(device))[-1]
+    yield replace(product, name=f"{product.name} beside a copy", beside=copy.run)
+    yield replace(copy, name=f"{copy.name} beside a product", beside=product.run)
+
+
+def _allocations(device: torch.device) -> Iterator[Probe]:
+    for size_bytes in (1 << 16, MEMORY_BYTES[device.type]):
+
+        def run(size_bytes: int = size_bytes) -> None:
+            torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+        yield Probe(f"allocate {size_bytes} bytes", allocation_work(size_bytes), run)
+
+
+def _places(device: torch.device) -> tuple[tuple[str, int], ...]:
+    return ("in memory", MEMORY_BYTES[device.type]), ("in cache", CACHE_BYTES[device.type])

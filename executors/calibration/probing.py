@@ -1,0 +1,75 @@
+"""What a probe is, and what all of them are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from costmodel.estimate import CopyDirection
+from costmodel.work import DType, Work
+from executors.models.model import Batch
+from executors.randomness.rng import generator_on
+from executors.steps.buffers import TORCH_DTYPES
+
+Action = Callable[[], object]
+
+MEMORY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+"""Far above any cache that a core can call its own."""
+
+CACHE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 22}
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Something to time.
+
+    Attributes
+    ----------
+    name : str
+    work : Work
+        What it counts as.
+    run : callable
+        Does it `num_done` times; on a GPU, issues it.
+    direction : str
+        Which way bytes are copied, where they are.
+    beside : callable or None
+        Runs over and over on another thread meanwhile, to see what the two take from each other.
+    before : callable or None
+        Runs before each sample and is not timed; such a sample runs the probe once.
+    num_done : int
+    """
+
+    name: str
+    work: Work
+    run: Action
+    direction: CopyDirection = "h2d"
+    beside: Action | None = None
+    before: Action | None = None
+    num_done: int = 1
+
+
+def random_tensor(device: torch.device, dtype: str, *shape: int) -> Tensor:
+    """Return normals of a format, always the same."""
+    return torch.randn(shape, device=device, generator=generator_on(device, 0)).to(TORCH_DTYPES[dtype])
+
+
+def cold_copies(make: Callable[[], Tensor], device: torch.device) -> list[Tensor]:
+    """Return as many tensors as overflow the caches, so that taking turns finds each of them cold."""
+    first = make()
+    size = first.numel() * first.element_size()
+    return [first, *(make() for _ in range(min(64, MEMORY_BYTES[device.type] // size)))]
+
+
+def format_named(dtype: str) -> DType:
+    """Return a name as the type that work is stated in; both use torch's names."""
+    assert dtype in TORCH_DTYPES, dtype
+    return dtype  # type: ignore[return-value]
+
+
+def token_batch(batch: int, seq: int, vocab: int) -> Batch:
+    """Return a batch of random tokens on the host, always the same."""
+    tokens = torch.randint(vocab, (batch, seq), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}

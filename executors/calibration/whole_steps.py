@@ -1,0 +1,263 @@
+"""Whole steps of small models, measured and predicted: how far a fitted profile can be trusted.
+
+Their shapes are kept apart from everything that predictions are judged on: no benchmark has models of these widths.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import t as student_t
+
+from costmodel.profile import CONSTANT_UNITS, Constant, Profile
+from costmodel.work import DType
+from executors.calibration.probing import token_batch
+from executors.calibration.quiet import SLOWER
+from executors.models.model import Batch
+from executors.models.random_models import random_model
+from executors.models.spec import spec_of_model
+from executors.runs.session import Session
+from executors.steps.buffers import TORCH_DTYPES
+from topology.graph import Topology
+from zosim.engines.simulate import simulate
+from zosim.lowering import lower
+from zosim.machine import Machine
+from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
+from zosim.planning.explain import describe
+from zosim.program import Program, Stream
+from zosim.timeline import Timeline
+
+COVERAGE = 0.9
+_LEAST_SCALE = 0.02
+_FAR = 3.0
+_WARM_STEPS = 3
+_LEAST_STEPS, _MOST_STEPS = 4, 60
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A model of two blocks with random weights, a batch and a placement.
+
+    Attributes
+    ----------
+    family : str
+    hidden, head_dim, vocab, batch, seq : int
+    dtype : str
+    axes : mapping
+        Fields of the plan's axes.
+    """
+
+    family: str
+    hidden: int
+    head_dim: int
+    vocab: int
+    batch: int
+    seq: int
+    dtype: DType
+    axes: Mapping[str, Mapping[str, Any]]
+
+
+_IMMEDIATE = {"runtime": {"update": "immediate"}}
+_DELAYED = {"runtime": {"update": "delayed"}}
+_OFFLOADED = {"runtime": {"update": "delayed"}, "residency": {"blocks": "offloaded"}}
+_SWEEP = {"runtime": {"traversal": "sweep"}}
+_COUNTER = {"runtime": {"update": "immediate"}, "estimator": {"rng": "counter"}}
+_SIGNS = {"runtime": {"update": "delayed"}, "estimator": {"direction": "rademacher"}}
+
+STEP_SHAPES = (
+    StepShape("opt", 96, 32, 700, 3, 48, "float32", _DELAYED),
+    StepShape("opt", 96, 32, 3000, 6, 232, "bfloat16", _OFFLOADED),
+    StepShape("gpt2", 96, 48, 20000, 4, 56, "float32", _DELAYED),
+    StepShape("gpt2", 160, 32, 2000, 4, 200, "bfloat16", _SWEEP),
+    StepShape("llama", 160, 80, 9000, 2, 40, "float32", _COUNTER),
+    StepShape("llama", 224, 56, 1500, 5, 96, "float32", _OFFLOADED),
+    StepShape("opt", 224, 56, 7000, 1, 144, "bfloat16", _SIGNS),
+    StepShape("gpt2", 320, 64, 400, 2, 136, "float32", _SWEEP),
+    StepShape("opt", 320, 64, 6000, 3, 56, "bfloat16", _DELAYED),
+    StepShape("llama", 320, 64, 30000, 1, 64, "float32", _SIGNS),
+    StepShape("gpt2", 448, 64, 900, 4, 80, "bfloat16", _COUNTER),
+    StepShape("opt", 448, 64, 2500, 2, 88, "float32", _OFFLOADED),
+    StepShape("llama", 448, 64, 16000, 2, 128, "bfloat16", _DELAYED),
+    StepShape("opt", 576, 64, 1200, 1, 104, "float32", _DELAYED),
+    StepShape("gpt2", 576, 64, 5000, 1, 216, "bfloat16", _OFFLOADED),
+    StepShape("llama", 704, 64, 600, 1, 72, "float32", _IMMEDIATE),
+)
+"""Widths that no benchmark has, and as even as those of real models: kernels are slower on odd ones."""
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """One step as measured.
+
+    Attributes
+    ----------
+    name : str
+    program : Program
+    seconds : float
+        Median time from the end of one step to the end of the next.
+    gap_s : float
+        Median time between the last computation of a step and the first of the next.
+    timeline : Timeline or None
+        Spans of the steps that others did not disturb.
+    """
+
+    name: str
+    program: Program
+    seconds: float
+    gap_s: float
+    timeline: Timeline | None = None
+
+
+def measure_steps(
+    topology: Topology,
+    node: str,
+    *,
+    device: str,
+    budget_s: float,
+    shapes: Sequence[StepShape] = STEP_SHAPES,
+    on_share: Callable[[float], None] | None = None,
+) -> list[WholeStep]:
+    """Return what whole steps take, with torch's present number of threads.
+
+    Parameters
+    ----------
+    topology : Topology
+    node : str
+        That `device` is.
+    budget_s : float
+        Time for timed steps, of which each shape gets its part and two at least.
+    on_share : callable, optional
+        Told of the share of the shapes that are done.
+    """
+    found = []
+    for number, shape in enumerate(shapes, 1):
+        found.append(_measured(shape, topology.name, node, device, budget_s / len(shapes)))
+        if on_share is not None:
+            on_share(number / len(shapes))
+    return found
+
+
+def _measured(shape: StepShape, topology: str, node: str, device: str, budget_s: float) -> WholeStep:
+    model = random_model(
+        shape.family,
+        hidden=shape.hidden,
+        num_blocks=2,
+        num_heads=shape.hidden // shape.head_dim,
+        vocab=shape.vocab,
+        max_positions=shape.seq,
+    ).to(TORCH_DTYPES[shape.dtype])
+    plan = Plan(
+        model=spec_of_model(model, name=f"{shape.family}-{shape.hidden}"),
+        placement=Placement(topology=topology, devices=(node,)),
+        batch=shape.batch,
+        seq=shape.seq,
+        estimator=Estimator(**shape.axes.get("estimator", {})),
+        residency=Residency(**shape.axes.get("residency", {})),
+        precision=Precision(storage=shape.dtype, compute=shape.dtype, transfer=shape.dtype),  # type: ignore[arg-type]
+        runtime=Runtime(**shape.axes.get("runtime", {})),
+    )
+    batch = token_batch(shape.batch, shape.seq, shape.vocab)
+    with Session(
+        plan, model, learning_rate=1e-7, device=device, num_draw_threads=torch.get_num_threads()
+    ) as session:
+        lengths = _step_lengths(session, batch, budget_s)
+        timeline = session.timeline()
+    name = f"step of {shape.family} {shape.hidden} wide, {shape.batch}x{shape.seq} {shape.dtype}, {describe(plan)}"
+    near = [second for second in lengths if second <= SLOWER * min(lengths)]
+    return WholeStep(name, lower(plan), median(near), _gap_s(timeline), _undisturbed(timeline, lengths))
+
+
+def _step_lengths(session: Session, batch: Batch, budget_s: float) -> list[float]:
+    for _ in range(_WARM_STEPS):
+        session.step(batch)
+    ends = [time.perf_counter()]
+    while len(ends) < _LEAST_STEPS or (ends[-1] - ends[0] < budget_s and len(ends) < _MOST_STEPS):
+        session.step(batch)
+        ends.append(time.perf_counter())
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def _undisturbed(timeline: Timeline, lengths: Sequence[float]) -> Timeline:
+    """Return a timeline of warm steps of these lengths, without those that took far longer than the fastest."""
+    kept = {number for number, second in enumerate(lengths, _WARM_STEPS) if second <= SLOWER * min(lengths)}
+    spans = tuple(span for span in timeline.spans if span.step in kept and span.part == "step")
+    return replace(timeline, spans=spans, first_steady_step=_WARM_STEPS)
+
+
+def _gap_s(timeline: Timeline) -> float:
+    """Return the median time between two steps' computations."""
+    begins: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.stream == Stream.COMPUTE and span.part == "step" and span.step >= timeline.first_steady_step:
+            begins[span.step] = min(begins.get(span.step, math.inf), span.start_s)
+            ends[span.step] = max(ends.get(span.step, 0.0), span.end_s)
+    return median(begins[step] - ends[step - 1] for step in begins if step - 1 in ends)
+
+
+def with_step_overhead(profile: Profile, steps: Sequence[WholeStep]) -> Profile:
+    """Return `profile` with the time between steps as it was measured."""
+    gaps = [max(step.gap_s, 1e-7) for step in steps]
+    low, value, high = (float(np.quantile(gaps, part)) for part in (0.05, 0.5, 0.95))
+    return profile.with_constants(
+        Constant(
+            name="step_s",
+            value=value,
+            low=low,
+            high=high,
+            unit=CONSTANT_UNITS["step_s"],
+            source=f"median of {len(gaps)} measured steps",
+        ),
+        origin="calibrated",
+    )
+
+
+def interval_ratios(
+    profile: Profile, topology: Topology, node: str, steps: Sequence[WholeStep]
+) -> list[float]:
+    """Return each step's log error, over the half interval of `profile` on its side."""
+    machine = Machine.from_topology(topology, node, _with_scale(profile, 1.0))
+    return [_ratio(step, machine) for step in steps]
+
+
+def with_interval_scale(profile: Profile, ratios: Sequence[float]) -> Profile:
+    """Return `profile` with the part of its intervals that holds whole steps as often as :data:`COVERAGE` says.
+
+    Parameters
+    ----------
+    profile : Profile
+    ratios : sequence of float
+        Of steps that the profile, or one like it, was not fitted to: see :func:`interval_ratios`.
+
+    Notes
+    -----
+    If the ratios are normal around 0, a new one lies within ``t · sqrt(mean square)`` with probability
+    :data:`COVERAGE`, where ``t`` is Student's quantile with as many degrees of freedom as there are steps: few
+    steps cannot promise narrow intervals. What lies farther off than :data:`_FAR` medians counts as if it lay there:
+    with several threads, one step that others disturbed would widen every interval without bound.
+    """
+    far = _FAR * median(map(abs, ratios))
+    ratios = [min(abs(ratio), far) for ratio in ratios]
+    quantile = float(student_t.ppf((1 + COVERAGE) / 2, len(ratios)))
+    scale = quantile * math.sqrt(sum(ratio**2 for ratio in ratios) / len(ratios))
+    return _with_scale(profile, max(_LEAST_SCALE, scale))
+
+
+def _with_scale(profile: Profile, scale: float) -> Profile:
+    return Profile(**{**dict(profile), "interval_scale": scale})
+
+
+def _ratio(step: WholeStep, machine: Machine) -> float:
+    """Return a step's log error over the half interval on its side."""
+    central_s = simulate(step.program, machine).step_time_s
+    error = math.log(step.seconds / central_s)
+    end_s = simulate(step.program, machine, bound="high" if error > 0 else "low").step_time_s
+    return error / math.log(end_s / central_s) if error else 0.0

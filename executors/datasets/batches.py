@@ -1,0 +1,163 @@
+"""Examples as padded batches, each a function of its number alone, so that a resumed run needs no state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from executors.datasets.data import Dataset
+from executors.datasets.prompts import IGNORED, Example
+from topology.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Padded examples.
+
+    Attributes
+    ----------
+    input_ids, attention_mask, labels : LongTensor (batch, length)
+        Padded on the right; labels are -100 and the mask 0 where padded.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    labels: torch.Tensor
+
+
+def check_batch(batch: Mapping[str, object], max_positions: int) -> None:
+    """Raise for a batch of somebody's own loop that no model could be fed.
+
+    Parameters
+    ----------
+    batch : mapping
+        ``input_ids`` and ``labels``, tensors of shape (sequences, tokens), and perhaps an ``attention_mask``.
+    max_positions : int
+        Most tokens that the model takes.
+
+    Raises
+    ------
+    DataError
+        If a tensor is missing, is no tensor, has another shape than ``input_ids``, or is too long.
+    """
+    shape: torch.Size | None = None
+    for name in ("input_ids", "labels", "attention_mask"):
+        tensor = batch.get(name)
+        if tensor is None and name == "attention_mask":
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            found = "is missing" if tensor is None else f"is a {type(tensor).__name__}, not a tensor"
+            raise DataError(f"the batch's {name} {found}", hint=_BATCH_HINT)
+        shape = tensor.shape if shape is None else shape
+        if tensor.shape != shape or len(shape) != 2:
+            raise DataError(
+                f"the batch's {name} is of shape {tuple(tensor.shape)}, its input_ids of {tuple(shape)}",
+                hint="both are (sequences, tokens)",
+            )
+    if shape is not None and shape[1] > max_positions:
+        raise DataError(
+            f"the batch has {shape[1]} tokens per sequence, the model {max_positions} positions",
+            hint="cut the sequences",
+        )
+
+
+_BATCH_HINT = (
+    "input_ids and labels are tensors; labels equal input_ids where asked for, and are -100 elsewhere"
+)
+
+
+def pad(examples: Sequence[Example], *, length: int | None = None, pad_token: int = 0) -> Batch:
+    """Return examples as one batch, padded on the right.
+
+    Parameters
+    ----------
+    examples : sequence of Example
+    length : int, optional
+        Columns; by default those of the longest example.
+    pad_token : int
+        Token that padded positions hold. A causal model's other positions do not see it.
+
+    Raises
+    ------
+    DataError
+        If an example is longer than `length`.
+    """
+    longest = max(len(example) for example in examples)
+    if length is not None and longest > length:
+        raise DataError(f"an example of {longest} tokens does not fit a batch of length {length}")
+    shape = (len(examples), length or longest)
+    input_ids = torch.full(shape, pad_token, dtype=torch.long)
+    labels = torch.full(shape, IGNORED, dtype=torch.long)
+    mask = torch.zeros(shape, dtype=torch.long)
+    for row, example in enumerate(examples):
+        num = len(example)
+        input_ids[row, :num] = torch.tensor(example.input_ids)
+        labels[row, :num] = torch.tensor(example.labels)
+        mask[row, :num] = 1
+    return Batch(input_ids, mask, labels)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches by number: batch ``k`` is a function of ``k`` alone.
+
+    Attributes
+    ----------
+    dataset : Dataset
+    batch_size : int
+    shuffle : bool
+        Off: batch ``k`` is lines ``k·B`` to ``k·B + B - 1``, wrapping. On: the same walk over a fresh seeded
+        permutation of the lines in each epoch.
+    seed : int
+        Of the permutations; torch's generators are neither used nor moved.
+    length : int or None
+        Pad every batch to this many tokens; None: to its longest example.
+    pad_token : int
+
+    Raises
+    ------
+    DataError
+        If `batch_size` or `seed` is out of range.
+    """
+
+    dataset: Dataset
+    batch_size: int
+    shuffle: bool = False
+    seed: int = 0
+    length: int | None = None
+    pad_token: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise DataError(f"batch_size={self.batch_size} must be at least 1")
+        if self.seed < 0:
+            raise DataError(f"seed={self.seed} must be at least 0")
+
+    def indices(self, k: int) -> tuple[int, ...]:
+        """Return the lines of batch `k`, counted from 0."""
+        walked = range(k * self.batch_size, (k + 1) * self.batch_size)
+        return tuple(self._line(*divmod(position, len(self.dataset))) for position in walked)
+
+    def batch(self, k: int) -> Batch:
+        """Return batch `k`.
+
+        Raises
+        ------
+        DataError
+            If one of its lines cannot be used.
+        """
+        examples = self.dataset.examples(self.indices(k))
+        return pad(examples, length=self.length, pad_token=self.pad_token)
+
+    def _line(self, epoch: int, place: int) -> int:
+        return int(_permutation(self.seed, epoch, len(self.dataset))[place]) if self.shuffle else place
+
+
+@lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, num: int) -> npt.NDArray[np.int64]:
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num)

@@ -1,0 +1,363 @@
+"""Training and evaluation data: JSON lines, read at random.
+
+A line is either tokens, ``{"input_ids": [...], "labels": [...]}`` with `labels` optional, or fields of a
+prompt template (:mod:`executors.datasets.prompts`). Files are indexed by the offsets of their lines and never loaded
+as a whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from executors.datasets.prompts import (
+    IGNORED,
+    Example,
+    JsonObject,
+    OffsetTokenizer,
+    PromptTemplate,
+    Question,
+    did_you_mean,
+)
+from topology.errors import DataError
+
+NUM_CHECKED_AT_START = 2000
+"""Lines read when a file is opened, so that most mistakes show before anything else is started."""
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class LineFile:
+    """Where the lines of a JSON-lines file begin. Blank lines do not count.
+
+    Attributes
+    ----------
+    path : Path
+    offsets : array of int64
+        First byte of each line.
+    numbers : array of int64
+        Its number in the file, from 1, for messages.
+    sha256 : str
+        Digest of the whole file.
+    """
+
+    path: Path
+    offsets: npt.NDArray[np.int64]
+    numbers: npt.NDArray[np.int64]
+    sha256: str
+
+    @classmethod
+    def index(cls, path: str | Path) -> LineFile:
+        """Return the index of a file, read once from end to end.
+
+        Raises
+        ------
+        DataError
+            If the file is missing, cannot be read, or has no line.
+        """
+        path = Path(path)
+        digest = hashlib.sha256()
+        offsets, numbers, at = [], [], 0
+        try:
+            with path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    digest.update(line)
+                    if line.removeprefix(_BYTE_ORDER_MARK).strip():
+                        offsets.append(at)
+                        numbers.append(number)
+                    at += len(line)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        if not offsets:
+            raise DataError(f"{path} is empty", hint='write one example a line: {"input_ids": [...]}')
+        return cls(path, np.array(offsets, np.int64), np.array(numbers, np.int64), digest.hexdigest())
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def read(self, indices: Sequence[int]) -> Iterator[JsonObject]:
+        """Yield the objects on some lines, counted from 0 without the blank ones.
+
+        Raises
+        ------
+        DataError
+            If a line is not a JSON object, or the file can no longer be read.
+        """
+        try:
+            with self.path.open("rb") as file:
+                for index in indices:
+                    file.seek(self.offsets[index])
+                    yield self._parse(index, file.readline())
+        except OSError as error:
+            raise _unreadable(self.path, error) from None
+
+    def where(self, index: int) -> str:
+        """Return the place of a line in words."""
+        return f"{self.path}, line {self.numbers[index]}"
+
+    def _parse(self, index: int, line: bytes) -> JsonObject:
+        try:
+            value = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.where(index)} is not UTF-8: {error.reason}") from None
+        except json.JSONDecodeError as error:
+            shown = line[:60].decode(errors="replace").strip()
+            raise DataError(
+                f"{self.where(index)} is not JSON: {error.msg} at column {error.colno}: {shown}",
+                hint="each line is one JSON object of its own; a JSON array over many lines is not JSON lines",
+            ) from None
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{self.where(index)} holds a JSON {type(value).__name__}, an example is an object",
+                hint='write {"input_ids": [...], "labels": [...]} or the fields of a template',
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an example must respect to be fed to a model.
+
+    Attributes
+    ----------
+    vocab_size : int or None
+        Token ids and labels must be below it.
+    max_length : int or None
+        Longest sequence, in tokens.
+    truncate : bool
+        Whether longer ones are cut rather than refused.
+    """
+
+    vocab_size: int | None = None
+    max_length: int | None = None
+    truncate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length < 2:
+            raise DataError(f"max_length={self.max_length} leaves nothing to predict", hint="use at least 2")
+
+    def fit(self, example: Example, where: str, *, num_kept: int = 0) -> Example:
+        """Return the example, cut if that was asked.
+
+        Raises
+        ------
+        DataError
+            If it is too long, has a token outside the vocabulary, or asks for nothing.
+        """
+        if self.max_length is not None and len(example) > self.max_length:
+            if not self.truncate:
+                raise DataError(
+                    f"{where} has {len(example)} tokens, the run's sequences have {self.max_length}",
+                    hint=f"--truncate cuts long examples; --seq {len(example)} reads this one whole, where the model "
+                    "has as many positions",
+                )
+            example = example.truncated(self.max_length, num_kept=num_kept)
+        if self.vocab_size is not None:
+            self._check_vocabulary("input_ids", example.input_ids, where)
+            self._check_vocabulary("labels", [x for x in example.labels if x != IGNORED], where)
+        if not any(at > 0 for at in example.asked):
+            raise DataError(
+                f"{where} asks for nothing: no position after the first carries a label",
+                hint="labels of -100 are ignored, and nothing predicts the first token; give at least one label",
+            )
+        return example
+
+    def _check_vocabulary(self, name: str, tokens: Sequence[int], where: str) -> None:
+        if tokens and max(tokens) >= (self.vocab_size or 0):
+            raise DataError(
+                f"{where}: {name} holds {max(tokens)}, the model's vocabulary has {self.vocab_size} tokens",
+                hint="was the file made with another model's tokenizer?",
+            )
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Examples of one file, in the order of its lines.
+
+    Attributes
+    ----------
+    lines : LineFile
+    limits : Limits
+    template : PromptTemplate or None
+        None for lines of tokens.
+    tokenizer : OffsetTokenizer or None
+        The model's, needed with a template.
+    """
+
+    lines: LineFile
+    limits: Limits = Limits()
+    template: PromptTemplate | None = None
+    tokenizer: OffsetTokenizer | None = None
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def examples(self, indices: Sequence[int]) -> list[Example]:
+        """Return the training examples of some lines.
+
+        Raises
+        ------
+        DataError
+            If a line cannot be used; the message has its number.
+        """
+        return [question.candidates[question.answer] for question in self.questions(indices)]
+
+    def questions(self, indices: Sequence[int]) -> list[Question]:
+        """Return some lines as candidates to choose from; a line of tokens has only its own.
+
+        Raises
+        ------
+        DataError
+            As :meth:`examples`.
+        """
+        pairs = zip(indices, self.lines.read(indices), strict=True)
+        return [self._question(line, self.lines.where(index)) for index, line in pairs]
+
+    def check(self, num_lines: int | None = None) -> None:
+        """Read the first lines (None: all) and raise for one that cannot be used.
+
+        Raises
+        ------
+        DataError
+            As :meth:`examples`.
+        """
+        num_lines = len(self) if num_lines is None else min(num_lines, len(self))
+        for start in range(0, num_lines, 1000):
+            self.questions(range(start, min(start + 1000, num_lines)))
+
+    def _question(self, line: JsonObject, where: str) -> Question:
+        if self.template is None or self.tokenizer is None:
+            return Question((self.limits.fit(_tokens_of(line, where), where),), 0)
+        try:
+            question, num_kept = self.template.encode(line, self.tokenizer)
+        except DataError as error:
+            raise DataError(f"{where}: {error.message}", hint=error.hint) from None
+        fitted = (self.limits.fit(example, where, num_kept=num_kept) for example in question.candidates)
+        return Question(tuple(fitted), question.answer)
+
+
+def open_dataset(
+    path: str | Path,
+    *,
+    limits: Limits = Limits(),
+    template: PromptTemplate | None = None,
+    tokenizer: OffsetTokenizer | None = None,
+) -> Dataset:
+    """Return a file's examples, the first lines already checked.
+
+    Parameters
+    ----------
+    path : str or Path
+        JSON lines of tokens or of a template's fields; which of the two is told by the first line.
+    limits : Limits
+    template : PromptTemplate, optional
+        For lines of text. Lines with a ``text`` field and no template are plain language modelling.
+    tokenizer : OffsetTokenizer, optional
+        The model's, for lines of text.
+
+    Raises
+    ------
+    DataError
+        If the file cannot be used; the message names the line where there is one.
+    """
+    lines = LineFile.index(path)
+    (first,) = lines.read([0])
+    if "input_ids" in first:
+        dataset = Dataset(lines, limits)
+        if template is not None:
+            raise DataError(
+                f"{path} holds tokens, so the template {template.text!r} has no use", hint="leave it out"
+            )
+    else:
+        dataset = Dataset(
+            lines, limits, template or _default_template(first, lines), _usable(tokenizer, path)
+        )
+    dataset.check(NUM_CHECKED_AT_START)
+    return dataset
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        parent = path.parent
+        near = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
+        return DataError(
+            f"there is no data file {path}",
+            hint=did_you_mean(path.name, near[:1000], kind=f"files in {parent}"),
+        )
+    return DataError(f"{path} cannot be read: {error.strerror}")
+
+
+def _tokens_of(line: JsonObject, where: str) -> Example:
+    if "input_ids" not in line:
+        raise DataError(
+            f"{where} has no input_ids", hint=did_you_mean("input_ids", list(line), kind="its fields")
+        )
+    input_ids = _token_list(line, "input_ids", where, lowest=0)
+    _refuse_ignored(line, where)
+    if line.get("labels") is None:
+        return Example(input_ids, input_ids)
+    labels = _token_list(line, "labels", where, lowest=IGNORED)
+    if len(labels) != len(input_ids):
+        raise DataError(
+            f"{where} has {len(input_ids)} input_ids and {len(labels)} labels",
+            hint="one label for each token, -100 where nothing is asked; the model shifts them itself",
+        )
+    return Example(input_ids, labels)
+
+
+def _refuse_ignored(line: JsonObject, where: str) -> None:
+    """Raise for fields that would be passed over, although they say what is to be learned."""
+    if line.get("labels") is None:
+        close = difflib.get_close_matches(
+            "labels", [name for name in line if name != "labels"], n=1, cutoff=0.75
+        )
+        if close:
+            raise DataError(
+                f"{where} has {close[0]!r} beside its input_ids, but no labels",
+                hint="labels are a list, one for each token, -100 where nothing is asked; without them all are asked",
+            )
+    if isinstance(mask := line.get("attention_mask"), list) and 0 in mask:
+        raise DataError(f"{where} is padded: its attention_mask has zeros", hint="leave padding to zosim")
+
+
+def _token_list(line: Mapping[str, Any], name: str, where: str, *, lowest: int) -> tuple[int, ...]:
+    value = line[name]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: {name} must be a list of token ids, got {value!r:.60}")
+    for token in value:
+        if type(token) is not int or token < lowest or lowest < token < 0:
+            rule = "whole numbers from 0" + (" (or -100)" if lowest else "")
+            raise DataError(f"{where}: {name} holds {token!r:.60}, token ids are {rule}")
+    return tuple(value)
+
+
+def _default_template(first: JsonObject, lines: LineFile) -> PromptTemplate:
+    if "text" in first and "label" not in first:
+        return PromptTemplate("{text}")
+    raise DataError(
+        f"{lines.where(0)} has neither input_ids nor a template to read its fields with",
+        hint=f'its fields are {", ".join(first) or "none"}; give --template, such as "{{text}} It was {{label}}."',
+    )
+
+
+def _usable(tokenizer: OffsetTokenizer | None, path: str | Path) -> OffsetTokenizer:
+    if tokenizer is None:
+        raise DataError(
+            f"{path} holds text, but the model comes without a tokenizer",
+            hint="put the tokenizer's files beside the model's, or give lines of input_ids",
+        )
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{path} holds text, but the model's tokenizer cannot tell which token covers a label word",
+            hint="install its fast version (the tokenizers package), or give lines of input_ids",
+        )
+    return tokenizer

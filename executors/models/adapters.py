@@ -1,0 +1,84 @@
+"""Parameters beside a frozen base, whichever kind a run tunes: attached, recognised in a header, written apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from costmodel.configs import LoRA, Prefix
+from executors.models.lora import attach_lora, merge_lora, save_adapters
+from executors.models.prefix import WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
+from executors.runs.runlog import save_pretrained
+from executors.runs.session import Session
+
+Adapters = LoRA | Prefix
+"""What is tuned in place of the base."""
+
+ADAPTER_NAME = "adapter"
+PREFIX_NAME = "prefix"
+_INITIAL = Path(PREFIX_NAME) / "initial"
+
+
+def attach(model: nn.Module, adapters: Adapters, *, run: Path | None = None) -> None:
+    """Freeze a model, and give it the parameters that are tuned in place of its own.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    adapters : LoRA or Prefix
+    run : Path, optional
+        Directory of the run that is gone on with or replayed. The prefix that it began with is read from there, since a
+        forward on another machine would make another one.
+
+    Raises
+    ------
+    ModelError
+        If they do not fit the model.
+    """
+    if isinstance(adapters, LoRA):
+        attach_lora(model, adapters)
+    elif run is not None and (run / _INITIAL / WEIGHTS_NAME).is_file():
+        load_prefix(model, run / _INITIAL)
+    else:
+        attach_prefix(model, adapters)
+
+
+def keep_beginning(model: nn.Module, run: Path, adapters: Adapters | None, dtype: str) -> None:
+    """Write what a run begins with and its base does not tell on every machine: a prefix."""
+    if isinstance(adapters, Prefix):
+        save_prefix(model, run / _INITIAL, dtype)
+
+
+def recorded_adapters(run: Mapping[str, Any]) -> Adapters | None:
+    """Return what the settings in a header say was tuned; None for the model's own parameters."""
+    if run.get("lora"):
+        return LoRA.model_validate(run["lora"])
+    return Prefix.model_validate(run["prefix"]) if run.get("prefix") else None
+
+
+def save_alone(model: nn.Module, directory: str | Path, adapters: Adapters, dtype: str) -> None:
+    """Write the tuned parameters without the base that they stand beside."""
+    save = save_adapters if isinstance(adapters, LoRA) else save_prefix
+    save(model, directory, dtype)
+
+
+def save_tuned(out: str | Path, session: Session, adapters: Adapters | None) -> None:
+    """Write a session's weights: a model directory, and beside it what was tuned apart from a base.
+
+    Low-rank adapters are merged into the model that is written; the session has ended then, since its model has become a
+    plain one. A prefix has no place among a model's weights: it is written alone.
+    """
+    session.flush()
+    model, storage = session.model, session.plan.precision.storage
+    if isinstance(adapters, Prefix):
+        save_prefix(model, Path(out) / PREFIX_NAME, storage)
+    elif adapters is not None:
+        save_adapters(model, Path(out) / ADAPTER_NAME, storage)
+        with session.whole_model() as whole:
+            merge_lora(whole)
+            save_pretrained(whole, out, storage)
+    else:
+        save_pretrained(model, out, storage)

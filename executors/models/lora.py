@@ -1,0 +1,123 @@
+"""Low-rank adapters beside the linears of the blocks: the only parameters that are then tuned."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from costmodel.configs import LoRA
+from executors.runs.runlog import write_atomically, write_tensors
+from topology.errors import ModelError
+
+_HOOK = "_zosim_lora_hook"
+
+
+def attach_lora(model: nn.Module, lora: LoRA, *, alpha: float | None = None, seed: int = 0) -> None:
+    """Freeze a model, and add ``α/r · B A x`` beside each linear of its blocks that `lora` names.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Changed in place. Adapters are called ``lora_A`` and ``lora_B`` under the linear that they stand beside.
+    lora : LoRA
+        Rank and names of the linears.
+    alpha : float, optional
+        ``α``; by default twice the rank.
+    seed : int
+        Of ``A``, which is uniform as torch's linear layers are; ``B`` starts at zero.
+
+    Raises
+    ------
+    ModelError
+        If the model has no linear of a name that is asked for.
+    """
+    linears = list(_linears(model))
+    missing = [name for name in lora.target_modules if not any(name == found for found, _, _, _ in linears)]
+    if missing:
+        raise ModelError(
+            f"no linear of {type(model).__name__} is called {', '.join(missing)}",
+            hint="linears are " + ", ".join(dict.fromkeys(found for found, _, _, _ in linears)),
+        )
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, module, inputs, outputs in linears:
+        if name in lora.target_modules:
+            _attach(module, inputs, outputs, lora.rank, (alpha or 2 * lora.rank) / lora.rank, generator)
+
+
+def merge_lora(model: nn.Module) -> None:
+    """Add every adapter to the linear that it stands beside, and remove it."""
+    with torch.no_grad():
+        for _, module, _, _ in _linears(model):
+            if not hasattr(module, _HOOK):
+                continue
+            product = module.lora_B.weight @ module.lora_A.weight * module.lora_scale
+            module.weight += product if isinstance(module, nn.Linear) else product.T
+            getattr(module, _HOOK).remove()
+            for name in ("lora_A", "lora_B", "lora_scale", _HOOK):
+                delattr(module, name)
+
+
+def save_adapters(model: nn.Module, directory: str | Path, dtype: str | None = None) -> None:
+    """Write the adapters as PEFT reads them: ``adapter_model.safetensors`` and ``adapter_config.json``."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    carrying = [(name, module) for name, module, _, _ in _linears(model) if hasattr(module, _HOOK)]
+    rank = carrying[0][1].lora_A.weight.shape[0]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": carrying[0][1].lora_scale * rank,
+        "target_modules": sorted({name for name, _ in carrying}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": not isinstance(carrying[0][1], nn.Linear),
+        "base_model_name_or_path": getattr(model.config, "_name_or_path", None),
+    }
+    write_atomically(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
+    tensors = {f"base_model.model.{n}": p.detach() for n, p in model.named_parameters() if ".lora_" in n}
+    write_tensors(tensors, directory / "adapter_model.safetensors", dtype)
+
+
+def _attach(
+    module: Any, inputs: int, outputs: int, rank: int, scale: float, generator: torch.Generator
+) -> None:
+    like = {"dtype": module.weight.dtype, "device": module.weight.device}
+    module.lora_A = nn.Linear(inputs, rank, bias=False, **like)
+    module.lora_B = nn.Linear(rank, outputs, bias=False, **like)
+    module.lora_scale = scale
+    bound = 1 / math.sqrt(inputs)
+    with torch.no_grad():
+        module.lora_A.weight.copy_(torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator))
+        module.lora_B.weight.zero_()
+    setattr(module, _HOOK, module.register_forward_hook(_add_adapter))
+
+
+def _add_adapter(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    adapted: Tensor = output + module.lora_B(module.lora_A(arguments[0])) * module.lora_scale
+    return adapted
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, Any, int, int]]:
+    """Yield (name, module, inputs, outputs) of every linear of the blocks."""
+    from transformers.pytorch_utils import Conv1D
+
+    from executors.models.blocks import find_blocks
+
+    for block in find_blocks(model):
+        for path, module in block.named_modules():
+            name = path.rpartition(".")[2]
+            if name.startswith("lora_"):
+                continue
+            if isinstance(module, nn.Linear):
+                yield name, module, module.in_features, module.out_features
+            elif isinstance(module, Conv1D):
+                inputs, outputs = module.weight.shape
+                yield name, module, inputs, outputs

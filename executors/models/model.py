@@ -1,0 +1,415 @@
+"""A causal language model cut into segments that run one at a time, by running the model's own code.
+
+The list of blocks is replaced by stand-ins while the model's forward runs. For ``embed`` they record what each
+block is called with and stop the forward after the last; for ``head`` they hand on the hidden state that the
+blocks left. Masks, positions, projections, logits and the loss are therefore the model's own, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from costmodel.groups import ParameterEntry, cut_blocks_inside, group_parameters
+from costmodel.model_spec import (
+    BACK,
+    EMBED,
+    FRONT,
+    HEAD,
+    ParameterGroup,
+    block_index,
+    block_segment,
+    segments_of,
+)
+from executors.models.blocks import block_list, refuse_unsupported
+from executors.models.halves import Halfway, HalvedBlock, Handed, normalises_last
+from executors.models.parameters import NamedTensor, named_tensors
+from topology.errors import ModelError
+
+Batch = Mapping[str, Tensor]
+"""``input_ids``, ``attention_mask`` and ``labels``, each of shape (sequences, tokens)."""
+
+Objective = Callable[[Tensor, Batch], Tensor]
+"""Takes logits (sequences, tokens, vocabulary) and the batch, and returns the scalar to minimise."""
+
+LossDType = Literal["model", "fp64"]
+IGNORED_LABEL = -100
+
+
+@dataclass
+class StepCache:
+    """What the blocks are called with beside the hidden state, recorded by the embed segment."""
+
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+
+class _Stop(Exception):  # noqa: N818 - not an error: the forward has done what it was asked for
+    """Raised by the last stand-in; carries the hidden state out of the forward."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+@dataclass
+class _Role:
+    """What the stand-ins do during the present forward."""
+
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    hidden: Tensor | None = None
+    returns_tuple: bool = False
+    entered_head: bool = False
+
+
+class _StandIn(nn.Module):
+    """Takes a block's place: looks like it, does not compute."""
+
+    def __init__(self, block: nn.Module, role: _Role, *, is_last: bool) -> None:
+        super().__init__()
+        self.__dict__["_block"] = block
+        self._role = role
+        self._is_last = is_last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_block"], name)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        role = self._role
+        if role.calls is not None:
+            role.calls.append((args, kwargs))
+            if self._is_last:
+                raise _Stop(hidden)
+        elif self._is_last:
+            assert role.hidden is not None
+            role.entered_head = True
+            hidden = role.hidden
+        return (hidden,) if role.returns_tuple else hidden
+
+
+class CutModel:
+    """A model that runs segment by segment.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A transformers causal language model whose decoder is one ordered list of blocks.
+    loss_dtype : str
+        ``"model"`` for the model's own loss, ``"fp64"`` for the same loss over logits widened to float64.
+    loss_chunk_tokens : int, optional
+        Tokens whose logits are alive at once. The loss is then summed over chunks, which rounds differently.
+    autocast_dtype : torch.dtype, optional
+        Format of matrix products, where it differs from that of the weights.
+    objective : callable, optional
+        Takes the place of the loss; it need not be differentiable.
+    cut_blocks : tuple of int
+        Blocks that are two segments, cut at the input of the MLP's second linear.
+
+    Raises
+    ------
+    ModelError
+        If the model cannot be cut; the message says why.
+
+    Attributes
+    ----------
+    device : torch.device
+        Where segments run; at first, where the model is.
+    hidden_size, inner_size : int
+        Widths of the hidden state, and of what goes into the second linear of a block that is cut (0 without one).
+
+    Notes
+    -----
+    The model is put in evaluation mode. It stays whole: between calls its own forward works as before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss_dtype: LossDType = "model",
+        loss_chunk_tokens: int | None = None,
+        autocast_dtype: torch.dtype | None = None,
+        objective: Objective | None = None,
+        cut_blocks: tuple[int, ...] = (),
+    ) -> None:
+        self.model = model.eval()
+        self.objective = objective
+        self.loss_dtype = loss_dtype
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self.autocast_dtype = autocast_dtype
+        refuse_unsupported(model)
+        self._owner, self._list_name, blocks_path = block_list(model)
+        self._whole = self._owner.get_submodule(self._list_name)
+        self.blocks = list(self._whole.children())
+        self._role = _Role()
+        self._head_needs_shape = False
+        self.cut_blocks = tuple(sorted(set(cut_blocks)))
+        self.segments = segments_of(len(self.blocks), self.cut_blocks)
+        self._halves = {i: HalvedBlock(self.blocks[i]) for i in self.cut_blocks}
+        self.hidden_size = self.inner_size = 0
+        last = len(self.blocks) - 1
+        self._stand_ins = nn.ModuleList(
+            _StandIn(block, self._role, is_last=i == last) for i, block in enumerate(self.blocks)
+        )
+        self.tensors = named_tensors(model)
+        self.device = self.tensors[0].parameter.device
+        self._segments_of = self._read_segments(blocks_path)
+        self.groups = self._group()
+        self.embedding = self._token_embedding()
+
+    # -- running -----------------------------------------------------------------------------------------------
+
+    def embed(self, batch: Batch, cache: StepCache) -> Tensor:
+        """Return the first block's input, and fill `cache` with what the blocks are called with.
+
+        Parameters
+        ----------
+        batch : mapping
+        cache : StepCache
+            Filled at the first call of a step; both signs share it, since masks and positions do not depend
+            on the weights.
+
+        Returns
+        -------
+        torch.Tensor
+            Hidden state of shape (sequences, tokens, hidden).
+        """
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._role.calls = calls
+        try:
+            with self._cut(), self._format():
+                self.model(
+                    input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), use_cache=False
+                )
+        except _Stop as stop:
+            if not cache.calls:
+                cache.calls = calls
+            return stop.hidden
+        finally:
+            self._role.calls = None
+        raise ModelError("the model's forward left out its last block", hint="switch layer dropping off")
+
+    def block(self, index: int, hidden: Tensor, cache: StepCache) -> Tensor:
+        """Return the output of block `index`."""
+        args, kwargs = cache.calls[index]
+        with self._format():
+            output = self.blocks[index](hidden, *args, **kwargs)
+        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
+
+    def between(self, segment: str, handed: Handed, cache: StepCache) -> Handed:
+        """Return what `segment`, a block or half of one, makes of what the segment before it handed on."""
+        index = block_index(segment)
+        if segment.endswith(BACK):
+            assert isinstance(handed, Halfway)
+            with self._format():
+                return self._halves[index].back(handed)
+        assert isinstance(handed, Tensor)
+        if not segment.endswith(FRONT):
+            return self.block(index, handed, cache)
+        args, kwargs = cache.calls[index]
+        with self._format():
+            return self._halves[index].front(handed, *args, **kwargs)
+
+    def head(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Return the loss of the batch, given what the last block left.
+
+        Returns
+        -------
+        torch.Tensor
+            Scalar: the mean over labels that are not -100, or what the objective makes of the logits.
+        """
+        if self.objective is not None:
+            return self.objective(self.logits(hidden), batch)
+        labels = batch["labels"]
+        if self.loss_chunk_tokens is None and self.loss_dtype == "model":
+            return self._run_head(hidden, labels=labels).loss  # type: ignore[no-any-return]
+        return self._summed_loss(hidden, labels)
+
+    def loss_format(self) -> torch.dtype:
+        """Return the format that :meth:`head` returns losses in; only while all weights are here."""
+        tokens = torch.zeros((1, 2), dtype=torch.long, device=self.device)
+        batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+        with torch.no_grad():
+            return self.head(self.embed(batch, StepCache()), batch).dtype
+
+    def calls_on_probe(self) -> list[Any]:
+        """Return what all blocks are called with on two tokens beside the hidden state, one after the other."""
+        tokens = torch.zeros((1, 2), dtype=torch.long, device=self.device)
+        cache = StepCache()
+        with torch.no_grad():
+            self.embed({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, cache)
+        return tree_leaves(cache.calls)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of every position, given what the last block left."""
+        return self._run_head(hidden).logits  # type: ignore[no-any-return]
+
+    def _run_head(self, hidden: Tensor, **inputs: Any) -> Any:
+        # Nothing of what the front of the forward makes is used: the stand-ins replace it. One token will do,
+        # except for models that shape their output after their input.
+        tokens = torch.zeros((1, 1), dtype=torch.long, device=hidden.device)
+        if self._head_needs_shape:
+            tokens = tokens.expand(hidden.shape[:-1])
+        self._role.hidden = hidden
+        try:
+            with self._cut(), self._format():
+                return self.model(input_ids=tokens, use_cache=False, **inputs)
+        finally:
+            self._role.hidden = None
+            self._role.entered_head = False
+
+    def _summed_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        dtype = torch.float64 if self.loss_dtype == "fp64" else torch.float32
+        targets = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].reshape(-1)
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        chunk = self.loss_chunk_tokens or flat.shape[1]
+        total = torch.zeros((), dtype=dtype, device=hidden.device)
+        for begin in range(0, flat.shape[1], chunk):
+            logits = self.logits(flat[:, begin : begin + chunk])[0].to(dtype)
+            total += nn.functional.cross_entropy(
+                logits, targets[begin : begin + chunk], ignore_index=IGNORED_LABEL, reduction="sum"
+            )
+        return total / (targets != IGNORED_LABEL).sum()
+
+    @contextmanager
+    def gathered_rows(self, parameter: nn.Parameter, rows: Tensor, positions: Tensor) -> Iterator[None]:
+        """Let the token embedding read `rows` at `positions` in place of its table at the token numbers.
+
+        Parameters
+        ----------
+        parameter : torch.nn.Parameter
+            The token table.
+        rows : torch.Tensor
+            Shape (distinct tokens, embedding width).
+        positions : torch.Tensor
+            Row of each token of the batch, in the batch's shape.
+        """
+        module = self.embedding
+        if module.weight is not parameter:
+            raise ModelError("only the input token table can be read through gathered rows")
+        # padding_idx matters to gradients alone, but torch checks it against the number of rows.
+        table, padding = parameter.data, module.padding_idx
+        parameter.data, module.padding_idx = rows, None
+        hook = module.register_forward_pre_hook(lambda _module, _args: (positions,))
+        try:
+            yield
+        finally:
+            hook.remove()
+            parameter.data, module.padding_idx = table, padding
+
+    @contextmanager
+    def _cut(self) -> Iterator[None]:
+        modules = self._owner._modules
+        modules[self._list_name] = self._stand_ins
+        try:
+            yield
+        finally:
+            modules[self._list_name] = self._whole
+
+    def _format(self) -> AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return nullcontext()
+        # The cache would keep a cast of weights that change between calls.
+        return torch.autocast(self.device.type, dtype=self.autocast_dtype, cache_enabled=False)
+
+    # -- what is read where ------------------------------------------------------------------------------------
+
+    def entries(self) -> list[ParameterEntry]:
+        """Return every stored parameter in registration order, for grouping."""
+        entries = [
+            ParameterEntry(t.name, self._segments_of[t.name], t.num_elements, t.trainable)
+            for t in self.tensors
+        ]
+        return list(
+            cut_blocks_inside(
+                entries, self.cut_blocks, norm_after_mlp=any(map(normalises_last, self.blocks[:1]))
+            )
+        )
+
+    def tensors_of(self, group: str) -> tuple[NamedTensor, ...]:
+        """Return the parameters of a group in registration order.
+
+        Raises
+        ------
+        ModelError
+            If the model has no such group.
+        """
+        try:
+            return self._tensors_of[group]
+        except KeyError:
+            raise ModelError(
+                f"the model has no parameter group {group!r}",
+                hint="groups are " + ", ".join(self._tensors_of),
+            ) from None
+
+    def _group(self) -> tuple[ParameterGroup, ...]:
+        groups = group_parameters(self.entries())
+        remaining = iter(self.tensors)
+        self._tensors_of = {
+            group.name: tuple(next(remaining) for _ in range(group.num_tensors)) for group in groups
+        }
+        return groups
+
+    def _read_segments(self, blocks_path: str) -> dict[str, tuple[str, ...]]:
+        """Return the segments that read each parameter: blocks by place, the others by watching one run."""
+        embed_reads, head_reads = self._watch_edges()
+        found: dict[str, tuple[str, ...]] = {}
+        for tensor in self.tensors:
+            if tensor.name.startswith(f"{blocks_path}."):
+                number = tensor.name.removeprefix(f"{blocks_path}.").partition(".")[0]
+                segments: tuple[str, ...] = (block_segment(int(number)),)
+            else:
+                edges = ((EMBED, embed_reads), (HEAD, head_reads))
+                segments = tuple(name for name, reads in edges if id(tensor.parameter) in reads)
+            if not segments:
+                raise ModelError(
+                    f"parameter {tensor.name} is read neither by a block nor by the modules around them",
+                    hint="zosim runs decoders in which every parameter belongs to a module that is called",
+                )
+            found[tensor.name] = segments
+        return found
+
+    def _watch_edges(self) -> tuple[set[int], set[int]]:
+        """Return which parameters the modules around the blocks read, before and after them."""
+        before: set[int] = set()
+        after: set[int] = set()
+
+        def note(module: nn.Module, _args: object) -> None:
+            reads = {id(parameter) for parameter in module.parameters(recurse=False)}
+            (after if self._role.entered_head else before).update(reads)
+
+        inside = {module for block in self.blocks for module in block.modules()}
+        outside = [module for module in self.model.modules() if module not in inside]
+        hooks = [module.register_forward_pre_hook(note) for module in outside]
+        try:
+            with torch.no_grad():
+                self._probe()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return before, after
+
+    def _probe(self) -> None:
+        batch = {"input_ids": torch.zeros((1, 2), dtype=torch.long, device=self.device)}
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        cache = StepCache()
+        hidden = self.embed(batch, cache)
+        self.hidden_size = hidden.shape[-1]
+        args, kwargs = cache.calls[0]
+        with self._format():
+            self._role.returns_tuple = isinstance(self.blocks[0](hidden, *args, **kwargs), tuple)
+            for i, halves in self._halves.items():
+                args, kwargs = cache.calls[i]
+                self.inner_size = halves.check(hidden, *args, **kwargs).activation.shape[-1]
+        self._head_needs_shape = self.logits(hidden).shape[:-1] != hidden.shape[:-1]
+
+    def _token_embedding(self) -> nn.Embedding:
+        embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+        if not isinstance(embedding, nn.Embedding):
+            raise ModelError(f"the model's token embedding is a {type(embedding).__name__}, not a table")
+        return embedding

@@ -1,0 +1,193 @@
+"""Prefix tuning: virtual tokens that every block's attention sees, the only parameters that are then tuned.
+
+Each block gets keys and values of ``N`` tokens that are nowhere in the sequence. They begin as what random real
+tokens leave in a key-value cache, since random numbers would cost the model its abilities. As in the MeZO loop's
+prefix tuning, the real tokens keep their positions, and every one of them sees the whole prefix.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from costmodel.configs import Prefix
+from executors.models.blocks import find_blocks
+from executors.runs.runlog import write_atomically, write_tensors
+from topology.errors import ModelError
+
+WEIGHTS_NAME = "prefix.safetensors"
+CONFIG_NAME = "prefix_config.json"
+_PARTS = ("prefix_keys", "prefix_values")
+
+
+def attach_prefix(model: nn.Module, prefix: Prefix, *, seed: int = 0) -> None:
+    """Freeze a model, and put a prefix before the keys and values of each of its blocks.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Changed in place, its weights on the CPU. Each attention module gets ``prefix_keys`` and ``prefix_values``
+        of shape (virtual tokens, key-value heads · head width), in its own format.
+    prefix : Prefix
+    seed : int
+        Of the random tokens whose keys and values they begin as.
+
+    Raises
+    ------
+    ModelError
+        If the model cannot read so many tokens at once, or its blocks do not have one attention each.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    if prefix.num_tokens > config.max_position_embeddings:
+        raise ModelError(
+            f"a prefix of {prefix.num_tokens} tokens is longer than the {config.max_position_embeddings} positions "
+            f"of {type(model).__name__}"
+        )
+    tokens = torch.randint(0, config.vocab_size, (1, prefix.num_tokens), generator=generator)
+    with torch.no_grad():
+        cache = model.eval()(input_ids=tokens, use_cache=True).past_key_values
+    model.requires_grad_(False)
+    for attention, layer in zip(_attentions(model), cache.layers, strict=True):
+        _attach(attention, _in_rows(layer.keys), _in_rows(layer.values), layer.keys.shape[1])
+
+
+def load_prefix(model: nn.Module, directory: str | Path) -> None:
+    """Freeze a model, and give it the prefix that :func:`save_prefix` wrote.
+
+    Raises
+    ------
+    ModelError
+        If there is none, or it is another model's.
+    """
+    import safetensors
+    from safetensors.torch import load_file
+
+    path = Path(directory) / WEIGHTS_NAME
+    try:
+        held = load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ModelError(f"cannot read the prefix {path}: {error}") from error
+    model.requires_grad_(False)
+    paths = {id(module): name for name, module in model.named_modules()}
+    for attention in _attentions(model):
+        where = paths[id(attention)]
+        parts = [held.get(f"{where}.{part}") for part in _PARTS]
+        keys, values = parts
+        if keys is None or values is None or keys.shape[1] % _head_width(model):
+            raise ModelError(
+                f"the prefix {path} is not one of {type(model).__name__}: it has nothing that fits {where}"
+            )
+        like = next(attention.parameters())
+        _attach(attention, keys.to(like), values.to(like), keys.shape[1] // _head_width(model))
+
+
+def save_prefix(model: nn.Module, directory: str | Path, dtype: str | None = None) -> None:
+    """Write a model's prefix as ``prefix.safetensors`` and ``prefix_config.json``."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    parts = {n: p.detach() for n, p in model.named_parameters() if n.rpartition(".")[2] in _PARTS}
+    config = model.config
+    facts = {
+        "num_virtual_tokens": next(iter(parts.values())).shape[0],
+        "model_type": config.model_type,  # type: ignore[union-attr]
+        "base_model_name_or_path": getattr(config, "_name_or_path", None),
+        "shifts_positions": False,
+    }
+    write_atomically(directory / CONFIG_NAME, json.dumps(facts, indent=2) + "\n")
+    write_tensors(parts, directory / WEIGHTS_NAME, dtype)
+
+
+def _attentions(model: nn.Module) -> list[nn.Module]:
+    """Return the attention of every block."""
+    found = []
+    for index, block in enumerate(find_blocks(model)):
+        inside = [
+            module for module in block.modules() if hasattr(module, "layer_idx") and module is not block
+        ]
+        if len(inside) != 1:
+            raise ModelError(
+                f"block {index} of {type(model).__name__} has {len(inside)} attention modules, a prefix needs one",
+                hint="tune adapters (--lora-rank) or all parameters instead",
+            )
+        found += inside
+    return found
+
+
+def _head_width(model: nn.Module) -> int:
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return width
+
+
+def _in_rows(states: Tensor) -> Tensor:
+    """Return (1, heads, tokens, width) as (tokens, heads · width)."""
+    return states[0].transpose(0, 1).flatten(1).contiguous()
+
+
+def _attach(attention: nn.Module, keys: Tensor, values: Tensor, num_heads: int) -> None:
+    for name, part in zip(_PARTS, (keys, values), strict=True):
+        attention.register_parameter(name, nn.Parameter(part.detach().clone()))
+    attention.register_forward_pre_hook(_Prepend(num_heads), with_kwargs=True)
+
+
+class _Prepend:
+    """Lets an attention module find the prefix in what it takes for its cache, and see it through its mask."""
+
+    def __init__(self, num_heads: int) -> None:
+        self._num_heads = num_heads
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        cache = kwargs.get("past_key_values")
+        past = 0 if cache is None else cache.get_seq_length(module.layer_idx)
+        keys, values = self._heads(module.prefix_keys), self._heads(module.prefix_values)
+        mask = _extended(kwargs.get("attention_mask"), module.prefix_keys.shape[0], past, hidden)
+        return args, kwargs | {"past_key_values": _PrefixCache(keys, values, cache), "attention_mask": mask}
+
+    def _heads(self, part: Tensor) -> Tensor:
+        """Return (tokens, heads · width) as (1, heads, tokens, width)."""
+        num_tokens, width = part.shape
+        return part.view(1, num_tokens, self._num_heads, width // self._num_heads).transpose(1, 2)
+
+
+class _PrefixCache:
+    """A cache that holds a prefix before whatever `inner` holds, as far as attention modules use one."""
+
+    def __init__(self, keys: Tensor, values: Tensor, inner: Any) -> None:
+        self._prefix = keys, values
+        self._inner = inner
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *rest: Any) -> tuple[Tensor, Tensor]:
+        """Return all keys and values that the new tokens may see, the prefix first."""
+        if self._inner is not None:
+            keys, values = self._inner.update(keys, values, layer_idx, *rest)
+        first, second = (
+            torch.cat([prefix.to(states.dtype).expand(states.shape[0], -1, -1, -1), states], dim=2)
+            for prefix, states in zip(self._prefix, (keys, values), strict=True)
+        )
+        return first, second
+
+
+def _extended(mask: Tensor | None, num_tokens: int, past: int, hidden: Tensor) -> Tensor | None:
+    """Return a mask under which every token sees the prefix, and of the rest what it saw before.
+
+    Without a mask a fused kernel is told that attention is causal, which it takes to begin at the first key.
+    """
+    length = hidden.shape[1]
+    if mask is not None:
+        seen = torch.ones if mask.dtype == torch.bool else torch.zeros
+        return torch.cat(
+            [seen((*mask.shape[:-1], num_tokens), dtype=mask.dtype, device=mask.device), mask], -1
+        )
+    if length == 1:
+        return None
+    columns = num_tokens + past + length
+    visible = torch.ones((length, columns), dtype=torch.bool, device=hidden.device)
+    return visible.tril(num_tokens + past)[None, None]

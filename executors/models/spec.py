@@ -1,0 +1,137 @@
+"""The :class:`~costmodel.model_spec.ModelSpec` of a model that is at hand, whatever its family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from costmodel.configs import spec_of_config
+from costmodel.model_spec import ModelSpec
+from executors.models.model import CutModel
+from topology.errors import ModelError
+from zosim.plan import Placement, Plan, Precision, Runtime
+
+
+def spec_of_model(
+    model: nn.Module | CutModel, name: str | None = None, *, cut_blocks: tuple[int, ...] = ()
+) -> ModelSpec:
+    """Return the specification of a causal language model.
+
+    Parameters
+    ----------
+    model : torch.nn.Module or CutModel
+    name : str, optional
+        By default the directory or name that it was loaded from.
+    cut_blocks : tuple of int
+        Blocks of a model that become two segments; those of a CutModel are its own.
+
+    Returns
+    -------
+    ModelSpec
+        Its groups are counted on the model itself; its shape is read from the configuration, by family where the
+        family is known and by the usual field names elsewhere.
+
+    Raises
+    ------
+    ModelError
+        If the model cannot be cut, or its configuration lacks a size.
+    """
+    cut = model if isinstance(model, CutModel) else CutModel(model, cut_blocks=cut_blocks)
+    config = cut.model.config.get_text_config()  # type: ignore[operator, union-attr]
+    name = name or getattr(config, "_name_or_path", "") or type(cut.model).__name__
+    try:
+        shape = spec_of_config(config.to_dict(), name=name).model_dump(exclude={"groups"})
+    except ModelError:
+        shape = _usual_fields(cut, config)
+    rank, adapters = _adapters(cut)
+    shape |= {"name": name, "adapter_rank": rank, "adapter_shapes": adapters}
+    shape |= {"num_prefix_tokens": _num_prefix_tokens(cut), "cut_blocks": cut.cut_blocks}
+    return ModelSpec(**shape, groups=cut.groups)
+
+
+def plan_of_model(model: nn.Module, *, batch: int, seq: int, **axes: Any) -> Plan:
+    """Return the plan of a model that is at hand, for a loop of one's own on one device.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A causal language model; the plan has its format and its attention.
+    batch, seq : int
+        Sequences per step, and most tokens of one.
+    **axes : object
+        Other axes of :class:`~zosim.plan.Plan`, such as ``residency=Residency(blocks="offloaded")``.
+
+    Raises
+    ------
+    ModelError
+        As :func:`spec_of_model`.
+
+    Examples
+    --------
+    ::
+
+        model = load_model("path/to/model")
+        with Session(plan_of_model(model, batch=4, seq=128), model, learning_rate=1e-6) as session:
+            for batch in batches:
+                print(session.step(batch).loss)
+    """
+    spec = spec_of_model(model)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    formats = {"storage": dtype, "compute": dtype, "transfer": dtype}
+    is_eager = getattr(model.config, "_attn_implementation", "") == "eager"
+    chosen = {
+        "placement": Placement(topology="host", devices=("cpu0",)),
+        "precision": Precision.model_validate(formats),
+        "runtime": Runtime(attention="eager" if is_eager else "sdpa"),
+    }
+    return Plan(model=spec, batch=batch, seq=seq, **(chosen | axes))
+
+
+def _usual_fields(cut: CutModel, config: Any) -> dict[str, Any]:
+    try:
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        gated = any("gate" in name for name, _ in cut.blocks[0].named_modules())
+        return {
+            "family": config.model_type,
+            "num_blocks": len(cut.blocks),
+            "hidden_size": hidden,
+            "intermediate_size": getattr(config, "intermediate_size", None) or 4 * hidden,
+            "num_heads": heads,
+            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(config, "head_dim", None) or hidden // heads,
+            "vocab_size": config.vocab_size,
+            "max_positions": config.max_position_embeddings,
+            "mlp": "gated" if gated else "plain",
+            "norm": _norm_of(cut),
+            "embed_dim": cut.embedding.weight.shape[1],
+            "tied_head": any(group.is_tied for group in cut.groups),
+            "activation": getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "gelu"),
+            "positions": "rotary" if getattr(config, "rope_parameters", None) else "learned",
+        }
+    except AttributeError as error:
+        message = f"{type(cut.model).__name__}: its configuration does not state {error.name}"
+        raise ModelError(message, hint="zosim needs the usual sizes of a causal language model") from error
+
+
+def _norm_of(cut: CutModel) -> str:
+    kinds = {type(module).__name__.lower() for module in cut.blocks[0].modules()}
+    return "rmsnorm" if any("rmsnorm" in kind for kind in kinds) else "layernorm"
+
+
+def _num_prefix_tokens(cut: CutModel) -> int:
+    """Return the virtual tokens of the prefix in the first block, 0 where it has none."""
+    shapes = (p.shape for name, p in cut.blocks[0].named_parameters() if name.endswith("prefix_keys"))
+    return next((shape[0] for shape in shapes), 0)
+
+
+def _adapters(cut: CutModel) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Return the rank of the adapters in the first block, and the widths of the linears that carry one."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, parameter in cut.blocks[0].named_parameters():
+        path, _, kind = name.removesuffix(".weight").rpartition(".")
+        if kind in ("lora_A", "lora_B"):
+            found.setdefault(path, {})[kind] = tuple(parameter.shape)
+    shapes = [(pair["lora_A"][1], pair["lora_B"][0]) for pair in found.values()]
+    rank = next((pair["lora_A"][0] for pair in found.values()), 0)
+    return rank, tuple(shapes)

@@ -1,0 +1,119 @@
+"""The whole model on one rank, or on all, for as long as it takes: groups that other stages hold, fetched one by one.
+
+Between steps only, after a flush. What is fetched lies in host memory, in the format of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from executors.models.model import CutModel
+from executors.models.parameters import NamedTensor, stand_in
+from executors.ranks.communicator import Communicator
+from zosim.plan import Plan
+
+_PIPELINE = "pipeline"
+
+
+class WholeModel:
+    """Brings what other stages hold.
+
+    Parameters
+    ----------
+    plan : Plan
+    cut : CutModel
+    communicator : Communicator or None
+    storage : torch.dtype
+        Format of the weights.
+    device : torch.device
+        Where stand-ins lie.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        cut: CutModel,
+        communicator: Communicator | None,
+        storage: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._cut = cut
+        self._communicator = communicator
+        self._storage = storage
+        self._device = device
+        self._is_here = False
+        self._owners = {} if communicator is None else _owners(plan, cut, communicator)
+
+    @contextmanager
+    def here(self, segment: str | None = None, *, on_first_alone: bool = False) -> Iterator[None]:
+        """Let all parameters be here for a while, or those of one segment.
+
+        Parameters
+        ----------
+        segment : str, optional
+        on_first_alone : bool
+            Whether rank 0 alone needs them.
+
+        Notes
+        -----
+        All ranks have to come, in the same order. Inside, nothing more is fetched.
+        """
+        fetched: list[NamedTensor] = []
+        outer = self._is_here
+        try:
+            if not outer:
+                self._is_here = True
+                fetched += self._fetched(segment, on_first_alone=on_first_alone)
+            yield
+        finally:
+            self._is_here = outer
+            for tensor in fetched:
+                tensor.parameter.data = stand_in(tensor, self._device)
+
+    def _fetched(self, segment: str | None, *, on_first_alone: bool) -> list[NamedTensor]:
+        """Return the parameters that were fetched, each in its place."""
+        communicator = self._communicator
+        if communicator is None or not self._owners:
+            return []
+        if on_first_alone and 0 not in communicator.members(_PIPELINE):
+            return []
+        found = []
+        for group in self._cut.groups:
+            holders = self._owners[group.name]
+            wanted = segment is None or segment in group.segments
+            if not wanted or len(holders) == len(communicator.members(_PIPELINE)):
+                continue
+            if on_first_alone and 0 in holders:
+                continue
+            is_kept = communicator.rank not in holders and (communicator.is_first or not on_first_alone)
+            for tensor in self._cut.tensors_of(group.name):
+                values = self._spread(communicator, holders, tensor)
+                if is_kept:
+                    tensor.parameter.data = values.to(self._device)
+                    found.append(tensor)
+        return found
+
+    def _spread(self, communicator: Communicator, holders: tuple[int, ...], tensor: NamedTensor) -> Tensor:
+        if communicator.rank == holders[0]:
+            values = tensor.parameter.data.to("cpu", self._storage).contiguous()
+        else:
+            values = torch.empty(tensor.shape, dtype=self._storage)
+        communicator.spread(
+            _PIPELINE, holders[0], values.view(-1).view(torch.uint8), f"fetching {tensor.name}"
+        )
+        return values
+
+
+def _owners(plan: Plan, cut: CutModel, communicator: Communicator) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of this one's pipeline that hold each parameter group; nothing where each holds all."""
+    if plan.mesh.stage == 1:
+        return {}
+    segments = {rank: set(plan.segments_of(rank)) for rank in communicator.members(_PIPELINE)}
+    return {
+        group.name: tuple(rank for rank, own in segments.items() if own & set(group.segments))
+        for group in cut.groups
+    }

@@ -1,0 +1,251 @@
+"""``counter`` draws: every block of every parameter has a generator of its own, so that any slice can be made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Generator, Tensor
+
+from executors.randomness.crew import Crew, shared
+from executors.randomness.directions import Direction
+from executors.randomness.rng import MASK32, drawn, mixed
+from executors.randomness.walks import keep_rows, rows_between
+
+COUNTER_BLOCK_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
+"""Length of a ``counter`` block, on a CPU times the direction's ``block_factor``: long enough that seeding costs
+little, short enough that a row is cheap."""
+
+
+@dataclass(frozen=True, slots=True)
+class CounterKey:
+    """Key of one (seed, step, query): a permutation of 32-bit block numbers.
+
+    Notes
+    -----
+    torch seeds its CPU generator from 32 bits, so hashing (key, block) to a seed would let two of a large model's
+    blocks meet. A permutation cannot: within one direction all seeds differ.
+    """
+
+    multiplier: int
+    addend: int
+    tweak: int
+
+    @classmethod
+    def of(cls, seed: int, step: int, query: int) -> CounterKey:
+        """Return the key of one direction."""
+        state = mixed(seed, step, query)
+        second = mixed(state)
+        return cls((state & MASK32) | 1, state >> 32, second & MASK32)
+
+    def seed_of(self, block: int) -> int:
+        """Return the seed of block number `block`, counted over all parameters."""
+        return self.seeds_of(block, 1)[0]
+
+    def seeds_of(self, first: int, num: int) -> list[int]:
+        """Return the seeds of `num` blocks from number `first` on."""
+        return self.seeds_at(np.arange(first, first + num, dtype=np.uint64))
+
+    def seeds_at(self, blocks: NDArray[np.uint64]) -> list[int]:
+        """Return the seeds of blocks by their numbers."""
+        mask, half = np.uint64(MASK32), np.uint64(16)
+        x = blocks & mask
+        x = (x * np.uint64(self.multiplier) + np.uint64(self.addend)) & mask
+        x = ((x ^ (x >> half)) * np.uint64(0x85EBCA6B)) & mask
+        x ^= np.uint64(self.tweak)
+        x = ((x ^ (x >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & mask
+        seeds: list[int] = (x ^ (x >> half)).tolist()
+        return seeds
+
+
+class CounterDraws:
+    """Makes slices of ``counter`` directions.
+
+    Parameters
+    ----------
+    numels : sequence of int
+        Elements of every trainable parameter, in registration order; the same on every rank.
+    device : torch.device
+    crew : Crew, optional
+        Threads that draw blocks at once on a CPU, each with a generator of its own.
+    """
+
+    def __init__(self, numels: Sequence[int], device: torch.device, *, crew: Crew | None = None) -> None:
+        self._device = device
+        self._numels = list(numels)
+        self._first_blocks: dict[int, list[int]] = {}
+        self._crew = crew if crew is not None and device.type == "cpu" else Crew()
+
+    def fill(
+        self,
+        out: Tensor,
+        parameter: int,
+        offset: int,
+        key: CounterKey,
+        direction: Direction,
+        factor: float | None = None,
+    ) -> None:
+        """Fill flat `out` with the elements of a parameter's direction from `offset` on.
+
+        Parameters
+        ----------
+        out : torch.Tensor
+            One-dimensional, contiguous.
+        parameter : int
+            Position among the trainable parameters.
+        offset : int
+            First element wanted.
+        key : CounterKey
+        direction : Direction
+        factor : float, optional
+            Multiplies every number, which is rounded again.
+        """
+        self._fill_all([(out, parameter, offset)], key, direction, factor)
+
+    def fill_parameters(
+        self,
+        views: Sequence[Tensor],
+        parameters: Sequence[int],
+        key: CounterKey,
+        direction: Direction,
+        factor: float | None = None,
+    ) -> None:
+        """Fill flat `views` with the whole directions of `parameters`."""
+        wanted = [(view, parameter, 0) for view, parameter in zip(views, parameters, strict=True)]
+        self._fill_all(wanted, key, direction, factor)
+
+    def fill_rows(
+        self, out: Tensor, rows: Tensor, parameter: int, key: CounterKey, direction: Direction
+    ) -> None:
+        """Fill `out` (kept rows, width) with rows of a table's direction; `rows` ascends."""
+        wanted = rows.tolist()
+        width, length = out.shape[1], self._length(direction)
+        numel = self._numels[parameter]
+        touched = sorted(
+            {block for row in wanted for block in _blocks(row * width, (row + 1) * width, length)}
+        )
+        seeds = self._seeds(parameter, touched, key, direction)
+
+        def fill(share: range) -> None:
+            generator = Generator(device=self._device)
+            for block, seed in zip(
+                touched[share.start : share.stop], seeds[share.start : share.stop], strict=True
+            ):
+                generator.manual_seed(seed)
+                begin, end = block * length, min((block + 1) * length, numel)
+                if direction.is_drawn_alone:
+                    self._fill_rows_of(out, wanted, begin, end, direction, generator)
+                else:
+                    keep_rows(out, wanted, begin, end, direction, generator, to_the_end=False)
+
+        self._share(fill, len(touched), direction)
+
+    def _fill_rows_of(
+        self,
+        out: Tensor,
+        wanted: Sequence[int],
+        begin: int,
+        end: int,
+        direction: Direction,
+        generator: Generator,
+    ) -> None:
+        """Fill what one block, from element `begin` to `end` of a table, holds of the wanted rows, in one draw."""
+        width = out.shape[1]
+        first, last = rows_between(wanted, width, begin, end)
+        low, high = max(wanted[first] * width, begin), min((wanted[last - 1] + 1) * width, end)
+        numbers = self._window(high - low, out, low - begin, end - begin, direction, generator)
+        for kept in range(first, last):
+            row = wanted[kept] * width
+            start, stop = max(row, low), min(row + width, high)
+            out[kept, start - row : stop - row] = numbers[start - low : stop - low]
+
+    def _fill_all(
+        self,
+        wanted: Sequence[tuple[Tensor, int, int]],
+        key: CounterKey,
+        direction: Direction,
+        factor: float | None,
+    ) -> None:
+        jobs = [job for part in wanted for job in self._jobs(*part, key, direction)]
+
+        def fill(share: range) -> None:
+            generator = Generator(device=self._device)
+            for piece, seed, low, total in jobs[share.start : share.stop]:
+                generator.manual_seed(seed)
+                if piece.numel() == total:
+                    drawn(piece, direction, generator, factor)
+                else:
+                    numbers = self._window(piece.numel(), piece, low, total, direction, generator)
+                    piece.copy_(numbers if factor is None else numbers.mul_(factor))
+
+        self._share(fill, len(jobs), direction)
+
+    def _share(self, work: Callable[[range], None], num_items: int, direction: Direction) -> None:
+        """Let all threads work through as many items together, where one alone would leave the others idle."""
+        num_shares = self._crew.num_threads if direction.is_drawn_alone else 1
+        self._crew.run([partial(work, share) for share in shared(num_items, num_shares)])
+
+    def _jobs(
+        self, out: Tensor, parameter: int, offset: int, key: CounterKey, direction: Direction
+    ) -> Iterator[tuple[Tensor, int, int, int]]:
+        """Yield (piece, seed, first element in its block, elements of the block) of what is wanted."""
+        length, numel = self._length(direction), self._numels[parameter]
+        blocks = _blocks(offset, offset + out.numel(), length)
+        before = min(-offset % length, out.numel())
+        pieces = [
+            piece for part in (out[:before], out[before:]) if part.numel() for piece in part.split(length)
+        ]
+        seeds = self._seeds(parameter, blocks, key, direction)
+        for block, seed, piece in zip(blocks, seeds, pieces, strict=True):
+            yield piece, seed, max(0, offset - block * length), min(length, numel - block * length)
+
+    def _window(
+        self, num: int, like: Tensor, low: int, total: int, direction: Direction, generator: Generator
+    ) -> Tensor:
+        """Return `num` elements of a block from `low` on, drawing as little of the rest as draws can be split."""
+        high = low + num
+        on_cpu = self._device.type == "cpu"
+        begin, end = _apart(low, high, total, direction.granularity) if on_cpu else (0, total)
+        if begin:
+            direction.skip(begin, like, generator)
+        numbers = torch.empty(end - begin, dtype=like.dtype, device=like.device)
+        direction.fill(numbers, generator)
+        return numbers[low - begin : high - begin]
+
+    def _seeds(
+        self, parameter: int, blocks: Sequence[int], key: CounterKey, direction: Direction
+    ) -> list[int]:
+        """Return the seeds of some blocks of a parameter."""
+        first_block = self._first_blocks_of(self._length(direction))[parameter]
+        return key.seeds_at(np.array(blocks, dtype=np.uint64) + np.uint64(first_block))
+
+    def _length(self, direction: Direction) -> int:
+        on_cpu = self._device.type == "cpu"
+        return COUNTER_BLOCK_ELEMENTS.get(self._device.type, 1 << 20) * (
+            direction.block_factor if on_cpu else 1
+        )
+
+    def _first_blocks_of(self, length: int) -> list[int]:
+        """Return the number of every parameter's first block, where blocks are of `length` elements."""
+        if length not in self._first_blocks:
+            counts = [-(-numel // length) for numel in self._numels]
+            self._first_blocks[length] = [0, *accumulate(counts)]
+        return self._first_blocks[length]
+
+
+def _blocks(begin: int, end: int, length: int) -> range:
+    """Return the blocks that have elements between `begin` and `end`."""
+    return range(begin // length, -(-end // length))
+
+
+def _apart(low: int, high: int, total: int, granularity: int) -> tuple[int, int]:
+    """Return the shortest part of a draw of `total` elements that holds `low` to `high` and can be drawn apart."""
+    last = (total - granularity) // granularity * granularity
+    begin = max(0, min(low - low % granularity, last))
+    end = high + -high % granularity
+    return begin, total if total - end < granularity else end

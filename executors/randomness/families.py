@@ -1,0 +1,163 @@
+"""Directions beyond independent normals and signs: on a sphere, of low rank, of few bits.
+
+They stand under the interface of :mod:`executors.randomness.directions`, each knowing its moments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Generator, Tensor
+
+from executors.randomness.directions import Direction, Gaussian
+from executors.randomness.quantisers import StochasticRounding
+from topology.errors import PlanError
+
+_NORMALS = Gaussian()
+
+
+class Sphere(Direction):
+    """A tensor of ``d`` elements, uniform on the sphere of radius ``√d``.
+
+    Notes
+    -----
+    Normals divided by their norm. The elements are uncorrelated with second moment 1, but not independent: the
+    norm is exact, which takes the ``+ 2`` from the Gaussian's energy.
+    """
+
+    name = "sphere"
+    mean = 0.0
+    second_moment = 1.0
+
+    def fill(self, out: Tensor, generator: Generator) -> None:
+        """Fill `out`, as a whole, with a point of the sphere."""
+        _NORMALS.fill(out, generator)
+        out.mul_(math.sqrt(out.numel()) / out.norm())
+
+    def energy(self, shape: Sequence[int]) -> float:
+        """Return ``d``."""
+        return float(math.prod(shape))
+
+
+class LowRank(Direction):
+    """A matrix ``U·Vᵀ/√r`` with standard normal ``U`` (m, r) and ``V`` (n, r); normals for tensors of other shapes.
+
+    Parameters
+    ----------
+    rank : int
+        ``r``.
+
+    Notes
+    -----
+    Elements are uncorrelated with second moment 1; the division by ``√r`` is what makes it so.
+    """
+
+    mean = 0.0
+    second_moment = 1.0
+
+    def __init__(self, rank: int) -> None:
+        if rank < 1:
+            raise PlanError(f"rank={rank} must be at least 1", hint="LoZO uses ranks from 1 to 8")
+        self.rank = rank
+        self.name = f"low-rank-{rank}"
+
+    def fill(self, out: Tensor, generator: Generator) -> None:
+        """Fill `out`, drawing ``U`` before ``V``."""
+        if out.dim() != 2:
+            _NORMALS.fill(out, generator)
+            return
+        num_rows, num_columns = out.shape
+        left, right = (out.new_empty((length, self.rank)) for length in (num_rows, num_columns))
+        _NORMALS.fill(left, generator)
+        _NORMALS.fill(right, generator)
+        torch.matmul(left, right.T, out=out)
+        out.div_(math.sqrt(self.rank))
+
+    def energy(self, shape: Sequence[int]) -> float:
+        """Return ``mn + 2 + 2·(m + n + 1)/r`` for a matrix, ``d + 2`` for other shapes.
+
+        Notes
+        -----
+        Given ``V``, the form is Gaussian in ``U``: ``m·|AV|²·|V|² + 2·tr(A·V·VᵀV·Vᵀ·Aᵀ)``. The expectations over
+        ``V`` are ``|A|²·r·(nr + 2)`` and, by Wishart's second moment, ``|A|²·r·(r + n + 1)``.
+        """
+        if len(shape) != 2:
+            return _NORMALS.energy(shape)
+        m, n = shape
+        return m * n + 2 + 2 * (m + n + 1) / self.rank
+
+
+class QuantisedGaussian(Direction):
+    """Standard normals rounded to few bits, independently element by element.
+
+    Parameters
+    ----------
+    rounding : StochasticRounding
+
+    Attributes
+    ----------
+    second_moment : float
+        Of one rounding, ``E[Q(u)²]``: what an estimate that uses a rounding twice is scaled by. It exceeds 1 by
+        the variance of the rounding, and falls short by what is clamped.
+    cross_moment : float
+        Of two roundings of one normal, ``E[Q₁(u)·Q₂(u)] = E[clamp(u)²]``: 1 where nothing is clamped.
+    """
+
+    mean = 0.0
+
+    def __init__(self, rounding: StochasticRounding) -> None:
+        self.rounding = rounding
+        self.name = f"gaussian-int{rounding.bits}"
+        levels = zip(rounding.levels, self._probabilities(), strict=True)
+        moments = [(level**2 * chance, level**4 * chance) for level, chance in levels]
+        self.second_moment = sum(second for second, _ in moments)
+        self._fourth_moment = sum(fourth for _, fourth in moments)
+        self.cross_moment = _clamped_square(rounding.levels[-1])
+
+    def fill(self, out: Tensor, generator: Generator) -> None:
+        """Fill `out` with normals, rounded."""
+        _NORMALS.fill(out, generator)
+        out.copy_(self.rounding.rounded(out, generator))
+
+    def fill_pair(self, first: Tensor, second: Tensor, generator: Generator) -> None:
+        """Fill both with roundings of the same normals, independent of each other."""
+        _NORMALS.fill(first, generator)
+        second.copy_(self.rounding.rounded(first, generator))
+        first.copy_(self.rounding.rounded(first, generator))
+
+    def energy(self, shape: Sequence[int]) -> float:
+        """Return ``E[q⁴] + (d - 1)·E[q²]²`` of an element ``q``, one rounding used twice."""
+        return self._fourth_moment + (math.prod(shape) - 1) * self.second_moment**2
+
+    def _probabilities(self) -> list[float]:
+        """Return how often each level comes out: what its neighbouring cells and, at the ends, the tails give it."""
+        levels = self.rounding.levels
+        tail = _mass(levels[-1], math.inf)
+        found = [tail, *(0.0 for _ in levels[2:]), tail]
+        for i in range(len(levels) - 1):
+            low, high = levels[i], levels[i + 1]
+            mass, first = _mass(low, high), _first_moment(low, high)
+            up = (first - low * mass) / (high - low)
+            found[i] += mass - up
+            found[i + 1] += up
+        return found
+
+
+def _density(x: float) -> float:
+    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+def _mass(low: float, high: float) -> float:
+    return (math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2))) / 2
+
+
+def _first_moment(low: float, high: float) -> float:
+    return _density(low) - _density(high)
+
+
+def _clamped_square(limit: float) -> float:
+    """Return the expected square of a standard normal clamped to ±limit."""
+    inside = 2 * _mass(0.0, limit)
+    return inside - 2 * limit * _density(limit) + limit**2 * (1 - inside)

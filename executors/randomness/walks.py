@@ -1,0 +1,282 @@
+"""``mezo`` draws: one generator walked over parameters, cut where a draw can be cut without changing a bit."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Generator, Tensor
+
+from executors.randomness.crew import Crew, shared
+from executors.randomness.directions import Direction
+from executors.randomness.mersenne import can_jump, jumped
+from executors.randomness.rng import drawn
+from zosim.lowering.layout import JUMP_WORDS
+
+_WALK_ELEMENTS = 1 << 16
+"""Numbers held at once when not all are kept; a multiple of every granularity."""
+
+_CHEAP_ELEMENTS = 1 << 19
+"""The same for directions that take less to draw than to choose from."""
+
+_LONGEST_GRANULE = 64
+
+
+class Walk:
+    """One draw after another of the tensors of a group, with the generator's states at marks on the way.
+
+    Parameters
+    ----------
+    numels : sequence of int
+        Elements of the tensors.
+    direction : Direction
+    num_marks : int
+        Stretches, between marks, that the elements are shared among as evenly as draws can be cut.
+    crew : Crew, optional
+        Threads that walk the stretches of a CPU's draw at once, where its words can be counted.
+
+    Notes
+    -----
+    A thread begins in the middle of a walk by a jump of the generator (:mod:`executors.randomness.mersenne`). Drawing again begins at
+    the kept states.
+    """
+
+    def __init__(
+        self, numels: Sequence[int], direction: Direction, num_marks: int = 1, crew: Crew | None = None
+    ) -> None:
+        self._direction = direction
+        self._spans = list(_spans(numels, direction.granularity, num_marks))
+        self._crew = crew or Crew()
+
+    def fill(
+        self, views: Sequence[Tensor], generator: Generator, factor: float | None = None
+    ) -> list[Tensor]:
+        """Fill flat `views`, advance `generator`, and return its states at the marks.
+
+        Parameters
+        ----------
+        factor : float, optional
+            Multiplies every number, which is rounded again.
+        """
+        return self._walked(
+            generator, views[0], lambda span, walking: self._draw(span, views, walking, factor)
+        )
+
+    def fill_again(
+        self, views: Sequence[Tensor], states: Sequence[Tensor], factor: float | None = None
+    ) -> None:
+        """Fill flat `views` as the walk that left `states` did."""
+        num_threads = self._crew.num_threads if self._direction.is_drawn_alone else 1
+        shares = shared(len(self._spans), num_threads)
+        self._crew.run([partial(self._from, share, views, states, factor) for share in shares])
+
+    def skip(self, like: Tensor, generator: Generator) -> list[Tensor]:
+        """Advance `generator` as drawing in the format of `like` does, and return its state before."""
+        state = generator.get_state()
+        words = self._words(like)
+        if words is not None and words[-1] >= JUMP_WORDS and can_jump():
+            generator.set_state(jumped(state, words[-1]))
+            return [state]
+        for spans in self._spans:
+            for span in spans:
+                self._direction.skip(span.end - span.begin, like, generator)
+        return [state]
+
+    def rows(self, out: Tensor, rows: Tensor, generator: Generator) -> list[Tensor]:
+        """Keep some rows of a whole table's draw; the walk is over that table alone.
+
+        Parameters
+        ----------
+        out : torch.Tensor
+            Shape (kept rows, width); filled.
+        rows : torch.Tensor
+            Ascending row numbers to keep.
+        generator : torch.Generator
+            Advanced as the draw of the whole table advances it.
+        """
+        if out.device.type != "cpu":
+            states = [generator.get_state()]
+            table = torch.empty(
+                (self._spans[0][0].end // out.shape[1], out.shape[1]), dtype=out.dtype, device=out.device
+            )
+            self._direction.fill(table, generator)
+            torch.index_select(table, 0, rows, out=out)
+            return states
+        wanted = rows.tolist()
+
+        def keep(span: _Span, walking: Generator) -> None:
+            keep_rows(out, wanted, span.begin, span.end, self._direction, walking)
+
+        return self._walked(generator, out, keep)
+
+    def _walked(self, generator: Generator, like: Tensor, visit: _Visit) -> list[Tensor]:
+        """Visit all spans, advance `generator`, and return its states at the marks."""
+        begin = generator.get_state()
+        shares, words = self._shares(like)
+        states: list[list[Tensor]] = [[] for _ in shares]
+        ends: list[Tensor] = [begin] * len(shares)
+
+        def walk(number: int) -> None:
+            share, walking = shares[number], generator
+            if number:
+                walking = Generator(device=like.device)
+                walking.set_state(jumped(begin, words[share.start]))
+            for spans in self._spans[share.start : share.stop]:
+                states[number].append(walking.get_state())
+                for span in spans:
+                    visit(span, walking)
+            ends[number] = walking.get_state()
+
+        self._crew.run([partial(walk, number) for number in range(len(shares))])
+        if len(shares) > 1:
+            generator.set_state(ends[-1])
+        return [state for of_share in states for state in of_share]
+
+    def _shares(self, like: Tensor) -> tuple[list[range], list[int]]:
+        """Return the stretches that each thread walks, and the words before each stretch, if there are several."""
+        most = self._crew.num_threads
+        words = self._words(like) if most > 1 else None
+        if words is None or words[-1] < 2 * JUMP_WORDS or not can_jump():
+            return [range(len(self._spans))], []
+        return shared(len(self._spans), min(most, words[-1] // JUMP_WORDS)), words
+
+    def _words(self, like: Tensor) -> list[int] | None:
+        """Return the words spent before each stretch, and by all of them; None where they cannot be counted."""
+        if like.device.type != "cpu":
+            return None
+        found = [0]
+        for spans in self._spans:
+            spent = [self._direction.num_words(span.end - span.begin, like.dtype) for span in spans]
+            if any(num is None for num in spent):
+                return None
+            found.append(found[-1] + sum(num for num in spent if num is not None))
+        return found
+
+    def _from(
+        self, share: range, views: Sequence[Tensor], states: Sequence[Tensor], factor: float | None
+    ) -> None:
+        generator = Generator(device=views[0].device)
+        generator.set_state(states[share.start])
+        for spans in self._spans[share.start : share.stop]:
+            for span in spans:
+                self._draw(span, views, generator, factor)
+
+    def _draw(self, span: _Span, views: Sequence[Tensor], generator: Generator, factor: float | None) -> None:
+        drawn(views[span.tensor][span.begin : span.end], self._direction, generator, factor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Elements of one tensor that are drawn one after the other."""
+
+    tensor: int
+    begin: int
+    end: int
+
+
+_Visit = Callable[[_Span, Generator], None]
+
+
+def _spans(numels: Sequence[int], granularity: int, num_marks: int) -> Iterator[list[_Span]]:
+    """Yield the spans between two marks, tensor by tensor; every piece of a tensor can be drawn apart."""
+    target = -(-sum(numels) // num_marks)
+    found: list[_Span] = []
+    left = target
+    for tensor, numel in enumerate(numels):
+        begin = 0
+        while (length := left - left % granularity) >= granularity and numel - begin - length >= granularity:
+            yield [*found, _Span(tensor, begin, begin + length)]
+            found, left = [], target
+            begin += length
+        found.append(_Span(tensor, begin, numel))
+        left -= numel - begin
+        if left < granularity:
+            yield found
+            found, left = [], target
+    if found:
+        yield found
+
+
+def keep_rows(
+    out: Tensor,
+    wanted: Sequence[int],
+    begin: int,
+    end: int,
+    direction: Direction,
+    generator: Generator,
+    *,
+    to_the_end: bool = True,
+) -> None:
+    """Draw what lies of some rows between two elements of a table, and skip the rest.
+
+    Parameters
+    ----------
+    out : torch.Tensor
+        Shape (kept rows, width); what lies between `begin` and `end` is filled.
+    wanted : sequence of int
+        Ascending row numbers to keep.
+    begin, end : int
+        Where one draw begins and ends, in elements; the first a multiple of the direction's granularity.
+    to_the_end : bool
+        Whether `generator` is advanced as the whole draw advances it; else it stops after the last row.
+    """
+    width = out.shape[1]
+    first, last = rows_between(wanted, width, begin, end)
+    for low, high, is_kept in _stretches(wanted[first:last], width, begin, end, direction):
+        if not is_kept:
+            if high < end or to_the_end:
+                direction.skip(high - low, out, generator)
+            continue
+        numbers = torch.empty(high - low, dtype=out.dtype, device=out.device)
+        direction.fill(numbers, generator)
+        for kept in range(*rows_between(wanted, width, low, high)):
+            row = wanted[kept] * width
+            start, stop = max(row, low), min(row + width, high)
+            out[kept, start - row : stop - row] = numbers[start - low : stop - low]
+
+
+def rows_between(wanted: Sequence[int], width: int, begin: int, end: int) -> tuple[int, int]:
+    """Return which of the wanted rows have elements between `begin` and `end`."""
+    return bisect_left(wanted, begin // width), bisect_left(wanted, -(-end // width))
+
+
+def _stretches(
+    rows: Sequence[int], width: int, begin: int, end: int, direction: Direction
+) -> Iterator[tuple[int, int, bool]]:
+    """Yield (begin, end, kept) of one draw in pieces that can be drawn apart; without rows to keep, in one."""
+    if rows and (width % direction.granularity or not direction.is_drawn_alone):
+        most = _WALK_ELEMENTS if direction.is_drawn_alone else _CHEAP_ELEMENTS
+        yield from ((begin + low, begin + high, True) for low, high in _pieces(end - begin, most))
+        return
+    for row in rows:
+        low, high = max(row * width, begin), min((row + 1) * width, end)
+        if low > begin:
+            yield begin, low, False
+        yield low, high, True
+        begin = high
+    if begin < end:
+        yield begin, end, False
+
+
+def draw_rows(out: Tensor, rows: Tensor, num_rows: int, direction: Direction, generator: Generator) -> None:
+    """Draw a whole table of `num_rows` rows and keep some: see :meth:`Walk.rows`."""
+    Walk([num_rows * out.shape[1]], direction).rows(out, rows, generator)
+
+
+def walk_past(numels: Sequence[int], like: Tensor, direction: Direction, generator: Generator) -> None:
+    """Advance `generator` as drawing tensors of `numels` elements in the format of `like` would."""
+    Walk(numels, direction).skip(like, generator)
+
+
+def _pieces(numel: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of pieces that are drawn one after the other and together equal one draw."""
+    begin = 0
+    while begin < numel:
+        length = min(most, numel - begin)
+        if numel - begin - length < _LONGEST_GRANULE:
+            length = numel - begin
+        yield begin, begin + length
+        begin += length

@@ -1,0 +1,1 @@
+"""Several ranks: started, joined in groups, exchanging, watched and named when one is missing."""

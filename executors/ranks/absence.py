@@ -1,0 +1,92 @@
+"""Ranks that are missing, by name: who ended, and who was waited for in vain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from executors.ranks.launch import WAIT_HINT, give_up, last_words
+from topology.errors import RunError
+
+_GRACE_S = 2.0
+"""How long a rank that waited in vain lets others say that they waited, too."""
+
+_GONE = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "socket closed")
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """Makes errors that name ranks out of torch's.
+
+    Attributes
+    ----------
+    rank : int
+        This one.
+    timeout_s : float
+        For which it waits for others.
+    """
+
+    rank: int
+    timeout_s: float
+
+    @contextmanager
+    def naming(self, members: Sequence[int], what: str) -> Iterator[None]:
+        """Do something that takes all `members`, and raise an error that names those who are missing.
+
+        Raises
+        ------
+        RunError
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            absent = self._absent(members)
+            if not absent:
+                said = f"{what}: no rank is missing"
+            elif any(words in str(error).lower() for words in _GONE):
+                said = f"{what}: {named_ranks(absent)} ended"
+            else:
+                said = self._given_up(absent, what)
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise RunError(f"{said} ({reason})", hint=WAIT_HINT) from error
+
+    def give_up(self, ranks: Sequence[int], what: str) -> RunError:
+        """Return the error for `ranks` that were waited for in vain, once they have been ended."""
+        return RunError(self._given_up(ranks, what), hint=WAIT_HINT)
+
+    def _given_up(self, ranks: Sequence[int], what: str) -> str:
+        said = f"{what}: waited {self.timeout_s:g} s for {named_ranks(ranks)}"
+        give_up(ranks, said)
+        return said
+
+    def _absent(self, members: Sequence[int]) -> list[int]:
+        """Return the members that do not say, within a short time, that they wait as well."""
+        others = [rank for rank in members if rank != self.rank]
+        try:
+            store = default_store()
+            store.set(f"zosim/waited/{self.rank}", "1")
+            end = time.monotonic() + _GRACE_S
+            while others and time.monotonic() < end:
+                others = [rank for rank in others if not store.check([f"zosim/waited/{rank}"])]
+                time.sleep(0.05)
+        except RuntimeError:  # the store is gone with its host
+            return others
+        return others
+
+
+def default_store() -> Store:
+    """Return what all ranks can write to and read."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in words, each with the last instruction that it noted."""
+    lines = {rank: last_words(rank) for rank in ranks}
+    return " and ".join(
+        f"rank {rank}" + (f", last at {line}," if line else "") for rank, line in lines.items()
+    ).removesuffix(",")

@@ -1,0 +1,123 @@
+"""Messages between two ranks: their length, then their bytes, over a process group that carries nothing else.
+
+Collectives of a program run meanwhile, on another thread. Messages of one pair arrive in the order in which they were
+sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from executors.ranks.packed import NUM_FORMATS, Packed
+from topology.errors import RunError
+
+LENGTH_BYTES = 8
+
+Naming = Callable[[str], AbstractContextManager[None]]
+"""Takes what is being done, and makes an error that names the ranks that are missing of torch's."""
+
+
+class Messages:
+    """A rank's messages to and from the others of its part.
+
+    Parameters
+    ----------
+    parts : sequence of sequence of int
+        A partition of the ranks; all ranks make their messages at the same time.
+    rank : int
+        This one.
+    backend : str
+        Of bytes of the host.
+    device_backend : str
+        Of numbers that stay on devices.
+    timeout : timedelta
+    naming : callable
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[int]],
+        rank: int,
+        *,
+        backend: str,
+        device_backend: str,
+        timeout: timedelta,
+        naming: Naming,
+    ) -> None:
+        lists = [list(part) for part in parts]
+        self._rank = rank
+        self._group, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout, backend=backend)
+        self._direct = self._group
+        if device_backend != backend:
+            self._direct, _ = dist.new_subgroups_by_enumeration(
+                lists, timeout=timeout, backend=device_backend
+            )
+        self._naming = naming
+
+    def send(self, peer: int, message: Tensor | Packed, what: str) -> int:
+        """Send a message to rank `peer`, and return how many bytes went over the wire."""
+        with self._naming(f"sending {what} to rank {peer}"):
+            if isinstance(message, Packed):
+                # What it is goes from host to host, so that a peer that is gone is noticed before devices wait for it.
+                head = torch.tensor([message.num_bytes, *message.formats])
+                dist.send(head, peer, group=self._group)
+                dist.send(message.data, peer, group=self._direct)
+                return head.nbytes + message.num_bytes
+            dist.send(torch.tensor([message.numel()]), peer, group=self._group)
+            dist.send(message, peer, group=self._group)
+        return LENGTH_BYTES + message.numel()
+
+    def recv(
+        self, peer: int, most_bytes: int, what: str, device: torch.device | None = None
+    ) -> Tensor | Packed:
+        """Return the next message of rank `peer`: bytes of the host, or numbers on a device.
+
+        Raises
+        ------
+        RunError
+            If it has more than `most_bytes`, or does not come.
+        """
+        if device is not None:
+            return self._recv_packed(peer, most_bytes, what, device)
+        length = torch.zeros(1, dtype=torch.int64)
+        with self._naming(f"receiving {what} from rank {peer}"):
+            dist.recv(length, peer, group=self._group)
+            check_length(int(length), most_bytes, f"{what}, from rank {peer} to rank {self._rank}")
+            message = torch.empty(int(length), dtype=torch.uint8)
+            dist.recv(message, peer, group=self._group)
+        return message
+
+    def _recv_packed(self, peer: int, most_bytes: int, what: str, device: torch.device) -> Packed:
+        head = torch.zeros(1 + NUM_FORMATS, dtype=torch.int64)
+        with self._naming(f"receiving {what} from rank {peer}"):
+            dist.recv(head, peer, group=self._group)
+            length, *formats = head.tolist()
+            check_length(length, most_bytes, f"{what}, from rank {peer} to rank {self._rank}")
+            data = torch.empty(length, dtype=torch.uint8, device=device)
+            dist.recv(data, peer, group=self._direct)
+        return Packed(data, tuple(formats))
+
+    def spread(self, owner: int, tensor: Tensor, what: str) -> None:
+        """Fill `tensor`, bytes of the host, with that of rank `owner`, on all ranks of the part."""
+        with self._naming(f"{what} of rank {owner}"):
+            dist.broadcast(tensor, owner, group=self._group)
+
+
+def check_length(length: int, most_bytes: int, what: str) -> None:
+    """Raise unless a message may have so many bytes.
+
+    Raises
+    ------
+    RunError
+    """
+    if not 0 < length <= most_bytes:
+        raise RunError(
+            f"{what}: a message of {length} bytes is announced, at most {most_bytes} can be",
+            hint="run both ranks on one release and one plan",
+        )

@@ -1,0 +1,1 @@
+"""A run from its settings to its files: the host loop, the log, resuming, replaying, evaluating."""

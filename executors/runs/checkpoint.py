@@ -1,0 +1,166 @@
+"""Weights after some steps, on disk, so that a resumed run need not replay its whole log.
+
+A checkpoint is a safetensors file that appears whole or not at all. It says how many steps are behind it, hashes
+its own parameters, and names the base weights and the steps that it came from: one that is damaged, truncated or
+another run's is never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from executors.runs.runlog import save_weights, update_digest, weights_digest
+from topology.errors import RunError
+
+if TYPE_CHECKING:
+    from executors.runs.history import History
+
+CHECKPOINTS_NAME = "checkpoints"
+NUM_KEPT = 2
+"""Checkpoints kept: the newest, and the one before in case its disk fails."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A file of weights that belongs to a run.
+
+    Attributes
+    ----------
+    path : Path
+    num_steps : int
+        Steps behind the weights.
+    """
+
+    path: Path
+    num_steps: int
+
+    def load(self, model: nn.Module) -> None:
+        """Give a model of the base's shape these weights."""
+        named = dict(model.named_parameters())
+        with _open(self.path) as file, torch.no_grad():
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                if name in named:
+                    named[name].data.copy_(file.get_tensor(name))
+
+
+def save_checkpoint(
+    model: nn.Module, directory: Path, *, dtype: str, num_steps: int, base_digest: str, history_digest: str
+) -> Path:
+    """Write the trainable parameters as they stand, remove the oldest checkpoint but :data:`NUM_KEPT`.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Its parameters are those after `num_steps` steps, flushed.
+    directory : Path
+        The run's.
+    dtype : str
+        Format of the run's weights.
+    num_steps : int
+    base_digest, history_digest : str
+        Name the base weights and the steps that led here.
+    """
+    folder = directory / CHECKPOINTS_NAME
+    folder.mkdir(exist_ok=True)
+    path = folder / f"step-{num_steps:08d}.safetensors"
+    facts = {
+        "num_steps": str(num_steps),
+        "digest": weights_digest(model, dtype, trainable_only=True),
+        "base_digest": base_digest,
+        "history_digest": history_digest,
+    }
+    save_weights(model, path, dtype, metadata=facts, trainable_only=True)
+    for old in _files(folder)[:-NUM_KEPT]:
+        old.unlink()
+    return path
+
+
+def newest_checkpoint(
+    history: History, model: nn.Module, refused: Callable[[str], None] = lambda _: None
+) -> Checkpoint | None:
+    """Return the newest checkpoint of a run that can be trusted.
+
+    Parameters
+    ----------
+    history : History
+    model : torch.nn.Module
+        With the base's parameters, for names and shapes.
+    refused : callable
+        Told, in words, why a checkpoint is not used.
+    """
+    for path in reversed(_files(history.directory / CHECKPOINTS_NAME)):
+        try:
+            return _checked(path, history, model)
+        except RunError as error:
+            refused(error.message)
+    return None
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*.safetensors"))
+
+
+def _checked(path: Path, history: History, model: nn.Module) -> Checkpoint:
+    with _open(path) as file:
+        facts: Mapping[str, str] = file.metadata() or {}
+        num_steps = _whole(facts.get("num_steps"), path)
+        if facts.get("base_digest") != history.header["base_digest"]:
+            raise RunError(f"checkpoint {path} is another run's: it began from other base weights")
+        if num_steps > history.num_steps:
+            raise RunError(
+                f"checkpoint {path} is ahead of the log, which ends after {history.num_steps} steps"
+            )
+        if facts.get("history_digest") != history.digest(num_steps):
+            raise RunError(f"checkpoint {path} is another run's: other steps led to it")
+        if facts.get("digest") != _digest(file, model, path):
+            raise RunError(f"checkpoint {path} is damaged: its parameters do not have the digest it states")
+    return Checkpoint(path, num_steps)
+
+
+def _digest(file: Any, model: nn.Module, path: Path) -> str:
+    """Return the hash of the parameters in a file, which must be those of `model`."""
+    held = set(file.keys())
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name not in held:
+            raise RunError(f"checkpoint {path} lacks {name}")
+        tensor: Tensor = file.get_tensor(name)
+        if tensor.shape != parameter.shape:
+            shapes = f"{tuple(tensor.shape)}, the model's is {tuple(parameter.shape)}"
+            raise RunError(f"checkpoint {path}: {name} has shape {shapes}")
+        update_digest(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def _whole(text: str | None, path: Path) -> int:
+    if text is None or not text.isdecimal():
+        raise RunError(f"checkpoint {path} does not say after which step it was written")
+    return int(text)
+
+
+class _open:  # noqa: N801 - reads as the context that it is
+    """Opens a safetensors file; whatever keeps it from being read is told by its name."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Any:
+        import safetensors
+
+        try:
+            self._file = safetensors.safe_open(self._path, framework="pt")
+            return self._file.__enter__()
+        except (OSError, safetensors.SafetensorError) as error:
+            raise RunError(f"checkpoint {self._path} is damaged: {error}") from error
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)

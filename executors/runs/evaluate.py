@@ -1,0 +1,375 @@
+"""How well a model does: label words by log-probability, perplexity, greedy generation.
+
+A model is anything called as ``model(input_ids=..., attention_mask=...)`` whose result has ``logits``. Rows are
+padded on the right and taken in order, so a result is a function of the weights, the data and the batch size.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from executors.datasets.batches import pad
+from executors.datasets.data import Dataset
+from executors.datasets.prompts import IGNORED, Example, Question
+from topology.errors import DataError
+
+MOST_CLASSES = 64
+"""More distinct answers than this are not taken for the label words of a classification."""
+
+
+class CausalModel(Protocol):
+    """A causal language model as transformers calls it."""
+
+    def __call__(self, *, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        """Return an object with ``logits`` of shape (sequences, tokens, vocabulary)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceResult:
+    """Classification or multiple choice by the log-probability of the answers.
+
+    Attributes
+    ----------
+    num_examples, num_correct : int
+    accuracy, accuracy_stderr : float
+        Share of right answers, and its binomial standard error.
+    loss, loss_stderr : float
+        Mean over examples of the negative log-probability per token of the right answer, in nats, and the
+        standard error of that mean.
+    """
+
+    num_examples: int
+    num_correct: int
+    accuracy: float
+    accuracy_stderr: float
+    loss: float
+    loss_stderr: float
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityResult:
+    """Loss over every token that carries a label.
+
+    Attributes
+    ----------
+    num_examples, num_tokens : int
+    loss, loss_stderr : float
+        Mean negative log-probability per token, in nats; its standard error counts examples as independent.
+    perplexity : float
+        ``exp(loss)``.
+    """
+
+    num_examples: int
+    num_tokens: int
+    loss: float
+    loss_stderr: float
+    perplexity: float
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """Greedy answers against the expected ones.
+
+    Attributes
+    ----------
+    num_examples : int
+    exact_match, exact_match_stderr : float
+        Share of answers that are equal after normalisation.
+    f1, f1_stderr : float
+        Mean over examples of the harmonic mean of precision and recall over words.
+    answers : tuple of str
+        What was generated, in the order of the data.
+    """
+
+    num_examples: int
+    exact_match: float
+    exact_match_stderr: float
+    f1: float
+    f1_stderr: float
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How greedy answers are made and read.
+
+    Attributes
+    ----------
+    decode : callable
+        Turns token ids into text, as a tokenizer's ``decode``.
+    stop_tokens : sequence of int
+        Tokens that end an answer and do not belong to it, such as a newline's or the end of text.
+    max_new_tokens : int
+    max_length : int or None
+        Tokens of prompt and answer together at most: the model's positions.
+    """
+
+    decode: Callable[[Sequence[int]], str]
+    stop_tokens: Sequence[int] = ()
+    max_new_tokens: int = 32
+    max_length: int | None = None
+
+
+@torch.no_grad()
+def evaluate_choices(
+    model: CausalModel,
+    data: Dataset,
+    *,
+    num_examples: int | None = None,
+    batch_size: int = 32,
+    per_token: bool = False,
+) -> ChoiceResult:
+    """Return loss and accuracy of choosing among label words or choices.
+
+    Parameters
+    ----------
+    model : CausalModel
+        In the mode (train or eval) and on the device that it is to be judged in.
+    data : Dataset
+        With label words or choices. Lines of tokens choose among the distinct answers that the data holds.
+    num_examples : int, optional
+        Only the first so many.
+    batch_size : int
+        Sequences per forward.
+    per_token : bool
+        Whether candidates are compared by their mean rather than their summed log-probability, which does
+        not favour short ones.
+
+    Raises
+    ------
+    DataError
+        If the lines do not give at least two candidates.
+    """
+    questions = _with_candidates(data.questions(_first(data, num_examples)), data)
+    rows = list(_rows(questions))
+    scores = iter(_scores(model, rows, batch_size))
+    right, losses = [], []
+    for question in questions:
+        scored = [next(scores) for _ in question.candidates]
+        lengths = [len(_predicted(candidate)) for candidate in question.candidates]
+        means = [score / length for score, length in zip(scored, lengths, strict=True)]
+        chosen = means if per_token else scored
+        right.append(float(max(range(len(chosen)), key=chosen.__getitem__) == question.answer))
+        losses.append(-means[question.answer])
+    (accuracy, accuracy_stderr), (loss, loss_stderr) = _share(right), _mean(losses)
+    return ChoiceResult(len(questions), int(sum(right)), accuracy, accuracy_stderr, loss, loss_stderr)
+
+
+@torch.no_grad()
+def evaluate_perplexity(
+    model: CausalModel, data: Dataset, *, num_examples: int | None = None, batch_size: int = 32
+) -> PerplexityResult:
+    """Return the loss per labelled token and its exponential; parameters as :func:`evaluate_choices`."""
+    examples = data.examples(_first(data, num_examples))
+    scores = _scores(
+        model, [_Row(example, ((example, _predicted(example)),)) for example in examples], batch_size
+    )
+    counts = [len(_predicted(example)) for example in examples]
+    loss = -math.fsum(scores) / sum(counts)
+    # A ratio of two sums: its error is that of the residuals score + loss · count.
+    residuals = [score + loss * count for score, count in zip(scores, counts, strict=True)]
+    num = len(examples)
+    spread = math.sqrt(math.fsum(r * r for r in residuals) * num / max(num - 1, 1)) / sum(counts)
+    return PerplexityResult(num, sum(counts), loss, spread, math.exp(loss) if loss < 700 else math.inf)
+
+
+@torch.no_grad()
+def evaluate_generation(
+    model: CausalModel,
+    data: Dataset,
+    generation: Generation,
+    *,
+    num_examples: int | None = None,
+    batch_size: int = 32,
+) -> GenerationResult:
+    """Return exact match and F1 of greedy answers to the prompts before the first labelled token.
+
+    Parameters
+    ----------
+    generation : Generation
+
+    Raises
+    ------
+    DataError
+        If a line has no prompt, since it carries labels from its first token on.
+    """
+    examples = data.examples(_first(data, num_examples))
+    prompts = [_prompt(example) for example in examples]
+    answers = [
+        generation.decode(tokens)
+        for start in range(0, len(prompts), batch_size)
+        for tokens in _generate(model, prompts[start : start + batch_size], generation)
+    ]
+    expected = [
+        generation.decode([label for label in example.labels if label != IGNORED]) for example in examples
+    ]
+    pairs = list(zip(answers, expected, strict=True))
+    exact = _share([float(normalised(answer) == normalised(truth)) for answer, truth in pairs])
+    overlap = _mean([word_f1(answer, truth) for answer, truth in pairs])
+    return GenerationResult(len(examples), *exact, *overlap, tuple(answers))
+
+
+def normalised(answer: str) -> str:
+    """Return an answer without case, punctuation, articles and extra spaces, as question answering compares them.
+
+    Examples
+    --------
+    >>> normalised("The  Eiffel Tower.")
+    'eiffel tower'
+    """
+    bare = "".join(letter for letter in answer.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def word_f1(answer: str, truth: str) -> float:
+    """Return the harmonic mean of precision and recall over the words of normalised answers.
+
+    Examples
+    --------
+    >>> word_f1("the tall tower", "tower of Eiffel")
+    0.4
+    """
+    ours, theirs = normalised(answer).split(), normalised(truth).split()
+    if not ours or not theirs:
+        return float(ours == theirs)
+    common = sum((Counter(ours) & Counter(theirs)).values())
+    return 2 * common / (len(ours) + len(theirs))
+
+
+class _Row(NamedTuple):
+    """One forward's sequence, and what is read off it: pairs of an example and the positions scored in it."""
+
+    example: Example
+    read: tuple[tuple[Example, tuple[int, ...]], ...]
+
+
+def _first(data: Dataset, num_examples: int | None) -> range:
+    return range(len(data) if num_examples is None else min(num_examples, len(data)))
+
+
+def _predicted(example: Example) -> tuple[int, ...]:
+    """Labelled positions that something predicts: nothing predicts the first."""
+    return tuple(at for at in example.asked if at > 0)
+
+
+def _rows(questions: Sequence[Question]) -> Iterator[_Row]:
+    """One forward per candidate, or per question where candidates differ in one token only."""
+    for question in questions:
+        candidates = question.candidates
+        asked = {_predicted(candidate) for candidate in candidates}
+        (positions, *others) = asked
+        begins = {candidate.input_ids[: positions[0]] for candidate in candidates}
+        if not others and len(positions) == 1 and len(begins) == 1:
+            yield _Row(candidates[0], tuple((candidate, positions) for candidate in candidates))
+        else:
+            for candidate in candidates:
+                yield _Row(candidate, ((candidate, _predicted(candidate)),))
+
+
+def _scores(model: CausalModel, rows: Sequence[_Row], batch_size: int) -> list[float]:
+    """Return the summed log-probability of every (example, positions) read off the rows, in order."""
+    scores = []
+    for start in range(0, len(rows), batch_size):
+        group = rows[start : start + batch_size]
+        logits = _logits(model, [row.example for row in group])
+        for row, row_logits in zip(group, logits, strict=True):
+            for example, positions in row.read:
+                labels = torch.tensor([example.labels[at] for at in positions], device=logits.device)
+                before = torch.tensor(positions, device=logits.device) - 1
+                # In double precision: a sum over a large vocabulary is rounded once, on any device.
+                chances = row_logits[before].double().log_softmax(-1)
+                scores.append(float(chances.gather(1, labels[:, None]).sum()))
+    return scores
+
+
+def _logits(model: CausalModel, examples: Sequence[Example]) -> Tensor:
+    batch, device = pad(examples), _device_of(model)
+    logits: Tensor = model(
+        input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device)
+    ).logits
+    return logits
+
+
+def _device_of(model: CausalModel) -> torch.device:
+    device = getattr(model, "device", None)
+    return device if isinstance(device, torch.device) else torch.device("cpu")
+
+
+def _with_candidates(questions: list[Question], data: Dataset) -> list[Question]:
+    if any(len(question.candidates) > 1 for question in questions):
+        return questions
+    answers = sorted({_answer(question.candidates[0]) for question in questions})
+    if not 2 <= len(answers) <= MOST_CLASSES:
+        raise DataError(
+            f"{data.lines.path} has {len(answers)} distinct answers, a classification has 2 to {MOST_CLASSES}",
+            hint="give label words or choices, or measure perplexity or generation instead",
+        )
+    return [_among(question.candidates[0], answers) for question in questions]
+
+
+def _answer(example: Example) -> tuple[int, ...]:
+    return tuple(example.labels[at] for at in _predicted(example))
+
+
+def _among(example: Example, answers: Sequence[tuple[int, ...]]) -> Question:
+    """Return the question that offers every answer in place of the example's own."""
+    positions = _predicted(example)
+    begin, end = positions[0], positions[-1] + 1
+    before, after = example.input_ids[:begin], example.input_ids[end:]
+    candidates = tuple(
+        Example(before + answer + after, (IGNORED,) * len(before) + answer + (IGNORED,) * len(after))
+        for answer in answers
+    )
+    return Question(candidates, answers.index(_answer(example)))
+
+
+def _prompt(example: Example) -> tuple[int, ...]:
+    prompt = example.input_ids[: example.asked[0]]
+    if not prompt:
+        raise DataError(
+            "a line carries labels from its first token on, so there is no prompt to answer",
+            hint="label the answer's tokens only and -100 before, or measure perplexity",
+        )
+    return prompt
+
+
+def _generate(
+    model: CausalModel, prompts: Sequence[tuple[int, ...]], generation: Generation
+) -> list[list[int]]:
+    """Return the most probable continuation of each prompt, token by token."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    stops, longest = set(generation.stop_tokens), generation.max_length
+    going = list(range(len(prompts)))
+    for _ in range(generation.max_new_tokens):
+        going = [at for at in going if longest is None or len(prompts[at]) + len(answers[at]) < longest]
+        if not going:
+            break
+        sequences = [prompts[at] + tuple(answers[at]) for at in going]
+        logits = _logits(model, [Example(sequence, sequence) for sequence in sequences])
+        last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=logits.device)
+        tokens = logits[torch.arange(len(going), device=logits.device), last].argmax(-1).tolist()
+        for at, token in zip(going, tokens, strict=True):
+            answers[at].append(token)
+        going = [at for at in going if answers[at][-1] not in stops]
+    return [answer[:-1] if answer and answer[-1] in stops else answer for answer in answers]
+
+
+def _share(outcomes: Sequence[float]) -> tuple[float, float]:
+    share = math.fsum(outcomes) / len(outcomes)
+    return share, math.sqrt(share * (1 - share) / len(outcomes))
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    num = len(values)
+    mean = math.fsum(values) / num
+    variance = math.fsum((value - mean) ** 2 for value in values) / max(num - 1, 1)
+    return mean, math.sqrt(variance / num)

@@ -1,0 +1,195 @@
+"""What a run's files say happened: read back, and refused where they contradict themselves.
+
+Every number of the log is checked against what determines it: seeds against the run's seed, learning rates against
+the schedule, projected gradients against the losses. A digit that changed on disk is found by its line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from executors.runs.jsonlines import Line, read_lines
+from executors.runs.records import StepRecord, seed_of
+from executors.runs.runlog import STEPS_NAME, read_header
+from executors.runs.schedule import Schedule
+from executors.steps.arithmetic import projected_gradient
+from topology.errors import RunError
+from zosim.plan import Plan
+
+DIGESTS_NAME = "digests.jsonl"
+
+_LOSS_FORMATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class History:
+    """The complete steps of a run.
+
+    Attributes
+    ----------
+    directory : Path
+    header : mapping
+    records : tuple of StepRecord
+        By step, from 0.
+    num_bytes : int
+        Length of the log up to the last complete step; what follows was being written when the run died.
+    digests : mapping of int to str
+        Hash of the parameters by the number of steps behind them.
+    """
+
+    directory: Path
+    header: Mapping[str, Any]
+    records: tuple[StepRecord, ...]
+    num_bytes: int
+    digests: Mapping[int, str]
+
+    @property
+    def num_steps(self) -> int:
+        """Complete steps."""
+        return len(self.records)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the run began with."""
+        return Plan.model_validate(self.header["plan"])
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What ``zosim run`` was asked for; empty for a log that a loop of one's own wrote."""
+        return dict(self.header.get("run", {}))
+
+    def digest(self, num_steps: int) -> str:
+        """Return a hash over what the first steps did, to tell this run's checkpoints from another's."""
+        found = hashlib.blake2b(self.header["base_digest"].encode(), digest_size=16)
+        for record in self.records[:num_steps]:
+            numbers = (record.step, record.seeds, record.projected_gradients, record.learning_rate)
+            found.update(f"{numbers!r}\n".encode())
+        return found.hexdigest()
+
+
+def read_history(directory: str | Path) -> History:
+    """Return the history of a run.
+
+    Raises
+    ------
+    RunError
+        If a file is missing, damaged, truncated or another run's; the message says which and why.
+    """
+    directory = Path(directory)
+    header = read_header(directory)
+    path = directory / STEPS_NAME
+    queries = header["plan"]["estimator"]["num_queries"]
+    steps = _steps_of(path, read_lines(path), queries)
+    check = _Check(path, header)
+    records = tuple(check.record(number, lines) for number, lines in enumerate(steps))
+    num_bytes = steps[-1][-1].end if steps else 0
+    history = History(directory, header, records, num_bytes, _digests(directory / DIGESTS_NAME))
+    _refuse_truncated(history, path)
+    return history
+
+
+def _steps_of(path: Path, lines: Sequence[Line], queries: int) -> list[list[Line]]:
+    """Return the lines of each complete step; a last step that lacks queries was being written."""
+    whole = len(lines) // queries * queries
+    steps = [list(lines[begin : begin + queries]) for begin in range(0, whole, queries)]
+    for position, line in enumerate(lines):
+        step, query = divmod(position, queries)
+        found = (line.row.get("step"), line.row.get("query"))
+        if found != (step, query):
+            raise RunError(
+                f"{path} line {line.number} is of step {found[0]!r}, query {found[1]!r}, where step {step}, "
+                f"query {query} belongs",
+                hint="lines are missing or from another run; restore the file from a copy",
+            )
+    return steps
+
+
+class _Check:
+    """Compares every row with what determines it."""
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self._path = path
+        self._seed = header["seed"]
+        self._epsilon = header["epsilon"]
+        run = header.get("run")
+        # A loop of one's own may choose seeds and rates as it likes.
+        self._schedule = Schedule(**run["schedule"]) if run else None
+
+    def record(self, step: int, lines: Sequence[Line]) -> StepRecord:
+        """Return a step's record."""
+        for line in lines:
+            self._check_types(line)
+            self._check_numbers(step, line)
+        return StepRecord.of_rows([line.row for line in lines])
+
+    def _check_types(self, line: Line) -> None:
+        row = line.row
+        other = "loss_base" if row.get("loss_minus") is None else "loss_minus"
+        floats = [
+            row.get(name) for name in ("loss_plus", other, "projected_grad", "learning_rate", "seconds")
+        ]
+        whole = type(row.get("seed")) is int
+        if not whole or not all(isinstance(x, int | float) and math.isfinite(x) for x in floats):
+            raise RunError(f"{self._path} line {line.number} is damaged: a number is missing or not finite")
+
+    def _check_numbers(self, step: int, line: Line) -> None:
+        row = line.row
+        if self._schedule is not None:
+            self._refuse_unless(line, "seed", seed_of(self._seed, step, row["query"]), "the run's seed")
+            self._refuse_unless(line, "learning_rate", self._schedule.at(step), "the schedule")
+        central = row["loss_minus"] is not None
+        losses = row["loss_plus"], row["loss_minus"] if central else row["loss_base"]
+        possible = {_gradient(*losses, self._epsilon, dtype, central=central) for dtype in _LOSS_FORMATS}
+        if row["projected_grad"] not in possible:
+            raise RunError(
+                f"{self._path} line {line.number} is damaged: projected_grad={row['projected_grad']!r} does not "
+                f"follow from the losses {losses}"
+            )
+
+    def _refuse_unless(self, line: Line, name: str, wanted: float, source: str) -> None:
+        if line.row[name] != wanted:
+            raise RunError(
+                f"{self._path} line {line.number} is damaged or another run's: {name}={line.row[name]!r}, "
+                f"but {source} makes it {wanted!r}"
+            )
+
+
+def _gradient(plus: float, other: float, epsilon: float, dtype: torch.dtype, *, central: bool) -> float:
+    first, second = (torch.tensor(loss, dtype=torch.float64).to(dtype) for loss in (plus, other))
+    return projected_gradient(first, second, epsilon, central=central)
+
+
+def _digests(path: Path) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for line in read_lines(path):
+        step, digest = line.row.get("num_steps"), line.row.get("digest")
+        if type(step) is not int or not isinstance(digest, str):
+            raise RunError(f"{path} line {line.number} is damaged: it holds no digest")
+        if found.setdefault(step, digest) != digest:
+            raise RunError(f"{path} line {line.number} contradicts an earlier digest of step {step}")
+    return found
+
+
+def _refuse_truncated(history: History, path: Path) -> None:
+    """Refuse a log that ends before something that was written after its rows."""
+    reached = max(history.digests, default=0)
+    if reached > history.num_steps:
+        raise RunError(
+            f"{path} is truncated: it ends after step {history.num_steps - 1}, but a digest was taken after "
+            f"{reached} steps",
+            hint=f"restore the file from a copy, or remove {DIGESTS_NAME} to go on from where it ends",
+        )
+    finished = history.header.get("finished")
+    if finished and finished["num_steps"] > history.num_steps:
+        raise RunError(
+            f"{path} is truncated: the run ended after {finished['num_steps']} steps, the log has "
+            f"{history.num_steps}",
+            hint="restore the file from a copy",
+        )

@@ -1,0 +1,381 @@
+"""The plan of ``zosim run``: a file's, or one made on the spot, with the options that were given laid over it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from costmodel.configs import LoRA, Prefix, read_model_spec
+from costmodel.memory import preflight_host
+from costmodel.model_spec import ModelSpec
+from costmodel.work import DTYPE_BYTES
+from executors.ranks.mesh import draws_by_halves, mesh_named, spread, uncut
+from executors.ranks.sharing_out import fastest_of
+from topology.documents import resolve
+from topology.errors import DoesNotFit, ModelError, PlanError
+from topology.validation import readable
+from zosim.lowering import lower_all
+from zosim.options import mesh_of
+from zosim.plan import Estimator, Plan, Precision, Runtime, Split
+from zosim.planning.planner import Method, Request, choose
+from zosim.profiles import Profiles
+from zosim.program import Space
+from zosim.program_set import ProgramSet
+
+if TYPE_CHECKING:
+    from topology.graph import Topology
+
+HOST = "host"
+
+_SHARING = ("pertp", "ddp", "2d", "sparq")
+"""Methods that share a step out among ranks, wherever blocks reside."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the options said, None where they said nothing.
+
+    Attributes
+    ----------
+    method, residency : str or None
+    batch, seq : int or None
+    device : str
+        ``"cpu"`` or a CUDA device.
+    num_threads : int
+    allow_lossy : bool
+    max_device_bytes : int or None
+        What a plan that is made on the spot may take of the device.
+    mesh : str or None
+        Such as ``"data=2,perturb=2"``.
+    ranks : int or None
+        How many there are to be, where the planner chooses their mesh.
+    cuts : tuple of str
+        Where the model is cut; empty for even cuts inside blocks.
+    axes : mapping
+        Fields by axis: ``estimator``, ``residency``, ``precision``, ``runtime``, ``split``.
+    """
+
+    method: str | None = None
+    residency: str | None = None
+    batch: int | None = None
+    seq: int | None = None
+    device: str = "cpu"
+    num_threads: int = 1
+    allow_lossy: bool = False
+    max_device_bytes: int | None = None
+    mesh: str | None = None
+    ranks: int | None = None
+    cuts: tuple[str, ...] = ()
+    axes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def given(self, axis: str) -> dict[str, Any]:
+        """Return the fields of an axis that were given."""
+        return {name: value for name, value in self.axes.get(axis, {}).items() if value is not None}
+
+    @property
+    def placing(self) -> Method | None:
+        """What decides where one rank's blocks reside: the planner's method, if it is one."""
+        return None if self.method in _SHARING else cast("Method | None", self.method)
+
+    @property
+    def seeks_mesh(self) -> bool:
+        """Whether the planner is to find the mesh of a number of ranks; of stages, there is but one."""
+        return self.ranks is not None and self.mesh is None and not self.cuts and self.method != "sparq"
+
+    @property
+    def wanted_mesh(self) -> dict[str, Any] | None:
+        """The mesh that the options name, or that the method means."""
+        if self.mesh is not None:
+            mesh = mesh_of(self.mesh)
+            if self.ranks not in (None, mesh.world_size):
+                raise PlanError(
+                    f"--mesh {self.mesh} has {mesh.world_size} ranks, not {self.ranks}",
+                    hint="leave --ranks out",
+                )
+            return mesh.model_dump(exclude_defaults=True)
+        if self.seeks_mesh:
+            return None
+        if self.cuts and self.method in (None, "sparq"):
+            return {"stage": len(self.cuts) + 1}
+        num_devices = self.ranks or _num_devices(self.device)
+        return mesh_named(self.method, num_devices) if self.method in _SHARING else None
+
+    def wanted_cuts(self, num_blocks: int, base: Plan | None) -> tuple[str, ...]:
+        """Return where the model is to be cut: where the options say, or the plan that they are laid over, or evenly.
+
+        Parameters
+        ----------
+        num_blocks : int
+        base : Plan, optional
+        """
+        mesh = self.wanted_mesh
+        num_stages = base.mesh.stage if mesh is None and base is not None else (mesh or {}).get("stage", 1)
+        if self.cuts:
+            return self.cuts
+        known = () if base is None else base.split.cuts
+        if len(known) == num_stages - 1 or (num_stages == 1 and base is not None and base.split.is_lossy):
+            return known
+        return even_cuts(num_blocks, num_stages) if num_stages > 1 else ()
+
+
+def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | None) -> Plan:
+    """Return the plan to run.
+
+    Parameters
+    ----------
+    asked : Asked
+    model : ModelSpec
+        Of the model at hand.
+    base : Plan, optional
+        What options are laid over.
+    longest : int, optional
+        Tokens of the longest example, the sequence length of a plan made on the spot.
+
+    Raises
+    ------
+    PlanError
+        If the options contradict each other, or lose precision without leave.
+    """
+    if asked.seeks_mesh or asked.placing is not None or (base is None and asked.residency is None):
+        start = _planned(asked, model, base, longest)
+    else:
+        start = base or _named_placement(asked, model, longest)
+    plan = _laid_over(start, asked, model)
+    if plan.mesh.stage == 1 and not plan.split.is_lossy and asked.cuts:
+        raise PlanError(
+            f"--cut {','.join(asked.cuts)} with one stage changes nothing: nothing crosses, and no codec rounds",
+            hint="add --codec, or leave out --mesh",
+        )
+    if not plan.split.cuts and asked.given("split"):
+        raise PlanError(
+            "codecs are for what crosses a cut, and the plan has none",
+            hint="add --mesh stage=2, or --mesh stage=1 --cut block.N.mlp for one process",
+        )
+    known_to_lose = base is not None and base.split == plan.split
+    if plan.split.is_lossy and not (asked.allow_lossy or known_to_lose):
+        raise PlanError(
+            f"codec {plan.split.codec} (residual stream: {plan.split.residual_codec}) changes what crosses a cut, and with "
+            "it losses and updates",
+            hint="add --allow-lossy if that is meant; `zosim probe` measures what is lost",
+        )
+    may_lose = asked.allow_lossy or (base is not None and base.precision.is_lossy)
+    if plan.precision.is_lossy and plan.residency.blocks == "offloaded" and not may_lose:
+        raise PlanError(
+            f"transfer format {plan.precision.transfer} is narrower than storage format {plan.precision.storage} "
+            "and loses precision at every offload",
+            hint="add --allow-lossy if that is meant",
+        )
+    return plan
+
+
+def _laid_over(base: Plan, asked: Asked, model: ModelSpec) -> Plan:
+    """Return `base` with every option that was given in place of its own field."""
+    data = base.model_dump(mode="json")
+    data["model"] = model.model_dump(mode="json")
+    data |= {name: value for name in ("batch", "seq") if (value := getattr(asked, name)) is not None}
+    if asked.residency is not None and asked.residency != base.residency.blocks:
+        if asked.placing is not None:
+            raise PlanError(
+                f"--method {asked.method} places the blocks otherwise than --residency {asked.residency}",
+                hint="one of the two is enough",
+            )
+        data["residency"] = {"blocks": asked.residency}
+        data["runtime"] |= _runtime_beside(asked.residency)
+    for axis in ("estimator", "residency", "precision", "runtime", "split"):
+        data[axis] = data[axis] | _formats(asked, axis)
+    cuts = asked.wanted_cuts(model.num_blocks, base)
+    if list(cuts) != list(data["split"].get("cuts", ())):
+        data["split"] |= {"cuts": cuts, "densities": ()}
+    if (mesh := asked.wanted_mesh) is not None:
+        spread(data, mesh)
+    with readable("options of zosim run", PlanError, model=Plan):
+        return Plan.model_validate(data)
+
+
+def _num_devices(device: str) -> int:
+    """Return the devices of a kind; ranks on a CPU share it."""
+    if not device.startswith("cuda"):
+        return 1
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _runtime_beside(residency: str) -> dict[str, Any]:
+    """Return how blocks are visited that reside there: an offloaded one is updated at its next visit."""
+    return {"traversal": "blockwise", "update": "delayed" if residency == "offloaded" else "immediate"}
+
+
+def _formats(asked: Asked, axis: str) -> dict[str, Any]:
+    """Return an axis's options; a storage format alone is the format of everything."""
+    given = asked.given(axis)
+    if axis == "precision" and "storage" in given:
+        return {"compute": given["storage"], "transfer": given["storage"], **given}
+    return given
+
+
+def _named_placement(asked: Asked, model: ModelSpec, longest: int | None) -> Plan:
+    """Return a plan whose residency was named."""
+    node = "gpu0" if asked.device.startswith("cuda") else "cpu0"
+    residency = asked.residency or "resident"
+    with readable("options of zosim run", PlanError, model=Plan):
+        return Plan.model_validate(
+            {
+                "model": model.model_dump(mode="json"),
+                "placement": {"topology": HOST, "devices": [node]},
+                "batch": asked.batch or 1,
+                "seq": _sequence_length(asked, model, longest),
+                "residency": {"blocks": residency},
+                "runtime": _runtime_beside(residency),
+            }
+        )
+
+
+def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | None) -> Plan:
+    """Return the fastest plan that fits this machine and computes what was asked."""
+    topology, node = host_node(asked.device)
+    profiles = Profiles(topology, num_threads=asked.num_threads, is_host=True)
+    kept = {} if base is None else base.model_dump(mode="json")
+    with readable("options of zosim run", PlanError):
+        estimator = Estimator.model_validate(kept.get("estimator", {}) | asked.given("estimator"))
+        precision = Precision.model_validate(kept.get("precision", {}) | _formats(asked, "precision"))
+        runtime = Runtime.model_validate(kept.get("runtime", {}) | asked.given("runtime"))
+        request = Request(
+            model=uncut(model),
+            topology=topology,
+            hardware=HOST,
+            device=node,
+            profile=profiles.of(node),
+            profiles=profiles,
+            batch=asked.batch or kept.get("batch", 1),
+            seq=kept.get("seq", 0) if base and not asked.seq else _sequence_length(asked, model, longest),
+            estimator=estimator,
+            precision=precision,
+            method=cast("Method", asked.method or "auto") if asked.seeks_mesh else asked.placing or "auto",
+            attention=runtime.attention,
+            max_device_bytes=asked.max_device_bytes,
+            allow_lossy=asked.allow_lossy,
+            fixed={"runtime": runtime.model_dump(include={"restore", "keep_directions"})},
+        )
+        if not asked.seeks_mesh:
+            return choose(request).chosen.plan
+        return fastest_of(replace(request, fixed=_fixed(asked, request)), asked.ranks or 1)
+
+
+def _fixed(asked: Asked, request: Request) -> dict[str, dict[str, Any]]:
+    """Return what the planner may not change, the options that say where blocks reside and when they are visited."""
+    blocks = {} if asked.residency is None else {"blocks": asked.residency}
+    return {
+        "residency": {**blocks, **asked.given("residency")},
+        "runtime": {**request.fixed["runtime"], **asked.given("runtime")},
+    }
+
+
+def _sequence_length(asked: Asked, model: ModelSpec, longest: int | None) -> int:
+    return asked.seq or min(longest or model.max_positions, model.max_positions)
+
+
+def host_node(device: str) -> tuple[Topology, str]:
+    """Return this machine, and the node of it that stands for a torch device.
+
+    Raises
+    ------
+    PlanError
+        If there is none.
+    """
+    topology = resolve(HOST)
+    nodes = [node.id for node in topology.of_kind("gpu" if device.startswith("cuda") else "cpu")]
+    index = int(device.partition(":")[2] or 0)
+    if index >= len(nodes):
+        raise PlanError(f"there is no device {device}: this machine shows {len(nodes)} of that kind")
+    return topology, nodes[index]
+
+
+def spec_for(
+    model: str, adapters: LoRA | Prefix | None, asked: Asked, base: Plan | None, **loading: Any
+) -> ModelSpec:
+    """Return what is known of a model, its blocks cut as is wanted."""
+    spec = _spec_for(model, adapters, (), **loading)
+    cuts = asked.wanted_cuts(spec.num_blocks, base)
+    cut_blocks = Split(cuts=cuts).cut_blocks
+    if not cuts and base is not None and draws_by_halves(base.estimator):
+        cut_blocks = base.model.cut_blocks
+    return _spec_for(model, adapters, cut_blocks, **loading) if cut_blocks else spec
+
+
+def even_cuts(num_blocks: int, num_stages: int) -> tuple[str, ...]:
+    """Return cuts inside blocks, behind their activation functions, that part the blocks as evenly as can be.
+
+    Examples
+    --------
+    >>> even_cuts(12, 3)
+    ('block.3.mlp', 'block.7.mlp')
+    """
+    return tuple(f"block.{max(0, num_blocks * i // num_stages - 1)}.mlp" for i in range(1, num_stages))
+
+
+def _spec_for(
+    model: str, adapters: LoRA | Prefix | None, cut_blocks: tuple[int, ...], **loading: Any
+) -> ModelSpec:
+    """Return what the configuration tells of a model, or where that does not, the model itself.
+
+    Raises
+    ------
+    ModelError
+        If there is no such model, or it cannot be run.
+    """
+    try:
+        return read_model_spec(model, trainable=adapters or "all", cut_blocks=cut_blocks)
+    except ModelError:
+        if not Path(model).is_dir() and not loading.get("allow_download"):
+            raise
+    from executors.models.adapters import attach
+    from executors.models.loading import load_model
+    from executors.models.spec import spec_of_model
+
+    loaded = load_model(model, **loading)
+    if adapters is not None:
+        attach(loaded, adapters)
+    return spec_of_model(loaded, cut_blocks=cut_blocks)
+
+
+def longest_example(path: str | Path) -> int | None:
+    """Return the tokens of the longest line of `path`; None where the lines are text, or there is no such file."""
+    longest = 0
+    try:
+        with Path(path).open(encoding="utf-8-sig") as file:
+            for line in file:
+                if line.strip():
+                    longest = max(longest, len(json.loads(line)["input_ids"]))
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError):
+        return None  # whoever opens the data says what is wrong with it
+    return longest or None
+
+
+def refuse_too_large(plan: Plan, programs: ProgramSet | None, *, random_weights: bool = False) -> list[str]:
+    """Return warnings about this host's memory, before anything is loaded.
+
+    Raises
+    ------
+    DoesNotFit
+        If the buffers of the ranks of one host cannot be had.
+    """
+    programs = programs or lower_all(plan)
+    on_cpu = not plan.placement.devices[0].startswith("gpu")
+    ranks = plan.placement.ranks_by_host[0]
+    held = [b for rank in ranks for b in programs.program_of(rank).buffers if on_cpu or b.space is Space.HOST]
+    once = {b.name: b.size_bytes for b in held if b.shared}
+    size = sum(b.size_bytes for b in held if not b.shared) + sum(once.values())
+    width = DTYPE_BYTES[plan.precision.storage]
+    # While they move into their buffers, the weights of one group stand twice. All ranks map them from the same files;
+    # random ones every rank makes for itself.
+    moving = len(ranks) * max(group.num_parameters for group in plan.model.groups) * 4
+    making = (len(ranks) - 1) * width * plan.model.num_parameters if once and random_weights else 0
+    findings = preflight_host(size + moving + making, pinned_bytes=0 if on_cpu else size)
+    for finding in findings:
+        if finding.severity == "error":
+            raise DoesNotFit(finding.message, hint=finding.hint)
+    return [str(finding) for finding in findings]

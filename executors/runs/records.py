@@ -1,0 +1,121 @@
+"""What one step found, in memory and as rows of a log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from executors.randomness.rng import mixed
+from executors.steps.frames import StepFrame
+from topology.errors import RunError
+
+_NUM_SEEDS = 1_000_000_000
+"""Seeds are drawn below this, as the reference loop draws them."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step found.
+
+    Attributes
+    ----------
+    step : int
+    seeds, losses_plus, losses_minus, projected_gradients : tuple
+        One element per query; `losses_minus` is None for a forward difference.
+    loss_base : float or None
+        Loss at the unperturbed weights, for a forward difference.
+    learning_rate : float
+        The one that this step's projected gradients are applied with.
+    seconds : float
+        Wall-clock time from the call to the losses.
+    """
+
+    step: int
+    seeds: tuple[int, ...]
+    losses_plus: tuple[float, ...]
+    losses_minus: tuple[float, ...] | None
+    loss_base: float | None
+    projected_gradients: tuple[float, ...]
+    learning_rate: float
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """Loss of the first query at ``+ε``, the number that MeZO logs."""
+        return self.losses_plus[0]
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Self:
+        """Return the record that :meth:`rows` wrote."""
+        first = rows[0]
+        central = first["loss_minus"] is not None
+        return cls(
+            step=first["step"],
+            seeds=tuple(row["seed"] for row in rows),
+            losses_plus=tuple(row["loss_plus"] for row in rows),
+            losses_minus=tuple(row["loss_minus"] for row in rows) if central else None,
+            loss_base=None if central else first["loss_base"],
+            projected_gradients=tuple(row["projected_grad"] for row in rows),
+            learning_rate=first["learning_rate"],
+            seconds=first["seconds"],
+        )
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield one row of ``steps.jsonl`` per query."""
+        for query, seed in enumerate(self.seeds):
+            base = {} if self.loss_base is None else {"loss_base": self.loss_base}
+            yield {
+                "step": self.step,
+                "query": query,
+                "seed": seed,
+                **base,
+                "loss_plus": self.losses_plus[query],
+                "loss_minus": None if self.losses_minus is None else self.losses_minus[query],
+                "projected_grad": self.projected_gradients[query],
+                "learning_rate": self.learning_rate,
+                "seconds": self.seconds,
+            }
+
+
+def seed_of(seed: int, step: int, query: int) -> int:
+    """Return the seed of one step and query of a run."""
+    return mixed(seed, step, query) % _NUM_SEEDS
+
+
+def record_of(frame: StepFrame, seconds: float) -> StepRecord:
+    """Return what a step that ran found."""
+    queries = range(len(frame.seeds))
+    central = "" not in frame.losses
+    return StepRecord(
+        step=frame.step,
+        seeds=frame.seeds,
+        losses_plus=tuple(frame.losses[f"q{query}+"].item() for query in queries),
+        losses_minus=tuple(frame.losses[f"q{query}-"].item() for query in queries) if central else None,
+        loss_base=None if central else frame.losses[""].item(),
+        projected_gradients=tuple(frame.gradients[query] for query in queries),
+        learning_rate=frame.learning_rate,
+        seconds=seconds,
+    )
+
+
+class LossNotFinite(RunError):  # noqa: N818 - reads as the statement it makes
+    """A projected gradient that is no number. The weights may hold its traces: rebuild them from the log."""
+
+
+def refuse_nonfinite(record: StepRecord) -> None:
+    """Raise if a projected gradient is no number.
+
+    Raises
+    ------
+    LossNotFinite
+    """
+    if all(map(math.isfinite, record.projected_gradients)):
+        return
+    raise LossNotFinite(
+        f"step {record.step}: the projected gradient is {record.projected_gradients}, from losses "
+        f"{record.losses_plus} and {record.losses_minus or record.loss_base}",
+        hint="lower the learning rate; where the first step fails already, look for a batch without labels, or use "
+        "--dtype float32 or bfloat16 in place of float16",
+    )

@@ -1,0 +1,301 @@
+"""Weights from base weights and a log: every logged step done again to the weights, without its forwards.
+
+A step changes each parameter by ``+ε·z``, ``-2ε·z``, ``+ε·z`` and the update, in these operations and this order.
+The first three do not cancel to the last bit, so a replay runs them too. It runs the very program of the run (or
+another residency's, which computes the same), so draws, copies and conversions are the run's own; what it leaves out
+are batches, forwards and losses, whose outcome the log holds.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from executors.models.adapters import Adapters, attach, recorded_adapters, save_tuned
+from executors.models.loading import load_model
+from executors.models.mapped import moves_mapped, own_format
+from executors.ranks.mesh import alone
+from executors.runs.checkpoint import Checkpoint, newest_checkpoint
+from executors.runs.history import History, read_history
+from executors.runs.runlog import HEADER_NAME, weights_digest
+from executors.runs.session import Session
+from executors.steps.buffers import TORCH_DTYPES
+from executors.steps.preparing import prepare, to_storage
+from topology.errors import RunError
+from zosim.plan import Plan
+from zosim.program import Program
+from zosim.program_set import ProgramSet
+
+PROGRAM_NAME = "program.json"
+
+_MACHINE_FIELDS = (
+    "torch",
+    "instruction_set",
+    "num_threads",
+    "device",
+    "device_name",
+    "float32_matmul_precision",
+)
+
+Told = Callable[[str], None]
+OnStep = Callable[[int, int], None]
+"""Told the number of steps done, and how many there are to do."""
+
+
+def replay(
+    directory: str | Path,
+    base: str | Path,
+    out: str | Path,
+    *,
+    num_steps: int | None = None,
+    plan: Plan | None = None,
+    device: str = "cpu",
+    use_checkpoints: bool = False,
+    warn: Told = lambda _: None,
+    on_step: OnStep = lambda _done, _all: None,
+) -> dict[str, Any]:
+    """Rebuild a run's weights and write them as a model directory.
+
+    Parameters
+    ----------
+    directory : path
+        Of the run.
+    base : path
+        The weights that it began from.
+    out : path
+    num_steps : int, optional
+        Steps to replay; by default all that were logged.
+    plan : Plan, optional
+        Another placement of the same mathematics; by default the run's own.
+    device : str
+    use_checkpoints : bool
+        Whether to start from a checkpoint rather than from the base weights.
+    warn : callable
+        Told what may make bits differ from the run's.
+    on_step : callable
+
+    Returns
+    -------
+    dict
+        ``num_steps``, ``digest`` of the parameters, ``digests_checked`` on the way.
+
+    Raises
+    ------
+    RunError
+        If a file of the run is damaged, the base is not the one it began from, or a digest differs.
+    """
+    history = read_history(directory)
+    wanted = history.num_steps if num_steps is None else num_steps
+    if not 0 <= wanted <= history.num_steps:
+        raise RunError(f"{directory} has {history.num_steps} steps, so {wanted} cannot be replayed")
+    settings = history.settings
+    adapters = recorded_adapters(settings)
+    model = load_base(
+        str(base),
+        plan or history.plan,
+        adapters=adapters,
+        run=history.directory,
+        random_weights=settings.get("random_weights", False),
+    )
+    check_base(history, model, base)
+    for difference in machine_differences(history.header, device):
+        warn(difference)
+    checkpoint = newest_checkpoint(history, model, warn) if use_checkpoints else None
+    placed = plan or plan_alone(history)
+    with session_at(checkpoint, history, model, plan=placed, device=device) as session:
+        checked = advance(session, history, wanted, on_step=on_step)
+        save_tuned(out, session, adapters)
+        return {"num_steps": wanted, "digest": session.digest(), "digests_checked": checked}
+
+
+def load_base(
+    source: str,
+    plan: Plan,
+    *,
+    adapters: Adapters | None = None,
+    run: Path | None = None,
+    random_weights: bool = False,
+    allow_download: bool = False,
+) -> nn.Module:
+    """Return the base weights as a run begins with them, adapters attached: in its format, or mapped in their own."""
+    storage = plan.precision.storage
+    is_mapped = run is None and adapters is None and not random_weights and moves_mapped(plan)
+    model = load_model(
+        source,
+        dtype=(own_format(source) if is_mapped else None) or storage,
+        attention=plan.runtime.attention,
+        random_weights=random_weights,
+        allow_download=allow_download,
+    )
+    if adapters is not None:
+        attach(model, adapters, run=run)
+    if is_mapped:
+        model.config.dtype = TORCH_DTYPES[storage]  # what is saved of it
+    else:
+        to_storage(model, plan)
+    prepare(model, plan, torch.device("cpu"))
+    return model
+
+
+def check_base(history: History, model: nn.Module, source: str | Path) -> None:
+    """Raise unless `model` holds the weights that a run began from.
+
+    Raises
+    ------
+    RunError
+        If a name or a bit differs.
+    """
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    recorded = history.header["trainable"]
+    if names != recorded:
+        first = next((n for n in [*recorded, *names] if n not in names or n not in recorded), "their order")
+        raise RunError(f"{source} is not the model that {history.directory} tuned: they differ in {first}")
+    if weights_digest(model) != history.header["base_digest"]:
+        raise RunError(
+            f"{source} does not hold the base weights of {history.directory}: their hashes differ",
+            hint=f"{HEADER_NAME} names {history.settings.get('model', 'the base')}; tuned weights are not the base",
+        )
+
+
+def machine_differences(header: Mapping[str, Any], device: str) -> list[str]:
+    """Return, in words, what is not as it was where the run began, and may change bits."""
+    here = machine_facts(device)
+    return [
+        f"{name} was {header[name]} where the run began and is {here[name]} here: bits may differ"
+        for name in _MACHINE_FIELDS
+        if name in header and header[name] != here[name]
+    ]
+
+
+def machine_facts(device: str) -> dict[str, Any]:
+    """Return what bits depend on beside a run's own numbers."""
+    return {
+        "torch": torch.__version__,
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "num_threads": torch.get_num_threads(),
+        "device": device,
+        "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "python": platform.python_version(),
+    }
+
+
+def session_at(
+    checkpoint: Checkpoint | None,
+    history: History,
+    model: nn.Module,
+    *,
+    plan: Plan | None = None,
+    program: Program | ProgramSet | None = None,
+    **options: Any,
+) -> Session:
+    """Return a session on the run's weights after a checkpoint, or on its base weights.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint or None
+    history : History
+    model : torch.nn.Module
+        With the base's weights, which have been checked.
+    plan, program : optional
+        Another placement; by default the run's own.
+    **options
+        Of the session.
+
+    Raises
+    ------
+    RunError
+        If `plan` would round weights where the run did not, or the other way round.
+    """
+    if plan is None:
+        program = program or _own_program(history)
+    elif alone(plan) != alone(history.plan) and (plan.precision.is_lossy or history.plan.precision.is_lossy):
+        raise RunError(
+            f"{history.directory} and the placement asked for differ, and one of them rounds weights in transfer",
+            hint="replay it as it was run",
+        )
+    elif plan.runtime.restore != history.plan.runtime.restore:
+        raise RunError(
+            f"{history.directory} restored weights by {history.plan.runtime.restore}, the placement asked for by "
+            f"{plan.runtime.restore}: their bits differ",
+            hint="replay it as it was run",
+        )
+    if checkpoint is not None:
+        checkpoint.load(model)
+    header = history.header
+    session = Session(
+        plan or history.plan,
+        model,
+        program=program,
+        **{
+            "weight_decay": header["weight_decay"],
+            "seed": header["seed"],
+            "loss_dtype": header["loss_dtype"],
+            "base_digest": header["base_digest"],
+            **options,
+        },
+    )
+    session.start_at(checkpoint.num_steps if checkpoint else 0)
+    return session
+
+
+def plan_alone(history: History) -> Plan | None:
+    """Return the plan by which one rank replays a run of several; None where the run's own will do."""
+    return alone(history.plan) if history.plan.placement.world_size > 1 else None
+
+
+def _own_program(history: History) -> ProgramSet | None:
+    """Return the programs that the run kept; None for a log without any, whose plan is lowered again."""
+    path = history.directory / PROGRAM_NAME
+    return ProgramSet.load(path) if path.is_file() else None
+
+
+def advance(
+    session: Session, history: History, num_steps: int, *, on_step: OnStep = lambda _done, _all: None
+) -> int:
+    """Replay a run's steps up to `num_steps`, and return how many digests were found to agree.
+
+    Raises
+    ------
+    RunError
+        If the parameters do not have a digest that the run recorded.
+    """
+    flushes = _flush_points(history)
+    checked = 0
+    for record in history.records[session.num_steps : num_steps]:
+        session.replay(record)
+        done = record.step + 1
+        if flushes(done):
+            session.flush()
+        if done in history.digests:
+            _check_digest(session, history, done)
+            checked += 1
+        on_step(done, num_steps)
+    session.flush()
+    return checked
+
+
+def _flush_points(history: History) -> Callable[[int], bool]:
+    """Return whether the run flushed after so many steps; it matters only where flushing rounds weights."""
+    run = history.settings
+    if not history.plan.precision.is_lossy or not run:
+        return lambda _num_steps: False
+    evaluation = run["evaluation"] or {}
+    periods = [run["digest_every"], run["checkpoint_every"], evaluation.get("every", 0)]
+    return lambda num_steps: any(period and num_steps % period == 0 for period in periods)
+
+
+def _check_digest(session: Session, history: History, num_steps: int) -> None:
+    found = session.digest()
+    if found != history.digests[num_steps]:
+        raise RunError(
+            f"{history.directory}: after {num_steps} steps the parameters have digest {found}, the run recorded "
+            f"{history.digests[num_steps]}",
+            hint="bits hold for one torch build, instruction set, device type and thread count; "
+            f"{HEADER_NAME} has the run's",
+        )

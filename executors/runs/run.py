@@ -1,0 +1,387 @@
+"""A run from its settings to a model directory: the host loop of one rank.
+
+Order decides what a crash can lose. A step's rows reach the disk before anything that depends on them; a digest or
+a checkpoint of ``n`` steps is written when the log has them. Whatever is due after ``n`` steps and not on disk is
+done again on resuming, so that no instant is special.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from executors.datasets.batches import Batches
+from executors.datasets.inputs import copy_tokenizer, open_data, pad_token
+from executors.datasets.objectives import objective_named
+from executors.models.adapters import keep_beginning, save_tuned
+from executors.ranks.communicator import Communicator, default_communicator
+from executors.ranks.launch import is_launched, process_group
+from executors.runs.checkpoint import save_checkpoint
+from executors.runs.earlier import EarlierRun
+from executors.runs.history import History, read_history
+from executors.runs.records import LossNotFinite, StepRecord
+from executors.runs.replay import (
+    PROGRAM_NAME,
+    advance,
+    check_base,
+    load_base,
+    machine_differences,
+    plan_alone,
+    session_at,
+)
+from executors.runs.reporter import Reporter
+from executors.runs.run_evaluations import Evaluations
+from executors.runs.run_files import BEST_NAME, METRICS_NAME, NoFiles, RunFiles, remove_partial
+from executors.runs.runlog import RunLog, weights_digest, write_header
+from executors.runs.session import Session
+from executors.runs.settings import RunSettings, refuse_other_identity
+from executors.runs.watch import DivergenceWatch
+from topology.errors import RunError
+from zosim.console import stderr
+from zosim.lowering import lower_all
+
+__all__ = ["BEST_NAME", "METRICS_NAME", "PLAN_NAME", "TIMELINE_NAME", "Run", "run_in_rank"]
+
+PLAN_NAME = "plan.json"
+TIMELINE_NAME = "timeline.json"
+
+
+def run_in_rank(settings: RunSettings) -> dict[str, Any]:
+    """Run as one of the ranks that a launcher started, or alone.
+
+    Returns
+    -------
+    dict
+        What the run came to; see :class:`Run`.
+    """
+    torch.set_num_threads(settings.num_threads)
+    kind = settings.device.partition(":")[0]
+    with process_group(kind, timeout_s=settings.timeout_s) if is_launched() else nullcontext():
+        return Run(settings, default_communicator(settings.plan.groups, kind, settings.timeout_s)).run()
+
+
+class Run:
+    """One rank's run. Rank 0 writes the files; the others do the same steps.
+
+    Parameters
+    ----------
+    settings : RunSettings
+    communicator : Communicator, optional
+        The other ranks, where the plan has several.
+
+    Raises
+    ------
+    ZosimError
+        If the model, the data or the directory cannot be used.
+    """
+
+    def __init__(self, settings: RunSettings, communicator: Communicator | None = None) -> None:
+        self.settings = settings
+        self.out = Path(settings.out)
+        self.communicator = communicator
+        self.writes = communicator is None or communicator.is_first
+        self.earlier = EarlierRun(self.out, resume=settings.resume, communicator=communicator)
+        self.history = self.earlier.history
+        self.data = open_data(settings, settings.data)
+        self._refuse_unlike()
+        self.batches = Batches(
+            self.data,
+            settings.plan.batch,
+            shuffle=settings.data.shuffle,
+            seed=settings.seed,
+            pad_token=pad_token(settings),
+        )
+        self.records: list[StepRecord] = []
+        self.evaluations = Evaluations(settings)
+
+    def _refuse_unlike(self) -> None:
+        """Make sure that all ranks were asked for the same, and read the same data."""
+        if self.communicator is not None:
+            identity = self.settings.identity(self.data.lines.sha256)
+            self.communicator.refuse_unlike({name.replace("_", " "): str(v) for name, v in identity.items()})
+
+    def run(self) -> dict[str, Any]:
+        """Train, and return a summary.
+
+        Returns
+        -------
+        dict
+            ``num_steps``, ``first_loss``, ``last_loss``, ``step_time_s``, ``device_bytes`` and the like.
+        """
+        if self.writes:
+            self.out.mkdir(parents=True, exist_ok=True)
+        model = self._base()
+        with self._session(model) as session:
+            del model
+            stopped = self._train(session)
+            if stopped is None:
+                return self._finish(session)
+        keep, why = stopped
+        return self._keep_last_good(keep, why)
+
+    # -- beginning ---------------------------------------------------------------------------------------------
+
+    def _base(self) -> nn.Module:
+        settings = self.settings
+        model = load_base(
+            settings.model,
+            settings.plan,
+            adapters=settings.adapters,
+            run=None if self.history is None else self.earlier.directory,
+            random_weights=settings.random_weights,
+            allow_download=settings.allow_download,
+        )
+        if self.history is not None:
+            recorded = self.history.settings.get("identity")
+            if recorded is None:
+                raise RunError(
+                    f"{self.out} was not written by `zosim run`", hint="go on with the loop that wrote it"
+                )
+            refuse_other_identity(recorded, settings.identity(self.data.lines.sha256), str(self.out))
+            check_base(self.history, model, settings.model)
+        return model
+
+    def _session(self, model: nn.Module) -> Session:
+        """Return a session on the weights that the log leads to, its files open behind them."""
+        settings = self.settings
+        options = {
+            "learning_rate": settings.schedule.at,
+            "device": settings.device,
+            "num_timed_steps": settings.num_timed_steps,
+            "num_draw_threads": settings.num_threads,
+            "num_micro_batches": settings.accumulate,
+            "objective": objective_named(settings.objective),
+            "communicator": self.communicator,
+        }
+        if self.history is None:
+            return self._first_session(model, options)
+        history = self.history
+        for difference in machine_differences(history.header, settings.device):
+            self._warn(difference)
+        checkpoint = self.earlier.checkpoint(history, model, self._warn)
+        program = settings.program
+        plan = None if settings.plan == history.plan and program is None else settings.plan
+        session = session_at(checkpoint, history, model, plan=plan, program=program, **options)
+        self.header = dict(history.header) | {
+            "plan": settings.plan.model_dump(mode="json"),
+            "run": settings.to_header(self.data.lines.sha256),
+            "resumed": [*history.header.get("resumed", []), {"num_steps": history.num_steps}],
+        }
+        self.header.pop("finished", None)
+        if self.writes:
+            remove_partial(self.out)
+            if plan is not None:
+                self._save_plan()
+            self.log = RunLog.resumed(self.out, history.num_bytes)
+            write_header(self.out, self.header)
+        self._tell(
+            f"going on after {history.num_steps} steps, from "
+            + (f"the checkpoint of {checkpoint.num_steps}" if checkpoint else "the base weights")
+        )
+        advance(session, history, history.num_steps)
+        self.records = list(history.records)
+        return session
+
+    def _first_session(self, model: nn.Module, options: dict[str, Any]) -> Session:
+        settings = self.settings
+        storage = settings.plan.precision.storage
+        session = Session(
+            settings.plan,
+            model,
+            program=settings.program,
+            weight_decay=settings.weight_decay,
+            seed=settings.seed,
+            loss_dtype=settings.loss_dtype,
+            base_digest=weights_digest(model, storage),
+            **options,
+        )
+        self.header = session.header | {"run": settings.to_header(self.data.lines.sha256)}
+        if settings.prefix is not None:
+
+            def keep() -> None:
+                keep_beginning(model, self.out, settings.adapters, storage)
+
+            self._first_does(session, keep, "writing the prefix")
+        if self.writes:
+            remove_partial(self.out)
+            self._save_plan()
+            self.log = RunLog(self.out, self.header)
+        return session
+
+    def _save_plan(self) -> None:
+        self.settings.plan.save(self.out / PLAN_NAME)
+        (self.settings.program or lower_all(self.settings.plan)).save(self.out / PROGRAM_NAME)
+
+    # -- training ----------------------------------------------------------------------------------------------
+
+    def _train(self, session: Session) -> tuple[int, str] | None:
+        """Train to the last step; where that cannot be, return the last good number of steps and what happened."""
+        if self.history is not None:
+            self.evaluations.recall(self.earlier.directory, session.num_steps)
+        with self._opened_files(session.num_steps) as self._files:
+            return self._steps(session)
+
+    def _opened_files(self, begin: int) -> RunFiles | NoFiles:
+        if not self.writes:
+            return NoFiles()
+        settings = self.settings
+        tokens = settings.plan.tokens_per_step
+        reporter = Reporter(
+            settings.num_steps,
+            begin=begin,
+            tokens_per_step=tokens,
+            out=self.out,
+            tensorboard=settings.tensorboard,
+            every=settings.log_every,
+        )
+        goes_on = self.history is not None
+        return RunFiles(self.log, reporter, self.records, tokens_per_step=tokens, goes_on=goes_on)
+
+    def _steps(self, session: Session) -> tuple[int, str] | None:
+        watch = DivergenceWatch()
+        for record in self.records:
+            watch.diverges(record.step + 1, record.loss)
+        self._due(session)
+        while (number := session.num_steps) < self.settings.num_steps:
+            try:
+                record = session.step(asdict(self.batches.batch(number)))
+            except LossNotFinite as error:
+                return watch.last_good(number), error.message
+            self._files.step(record)
+            self.records.append(record)
+            if watch.diverges(record.step + 1, record.loss) and self.settings.early_stop:
+                return watch.best_step, f"step {record.step}: the loss, {record.loss:.4g}, has left for good"
+            self._due(session)
+        return None
+
+    def _due(self, session: Session) -> None:
+        """Do what is due after the steps so far and has not been done."""
+        settings, done = self.settings, session.num_steps
+        if settings.digest_every and done and done % settings.digest_every == 0:
+            self._record_digest(session, done)
+        if settings.checkpoint_every and done and done % settings.checkpoint_every == 0:
+            self._save_checkpoint(session, done)
+        if self.evaluations.is_due(done):
+            metrics = self.evaluations.evaluate(session)
+            self._files.evaluation(done, metrics)
+
+    def _record_digest(self, session: Session, done: int) -> None:
+        session.compare_replicas()
+        self._first_does(
+            session, lambda: self._files.digest(done, session.digest()), "hashing the parameters"
+        )
+
+    def _save_checkpoint(self, session: Session, done: int) -> None:
+        history = History(self.out, self.header, tuple(self.records), 0, {})
+
+        def save() -> None:
+            save_checkpoint(
+                session.model,
+                self.out,
+                dtype=self.settings.plan.precision.storage,
+                num_steps=done,
+                base_digest=self.header["base_digest"],
+                history_digest=history.digest(done),
+            )
+
+        self._first_does(session, save, "writing a checkpoint")
+
+    @staticmethod
+    def _first_does(session: Session, action: Callable[[], None], what: str) -> None:
+        """Let rank 0 do what needs the whole model; all flush before."""
+        session.flush()
+        session.first_does(action, what)
+
+    # -- end ---------------------------------------------------------------------------------------------------
+
+    def _finish(self, session: Session) -> dict[str, Any]:
+        summary = self._summary(session)
+        if session.num_steps > session.first_timed_step:
+            timeline = session.timeline()
+            if self.writes:
+                timeline.save(self.out / TIMELINE_NAME)
+        session.compare_replicas()
+
+        def finish() -> None:
+            summary["digest"] = session.digest()
+            save_tuned(self.out, session, self.settings.adapters)
+            copy_tokenizer(self.settings.model, self.out)
+            write_header(self.out, self.header | {"finished": summary})
+
+        self._first_does(session, finish, "writing the weights")
+        return summary
+
+    def _summary(self, session: Session) -> dict[str, Any]:
+        session.flush()
+        memory, last = session.memory(), self.records[-10:]
+        lost = session.lost_updates()
+        recent = [record.seconds for record in self.records[session.first_timed_step + 2 :]]
+        step_time_s = statistics.median(recent or [record.seconds for record in self.records])
+        return {
+            "out": str(self.out),
+            "num_steps": session.num_steps,
+            "first_loss": self.records[0].loss,
+            "last_loss": statistics.fmean(record.loss for record in last),
+            "step_time_s": step_time_s,
+            "tokens_per_s": self.settings.plan.tokens_per_step / step_time_s,
+            "device_bytes": memory.device_bytes,
+            "host_bytes": memory.host_bytes,
+            "arena_bytes": {f"{space}/{role}": size for (space, role), size in memory.arena_bytes.items()},
+            "live_bytes": memory.live_bytes,
+            "peak_rss_bytes": memory.peak_rss_bytes,
+            "messages": session.messages_per_step(),
+            "lost_updates": None if lost is None else asdict(lost),
+            "evaluation": self.evaluations.latest,
+            "best_evaluation": self.evaluations.best,
+            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+
+    def _keep_last_good(self, num_steps: int, why: str) -> dict[str, Any]:
+        """Rebuild the weights after `num_steps` steps, write them, and end with advice.
+
+        Raises
+        ------
+        RunError
+            Always.
+        """
+        if self.communicator is None:
+            self._rebuild(num_steps)
+        else:
+            self.communicator.first_does(lambda: self._rebuild(num_steps), "rebuilding the last good weights")
+        raise RunError(
+            f"{why}; the run was stopped, and {self.out} holds the weights after {num_steps} steps",
+            hint="lower --lr (by 3 to 10), or raise --queries; where the first step fails already, look for a batch "
+            "without labels, or use --dtype float32 or bfloat16 in place of float16",
+        )
+
+    def _rebuild(self, num_steps: int) -> None:
+        settings = self.settings
+        history = read_history(self.out)
+        model = load_base(
+            settings.model,
+            settings.plan,
+            adapters=settings.adapters,
+            run=self.out,
+            random_weights=settings.random_weights,
+        )
+        with session_at(None, history, model, plan=plan_alone(history), device=settings.device) as session:
+            advance(session, history, num_steps)
+            save_tuned(self.out, session, settings.adapters)
+        copy_tokenizer(settings.model, self.out)
+
+    # -- words -------------------------------------------------------------------------------------------------
+
+    def _tell(self, text: str) -> None:
+        if self.writes:
+            stderr.print(text, markup=False, soft_wrap=True)
+
+    def _warn(self, text: str) -> None:
+        self._tell(f"warning: {text}")

@@ -1,0 +1,405 @@
+"""One rank's training session: a plan and a model in, steps out.
+
+A loop of one's own takes a few lines::
+
+    session = Session(plan, model, learning_rate=1e-6)
+    for batch in batches:
+        print(session.step(batch).loss)
+    session.save_pretrained("tuned")
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from executors.datasets.batches import check_batch
+from executors.models.model import Batch, CutModel, LossDType, Objective
+from executors.models.whole import WholeModel
+from executors.ranks.agreement import refuse_unlike_sums
+from executors.ranks.communicator import Communicator, default_communicator
+from executors.ranks.gathering import gathered_timeline
+from executors.ranks.launch import progress_of_this_rank
+from executors.runs.records import StepRecord, record_of, refuse_nonfinite, seed_of
+from executors.runs.runlog import header_of, save_pretrained, weights_digest
+from executors.runs.update_watch import UpdateLoss
+from executors.steps.buffers import TORCH_DTYPES
+from executors.steps.interpreter import Hyperparameters, Interpreter, StepFrame
+from executors.steps.memory import MemoryReport, observed, report
+from executors.steps.preparing import autocast_dtype, loses_updates, move_module_buffers, own_device, prepare
+from executors.steps.present import PresentWeights
+from executors.steps.streams import backend_for
+from topology.errors import RunError
+from zosim.lowering import lower
+from zosim.plan import Plan
+from zosim.program import Program
+from zosim.program_set import ProgramSet
+from zosim.timeline import Timeline
+
+_OBSERVED_STEPS = 2
+"""Steps whose memory is observed: the first, and the first with something pending. They are not timed."""
+
+
+class Session:
+    """Zeroth-order training of one model under one plan, on this rank.
+
+    Parameters
+    ----------
+    plan : Plan
+    model : torch.nn.Module
+        A transformers causal language model. Its parameters move into the plan's buffers; use it through the
+        session until :meth:`close`.
+    program : Program or ProgramSet, optional
+        What to run; by default what the plan is lowered to.
+    learning_rate : float or callable
+        A rate, or a function from the step's number to its rate.
+    weight_decay : float
+    seed : int
+        Determines the seed of every step and query.
+    device : str
+        ``"cpu"``, or a CUDA device; of several ranks, ``"cuda"`` gives each its own.
+    loss_dtype : str
+        ``"model"``, or ``"fp64"`` to compute the loss in float64 from the model's logits.
+    rank : int
+        Under which spans are reported.
+    num_timed_steps : int
+        Steps whose spans are kept.
+    num_draw_threads : int
+        Threads for one ``counter`` draw on a CPU.
+    num_micro_batches : int
+        Parts that each batch is forwarded in; their losses are accumulated over labels.
+    base_digest : str, optional
+        Hash of the base weights for the header, where `model` holds later ones; by default `model`'s own.
+    objective : callable, optional
+        What is minimised, a function of logits and batch, in place of the model's loss.
+    communicator : Communicator, optional
+        The other ranks of a plan that has several; by default those of torch's process group. All ranks then make the
+        session, and call its methods in the same order; each is given the whole batch.
+
+    Raises
+    ------
+    ZosimError
+        If the plan, the program and the model do not fit each other.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        *,
+        program: Program | ProgramSet | None = None,
+        learning_rate: float | Callable[[int], float] = 1e-6,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        device: str = "cpu",
+        loss_dtype: LossDType = "model",
+        rank: int = 0,
+        num_timed_steps: int = 100,
+        num_draw_threads: int = 1,
+        num_micro_batches: int = 1,
+        base_digest: str | None = None,
+        objective: Objective | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        self.plan = plan
+        self.model = model
+        self.communicator = communicator or default_communicator(plan.groups, device.partition(":")[0])
+        self.rank = self._rank_among_others(rank)
+        self.seed = seed
+        self.weight_decay = weight_decay
+        self._rate = learning_rate if callable(learning_rate) else lambda _step: learning_rate
+        self._num_timed_steps = num_timed_steps
+        if isinstance(program, ProgramSet):
+            program = program.program_of(self.rank)
+        self.program = program or lower(plan, self.rank)
+        backend = backend_for(own_device(device))
+        self.device = backend.device
+        progress = progress_of_this_rank()
+        backend.note = None if progress is None else progress.note
+        prepare(model, plan, self.device)
+        self.header = header_of(
+            model,
+            plan=plan.model_dump(mode="json"),
+            epsilon=plan.estimator.epsilon,
+            weight_decay=weight_decay,
+            device=str(self.device),
+            attention=plan.runtime.attention,
+            loss_dtype=loss_dtype,
+            seed=seed,
+            base_digest=base_digest or weights_digest(model, plan.precision.storage),
+        )
+        if self.communicator is not None:
+            same = ("base_digest", "plan", "epsilon", "weight_decay", "seed", "loss_dtype", "trainable")
+            self.communicator.refuse_unlike({name.replace("_", " "): self.header[name] for name in same})
+        self.cut = CutModel(
+            model,
+            loss_dtype=loss_dtype,
+            loss_chunk_tokens=plan.runtime.loss_chunk_tokens,
+            autocast_dtype=autocast_dtype(plan),
+            objective=objective,
+            cut_blocks=plan.model.cut_blocks,
+        )
+        self.interpreter = Interpreter(
+            self.program,
+            self.cut,
+            Hyperparameters(plan.estimator.epsilon, weight_decay),
+            backend,
+            num_draw_threads=num_draw_threads,
+            num_micro_batches=num_micro_batches,
+            watch_updates=loses_updates(plan),
+            communicator=self.communicator,
+        )
+        move_module_buffers(model, self.device)
+        self.cut.device = self.device
+        storage = TORCH_DTYPES[plan.precision.storage]
+        self._whole = WholeModel(plan, self.cut, self.communicator, storage, self.device)
+        self._present = PresentWeights(self.cut, storage, self.device, self._whole)
+        self._live_bytes = 0
+        self._first_timed = 0
+
+    def _rank_among_others(self, rank: int) -> int:
+        """Return this rank's number, once it is sure that there are as many ranks as the plan has."""
+        if self.communicator is None:
+            return rank
+        there, wanted = self.communicator.world_size, self.plan.placement.world_size
+        if there != wanted:
+            raise RunError(
+                f"the plan has {wanted} ranks, but {there} were started",
+                hint=f"start {wanted}, or make a plan for {there} (--mesh)",
+            )
+        return self.communicator.rank
+
+    # -- training ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        """Steps run so far."""
+        return self.interpreter.num_steps
+
+    def step(
+        self, batch: Batch, *, seeds: tuple[int, ...] | None = None, learning_rate: float | None = None
+    ) -> StepRecord:
+        """Run one step.
+
+        Parameters
+        ----------
+        batch : mapping
+            ``input_ids``, ``attention_mask`` and ``labels`` of shape (sequences, tokens), on the CPU: the sequences of all
+            ranks, of which each takes its own.
+        seeds : tuple of int, optional
+            One per query; by default those that the session's seed determines.
+        learning_rate : float, optional
+            By default what the session was given.
+
+        Raises
+        ------
+        RunError
+            If an instruction fails, or a loss is not a number.
+        DataError
+            If the batch lacks a tensor, or is too long.
+        """
+        check_batch(batch, self.plan.model.max_positions)
+        number = self.num_steps
+        rate = self._rate(number) if learning_rate is None else learning_rate
+        seeds = seeds or self.seeds_of(number)
+        num_timed = number - self._first_timed
+        self.interpreter.backend.recording = num_timed < self._num_timed_steps
+        begin = time.perf_counter()
+        batch = self._own_rows(batch)
+        frame = self._observed_step(batch, seeds, rate) if num_timed < _OBSERVED_STEPS else None
+        frame = frame or self.interpreter.step(batch, seeds, rate)
+        record = record_of(frame, time.perf_counter() - begin)
+        refuse_nonfinite(record)
+        return record
+
+    def _own_rows(self, batch: Batch) -> Batch:
+        if self.communicator is None:
+            return batch
+        num_rows, rows = batch["input_ids"].shape[0], self.plan.rows_of(self.rank)
+        if num_rows != self.plan.batch:
+            raise RunError(
+                f"a batch of {num_rows} sequences cannot be shared out as planned: the plan has {self.plan.batch}"
+            )
+        return {name: tensor[rows.start : rows.stop] for name, tensor in batch.items()}
+
+    def seeds_of(self, step: int) -> tuple[int, ...]:
+        """Return the seeds of one step, a pure function of the session's seed."""
+        return tuple(seed_of(self.seed, step, query) for query in range(self.interpreter.num_queries))
+
+    @property
+    def first_timed_step(self) -> int:
+        """First step that was run here rather than replayed."""
+        return self._first_timed
+
+    def start_at(self, step: int) -> None:
+        """Number the next step; the model holds the weights after `step` steps. Only before the first step."""
+        self.interpreter.start_at(step)
+        self._first_timed = step
+
+    def replay(self, record: StepRecord) -> None:
+        """Do to the weights, bit for bit, what a logged step did, without its forwards.
+
+        Raises
+        ------
+        RunError
+            If the record is not the next step's.
+        """
+        if record.step != self.num_steps:
+            raise RunError(f"step {record.step} cannot be replayed as step {self.num_steps}")
+        self.interpreter.backend.recording = False
+        self.interpreter.replay(record.seeds, record.projected_gradients, record.learning_rate)
+        self._first_timed = self.num_steps
+
+    def digest(self) -> str:
+        """Flush, and return a hash over names, formats, shapes and bits of all parameters."""
+        self.flush()
+        with self._whole.here():
+            return weights_digest(self.model, self.plan.precision.storage)
+
+    def compare_replicas(self) -> None:
+        """Flush, and make sure that all ranks hold, and have computed, the same parameters.
+
+        Raises
+        ------
+        RunError
+            If they do not; the message names the ranks and the parameter groups in which they differ.
+        """
+        self.flush()
+        watch = self.interpreter.replica_watch
+        if self.communicator is not None and watch is not None:
+            own = json.dumps(dict(zip(watch.names, watch.sums().tolist(), strict=True)))
+            told = self.communicator.gathered_bytes(own.encode(), "comparing replicas")
+            refuse_unlike_sums([json.loads(text) for text in told], self.num_steps)
+
+    def flush(self) -> None:
+        """Apply pending updates; all ranks have to. Evaluations and checkpoints flush by themselves."""
+        self.interpreter.flush()
+
+    def first_does(self, action: Callable[[], None], what: str) -> None:
+        """Let rank 0, which has the whole model meanwhile, do something while the others wait; all flush before."""
+        if self.communicator is None:
+            action()
+            return
+        with self._whole.here(on_first_alone=True):
+            self.communicator.first_does(action, what)
+
+    def _observed_step(self, batch: Batch, seeds: tuple[int, ...], rate: float) -> StepFrame:
+        peaks: list[int] = []
+        with observed(self.device, peaks):
+            frame = self.interpreter.step(batch, seeds, rate)
+        self._live_bytes = max(self._live_bytes, *peaks)
+        return frame
+
+    # -- the model as it stands --------------------------------------------------------------------------------
+
+    @property
+    def present(self) -> PresentWeights:
+        """The model after a flush: losses and logits, and copies of its weights."""
+        self.flush()
+        return self._present
+
+    def loss(self, batch: Batch) -> float:
+        """Return the loss of a batch at the present weights."""
+        return self.present.loss(batch)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Return the logits of a batch at the present weights, on the session's device."""
+        return self.present.logits(batch)
+
+    def whole_model(self) -> AbstractContextManager[nn.Module]:
+        """Flush, and yield the model with all its weights on the device in their storage format.
+
+        For generation and other uses that need the whole model at once; an offloaded one has to fit for as long.
+        """
+        return self.present.whole_model(self.model)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of the present parameters by name, a tied one once, on the CPU."""
+        return self.present.state_dict()
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Flush, and write a directory that transformers loads, in the run's format."""
+        self.flush()
+        storage = self.plan.precision.storage
+        self.first_does(lambda: save_pretrained(self.model, directory, storage), "writing the weights")
+
+    # -- measurements ------------------------------------------------------------------------------------------
+
+    def lost_updates(self) -> UpdateLoss | None:
+        """Return the share of updates so far that rounding undid; None where weights are kept in 32 bits or more."""
+        watch = self.interpreter.update_watch
+        return None if watch is None else watch.result()
+
+    def messages_per_step(self) -> dict[str, float] | None:
+        """Return how many messages go between all stages in a step, and the bytes that they had on the wire; flushes.
+
+        With one stage and cuts: those that stages would send. None without cuts, or before a step was run.
+        """
+        self.flush()
+        num_steps = self.num_steps - self._first_timed
+        if not self.plan.split.cuts or not num_steps:
+            return None
+        stages = self.interpreter.stages
+        in_place = self.plan.mesh.stage == 1
+        own = torch.tensor(
+            [stages.num_made, stages.made_bytes] if in_place else [stages.num_sent, stages.num_bytes]
+        )
+        if self.communicator is not None:
+            own = self.communicator.gathered(own, "counting messages").sum(0)
+        num_sent, num_bytes = own.tolist()
+        return {"num_per_step": num_sent / num_steps, "bytes_per_step": num_bytes / num_steps}
+
+    def memory(self) -> MemoryReport:
+        """Return what has been measured of memory."""
+        return report(self.device, self.interpreter.store.peak_bytes, self._live_bytes)
+
+    def timeline(self) -> Timeline:
+        """Return the measured spans of the steps that were timed, on all ranks, and their memory.
+
+        Flushes. The first steps, whose memory was observed, do not count as steady. Steps are counted from the
+        first that was not replayed.
+        """
+        self.flush()
+        first = self._first_timed
+        sent = self.interpreter.stages.sent_bytes
+        spans = tuple(
+            replace(item.span(self.rank), size_bytes=sent.get((item.step, item.instruction.id), 0)).shifted(
+                0, -first
+            )
+            for item in self.interpreter.backend.measured()
+        )
+        num_steps = min(self.num_steps - first, self._num_timed_steps)
+        spans = tuple(span for span in spans if span.step < num_steps or span.part == "flush")
+        begin = min((span.start_s for span in spans), default=0.0)
+        timeline = Timeline(
+            program=self.program.name,
+            source="measured",
+            num_steps=num_steps,
+            spans=tuple(span.shifted(-begin) for span in spans if span.step <= num_steps),
+            memory=tuple(self.memory().samples(self.rank, 0.0)),
+            first_steady_step=_OBSERVED_STEPS,
+        )
+        return timeline if self.communicator is None else gathered_timeline(self.communicator, timeline)
+
+    # -- end ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the streams. The model keeps its weights, in the plan's buffers."""
+        self.interpreter.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,124 @@
+"""How many updates end in nothing, because the format that a weight is kept in is too coarse for them.
+
+An update of size 1e-6 on a weight of size 0.02 is less than half of the distance between neighbouring float16 numbers: the
+sum rounds back to where it was. This is counted where it happens, on a sample of elements, while a run trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from costmodel.work import DTYPE_BYTES
+from executors.steps.buffers import FROZEN, TORCH_DTYPES, BufferStore
+from executors.steps.frames import StepFrame
+from zosim.program import Access, Instruction, Program, Update
+
+SAMPLED_ELEMENTS = 8192
+"""Elements looked at per update of a group, on average: a share is then known to a percent after one step."""
+
+Action = Callable[[StepFrame], None]
+
+
+@dataclass(frozen=True)
+class UpdateLoss:
+    """Updates of single weights that were computed, and left no trace.
+
+    Attributes
+    ----------
+    storage, transfer : str
+        Formats that weights are updated in, and that offloaded ones are kept in.
+    num_sampled : int
+        Updates of single elements that were looked at.
+    lost_in_storage : float
+        Share that did not change the weight at all.
+    lost_in_transfer : float
+        Share that did change it, but not once it was rounded to the transfer format.
+    """
+
+    storage: str
+    transfer: str
+    num_sampled: int
+    lost_in_storage: float
+    lost_in_transfer: float
+
+    @property
+    def lost(self) -> float:
+        """Share that was lost in either way."""
+        return self.lost_in_storage + self.lost_in_transfer
+
+
+class UpdateWatch:
+    """Counts lost updates of one program on one device.
+
+    Parameters
+    ----------
+    program : Program
+    store : BufferStore
+    device : torch.device
+
+    Notes
+    -----
+    Looks at the parameter groups that are kept in the narrowest format. Every update instruction counts: with several
+    queries a step updates a weight several times. Updates by a projected gradient or a learning rate of 0 do not
+    count. An offloaded weight has just been uploaded, so what it is compared with is a number of the transfer
+    format; the drift of the restore comes on top and is not counted.
+    """
+
+    def __init__(self, program: Program, store: BufferStore, device: torch.device) -> None:
+        self._program = program
+        self._store = store
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
+        formats = {
+            access.what: program.buffer(access.buffer).dtype
+            for access in program.initial
+            if store.is_weights(access) and not access.what.endswith(FROZEN)
+        }
+        self._kept_in = min(formats.values(), key=DTYPE_BYTES.__getitem__)
+        self._updated_in = self._kept_in
+        groups = [store.parts[group] for group, kept_in in formats.items() if kept_in == self._kept_in]
+        self._groups = {part.name for part in groups}
+        num_elements = sum(tensor.num_elements for part in groups for tensor in part.tensors)
+        # An odd stride does not stay in one column of a matrix.
+        self._stride = (num_elements // (SAMPLED_ELEMENTS * len(groups))) | 1
+
+    def watched(self, instruction: Instruction, action: Action) -> Action:
+        """Return `action`, its lost updates counted if it is an update."""
+        op = instruction.op
+        if not isinstance(op, Update) or op.group not in self._groups:
+            return action
+        access = next(access for access in instruction.writes if access.what == op.group)
+        self._updated_in = self._program.buffer(access.buffer).dtype
+
+        def update(frame: StepFrame) -> None:
+            source = frame.at(op.step)
+            if source is None or not source.gradients[op.query] or not source.learning_rate:
+                action(frame)
+                return
+            before = self._sample(access)
+            action(frame)
+            self._count(before, self._sample(access))
+
+        return update
+
+    def _sample(self, access: Access) -> Tensor:
+        """Return copies of some elements of every tensor of a group, evenly spread."""
+        views = self._store.placed(access).views
+        return torch.cat([view.reshape(-1)[:: self._stride] for view in views])
+
+    def _count(self, before: Tensor, after: Tensor) -> None:
+        kept_in = TORCH_DTYPES[self._kept_in]
+        changed = after != before
+        kept = after.to(kept_in).to(after.dtype) != before.to(kept_in).to(after.dtype)
+        num = torch.full_like(self._counts[0], changed.numel())
+        self._counts += torch.stack((num, (~changed).sum(), (changed & ~kept).sum()))
+
+    def result(self) -> UpdateLoss | None:
+        """Return what was counted so far; None where no update was."""
+        num, unchanged, rounded_away = self._counts.tolist()
+        if not num:
+            return None
+        return UpdateLoss(self._updated_in, self._kept_in, num, unchanged / num, rounded_away / num)

@@ -1,0 +1,1 @@
+"""A program done: its instructions as actions on buffers, streams and tensors."""

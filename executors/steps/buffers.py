@@ -1,0 +1,313 @@
+"""A program's buffers as memory, and the parameters that lie in them.
+
+Weights and directions are flat tensors of their buffer's format; a group's tensors lie in them one after the other,
+each aligned, frozen ones before trainable ones. What a forward makes (hidden states, losses) is kept as the tensor
+that made it, under the name of its buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from costmodel.work import DTYPE_BYTES
+from executors.models.model import CutModel
+from executors.models.parameters import NamedTensor
+from topology.errors import ProgramError
+from zosim.lowering.layout import ALIGNMENT_BYTES, bucket_bytes
+from zosim.program import Access, Buffer, Draw, Forward, Perturb, Program, Space, Update
+
+FROZEN = ":frozen"
+"""Suffix of the contents' name of a group's frozen part."""
+
+_DIRECTION = "z:"
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "tf32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3": torch.float8_e4m3fn,
+}
+
+Allocator = Callable[[Buffer, int, torch.dtype], Tensor]
+"""Takes a buffer, a number of elements and their format, and returns zeroed memory in the buffer's space."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters of one group that lie together: all its frozen ones, or all its trainable ones.
+
+    Attributes
+    ----------
+    name : str
+        Name of the contents.
+    tensors : tuple of NamedTensor
+    segments : tuple of str
+        Segments that read it.
+    """
+
+    name: str
+    tensors: tuple[NamedTensor, ...]
+    segments: tuple[str, ...]
+
+    def size_bytes(self, dtype: str) -> int:
+        """Return what a program reserves for the part."""
+        return bucket_bytes(sum(t.num_elements for t in self.tensors), len(self.tensors), dtype)
+
+    def offsets(self, dtype: str) -> list[int]:
+        """Return the element at which each tensor starts, and one past the last."""
+        step = ALIGNMENT_BYTES // DTYPE_BYTES[dtype]
+        found, offset = [], 0
+        for tensor in self.tensors:
+            offset = -(-offset // step) * step
+            found.append(offset)
+            offset += tensor.num_elements
+        return [*found, offset]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A part at its place in a buffer.
+
+    Attributes
+    ----------
+    flat : torch.Tensor
+        Its bytes as one tensor, from the first element to the last, gaps included.
+    views : tuple of torch.Tensor
+        One per parameter, in the parameter's shape.
+    part : Part
+    """
+
+    flat: Tensor
+    views: tuple[Tensor, ...]
+    part: Part
+
+
+class BufferStore:
+    """All buffers of one rank.
+
+    Parameters
+    ----------
+    program : Program
+    cut : CutModel
+    allocate : callable
+    positions : mapping of str to int, optional
+        This rank's place in each group that shares buffers out.
+
+    Raises
+    ------
+    ProgramError
+        If a group or a size of the program is not the model's; the message names the first difference.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        cut: CutModel,
+        allocate: Allocator,
+        positions: Mapping[str, int] | None = None,
+    ) -> None:
+        self._program = program
+        self._allocate = allocate
+        self._positions = positions or {}
+        self.parts = _parts_of(cut)
+        self.held = frozenset(access.what for access in program.initial)
+        self._num_shares = self._shares()
+        self._flat: dict[str, Tensor | None] = {}
+        self._placed: dict[tuple[str, str, int], Placed] = {}
+        self.values: dict[tuple[str, int], Any] = {}
+        self.peak_bytes: dict[tuple[Space, str], int] = {}
+        self._check_program()
+        started_empty = {op.buffer for _, i in program.instructions() if (op := i.op).kind == "allocate"}
+        for buffer in self._flat_buffers():
+            self._flat[buffer.name] = None
+            if buffer.name not in started_empty:
+                self.allocate(buffer.name)
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def allocate(self, name: str) -> None:
+        """Give a buffer its memory."""
+        buffer = self._program.buffer(name)
+        dtype = TORCH_DTYPES[buffer.dtype]
+        self._flat[name] = self._allocate(buffer, buffer.size_bytes // DTYPE_BYTES[buffer.dtype], dtype)
+        for key, size in self.arena_bytes().items():
+            self.peak_bytes[key] = max(size, self.peak_bytes.get(key, 0))
+
+    def free(self, name: str) -> list[Placed]:
+        """Take a buffer's memory away, and return what had been placed in it so that nothing keeps it alive."""
+        self._flat[name] = None
+        # A copy of the keys: other streams place other buffers meanwhile.
+        placed = [key for key in list(self._placed) if key[0] == name]
+        return [self._placed.pop(key) for key in placed]
+
+    def arena_bytes(self) -> dict[tuple[Space, str], int]:
+        """Return the bytes of flat buffers that exist now, by space and role."""
+        total: dict[tuple[Space, str], int] = {}
+        for name, flat in list(self._flat.items()):
+            buffer = self._program.buffer(name)
+            size = 0 if flat is None else flat.numel() * flat.element_size()
+            total[buffer.space, buffer.role] = total.get((buffer.space, buffer.role), 0) + size
+        return total
+
+    def raw(self, access: Access) -> Tensor:
+        """Return an access as bytes: all of it, or this rank's share."""
+        whole = self.whole(access)
+        if not access.share:
+            return whole
+        size = self._program.share_bytes(access)
+        begin = size * self._positions.get(access.share, 0)
+        return whole[begin : begin + size]
+
+    def whole(self, access: Access) -> Tensor:
+        """Return the bytes of an access, those that other ranks have a share in among them."""
+        return self._memory(access.buffer).view(torch.uint8)[access.offset_bytes : access.end_bytes]
+
+    def placed(self, access: Access) -> Placed:
+        """Return the part of a group that an access names, at its place."""
+        key = (access.buffer, access.what, access.offset_bytes)
+        found = self._placed.get(key)
+        if found is None:
+            found = self._placed[key] = self._place(access)
+        return found
+
+    def _memory(self, name: str) -> Tensor:
+        flat = self._flat.get(name)
+        if flat is None:
+            raise ProgramError(
+                f"buffer {name} is used while it has no memory",
+                hint="order its users between allocate and free",
+            )
+        return flat
+
+    def _place(self, access: Access) -> Placed:
+        part = self.part(access)
+        dtype = self._program.buffer(access.buffer).dtype
+        begin = access.offset_bytes // DTYPE_BYTES[dtype]
+        *starts, end = part.offsets(dtype)
+        flat = self._memory(access.buffer)[begin : begin + end]
+        views = tuple(
+            flat[start : start + tensor.num_elements].view(tensor.shape)
+            for start, tensor in zip(starts, part.tensors, strict=True)
+        )
+        return Placed(flat, views, part)
+
+    # -- names -------------------------------------------------------------------------------------------------
+
+    def part(self, access: Access) -> Part:
+        """Return the part that an access to weights or to a direction names."""
+        return self.parts[access.what.removeprefix(_DIRECTION)]
+
+    def is_weights(self, access: Access) -> bool:
+        """Whether an access touches parameters."""
+        return access.what in self.parts
+
+    def _is_flat(self, access: Access) -> bool:
+        return access.what.removeprefix(_DIRECTION) in self.parts
+
+    def _flat_buffers(self) -> list[Buffer]:
+        names = {access.buffer for _, access in self._accesses() if self._is_flat(access)}
+        return [buffer for buffer in self._program.buffers if buffer.name in names]
+
+    def _shares(self) -> dict[str, int]:
+        """Return the equal shares into which each part is cut that ranks share out."""
+        named = [access for _, access in self._accesses() if access.share and access.what in self.parts]
+        return {access.what: self._program.groups[access.share] for access in named}
+
+    def _accesses(self) -> list[tuple[str, Access]]:
+        found = [
+            ("initial or final contents", access) for access in (*self._program.initial, *self._program.final)
+        ]
+        for part, instruction in self._program.instructions():
+            where = f"{part}/{instruction.id}"
+            found += [(where, access) for access in (*instruction.reads, *instruction.writes)]
+        return found
+
+    # -- agreement with the model ------------------------------------------------------------------------------
+
+    def _check_program(self) -> None:
+        for where, access in self._accesses():
+            if self._is_flat(access):
+                self._check_size(where, access)
+        self._check_groups_known()
+        self._check_covered()
+
+    def _check_size(self, where: str, access: Access) -> None:
+        part = self.part(access)
+        buffer = self._program.buffer(access.buffer)
+        wanted = part.size_bytes(buffer.dtype) if buffer.dtype in DTYPE_BYTES else -1
+        if self.is_weights(access):
+            unit = ALIGNMENT_BYTES * self._num_shares.get(access.what, 1)
+            wanted = -(-wanted // unit) * unit
+        if access.size_bytes != wanted or access.offset_bytes % ALIGNMENT_BYTES:
+            raise ProgramError(
+                f"program {self._program.name}: {where} names {access.size_bytes} bytes from byte "
+                f"{access.offset_bytes} of {buffer.name} ({buffer.dtype}) for {access.what}, but the model's take "
+                f"{wanted} bytes, aligned to {ALIGNMENT_BYTES}",
+                hint="lower a plan that was made for this model",
+            )
+
+    def _check_groups_known(self) -> None:
+        groups = {name.removesuffix(FROZEN) for name in self.parts}
+        for part, instruction in self._program.instructions():
+            named = instruction.op.group if isinstance(instruction.op, Draw | Perturb | Update) else None
+            if named is not None and named not in groups:
+                raise ProgramError(
+                    f"program {self._program.name}: {part}/{instruction.id} names the parameter group {named!r}, "
+                    "which the model does not have",
+                    hint="the model's are " + ", ".join(sorted(groups)),
+                )
+
+    def _check_covered(self) -> None:
+        run = {i.op.segment for _, i in self._program.instructions() if isinstance(i.op, Forward)}
+        for name, part in self.parts.items():
+            if part.tensors and run & set(part.segments) and name not in self.held:
+                raise ProgramError(
+                    f"program {self._program.name} does not say where {name} lies when the first step begins",
+                    hint="lower a plan that was made for this model",
+                )
+
+
+def _parts_of(cut: CutModel) -> dict[str, Part]:
+    parts = {}
+    for group in cut.groups:
+        tensors = cut.tensors_of(group.name)
+        frozen = tuple(tensor for tensor in tensors if not tensor.trainable)
+        trainable = tuple(tensor for tensor in tensors if tensor.trainable)
+        if frozen:
+            parts[group.name + FROZEN] = Part(group.name + FROZEN, frozen, group.segments)
+        if trainable:
+            parts[group.name] = Part(group.name, trainable, group.segments)
+    return parts
+
+
+def bind(placed: Sequence[Placed]) -> None:
+    """Let the model's parameters be what lies at these places."""
+    for place in placed:
+        for tensor, view in zip(place.part.tensors, place.views, strict=True):
+            tensor.parameter.data = view
+
+
+def decay_runs(placed: Placed) -> list[tuple[int, int, bool]]:
+    """Return stretches (begin, end, decays) of a trainable part whose parameters decay or not together."""
+    dtype = next(name for name, found in TORCH_DTYPES.items() if found == placed.flat.dtype)
+    bounds = placed.part.offsets(dtype)
+    runs: list[tuple[int, int, bool]] = []
+    for i, tensor in enumerate(placed.part.tensors):
+        begin, end = bounds[i], bounds[i] + tensor.num_elements
+        if runs and runs[-1][2] == tensor.decays:
+            runs[-1] = (runs[-1][0], end, tensor.decays)
+        else:
+            runs.append((begin, end, tensor.decays))
+    return runs
+
+
+def needs_rows(op: object) -> bool:
+    """Whether an operation draws or gathers the rows of a table that the batch names."""
+    return (isinstance(op, Draw) and op.keep == "rows") or (isinstance(op, Forward) and bool(op.gather))

@@ -1,0 +1,101 @@
+"""The numbers and tensors of one step, as the host loop hands them to the actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from executors.models.model import Batch, StepCache
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Numbers that a program leaves open.
+
+    Attributes
+    ----------
+    epsilon : float
+        Smoothing radius ``ε``.
+    weight_decay : float
+        ``wd``.
+    """
+
+    epsilon: float
+    weight_decay: float = 0.0
+
+
+@dataclass
+class MicroBatch:
+    """Sequences that are forwarded together.
+
+    Attributes
+    ----------
+    tensors : mapping
+    num_labels : int
+        Labels that count towards the loss.
+    positions : torch.Tensor or None
+        Place of each token among the loaded rows, in the micro-batch's shape.
+    cache : StepCache
+        What its blocks are called with.
+    """
+
+    tensors: Batch
+    num_labels: int
+    positions: Tensor | None = None
+    cache: StepCache = field(default_factory=StepCache)
+
+
+@dataclass
+class LoadedBatch:
+    """A batch where the forwards read it.
+
+    Attributes
+    ----------
+    parts : tuple of MicroBatch
+        One, unless losses are accumulated.
+    rows : torch.Tensor or None
+        Ascending distinct tokens of all parts, where the program gathers rows.
+    """
+
+    parts: tuple[MicroBatch, ...] = ()
+    rows: Tensor | None = None
+
+
+@dataclass
+class StepFrame:
+    """The numbers of one step.
+
+    Attributes
+    ----------
+    step : int
+    seeds : tuple of int
+        One per query.
+    learning_rate : float
+    batch : mapping
+    previous : StepFrame or None
+        The step before; None for the first, and for the first after a flush.
+    losses : dict
+        By evaluation point.
+    gradients : dict
+        Projected gradient by query.
+    replayed : bool
+        Whether the gradients are known beforehand, so that nothing is forwarded.
+    packed, gathered : torch.Tensor or None
+        Losses with their labels, this rank's and all ranks'.
+    """
+
+    step: int
+    seeds: tuple[int, ...] = ()
+    learning_rate: float = 0.0
+    batch: Batch | None = None
+    previous: StepFrame | None = None
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[int, float] = field(default_factory=dict)
+    replayed: bool = False
+    packed: Tensor | None = None
+    gathered: Tensor | None = None
+
+    def at(self, offset: int) -> StepFrame | None:
+        """Return the frame `offset` (0 or -1) steps from this one, if there is one."""
+        return self if offset == 0 else self.previous

@@ -1,0 +1,388 @@
+"""Runs a program: every instruction is done as its operation and its operands say, and by nothing else.
+
+What the program does not say, the caller does: batches, seeds and learning rates are numbers of a step. Each
+instruction is resolved once into an action; a step then only calls actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from costmodel.model_spec import HEAD
+from executors.models.model import Batch, CutModel
+from executors.models.parameters import stand_in
+from executors.ranks.agreement import ReplicaWatch
+from executors.ranks.communicator import Communicator
+from executors.ranks.host_memory import HOST, HostMemory, PeersTicket
+from executors.runs.update_watch import UpdateWatch
+from executors.steps.actions import Actions
+from executors.steps.buffers import BufferStore
+from executors.steps.frames import Hyperparameters, StepFrame
+from executors.steps.operands import Action
+from executors.steps.stages import Stages
+from executors.steps.streams import Backend, Task, Ticket
+from topology.errors import ModelError, ProgramError, RunError
+from zosim.program import (
+    Backward,
+    Buffer,
+    Collective,
+    Dependency,
+    Forward,
+    Instruction,
+    Optimize,
+    Part,
+    Program,
+)
+from zosim.validate import validate
+
+__all__ = ["Hyperparameters", "Interpreter", "StepFrame"]
+
+
+class Interpreter:
+    """One rank's program at work on a model.
+
+    Parameters
+    ----------
+    program : Program
+    cut : CutModel
+        Its parameters move into the program's buffers.
+    hyperparameters : Hyperparameters
+    backend : Backend
+    num_draw_threads : int
+        Threads that share draws on a CPU.
+    num_micro_batches : int
+        Parts that a batch is forwarded in, whose losses are accumulated.
+    watch_updates : bool
+        Whether to count updates that rounding undoes.
+    communicator : Communicator, optional
+        The other ranks, where the program takes any.
+
+    Raises
+    ------
+    ProgramError
+        If the program is invalid, is not one for this model, or goes backward, which only the simulator does.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        cut: CutModel,
+        hyperparameters: Hyperparameters,
+        backend: Backend,
+        *,
+        num_draw_threads: int = 1,
+        num_micro_batches: int = 1,
+        watch_updates: bool = False,
+        communicator: Communicator | None = None,
+    ) -> None:
+        _refuse_first_order(program)
+        validate(program)
+        self.program = program
+        self.backend = backend
+        self._cut = cut
+        self._communicator = communicator
+        self._host_memory = _host_memory(program, communicator, backend)
+        positions = {name: communicator.position(name) for name in program.groups} if communicator else {}
+        self.store = BufferStore(program, cut, self._allocated, positions)
+        self.replica_watch = ReplicaWatch(program, self.store, backend.device) if communicator else None
+        self.update_watch = UpdateWatch(program, self.store, backend.device) if watch_updates else None
+        self._actions = Actions(
+            program,
+            cut,
+            self.store,
+            hyperparameters,
+            backend,
+            num_draw_threads=num_draw_threads,
+            num_micro_batches=num_micro_batches,
+            exchange=communicator,
+            elsewhere=_format_of_losses(program, cut, num_micro_batches),
+        )
+        self._resolved = {part: self._resolve(part) for part in ("prologue", "step", "flush")}
+        self._frame: StepFrame | None = None
+        self._tickets: Mapping[str, Ticket] = {}
+        self._next_step = 0
+        self._turn = 0
+        self._load_weights()
+
+    @property
+    def num_queries(self) -> int:
+        """Directions per step."""
+        return self._actions.num_queries
+
+    @property
+    def stages(self) -> Stages:
+        """What this rank sends to the next stage."""
+        return self._actions.stages
+
+    @property
+    def num_steps(self) -> int:
+        """Number of the next step."""
+        return self._next_step
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a step has run since the last flush."""
+        return self._frame is not None
+
+    # -- host loop ---------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, seeds: Sequence[int], learning_rate: float) -> StepFrame:
+        """Run one step, and the prologue before the first or the first after a flush.
+
+        Parameters
+        ----------
+        batch : mapping
+        seeds : sequence of int
+            One per query.
+        learning_rate : float
+            The one that this step's projected gradient is applied with, whenever that happens.
+
+        Returns
+        -------
+        StepFrame
+            With its losses and projected gradients.
+        """
+        self._check_queries(seeds)
+        return self._advance(StepFrame(self._next_step, tuple(seeds), learning_rate, batch, self._frame))
+
+    def replay(self, seeds: Sequence[int], gradients: Sequence[float], learning_rate: float) -> StepFrame:
+        """Do to the weights what a step with these projected gradients did, without its forwards.
+
+        Parameters
+        ----------
+        seeds, gradients : sequence
+            One per query, as they were logged.
+        learning_rate : float
+
+        Notes
+        -----
+        Every instruction but batches, forwards and losses runs as it did: the perturbations too, since
+        ``+ε, -2ε, +ε`` does not restore every bit.
+        """
+        self._check_queries(seeds)
+        frame = StepFrame(self._next_step, tuple(seeds), learning_rate, None, self._frame, replayed=True)
+        frame.gradients.update(enumerate(gradients))
+        return self._advance(frame)
+
+    def _check_queries(self, seeds: Sequence[int]) -> None:
+        if len(seeds) != self.num_queries:
+            raise RunError(f"the program takes {self.num_queries} seeds a step, but got {len(seeds)}")
+
+    def _advance(self, frame: StepFrame) -> StepFrame:
+        if self._frame is None:
+            self._run("prologue", StepFrame(self._next_step))
+        else:
+            self._frame.previous = None
+        self._run("step", frame)
+        frame.batch = None  # a pending update needs the numbers alone
+        self._frame = frame
+        self._next_step += 1
+        return frame
+
+    def flush(self) -> None:
+        """Apply what is pending, wait for everything, and leave the weights in their final places.
+
+        A step that follows begins as the first one did. Without a step since the last flush, nothing happens; with one, all
+        ranks have to flush.
+        """
+        was_pending = self.is_pending
+        if was_pending:
+            self._run("flush", StepFrame(self._next_step, previous=self._frame))
+            self._frame = None
+        self.backend.drain()
+        self._tickets = {}
+        if was_pending:
+            self._complete_shares()
+        self.bind_final()
+
+    def bind_final(self) -> None:
+        """Let the model's parameters be what lies in the program's final places."""
+        self._actions.bind([self.store.placed(a) for a in self.program.final if self.store.is_weights(a)])
+
+    def start_at(self, step: int) -> None:
+        """Number the next step; only before the first, or after a flush."""
+        assert self._frame is None
+        self._next_step = step
+
+    def close(self) -> None:
+        """End the streams."""
+        self.backend.close()
+        self._actions.close()
+        if self._host_memory is not None:
+            self._host_memory.close()
+
+    def _run(self, part: Part, frame: StepFrame) -> None:
+        before = self._tickets
+        if not self._resolved[part]:
+            return
+        self._turn += 1
+        makers = [partial(self._task, item, part, frame, before, self._turn) for item in self._resolved[part]]
+        with torch.no_grad():
+            self._tickets = self.backend.run(makers)
+
+    def _task(
+        self,
+        item: _Resolved,
+        part: Part,
+        frame: StepFrame,
+        before: Mapping[str, Ticket],
+        turn: int,
+        now: dict[str, Ticket],
+    ) -> Task:
+        after = [now[name] for name in item.waits]
+        after += [before[name] for name in item.waits_before if name in before]
+        task = Task(item.instruction, part, frame.step, partial(item.action, frame), after)
+        memory = self._host_memory
+        if memory is not None:
+            after += [
+                PeersTicket(memory, edge.instruction, turn - edge.distance)
+                for edge in item.peers
+                if edge.distance == 0 or edge.instruction in before
+            ]
+            if memory.is_awaited(item.instruction.id):
+                task.done = partial(memory.note, item.instruction.id, turn)
+        return task
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    def _load_weights(self) -> None:
+        """Move the model's parameters into the program's initial places, one group after the other."""
+        self._let_go()
+        with torch.no_grad():
+            held = [access for access in self.program.initial if self.store.is_weights(access)]
+            for number, access in enumerate(held):
+                placed = self.store.placed(access)
+                if self._writes(number, self.program.buffer(access.buffer)):
+                    for tensor, view in zip(placed.part.tensors, placed.views, strict=True):
+                        view.copy_(tensor.parameter)
+                self._actions.bind([placed])
+        if self._host_memory is not None and self._communicator is not None:
+            self._communicator.barrier("loading the weights")
+
+    def _let_go(self) -> None:
+        """Let parameters that other stages hold be zeros that take no memory: masks are made with them as with any.
+
+        Raises
+        ------
+        ModelError
+            If blocks are called with something that depends on weights.
+        """
+        absent = [
+            tensor
+            for name, part in self.store.parts.items()
+            if name not in self.store.held
+            for tensor in part.tensors
+        ]
+        before = self._cut.calls_on_probe() if absent else []
+        for tensor in absent:
+            tensor.parameter.data = stand_in(tensor, self._cut.device)
+        after = self._cut.calls_on_probe() if absent else []
+        if not all(map(_are_equal, before, after)):
+            raise ModelError(
+                "blocks are called with more than the hidden state, masks and positions: a later stage cannot know it",
+                hint="run the model in one stage",
+            )
+        for tensor in absent:
+            tensor.parameter.data = stand_in(tensor, self.backend.device)
+
+    def _writes(self, number: int, buffer: Buffer) -> bool:
+        """Whether this rank puts the weights into a buffer: those that a host has once, by turns."""
+        if not buffer.shared or self._communicator is None:
+            return True
+        return number % len(self._communicator.members(HOST)) == self._communicator.position(HOST)
+
+    def _allocated(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:
+        if buffer.shared and self._host_memory is not None:
+            return self._host_memory.tensor(buffer, num_elements, dtype)
+        return self.backend.allocate(buffer, num_elements, dtype)
+
+    def _complete_shares(self) -> None:
+        """Let the host's copy hold what all ranks wrote: its own are through, those of other hosts are fetched."""
+        communicator = self._communicator
+        if communicator is None or self._host_memory is None:
+            return
+        communicator.barrier("flush")
+        shared = [access for access in self.program.final if access.share and self.store.is_weights(access)]
+        afar = [a for a in shared if communicator.members(a.share) != communicator.members(HOST)]
+        for access in afar:
+            communicator.complete(access.share, self.store.whole(access), f"completing {access.what}")
+        if afar:
+            communicator.barrier("flush")
+
+    def _resolve(self, part: Part) -> list[_Resolved]:
+        instructions: tuple[Instruction, ...] = getattr(self.program, part)
+        streams = {instruction.id: instruction.stream for instruction in instructions}
+        resolved = []
+        for instruction in instructions:
+            waits = tuple(
+                d.instruction
+                for d in instruction.after
+                if not d.group and d.distance == 0 and streams[d.instruction] != instruction.stream
+            )
+            before = tuple(d.instruction for d in instruction.after if not d.group and d.distance == 1)
+            peers = tuple(d for d in instruction.after if d.group)
+            action = self._actions.of(part, instruction)
+            if self.update_watch is not None:
+                action = self.update_watch.watched(instruction, action)
+            if self.replica_watch is not None:
+                action = self.replica_watch.watched(instruction, action)
+            resolved.append(_Resolved(instruction, action, waits, before, peers))
+        return resolved
+
+
+@dataclass(frozen=True, slots=True)
+class _Resolved:
+    """An instruction with its action, and those of other streams, parts or ranks that it waits for."""
+
+    instruction: Instruction
+    action: Action
+    waits: tuple[str, ...]
+    waits_before: tuple[str, ...]
+    peers: tuple[Dependency, ...]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _refuse_first_order(program: Program) -> None:
+    """Raise if `program` is a first-order step.
+
+    Raises
+    ------
+    ProgramError
+        Naming the first instruction that nothing executes.
+    """
+    for part, instruction in program.instructions():
+        op = instruction.op
+        is_sum = isinstance(op, Collective) and op.function == "all_reduce"
+        if is_sum or isinstance(op, Backward | Optimize):
+            message = f"program {program.name}: {part}/{instruction.id} belongs to a first-order step, which is simulated only"
+            raise ProgramError(
+                message, hint="run a zeroth-order plan; zosim simulate --first-order compares them"
+            )
+
+
+def _format_of_losses(program: Program, cut: CutModel, num_micro_batches: int) -> torch.dtype | None:
+    """Return the format that other stages compute losses in; None where this one does."""
+    if any(isinstance(i.op, Forward) and i.op.segment == HEAD for i in program.step):
+        return None
+    return cut.loss_format() if num_micro_batches == 1 else torch.float64
+
+
+def _host_memory(program: Program, communicator: Communicator | None, backend: Backend) -> HostMemory | None:
+    """Return the memory that a program shares with other ranks of its host, if it shares any."""
+    if communicator is None or not any(buffer.shared for buffer in program.buffers):
+        return None
+    memory = HostMemory(program, communicator)
+    if backend.device.type == "cuda":
+        memory.pin()
+    return memory

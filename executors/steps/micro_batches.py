@@ -1,0 +1,54 @@
+"""A step's batch in parts that are forwarded one after the other, and their losses as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from executors.models.model import IGNORED_LABEL, Batch
+from executors.steps.frames import MicroBatch
+from topology.errors import RunError
+
+
+def micro_batches(batch: Batch, positions: Tensor | None, count: int) -> list[MicroBatch]:
+    """Return a batch in `count` parts of as many sequences each.
+
+    Raises
+    ------
+    RunError
+        If its sequences cannot be shared out evenly.
+    """
+    num_sequences = batch["input_ids"].shape[0]
+    if num_sequences % count:
+        raise RunError(
+            f"a batch of {num_sequences} sequences cannot be forwarded in {count} equal micro-batches",
+            hint="let the number of micro-batches divide the batch",
+        )
+    chunks = {name: tensor.chunk(count) for name, tensor in batch.items()}
+    places = [None] * count if positions is None else positions.chunk(count)
+    parts = []
+    for i in range(count):
+        tensors = {name: pieces[i] for name, pieces in chunks.items()}
+        # The first label is not asked for: nothing predicts it.
+        num_labels = int((tensors["labels"][:, 1:] != IGNORED_LABEL).sum())
+        parts.append(MicroBatch(tensors, num_labels, places[i]))
+    return parts
+
+
+def accumulated(losses: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """Return the mean over all labels, given each micro-batch's mean over its own.
+
+    Notes
+    -----
+    One loss is returned as it is. Several are weighted in float64, ``Σ lᵢ·nᵢ / Σ nᵢ``: the projected gradient then
+    loses nothing in the sum, but is not rounded as that of one large batch is.
+    """
+    if len(losses) == 1:
+        return losses[0]
+    pairs = [(loss.double(), n) for loss, n in zip(losses, counts, strict=True) if n]
+    total = torch.zeros((), dtype=torch.float64, device=losses[0].device)
+    for loss, n in pairs:
+        total += loss * n
+    return total / sum(counts)

@@ -1,0 +1,32 @@
+"""What actions ask of an instruction's operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from executors.steps.frames import StepFrame
+from zosim.program import Access
+
+Action = Callable[[StepFrame], None]
+
+
+class Unfit(Exception):  # noqa: N818 - half a sentence that the caller completes
+    """Says why an instruction's operands do not fit its operation."""
+
+
+def place_of(access: Access) -> tuple[str, int]:
+    """Return the name under which what lies at an access is kept."""
+    return access.buffer, access.offset_bytes
+
+
+def one(accesses: Sequence[Access], what: str) -> Access:
+    """Return the only access.
+
+    Raises
+    ------
+    Unfit
+        If there are none or several.
+    """
+    if len(accesses) != 1:
+        raise Unfit(f"needs exactly one {what}, but has {len(accesses)}")
+    return accesses[0]

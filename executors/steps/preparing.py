@@ -1,0 +1,66 @@
+"""What has to be true of a model and of torch before a plan can run on them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from costmodel.work import DTYPE_BYTES
+from executors.models.mapped import moves_mapped
+from executors.ranks.launch import RankInfo
+from executors.steps.buffers import TORCH_DTYPES
+from topology.errors import PlanError
+from zosim.plan import Plan
+
+
+def own_device(device: str) -> str:
+    """Return a device's name, with the number of this rank's own where none is given."""
+    return f"cuda:{RankInfo.here().local_rank}" if device == "cuda" else device
+
+
+def to_storage(model: nn.Module, plan: Plan) -> None:
+    """Give the model's parameters the plan's format."""
+    storage = TORCH_DTYPES[plan.precision.storage]
+    for parameter in model.parameters():
+        if parameter.dtype != storage:
+            parameter.data = parameter.data.to(storage)
+
+
+def prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Give the model the plan's format, at once or as it moves, and attention, and torch the plan's matrix products."""
+    if not moves_mapped(plan):
+        to_storage(model, plan)
+    config = getattr(model, "config", None)
+    wanted = plan.runtime.attention
+    if getattr(config, "_attn_implementation", wanted) != wanted:
+        model.set_attn_implementation(wanted)  # type: ignore[operator]
+    if plan.precision.compute == "tf32" and device.type != "cuda":
+        raise PlanError("compute=tf32 needs a CUDA device", hint="use compute=float32")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if plan.precision.compute == "tf32" else "highest")
+
+
+def loses_updates(plan: Plan) -> bool:
+    """Whether weights are kept in a format that is too coarse for many updates."""
+    return DTYPE_BYTES[plan.precision.storage] < 4 or plan.precision.narrows
+
+
+def autocast_dtype(plan: Plan) -> torch.dtype | None:
+    """Return the format of matrix products where it is not that of the weights."""
+    compute, storage = plan.precision.compute, plan.precision.storage
+    if compute in (storage, "tf32"):
+        return None
+    if compute not in ("float16", "bfloat16") or DTYPE_BYTES[compute] > DTYPE_BYTES[storage]:
+        raise PlanError(
+            f"compute={compute} with storage={storage} cannot be run",
+            hint=f"use compute={storage}, or bfloat16 or float16 with wider storage",
+        )
+    return TORCH_DTYPES[compute]
+
+
+def move_module_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move what a model keeps beside its parameters."""
+    for module in model.modules():
+        for name, tensor in module._buffers.items():
+            if tensor is not None:
+                module._buffers[name] = tensor.to(device)

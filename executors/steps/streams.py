@@ -1,0 +1,316 @@
+"""Streams that run a program's instructions: the interface, and the one for a rank without an accelerator."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from executors.steps.heap import keep_freed_memory
+from topology.errors import RunError, ZosimError
+from zosim.program import Buffer, Instruction, Part, Stream
+from zosim.timeline import Span
+
+
+class Ticket(ABC):
+    """Says when one instruction of one step has finished."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Hold the calling thread until then, and raise if it failed."""
+
+
+@dataclass(slots=True)
+class Task:
+    """One instruction to be run in one step.
+
+    Attributes
+    ----------
+    instruction : Instruction
+    part : str
+    step : int
+    action : callable
+        Does it.
+    after : sequence of Ticket
+        What it waits for on other streams and ranks.
+    done : callable or None
+        Called once it has finished.
+    """
+
+    instruction: Instruction
+    part: Part
+    step: int
+    action: Callable[[], None]
+    after: Sequence[Ticket]
+    done: Callable[[], None] | None = None
+
+    def describe(self) -> str:
+        """Return its place in the run."""
+        return f"{self.part}[{self.step}]/{self.instruction.id} on stream {self.instruction.stream}"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """When one task ran, in seconds since the backend was made.
+
+    It does not hold the task, whose action would keep the step's tensors alive.
+    """
+
+    instruction: Instruction
+    part: Part
+    step: int
+    start_s: float
+    end_s: float
+
+    def span(self, rank: int) -> Span:
+        """Return it as a span of a timeline."""
+        instruction = self.instruction
+        return Span(
+            rank,
+            self.part,
+            self.step,
+            instruction.id,
+            instruction.stream,
+            instruction.label,
+            instruction.segment,
+            self.start_s,
+            self.end_s,
+        )
+
+
+class Backend(ABC):
+    """Where a rank's instructions run.
+
+    Attributes
+    ----------
+    device : torch.device
+    recording : bool
+        Whether tasks issued from now on are measured.
+    note : callable or None
+        Told, in words, which compute task begins.
+    """
+
+    device: torch.device
+    recording: bool = True
+    note: Callable[[str], None] | None = None
+
+    @abstractmethod
+    def allocate(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return zeroed memory in the buffer's space."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give what has been freed back to the device's allocator."""
+
+    @abstractmethod
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy bytes on the stream of the running task; both tensors are of format uint8."""
+
+    @abstractmethod
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """Return `tensor`, made on another stream, for use by the running task."""
+
+    @abstractmethod
+    def run(self, tasks: Sequence[Callable[[dict[str, Ticket]], Task]]) -> dict[str, Ticket]:
+        """Issue tasks in order and return their tickets by instruction; compute has been issued on return.
+
+        Parameters
+        ----------
+        tasks : sequence of callable
+            Each is given the tickets of the tasks before it, and returns its task.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait for everything that was issued."""
+
+    @abstractmethod
+    def measured(self) -> list[Measured]:
+        """Return what was recorded, after a :meth:`drain`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the streams."""
+
+
+def failure_of(task: Task, error: BaseException) -> ZosimError:
+    """Return `error` as one that names the instruction."""
+    if isinstance(error, ZosimError):
+        return type(error)(f"{task.describe()}: {error.message}", hint=error.hint)
+    failed = RunError(f"{task.describe()} failed: {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
+
+
+class _Event(Ticket):
+    """A finished task of the CPU backend, or the error that kept it from finishing."""
+
+    __slots__ = ("_event", "error")
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.error: ZosimError | None = None
+
+    def finish(self, error: ZosimError | None = None) -> None:
+        self.error = error
+        self._event.set()
+
+    def wait(self) -> None:
+        """Wait, and raise if the task failed."""
+        self._event.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class _Worker(threading.Thread):
+    """One stream beside compute: a thread that runs its queue in order."""
+
+    def __init__(self, stream: Stream, backend: CpuBackend) -> None:
+        super().__init__(name=f"zosim-{stream}", daemon=True)
+        self.queue: SimpleQueue[tuple[Task, _Event] | None] = SimpleQueue()
+        self._backend = backend
+
+    def run(self) -> None:
+        with torch.no_grad():
+            while (item := self.queue.get()) is not None:
+                self._backend.perform(*item)
+
+
+class CpuBackend(Backend):
+    """A rank on a CPU: device memory is an arena of its own, copies are copies.
+
+    Compute runs on the calling thread, every other stream on a thread of its own. torch releases the
+    interpreter's lock while it computes, copies or draws, so the streams really overlap.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        keep_freed_memory()
+        self._begin = time.perf_counter()
+        self._workers: dict[Stream, _Worker] = {}
+        self._pending: list[_Event] = []
+        self._failure: ZosimError | None = None
+        self._measured: list[Measured] = []
+
+    def allocate(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
+        """Return zeroed memory."""
+        return torch.zeros(num_elements, dtype=dtype)
+
+    def release(self) -> None:
+        """Do nothing: memory went back when its last user let go of it."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy bytes on the calling thread alone; torch's own copy would use the compute stream's cores."""
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """Return `tensor`: there is one memory."""
+        return tensor
+
+    def run(self, tasks: Sequence[Callable[[dict[str, Ticket]], Task]]) -> dict[str, Ticket]:
+        """Queue what runs beside compute, then compute."""
+        tickets: dict[str, Ticket] = {}
+        compute: list[tuple[Task, _Event]] = []
+        for make in tasks:
+            task, event = make(tickets), _Event()
+            tickets[task.instruction.id] = event
+            if task.instruction.stream == Stream.COMPUTE:
+                compute.append((task, event))
+            else:
+                self._pending.append(event)
+                self._worker(task.instruction.stream).queue.put((task, event))
+        self._pending = [event for event in self._pending if not event._event.is_set()]
+        try:
+            for task, event in compute:
+                self.perform(task, event)
+                if self._failure is not None:
+                    raise self._failure
+        except BaseException as error:
+            _fail(compute, error if isinstance(error, ZosimError) else RunError("the run was interrupted"))
+            raise
+        return tickets
+
+    def perform(self, task: Task, event: _Event) -> None:
+        """Run one task on the calling thread, once what it waits for has finished."""
+        try:
+            for ticket in task.after:
+                ticket.wait()
+            if self._failure is not None:
+                raise self._failure
+            if self.note is not None and task.instruction.stream == Stream.COMPUTE:
+                self.note(task.describe())
+            start = time.perf_counter()
+            task.action()
+            end = time.perf_counter()
+            if task.done is not None:
+                task.done()
+        except Exception as error:  # noqa: BLE001 - whatever went wrong is reported with the instruction's name
+            waited_for_it = self._failure is not None and error is self._failure
+            self._failure = self._failure if waited_for_it else (self._failure or failure_of(task, error))
+            event.finish(self._failure)
+            return
+        except BaseException:
+            event.finish(RunError(f"{task.describe()} was interrupted"))
+            raise
+        if self.recording:
+            begin_s, end_s = start - self._begin, end - self._begin
+            self._measured.append(Measured(task.instruction, task.part, task.step, begin_s, end_s))
+        event.finish()
+
+    def drain(self) -> None:
+        """Wait for the threads, and raise what one of them could not do."""
+        for event in self._pending:
+            event.wait()
+        self._pending.clear()
+        if self._failure is not None:
+            raise self._failure
+
+    def measured(self) -> list[Measured]:
+        """Return what was recorded."""
+        return list(self._measured)
+
+    def close(self) -> None:
+        """End the threads once their queues are empty."""
+        for worker in self._workers.values():
+            worker.queue.put(None)
+        for worker in self._workers.values():
+            worker.join()
+        self._workers.clear()
+
+    def _worker(self, stream: Stream) -> _Worker:
+        worker = self._workers.get(stream)
+        if worker is None:
+            worker = self._workers[stream] = _Worker(stream, self)
+            worker.start()
+        return worker
+
+
+def _fail(tasks: Sequence[tuple[Task, _Event]], error: ZosimError) -> None:
+    """Release whoever waits for tasks that will not run."""
+    for _, event in tasks:
+        if not event._event.is_set():
+            event.finish(error)
+
+
+def backend_for(device: str) -> Backend:
+    """Return the backend of ``"cpu"`` or of a CUDA device such as ``"cuda:0"``.
+
+    Raises
+    ------
+    RunError
+        If torch does not find the device.
+    """
+    if device == "cpu":
+        return CpuBackend()
+    from executors.steps.streams_cuda import CudaBackend
+
+    return CudaBackend(device)

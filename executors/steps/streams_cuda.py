@@ -1,0 +1,247 @@
+"""Streams of a rank on a CUDA device: CUDA streams, events and pinned host memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from executors.steps.streams import Backend, Measured, Task, Ticket, failure_of
+from topology.errors import RunError, ZosimError
+from zosim.program import Buffer, Instruction, Part, Recv, Send, Space, Stream
+
+
+class _CudaTicket(Ticket):
+    """An event recorded behind a task on its stream, once the task has been issued."""
+
+    __slots__ = ("_issued", "error", "event")
+
+    def __init__(self) -> None:
+        self._issued = threading.Event()
+        self.event: torch.cuda.Event | None = None
+        self.error: ZosimError | None = None
+
+    def issue(self, event: torch.cuda.Event | None, error: ZosimError | None = None) -> None:
+        """Say that the task is on its stream, or why it is not."""
+        self.event, self.error = event, error
+        self._issued.set()
+
+    def refuse(self, error: ZosimError) -> None:
+        """Say that the task will not be issued, unless it was."""
+        if not self._issued.is_set():
+            self.issue(None, error)
+
+    def recorded(self) -> torch.cuda.Event:
+        """Return the event, waiting for a thread that has yet to issue the task."""
+        self._issued.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.event is not None
+        return self.event
+
+    def wait(self) -> None:
+        """Hold the host until the task has finished."""
+        self.recorded().synchronize()
+
+
+class _Thread(threading.Thread):
+    """Does jobs in order."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        super().__init__(name=f"zosim-{name}", daemon=True)
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._device = device
+        self.start()
+
+    def put(self, job: Callable[[], None] | None) -> None:
+        """Add a job; None ends the thread."""
+        self._jobs.put(job)
+
+    def finish(self) -> None:
+        """Wait until all jobs so far are done."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        done.wait()
+
+    def run(self) -> None:
+        torch.cuda.set_device(self._device)
+        with torch.no_grad():
+            while (job := self._jobs.get()) is not None:
+                job()
+
+
+class CudaBackend(Backend):
+    """A rank on a CUDA device.
+
+    The host issues tasks in the order listed; each stream runs its own in order, and an event carries every
+    dependency between two streams. The host waits for the device where a number has to be read (the projected
+    gradient), and in :meth:`drain`.
+
+    What waits for another rank is issued when that one is so far. So that only its stream waits, every stream but
+    compute then has a thread that issues its tasks, and one that tells others what has finished.
+
+    Raises
+    ------
+    RunError
+        If torch does not find the device.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device if ":" in device else f"{device}:0")
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if self.device.type != "cuda" or self.device.index >= found:
+            raise RunError(
+                f"there is no device {device!r}: torch {torch.__version__} finds {found} CUDA devices",
+                hint="run with --device cpu, or install a torch build that supports this machine's GPU",
+            )
+        torch.cuda.set_device(self.device)
+        self._streams = {
+            stream: torch.cuda.default_stream(self.device)
+            if stream == Stream.COMPUTE
+            else torch.cuda.Stream(self.device)
+            for stream in Stream
+        }
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record(self._streams[Stream.COMPUTE])
+        self._timed: list[tuple[tuple[Instruction, Part, int], torch.cuda.Event, torch.cuda.Event]] = []
+        self._threads: dict[str, _Thread] = {}
+        self._lock = threading.Lock()
+        self._failure: ZosimError | None = None
+
+    def allocate(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return zeroed device memory, or pinned host memory."""
+        if buffer.space == Space.HOST:
+            num_bytes = num_elements * dtype.itemsize
+            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).view(dtype)
+        memory = torch.empty(num_elements, dtype=dtype, device=self.device)
+        # Buffers are shared by all streams and live until `release`, which waits for them all. Zeroing runs on
+        # the allocating stream, so it must be over before another stream writes.
+        memory.view(torch.uint8).zero_()
+        torch.cuda.current_stream(self.device).synchronize()
+        return memory
+
+    def release(self) -> None:
+        """Wait for the device and give cached memory back to it."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy bytes on the running task's stream."""
+        target.copy_(source, non_blocking=True)
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """Return `tensor`, and keep the allocator from reusing its memory before this stream is done."""
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(self.device))
+        return tensor
+
+    def run(self, tasks: Sequence[Callable[[dict[str, Ticket]], Task]]) -> dict[str, Ticket]:
+        """Issue tasks to their streams in the order listed."""
+        tickets: dict[str, Ticket] = {}
+        made: list[tuple[Task, _CudaTicket]] = []
+        for make in tasks:
+            task, ticket = make(tickets), _CudaTicket()
+            tickets[task.instruction.id] = ticket
+            made.append((task, ticket))
+        if not self._threads and not any(_takes_others(task) for task, _ in made):
+            for task, ticket in made:
+                self._issue(task, ticket)
+            return tickets
+        compute = []
+        for task, ticket in made:
+            if task.instruction.stream == Stream.COMPUTE:
+                compute.append((task, ticket))
+            else:
+                self._thread(task.instruction.stream).put(partial(self._issue_quietly, task, ticket))
+        try:
+            for task, ticket in compute:
+                self._issue(task, ticket)
+        except ZosimError as error:
+            self._failure = self._failure or error
+            for _, ticket in compute:
+                ticket.refuse(error)
+            raise
+        return tickets
+
+    def _issue_quietly(self, task: Task, ticket: _CudaTicket) -> None:
+        """Issue a task on a thread of its stream; whoever depends on it is told of a failure."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._issue(task, ticket)
+        except ZosimError as error:
+            self._failure = self._failure or error
+            ticket.issue(None, self._failure)
+
+    def _issue(self, task: Task, issued: _CudaTicket) -> None:
+        stream = self._streams[task.instruction.stream]
+        for ticket in task.after:
+            if isinstance(ticket, _CudaTicket):
+                stream.wait_event(ticket.recorded())
+            else:
+                ticket.wait()
+        if self.note is not None and task.instruction.stream == Stream.COMPUTE:
+            self.note(task.describe())
+        with torch.cuda.stream(stream):
+            start = torch.cuda.Event(enable_timing=True) if self.recording else None
+            if start is not None:
+                start.record(stream)
+            try:
+                task.action()
+            except Exception as error:
+                raise failure_of(task, error) from error
+            end = torch.cuda.Event(enable_timing=self.recording)
+            end.record(stream)
+        if start is not None:
+            self._timed.append(((task.instruction, task.part, task.step), start, end))
+        issued.issue(end)
+        if task.done is not None:
+            self._thread(f"{task.instruction.stream}-done").put(partial(_tell, end, task.done))
+
+    def _thread(self, name: str) -> _Thread:
+        with self._lock:
+            found = self._threads.get(name)
+            if found is None:
+                found = self._threads[name] = _Thread(name, self.device)
+            return found
+
+    def drain(self) -> None:
+        """Wait for the threads and the device, and raise what could not be issued."""
+        for thread in list(self._threads.values()):
+            thread.finish()
+        torch.cuda.synchronize(self.device)
+        if self._failure is not None:
+            raise self._failure
+
+    def measured(self) -> list[Measured]:
+        """Return what was recorded, in seconds since the backend was made."""
+        found = []
+        for (instruction, part, step), start, end in self._timed:
+            start_s = self._origin.elapsed_time(start) / 1e3
+            end_s = max(start_s, self._origin.elapsed_time(end) / 1e3)
+            found.append(Measured(instruction, part, step, start_s, end_s))
+        return found
+
+    def close(self) -> None:
+        """Wait for the device; its streams end with the process."""
+        if self._failure is None:
+            self.drain()
+        for thread in self._threads.values():
+            thread.put(None)
+        self._threads.clear()
+
+
+def _takes_others(task: Task) -> bool:
+    """Whether the host may have to wait for another rank before it can issue a task, or what follows it."""
+    return isinstance(task.instruction.op, Send | Recv) or any(
+        not isinstance(ticket, _CudaTicket) for ticket in task.after
+    )
+
+
+def _tell(event: torch.cuda.Event, done: Callable[[], None]) -> None:
+    event.synchronize()
+    done()

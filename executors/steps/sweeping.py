@@ -1,0 +1,107 @@
+"""Perturbations and updates as a program says, each by the shortest arithmetic that has the literal roundings."""
+
+from __future__ import annotations
+
+from costmodel.work import DTYPE_BYTES
+from executors.randomness.directions import direction_named
+from executors.steps.arithmetic import Sweeper
+from executors.steps.buffers import BufferStore, decay_runs
+from executors.steps.frames import Hyperparameters, StepFrame
+from executors.steps.operands import Action, Unfit, one
+from zosim.lowering.directions import SCALED
+from zosim.program import Access, Draw, Instruction, Perturb, Program, Scalar, Update
+
+
+class Sweeping:
+    """Makes actions out of perturbations and updates.
+
+    Parameters
+    ----------
+    program : Program
+    store : BufferStore
+    hyperparameters : Hyperparameters
+    """
+
+    def __init__(self, program: Program, store: BufferStore, hyperparameters: Hyperparameters) -> None:
+        self._program = program
+        self._store = store
+        self._hyperparameters = hyperparameters
+        self._sweeper = Sweeper(_scratch_elements(program))
+        self.num_queries = 1 + max((i.op.query for i in program.step if isinstance(i.op, Scalar)), default=-1)
+        self._signs = {
+            op.group
+            for _, i in program.instructions()
+            if isinstance(op := i.op, Draw) and direction_named(op.distribution).is_sign
+        }
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that is kept from one sweep to the next."""
+        return self._sweeper.scratch_bytes
+
+    def perturb(self, instruction: Instruction) -> Action:
+        """Return what perturbs a group."""
+        op = instruction.op
+        assert isinstance(op, Perturb)
+        weights, direction = self._operands(instruction, op.group)
+        epsilon, sweeper = self._hyperparameters.epsilon, self._sweeper
+        is_scaled, is_sign = direction.point.endswith(SCALED), op.group in self._signs
+
+        def perturb(_frame: StepFrame) -> None:
+            theta, z = self._store.placed(weights).flat, self._store.placed(direction).flat
+            if is_scaled:
+                sweeper.perturb_scaled(theta, z, op.scale)
+            elif is_sign:
+                sweeper.perturb_signs(theta, z, op.scale, epsilon)
+            else:
+                sweeper.perturb(theta, z, op.scale, epsilon)
+
+        return perturb
+
+    def update(self, instruction: Instruction) -> Action:
+        """Return what updates a group, if there is a step whose gradient it applies."""
+        op = instruction.op
+        assert isinstance(op, Update)
+        weights, direction = self._operands(instruction, op.group)
+        if direction.point.endswith(SCALED):
+            raise Unfit(f"updates along {direction.what}, which has been multiplied by epsilon and rounded")
+        # Several directions are one step, which decays once. A decay of 0 changes nothing.
+        weight_decay = self._hyperparameters.weight_decay if op.query == 0 else 0.0
+        sweeper, is_sign = self._sweeper, op.group in self._signs
+
+        def update(frame: StepFrame) -> None:
+            source = frame.at(op.step)
+            if source is None:
+                return
+            theta, z = self._store.placed(weights), self._store.placed(direction)
+            gradient = source.gradients[op.query] / self.num_queries
+            rate = source.learning_rate
+            runs = decay_runs(theta) if weight_decay else [(0, theta.flat.numel(), False)]
+            for begin, end, decays in runs:
+                piece, along = theta.flat[begin:end], z.flat[begin:end]
+                if is_sign and not decays:
+                    sweeper.update_signs(piece, along, gradient=gradient, learning_rate=rate)
+                else:
+                    decay = weight_decay if decays else None
+                    sweeper.update(piece, along, gradient=gradient, learning_rate=rate, weight_decay=decay)
+
+        return update
+
+    def _operands(self, instruction: Instruction, group: str) -> tuple[Access, Access]:
+        """Return the accesses to a group's trainable parameters, which change in place, and to its direction."""
+        part = self._store.parts[group]
+        weights = one([a for a in instruction.writes if a.what == group], f"write of {group}")
+        direction = one([a for a in instruction.reads if a.what == f"z:{group}"], f"read of z:{group}")
+        read = one([a for a in instruction.reads if a.what == group], f"read of {group}")
+        if (read.buffer, read.offset_bytes) != (weights.buffer, weights.offset_bytes):
+            raise Unfit(f"changes {group} out of place")
+        dtypes = {self._program.buffer(access.buffer).dtype for access in (weights, direction)}
+        if len(dtypes) != 1 or not part.tensors:
+            raise Unfit(f"mixes formats: {', '.join(sorted(dtypes))}")
+        return weights, direction
+
+
+def _scratch_elements(program: Program) -> int | None:
+    """Return what the program sets aside for a CPU's temporaries; None where it says nothing of them."""
+    found = [buffer for buffer in program.buffers if buffer.role == "scratch"]
+    return sum(buffer.size_bytes // DTYPE_BYTES[buffer.dtype] for buffer in found) or None

@@ -1,0 +1,1 @@
+"""What came out of a simulation or a run: memory, the critical path, prediction against measurement."""

@@ -1,0 +1,254 @@
+"""Predicted against measured, line by line, under the names that instructions carry in the program.
+
+Only steady steps are compared. What one line contributes to the error of the step is the difference of the seconds
+that it takes on the two critical paths: paths tile the step, so contributions add up to the whole error, which
+differences of durations do not where streams overlap. (A path has the mean of the steps that it spans, a step time is
+a median; where measured steps scatter, the sum differs by as much as these two do.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from rich.console import Group
+from rich.table import Table
+
+from topology.errors import TimelineError
+from zosim.analysis.critical_path import CriticalPath, PathSegment, bottleneck, step_path
+from zosim.program import Program, Space
+from zosim.timeline import Span, Timeline
+
+_MS = 1e3
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One label or one instruction, per step.
+
+    Attributes
+    ----------
+    name : str
+    predicted_s, measured_s : float or None
+        Medians over the steady steps of its seconds per step; None where the timeline does not have it.
+    contribution_s : float
+        Its seconds on the predicted critical path less those on the measured one, per step.
+    """
+
+    name: str
+    predicted_s: float | None
+    measured_s: float | None
+    contribution_s: float
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, less 1; None if either is missing or nothing was measured."""
+        return _error(self.predicted_s, self.measured_s)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLine:
+    """Peak memory of one space."""
+
+    space: str
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, less 1; None if nothing was measured."""
+        return _error(self.predicted_bytes, self.measured_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A predicted and a measured timeline of one program, joined.
+
+    Attributes
+    ----------
+    program : str
+    rank : int
+    num_steps : int
+        Steady steps measured.
+    predicted_step_s, measured_step_s : float
+    predicted_bottleneck, measured_bottleneck : str
+    labels, instructions : tuple of Line
+        Largest contribution to the step's error first.
+    memory : tuple of MemoryLine
+    """
+
+    program: str
+    rank: int
+    num_steps: int
+    predicted_step_s: float
+    measured_step_s: float
+    predicted_bottleneck: str
+    measured_bottleneck: str
+    labels: tuple[Line, ...]
+    instructions: tuple[Line, ...]
+    memory: tuple[MemoryLine, ...]
+
+    @property
+    def step_error(self) -> float | None:
+        """Predicted step time over the measured one, less 1."""
+        return _error(self.predicted_step_s, self.measured_step_s)
+
+    def to_json(self) -> str:
+        """Return everything as JSON, errors included."""
+        data = asdict(self)
+        for key in ("labels", "instructions", "memory"):
+            for row, line in zip(data[key], getattr(self, key), strict=True):
+                row["error"] = line.error
+        return json.dumps(data | {"step_error": self.step_error}, indent=2)
+
+    def __rich__(self) -> Group:
+        return Group(self.summary_table(), self.line_table("label", self.labels))
+
+    def summary_table(self) -> Table:
+        """Return step time, bottleneck and peak memory as a table."""
+        table = Table(title=f"{self.program}, rank {self.rank}: median of {self.num_steps} steady steps")
+        for column in ("", "predicted", "measured", "error"):
+            table.add_column(column, justify="left" if not column else "right")
+        step = (_ms(self.predicted_step_s), _ms(self.measured_step_s), _percent(self.step_error))
+        table.add_row("step time (ms)", *step)
+        for line in self.memory:
+            sizes = f"{line.predicted_bytes / _MIB:.1f}", f"{line.measured_bytes / _MIB:.1f}"
+            table.add_row(f"peak {line.space} memory (MiB)", *sizes, _percent(line.error))
+        table.add_row("bottleneck", self.predicted_bottleneck, self.measured_bottleneck, "")
+        return table
+
+    def line_table(self, kind: str, lines: Iterable[Line], limit: int | None = None) -> Table:
+        """Return lines as a table, the `limit` first of them."""
+        table = Table(title=f"per {kind}, ms per step")
+        for column in (kind, "predicted", "measured", "error", "of the step's error"):
+            table.add_column(column, justify="left" if column == kind else "right")
+        for line in list(lines)[:limit]:
+            table.add_row(
+                line.name,
+                _ms(line.predicted_s),
+                _ms(line.measured_s),
+                _percent(line.error),
+                f"{line.contribution_s * _MS:+.3f}",
+            )
+        return table
+
+
+def compare(predicted: Timeline, measured: Timeline, program: Program, rank: int = 0) -> Comparison:
+    """Return the two timelines of one rank, joined under the program's names.
+
+    Parameters
+    ----------
+    predicted, measured : Timeline
+    program : Program
+        The program that both are of.
+    rank : int
+
+    Raises
+    ------
+    TimelineError
+        If the timelines are of different programs, or one has no steps of the rank.
+    """
+    if predicted.program != measured.program:
+        message = f"predicted is of program {predicted.program}, measured of {measured.program}"
+        raise TimelineError(message, hint="compare a run with the simulation of its own program")
+    paths = step_path(predicted, program, rank), step_path(measured, program, rank)
+    return Comparison(
+        program=predicted.program,
+        rank=rank,
+        num_steps=len(measured.steady_steps),
+        predicted_step_s=predicted.step_time_s,
+        measured_step_s=measured.step_time_s,
+        predicted_bottleneck=bottleneck(paths[0]).words,
+        measured_bottleneck=bottleneck(paths[1]).words,
+        labels=_lines(predicted, measured, paths, rank, lambda item: item.label),
+        instructions=_lines(predicted, measured, paths, rank, _instruction),
+        memory=tuple(
+            MemoryLine(
+                space.value,
+                predicted.peak_memory(space, rank).size_bytes,
+                measured.peak_memory(space, rank).size_bytes,
+            )
+            for space in Space
+        ),
+    )
+
+
+def slowest_rank(timeline: Timeline) -> int:
+    """Return the rank that ends the last steady step last.
+
+    Raises
+    ------
+    TimelineError
+        If the timeline has no step.
+    """
+    last = timeline.steady_steps[-1:]
+    ends: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.part == "step" and span.step in last:
+            ends[span.rank] = max(span.end_s, ends.get(span.rank, span.end_s))
+    if not ends:
+        message = f"timeline of {timeline.program} holds no step"
+        raise TimelineError(message, hint="simulate or run at least one step")
+    return max(ends, key=lambda rank: (ends[rank], -rank))
+
+
+def _instruction(item: Span | PathSegment) -> str:
+    """Return the instruction, or the name of a gap that lies before it."""
+    if isinstance(item, PathSegment) and item.is_gap:
+        return f"{item.label} before {item.instruction}"
+    return item.instruction
+
+
+Key = Callable[[Span | PathSegment], str]
+
+
+def _lines(
+    predicted: Timeline, measured: Timeline, paths: tuple[CriticalPath, CriticalPath], rank: int, key: Key
+) -> tuple[Line, ...]:
+    medians = [_medians(timeline, rank, key) for timeline in (predicted, measured)]
+    on_path = [_on_path(path, key) for path in paths]
+    names = dict.fromkeys([*medians[0], *medians[1], *on_path[0], *on_path[1]])
+    lines = [
+        Line(
+            name,
+            medians[0].get(name),
+            medians[1].get(name),
+            on_path[0].get(name, 0.0) - on_path[1].get(name, 0.0),
+        )
+        for name in names
+    ]
+    return tuple(sorted(lines, key=lambda line: (-abs(line.contribution_s), line.name)))
+
+
+def _medians(timeline: Timeline, rank: int, key: Key) -> dict[str, float]:
+    """Return the median over steady steps of the seconds per step under each name."""
+    by_step: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for span in timeline.steady_spans(rank):
+        by_step[key(span)][span.step] += span.duration_s
+    return {
+        name: median(seconds.get(step, 0.0) for step in timeline.steady_steps)
+        for name, seconds in by_step.items()
+    }
+
+
+def _on_path(path: CriticalPath, key: Key) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for item in path.segments:
+        seconds[key(item)] += item.duration_s / max(path.num_steps, 1)
+    return seconds
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return predicted / measured - 1 if predicted is not None and measured else None
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * _MS:.3f}"
+
+
+def _percent(error: float | None) -> str:
+    return "-" if error is None else f"{error:+.1%}"

@@ -1,0 +1,119 @@
+"""What a plan of several stages is like in numbers: how long each stage idles, and what crosses each cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from topology.units import format_bytes
+from zosim.analysis.counts import step_counts
+from zosim.plan import Plan
+from zosim.planning.predict import Subject
+from zosim.program import Send, Stream
+
+
+@dataclass(frozen=True)
+class CutTraffic:
+    """What crosses one cut in a step, over all pipelines.
+
+    Attributes
+    ----------
+    cut : str
+    num_messages : int
+    size_bytes : int
+        As expected.
+    most_bytes : int
+        Never exceeded.
+    """
+
+    cut: str
+    num_messages: int
+    size_bytes: int
+    most_bytes: int
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """A step of several stages.
+
+    Attributes
+    ----------
+    bubbles : tuple of float
+        For each stage, the part of the step in which its compute stream does nothing, on the first pipeline.
+    cuts : tuple of CutTraffic
+    num_losses : int
+        Evaluation points whose losses all ranks get, once per step.
+    """
+
+    bubbles: tuple[float, ...]
+    cuts: tuple[CutTraffic, ...]
+    num_losses: int
+
+    @property
+    def num_activations(self) -> int:
+        """Messages of activations in a step."""
+        return sum(cut.num_messages for cut in self.cuts)
+
+
+def pipelining(subject: Subject) -> Pipelining:
+    """Return the figures of a plan with several stages."""
+    plan = subject.plan
+    traffic = []
+    for number, cut in enumerate(plan.split.cuts):
+        sends = [
+            item
+            for part in plan.mesh.pipelines
+            for item in subject.programs.program_of(part[number]).step
+            if isinstance(item.op, Send)
+        ]
+        traffic.append(
+            CutTraffic(
+                cut,
+                len(sends),
+                sum(item.work.link_bytes for item in sends),
+                sum(access.size_bytes for item in sends for access in item.reads),
+            )
+        )
+    first = plan.mesh.pipelines[0]
+    bubbles = tuple(1 - _computing_s(subject, rank) / subject.step_time_s for rank in first)
+    return Pipelining(bubbles, tuple(traffic), len(plan.points))
+
+
+def _computing_s(subject: Subject, rank: int) -> float:
+    """Return the seconds per step for which a rank's compute stream is busy, waiting for others not included."""
+    program, machine = subject.programs.program_of(rank), subject.machines[rank]
+    return sum(
+        machine.activity(program, item).seconds for item in program.step if item.stream == Stream.COMPUTE
+    )
+
+
+def counts_of_print(plan: Plan) -> int:
+    """Return the activations that SparQ counts for one pipeline: ``(P + 1)(M - 1)``, or ``2P(M - 1)`` if central."""
+    queries, num_cuts = plan.estimator.num_queries, plan.mesh.stage - 1
+    return (2 * queries if plan.estimator.difference == "central" else queries + 1) * num_cuts
+
+
+def scalars_of_print(plan: Plan) -> int:
+    """Return the gradient scalars that SparQ counts for one pipeline: ``P(M - 1)``."""
+    return plan.estimator.num_queries * (plan.mesh.stage - 1)
+
+
+def about_stages(subject: Subject) -> Iterator[str]:
+    """Yield how long stages idle and what crosses, in words."""
+    plan, found = subject.plan, pipelining(subject)
+    idle = ", ".join(f"{max(share, 0.0):.0%}" for share in found.bubbles)
+    yield f"bubble: the stages' compute is idle for {idle} of a step"
+    for cut in found.cuts:
+        yield (
+            f"across {cut.cut}: {cut.num_messages} messages of {format_bytes(cut.size_bytes // cut.num_messages)} a "
+            f"step, {format_bytes(cut.size_bytes)} in all, never more than {format_bytes(cut.most_bytes)}"
+        )
+    pipelines = len(plan.mesh.pipelines) // plan.mesh.perturb
+    printed = counts_of_print(plan) * pipelines
+    formula = "2P(M - 1)" if plan.estimator.difference == "central" else "(P + 1)(M - 1)"
+    each = f" for each of {pipelines} shards" if pipelines > 1 else ""
+    yield f"{found.num_activations} activations a step forward, {printed} by SparQ's count {formula}{each}"
+    yield (
+        f"back go {found.num_losses} losses, in one all_gather: {step_counts(subject.programs).num_scalars} scalars that "
+        f"another rank gets, where SparQ counts P(M - 1) differences, {scalars_of_print(plan) * pipelines}"
+    )

@@ -1,0 +1,367 @@
+"""The closed form for many configurations at once: a plan's step time over batch sizes, lengths, rates and bandwidths.
+
+What a configuration changes is how long instructions take, not which there are or who waits for whom. So the order is
+worked out once, every kind of instruction is costed only for those values that its cost depends on, and the recurrence
+(:mod:`zosim.engines.recurrence`) runs on arrays, one element per configuration. Every element equals what
+:func:`~zosim.engines.recurrence.step_time_bound` says of that configuration alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from costmodel.estimate import work_terms
+from costmodel.profile import Bound, Profile
+from costmodel.work import Work
+from topology.errors import PlanError
+from zosim.engines.recurrence import MAX_STEPS, Member, Node, Recurrence, second_half_s
+from zosim.engines.steady import MAX_CYCLE, TOLERANCE
+from zosim.engines.world import World
+from zosim.lowering import lower
+from zosim.lowering.step import StepWriter
+from zosim.machine import Machine
+from zosim.plan import Plan
+from zosim.planning.shortening import are_alike, shortened
+from zosim.program import Instruction, Program
+from zosim.scaling import LINKS, scaled
+
+Floats = npt.NDArray[np.float64]
+
+# Configurations evaluated together: as many as leave the times of a step in the cache.
+_CHUNK = 2048
+
+
+def step_time_bounds(
+    plan: Plan,
+    machine: Machine,
+    *,
+    batches: Sequence[int] = (),
+    seqs: Sequence[int] = (),
+    factors: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    rank: int = 0,
+    bound: Bound = "central",
+) -> Floats:
+    """Return the seconds per step of all combinations, as if nothing were shared.
+
+    Parameters
+    ----------
+    plan : Plan
+    machine : Machine
+        Of the rank.
+    batches, seqs : sequence of int
+        Sequences per step and tokens per sequence; the plan's own unless given.
+    factors : mapping of str to sequence of float
+        Axes of constants and links, each with what the machine's are multiplied by (see :func:`scaled`).
+    rank : int
+        Whose program is meant; what other ranks do is left out.
+    bound : {"central", "low", "high"}
+        Which end of the profile's intervals.
+
+    Returns
+    -------
+    array of shape (num_batches, num_seqs, *lengths of the axes in their order)
+
+    Raises
+    ------
+    PlanError
+        If a batch cannot be planned, or an axis does not exist.
+    """
+    batches, seqs = tuple(batches) or (plan.batch,), tuple(seqs) or (plan.seq,)
+    shape = tuple(len(values) for values in factors.values())
+    order = _Order.of(lower(plan, rank), machine)
+    works = _Works(plan, rank, order.program)
+    costs = _Costs(machine, factors, order.program, bound)
+    found = np.empty((len(batches), len(seqs), *shape))
+    for (i, batch), (j, seq) in itertools.product(enumerate(batches), enumerate(seqs)):
+        seconds = costs.of(works.at(batch, seq))
+        found[i, j] = order.step_times(seconds, costs.step_s).reshape(shape)
+    return found
+
+
+class _Works:
+    """The work of every instruction at other batch sizes and lengths."""
+
+    def __init__(self, plan: Plan, rank: int, program: Program) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._program = program
+        self._model = (
+            shortened(plan.model) if plan.model.num_blocks > 2 and are_alike(plan.model) else plan.model
+        )
+        # Blocks are alike: what is not among the first two is as the second.
+        self._namesake: Callable[[str], str] = _second_block
+        if self._model is plan.model or not self._tells(plan.batch, plan.seq):
+            self._model, self._namesake = plan.model, str
+
+    def at(self, batch: int, seq: int) -> list[Work]:
+        """Return the works of the step, in its order."""
+        by_id = self._listed(batch, seq)
+        try:
+            return [by_id[self._namesake(item.id)] for item in self._program.step]
+        except KeyError as error:
+            message = f"batch={batch}, seq={seq} make another program: it has no {error.args[0]}"
+            raise PlanError(message, hint="plan that configuration by itself") from None
+
+    def _tells(self, batch: int, seq: int) -> bool:
+        by_id = self._listed(batch, seq)
+        return all(by_id.get(self._namesake(item.id)) == item.work for item in self._program.step)
+
+    def _listed(self, batch: int, seq: int) -> dict[str, Work]:
+        fields = {**dict(self._plan), "batch": batch, "seq": seq, "model": self._model}
+        writer = StepWriter(Plan(**fields), self._rank)
+        writer.write_step()
+        return {item.id: item.work for item in writer.instructions}
+
+
+def _second_block(name: str) -> str:
+    return re.sub(r"\bblock\.(?!0\b)\d+", "block.1", name)
+
+
+class _Costs:
+    """Seconds of instructions along the axes, each costed only for the values that it depends on."""
+
+    def __init__(
+        self, machine: Machine, factors: Mapping[str, Sequence[float]], program: Program, bound: Bound
+    ) -> None:
+        self._machine = machine
+        self._factors = {name: tuple(values) for name, values in factors.items()}
+        self._program = program
+        self._bound: Bound = bound
+        self._machines: dict[tuple[tuple[str, float], ...], Machine] = {}
+        self._known: dict[object, Floats] = {}
+        self.shape = tuple(len(values) for values in self._factors.values())
+        for name, values in self._factors.items():
+            for value in values:
+                scaled(machine, {name: value})
+
+    @cached_property
+    def step_s(self) -> Floats:
+        """Host time between two steps, for every configuration."""
+        return self._along({"step_s"}, lambda machine: machine.step_s(self._bound))
+
+    def of(self, works: Sequence[Work]) -> list[Floats]:
+        """Return the seconds of the step's instructions, for every configuration."""
+        return [self._seconds(*pair) for pair in zip(self._program.step, works, strict=True)]
+
+    def _seconds(self, instruction: Instruction, work: Work) -> Floats:
+        direction = self._machine.direction(self._program, instruction)
+        key = work, direction, instruction.op.kind == "collective" and instruction.op
+        if key not in self._known:
+            read = _Read(self._machine.profile, self._bound)
+            work_terms(work, read, direction)
+            names = read.kinds | ({LINKS} if work.copy_bytes else set())
+            changed = replace(instruction, work=work)
+            self._known[key] = self._along(
+                names, lambda machine: machine.activity(self._program, changed, self._bound).seconds
+            )
+        return self._known[key]
+
+    def _along(self, names: set[str], value: Callable[[Machine], float]) -> Floats:
+        """Return a value for every configuration, worked out along those axes alone."""
+        axes = {name: values for name, values in self._factors.items() if name in names}
+        flat = [
+            value(self._scaled(tuple(zip(axes, point, strict=True))))
+            for point in itertools.product(*axes.values())
+        ]
+        lengths = [len(values) if name in axes else 1 for name, values in self._factors.items()]
+        return np.ascontiguousarray(np.broadcast_to(np.array(flat).reshape(lengths), self.shape)).ravel()
+
+    def _scaled(self, point: tuple[tuple[str, float], ...]) -> Machine:
+        if point not in self._machines:
+            self._machines[point] = scaled(self._machine, dict(point))
+        return self._machines[point]
+
+
+class _Read(dict[str, float]):
+    """A profile's constants, with a note of which were asked for."""
+
+    def __init__(self, profile: Profile, bound: Bound) -> None:
+        super().__init__(profile.values(bound))
+        self.kinds: set[str] = set()
+
+    def __getitem__(self, name: str) -> float:
+        self.kinds.add(name.partition(".")[0])
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: float | None = None) -> float | None:  # type: ignore[override]
+        self.kinds.add(name.partition(".")[0])
+        return super().get(name, default)
+
+
+@dataclass(frozen=True)
+class _Link:
+    """A node, or a chain of nodes that wait for each other alone, as one.
+
+    Attributes
+    ----------
+    name : Member
+        The last of the chain, whom others wait for.
+    edges : tuple of (int, Member, bool)
+        Positions before, whom, and whether the host's own time comes between.
+    numbers : tuple of int
+        Instructions of the chain, by their place in the step.
+    after_host : bool
+        Whether it waits for the host's own time from the beginning of the run.
+    """
+
+    name: Member
+    edges: tuple[tuple[int, Member, bool], ...]
+    numbers: tuple[int, ...]
+    after_host: bool = False
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Who waits for whom in the steps of one rank.
+
+    Attributes
+    ----------
+    program : Program
+    first : tuple of tuple of _Link
+        The steps that reach back into the prologue, in order.
+    usual : tuple of _Link
+        Every later step.
+    carried : tuple of Member
+        Whom later steps wait for: where they shift alike, everything does.
+    """
+
+    program: Program
+    first: tuple[tuple[_Link, ...], ...]
+    usual: tuple[_Link, ...]
+    carried: tuple[Member, ...]
+
+    @classmethod
+    def of(cls, program: Program, machine: Machine) -> _Order:
+        """Return the order of a program; of the machine it matters only whether the host takes time of its own.
+
+        Raises
+        ------
+        PlanError
+            If it has a prologue, whose durations would be the plan's own.
+        """
+        if program.prologue:
+            message = f"program {program.name} has a prologue, which a grid of configurations cannot have"
+            raise PlanError(message, hint="take step_time_bound for each configuration")
+        recurrence = Recurrence(World.of_one(program, machine), MAX_STEPS)
+        number = {item.id: place for place, item in enumerate(program.step)}
+        listed = [recurrence.nodes(position) for position in range(1, recurrence.max_distance + 2)]
+        carried = {
+            before for nodes in listed for node in nodes for distance, before, _ in node.edges if distance
+        }
+        *first, usual = listed
+        return cls(
+            program,
+            tuple(tuple(_links(nodes, number, carried, fused=False)) for nodes in first),
+            tuple(_links(usual, number, carried, fused=True)),
+            tuple(sorted(carried)),
+        )
+
+    def step_times(self, seconds: Sequence[Floats], step_s: Floats) -> Floats:
+        """Return the steady seconds per step of every configuration.
+
+        Parameters
+        ----------
+        seconds : sequence of array
+            Of every instruction, each of shape (num_configurations,).
+        step_s : array
+            Host time between two steps.
+        """
+        if not self.usual:
+            return np.zeros_like(step_s)
+        sums: dict[tuple[int, ...], Floats] = {}
+        known: dict[tuple[int, ...], Floats] = {}
+        for link in itertools.chain(self.usual, *self.first):
+            # Chains of like blocks have like parts, and those are the same arrays.
+            key = tuple(id(seconds[number]) for number in link.numbers)
+            if key not in known:
+                known[key] = np.sum([seconds[number] for number in link.numbers], axis=0)
+            sums[link.numbers] = known[key]
+        pieces = [
+            self._chunk(
+                {k: v[begin : begin + _CHUNK] for k, v in sums.items()}, step_s[begin : begin + _CHUNK]
+            )
+            for begin in range(0, len(step_s), _CHUNK)
+        ]
+        return np.concatenate(pieces)
+
+    def _chunk(self, seconds: Mapping[tuple[int, ...], Floats], step_s: Floats) -> Floats:
+        result = np.full(len(step_s), np.nan)
+        ends: list[dict[Member, Floats]] = []
+        carried: list[Floats] = []
+        depth = len(self.first)
+        for step in range(MAX_STEPS):
+            links = self.first[step] if step < depth else self.usual
+            ends.append(_advanced(links, ends, seconds, step_s))
+            carried.append(np.stack([ends[-1][name] for name in self.carried]))
+            for period_s in _periods(carried, depth):
+                result = np.where(np.isnan(result), period_s, result)
+            if not np.isnan(result).any():
+                return result
+            if step >= depth:
+                ends[step - depth] = {}
+        late = second_half_s(carried[-1].max(axis=0), carried[MAX_STEPS // 2 - 1].max(axis=0))
+        return np.where(np.isnan(result), late, result)
+
+
+def _links(
+    nodes: Sequence[Node], number: Mapping[str, int], carried: set[Member], *, fused: bool
+) -> Iterator[_Link]:
+    """Yield nodes in their order, chains of them as one if they may be."""
+    followers: dict[Member, int] = {}
+    for node in nodes:
+        for distance, before, _ in node.edges:
+            if distance == 0:
+                followers[before] = followers.get(before, 0) + 1
+    chains: dict[Member, _Link] = {}
+    for node in nodes:
+        (name,) = node.members
+        edges = tuple((distance, before, delay_s > 0) for distance, before, delay_s in node.edges)
+        numbers: tuple[int, ...] = (number[name.instruction],)
+        last = edges[0][1] if len(edges) == 1 and edges[0][0] == 0 else None
+        if fused and last in chains and followers[last] == 1 and last not in carried and not edges[0][2]:
+            joined = chains.pop(last)
+            edges, numbers = joined.edges, (*joined.numbers, *numbers)
+        chains[name] = _Link(name, edges, numbers, node.earliest_s > 0)
+    yield from chains.values()
+
+
+def _advanced(
+    links: Sequence[_Link],
+    ends: Sequence[Mapping[Member, Floats]],
+    seconds: Mapping[tuple[int, ...], Floats],
+    step_s: Floats,
+) -> dict[Member, Floats]:
+    """Return the ends of the next step."""
+    here: dict[Member, Floats] = {}
+    for link in links:
+        start_s: Floats | None = step_s if link.after_host else None
+        for distance, before, waits_for_host in link.edges:
+            end_s = (ends[-distance] if distance else here)[before]
+            end_s = end_s + step_s if waits_for_host else end_s
+            start_s = end_s if start_s is None else np.maximum(start_s, end_s)
+        own = seconds[link.numbers]
+        here[link.name] = own.copy() if start_s is None else start_s + own
+    return here
+
+
+def _periods(carried: Sequence[Floats], depth: int) -> Iterator[Floats]:
+    """Yield the seconds per step of configurations that repeat every 1, 2 ... steps, NaN for the others."""
+    last = len(carried) - 1
+    tolerance_s = TOLERANCE * np.abs(carried[last]).max(axis=0)
+    for num_steps in range(1, MAX_CYCLE + 1):
+        if last - (depth - 1) - num_steps < 0:
+            return
+        period_s = carried[last].max(axis=0) - carried[last - num_steps].max(axis=0)
+        off_s = np.zeros_like(period_s)
+        for back in range(depth):
+            shift_s = carried[last - back] - carried[last - back - num_steps]
+            np.maximum(off_s, np.abs(shift_s - period_s).max(axis=0), out=off_s)
+        yield np.where(off_s <= tolerance_s, period_s / num_steps, np.nan)

@@ -1,0 +1,384 @@
+"""The event engine for many ranks: what happens to many of them at one instant is handled in one go.
+
+The same rules as :mod:`zosim.engines.simulate`, instruction by instruction and rank by rank, on arrays instead of processes:
+an event is the end of one instruction on all ranks of a template on which it ends at that instant. Ranks in step with
+each other cost as much as one, and ranks that drift apart are still simulated each for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+
+import numpy as np
+
+from topology.errors import ProgramError
+from zosim.engines.assembly import assemble
+from zosim.engines.flows import FlowTable
+from zosim.engines.fluid import SAME_INSTANT
+from zosim.engines.kinds import Kind, Parties, Peers, Times
+from zosim.engines.rows import Ints
+from zosim.engines.simulate import (
+    MAX_UNLIKE_STEPS,
+    check_num_steps,
+    simulate_world,
+    without_garbage_collection,
+)
+from zosim.engines.steady import Cycle, SteadyDetector, shortened_steps
+from zosim.engines.world import World
+from zosim.places import Meeting
+from zosim.program import Part
+from zosim.timeline import Span, Timeline
+
+
+def simulate_many(
+    world: World, *, num_steps: int | None = None, ranks: Collection[int] | None = None
+) -> Timeline:
+    """Return the predicted timeline of a world of many ranks.
+
+    Parameters
+    ----------
+    world : World
+    num_steps : int, optional
+        As for :func:`~zosim.engines.simulate.simulate`.
+    ranks : collection of int, optional
+        Positions in the world of those whose spans are listed; all unless given.
+
+    Raises
+    ------
+    ProgramError
+        As for :func:`~zosim.engines.simulate.simulate`.
+    """
+    check_num_steps(num_steps)
+    wanted = MAX_UNLIKE_STEPS if num_steps is None else num_steps
+    listed = sorted(range(world.size) if ranks is None else ranks)
+    with without_garbage_collection():
+        run = Lockstep(world, wanted, listed)
+        run.go()
+        if run.shortened is None:
+            return assemble(world, run.spans(), wanted, run.cycle)
+        short = Lockstep(world, run.shortened, listed)
+        short.go()
+        omitted = 0 if num_steps is None else num_steps - run.shortened
+        return assemble(world, short.spans(), run.shortened, run.cycle, omitted)
+
+
+def steady_step_s(world: World) -> float:
+    """Return the seconds per step once steps repeat, without listing anything.
+
+    Raises
+    ------
+    ProgramError
+        As for :func:`~zosim.engines.simulate.simulate`.
+    """
+    with without_garbage_collection():
+        run = Lockstep(world, MAX_UNLIKE_STEPS, ())
+        run.go()
+    if run.cycle is None:
+        return simulate_many(world).step_time_s
+    return run.cycle.period_s / run.cycle.num_steps
+
+
+# One instruction at one position, on some of a kind's ranks.
+_Batch = tuple[Kind, int, int]
+
+
+class Lockstep:
+    """One simulation of a fixed number of steps.
+
+    Parameters
+    ----------
+    world : World
+    num_steps : int
+    listed : collection of int
+        Positions in the world of the ranks whose spans are wanted.
+    """
+
+    def __init__(self, world: World, num_steps: int, listed: Collection[int]) -> None:
+        self.world = world
+        self.num_steps = num_steps
+        self.num_events = 0
+        self.cycle: Cycle | None = None
+        self.shortened: int | None = None
+        by_template = np.argsort(world.template_of, kind="stable")
+        self.table = FlowTable(world, by_template)
+        self._order = by_template
+        self._kinds: list[Kind] = []
+        for number in range(len(world.templates)):
+            ranks = np.flatnonzero(np.array(world.template_of) == number)
+            first = sum(len(kind) for kind in self._kinds)
+            self._kinds.append(Kind(world, number, ranks, first, self.table, num_steps))
+        self._peers = {name: Peers(group, by_template) for name, group in world.groups.items()}
+        self._listed = set(listed)
+        self._batches: list[_Batch] = []
+        self._ready: list[tuple[Kind, int, int, Ints]] = []
+        self._parties: dict[tuple[str, int], Parties] = {}
+        self._met: dict[tuple[tuple[str, int, int], int, str], Ints] = {}
+        self._watched: dict[tuple[str, int, str], tuple[Ints, Ints, Ints]] = {}
+        self._is_watched = {name for kind in self._kinds for name in kind.wiring.watchers}
+        self._unfinished: dict[int, int] = {}
+        self._depth = max(kind.wiring.order.max_distance for kind in self._kinds)
+        self._detector = SteadyDetector(self._depth)
+        self._entered = 0
+        self._num_others = 0
+        self._others_until_s = 0.0
+        self._spans: dict[int, list[Span]] = defaultdict(list)
+        self._all = {id(kind): np.arange(len(kind)) for kind in self._kinds}
+
+    def go(self) -> None:
+        """Run to the end, or until the rest is known.
+
+        Raises
+        ------
+        ProgramError
+            If instructions wait for each other in a circle.
+        """
+        for position in sorted({0, 1, self.num_steps + 1}):
+            self._open(position)
+        now_s = 0.0
+        while self.shortened is None:
+            self._start_ready(now_s)
+            if not self.table.is_settled:
+                self.table.settle(now_s)
+            now_s = float(self.table.end_s.min())
+            if math.isinf(now_s):
+                break
+            rows = self.table.take_ended(now_s + SAME_INSTANT * now_s)
+            for batch, cols in self._grouped(rows):
+                self._flow_ended(*batch, cols, now_s)
+        if self.shortened is None and any(self._unfinished.values()):
+            # The other engine words what goes in a circle.
+            simulate_world(self.world, num_steps=min(self.num_steps, self._depth + 1))
+            message = f"program {self.world.program(0).name} can never go on"
+            raise ProgramError(message, hint="look for instructions that wait for each other")
+        for position in sorted(self._unfinished):
+            self._close(position)
+
+    def spans(self) -> dict[int, list[Span]]:
+        """Return the spans of the listed ranks, by position in the world."""
+        return {rank: self._spans[rank] for rank in sorted(self._listed)}
+
+    # -- starting ----------------------------------------------------------------------------------------------
+
+    def _open(self, position: int) -> None:
+        """Set up the needs of all instructions at a position; those without any are ready."""
+        if position in self._unfinished or not 0 <= position <= self.num_steps + 1:
+            return
+        self._unfinished[position] = 0
+        for kind in self._kinds:
+            needs = kind.wiring.needs(position)
+            count = kind.wiring.num_instructions(position)
+            left = np.empty((count, len(kind)), dtype=np.int16)
+            for number in range(count):
+                left[number] = len(needs.own[number])
+                for group, _, _ in needs.peers[number]:
+                    left[number] += self._peers[group].waits[kind.first : kind.first + len(kind)]
+            shape = count, len(kind)
+            kind.times[position] = Times(np.zeros(shape), np.zeros(shape), left)
+            self._unfinished[position] += count * len(kind)
+            for free in np.flatnonzero((left == 0).any(axis=1)).tolist():
+                self._ready.append((kind, position, free, np.flatnonzero(left[free] == 0)))
+
+    def _start_ready(self, now_s: float) -> None:
+        while self._ready:
+            ready, self._ready = self._ready, []
+            for kind, position, number, cols in ready:
+                part = kind.wiring.order.part(position)
+                meeting = None
+                if number < len(kind.wiring.ids[part]):
+                    name = kind.wiring.ids[part][number]
+                    meeting = kind.wiring.order.meeting_at(part, name)
+                if meeting is None:
+                    self._start(kind, position, number, cols, now_s)
+                else:
+                    for other, there, who in self._meet(kind, position, meeting, cols, "start"):
+                        self._start(other, position, there, who, now_s)
+
+    def _start(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
+        part, times = kind.wiring.order.part(position), kind.times[position]
+        seconds = kind.seconds[part][number]
+        if part == "step" and number in kind.chains:
+            chain, offsets = kind.chains[number]
+            times.start_s[np.ix_(chain, cols)] = now_s + offsets[:-1]
+            times.end_s[np.ix_(chain, cols)] = now_s + offsets[1:]
+            seconds = float(offsets[-1, 0])
+        else:
+            times.start_s[number, cols] = now_s
+        rows = kind.streams[part][number] * self.table.num_ranks + kind.first + cols
+        self._batches.append((kind, position, number))
+        self.table.start(rows, kind.kinds[part][number], seconds, len(self._batches) - 1, now_s)
+        if part == "step":
+            self._entered = max(self._entered, position - 1)
+        else:
+            self._num_others += len(cols)
+            self._others_until_s = math.inf
+
+    def _meet(
+        self, kind: Kind, position: int, meeting: Meeting, cols: Ints, phase: str
+    ) -> Iterator[tuple[Kind, int, Ints]]:
+        """Take in ranks that have come to a collective or message, and yield all of the parties that are complete."""
+        parties = self._parties_of(meeting)
+        key = meeting.shared, position, phase
+        if key not in self._met:
+            self._met[key] = np.zeros(len(parties.sizes), dtype=np.intp)
+        there = self._met[key]
+        arrived = np.bincount(parties.of[meeting.sends][kind.first + cols], minlength=len(there))
+        complete = (there + arrived == parties.sizes) & (arrived > 0)
+        there += arrived
+        if not complete.any():
+            return
+        part = kind.wiring.order.part(position)
+        for other in self._kinds:
+            for sends, party in parties.of.items():
+                own = other.wiring.meetings[part].get(meeting._replace(sends=sends))
+                if own is not None:
+                    who = np.flatnonzero(complete[party[other.first : other.first + len(other)]])
+                    if who.size:
+                        yield other, own, who
+
+    def _parties_of(self, meeting: Meeting) -> Parties:
+        key = meeting.group, meeting.offset
+        if key not in self._parties:
+            self._parties[key] = Parties(self.world.groups[meeting.group], meeting.offset, self._order)
+        return self._parties[key]
+
+    # -- ending ------------------------------------------------------------------------------------------------
+
+    def _grouped(self, rows: Ints) -> Iterator[tuple[_Batch, Ints]]:
+        """Yield the instructions that rows belong to, with their ranks' positions in their kind."""
+        batches = self.table.batch[rows]
+        ranks = rows % self.table.num_ranks
+        if (batches == batches[0]).all():
+            kind = self._batches[batches[0]][0]
+            yield self._batches[batches[0]], ranks - kind.first
+            return
+        order = np.argsort(batches, kind="stable")
+        cuts = np.flatnonzero(np.diff(batches[order])) + 1
+        for chosen in np.split(order, cuts):
+            batch = self._batches[batches[chosen[0]]]
+            yield batch, ranks[chosen] - batch[0].first
+
+    def _flow_ended(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
+        """End an instruction, or wait for the others' flows if it is a collective or message."""
+        part = kind.wiring.order.part(position)
+        if number < len(kind.wiring.ids[part]):
+            meeting = kind.wiring.order.meeting_at(part, kind.wiring.ids[part][number])
+            if meeting is not None:
+                for other, there, who in self._meet(kind, position, meeting, cols, "end"):
+                    self._end(other, position, there, who, now_s)
+                return
+        self._end(kind, position, number, cols, now_s)
+
+    def _end(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
+        part, num_ended = kind.wiring.order.part(position), len(cols)
+        if part == "step" and number in kind.chains:
+            chain, _ = kind.chains[number]
+            number, num_ended = int(chain[-1]), len(chain) * len(cols)
+        self.num_events += num_ended
+        times = kind.times[position]
+        # Within a chain a start is a sum of its own, which may round above the instant of the end.
+        times.end_s[number, cols] = np.maximum(times.start_s[number, cols], now_s)
+        if part != "step":
+            self._num_others -= len(cols)
+            self._others_until_s = math.inf if self._num_others else now_s
+        for distance, follower in kind.wiring.followers(position)[number]:
+            self._take_need(kind, position + distance, follower, cols)
+        if number < len(kind.wiring.ids[part]) and kind.wiring.ids[part][number] in self._is_watched:
+            self._tell_peers(kind, position, kind.wiring.ids[part][number], cols)
+        self._unfinished[position] -= num_ended
+        if part == "step" and self._unfinished[position] == 0:
+            self._step_completed(position)
+
+    def _take_need(self, kind: Kind, position: int, number: int, cols: Ints) -> None:
+        if position not in self._unfinished:
+            self._open(position)
+        left = kind.times[position].needs[number]
+        if len(cols) == len(kind):
+            left -= 1
+            now = left == 0
+            if now.all():
+                self._ready.append((kind, position, number, self._all[id(kind)]))
+                return
+            ready = np.flatnonzero(now)
+        else:
+            left[cols] -= 1
+            ready = cols[left[cols] == 0]
+        if ready.size:
+            self._ready.append((kind, position, number, ready))
+
+    def _tell_peers(self, kind: Kind, position: int, name: str, cols: Ints) -> None:
+        """Take a need off whoever waits for an instruction on all its peers, once all of them have finished."""
+        for group in {watcher[0] for other in self._kinds for watcher in other.wiring.watchers.get(name, ())}:
+            ready = self._now_done(group, position, name, kind.first + cols)
+            for other in self._kinds:
+                own = ready[(ready >= other.first) & (ready < other.first + len(other))] - other.first
+                if own.size:
+                    for wanted, part, distance, number in other.wiring.watchers.get(name, ()):
+                        if wanted == group:
+                            self._tell(other, part, position, (group, distance, name), number, own)
+
+    def _tell(
+        self, kind: Kind, part: Part, position: int, need: tuple[str, int, str], number: int, cols: Ints
+    ) -> None:
+        target = position + need[1]
+        is_there = target <= self.num_steps + 1 and kind.wiring.order.part(target) == part
+        if is_there and need in kind.wiring.needs(target).peers[number]:
+            self._take_need(kind, target, number, cols)
+
+    def _now_done(self, group: str, position: int, name: str, ranks: Ints) -> Ints:
+        """Note that an instruction has finished on ranks, and return those whose peers all have by now."""
+        peers = self._peers[group]
+        key = group, position, name
+        if key not in self._watched:
+            num = len(peers.part)
+            state = np.zeros(len(peers.sizes), np.intp), np.zeros(num, np.intp), np.zeros(num, np.intp)
+            self._watched[key] = state
+        counts, done, told = self._watched[key]
+        done[ranks] = 1
+        counts += np.bincount(peers.part[ranks], minlength=len(counts))
+        if not (counts[peers.part[ranks]] >= peers.sizes[peers.part[ranks]] - 1).any():
+            return np.zeros(0, dtype=np.intp)
+        others = counts[peers.part] - np.where(peers.is_doubled, 0, done)
+        ready = np.flatnonzero((others == peers.awaited) & (told == 0) & peers.waits)
+        told[ready] = 1
+        return ready
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def _step_completed(self, position: int) -> None:
+        step = position - 1
+        if self.cycle is None:
+            times = np.concatenate(
+                [
+                    field[: len(kind.wiring.ids["step"])].ravel()
+                    for kind in self._kinds
+                    for field in (kind.times[position].start_s, kind.times[position].end_s)
+                ]
+            )
+            if times.min() < self._others_until_s:
+                self._detector.restart()
+            else:
+                self.cycle = self._detector.completed(times, self._entered - step)
+            if self.cycle is not None:
+                self.shortened = shortened_steps(self.cycle, self.num_steps, self._entered, self._depth)
+        self._close(position)
+
+    def _close(self, position: int) -> None:
+        """Keep the spans of the listed ranks, and forget the rest."""
+        for kind in self._kinds:
+            times = kind.times.pop(position, None)
+            if times is not None:
+                for col, rank in enumerate(kind.ranks):
+                    if int(rank) in self._listed:
+                        self._spans[int(rank)] += self._spans_of(kind, position, times, col, int(rank))
+
+    def _spans_of(self, kind: Kind, position: int, times: Times, col: int, rank: int) -> Iterator[Span]:
+        part, step = kind.wiring.order.part(position), kind.wiring.order.step(position)
+        starts, ends = times.start_s[:, col].tolist(), times.end_s[:, col].tolist()
+        for item, start_s, end_s in zip(getattr(kind.template.program, part), starts, ends, strict=False):
+            limiter = kind.template.activities[part, item.id].limiter
+            number = self.world.numbers[rank]
+            yield Span(
+                number, part, step, item.id, item.stream, item.label, item.segment, start_s, end_s, limiter
+            )

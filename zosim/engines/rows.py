@@ -1,0 +1,148 @@
+"""Shared activities as arrays: how far each is, at what speed it runs, and when it ends.
+
+The same sharing as :mod:`zosim.engines.fluid`, for activities by the thousand: one row each, all rows of an instant settled
+together. Rows that no resource joins, not even through others, are parts of the network that do not touch; only those
+parts are solved in which something started or ended.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from zosim.engines.sharing import fill
+
+Ints = npt.NDArray[np.intp]
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+Entries = tuple[Ints, Ints, Floats]
+"""What rows take of resources: row, resource, use per unit of rate; sorted by row."""
+
+
+class Rows(ABC):
+    """Activities that share resources, a row each.
+
+    Parameters
+    ----------
+    num_rows : int
+    capacity : array
+        Of every resource.
+    is_fifo : array of bool
+        Which serve one activity at a time, in order of arrival.
+    tie : array of int
+        Rows that arrive at one instant count as arrived in this order.
+    """
+
+    def __init__(self, num_rows: int, capacity: Floats, is_fifo: Bools, tie: Ints) -> None:
+        self.end_s = np.full(num_rows, math.inf)
+        self.num_solves = 0
+        self.is_settled = True
+        self._running = np.zeros(num_rows, dtype=bool)
+        self._left_s = np.zeros(num_rows)
+        self._anchor_s = np.zeros(num_rows)
+        self._speed = np.zeros(num_rows)
+        self._arrival = np.zeros(num_rows, dtype=np.intp)
+        self._num_arrivals = 0
+        self._tie = tie
+        self._capacity = capacity
+        self._is_fifo = is_fifo
+        self._part: Ints | None = None
+        self._touched = np.zeros(0, dtype=bool)
+
+    @abstractmethod
+    def _entries(self, rows: Ints) -> Entries:
+        """Return what some rows take."""
+
+    @abstractmethod
+    def _bounds_and_weights(self, rows: Ints) -> tuple[Floats, Floats]:
+        """Return the largest rate of each row, and its weight."""
+
+    @abstractmethod
+    def _joined(self) -> tuple[Ints, Ints]:
+        """Return (row, resource) of everything that can ever be."""
+
+    def arrive(self, rows: Ints, seconds: float | Floats, now_s: float) -> None:
+        """Let activities arrive, of so many seconds at full speed."""
+        self._left_s[rows] = seconds
+        self._anchor_s[rows] = now_s
+        self._speed[rows] = 0.0
+        self._running[rows] = True
+        self._arrival[rows] = self._num_arrivals
+        self._touch(rows)
+
+    def take_ended(self, until_s: float) -> Ints:
+        """Make the rows that end by then idle, and return them."""
+        rows = np.flatnonzero(self.end_s <= until_s)
+        self.end_s[rows] = math.inf
+        shared = rows[self._running[rows]]
+        if shared.size:
+            self._running[shared] = False
+            self._touch(shared)
+        return rows
+
+    def settle(self, now_s: float) -> None:
+        """Give every running row its speed from now on."""
+        self.is_settled = True
+        self._num_arrivals += 1
+        considered = np.flatnonzero(self._running & self._touched[self._parts()])
+        self._touched[:] = False
+        if not considered.size:
+            return
+        speed = self._speeds(considered)
+        changed = speed != self._speed[considered]
+        rows, speed = considered[changed], speed[changed]
+        elapsed_s = now_s - self._anchor_s[rows]
+        left_s = np.maximum(self._left_s[rows] - elapsed_s * self._speed[rows], 0.0)
+        self._left_s[rows], self._anchor_s[rows], self._speed[rows] = left_s, now_s, speed
+        end_s = np.full(len(rows), math.inf)
+        np.divide(left_s, speed, out=end_s, where=speed > 0)
+        self.end_s[rows] = now_s + end_s
+
+    def _touch(self, rows: Ints) -> None:
+        parts = self._parts()
+        self._touched[parts[rows]] = True
+        self.is_settled = False
+
+    def _parts(self) -> Ints:
+        """Return the part of the network that each row belongs to."""
+        if self._part is None:
+            rows, resources = self._joined()
+            num_rows = len(self.end_s)
+            size = num_rows + len(self._capacity)
+            graph = coo_array((np.ones(len(rows)), (rows, num_rows + resources)), shape=(size, size))
+            count, labels = connected_components(graph, directed=False)
+            self._part = labels[:num_rows].astype(np.intp)
+            self._touched = np.zeros(count, dtype=bool)
+        return self._part
+
+    def _speeds(self, considered: Ints) -> Floats:
+        """Return the part of its full speed that each of these rows has."""
+        self.num_solves += 1
+        speed = np.ones(len(self._running))
+        rows, resources, uses = self._entries(considered)
+        if self._is_fifo.any():
+            waiting = self._waiting(rows, resources)
+            speed[waiting] = 0.0
+            runs = speed[rows] > 0
+            rows, resources, uses = rows[runs], resources[runs], uses[runs]
+        if rows.size:
+            active = rows[np.flatnonzero(np.diff(rows, prepend=-1))]
+            bound, weight = self._bounds_and_weights(active)
+            dense = np.searchsorted(active, rows)
+            speed[active] = fill(bound, weight, dense, resources, uses, self._capacity) / bound
+        return speed[considered]
+
+    def _waiting(self, rows: Ints, resources: Ints) -> Ints:
+        """Return the rows that are not the first to use each of their first-in-first-out resources."""
+        queued = self._is_fifo[resources]
+        place = np.empty(len(self._running), dtype=np.intp)
+        place[np.lexsort((self._tie, self._arrival))] = np.arange(len(self._running))
+        first = np.full(len(self._capacity), len(self._running))
+        np.minimum.at(first, resources[queued], place[rows[queued]])
+        held = first[resources[queued]] != place[rows[queued]]
+        return np.unique(rows[queued][held])

@@ -1,0 +1,393 @@
+"""A clock for programs: which instruction starts when, as discrete events.
+
+One simpy process per rank and stream runs its instructions in order; an instruction starts when its stream is free
+and all that it waits for is done, and then progresses at the rate that shared resources leave to it
+(:mod:`zosim.engines.fluid`). A collective starts when the last member of its group is there, and ends for all when the last
+of their flows does; so does a message between its two ranks.
+
+What happens at one instant is independent of the order in which it is handled, with one exception: activities that
+arrive at a first-in-first-out resource at the same instant are served by rank, then by stream in the order of
+:class:`~zosim.program.Stream`.
+
+Steps that have become periodic are not simulated again (:mod:`zosim.engines.steady`): the time that a simulation takes grows
+with the number of unlike steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import simpy
+from simpy.core import EmptySchedule
+
+from costmodel.profile import Bound
+from topology.errors import ProgramError
+from zosim.engines.assembly import assemble
+from zosim.engines.fluid import Fluid
+from zosim.engines.fluid_process import FluidProcess
+from zosim.engines.steady import Cycle, SteadyDetector, shortened_steps
+from zosim.engines.world import World
+from zosim.machine import Activity, Machine
+from zosim.places import Order, Place
+from zosim.program import Program, Stream
+from zosim.program_set import ProgramSet
+from zosim.timeline import Span, Timeline
+
+# Steps after which a run that never becomes periodic is cut, where the caller names no number of steps.
+MAX_UNLIKE_STEPS = 32
+
+
+def simulate(
+    program: Program, machine: Machine, *, num_steps: int | None = None, bound: Bound = "central"
+) -> Timeline:
+    """Return the predicted timeline of a program on one rank.
+
+    Parameters
+    ----------
+    program : Program
+        If it is of several ranks, the others are taken to be in step with this one, and to share nothing with it.
+    machine : Machine
+    num_steps : int, optional
+        Steps of the run; unless given, as many as it takes until steps repeat, at most `MAX_UNLIKE_STEPS`.
+    bound : {"central", "low", "high"}
+        Which end of the profile's intervals.
+
+    Raises
+    ------
+    ProgramError
+        If a dependency names no instruction, instructions wait for each other in a circle, or `num_steps` is
+        negative.
+    ProfileError
+        If the profile has no rate for an instruction's formats.
+    """
+    return simulate_world(World.of_one(program, machine, bound), num_steps=num_steps)
+
+
+def simulate_ranks(
+    programs: Sequence[Program] | ProgramSet,
+    machines: Sequence[Machine],
+    *,
+    num_steps: int | None = None,
+    bound: Bound = "central",
+) -> Timeline:
+    """Return the predicted timeline of several ranks that share the resources of equal names.
+
+    Parameters
+    ----------
+    programs : ProgramSet, or a sequence of Program
+        A sequence has one per rank, all of one group for each name that they know.
+    machines : sequence
+        One per rank.
+    num_steps, bound
+        As for :func:`simulate`.
+
+    Raises
+    ------
+    ProgramError, ProfileError
+        As for :func:`simulate`.
+    """
+    together = programs if isinstance(programs, ProgramSet) else _together(programs)
+    return simulate_world(World.of(together, machines, bound), num_steps=num_steps)
+
+
+def simulate_world(world: World, *, num_steps: int | None = None) -> Timeline:
+    """Return the predicted timeline of all ranks of a world, one simpy process per rank and stream.
+
+    Raises
+    ------
+    ProgramError
+        As for :func:`simulate`.
+    """
+    check_num_steps(num_steps)
+    wanted = MAX_UNLIKE_STEPS if num_steps is None else num_steps
+    with without_garbage_collection():
+        run = _Run(world, wanted)
+        run.go()
+        if run.shortened is None:
+            return run.timeline(run.cycle)
+        # The same run with fewer like steps, whose last steps and flush only come later.
+        short = _Run(world, run.shortened)
+        short.go()
+        return short.timeline(run.cycle, 0 if num_steps is None else num_steps - run.shortened)
+
+
+def check_num_steps(num_steps: int | None) -> None:
+    """Refuse a negative number of steps.
+
+    Raises
+    ------
+    ProgramError
+        If it is one.
+    """
+    if num_steps is not None and num_steps < 0:
+        message = f"cannot simulate {num_steps} steps"
+        raise ProgramError(message, hint="num_steps counts from 0")
+
+
+def _together(programs: Sequence[Program]) -> ProgramSet:
+    if not programs:
+        raise ProgramError("0 programs to simulate", hint="give one program and one machine per rank")
+    names = {name for program in programs for name in program.groups}
+    everybody = (tuple(range(len(programs))),)
+    return ProgramSet(tuple(programs), tuple(range(len(programs))), dict.fromkeys(sorted(names), everybody))
+
+
+class _Run:
+    """One simulation of a fixed number of steps."""
+
+    def __init__(self, world: World, num_steps: int) -> None:
+        self.world = world
+        self.num_steps = num_steps
+        self.env = simpy.Environment()
+        self.fluid = FluidProcess(self.env, Fluid(world.capacities, world.fifo))
+        self.ranks = [_Rank(self, rank) for rank in range(world.size)]
+        self.depth = max(rank.order.max_distance for rank in self.ranks)
+        self.detector = SteadyDetector(self.depth)
+        self.cycle: Cycle | None = None
+        self.shortened: int | None = None
+        self._meetings: dict[tuple[object, ...], tuple[simpy.Event, list[int]]] = {}
+
+    def go(self) -> None:
+        """Run to the end, or until the rest is known.
+
+        Raises
+        ------
+        ProgramError
+            If instructions wait for each other in a circle.
+        """
+        for rank in self.ranks:
+            rank.start()
+        with suppress(EmptySchedule):
+            while self.shortened is None:
+                self.env.step()
+        if self.shortened is None:
+            _refuse_deadlock(self)
+
+    def meet(self, rank: int, place: Place, phase: str) -> simpy.Event:
+        """Return the event of all who meet at `place` having come as far as `rank` now has."""
+        party, key = self._meeting(rank, place, phase)
+        event, there = self._meetings.setdefault(key, (self.env.event(), []))
+        there.append(rank)
+        if len(there) == len(party):
+            event.succeed()
+        return event
+
+    def missing(self, rank: int, place: Place) -> list[int]:
+        """Return those who have not come to the start of a collective or message, where `rank` has."""
+        party, key = self._meeting(rank, place, "start")
+        there = self._meetings.get(key, (None, []))[1]
+        return [other for other in party if other not in there] if rank in there else []
+
+    def _meeting(self, rank: int, place: Place, phase: str) -> tuple[tuple[int, ...], tuple[object, ...]]:
+        found = self.ranks[rank].order.meeting(place)
+        assert found is not None
+        party, key = self.world.party(rank, found)
+        return party, (key, place.position, phase)
+
+    def step_completed(self, step: int) -> None:
+        """Look whether the run has become periodic, whenever all ranks have completed another step."""
+        if self.cycle is not None or any(rank.num_completed <= step for rank in self.ranks):
+            return
+        entered = max(rank.max_step for rank in self.ranks)
+        times = np.concatenate([rank.step_times(step) for rank in self.ranks])
+        if times.min() < self._others_until_s():
+            # Prologue and flush share resources, too: what runs beside them says nothing about later steps.
+            self.detector.restart()
+            return
+        self.cycle = self.detector.completed(times, entered - step)
+        if self.cycle is not None:
+            self.shortened = shortened_steps(self.cycle, self.num_steps, entered, self.depth)
+
+    def _others_until_s(self) -> float:
+        """Return when the last instruction that is of no step ended, infinity while one is running."""
+        return max(rank.others_until_s for rank in self.ranks)
+
+    def timeline(self, cycle: Cycle | None, num_omitted: int = 0) -> Timeline:
+        """Return what happened, with `num_omitted` further steps of the cycle put after its last step."""
+        spans = {rank.index: rank.spans for rank in self.ranks}
+        return assemble(self.world, spans, self.num_steps, cycle, num_omitted)
+
+
+class _Rank:
+    """The streams of one rank."""
+
+    def __init__(self, run: _Run, index: int) -> None:
+        self.run = run
+        self.index = index
+        self.program = run.world.program(index)
+        self.order = Order(self.program, run.num_steps)
+        self.spans: list[Span] = []
+        self.processes: list[simpy.Process] = []
+        self.waiting: dict[Stream, Place] = {}
+        self.done: set[Place] = set()
+        self.num_completed = 0
+        self.max_step = 0
+        self.others_until_s = 0.0
+        self._num_others_running = 0
+        self._activities = run.world.activities(index)
+        self._waiters: dict[Place, list[simpy.Event]] = {}
+        self._times: dict[int, dict[str, tuple[float, float]]] = {}
+
+    def start(self) -> None:
+        """Create the stream processes."""
+        used = {instruction.stream for _, instruction in self.program.instructions()}
+        for number, stream in enumerate(Stream):
+            if stream in used:
+                self.processes.append(self.run.env.process(self._stream(stream, (self.index, number))))
+
+    def _stream(self, stream: Stream, key: tuple[int, int]) -> Generator[simpy.Event, None, None]:
+        env, order, step_s = self.run.env, self.order, self.run.world.template(self.index).step_s
+        for place in self._places(stream):
+            if order.opens_step(place):
+                yield env.timeout(step_s)
+            self.waiting[stream] = place
+            for rank, needed in self.awaited(place):
+                if needed not in rank.done:
+                    yield rank.finished(needed)
+            meets = order.meeting(place) is not None
+            if meets:
+                yield self.run.meet(self.index, place, "start")
+            del self.waiting[stream]
+            start_s = env.now
+            activity = self._activities[order.part(place.position), place.instruction]
+            self._count_other(place, +1)
+            yield self.run.fluid.run(activity, key)
+            if meets:
+                yield self.run.meet(self.index, place, "end")
+            self._count_other(place, -1)
+            self._finish(place, start_s, activity)
+
+    def awaited(self, place: Place) -> Iterator[tuple[_Rank, Place]]:
+        """Yield what an instruction waits for besides its stream, on this rank and on its peers."""
+        for needed in self.order.waits_for(place):
+            yield self, needed
+        for group, needed in self.order.waits_for_peers(place):
+            for peer in self.run.world.groups[group].peers(self.index):
+                rank = self.run.ranks[peer]
+                if rank.order.has(needed):
+                    yield rank, needed
+
+    def finished(self, place: Place) -> simpy.Event:
+        """Return an event that happens when an instruction of this rank has finished."""
+        event = self.run.env.event()
+        self._waiters.setdefault(place, []).append(event)
+        return event
+
+    def _places(self, stream: Stream) -> Iterator[Place]:
+        own = {
+            part: [item.id for item in getattr(self.program, part) if item.stream == stream]
+            for part in ("prologue", "step", "flush")
+        }
+        for name in own["prologue"]:
+            yield Place(0, name)
+        if own["step"]:
+            for step in range(self.order.num_steps):
+                self.max_step = max(self.max_step, step)
+                for name in own["step"]:
+                    yield Place(step + 1, name)
+        for name in own["flush"]:
+            yield Place(self.order.num_steps + 1, name)
+
+    def _finish(self, place: Place, start_s: float, activity: Activity) -> None:
+        instruction, end_s = self.order.instruction(place), self.run.env.now
+        part, step = self.order.part(place.position), self.order.step(place.position)
+        self.spans.append(
+            Span(
+                self.run.world.numbers[self.index],
+                part,
+                step,
+                instruction.id,
+                instruction.stream,
+                instruction.label,
+                instruction.segment,
+                start_s,
+                end_s,
+                activity.limiter,
+            )
+        )
+        self.done.add(place)
+        for event in self._waiters.pop(place, ()):
+            event.succeed()
+        if part == "step":
+            self._count(step, instruction.id, start_s, end_s)
+
+    def _count_other(self, place: Place, change: int) -> None:
+        if self.order.part(place.position) != "step":
+            self._num_others_running += change
+            self.others_until_s = math.inf if self._num_others_running else self.run.env.now
+
+    def _count(self, step: int, instruction: str, start_s: float, end_s: float) -> None:
+        times = self._times.setdefault(step, {})
+        times[instruction] = start_s, end_s
+        if len(times) == len(self.program.step):
+            # Streams run in order, so steps are completed in order.
+            self.num_completed = step + 1
+            self.run.step_completed(step)
+
+    def step_times(self, step: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Return starts and ends of a completed step's instructions, in the program's order."""
+        times = self._times.pop(step, {})
+        return np.array([time for item in self.program.step for time in times[item.id]], dtype=np.float64)
+
+
+def _refuse_deadlock(run: _Run) -> None:
+    """Raise for the first rank of which a stream can never go on."""
+    for rank in run.ranks:
+        if rank.waiting:
+            circle = " waits for ".join(_circle(run, rank))
+            message = f"program {rank.program.name} can never go on: {circle}"
+            raise ProgramError(message, hint="remove one of these dependencies, or reorder a stream")
+
+
+def _circle(run: _Run, rank: _Rank) -> list[str]:
+    """Return the instructions that wait for each other, the first again at the end."""
+    node = rank, min(rank.waiting.values())
+    path: list[tuple[_Rank, Place]] = []
+    while node not in path:
+        path.append(node)
+        undone = _undone(run, *node)
+        if not undone:
+            return [*map(_name, path), "a partner that never comes"]
+        node = undone[0]
+    return [_name(item) for item in (*path[path.index(node) :], node)]
+
+
+def _undone(run: _Run, rank: _Rank, place: Place) -> list[tuple[_Rank, Place]]:
+    """Return what an instruction that has not started still waits for."""
+    needed = [(rank, before) for before in rank.order.predecessors(place)] + list(rank.awaited(place))
+    undone = [(other, before) for other, before in needed if before not in other.done]
+    if undone or rank.order.meeting(place) is None:
+        return undone
+    partners = [run.ranks[number] for number in run.missing(rank.index, place)]
+    wanted = rank.order.meeting(place)
+    assert wanted is not None
+    return [
+        (other, here)
+        for other in partners
+        for item in other.order.instructions(place.position)
+        if (found := other.order.meeting(here := Place(place.position, item.id)))
+        and found.shared == wanted.shared
+        and (not wanted.offset or found.sends != wanted.sends)
+    ]
+
+
+def _name(node: tuple[_Rank, Place]) -> str:
+    rank, place = node
+    name = f"{rank.order.part(place.position)}/{place.instruction}"
+    return name if rank.run.world.size == 1 else f"{name} of rank {rank.run.world.numbers[rank.index]}"
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Keep the collector from walking the many live events again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

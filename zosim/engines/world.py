@@ -1,0 +1,337 @@
+"""All ranks of a run as the simulators see them: activities, what they share, and who waits for whom.
+
+Ranks whose programs and machines are alike but for the names of their resources share a :class:`Template`, so that a
+thousand ranks cost little more than one. :mod:`zosim.engines.fold` goes further and keeps one rank of each kind.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+
+from costmodel.profile import Bound
+from topology.errors import ProgramError
+from zosim.machine import Activity, Machine
+from zosim.places import Meeting, channel_of
+from zosim.program import Collective, Instruction, Part, Program, Recv, Send
+from zosim.program_set import ProgramSet
+
+# A resource of which no more than this is ever asked limits nobody.
+_ENOUGH = 1 + 1e-12
+_PARTS: tuple[Part, ...] = ("prologue", "step", "flush")
+
+
+@dataclass(frozen=True)
+class Template:
+    """What ranks of one kind do.
+
+    Attributes
+    ----------
+    program : Program
+    activities : mapping of (part, id) to Activity
+        Their resources are those of one of the ranks, by name.
+    resources : tuple of str
+        That rank's resources; another rank's stand at the same places of its own list.
+    step_s : float
+        Host time between two steps.
+    """
+
+    program: Program
+    activities: Mapping[tuple[Part, str], Activity]
+    resources: tuple[str, ...]
+    step_s: float
+
+    def most_asked(self) -> dict[str, float]:
+        """Return the most that one rank asks of each resource at any time, its streams taken as independent."""
+        by_stream: dict[tuple[str, str], float] = defaultdict(float)
+        for part, item in self.program.instructions():
+            activity = self.activities[part, item.id]
+            for name, asked in asked_at_full_speed(activity).items():
+                by_stream[name, item.stream] = max(by_stream[name, item.stream], asked)
+        total: dict[str, float] = defaultdict(float)
+        for (name, _), asked in by_stream.items():
+            total[name] += asked
+        return dict(total)
+
+
+def asked_at_full_speed(activity: Activity) -> dict[str, float]:
+    """Return what an activity alone takes of each resource."""
+    asked: dict[str, float] = defaultdict(float)
+    for name, use in activity.uses:
+        asked[name] += use * activity.bound
+    return dict(asked)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A partition of the ranks into those that work together.
+
+    Attributes
+    ----------
+    parts : tuple of tuple of int
+    doubled : frozenset of int
+        Ranks that stand for several of their part, and so wait for themselves where they wait for the others.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+    doubled: frozenset[int] = frozenset()
+
+    @cached_property
+    def part_of(self) -> dict[int, int]:
+        """Number of each rank's part."""
+        return {rank: number for number, part in enumerate(self.parts) for rank in part}
+
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """Return whom `rank` waits for where a dependency names the group."""
+        members = self.parts[self.part_of[rank]]
+        return tuple(other for other in members if other != rank or rank in self.doubled)
+
+    def at_offset(self, rank: int, offset: int) -> int | None:
+        """Return the member so many places after `rank` in its part, None past either end."""
+        members = self.parts[self.part_of[rank]]
+        place = members.index(rank) + offset
+        return members[place] if 0 <= place < len(members) else None
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run.
+
+    Attributes
+    ----------
+    templates : tuple of Template
+    template_of : tuple of int
+        Of each rank.
+    resources : tuple of tuple of str
+        Of each rank, in the order of its template's.
+    capacities : mapping of str to float
+        Of the resources that can limit anybody.
+    fifo : frozenset of str
+        Those that serve one activity at a time.
+    groups : mapping of str to Group
+    numbers : tuple of int
+        Under which ranks are reported.
+    counts : tuple of int
+        How many ranks each stands for.
+    """
+
+    templates: tuple[Template, ...]
+    template_of: tuple[int, ...]
+    resources: tuple[tuple[str, ...], ...]
+    capacities: Mapping[str, float]
+    fifo: frozenset[str]
+    groups: Mapping[str, Group]
+    numbers: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, programs: ProgramSet, machines: Sequence[Machine], bound: Bound = "central") -> World:
+        """Return the world of a program set.
+
+        Parameters
+        ----------
+        programs : ProgramSet
+        machines : sequence of Machine
+            One per rank. Ranks share the resources of equal names.
+        bound : {"central", "low", "high"}
+            Which end of the profiles' intervals.
+
+        Raises
+        ------
+        ProgramError
+            If there is not one machine per rank, or a dependency names an instruction that a peer does not have.
+        ProfileError
+            If a profile has no rate for an instruction's formats.
+        """
+        if len(machines) != programs.world_size or not machines:
+            message = f"{len(machines)} machines for {programs.world_size} ranks"
+            raise ProgramError(message, hint="give one machine per rank")
+        found: dict[object, int] = {}
+        templates: list[Template] = []
+        template_of = []
+        for role, machine in zip(programs.roles, machines, strict=True):
+            key = role, machine.shape
+            if key not in found:
+                found[key] = len(templates)
+                templates.append(_template(programs.programs[role], machine, bound))
+            template_of.append(found[key])
+        groups = {name: Group(tuple(parts)) for name, parts in programs.groups.items()}
+        world_size = programs.world_size
+        world = cls(
+            tuple(templates),
+            tuple(template_of),
+            tuple(tuple(machine.capacities) for machine in machines),
+            _merged_capacities(machines),
+            frozenset().union(*(machine.fifo for machine in machines)),
+            MappingProxyType(groups),
+            tuple(range(world_size)),
+            (1,) * world_size,
+        )
+        world.check_peers()
+        return world.with_limits_alone()
+
+    @classmethod
+    def of_one(cls, program: Program, machine: Machine, bound: Bound = "central") -> World:
+        """Return the world of one rank, whose peers, if it has any, are taken to be in step with it.
+
+        Raises
+        ------
+        ProfileError
+            If the profile has no rate for an instruction's formats.
+        """
+        template = _template(program, machine, bound)
+        groups = {
+            name: Group(((0,),), frozenset({0}) if size > 1 else frozenset())
+            for name, size in program.groups.items()
+        }
+        world = cls(
+            (template,),
+            (0,),
+            (template.resources,),
+            dict(machine.capacities),
+            machine.fifo,
+            MappingProxyType(groups),
+            (0,),
+            (1,),
+        )
+        return world.with_limits_alone()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks simulated."""
+        return len(self.numbers)
+
+    def template(self, rank: int) -> Template:
+        """Return the template of a rank."""
+        return self.templates[self.template_of[rank]]
+
+    def program(self, rank: int) -> Program:
+        """Return the program of a rank."""
+        return self.template(rank).program
+
+    def activities(self, rank: int) -> dict[tuple[Part, str], Activity]:
+        """Return what a rank's instructions are, with its own resources."""
+        template = self.template(rank)
+        if self.resources[rank] == template.resources:
+            return dict(template.activities)
+        own = dict(zip(template.resources, self.resources[rank], strict=True))
+        renamed: dict[int, Activity] = {}
+        for activity in template.activities.values():
+            if id(activity) not in renamed:
+                uses = tuple((own[name], use) for name, use in activity.uses)
+                renamed[id(activity)] = replace(activity, uses=uses)
+        return {place: renamed[id(activity)] for place, activity in template.activities.items()}
+
+    def party(self, rank: int, meeting: Meeting) -> tuple[tuple[int, ...], Hashable]:
+        """Return who meets where `rank` does, and what tells this meeting from others at its position.
+
+        A message whose other side is not simulated has one member: that side is taken to be in step.
+        """
+        group = self.groups[meeting.group]
+        if not meeting.offset:
+            members = group.parts[group.part_of[rank]]
+            return members, (members, meeting)
+        other = group.at_offset(rank, meeting.offset if meeting.sends else -meeting.offset)
+        if other is None:
+            return (rank,), (rank, meeting)
+        members = (rank, other) if meeting.sends else (other, rank)
+        return members, (members, meeting.shared)
+
+    def with_limits_alone(self) -> World:
+        """Return the same world without the resources of which there is always enough for all who ask."""
+        asked: dict[str, float] = defaultdict(float)
+        most = [template.most_asked() for template in self.templates]
+        for rank, number in enumerate(self.template_of):
+            own = dict(zip(self.templates[number].resources, self.resources[rank], strict=True))
+            for name, amount in most[number].items():
+                asked[own[name]] += amount
+        limits = {
+            name: capacity
+            for name, capacity in self.capacities.items()
+            if name in self.fifo or asked[name] > capacity * _ENOUGH
+        }
+        return replace(self, capacities=limits)
+
+    def _check_partners(self) -> None:
+        channels = [
+            {channel_of(item): item for _, item in template.program.instructions()}
+            for template in self.templates
+        ]
+        for rank, kind in enumerate(self.template_of):
+            for channel, item in channels[kind].items():
+                if channel is None or not channel[1]:
+                    continue
+                group, offset, sends = channel
+                if self.groups[group].at_offset(rank, offset if sends else -offset) is None:
+                    message = (
+                        f"{item.id} of rank {rank} {'sends to' if sends else 'receives from'} a place of {group} "
+                        "that nobody has"
+                    )
+                    raise ProgramError(message, hint="the first and the last of a group have one neighbour")
+
+    def check_peers(self) -> None:
+        """Refuse dependencies on instructions that a peer does not have, and messages to or from nobody.
+
+        Raises
+        ------
+        ProgramError
+            Naming both.
+        """
+        self._check_partners()
+        known = [
+            {part: {item.id for item in getattr(template.program, part)} for part in _PARTS}
+            for template in self.templates
+        ]
+        kinds: dict[tuple[str, int], set[int]] = defaultdict(set)
+        for name, group in self.groups.items():
+            for members in group.parts:
+                kinds_here = {self.template_of[rank] for rank in members} if len(members) > 1 else set()
+                for kind in kinds_here:
+                    kinds[name, kind] |= kinds_here
+        for kind, template in enumerate(self.templates):
+            for part, item in template.program.instructions():
+                for edge in item.after:
+                    for other in kinds[edge.group, kind] if edge.group else ():
+                        if not any(
+                            edge.instruction in known[other][source]
+                            for source in _sources(part, edge.distance)
+                        ):
+                            message = (
+                                f"{part}/{item.id} of program {template.program.name} waits for "
+                                f"{edge.instruction!r} on its peers in {edge.group}, which one of them does not run"
+                            )
+                            raise ProgramError(message, hint="wait for what every member of the group runs")
+
+
+def _sources(part: Part, distance: int) -> tuple[Part, ...]:
+    """Return the parts that an edge of a distance can reach into."""
+    if distance == 0:
+        return (part,)
+    return {"prologue": (), "step": ("step", "prologue"), "flush": ("step", "prologue")}[part]  # type: ignore[return-value]
+
+
+def _template(program: Program, machine: Machine, bound: Bound) -> Template:
+    known: dict[object, Activity] = {}
+    activities = {}
+    for part, item in program.instructions():
+        key = item.work, machine.direction(program, item), _meets_as(item)
+        if key not in known:
+            known[key] = machine.activity(program, item, bound)
+        activities[part, item.id] = known[key]
+    return Template(program, activities, tuple(machine.capacities), machine.step_s(bound))
+
+
+def _meets_as(item: Instruction) -> object:
+    """Return what tells apart what operations on links cost."""
+    return item.op if isinstance(item.op, Collective | Send | Recv) else None
+
+
+def _merged_capacities(machines: Sequence[Machine]) -> dict[str, float]:
+    capacities: dict[str, float] = {}
+    for machine in machines:
+        for name, capacity in machine.capacities.items():
+            capacities[name] = max(capacity, capacities.get(name, 0.0))
+    return capacities

@@ -1,0 +1,172 @@
+"""What a plan takes at least, on all its ranks: the longest of their sketches, and the fullest of what they share.
+
+Ranks that do the same on devices that are placed alike are sketched once, however many they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from topology.units import format_bytes
+from zosim.machine import Machine
+from zosim.machines import Ways, machines_for
+from zosim.plan import Mesh, Placement, Plan
+from zosim.planning.footprint import Footprints, host_footprint
+from zosim.planning.request import Request, profiles_of
+from zosim.planning.sketch import Sketch, Sketcher
+from zosim.twins import Twins
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What is known of a plan before it is lowered.
+
+    Attributes
+    ----------
+    seconds : float
+        Of a step, at least.
+    num_instructions : int
+        Of the longest rank's step.
+    footprints : Footprints
+        Of one rank and one host of each kind.
+    missing : str
+        What does not fit and by how much; empty if everything does.
+    """
+
+    seconds: float
+    num_instructions: int
+    footprints: Footprints
+    missing: str
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Kinds of ranks on a placement, and which of them share a host.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        A rank of each kind: kinds differ in what they do, or in their machines otherwise than by names.
+    hosts : mapping of str to tuple of (int, int)
+        Ranks with their kinds, for one host of each kind.
+    """
+
+    ranks: tuple[int, ...]
+    hosts: dict[str, tuple[tuple[int, int], ...]]
+
+
+class Bounds:
+    """Bounds of the plans for one request."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._sketcher = Sketcher(request.model)
+        self._twins = Twins(request.topology)
+        self._sites: dict[tuple[Mesh, Placement], _Site] = {}
+        self._ways = Ways()
+        self._known: dict[tuple[Placement, int], tuple[Machine, ...]] = {}
+
+    def of(self, plan: Plan) -> Bound:
+        """Return the bound of a plan for the request."""
+        site = self._site(plan)
+        machines = self._machines(plan)
+        sketches = [self._sketcher.sketch(plan, rank, machines[rank]) for rank in site.ranks]
+        taken = _footprints(site, sketches)
+        longest = max(sketches, key=lambda sketch: sketch.period_s)
+        return Bound(
+            max(
+                longest.period_s,
+                self._sketcher.pipeline_s(plan, plan.mesh.pipelines[0], machines)
+                if plan.mesh.stage > 1
+                else 0.0,
+                self._shared_s(plan, site, sketches),
+            ),
+            longest.num_instructions,
+            taken,
+            "; ".join(self._missing(plan, site, taken)),
+        )
+
+    def _machines(self, plan: Plan) -> tuple[Machine, ...]:
+        """Return every rank's machine, which of a mesh only the stages change."""
+        placement, request = plan.placement, self._request
+        key = placement, plan.mesh.stage
+        if key not in self._known:
+            profiles = profiles_of(placement, request.profile, request.profiles)
+            self._known[key] = machines_for(
+                request.topology, placement.devices, profiles, plan.groups, known=self._ways
+            )
+        return self._known[key]
+
+    def _site(self, plan: Plan) -> _Site:
+        key = (plan.mesh, plan.placement)
+        if key not in self._sites:
+            self._sites[key] = self._kinds(plan)
+        return self._sites[key]
+
+    def _kinds(self, plan: Plan) -> _Site:
+        machines, topology = self._machines(plan), self._request.topology
+        found: dict[Hashable, int] = {}
+        ranks: list[int] = []
+        on_host: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for rank, device in enumerate(plan.placement.devices):
+            stage = plan.mesh.coordinates(rank).stage
+            kind = (len(plan.points_of(rank)), len(plan.rows_of(rank)), stage, machines[rank].shape)
+            if kind not in found:
+                found[kind] = len(ranks)
+                ranks.append(rank)
+            on_host[topology.host_of(device).id].append((rank, found[kind]))
+        alike: dict[Hashable, str] = {}
+        for host, members in on_host.items():
+            twins = tuple((self._twins.of(plan.placement.devices[rank]), kind) for rank, kind in members)
+            alike.setdefault(twins, host)
+        return _Site(tuple(ranks), {host: tuple(on_host[host]) for host in alike.values()})
+
+    def _shared_s(self, plan: Plan, site: _Site, sketches: Sequence[Sketch]) -> float:
+        """Return the seconds that the fullest resource of any host is busy in a step."""
+        machines = self._machines(plan)
+        fullest_s = 0.0
+        for members in site.hosts.values():
+            busy_s: dict[str, float] = defaultdict(float)
+            for rank, kind in members:
+                for name, seconds in _busy_s(sketches[kind], machines[rank]):
+                    busy_s[name] += seconds
+            fullest_s = max(fullest_s, *busy_s.values())
+        return fullest_s
+
+    def _missing(self, plan: Plan, site: _Site, taken: Footprints) -> Iterator[str]:
+        """Yield what of the devices and the hosts does not suffice."""
+        request, devices = self._request, plan.placement.devices
+        for memory, rank in zip(taken.ranks, site.ranks, strict=True):
+            limit = request.device_limit_bytes(devices[rank])
+            if memory.device_bytes > limit:
+                yield _lacking("device", memory.device_bytes, limit, memory.describe())
+                break
+        for host in taken.hosts:
+            limit = request.host_limit_bytes(tuple(devices[rank] for rank in host.ranks))
+            if host.size_bytes > limit:
+                yield _lacking("host", host.size_bytes, limit, host.describe())
+                break
+
+
+def _busy_s(sketch: Sketch, machine: Machine) -> Iterator[tuple[str, float]]:
+    """Yield a rank's resources with the seconds for which it takes all of each."""
+    for amount, (name, capacity) in zip(sketch.loads, machine.capacities.items(), strict=True):
+        yield name, amount / capacity
+
+
+def _footprints(site: _Site, sketches: Sequence[Sketch]) -> Footprints:
+    of_kind = [sketch.footprint for sketch in sketches]
+    hosts = [
+        host_footprint(host, tuple(rank for rank, _ in members), [of_kind[kind] for _, kind in members])
+        for host, members in site.hosts.items()
+    ]
+    return Footprints(tuple(of_kind), tuple(hosts))
+
+
+def _lacking(where: str, needed: int, limit: int, parts: str) -> str:
+    return (
+        f"needs {format_bytes(needed)} of {where} memory, {format_bytes(needed - limit)} more than "
+        f"{format_bytes(limit)}: {parts}"
+    )

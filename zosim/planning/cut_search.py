@@ -1,0 +1,301 @@
+"""Where to cut a model into stages: from the work of its segments and what would cross, before anything is lowered.
+
+A point passes through all stages and crossings once; the slowest of them holds up every further point; and a stage has
+its part of the directions to draw, apply and undo besides. Whatever overlaps, a step takes at least
+
+    ``max(max_s u_s + K f_s, F + X + (K - 1) max_s f_s)``
+
+of ``K`` points, with the seconds ``f_s`` of stage ``s`` for one point, ``F`` their sum, ``u_s`` what it does once, and
+``X`` one point's crossings. Cuts are the cheapest by this bound: the best way to each place in the model is known from the
+best ways to those before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodel.codec_time import (
+    Link,
+    codec_profile_of,
+    coding_terms,
+    decode_work,
+    encode_work,
+    fastest_crossing,
+)
+from costmodel.codecs import (
+    ENCODINGS,
+    CodecSpec,
+    SymbolStatistics,
+    activation_statistics,
+    codec_spec,
+    message_bytes,
+    statistics_of_density,
+)
+from costmodel.model_spec import ModelSpec
+from costmodel.work import DTYPE_BYTES
+from zosim.machine import Hop
+from zosim.plan import Split
+from zosim.planning.cuts import INSIDE, Cutting, sparsest_near_the_middle
+from zosim.planning.segment_costs import Costs, Seconds, Site
+from zosim.program import Recv, Send
+
+Codecs = tuple[str, str]
+"""Names of the codecs of MLP activations and of the residual stream."""
+
+PLAIN: Codecs = ("none", "none")
+# Cuts of each kind (inside blocks, between them) that are worth a simulation, where there is one cut.
+_NUM_TRIED = 2
+# Pairs of codecs that are worth one, beside plain numbers.
+_NUM_CODECS = 3
+
+
+@dataclass(frozen=True)
+class Found:
+    """Cuts with their codecs, and the seconds that a step takes at least with them."""
+
+    cuts: tuple[str, ...]
+    codecs: Codecs
+    bound_s: float
+
+
+class Ranking:
+    """Cuts of one model on one site, best first.
+
+    Parameters
+    ----------
+    site : Site
+    cutting : Cutting
+    costs : Costs, optional
+        Shared among sites of one model.
+    """
+
+    def __init__(self, site: Site, cutting: Cutting, costs: Costs | None = None) -> None:
+        self._site = site
+        self._cutting = cutting
+        self._costs = costs or Costs(site.model, cutting)
+        self._crossings: dict[tuple[str, Codecs], tuple[float, float, float]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """All cuts of the model, in its order."""
+        return self._costs.names
+
+    @cached_property
+    def codecs(self) -> list[Codecs]:
+        """Pairs of codecs that are worth a simulation: plain numbers, and the best of what was asked for."""
+        asked = list(dict.fromkeys(itertools.product(*self._cutting.choices)))
+        asked = [pair for pair in asked if pair != PLAIN]
+        if len(asked) > _NUM_CODECS:
+            bounds = {pair: self.best_of_all(pair).bound_s for pair in asked}
+            asked = sorted(asked, key=bounds.__getitem__)[:_NUM_CODECS]
+        return [PLAIN, *asked]
+
+    def best(self, codecs: Codecs) -> list[tuple[str, ...]]:
+        """Return the cuts worth a simulation: the best inside blocks, the best between them, and SparQ's own choice."""
+        num_cuts = self._site.mesh.stage - 1
+        inside = [name for name in self.names if name.endswith(INSIDE)]
+        between = [name for name in self.names if not name.endswith(INSIDE)]
+        found = [cuts for names in (between, inside) for cuts in self._best_of(names, num_cuts, codecs)]
+        if num_cuts > 1:
+            found += self._best_of(self.names, num_cuts, codecs)
+        found.append(sparsest_near_the_middle(self.names, self._cutting.densities, num_cuts + 1))
+        return [cuts for cuts in dict.fromkeys(found) if len(cuts) == num_cuts]
+
+    def best_of_all(self, codecs: Codecs, limit_bytes: float = np.inf) -> Found:
+        """Return the best cuts of any kind, of whose stages none has more bytes of weights, if there are any."""
+        if self._cutting.cuts:
+            return Found(self._cutting.cuts, codecs, self.bound_s(self._cutting.cuts, codecs))
+        cuts = self._spread(self.names, self._site.mesh.stage - 1, codecs, limit_bytes)
+        return Found(cuts, codecs, self.bound_s(cuts, codecs) if cuts else np.inf)
+
+    def _best_of(self, names: Sequence[str], num_cuts: int, codecs: Codecs) -> list[tuple[str, ...]]:
+        if len(names) < num_cuts:
+            return []
+        if num_cuts == 1:
+            alone: list[tuple[str, ...]] = [(name,) for name in names]
+            return sorted(alone, key=lambda cuts: self.bound_s(cuts, codecs))[:_NUM_TRIED]
+        return [self._spread(names, num_cuts, codecs)]
+
+    def _spread(
+        self, names: Sequence[str], num_cuts: int, codecs: Codecs, limit_bytes: float = np.inf
+    ) -> tuple[str, ...]:
+        """Return the cuts of least bound; none where no stages keep to the limit."""
+        if len(names) < num_cuts:
+            return ()
+        table = self._table(names, codecs)
+        # Places between which stages lie: the model's beginning, the cuts, its end.
+        busy = np.where(table.weight_bytes <= limit_bytes, table.busy_s, np.inf)
+        last = len(names) + 1
+        ways = [(busy[0].copy(), table.crossing_s.copy(), table.point_s[0].copy())]
+        before: list[NDArray[np.intp]] = []
+        for _ in range(num_cuts):
+            most, crossed, slowest = ways[-1]
+            most, crossed = np.maximum(most[:, None], busy), crossed[:, None] + table.crossing_s[None, :]
+            slowest = np.maximum(slowest[:, None], table.point_s)
+            seconds = np.maximum(most, table.total_s + crossed + (self._site.num_points - 1) * slowest)
+            # Every stage ends behind the one before; a point of the model is entered from a cut.
+            seconds[np.arange(last + 1)[:, None] >= np.arange(last + 1)[None, :]] = np.inf
+            seconds[0] = np.inf
+            chosen = np.argmin(seconds, axis=0)
+            at = chosen, np.arange(last + 1)
+            is_way = np.isfinite(seconds[at])
+            ways.append((np.where(is_way, most[at], np.inf), crossed[at], slowest[at]))
+            before.append(chosen)
+        if not np.isfinite(ways[-1][0][last]):
+            return ()
+        places: list[int] = [last]
+        for chosen in reversed(before):
+            places.append(int(chosen[places[-1]]))
+        return tuple(names[place - 1] for place in reversed(places[1:]))
+
+    def _table(self, names: Sequence[str], codecs: Codecs) -> _Table:
+        seconds, points = self._costs.seconds(self._site), self._site.num_points
+        ends = np.array([0, *(self._costs.ends[name] for name in names), len(seconds.forward)])
+        crossings = np.array([(0.0, 0.0, 0.0), *(self._crossing(name, codecs) for name in names), (0.0,) * 3])
+        encode, transfer, decode = crossings.T
+        forward, once, walk, stored = (
+            np.concatenate([[0.0], np.cumsum(column)])[ends]
+            for column in (seconds.forward, seconds.once, seconds.walk, seconds.weight_bytes)
+        )
+        own = forward[None, :] - forward[:, None] + decode[:, None] + encode[None, :]
+        busy = once[None, :] - once[:, None] + walk[:, None] + points * own
+        return _Table(
+            np.maximum(busy, points * transfer[None, :]),
+            np.maximum(own, transfer[None, :]),
+            crossings.sum(1),
+            stored[None, :] - stored[:, None],
+            float(seconds.forward.sum()),
+        )
+
+    def bound_s(self, cuts: Sequence[str], codecs: Codecs) -> float:
+        """Return the seconds that a step takes at least."""
+        table, last = self._table(cuts, codecs), len(cuts) + 1
+        places = list(itertools.pairwise(range(last + 1)))
+        busy_s = max(table.busy_s[place] for place in places)
+        point_s = max(table.point_s[place] for place in places)
+        crossed_s = table.total_s + table.crossing_s.sum()
+        return float(max(busy_s, crossed_s + (self._site.num_points - 1) * point_s))
+
+    def weight_bytes(self, cuts: Sequence[str]) -> float:
+        """Return the weights of the fullest stage."""
+        table = self._table(cuts, PLAIN)
+        return float(max(table.weight_bytes[place] for place in itertools.pairwise(range(len(cuts) + 2))))
+
+    def split(self, cuts: tuple[str, ...], codecs: Codecs) -> Split:
+        """Return where and how the model is cut."""
+        densities = self._cutting.densities
+        named = tuple(self.codec_for(codec, cuts).name for codec in codecs)
+        if not any(cut.endswith(INSIDE) for cut in cuts):
+            named = "none", named[1]
+        return Split(
+            cuts=cuts,
+            codec=named[0],
+            residual_codec=named[1],
+            densities=tuple(densities.get(cut, 1.0) for cut in cuts) if densities else (),
+        )
+
+    def codec_for(self, name: str, cuts: Sequence[str]) -> CodecSpec:
+        """Return the codec of a name; one that leaves the encoding open with what is fastest over the link."""
+        spec = codec_spec(name)
+        if spec.bits is None or set(name.split(":")) & {*ENCODINGS, "smallest"}:
+            return spec
+        density = max(self._cutting.densities.get(cut, 1.0) for cut in cuts)
+        shape, width = self._shape(cuts[0]), self._element_bytes
+        stats = self._statistics(spec, shape, density)
+        hop, values = self._coded_hop, self._site.machines[0].profile.values()
+        link = Link(hop.bandwidth_bytes_per_s, codec_profile_of(values), hop.latency_s)
+        return fastest_crossing(spec, shape, width, stats, link).spec
+
+    def _statistics(self, spec: CodecSpec, shape: tuple[int, ...], density: float | None) -> SymbolStatistics:
+        """Return how symbols are distributed: as densities let expect, or without any evenly."""
+        if not self._cutting.densities:
+            return statistics_of_density(shape, bits=spec.bits or 1, density=1.0)
+        return activation_statistics(shape, bits=spec.bits or 1, density=density)
+
+    def _crossing(self, cut: str, codecs: Codecs) -> tuple[float, float, float]:
+        """Return the seconds in which one message is encoded, sent and decoded."""
+        density = self._cutting.densities.get(cut, 1.0)
+        # Cuts of one kind and density take the same.
+        key = f"{cut.endswith(INSIDE)} {density}", codecs
+        if key not in self._crossings:
+            self._crossings[key] = self._crossing_s(cut, density, codecs)
+        return self._crossings[key]
+
+    def _crossing_s(self, cut: str, density: float, codecs: Codecs) -> tuple[float, float, float]:
+        crossing = [(codecs[1], self._site.model.hidden_size)]
+        if cut.endswith(INSIDE):
+            crossing.append((codecs[0], self._site.model.intermediate_size))
+        profile = self._site.machines[0].profile
+        encode_s = decode_s = size = 0.0
+        for name, width in crossing:
+            spec, shape = self.codec_for(name, (cut,)), (*self._shape(cut)[:2], width)
+            is_beside = cut.endswith(INSIDE) and width == self._site.model.hidden_size
+            stats = self._statistics(spec, shape, None if is_beside else density)
+            size += message_bytes(spec, shape, self._element_bytes, stats)
+            values, kind = profile.values(), profile.device_kind
+            encode, decode = (
+                of(spec, shape, self._element_bytes, stats) for of in (encode_work, decode_work)
+            )
+            encode_s += sum(coding_terms(encode, values, kind).values())
+            decode_s += sum(coding_terms(decode, values, kind).values())
+        hop = self._plain_hop if all(codec_spec(name).is_lossless for name in codecs) else self._coded_hop
+        return encode_s, hop.latency_s + size / hop.bandwidth_bytes_per_s, decode_s
+
+    @cached_property
+    def _plain_hop(self) -> Hop:
+        """The slowest way between neighbouring stages' devices."""
+        return _slowest(machine.channels for machine in self._site.machines)
+
+    @cached_property
+    def _coded_hop(self) -> Hop:
+        """The slowest way between neighbouring stages, of what a codec leaves on the host."""
+        return _slowest(machine.host_channels or machine.channels for machine in self._site.machines)
+
+    @property
+    def _element_bytes(self) -> int:
+        precision = self._site.precision
+        return max(DTYPE_BYTES[precision.compute], DTYPE_BYTES[precision.storage])
+
+    def _shape(self, cut: str) -> tuple[int, int, int]:
+        model = self._site.model
+        width = model.intermediate_size if cut.endswith(INSIDE) else model.hidden_size
+        return self._site.num_sequences, self._site.seq, width
+
+
+def _slowest(channels: Iterable[Mapping[Send | Recv, Hop]]) -> Hop:
+    return min((hop for ways in channels for hop in ways.values()), key=lambda hop: hop.bandwidth_bytes_per_s)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Of a stage from one place to another: seconds of a step, seconds for one point, bytes; and of crossings."""
+
+    busy_s: Seconds
+    point_s: Seconds
+    crossing_s: Seconds
+    weight_bytes: Seconds
+    total_s: float
+
+
+def splits(site: Site, cutting: Cutting, costs: Costs) -> Iterator[tuple[ModelSpec, Split]]:
+    """Yield cut models with their splits that are worth a simulation, each cut with each codec that is worth one.
+
+    Raises
+    ------
+    PlanError
+        If the model cannot be cut so.
+    """
+    ranking = Ranking(site, cutting, costs)
+    seen: set[Split] = set()
+    for codecs in ranking.codecs:
+        for cuts in [cutting.cuts] if cutting.cuts else ranking.best(codecs):
+            split = ranking.split(cuts, codecs)
+            if split not in seen:
+                seen.add(split)
+                yield cutting.cut(site.model, cuts), split

@@ -1,0 +1,191 @@
+"""Why the planner chose as it did, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from topology.units import format_bytes, format_seconds
+from zosim.analysis.pipelining import about_stages
+from zosim.plan import Mesh, Plan
+from zosim.planning.predict import Contention, Prediction
+
+if TYPE_CHECKING:
+    from zosim.planning.planner import Candidate
+
+ALIKE = 5e-4
+"""Step times that differ by less than this part are called as fast."""
+
+# A resource that is busy for so much of a step holds somebody up.
+_BUSY = 0.7
+
+
+def describe(plan: Plan) -> str:
+    """Return a plan in a few words, axis by axis where it differs from plain MeZO."""
+    words = [plan.method]
+    if plan.mesh.world_size > 1:
+        words.append(plan.mesh.describe())
+        words += _where(plan)
+    if plan.split.cuts:
+        words.append(f"cut at {' and '.join(plan.split.cuts)}")
+        inside = [_short(plan.split.codec)] if plan.split.cut_blocks else []
+        codecs = [name for name in (*inside, _short(plan.split.residual_codec)) if name != "none"]
+        words += [f"{' and '.join(codecs)} (lossy)"] if codecs else []
+    if plan.residency.blocks == "offloaded":
+        words.append(f"{plan.residency.num_slots} slot{'s' if plan.residency.num_slots > 1 else ''}")
+        if plan.is_shared_out:
+            words.append(_shares(plan))
+        if not plan.residency.overlap:
+            words.append("no overlap")
+        if not plan.residency.reuse_slots:
+            words.append("slots allocated anew")
+        if plan.residency.edges == "offloaded":
+            words.append("embedding and head offloaded")
+        if plan.precision.is_lossy:
+            words.append(f"{plan.precision.transfer} transfers (lossy)")
+    else:
+        words.append(plan.runtime.traversal)
+    if plan.runtime.restore == "copy":
+        words.append("restored from a copy")
+    if plan.runtime.draw_ahead:
+        words.append("draws ahead")
+    if plan.runtime.keep_directions:
+        words.append("directions kept")
+    if plan.runtime.loss_chunk_tokens:
+        words.append(f"loss in chunks of {plan.runtime.loss_chunk_tokens}")
+    return ", ".join(words)
+
+
+def _short(codec: str) -> str:
+    """Return a codec's name without the words that go without saying."""
+    usual = ("symmetric", "nearest", "tensor", "smallest")
+    return ":".join(word for word in codec.split(":") if word not in usual)
+
+
+def _where(plan: Plan) -> Iterator[str]:
+    """Yield on how many hosts ranks are, and whether they are other devices than the first ones."""
+    hosts = len(plan.placement.ranks_by_host)
+    if hosts > 1:
+        yield f"{hosts} hosts"
+    devices = plan.placement.devices
+    if len(set(devices)) == 1:
+        yield f"all on {devices[0]}"
+    elif hosts == 1:
+        yield f"on {devices[0]}..{devices[-1]}" if len(devices) > 2 else f"on {devices[0]} and {devices[1]}"
+
+
+def _shares(plan: Plan) -> str:
+    among = "" if plan.residency.share_group == "host" else " among all hosts"
+    if plan.residency.transfers == "sliced":
+        return f"blocks sliced{among}"
+    return f"host copy shared{among}"
+
+
+def reasons(
+    chosen: Candidate,
+    prediction: Prediction,
+    others: Sequence[Candidate],
+    rejected: Sequence[Candidate],
+) -> Iterator[str]:
+    """Yield why the chosen one: what limits it, what came second, what its mesh gains, costs and shares."""
+    limit = prediction.bottleneck
+    seconds = format_seconds(prediction.step_time_s)
+    yield f"{chosen.describe()}: {seconds} a step, {limit.share:.0%} of it {limit.words}"
+    if others:
+        second = others[0]
+        yield f"second: {second.describe()}, {_slower(second, prediction.step_time_s)}"
+    yield from _about_meshes(chosen, prediction, others)
+    if chosen.plan.mesh.world_size > 1:
+        yield from about_ranks(chosen.plan, prediction)
+    if chosen.plan.mesh.stage > 1:
+        yield from about_stages(chosen.subject)
+    faster = [candidate for candidate in rejected if candidate.seconds < prediction.step_time_s]
+    if faster:
+        yield f"would be faster but does not fit: {faster[0].describe()} ({faster[0].missing})"
+
+
+def about_cuts(chosen: Candidate, others: Sequence[Candidate], printed: tuple[str, ...]) -> Iterator[str]:
+    """Yield how the best plans with other cuts compare, SparQ's own choice among them."""
+    best: dict[tuple[str, ...], Candidate] = {}
+    for candidate in others:
+        if candidate.plan.mesh == chosen.plan.mesh:
+            best.setdefault(candidate.plan.split.cuts, candidate)
+    best.pop(chosen.plan.split.cuts, None)
+    for cuts, candidate in list(best.items())[:1]:
+        yield f"second best cut: {' and '.join(cuts)}, {_slower(candidate, chosen.seconds)}"
+    if printed and printed == chosen.plan.split.cuts:
+        yield f"SparQ's rule, the sparsest near the middle, cuts at {' and '.join(printed)}, too"
+    elif printed in best:
+        words = _slower(best[printed], chosen.seconds)
+        yield f"SparQ's rule, the sparsest near the middle, would cut at {' and '.join(printed)}: {words}"
+
+
+def about_ranks(plan: Plan, prediction: Prediction) -> Iterator[str]:
+    """Yield what several ranks cost each other, and what follows from their being several."""
+    if prediction.exchange_s:
+        share = prediction.exchange_s / prediction.step_time_s
+        of_blocks = " and shares of blocks" if plan.residency.transfers == "sliced" else ""
+        yield (
+            f"the exchange of losses{of_blocks} keeps a rank's link busy for "
+            f"{format_seconds(prediction.exchange_s)} a step ({share:.1%})"
+        )
+    for item in prediction.contention[:1]:
+        if item.share >= _BUSY:
+            yield contention_words(item)
+    if plan.mesh.data > 1:
+        yield (
+            "losses are those of one device up to rounding: the mean over the batch is put together from the shards' "
+            "means, weighted by their labels"
+        )
+    hosts = len(plan.placement.ranks_by_host)
+    if hosts > 1:
+        yield (
+            f"its ranks are on {hosts} hosts: `zosim run` prints the torchrun line to start on each of them"
+        )
+
+
+def contention_words(item: Contention) -> str:
+    """Return who shares what, and how busy it is."""
+    ranks = ", ".join(map(str, item.ranks)) if len(item.ranks) <= 4 else f"{item.ranks[0]}..{item.ranks[-1]}"
+    return f"ranks {ranks} share {item.resource}, which their work keeps busy for {item.share:.0%} of a step"
+
+
+def _about_meshes(chosen: Candidate, prediction: Prediction, others: Sequence[Candidate]) -> Iterator[str]:
+    """Yield how the best plans of the other meshes compare."""
+    best: dict[Mesh, Candidate] = {}
+    for candidate in others:
+        best.setdefault(candidate.plan.mesh, candidate)
+    best.pop(chosen.plan.mesh, None)
+    if not best:
+        return
+    listed = list(best.values())
+    alone = next((c for c in listed if c.plan.mesh.world_size == 1), None)
+    if alone is not None and alone is not others[0]:
+        word = "" if alone.is_simulated else "at least "
+        times = alone.seconds / prediction.step_time_s
+        yield f"on one device: {alone.describe()}, {word}{format_seconds(alone.seconds)} a step, {times:.2f} times as long"
+    rivals = [c for c in listed if c is not alone and c is not others[0]]
+    if rivals:
+        # The best of those with stages is among them, wherever it stands.
+        staged = next((c for c in rivals[3:] if c.plan.mesh.stage > 1), None)
+        if chosen.plan.mesh.stage > 1 or any(c.plan.mesh.stage > 1 for c in (*others[:1], *rivals[:3])):
+            staged = None
+        shown = "; ".join(
+            f"{c.plan.mesh.describe()} {_slower(c, prediction.step_time_s)}"
+            for c in (*rivals[:3], *((staged,) if staged else ()))
+        )
+        yield f"other meshes at their best: {shown}"
+
+
+def _slower(candidate: Candidate, seconds: float) -> str:
+    slower = candidate.seconds / seconds - 1
+    if slower < ALIKE:
+        return "as fast" if candidate.is_simulated else "perhaps as fast"
+    return f"{'' if candidate.is_simulated else 'at least '}{slower:.1%} slower"
+
+
+def host_memory_words(prediction: Prediction) -> str:
+    """Return what the fullest host gives, and to how many ranks."""
+    host = prediction.host
+    several = f", for {len(host.ranks)} ranks" if len(host.ranks) > 1 else ""
+    return f"{format_bytes(host.size_bytes)}  ({host.describe()}{several})"

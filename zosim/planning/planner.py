@@ -1,0 +1,219 @@
+"""Which placement to use: every plan that computes the same thing, the ones that fit, the fastest of them.
+
+A sketch bounds every candidate from below and says exactly what memory it takes; candidates are then lowered and
+simulated in the order of their bounds until no bound is left that could change the answer. The answer says what was
+chosen and why, what came second, and what does not fit for want of how much memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import inf
+
+from costmodel.model_spec import block_segment
+from topology.errors import DoesNotFit
+from zosim.plan import Plan
+from zosim.planning.bounds import Bound, Bounds
+from zosim.planning.cuts import INSIDE, sparsest_near_the_middle
+from zosim.planning.explain import ALIKE, about_cuts, describe, reasons
+from zosim.planning.footprint import Footprints
+from zosim.planning.predict import Prediction, Subject
+from zosim.planning.request import Method, Request
+from zosim.planning.space import placements
+from zosim.planning.staging import staged_plans
+
+__all__ = ["Candidate", "Decision", "Method", "Request", "candidates", "choose", "describe", "placements"]
+
+_LOSS_CHUNK_TOKENS = 512
+_SIGNIFICANT_DIGITS = 6
+# A second that takes longer than this is not simulated: its bound says enough.
+_WORTH_A_LOOK = 1.1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan that was looked at.
+
+    Attributes
+    ----------
+    subject : Subject
+    bound : Bound
+        What was known of it before it was lowered.
+    seconds : float
+        Step time: simulated, or bounded from below.
+    is_simulated : bool
+    prediction : Prediction or None
+        For the one that is chosen.
+    """
+
+    subject: Subject
+    bound: Bound
+    seconds: float
+    is_simulated: bool = False
+    prediction: Prediction | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.subject.plan
+
+    @property
+    def footprints(self) -> Footprints:
+        """Memory of one rank and one host of each kind."""
+        return self.bound.footprints
+
+    @property
+    def missing(self) -> str:
+        """What does not fit and by how much; empty if everything does."""
+        return self.bound.missing
+
+    @property
+    def sort_key(self) -> tuple[float, int, int, int, int]:
+        """Faster first; of two that are as fast, the one that needs less: ranks, hosts, instructions, memory."""
+        seconds = float(f"{self.seconds:.{_SIGNIFICANT_DIGITS}g}")
+        placement = self.plan.placement
+        return (
+            seconds,
+            placement.world_size,
+            len(placement.ranks_by_host),
+            self.bound.num_instructions,
+            self.footprints.largest.device_bytes * placement.world_size + self.footprints.fullest.size_bytes,
+        )
+
+    def describe(self) -> str:
+        """Return the plan in a few words."""
+        return describe(self.plan)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The planner's answer.
+
+    Attributes
+    ----------
+    chosen : Candidate
+    others : tuple of Candidate
+        That fit, best first; those beyond the second may never have been simulated.
+    rejected : tuple of Candidate
+        That do not fit, fastest first.
+    printed_cuts : tuple of str
+        Where SparQ's own rule would cut for as many stages, if densities are known.
+    """
+
+    chosen: Candidate
+    others: tuple[Candidate, ...]
+    rejected: tuple[Candidate, ...]
+    printed_cuts: tuple[str, ...] = ()
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why this one: what limits it, what came second, and what a larger memory would buy."""
+        assert self.chosen.prediction is not None
+        found = reasons(self.chosen, self.chosen.prediction, self.others, self.rejected)
+        return (*found, *about_cuts(self.chosen, self.others, self.printed_cuts))
+
+
+def choose(request: Request) -> Decision:
+    """Return the fastest plan that fits.
+
+    Raises
+    ------
+    DoesNotFit
+        If none fits, naming the one that comes closest and what it lacks.
+    PlanError
+        If the request contradicts itself.
+    """
+    bounds = Bounds(request)
+    fitting, rejected = _parted(candidates(request, bounds))
+    ranked = _simulate_survivors(fitting) if fitting else []
+    if request.seeks_stages:
+        fastest_s = ranked[0].seconds if ranked else inf
+        found, too_large = _parted(_bounded(request, bounds, staged_plans(request, fastest_s)))
+        ranked = _simulate_survivors(sorted((*ranked, *found), key=_by_key)) if found else ranked
+        rejected = sorted((*rejected, *too_large), key=_by_key)
+    if not ranked:
+        raise _nothing_fits(request, rejected)
+    best, *others = ranked
+    chosen = replace(best, prediction=best.subject.prediction)
+    return Decision(chosen, tuple(others), tuple(rejected), _printed_cuts(request, chosen.plan))
+
+
+def _parted(listed: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """Return those that fit and those that do not, the fastest first."""
+    ordered = sorted(listed, key=_by_key)
+    return [c for c in ordered if not c.missing], [c for c in ordered if c.missing]
+
+
+def _by_key(candidate: Candidate) -> tuple[float, int, int, int, int]:
+    return candidate.sort_key
+
+
+def _printed_cuts(request: Request, plan: Plan) -> tuple[str, ...]:
+    inside = [block_segment(index) + INSIDE for index in range(plan.model.num_blocks)]
+    return sparsest_near_the_middle(inside, request.cutting.densities, plan.mesh.stage)
+
+
+def candidates(request: Request, bounds: Bounds | None = None) -> Iterator[Candidate]:
+    """Yield every placement with its bound, and again with a chunked loss where that makes it fit.
+
+    Raises
+    ------
+    PlanError
+        If the request contradicts itself.
+    """
+    yield from _bounded(request, bounds or Bounds(request), placements(request))
+
+
+def _bounded(request: Request, bounds: Bounds, plans: Iterable[Plan]) -> Iterator[Candidate]:
+    is_open = "loss_chunk_tokens" not in request.fixed.get("runtime", {})
+    for plan in plans:
+        whole = _candidate(request, bounds, plan)
+        yield whole
+        if whole.missing and is_open and plan.tokens_per_step > _LOSS_CHUNK_TOKENS:
+            runtime = plan.runtime.model_copy(update={"loss_chunk_tokens": _LOSS_CHUNK_TOKENS})
+            chunked = _candidate(request, bounds, plan.model_copy(update={"runtime": runtime}))
+            if not chunked.missing:
+                yield chunked
+
+
+def _candidate(request: Request, bounds: Bounds, plan: Plan) -> Candidate:
+    bound = bounds.of(plan)
+    subject = Subject(plan, request.topology, request.profile, profiles=request.profiles)
+    return Candidate(subject, bound, bound.seconds)
+
+
+def _simulate_survivors(fitting: list[Candidate]) -> list[Candidate]:
+    """Simulate in the order of the bounds until none that is left can be the best, or a second worth a look, and rank."""
+    simulated = [candidate for candidate in fitting if candidate.is_simulated]
+    waiting = [candidate for candidate in fitting if not candidate.is_simulated]
+    while waiting and waiting[0].seconds < _enough_s([candidate.seconds for candidate in simulated]):
+        candidate = waiting.pop(0)
+        seconds = candidate.subject.step_time_s
+        simulated.append(replace(candidate, seconds=seconds, is_simulated=True))
+    best = min(simulated, key=lambda candidate: candidate.sort_key)
+    others = [candidate for candidate in (*simulated, *waiting) if candidate is not best]
+    return [best, *sorted(others, key=lambda candidate: candidate.sort_key)]
+
+
+def _enough_s(times: list[float]) -> float:
+    """Return the bound from which on no candidate needs a simulation.
+
+    What cannot undercut the best by what is worth saying is not the answer; and among those that are much slower it is
+    enough to know that they are.
+    """
+    if not times:
+        return float("inf")
+    best, *rest = sorted(times)
+    return max(best, min(rest[0] if rest else float("inf"), best * _WORTH_A_LOOK)) * (1 - ALIKE)
+
+
+def _nothing_fits(request: Request, rejected: list[Candidate]) -> DoesNotFit:
+    closest = min(rejected, key=lambda candidate: candidate.footprints.largest.device_bytes)
+    message = (
+        f"no plan fits {request.model.name} with batch {request.batch} and {request.seq} tokens on "
+        f"{request.device} of {request.hardware}; the closest, {closest.describe()}, {closest.missing}"
+    )
+    return DoesNotFit(
+        message, hint="a smaller batch or sequence, a narrower --dtype, or hardware with more memory"
+    )

@@ -1,0 +1,274 @@
+"""What a plan will do: step time with an interval, memory by parts, and what limits it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from costmodel.profile import Bound, Profile
+from topology.errors import ProgramError, TimelineError
+from topology.graph import Topology
+from zosim.analysis.compare import slowest_rank
+from zosim.analysis.critical_path import Bottleneck, bottleneck, step_path
+from zosim.engines.fold import fold
+from zosim.engines.lockstep import simulate_many, steady_step_s
+from zosim.engines.world import World
+from zosim.lowering import lower_all
+from zosim.machine import Machine
+from zosim.machines import machines_for
+from zosim.plan import Plan
+from zosim.planning.footprint import Footprint, Footprints, HostFootprint, footprint, footprints
+from zosim.planning.request import profiles_of
+from zosim.profiles import Profiles
+from zosim.program import Program
+from zosim.program_set import ProgramSet
+from zosim.timeline import Timeline
+from zosim.validate_set import validate_set
+
+EXCHANGES = ("exchange", "gather")
+"""Labels of what ranks send to each other: losses, and shares of blocks."""
+
+_FEW_RANKS = 16
+
+
+@dataclass(frozen=True)
+class Contention:
+    """Something that several ranks use.
+
+    Attributes
+    ----------
+    resource : str
+    ranks : tuple of int
+    share : float
+        Part of a step's time for which it would be busy if it served them one after the other.
+    """
+
+    resource: str
+    ranks: tuple[int, ...]
+    share: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted step.
+
+    Attributes
+    ----------
+    step_time_s, low_s, high_s : float
+        Steady step time, that of the slowest rank, and where it lies if every constant of the profiles is at the end
+        of its interval that makes things fastest, or slowest.
+    tokens_per_s : float
+        Each token counted once per step, although it is forwarded at every evaluation point.
+    footprint : Footprint
+        Of the rank that takes most of its device.
+    host : HostFootprint
+        Of the host of which most is taken.
+    footprints : Footprints
+        Of all ranks and hosts.
+    bottleneck : Bottleneck
+        Of the slowest rank.
+    slowest_rank : int
+        The last one to end a step.
+    seconds_by_label : tuple of (str, float)
+        Its busy seconds per step, the largest first; they overlap where streams do.
+    contention : tuple of Contention
+        What several ranks share, the busiest first.
+    profile_origin : str
+        ``calibrated`` or ``datasheet``.
+    """
+
+    step_time_s: float
+    low_s: float
+    high_s: float
+    tokens_per_s: float
+    footprint: Footprint
+    host: HostFootprint
+    footprints: Footprints
+    bottleneck: Bottleneck
+    slowest_rank: int
+    seconds_by_label: tuple[tuple[str, float], ...]
+    contention: tuple[Contention, ...]
+    profile_origin: str
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds per step that the slowest rank's link is busy with exchanges, waiting for the others included."""
+        return sum(seconds for label, seconds in self.seconds_by_label if label in EXCHANGES)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A plan on the hardware that it is predicted for, with its programs.
+
+    Attributes
+    ----------
+    plan : Plan
+    topology : Topology
+    profile : Profile
+        What operations cost on the first rank's device.
+    edited : ProgramSet, optional
+        Programs to use in place of what the plan is lowered to.
+    profiles : Profiles, optional
+        What operations cost on every rank's device; by default as on the first one's.
+    """
+
+    plan: Plan
+    topology: Topology
+    profile: Profile
+    edited: ProgramSet | None = None
+    profiles: Profiles | None = None
+
+    @cached_property
+    def programs(self) -> ProgramSet:
+        """The programs of all ranks, validated.
+
+        Raises
+        ------
+        ProgramError
+            If the validator refuses one, or all together, or they are of another number of ranks.
+        """
+        programs = self.edited or lower_all(self.plan)
+        if programs.world_size != self.plan.placement.world_size:
+            message = (
+                f"programs of {programs.world_size} ranks for a plan of {self.plan.placement.world_size}"
+            )
+            raise ProgramError(message, hint="lower this plan, and edit what comes of it")
+        validate_set(programs)
+        return programs
+
+    @property
+    def program(self) -> Program:
+        """The program of the first rank."""
+        return self.programs.program_of(0)
+
+    @cached_property
+    def rank_profiles(self) -> tuple[Profile, ...]:
+        """What operations cost on every rank's device."""
+        return profiles_of(self.plan.placement, self.profile, self.profiles)
+
+    @cached_property
+    def machines(self) -> tuple[Machine, ...]:
+        """What the simulator knows about every rank's hardware."""
+        devices, groups = self.plan.placement.devices, self.programs.groups
+        return machines_for(self.topology, devices, self.rank_profiles, groups)
+
+    @cached_property
+    def footprints(self) -> Footprints:
+        """Memory of all ranks and hosts."""
+        known: dict[tuple[int, int], Footprint] = {}
+        ranks = []
+        for role, profile in zip(self.programs.roles, self.rank_profiles, strict=True):
+            key = (role, id(profile))
+            if key not in known:
+                known[key] = footprint(self.programs.programs[role], profile)
+            ranks.append(known[key])
+        hosts: dict[str, list[int]] = defaultdict(list)
+        for rank, device in enumerate(self.plan.placement.devices):
+            hosts[self.topology.host_of(device).id].append(rank)
+        return footprints(ranks, hosts)
+
+    @property
+    def footprint(self) -> Footprint:
+        """Memory of the rank that takes most of its device."""
+        return self.footprints.largest
+
+    def world(self, bound: Bound = "central") -> World:
+        """Return all ranks as the simulator sees them.
+
+        Parameters
+        ----------
+        bound : {"central", "low", "high"}
+            Which end of the profiles' intervals.
+        """
+        return World.of(self.programs, self.machines, bound)
+
+    @cached_property
+    def step_time_s(self) -> float:
+        """Seconds per step once steps repeat, that of the slowest rank."""
+        return steady_step_s(fold(self.world()))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated run, until its steps repeat; of many ranks one of each kind."""
+        return self.simulated()
+
+    def simulated(self, *, num_steps: int | None = None, rank: int | None = None) -> Timeline:
+        """Return the simulated run.
+
+        Parameters
+        ----------
+        num_steps : int, optional
+            By default until steps repeat.
+        rank : int, optional
+            The only one to list; by default all, or of many one of each kind.
+        """
+        world = self.world()
+        if rank is None and world.size > _FEW_RANKS:
+            return simulate_many(fold(world), num_steps=num_steps)
+        return simulate_many(world, num_steps=num_steps, ranks=None if rank is None else [rank])
+
+    def timeline_of(self, rank: int) -> Timeline:
+        """Return the simulated run with that rank in it.
+
+        Raises
+        ------
+        TimelineError
+            If there is no such rank.
+        """
+        if not 0 <= rank < self.plan.placement.world_size:
+            message = f"the plan has no rank {rank}"
+            hint = f"it has {self.plan.placement.world_size}, counted from 0"
+            raise TimelineError(message, hint=hint)
+        return self.timeline if rank in self.timeline.ranks else self.simulated(rank=rank)
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """The steady step in numbers."""
+        low_s, high_s = (steady_step_s(fold(self.world(bound))) for bound in ("low", "high"))
+        rank, step_time_s = slowest_rank(self.timeline), self.step_time_s
+        return Prediction(
+            step_time_s=step_time_s,
+            low_s=low_s,
+            high_s=high_s,
+            tokens_per_s=self.plan.tokens_per_step / step_time_s,
+            footprint=self.footprint,
+            host=self.footprints.fullest,
+            footprints=self.footprints,
+            bottleneck=bottleneck(step_path(self.timeline, self.programs.program_of(rank), rank)),
+            slowest_rank=rank,
+            seconds_by_label=tuple(self.timeline.seconds_by_label(rank).items()),
+            contention=tuple(contention(self.programs, self.machines, step_time_s)),
+            profile_origin=self.rank_profiles[rank].origin,
+        )
+
+
+def contention(programs: ProgramSet, machines: Sequence[Machine], step_time_s: float) -> Iterable[Contention]:
+    """Return how busy ranks keep what they share, the busiest first."""
+    loads: dict[tuple[int, object], list[float]] = {}
+    busy_s: dict[str, dict[int, float]] = defaultdict(dict)
+    for rank, (role, machine) in enumerate(zip(programs.roles, machines, strict=True)):
+        key = (role, machine.shape)
+        if key not in loads:
+            loads[key] = _loads(programs.programs[role], machine)
+        # Machines of one shape differ in the names of their resources alone.
+        for amount, (name, capacity) in zip(loads[key], machine.capacities.items(), strict=True):
+            if amount:
+                busy_s[name][rank] = amount / capacity
+    found = [
+        Contention(name, tuple(by_rank), sum(by_rank.values()) / step_time_s)
+        for name, by_rank in busy_s.items()
+        if len(by_rank) > 1
+    ]
+    return sorted(found, key=lambda item: -item.share)
+
+
+def _loads(program: Program, machine: Machine) -> list[float]:
+    """Return what a step takes of every resource, in their order: seconds times rate."""
+    taken = dict.fromkeys(machine.capacities, 0.0)
+    for instruction in program.step:
+        activity = machine.activity(program, instruction)
+        for name, use in activity.uses:
+            taken[name] += use * activity.bound * activity.seconds
+    return list(taken.values())

@@ -1,0 +1,147 @@
+"""What is asked of the planner."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from costmodel.model_spec import ModelSpec
+from costmodel.profile import Profile
+from topology.errors import PlanError
+from topology.graph import Topology
+from zosim.plan import Estimator, Mesh, Placement, Precision
+from zosim.planning.cuts import Cutting
+from zosim.profiles import Profiles
+
+Method = Literal["auto", "mezo", "zo2", "pertp", "ddp", "2d", "sparq"]
+Blocks = Literal["resident", "offloaded"]
+
+_BLOCKS: dict[Method, tuple[Blocks, ...]] = {"mezo": ("resident",), "zo2": ("offloaded",)}
+_AXES: dict[Method, tuple[bool, bool]] = {
+    "mezo": (False, False),
+    "zo2": (False, False),
+    "pertp": (False, True),
+    "ddp": (True, False),
+    "2d": (True, True),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the planner.
+
+    Attributes
+    ----------
+    model : ModelSpec
+    topology : Topology
+    hardware : str
+        How `topology` was named, so that a plan can find it again.
+    device : str
+        Node that the first rank runs on.
+    profile : Profile
+        What operations cost there.
+    batch, seq : int
+    estimator : Estimator
+    precision : Precision
+    method : str
+        ``"mezo"`` keeps all blocks on one device, ``"zo2"`` offloads them from one; ``"pertp"``, ``"ddp"`` and
+        ``"2d"`` share the forwards of a step out among several, with blocks resident or offloaded; ``"auto"`` tries
+        all of these. ``"sparq"`` cuts the model into stages, perhaps with the forwards shared out as well, which ``"auto"``
+        tries, too, where several devices may be used.
+    mesh : Mesh or None
+        The only mesh to plan for; by default any that `method` names and `max_ranks` allows.
+    max_ranks : int
+        Devices that a plan may use. Several ranks may run on one CPU, on a GPU one.
+    profiles : Profiles or None
+        What operations cost on the other devices, or where ranks share one; by default what they cost on `device`.
+    attention : str
+    max_device_bytes, max_host_bytes : int or None
+        Limits below what the hardware has.
+    allow_lossy : bool
+        Whether plans that compute something else (a narrower transfer format) may be considered.
+    cutting : Cutting
+        Where a mesh of several stages may cut the model, and with which codecs.
+    fixed : mapping
+        Fields of ``residency`` and ``runtime`` that every plan must have, whatever the planner would choose:
+        how an ablation is asked for.
+    """
+
+    model: ModelSpec
+    topology: Topology
+    hardware: str
+    device: str
+    profile: Profile
+    batch: int
+    seq: int
+    estimator: Estimator = field(default_factory=Estimator)
+    precision: Precision = field(default_factory=Precision)
+    method: Method = "auto"
+    mesh: Mesh | None = None
+    max_ranks: int = 1
+    profiles: Profiles | None = None
+    attention: Literal["eager", "sdpa"] = "sdpa"
+    max_device_bytes: int | None = None
+    max_host_bytes: int | None = None
+    allow_lossy: bool = False
+    cutting: Cutting = field(default_factory=Cutting)
+    fixed: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.mesh is not None and not self.admits(self.mesh):
+            shape = self.mesh.describe() or "one rank"
+            raise PlanError(
+                f"--method {self.method} is no plan for {shape}",
+                hint="leave one of the two out; pertp has several ranks along perturb, ddp along data, 2d along both, "
+                "sparq several stages",
+            )
+        if self.cutting.cuts and self.method != "sparq" and (self.mesh is None or self.mesh.stage == 1):
+            raise PlanError(
+                f"--cut {', '.join(self.cutting.cuts)} without stages",
+                hint=f"add --mesh stage={len(self.cutting.cuts) + 1}",
+            )
+        if self.max_ranks < 1:
+            raise PlanError(f"--ranks {self.max_ranks} leaves no device", hint="use at least 1")
+
+    @property
+    def blocks(self) -> tuple[Blocks, ...]:
+        """Where blocks may live between their uses."""
+        return _BLOCKS.get(self.method, ("resident", "offloaded"))
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether the method is one of several ranks."""
+        return self.method in ("pertp", "ddp", "2d", "sparq")
+
+    @property
+    def seeks_stages(self) -> bool:
+        """Whether meshes of several stages are to be found."""
+        return self.mesh is None and self.max_ranks > 1 and self.method in ("auto", "sparq")
+
+    def admits(self, mesh: Mesh) -> bool:
+        """Whether `mesh` is one of the method's."""
+        axes = (mesh.data > 1, mesh.perturb > 1)
+        if self.method in ("auto", "sparq"):
+            return self.method == "auto" or mesh.stage > 1
+        return mesh.stage == 1 and axes == _AXES[self.method]
+
+    def device_limit_bytes(self, device: str) -> int:
+        """Return the memory that a rank may take on a device."""
+        return min(self.topology.device_spec(device).memory_bytes, self.max_device_bytes or 2**63)
+
+    def host_limit_bytes(self, devices: tuple[str, ...]) -> int:
+        """Return the memory that ranks on these devices of one host may take of it: of the memories next to them."""
+        memories = {self.topology.host_memory(device).id for device in devices}
+        has = sum(self.topology.node(memory).memory_bytes for memory in memories)
+        return min(has, self.max_host_bytes or 2**63)
+
+
+def profiles_of(
+    placement: Placement, profile: Profile, profiles: Profiles | None = None
+) -> tuple[Profile, ...]:
+    """Return what operations cost on every rank's device: as `profiles` say, or else `profile`."""
+    if profiles is None:
+        return (profile,) * placement.world_size
+    sharing = Counter(placement.devices)
+    return tuple(profiles.of(device, sharing[device]) for device in placement.devices)

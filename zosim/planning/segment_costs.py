@@ -1,0 +1,185 @@
+"""What the segments of a model take in a step on one device, for :mod:`zosim.planning.cut_search`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodel.estimate import estimate
+from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
+from costmodel.sweeps import draw_work
+from costmodel.work import DTYPE_BYTES
+from zosim.lowering.step import StepWriter
+from zosim.machine import Machine
+from zosim.plan import Estimator, Mesh, Placement, Plan, Precision
+from zosim.planning.cuts import INSIDE, Cutting
+from zosim.planning.shortening import are_alike, shortened
+from zosim.program import Program, Stream
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Site:
+    """What cuts are ranked for: the first pipeline of a mesh on its devices."""
+
+    model: ModelSpec
+    mesh: Mesh
+    placement: Placement
+    machines: tuple[Machine, ...]
+    batch: int
+    seq: int
+    estimator: Estimator
+    precision: Precision
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the fullest pipeline forwards."""
+        return -(-self.batch // self.mesh.data)
+
+    @property
+    def num_points(self) -> int:
+        """Evaluation points that the fullest pipeline forwards."""
+        queries = self.estimator.num_queries
+        points = 2 * queries if self.estimator.difference == "central" else queries + 1
+        return -(-points // self.mesh.perturb)
+
+
+@dataclass(frozen=True)
+class SegmentSeconds:
+    """What each segment of the model with every block cut takes on one device.
+
+    Attributes
+    ----------
+    forward : numpy.ndarray
+        For one evaluation point.
+    once : numpy.ndarray
+        For all else in a step: draws, perturbations, updates.
+    walk : numpy.ndarray
+        For passing over its directions, as a later stage does; 0 where none has to.
+    weight_bytes : numpy.ndarray
+    """
+
+    forward: Seconds
+    once: Seconds
+    walk: Seconds
+    weight_bytes: Seconds
+
+
+class Costs:
+    """Seconds of a model's segments, worked out once for as many sequences on devices of one kind."""
+
+    def __init__(self, model: ModelSpec, cutting: Cutting) -> None:
+        self.model = model
+        self.cutting = cutting
+        self._known: dict[Hashable, SegmentSeconds] = {}
+
+    @cached_property
+    def whole(self) -> ModelSpec:
+        """The model with every block cut that can be."""
+        cut_model, model = self.cutting.cut_model, self.model
+        return model if cut_model is None else cut_model(tuple(range(model.num_blocks)))
+
+    @cached_property
+    def names(self) -> list[str]:
+        """All cuts of the model, in its order."""
+        cut = set(self.whole.cut_blocks)
+        blocks = range(self.model.num_blocks)
+        return [
+            block_segment(index) + part
+            for index in blocks
+            for part in ((INSIDE, "") if index in cut else ("",))
+        ]
+
+    @cached_property
+    def ends(self) -> dict[str, int]:
+        """For every cut, how many of the whole model's segments are before it."""
+        place = {segment: number for number, segment in enumerate(self.whole.segments)}
+        return {cut: place[_last_segment(cut, place)] + 1 for cut in self.names}
+
+    def seconds(self, site: Site) -> SegmentSeconds:
+        """Return the seconds of every segment on the site's first device."""
+        key = (id(site.machines[0].profile), site.num_sequences, site.estimator, site.precision.storage)
+        if key not in self._known:
+            self._known[key] = self._worked_out(site)
+        return self._known[key]
+
+    def _worked_out(self, site: Site) -> SegmentSeconds:
+        small = self._small
+        plan = Plan(
+            model=small,
+            placement=Placement(topology=site.placement.topology, devices=site.placement.devices[:1]),
+            batch=site.num_sequences,
+            seq=site.seq,
+            estimator=site.estimator,
+            precision=site.precision,
+        )
+        forward, once = _compute_seconds(plan, site.machines[0])
+        # Blocks that were left out are like the last of those that were not.
+        like = [_standing_for(segment, small) for segment in self.whole.segments]
+        points = len(plan.points)
+        trainable = [
+            sum(
+                group.num_trainable for group in self.whole.groups_of(segment) if group.segments[0] == segment
+            )
+            for segment in self.whole.segments
+        ]
+        stored = [
+            sum(group.num_parameters for group in self.whole.groups_of(segment))
+            for segment in self.whole.segments
+        ]
+        return SegmentSeconds(
+            np.array([forward[segment] / points for segment in like]),
+            np.array([once[segment] for segment in like]),
+            np.array([_walk_s(number, site) for number in trainable]),
+            np.array(stored, dtype=np.float64) * DTYPE_BYTES[site.precision.storage],
+        )
+
+    @cached_property
+    def _small(self) -> ModelSpec:
+        """A model of two blocks, cut as the whole is, where blocks are alike; else the whole."""
+        cut_model, model = self.cutting.cut_model, self.model
+        if not (are_alike(model) and model.num_blocks > 2):
+            return self.whole
+        return shortened(model if cut_model is None else cut_model((0, 1)))
+
+
+def _last_segment(cut: str, segments: dict[str, int]) -> str:
+    if cut.endswith(INSIDE):
+        return cut.removesuffix(INSIDE) + FRONT
+    return cut + BACK if cut + BACK in segments else cut
+
+
+def _standing_for(segment: str, small: ModelSpec) -> str:
+    if segment in small.segments:
+        return segment
+    end = next((part for part in (FRONT, BACK) if segment.endswith(part)), "")
+    return block_segment(min(block_index(segment), small.num_blocks - 1)) + end
+
+
+def _compute_seconds(plan: Plan, machine: Machine) -> tuple[dict[str, float], dict[str, float]]:
+    """Return each segment's seconds of forwards, and of all else on the compute stream."""
+    writer = StepWriter(plan)
+    writer.write_step()
+    program = Program("segments", writer.layout.buffers(), (), (), tuple(writer.instructions))
+    forward: dict[str, float] = defaultdict(float)
+    once: dict[str, float] = defaultdict(float)
+    for item in program.step:
+        if item.stream == Stream.COMPUTE:
+            found = forward if item.label == "forward" else once
+            found[item.segment] += machine.activity(program, item).seconds
+    return forward, once
+
+
+def _walk_s(num_trainable: int, site: Site) -> float:
+    """Return the seconds in which a generator passes over so many numbers, for every query."""
+    if site.estimator.rng == "counter" or not num_trainable:
+        return 0.0
+    distribution = "normal" if site.estimator.direction == "gaussian" else "rademacher"
+    work = draw_work(0, dtype=site.precision.storage, distribution=distribution, num_skipped=num_trainable)  # type: ignore[arg-type]
+    return site.estimator.num_queries * estimate(work, site.machines[0].profile).seconds

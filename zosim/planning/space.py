@@ -1,0 +1,366 @@
+"""Which plans the planner looks at: meshes, the devices that they lie on, and where blocks live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import ceil
+from typing import Literal, get_args
+
+from costmodel.model_spec import ModelSpec
+from topology.errors import PlanError
+from topology.validation import readable
+from zosim.machines import machines_for
+from zosim.plan import Mesh, Placement, Plan, Precision, Residency, Runtime, Split, TransferDType
+from zosim.planning.cut_search import splits
+from zosim.planning.request import Blocks, Request, profiles_of
+from zosim.planning.segment_costs import Costs, Site
+
+Transfers = Literal["private", "shared", "sliced"]
+_SLOTS = (1, 2, 3)
+_LOSSY_TRANSFERS: tuple[TransferDType, ...] = ("float16", "bfloat16", "float8_e4m3")
+# Up to here every number of ranks is tried, beyond only those that fill one host or whole hosts.
+_FEW_RANKS = 16
+# With more hosts, ranks are not spread over more of them than they need.
+_FEW_HOSTS = 4
+
+
+def placements(request: Request) -> Iterator[Plan]:
+    """Yield every plan that the request admits, those of few ranks first.
+
+    All of them compute the same losses and updates, except those with a narrower transfer format or a codec, which are
+    yielded only if loss is allowed. (Where the batch is shared out, the losses are sums in another order.) Plans of several
+    stages are among them if the request names their mesh; :mod:`zosim.planning.staging` finds the meshes worth a look.
+
+    Raises
+    ------
+    PlanError
+        If there is none.
+    """
+    check(request)
+    points = _Points(request)
+    for mesh in meshes(request):
+        for placement in layouts(request, mesh.world_size):
+            for cut in _splits(request, mesh, placement, points.costs):
+                yield from points.plans(mesh, placement, cut)
+    points.check_any()
+    if not points.seen and not request.seeks_stages:
+        raise _too_few_devices(request)
+
+
+def plans_of(
+    request: Request, shapes: Iterable[tuple[Mesh, Placement, tuple[ModelSpec, Split]]]
+) -> Iterator[Plan]:
+    """Yield every plan of these meshes, devices and cuts that the request admits.
+
+    Raises
+    ------
+    PlanError
+        If all of them contradict the request.
+    """
+    points = _Points(request)
+    for shape in shapes:
+        yield from points.plans(*shape)
+    points.check_any()
+
+
+def check(request: Request) -> None:
+    """Raise if the request cannot be met.
+
+    Raises
+    ------
+    PlanError
+    """
+    if request.precision.is_lossy and not request.allow_lossy:
+        raise PlanError(
+            f"transfer format {request.precision.transfer} is narrower than storage format "
+            f"{request.precision.storage} and loses precision at every offload",
+            hint="add --allow-lossy if that is meant",
+        )
+    request.cutting.check_loss(allowed=request.allow_lossy)
+    _check_devices(request)
+
+
+class _Points:
+    """Plans of given meshes, each once."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self.costs = Costs(request.model, request.cutting)
+        self.seen: set[str] = set()
+        self.contradiction: PlanError | None = None
+
+    def plans(self, mesh: Mesh, placement: Placement, cut: tuple[ModelSpec, Split]) -> Iterator[Plan]:
+        """Yield the plans that differ in residency, runtime and precision."""
+        for residency, runtime, precision in _points(self._request, mesh, placement):
+            try:
+                plan = _plan(self._request, cut, mesh, placement, residency, runtime, precision)
+            except PlanError as error:
+                self.contradiction = error
+                continue
+            key = repr((mesh, placement, cut[1], plan.residency, plan.runtime, plan.precision))
+            if key not in self.seen:
+                self.seen.add(key)
+                yield plan
+
+    def check_any(self) -> None:
+        """Raise what was wrong with the last plan if all of them were refused.
+
+        Raises
+        ------
+        PlanError
+        """
+        if self.contradiction is not None and not self.seen:
+            raise self.contradiction
+
+
+def meshes(request: Request) -> Iterator[Mesh]:
+    """Yield the meshes of one stage that the request admits, those of few ranks first; or the one that it names."""
+    if request.mesh is not None:
+        yield request.mesh
+        return
+    points, is_uniform = num_points(request), _is_uniform(request)
+    admitted = [mesh for mesh in shares(request, stage=1) if request.admits(mesh)]
+    for mesh in sorted(admitted, key=lambda mesh: (mesh.world_size, -mesh.perturb)):
+        yield mesh
+        is_even = request.batch % mesh.data == 0 and points % mesh.perturb == 0
+        if mesh.data > 1 and mesh.perturb > 1 and not (is_even or is_uniform):
+            # Where all ranks do the same on the same devices, their order changes nothing.
+            yield mesh.model_copy(update={"inner": "data"})
+
+
+def shares(request: Request, *, stage: int) -> Iterator[Mesh]:
+    """Yield the meshes of so many stages that share a step out among as many ranks as are worth a try."""
+    limit, points, sizes = request.max_ranks // stage, num_points(request), _sizes(request)
+    for data in range(1, min(request.batch, limit) + 1):
+        for perturb in range(1, min(points, limit // data) + 1):
+            # A part more helps only if the largest part gets smaller.
+            helps = perturb == 1 or ceil(points / perturb) < ceil(points / (perturb - 1))
+            if helps and stage * data * perturb in sizes:
+                yield Mesh(data=data, perturb=perturb, stage=stage)
+
+
+def _splits(
+    request: Request, mesh: Mesh, placement: Placement, costs: Costs
+) -> Iterator[tuple[ModelSpec, Split]]:
+    """Yield the model, cut as a mesh needs it, with where and how."""
+    if mesh.stage == 1:
+        yield request.model, Split()
+    else:
+        yield from splits(site_of(request, mesh, placement), request.cutting, costs)
+
+
+def site_of(request: Request, mesh: Mesh, placement: Placement) -> Site:
+    """Return what cuts are ranked for: the first pipeline of a mesh on its devices."""
+    first = placement.devices[: mesh.stage]
+    hosts = placement.hosts[: mesh.stage]
+    alone = Placement(topology=placement.topology, devices=first, hosts=hosts)
+    machines = machines_for(
+        request.topology,
+        first,
+        profiles_of(alone, request.profile, request.profiles),
+        {"pipeline": (tuple(range(mesh.stage)),)},
+    )
+    return Site(
+        request.model,
+        mesh,
+        alone,
+        machines,
+        request.batch,
+        request.seq,
+        request.estimator,
+        request.precision,
+    )
+
+
+def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
+    """Yield the ways to lay so many ranks on devices: on as few hosts as can be first, then spread out."""
+    hosts = _devices_by_host(request)
+    if num_ranks > sum(map(len, hosts.values())):
+        hosts = _with_shared_cpus(hosts, num_ranks)
+    listed = list(hosts.values())
+    found: list[tuple[str, ...]] = []
+    for per_host in range(min(num_ranks, max(map(len, listed))), 0, -1):
+        chosen = listed[: num_ranks // per_host]
+        fits = len(chosen) * per_host == num_ranks and all(len(devices) >= per_host for devices in chosen)
+        if fits and (not found or len(hosts) <= _FEW_HOSTS):
+            found += [picked for picked in _picks(request, chosen, per_host) if picked not in found]
+    if not found:
+        found.append(tuple(device for devices in listed for device in devices)[:num_ranks])
+    for picked in found:
+        yield _placement(request, picked)
+
+
+def _picks(request: Request, hosts: list[list[str]], per_host: int) -> Iterator[tuple[str, ...]]:
+    """Yield the first devices of every host, and if those share ways that others would not, every second or third."""
+    stride = min(map(len, hosts)) // per_host
+    first, apart = (
+        tuple(device for devices in hosts for device in devices[: per_host * step : step])
+        for step in (1, max(stride, 1))
+    )
+    yield first
+    if first != apart and _num_ways(request, apart) > _num_ways(request, first):
+        yield apart
+
+
+def _num_ways(request: Request, devices: tuple[str, ...]) -> int:
+    """Return how many resources lie between these devices and their hosts' memories."""
+    topology = request.topology
+    ways = {
+        name
+        for device in devices
+        for name in topology.route(topology.host_memory(device).id, device).resource_ids
+    }
+    return len(ways)
+
+
+def _placement(request: Request, devices: tuple[str, ...]) -> Placement:
+    hosts = tuple(request.topology.host_of(device).id for device in devices)
+    return Placement(topology=request.hardware, devices=devices, hosts=hosts if len(set(hosts)) > 1 else ())
+
+
+def _devices_by_host(request: Request) -> dict[str, list[str]]:
+    """Return the devices that ranks may run on, host by host, from the request's own device on."""
+    topology = request.topology
+    kind = topology.node(request.device).kind
+    devices = [node.id for node in topology.compute_devices] if kind == "gpu" else []
+    devices = devices or [node.id for node in topology.of_kind("cpu")]
+    first = devices.index(request.device)
+    hosts: dict[str, list[str]] = {}
+    for device in (*devices[first:], *devices[:first]):
+        hosts.setdefault(topology.host_of(device).id, []).append(device)
+    return hosts
+
+
+def _check_devices(request: Request) -> None:
+    """Refuse more ranks than there are GPUs, of which each runs one, and blocks where the method has none."""
+    num_devices = sum(map(len, _devices_by_host(request).values()))
+    num_ranks = request.max_ranks if request.mesh is None else request.mesh.world_size
+    if request.topology.node(request.device).kind == "gpu" and num_ranks > num_devices:
+        raise PlanError(
+            f"{num_ranks} ranks need {num_ranks} GPUs, and {request.hardware} has {num_devices}",
+            hint=f"use --ranks {num_devices} or less, or a smaller --mesh",
+        )
+    blocks = request.fixed.get("residency", {}).get("blocks")
+    if blocks in get_args(Blocks) and blocks not in request.blocks:
+        raise PlanError(
+            f"--method {request.method} keeps blocks {request.blocks[0]}, not {blocks}",
+            hint="leave --residency or --method out",
+        )
+
+
+def _with_shared_cpus(hosts: dict[str, list[str]], num_ranks: int) -> dict[str, list[str]]:
+    """Return the devices with every CPU named as often as it takes."""
+    times = ceil(num_ranks / sum(map(len, hosts.values())))
+    return {host: [cpu for cpu in devices for _ in range(times)] for host, devices in hosts.items()}
+
+
+def num_points(request: Request) -> int:
+    """Return the evaluation points of a step."""
+    queries = request.estimator.num_queries
+    return 2 * queries if request.estimator.difference == "central" else queries + 1
+
+
+def _sizes(request: Request) -> frozenset[int]:
+    """Return the numbers of ranks to try."""
+    limit = request.max_ranks
+    if limit <= _FEW_RANKS:
+        return frozenset(range(1, limit + 1))
+    per_host = max(map(len, _devices_by_host(request).values()))
+    sizes = {*range(1, min(per_host, limit) + 1), limit}
+    size = per_host
+    while size <= limit:
+        sizes.add(size)
+        size *= 2
+    return frozenset(sizes)
+
+
+def _is_uniform(request: Request) -> bool:
+    """Whether the devices are all of one kind and on one host."""
+    hosts = _devices_by_host(request)
+    specs = {request.topology.device_spec(device).id for devices in hosts.values() for device in devices}
+    return len(hosts) == 1 and len(specs) == 1
+
+
+def _too_few_devices(request: Request) -> PlanError:
+    least = {
+        "sparq": "2 ranks",
+        "pertp": "2 ranks",
+        "ddp": "2 ranks and 2 sequences",
+        "2d": "4 ranks and 2 sequences",
+    }
+    return PlanError(
+        f"--method {request.method} needs {least.get(request.method, 'a device')} at least, and was given "
+        f"{request.max_ranks} of the devices of {request.hardware} and a batch of {request.batch}",
+        hint="raise --ranks (several may share a CPU, a GPU takes one) or --batch",
+    )
+
+
+def _plan(
+    request: Request,
+    cut: tuple[ModelSpec, Split],
+    mesh: Mesh,
+    placement: Placement,
+    residency: Residency,
+    runtime: Runtime,
+    precision: Precision,
+) -> Plan:
+    """Return one point as a plan, with the fields that the request fixes."""
+    with readable("what the plan is asked to fix", PlanError):
+        return Plan(
+            model=cut[0],
+            split=cut[1],
+            placement=placement,
+            batch=request.batch,
+            seq=request.seq,
+            mesh=mesh,
+            estimator=request.estimator,
+            residency=Residency.model_validate(dict(residency) | dict(request.fixed.get("residency", {}))),
+            precision=precision,
+            runtime=Runtime.model_validate(
+                dict(runtime) | {"attention": request.attention} | dict(request.fixed.get("runtime", {}))
+            ),
+        )
+
+
+def _points(
+    request: Request, mesh: Mesh, placement: Placement
+) -> Iterator[tuple[Residency, Runtime, Precision]]:
+    same = request.precision.model_copy(update={"transfer": request.precision.storage})
+    allowed = request.fixed.get("residency", {}).get("blocks")
+    if "resident" in request.blocks and allowed != "offloaded":
+        for update in ("immediate", "delayed"):
+            yield Residency(), Runtime(update=update), same
+        yield Residency(), Runtime(traversal="sweep"), same
+        if mesh.stage > 1 and request.estimator.num_queries > 1:
+            yield Residency(), Runtime(traversal="querywise"), same
+    if "offloaded" in request.blocks and allowed != "resident":
+        for precision in _transfer_formats(request):
+            for residency in _offloaded(request, placement):
+                yield residency, Runtime(update="delayed"), precision
+
+
+def _offloaded(request: Request, placement: Placement) -> Iterator[Residency]:
+    for transfers in _transfers(request, placement):
+        for slots in _SLOTS:
+            residency = Residency(blocks="offloaded", num_slots=slots, transfers=transfers)
+            yield residency
+            if not request.model.tied_head:
+                yield residency.model_copy(update={"edges": "offloaded"})
+
+
+def _transfers(request: Request, placement: Placement) -> tuple[Transfers, ...]:
+    """Return how ranks can share the host's copies: with several on each host in all ways, else by themselves."""
+    if request.fixed.get("residency", {}).get("share_group") == "world":
+        return ("private", "sliced") if placement.world_size > 1 else ("private",)
+    counts = {len(ranks) for ranks in placement.ranks_by_host}
+    shares = len(counts) == 1 and min(counts) > 1
+    return ("private", "shared", "sliced") if shares else ("private",)
+
+
+def _transfer_formats(request: Request) -> Iterator[Precision]:
+    yield request.precision
+    if request.allow_lossy and not request.precision.is_lossy:
+        for transfer in _LOSSY_TRANSFERS:
+            narrower = request.precision.model_copy(update={"transfer": transfer})
+            if narrower.narrows:
+                yield narrower

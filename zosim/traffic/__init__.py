@@ -1,0 +1,1 @@
+"""Flows that share the links of a network, without programs."""

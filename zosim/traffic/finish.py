@@ -1,0 +1,257 @@
+"""When flows end that share the links of a network.
+
+A flow is a message with a route. Links share in one of two ways:
+
+* ``maxmin``: the flows on it at any time share it max-min fairly, and data pass through as a fluid: bytes leave
+  such a link as fast as they enter it.
+* ``fifo``: the link sends one whole message after the other, at its full bandwidth, in order of arrival;
+  messages that arrive at the same instant count as arrived in the order in which they were given. The next link
+  sees a message when it has arrived as a whole: store and forward.
+
+A route may mix them. It is cut into *legs*, one per ``fifo`` link and one per unbroken run of ``maxmin`` links, and
+a message finishes a leg before it starts the next.
+
+Latency does not occupy a link and does not overlap the transfer: the first byte is sent at the start of the leg,
+the last one arrives the leg's latency after it was sent. A lone flow over one leg takes latency plus bytes over
+the least bandwidth. A duplex link is two links, a half-duplex link is one that both directions name.
+
+References
+----------
+.. [1] P. Velho and A. Legrand, "Accuracy study and improvement of network simulation in the SimGrid framework",
+   SIMUTools 2009: what flow-level simulation leaves out (slow start, round-trip bias, reverse traffic).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from topology.errors import TrafficError
+from topology.graph import Topology
+from zosim.engines.rows import Entries, Floats, Ints, Rows
+
+# Times closer than this, relative to the time since the first start, are one instant: sums of the same durations
+# in another order differ by rounding, and a message must not lose its place in a queue to that.
+_SAME_INSTANT = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkLink:
+    """One direction of a link, or all of a half-duplex one."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+    sharing: Literal["maxmin", "fifo"] = "maxmin"
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Part of a route that a message crosses as a whole before it goes on: links by name, and their latency."""
+
+    links: tuple[str, ...]
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A message of `size_bytes` that starts at `start_s` and crosses one leg after the other."""
+
+    legs: tuple[Leg, ...]
+    size_bytes: float
+    start_s: float = 0.0
+
+
+def legs_of(route: Iterable[str], links: Mapping[str, NetworkLink]) -> tuple[Leg, ...]:
+    """Return the legs of a route: every ``fifo`` link alone, ``maxmin`` links in unbroken runs.
+
+    Examples
+    --------
+    >>> links = {"a": NetworkLink(1e9), "b": NetworkLink(1e9), "q": NetworkLink(1e9, sharing="fifo")}
+    >>> [leg.links for leg in legs_of(["a", "b", "q", "a"], links)]
+    [('a', 'b'), ('q',), ('a',)]
+    """
+    legs: list[Leg] = []
+    for is_fifo, run in itertools.groupby(route, key=lambda name: links[name].sharing == "fifo"):
+        names = tuple(run)
+        latencies = [links[name].latency_s for name in names]
+        legs += (
+            [Leg((name,), latency_s) for name, latency_s in zip(names, latencies, strict=True)]
+            if is_fifo
+            else [Leg(names, math.fsum(latencies))]
+        )
+    return tuple(legs)
+
+
+def network_of(topology: Topology) -> dict[str, NetworkLink]:
+    """Return what flows share in a topology: a link for each direction, memories, measured end-to-end limits."""
+    return {
+        name: NetworkLink(item.bandwidth_bytes_per_s, item.latency_s, item.sharing)
+        for name, item in topology.resources.items()
+    }
+
+
+def legs_between(
+    topology: Topology, links: Mapping[str, NetworkLink], source_id: str, target_id: str
+) -> tuple[Leg, ...]:
+    """Return the legs of the widest route between two nodes of a topology, whose network `links` is.
+
+    The memory at either end is read while the first leg is crossed and written while the last one is; a measured
+    end-to-end bandwidth limits every leg. Links that never limit only add their latency, after the last leg.
+
+    Raises
+    ------
+    TopologyError
+        If a node is unknown, or no route joins them.
+    """
+    route = topology.route(source_id, target_id)
+    if not route.resource_ids:
+        return (Leg((), route.latency_s),) if route.links else ()
+    ends = [name for name in (source_id, target_id) if name in route.resource_ids]
+    measured = tuple(name for name in route.resource_ids if name.startswith("measured:"))
+    crossed = [name for name in route.resource_ids if name not in {*ends, *measured}]
+    legs = list(legs_of(crossed, links)) or [Leg(())]
+    if source_id in ends:
+        legs[0] = Leg((source_id, *legs[0].links), legs[0].latency_s)
+    if target_id in ends and target_id != source_id:
+        legs[-1] = Leg((*legs[-1].links, target_id), legs[-1].latency_s)
+    rest_s = max(route.latency_s - math.fsum(leg.latency_s for leg in legs), 0.0)
+    legs[-1] = Leg(legs[-1].links, legs[-1].latency_s + rest_s)
+    return tuple(Leg((*leg.links, *measured), leg.latency_s) for leg in legs)
+
+
+def finish_times(flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> list[float]:
+    """Return when each flow's last byte has arrived, in seconds.
+
+    Parameters
+    ----------
+    flows : sequence of Flow
+        Their order is the order of arrival of messages that reach a ``fifo`` link at the same instant.
+    links : mapping of str to NetworkLink
+        Every link that a leg names.
+
+    Notes
+    -----
+    Between two events (a start, an end) every flow progresses at its max-min fair rate; rates are computed anew
+    only for flows that a used-up link joins with the one that started or ended.
+
+    Raises
+    ------
+    TrafficError
+        If a flow would take longer than a float can say.
+
+    Examples
+    --------
+    1 GB and 3 GB share 1 GB/s until the first ends after 2 s; the other has the link to itself for its last 2 GB.
+
+    >>> leg = Leg(("a",))
+    >>> finish_times([Flow((leg,), 1e9), Flow((leg,), 3e9)], {"a": NetworkLink(1e9)})
+    [2.0, 4.0]
+    """
+    return _Run(flows, links).finished() if flows else []
+
+
+class _Legs(Rows):
+    """Legs of flows: a row each, in the order of the flows."""
+
+    def __init__(self, flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> None:
+        number = {name: place for place, name in enumerate(links)}
+        capacity = np.array([link.bandwidth_bytes_per_s for link in links.values()], dtype=np.float64)
+        legs = [(flow, leg) for flow in flows for leg in flow.legs]
+        # A link that a route crosses twice carries the flow twice.
+        crossed = [Counter(number[name] for name in leg.links) for _, leg in legs]
+        self._resources = np.array([link for counts in crossed for link in counts], dtype=np.intp)
+        self._uses = np.array([count for counts in crossed for count in counts.values()], dtype=np.float64)
+        sizes = [len(counts) for counts in crossed]
+        self._rows = np.repeat(np.arange(len(legs)), sizes)
+        super().__init__(
+            len(legs),
+            capacity,
+            np.array([link.sharing == "fifo" for link in links.values()], dtype=bool),
+            np.arange(len(legs)),
+        )
+        self._bound = np.full(len(legs), math.inf)
+        np.minimum.at(self._bound, self._rows, capacity[self._resources] / self._uses)
+        size = np.array([flow.size_bytes for flow, _ in legs], dtype=np.float64)
+        with np.errstate(over="ignore"):
+            self.seconds = size / self._bound
+
+    def _entries(self, rows: Ints) -> Entries:
+        wanted = np.zeros(len(self._bound), dtype=bool)
+        wanted[rows] = True
+        there = wanted[self._rows]
+        return self._rows[there], self._resources[there], self._uses[there]
+
+    def _bounds_and_weights(self, rows: Ints) -> tuple[Floats, Floats]:
+        return self._bound[rows], np.ones(len(rows))
+
+    def _joined(self) -> tuple[Ints, Ints]:
+        return self._rows, self._resources
+
+
+class _Run:
+    """One simulation, its clock counted from the first start."""
+
+    def __init__(self, flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> None:
+        self._flows = flows
+        self._origin_s = min(flow.start_s for flow in flows)
+        self._legs = _Legs(flows, links)
+        self._check_range()
+        # The first row of each flow, and the flow of each row.
+        self._first = np.cumsum([0] + [len(flow.legs) for flow in flows]).tolist()
+        self._flow_of = [number for number, flow in enumerate(flows) for _ in flow.legs]
+        self._ends_s = [math.nan] * len(flows)
+        # Arrivals at a leg: time, flow, leg.
+        self._arrivals = [(flow.start_s - self._origin_s, number, 0) for number, flow in enumerate(flows)]
+        heapq.heapify(self._arrivals)
+
+    def _check_range(self) -> None:
+        latencies_s = (leg.latency_s for flow in self._flows for leg in flow.legs)
+        bound_s = (
+            max(flow.start_s for flow in self._flows) + sum(latencies_s) + float(self._legs.seconds.sum())
+        )
+        if not math.isfinite(bound_s):
+            raise TrafficError(
+                "these flows may take longer than the largest number of seconds that a float holds",
+                hint="check bytes, bandwidths (bytes per second) and latencies (seconds)",
+            )
+
+    def finished(self) -> list[float]:
+        """Return the ends of all flows, on the callers' clock."""
+        while (now_s := self._next_s()) < math.inf:
+            until_s = now_s * (1 + _SAME_INSTANT)
+            for row in self._legs.take_ended(until_s).tolist():
+                number = self._flow_of[row]
+                self._send_on(number, row - self._first[number], now_s)
+            self._start_arrived(now_s, until_s)
+            if not self._legs.is_settled:
+                self._legs.settle(now_s)
+        return [self._origin_s + end_s for end_s in self._ends_s]
+
+    def _next_s(self) -> float:
+        end_s = float(self._legs.end_s.min(initial=math.inf))
+        return min(self._arrivals[0][0] if self._arrivals else math.inf, end_s)
+
+    def _send_on(self, number: int, leg: int, now_s: float) -> None:
+        arrival_s = now_s + self._flows[number].legs[leg].latency_s
+        heapq.heappush(self._arrivals, (arrival_s, number, leg + 1))
+
+    def _start_arrived(self, now_s: float, until_s: float) -> None:
+        rows = []
+        while self._arrivals and self._arrivals[0][0] <= until_s:
+            arrival_s, number, leg = heapq.heappop(self._arrivals)
+            legs = self._flows[number].legs
+            if leg == len(legs):
+                self._ends_s[number] = arrival_s
+            elif legs[leg].links:
+                rows.append(self._first[number] + leg)
+            else:
+                self._send_on(number, leg, arrival_s)
+        if rows:
+            self._legs.arrive(np.array(rows), self._legs.seconds[rows], now_s)
