@@ -9,6 +9,7 @@ from costmodel.sweeps import copy_work
 from costmodel.work import Work
 from zosim.first_order.layout import ID_BYTES, FirstOrderLayout, Side, Way
 from zosim.first_order.settings import FirstOrder, turns
+from zosim.lowering.listing import Instructions
 from zosim.lowering.messages import coding_work, expected_message_bytes
 from zosim.plan import Plan
 from zosim.program import (
@@ -19,9 +20,7 @@ from zosim.program import (
     Decode,
     Encode,
     Forward,
-    Instruction,
     Load,
-    Operation,
     Optimize,
     Recv,
     Send,
@@ -37,7 +36,7 @@ ENDS = "ends"
 PIPELINE = "pipeline"
 
 
-class FirstOrderWriter:
+class FirstOrderWriter(Instructions):
     """Writes a step in an order that would be right on a single stream.
 
     Parameters
@@ -49,11 +48,11 @@ class FirstOrderWriter:
     """
 
     def __init__(self, plan: Plan, settings: FirstOrder, rank: int) -> None:
+        super().__init__()
         self.plan = plan
         self.model = plan.model
         self.settings = settings
         self.layout = FirstOrderLayout(plan, settings, rank)
-        self.instructions: list[Instruction] = []
         self._left: dict[str, str] = {}
 
     # -- the step ----------------------------------------------------------------------------------------------
@@ -61,7 +60,7 @@ class FirstOrderWriter:
     def write_step(self) -> None:
         """Write one step: load, microbatches there and back, sums of gradients, updates."""
         load = copy_work(ID_BYTES * sum(self.layout.rows) * self.plan.seq)
-        self._emit("load", Load(), Stream.H2D, "load", EMBED, (), (self.layout.batch,), load)
+        self.emit("load", Load(), Stream.H2D, "load", EMBED, (), (self.layout.batch,), load)
         for way, number in turns(
             self.settings.schedule, self.settings.num_microbatches, self.plan.mesh.stage, self.layout.stage
         ):
@@ -104,7 +103,7 @@ class FirstOrderWriter:
         work = forward_work(self.model, segment, **self.layout.shape_of(number))
         # What the backward needs is kept, and counted there; temporaries that are not are alive beside it.
         spare = max(0, work.workspace_bytes - self.layout.kept_bytes(segment, number))
-        self._emit(
+        self.emit(
             f"{segment}/forward[m{number}]",
             Forward(segment, f"m{number}"),
             Stream.COMPUTE,
@@ -129,7 +128,7 @@ class FirstOrderWriter:
             self._left[group.name] = f"{segment}:m{number}"
             writes.append(self.layout.gradient(group, self._left[group.name]))
         work = backward_work(self.model, segment, accumulates=accumulates, **self.layout.shape_of(number))
-        self._emit(
+        self.emit(
             f"{segment}/backward[m{number}]",
             Backward(segment, number),
             Stream.COMPUTE,
@@ -146,7 +145,7 @@ class FirstOrderWriter:
         read = self.layout.gradient(group, self._left[group.name])
         self._left[group.name] = left
         work = Work(link_bytes=2 * read.size_bytes * (num_ranks - 1) // num_ranks)
-        self._emit(
+        self.emit(
             f"{group.name}/all_reduce[{among}]",
             Collective("all_reduce", among),
             Stream.LINK,
@@ -162,7 +161,7 @@ class FirstOrderWriter:
         work = optimizer_work(
             group.num_parameters, optimizer, dtype=self.plan.precision.storage, num_tensors=group.num_tensors
         )
-        self._emit(
+        self.emit(
             f"{group.name}/optimize",
             Optimize(group.name, optimizer),
             Stream.COMPUTE,
@@ -187,14 +186,14 @@ class FirstOrderWriter:
         tensor = self._crossing(way, segment, number, leaves=True)
         coding = self._with_change(coding_work(plan, cut, rows, "encode"), tensor, way)
         known = self._fetch(way, "out", number, segment)
-        self._emit(
+        self.emit(
             f"encode/{way}[m{number}]", Encode(codec, codec), Stream.COMPUTE, "encode", segment,
             (tensor, *known), (wire, *known), coding,
         )  # fmt: skip
         self._put_back(way, "out", number, segment)
         link = Work(link_bytes=expected_message_bytes(plan, cut, rows))
         send = Send(PIPELINE, offset)
-        self._emit(f"send/{way}[m{number}]", send, Stream.LINK, "send", segment, (wire,), (), link)
+        self.emit(f"send/{way}[m{number}]", send, Stream.LINK, "send", segment, (wire,), (), link)
 
     def _arrive(self, way: Way, number: int, segment: str) -> None:
         """Write how a message comes, and becomes what it was."""
@@ -206,11 +205,11 @@ class FirstOrderWriter:
         )
         link = Work(link_bytes=expected_message_bytes(plan, cut, rows))
         recv = Recv(PIPELINE, offset)
-        self._emit(f"recv/{way}[m{number}]", recv, Stream.RECV, "recv", segment, (), (wire,), link)
+        self.emit(f"recv/{way}[m{number}]", recv, Stream.RECV, "recv", segment, (), (wire,), link)
         tensor = self._crossing(way, segment, number, leaves=False)
         coding = self._with_change(coding_work(plan, cut, rows, "decode"), tensor, way)
         known = self._fetch(way, "in", number, segment)
-        self._emit(
+        self.emit(
             f"decode/{way}[m{number}]", Decode(), Stream.COMPUTE, "decode", segment,
             (wire, *known), (tensor, *known), coding,
         )  # fmt: skip
@@ -238,26 +237,11 @@ class FirstOrderWriter:
             return ()
         host, here = self.layout.known(side, number)
         name, work = f"messages/fetch/{side}[m{number}]", copy_work(host.size_bytes)
-        self._emit(name, Copy(), Stream.H2D, "fetch", segment, (host,), (here,), work)
+        self.emit(name, Copy(), Stream.H2D, "fetch", segment, (host,), (here,), work)
         return (here,)
 
     def _put_back(self, way: Way, side: Side, number: int, segment: str) -> None:
         if self.layout.keeps(way):
             host, here = self.layout.known(side, number)
             name, work = f"messages/keep/{side}[m{number}]", copy_work(host.size_bytes)
-            self._emit(name, Copy(), Stream.D2H, "keep", segment, (here,), (host,), work)
-
-    def _emit(
-        self,
-        name: str,
-        op: Operation,
-        stream: Stream,
-        label: str,
-        segment: str,
-        reads: tuple[Access, ...],
-        writes: tuple[Access, ...],
-        work: Work,
-    ) -> None:
-        self.instructions.append(
-            Instruction(name, op, stream, label, segment, reads=reads, writes=writes, work=work)
-        )
+            self.emit(name, Copy(), Stream.D2H, "keep", segment, (here,), (host,), work)

@@ -1,4 +1,4 @@
-"""The list that a step is written into, and what its writers ask of the model."""
+"""The list that a step is written into, and what writers of zeroth-order steps ask of the model."""
 
 from __future__ import annotations
 
@@ -9,19 +9,10 @@ from zosim.plan import Plan
 from zosim.program import Access, Instruction, Operation, Stream
 
 
-class Listing:
-    """Instructions of one part of one rank's program, in an order that would be right on a single stream.
+class Instructions:
+    """Instructions of one part of one rank's program, in an order that would be right on a single stream."""
 
-    Parameters
-    ----------
-    plan : Plan
-    rank : int
-    """
-
-    def __init__(self, plan: Plan, rank: int) -> None:
-        self.plan = plan
-        self.layout = Layout(plan, rank)
-        self.model = plan.model
+    def __init__(self) -> None:
         self.instructions: list[Instruction] = []
         self._named: dict[str, int] = {}
 
@@ -43,6 +34,22 @@ class Listing:
         self.instructions.append(
             Instruction(unique, op, stream, label, segment, reads=reads, writes=writes, work=work)
         )
+
+
+class Listing(Instructions):
+    """Instructions of a zeroth-order step, and what its writers ask of the model.
+
+    Parameters
+    ----------
+    plan : Plan
+    rank : int
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        super().__init__()
+        self.plan = plan
+        self.layout = Layout(plan, rank)
+        self.model = plan.model
 
     def own(self, segment: str) -> tuple[ParameterGroup, ...]:
         """Return the groups that are updated with `segment`: a tied one with the last segment that reads it."""
