@@ -98,6 +98,15 @@ def test_equal_arrivals_at_a_fifo_link_are_served_in_input_order_however_the_tim
     assert ends(links, [plain, summed]) == pytest.approx([1.3, 1.4], **CLOSE)
 
 
+def test_a_tiny_message_stays_behind_the_large_one_that_it_followed():
+    # It leaves the first link 1e-10 s after the large one, two hours into the run: later, though hardly.
+    links = {"a": {"bandwidth": GB, "sharing": "fifo"}, "b": {"bandwidth": GB, "sharing": "fifo"}}
+    flows = [flow("tiny", "ab", 0.1, 1), flow("first", "a", 7000 * GB), flow("large", "ab", 10 * GB)]
+    tiny, _, large = ends(links, flows)
+    assert large == pytest.approx(7020.0, **CLOSE)
+    assert tiny >= large
+
+
 def test_on_a_mixed_route_a_message_finishes_one_leg_before_the_next():
     links = {"a": GB, "b": 2 * GB, "q": {"bandwidth": GB, "sharing": "fifo"}, "c": 4 * GB}
     # a and b as a fluid: 1 s; q as a whole: 1 s; c: a quarter of a second.

@@ -35,11 +35,8 @@ import numpy as np
 
 from topology.errors import TrafficError
 from topology.graph import Topology
+from zosim.engines.fluid import SAME_INSTANT
 from zosim.engines.rows import Entries, Floats, Ints, Rows
-
-# Times closer than this, relative to the time since the first start, are one instant: sums of the same durations
-# in another order differ by rounding, and a message must not lose its place in a queue to that.
-_SAME_INSTANT = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +222,7 @@ class _Run:
     def finished(self) -> list[float]:
         """Return the ends of all flows, on the callers' clock."""
         while (now_s := self._next_s()) < math.inf:
-            until_s = now_s * (1 + _SAME_INSTANT)
+            until_s = now_s * (1 + SAME_INSTANT)
             for row in self._legs.take_ended(until_s).tolist():
                 number = self._flow_of[row]
                 self._send_on(number, row - self._first[number], now_s)
