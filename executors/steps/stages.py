@@ -6,7 +6,7 @@ and how long. Inside a block the activation comes before the residual stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -27,9 +27,11 @@ from executors.steps.operands import Action, Unfit, one, place_of
 from executors.steps.streams import Backend
 from topology.errors import CodecError, ProgramError
 from zosim.lowering.layout import BATCH
-from zosim.program import Access, Encode, Instruction, Program, Recv, Send, Space
+from zosim.planning.cuts import INSIDE
+from zosim.program import Access, Decode, Encode, Instruction, Program, Recv, Send, Space
 
 _OUT = ":out"
+_WIRE = "wire."
 
 
 class Pipeline(Protocol):
@@ -88,6 +90,7 @@ class Stages:
         self._pipeline = pipeline
         self._backend = backend
         self._loaded = loaded
+        self._cut_names = dict(_names_of_cuts(program))
         self._num_micro_batches = num_micro_batches
         self.num_made = self.made_bytes = self.num_sent = self.num_bytes = 0
         self.sent_bytes: dict[tuple[int, str], int] = {}
@@ -175,7 +178,7 @@ class Stages:
         op, pipeline = instruction.op, self._others(instruction)
         assert isinstance(op, Send)
         wire = one(instruction.reads, "read of a message")
-        what = _what(wire)
+        what = self._what(wire)
 
         def send(frame: StepFrame) -> None:
             if frame.replayed:
@@ -196,7 +199,7 @@ class Stages:
         op, pipeline = instruction.op, self._others(instruction)
         assert isinstance(op, Recv)
         wire = one(instruction.writes, "write of a message")
-        what = _what(wire)
+        what = self._what(wire)
         device = self._backend.device if self._stays(wire) else None
 
         def recv(frame: StepFrame) -> None:
@@ -218,7 +221,12 @@ class Stages:
 
     def _where(self, wire: Access) -> str:
         rank = 0 if self._pipeline is None else self._pipeline.rank
-        return f"rank {rank}, {_what(wire)}"
+        return f"rank {rank}, {self._what(wire)}"
+
+    def _what(self, wire: Access) -> str:
+        """Return a message in words: its cut and evaluation point."""
+        number = _cut_of(wire)
+        return f"cut {self._cut_names.get(number, number)} at {wire.point or 'the base'}"
 
     def _generator(self, frame: StepFrame, wire: Access, part: int) -> Generator:
         """Return what codecs round with that do so at random: alike whenever the step is done, on every shard.
@@ -226,8 +234,7 @@ class Stages:
         Alike at all points, too: what the same random numbers do to both activations of a projected gradient is gone
         from their difference, but where a threshold lies between the two.
         """
-        cut = int(wire.what.partition(":")[0].rpartition(".")[2])
-        return generator_on(self._backend.device, mixed(frame.seeds[0], cut, part) >> 1)
+        return generator_on(self._backend.device, mixed(frame.seeds[0], _cut_of(wire), part) >> 1)
 
 
 def _each(handed: Handed) -> tuple[Tensor, ...]:
@@ -245,9 +252,22 @@ def _rows(part: MicroBatch) -> tuple[int, int]:
     return sequences, tokens
 
 
-def _what(wire: Access) -> str:
-    """Return a message in words: its cut and evaluation point."""
-    return f"{wire.what.partition(':')[0].replace('.', ' ')} at {wire.point or 'the base'}"
+def _cut_of(wire: Access) -> int:
+    """Return the number of the cut that a message crosses."""
+    return int(wire.what.partition(":")[0].rpartition(".")[2])
+
+
+def _names_of_cuts(program: Program) -> Iterator[tuple[int, str]]:
+    """Yield the number and the name, as a plan has it, of every cut that a rank is at."""
+    for _, instruction in program.instructions():
+        if isinstance(instruction.op, Encode | Decode):
+            operands = (*instruction.reads, *instruction.writes)
+            wires = [access for access in operands if access.buffer.startswith(_WIRE)]
+            handed = [access for access in operands if access.what.endswith(_OUT)]
+            if wires and handed:
+                segment = handed[0].what.removesuffix(_OUT)
+                inside = segment.endswith(FRONT)
+                yield _cut_of(wires[0]), segment.removesuffix(FRONT) + INSIDE if inside else segment
 
 
 class _told:  # noqa: N801 - reads as the context that it is

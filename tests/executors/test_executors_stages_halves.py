@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny import CONFIGS, batches, model_of
-from transformers import Qwen3Config
 
 from costmodel.configs import LoRA, spec_of_config
 from executors.models.halves import Halfway, HalvedBlock
@@ -16,16 +15,6 @@ from topology.errors import ModelError
 
 FAMILIES = ("opt", "opt-untied", "opt-projected", "gpt2", "llama", "llama-tied", "qwen3")
 DTYPES = ("float32", "bfloat16", "float64")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def qwen3():
-    CONFIGS["qwen3"] = Qwen3Config(
-        hidden_size=32, intermediate_size=48, head_dim=8, vocab_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    yield
-    del CONFIGS["qwen3"]
 
 
 def run_through(cut, batch):

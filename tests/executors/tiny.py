@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
 
 from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
@@ -28,6 +28,10 @@ CONFIGS = {
     ),
     "gpt2": GPT2Config(
         vocab_size=96, n_embd=32, n_layer=3, n_head=2, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        **_SPECIAL,
+    ),
+    "qwen3": Qwen3Config(
+        hidden_size=32, intermediate_size=44, num_key_value_heads=1, head_dim=20, tie_word_embeddings=False, **_SHAPE,
         **_SPECIAL,
     ),
 }  # fmt: skip
