@@ -17,8 +17,9 @@ from zosim.engines.recurrence import step_time_bound_of
 from zosim.engines.world import World
 from zosim.first_order.programs import FirstOrder, lower_first_order
 from zosim.machines import machines_for
+from zosim.operations import Backward, Forward, Recv, Send
 from zosim.plan import Mesh, Placement, Plan, Precision, Runtime, Split
-from zosim.program import Backward, Forward, Program, Recv, Send
+from zosim.program import Program
 from zosim.program_set import ProgramSet
 
 _PRESET = "dgx-h100"

@@ -15,9 +15,10 @@ from executors.models.spec import spec_of_model
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
 from executors.steps.interpreter import StepFrame
+from zosim.instructions import Access, Instruction
 from zosim.lowering.directions import SCALED
+from zosim.operations import Perturb, Update
 from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
-from zosim.program import Access, Instruction, Perturb, Update
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 48,

@@ -11,10 +11,12 @@ from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
 from proofs_checks.placements import tiny_model, tiny_plan
 from topology.errors import Hazard, PlanError, ProgramError
+from zosim.instructions import Access, Dependency, Instruction, Part, Stream
 from zosim.lowering import lower
 from zosim.order import HappensBefore
 from zosim.plan import Plan, Residency, Runtime
-from zosim.program import Access, Dependency, Instruction, Part, Placed, Program, Stream
+from zosim.program import Program
+from zosim.unrolling import Placed
 from zosim.validate import validate
 
 _NUM_STEPS = 3

@@ -10,9 +10,10 @@ from topology.documents import catalogue, load, load_preset, loads, preset_names
 from topology.drawing import draw
 from topology.errors import TopologyError, ZosimError
 from topology.figures import Figure
-from topology.graph import Resource, Route, Topology
+from topology.graph import Topology
 from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo
 from topology.lint import Finding, lint, refuse_errors
+from topology.routes import Resource, Route
 from topology.schema import (
     DeviceSpec,
     Dtype,

@@ -1,23 +1,20 @@
-"""The machine as a directed multigraph: routes, and the resources that flows share."""
+"""The machine as a directed multigraph of nodes and links."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import networkx as nx
 from pydantic import Field, model_validator
 
 from topology.errors import TopologyError
 from topology.figures import Figure
-from topology.routing import Hop, NoRoute, find_path
+from topology.routes import Resource, Route, Routes, link_resource_id
 from topology.schema import (
-    FORWARDING_KINDS,
     DeviceSpec,
     Link,
     MeasuredBandwidth,
@@ -25,60 +22,6 @@ from topology.schema import (
     unknown_node,
 )
 from topology.validation import FrozenModel, RuleError, did_you_mean
-
-
-@dataclass(frozen=True, slots=True)
-class Resource:
-    """What concurrent flows share: a link's direction, a half-duplex link, or a memory.
-
-    Attributes
-    ----------
-    id : str
-        Name, such as ``"root0--gpu0:root0>gpu0"``, ``"dram0"`` or ``"measured:dram0>gpu0"``.
-    bandwidth_bytes_per_s : float
-        Capacity; infinite where it never limits.
-    latency_s : float
-        One-way latency.
-    sharing : {"maxmin", "fifo"}
-        How concurrent flows share it.
-    """
-
-    id: str
-    bandwidth_bytes_per_s: float
-    latency_s: float
-    sharing: Literal["maxmin", "fifo"]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """How data get from one node to another.
-
-    Attributes
-    ----------
-    source, target : str
-        The ends.
-    node_ids : tuple of str
-        The nodes passed, ends included.
-    links : tuple of Link
-        The links passed, in order.
-    resource_ids : tuple of str
-        The resources that a flow over this route occupies, each once.
-    bandwidth_bytes_per_s : float
-        What a single large transfer reaches: the least of the resources', or the measured value.
-    latency_s : float
-        Sum over the links.
-    staged_in : str or None
-        The host memory in which a copy between two devices without peer-to-peer access is staged.
-    """
-
-    source: str
-    target: str
-    node_ids: tuple[str, ...]
-    links: tuple[Link, ...]
-    resource_ids: tuple[str, ...]
-    bandwidth_bytes_per_s: float
-    latency_s: float
-    staged_in: str | None = None
 
 
 class Topology(FrozenModel):
@@ -228,7 +171,7 @@ class Topology(FrozenModel):
         host_id = self.host_of(node_id).id
         candidates = []
         for memory in self._memories_of_host.get(host_id, ()):
-            hops = self._path(memory.id, node_id)
+            hops = self._routes.path(memory.id, node_id)
             if hops is not None:
                 latency_s = sum(hop.link.latency_s for hop in hops)
                 candidates.append((latency_s, len(hops), memory.id))
@@ -274,32 +217,15 @@ class Topology(FrozenModel):
         )
 
     @cached_property
-    def _link_routes(self) -> dict[tuple[str, str], tuple[Hop, ...] | None]:
-        return {}
-
-    def _path(self, source_id: str, target_id: str) -> tuple[Hop, ...] | None:
-        """Widest path, computed once per pair; None if there is none."""
-        pair = source_id, target_id
-        if pair not in self._link_routes:
-            self._link_routes[pair] = self._found_path(source_id, target_id)
-        return self._link_routes[pair]
-
-    def _found_path(self, source_id: str, target_id: str) -> tuple[Hop, ...] | None:
-        ends = self.node(source_id).host, self.node(target_id).host
-        # Traffic within a host stays there, even where its adapters are wider than its sockets' link.
-        same_host = ends[0] == ends[1] is not None
-        kinds = FORWARDING_KINDS - {"network"} if same_host else FORWARDING_KINDS
-        # A third host forwards nothing where the two reach each other without it.
-        for hosts in ({*ends, None}, None):
-            with suppress(NoRoute):
-                return find_path(self.graph, source_id, target_id, kinds, hosts)
-        return None
+    def _routes(self) -> Routes:
+        return Routes(self)
 
     def route(self, source_id: str, target_id: str) -> Route:
         """The widest route between two nodes, among those the one of least latency, then fewest links.
 
         Only NUMA domains, PCIe roots and switches, NVSwitches, NICs and networks forward traffic, and
-        traffic within a host does not leave it, nor pass a third one if there is a way without it. Two devices without peer-to-peer access over PCIe are joined through the host memory of the source.
+        traffic within a host does not leave it, nor pass a third one if there is a way without it. Two devices without
+        peer-to-peer access over PCIe are joined through the host memory of the source.
 
         Raises
         ------
@@ -311,80 +237,9 @@ class Topology(FrozenModel):
         Ties that remain are broken by the names of the nodes and links passed, so routes are the same in
         every process.
         """
-        source, target = self.node(source_id), self.node(target_id)
-        if self._must_be_staged(source, target):
-            return self._staged_route(source_id, target_id)
-        hops = self._path(source_id, target_id)
-        if hops is None:
-            message = f"no route leads from {source_id!r} to {target_id!r} in topology {self.name!r}"
-            raise TopologyError(message, hint="`zosim topology validate` names the nodes nothing reaches")
-        return self._make_route(source_id, target_id, hops, staged_in=None)
+        return self._routes.route(source_id, target_id)
 
-    def _must_be_staged(self, source: Node, target: Node) -> bool:
-        specs = [node.spec for node in (source, target) if node.kind == "gpu" and node.spec]
-        if len(specs) < 2 or source.id == target.id or all(spec.pcie_peer_to_peer for spec in specs):
-            return False
-        hops = self._path(source.id, target.id)
-        return hops is not None and any(hop.link.type.kind == "pcie" for hop in hops)
-
-    def _staged_route(self, source_id: str, target_id: str) -> Route:
-        memory_id = self.host_memory(source_id).id
-        hops = (self._path(source_id, memory_id) or ()) + (self._path(memory_id, target_id) or ())
-        return self._make_route(source_id, target_id, hops, staged_in=memory_id)
-
-    def _make_route(
-        self, source_id: str, target_id: str, hops: tuple[Hop, ...], *, staged_in: str | None
-    ) -> Route:
-        declared = self._declared_resource_ids(source_id, target_id, hops, staged_in)
-        measured_id = measured_resource_id(source_id, target_id)
-        is_measured = (source_id, target_id) in self._measured_by_pair
-        resource_ids = (*declared, measured_id) if is_measured else declared
-        capacities = [self.resources[name].bandwidth_bytes_per_s for name in resource_ids]
-        return Route(
-            source=source_id,
-            target=target_id,
-            node_ids=(source_id, *(hop.target for hop in hops)),
-            links=tuple(hop.link for hop in hops),
-            resource_ids=resource_ids,
-            bandwidth_bytes_per_s=min(capacities, default=math.inf),
-            latency_s=sum(hop.link.latency_s for hop in hops),
-            staged_in=staged_in,
-        )
-
-    def _declared_resource_ids(
-        self, source_id: str, target_id: str, hops: tuple[Hop, ...], staged_in: str | None
-    ) -> tuple[str, ...]:
-        ends = (source_id, staged_in, target_id)
-        memories = [end for end in ends if end is not None and self.node(end).kind in {"memory", "disk"}]
-        links = [
-            link_resource_id(hop.link, hop.source)
-            for hop in hops
-            if math.isfinite(hop.link.bandwidth_bytes_per_s)
-        ]
-        stored = [name for name in memories if self.node(name).bandwidth is not None]
-        return tuple(dict.fromkeys([*stored, *links]))
-
-    @cached_property
-    def _measured_by_pair(self) -> Mapping[tuple[str, str], float]:
-        return {(entry.source, entry.target): entry.bandwidth.in_si("bandwidth") for entry in self.measured}
-
-    @cached_property
-    def _declared_resources(self) -> Mapping[str, Resource]:
-        resources = {}
-        for node in self.of_kind("memory", "disk"):
-            if node.bandwidth is not None:
-                resources[node.id] = Resource(node.id, node.bandwidth_bytes_per_s, 0.0, "maxmin")
-        for link in self.links:
-            if not math.isfinite(link.bandwidth_bytes_per_s):
-                continue
-            for start in (link.source, link.target):
-                name = link_resource_id(link, start)
-                resources[name] = Resource(
-                    name, link.bandwidth_bytes_per_s, link.latency_s, link.type.sharing
-                )
-        return MappingProxyType(resources)
-
-    @cached_property
+    @property
     def resources(self) -> Mapping[str, Resource]:
         """Everything that concurrent flows share, by name.
 
@@ -392,19 +247,7 @@ class Topology(FrozenModel):
         one. A measured bandwidth is a resource of its own that its pair of nodes alone uses, and raises
         the capacity of declared resources on its way that were declared too small.
         """
-        capacities = {name: item.bandwidth_bytes_per_s for name, item in self._declared_resources.items()}
-        for (source_id, target_id), bandwidth_bytes_per_s in self._measured_by_pair.items():
-            hops = self._path(source_id, target_id) or ()
-            for name in self._declared_resource_ids(source_id, target_id, hops, None):
-                capacities[name] = max(capacities[name], bandwidth_bytes_per_s)
-        resources = {
-            name: Resource(name, capacities[name], item.latency_s, item.sharing)
-            for name, item in self._declared_resources.items()
-        }
-        for (source_id, target_id), bandwidth_bytes_per_s in self._measured_by_pair.items():
-            name = measured_resource_id(source_id, target_id)
-            resources[name] = Resource(name, bandwidth_bytes_per_s, 0.0, "maxmin")
-        return MappingProxyType(resources)
+        return self._routes.resources
 
     def with_measured_bandwidth(
         self, matrix: Mapping[tuple[str, str], float], *, source: str = "measured on this machine"
@@ -423,7 +266,7 @@ class Topology(FrozenModel):
         TopologyError
             If a node is unknown, no route joins a pair, or a bandwidth is not positive and finite.
         """
-        known = dict(self._measured_by_pair) | dict(matrix)
+        known = dict(self._routes.measured_by_pair) | dict(matrix)
         for (source_id, target_id), value in matrix.items():
             self.route(source_id, target_id)
             if not 0 < value < math.inf:
@@ -460,16 +303,6 @@ class Topology(FrozenModel):
         from topology.documents import dump
 
         return dump(self)
-
-
-def link_resource_id(link: Link, start: str) -> str:
-    """Name of the resource that a flow entering a link at a node occupies."""
-    return link.id if link.type.duplex == "half" else f"{link.id}:{start}>{link.other_end(start)}"
-
-
-def measured_resource_id(source_id: str, target_id: str) -> str:
-    """Name of the resource that stands for a measured bandwidth."""
-    return f"measured:{source_id}>{target_id}"
 
 
 def _refuse_duplicates(what: str, names: list[str]) -> None:

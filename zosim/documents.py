@@ -1,8 +1,9 @@
-"""Plans and programs as files: read once, refused readably."""
+"""Plans, programs and timelines as files: read once, refused readably."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,15 @@ def read_document(
             hint=make,
         )
     return data
+
+
+def json_by_lines(data: Mapping[str, Any]) -> str:
+    """Return an object as JSON, every element of its lists on a line of its own, so that it can be edited by hand."""
+    lines = [f"  {json.dumps(key)}: {_list_by_lines(value)}" for key, value in data.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _list_by_lines(value: object) -> str:
+    if not isinstance(value, list) or not value:
+        return json.dumps(value)
+    return "[\n    " + ",\n    ".join(json.dumps(item) for item in value) + "\n  ]"

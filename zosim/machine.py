@@ -32,10 +32,13 @@ from costmodel.estimate import CopyDirection, OperationCost, estimate
 from costmodel.profile import Bound, Profile
 from topology.errors import ProfileError
 from zosim.engines.activity import Activity, Hop, Ring
-from zosim.program import Collective, Instruction, Program, Recv, Send, Space, Stream
+from zosim.instructions import Instruction, Space, Stream
+from zosim.operations import Collective, Recv, Send
+from zosim.program import Program
 
 if TYPE_CHECKING:
-    from topology.graph import Route, Topology
+    from topology.graph import Topology
+    from topology.routes import Route
 
 __all__ = ["Activity", "Hop", "Machine", "Ring"]
 

@@ -14,7 +14,7 @@ from topology.errors import TopologyError
 from topology.graph import Topology
 from topology.rings import edge_disjoint_rings
 from zosim.machine import Hop, Machine, Ring
-from zosim.program import Recv, Send
+from zosim.operations import Recv, Send
 
 _Parts = Sequence[Sequence[int]]
 _NEIGHBOURS = (-1, 1)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from topology.errors import ProgramError
-from zosim.program import Placed, Stream
+from zosim.instructions import Stream
+from zosim.unrolling import Placed
 
 
 class HappensBefore:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
-from zosim.program import Collective, Instruction, Part, Program, Recv, Send, Stream
+from zosim.instructions import Instruction, Part, Stream
+from zosim.operations import Collective, Recv, Send
+from zosim.program import Program
 
 
 class Place(NamedTuple):

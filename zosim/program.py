@@ -9,269 +9,25 @@ Both interpreters run the same instructions under the same rules:
 
 Nothing else orders anything, so whatever those rules leave unordered may really overlap.
 :mod:`zosim.validate` refuses a program in which that would matter.
-
-Contents and steps
-------------------
-An :class:`Access` says which bytes of which buffer are touched, and what is (or will be) in them. Its ``step`` is
-relative to the step being run: weights ``block.3`` at step 0 are those that this step's forwards must see, at
-step -1 those that still lack the update of the step before, at step +1 those that the next step will see. When
-one step ends and the next begins, every content's step falls by one. An update whose scalars belong to a step
-before the first is the identity.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from costmodel.work import Work
 from topology.errors import ProgramError
 from topology.validation import raise_readable
-from zosim.documents import read_document
-from zosim.operations import (
-    Allocate,
-    Backward,
-    Cast,
-    Collective,
-    Copy,
-    Decode,
-    Draw,
-    Encode,
-    Forward,
-    Free,
-    Load,
-    Operation,
-    Optimize,
-    Perturb,
-    Recv,
-    Scalar,
-    Send,
-    Update,
-)
-
-__all__ = [
-    "PROGRAM_VERSION",
-    "Access",
-    "Allocate",
-    "Backward",
-    "Buffer",
-    "Cast",
-    "Collective",
-    "Copy",
-    "Decode",
-    "Dependency",
-    "Draw",
-    "Encode",
-    "Forward",
-    "Free",
-    "Instruction",
-    "Load",
-    "Operation",
-    "Optimize",
-    "Part",
-    "Perturb",
-    "Placed",
-    "Program",
-    "Recv",
-    "Scalar",
-    "Send",
-    "Space",
-    "Stream",
-    "Update",
-]
+from zosim.documents import json_by_lines, read_document
+from zosim.instructions import Access, Buffer, Instruction, Part
+from zosim.unrolling import Placed, unrolled
 
 PROGRAM_VERSION: Literal[1] = 1
-
-
-class Stream(StrEnum):
-    """Queues of one rank. Each runs one instruction at a time, in order."""
-
-    COMPUTE = "compute"
-    H2D = "h2d"
-    D2H = "d2h"
-    DRAW = "draw"
-    LINK = "link"
-    RECV = "recv"
-
-
-class Space(StrEnum):
-    """Where a buffer lives."""
-
-    DEVICE = "device"
-    HOST = "host"
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """A named piece of memory.
-
-    Attributes
-    ----------
-    name : str
-    space : Space
-    size_bytes : int
-        Capacity.
-    role : str
-        What it is for, the name under which memory is reported: ``weights``, ``slots``, ``staging``,
-        ``directions``, ``activations``, ``scalars``, ``rng``, ``batch``; of first-order steps also ``gradients``,
-        ``optimizer state`` and ``kept messages``. ``weights``, ``slots``, ``staging`` and
-        ``directions`` are flat arrays; ``activations`` are whatever tensor the forward that writes them returns.
-    dtype : str
-        Format of its elements.
-    dynamic : bool
-        Allocated at its first write and freed after its last read in each step, rather than for ever.
-    shared : bool
-        One for all ranks of a host, in memory that they share.
-    """
-
-    name: str
-    space: Space
-    size_bytes: int
-    role: str
-    dtype: str
-    dynamic: bool = False
-    shared: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Bytes of a buffer, and what is in them.
-
-    Attributes
-    ----------
-    buffer : str
-    what : str
-        Name of the contents, such as ``block.3``, ``z:block.3``, ``block.3:out``, ``loss``.
-    step : int or None
-        Step of the contents relative to the step being run; None for contents that never change.
-    point : str
-        Perturbation that the contents carry: ``""`` for none, ``"q0+"`` for query 0 at ``+ε``, ``"q0-"``; for
-        a direction, the query alone.
-    offset_bytes, size_bytes : int
-        Range inside the buffer.
-    share : str
-        Group among whose members the range is cut into equal parts, of which only this rank's own is touched;
-        empty for all of it. What else the range holds is then not said.
-    """
-
-    buffer: str
-    what: str
-    step: int | None
-    size_bytes: int
-    point: str = ""
-    offset_bytes: int = 0
-    share: str = ""
-
-    @property
-    def end_bytes(self) -> int:
-        """One past the last byte."""
-        return self.offset_bytes + self.size_bytes
-
-    def overlaps(self, other: Access) -> bool:
-        """Whether the two touch a common byte."""
-        return (
-            self.buffer == other.buffer
-            and self.offset_bytes < other.end_bytes
-            and other.offset_bytes < self.end_bytes
-        )
-
-    def shifted(self, steps: int) -> Access:
-        """Return the same access, seen from `steps` steps later."""
-        return self if self.step is None else replace(self, step=self.step - steps)
-
-    def describe(self) -> str:
-        """Return the contents in words."""
-        step = "" if self.step is None else f"[t{self.step:+d}]" if self.step else "[t]"
-        point = f" at {self.point}" if self.point else ""
-        share = f", a share by {self.share}" if self.share else ""
-        return f"{self.what}{step}{point}{share}"
-
-
-@dataclass(frozen=True, slots=True)
-class Dependency:
-    """Another instruction, of this step (``distance`` 0) or of the step before (1).
-
-    A distance of 1 in the first step, and one that reaches from the flush into the last step, are both resolved
-    by counting parts in the order in which they run; before the first there is nothing to wait for.
-
-    Attributes
-    ----------
-    instruction : str
-    distance : int
-    group : str
-        Empty for an instruction of this rank. Otherwise a group, on whose *other* members it must have finished.
-    """
-
-    instruction: str
-    distance: int = 0
-    group: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """One operation with its stream, its dependencies, its operands and its work.
-
-    Attributes
-    ----------
-    id : str
-        Unique in its part.
-    op : Operation
-    stream : Stream
-    label : str
-        Span name under which time is reported: ``upload``, ``forward``, ``perturb``, ``restore`` ...
-    segment : str
-        Segment that it serves.
-    after : tuple of Dependency
-    reads, writes : tuple of Access
-        An operand changed in place stands in both.
-    work : Work
-    """
-
-    id: str
-    op: Operation
-    stream: Stream
-    label: str
-    segment: str
-    after: tuple[Dependency, ...] = ()
-    reads: tuple[Access, ...] = ()
-    writes: tuple[Access, ...] = ()
-    work: Work = field(default_factory=Work)
-
-
-Part = Literal["prologue", "step", "flush"]
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """An instruction at its place in an unrolled run.
-
-    Attributes
-    ----------
-    index : int
-        Position in the unrolled order.
-    part : str
-    step : int
-        Number of the step, from 0. The prologue has that of the first step, the flush one past the last.
-    instruction : Instruction
-    after : tuple of int
-        Indices of this rank's instructions that it waits for, its predecessor on its stream not among them.
-    after_peers : tuple of (str, int)
-        Groups, with indices of the instructions that it waits for on their other members.
-    """
-
-    index: int
-    part: Part
-    step: int
-    instruction: Instruction
-    after: tuple[int, ...]
-    after_peers: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -349,7 +105,7 @@ class Program:
         parts: list[tuple[Part, int, tuple[Instruction, ...]]] = [("prologue", 0, self.prologue)]
         parts += [("step", step, self.step) for step in range(num_steps)]
         parts += [("flush", num_steps, self.flush)] if flush else []
-        return list(_place(self.name, parts))
+        return list(unrolled(self.name, parts))
 
     def to_data(self) -> dict[str, Any]:
         """Return the program as what JSON can hold."""
@@ -375,8 +131,7 @@ class Program:
 
     def to_json(self) -> str:
         """Return the program as JSON, one instruction to a line so that it can be edited by hand."""
-        lines = [f"  {json.dumps(key)}: {_json_lines(value)}" for key, value in self.to_data().items()]
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        return json_by_lines(self.to_data())
 
     def save(self, path: str | Path) -> None:
         """Write the program as JSON."""
@@ -398,45 +153,3 @@ class Program:
 
 
 _ADAPTER: TypeAdapter[Program] = TypeAdapter(Program)
-
-
-def _json_lines(value: object) -> str:
-    if not isinstance(value, list) or not value:
-        return json.dumps(value)
-    return "[\n    " + ",\n    ".join(json.dumps(item) for item in value) + "\n  ]"
-
-
-def _place(name: str, parts: list[tuple[Part, int, tuple[Instruction, ...]]]) -> Iterator[Placed]:
-    index = 0
-    positions: list[dict[str, int]] = []
-    for part, step, instructions in parts:
-        here: dict[str, int] = {}
-        for offset, instruction in enumerate(instructions):
-            if instruction.id in here:
-                raise ProgramError(f"program {name}: instruction {instruction.id!r} stands twice in {part}")
-            here[instruction.id] = index + offset
-        positions.append(here)
-        for instruction in instructions:
-            found = [(d.group, _resolve(name, part, instruction, d, positions)) for d in instruction.after]
-            own = tuple(at for group, at in found if at is not None and not group)
-            peers = tuple((group, at) for group, at in found if at is not None and group)
-            yield Placed(index, part, step, instruction, own, peers)
-            index += 1
-
-
-def _resolve(
-    name: str, part: Part, instruction: Instruction, dependency: Dependency, positions: list[dict[str, int]]
-) -> int | None:
-    if dependency.distance >= len(positions):
-        return None
-    try:
-        return positions[-1 - dependency.distance][dependency.instruction]
-    except KeyError:
-        is_first_step = part == "step" and dependency.distance == len(positions) - 1
-        if is_first_step:
-            return None
-        raise ProgramError(
-            f"program {name}: {part}/{instruction.id} waits for {dependency.instruction!r} "
-            f"(distance {dependency.distance}), which does not exist",
-            hint="name an instruction of the same part, or of the step before with distance 1",
-        ) from None

@@ -11,144 +11,25 @@ the run and contains the prologue. Neither it nor any other step before ``first_
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from topology.errors import TimelineError
 from topology.validation import raise_readable
-from zosim.program import Part, Space, Stream
+from zosim.documents import json_by_lines, read_document
+from zosim.instructions import Space, Stream
+from zosim.spans import MemorySample, Peak, Repeat, Span
 
 TIMELINE_VERSION: Literal[1] = 1
 _STREAM_ORDER = {stream: number for number, stream in enumerate(Stream)}
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One instruction's time.
-
-    Attributes
-    ----------
-    rank : int
-    part : str
-        ``prologue``, ``step`` or ``flush``.
-    step : int
-        Number of the step from 0; the prologue's is 0, the flush's is one past the last.
-    instruction : str
-        Id of the instruction in its part.
-    stream : Stream
-    label : str
-        Name under which time is reported, the instruction's own.
-    segment : str
-        Segment that it serves.
-    start_s, end_s : float
-        Seconds since the beginning of the run.
-    limiter : str
-        What a prediction says that its duration is limited by, such as ``dram``; empty where measured.
-    size_bytes : int
-        What a message had on the wire, where that was measured.
-    """
-
-    rank: int
-    part: Part
-    step: int
-    instruction: str
-    stream: Stream
-    label: str
-    segment: str
-    start_s: float
-    end_s: float
-    limiter: str = ""
-    size_bytes: int = 0
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds from start to end."""
-        return self.end_s - self.start_s
-
-    def shifted(self, seconds: float, steps: int = 0) -> Span:
-        """Return the same span, later."""
-        return replace(
-            self, start_s=self.start_s + seconds, end_s=self.end_s + seconds, step=self.step + steps
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySample:
-    """From a time on, a role takes so many bytes of a space.
-
-    Attributes
-    ----------
-    rank : int
-    space : Space
-    role : str
-        What it is for: ``weights``, ``slots``, ``directions``, ``workspace`` ...
-    time_s : float
-    size_bytes : int
-        All that the role takes now, not the change.
-    """
-
-    rank: int
-    space: Space
-    role: str
-    time_s: float
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Repeat:
-    """Steps that happen again and again, of which a timeline lists only the first round.
-
-    Attributes
-    ----------
-    first_step : int
-        First step of the round that is listed.
-    num_steps : int
-        Steps in the round, usually 1.
-    num_rounds : int
-        Further rounds after the listed one that are left out.
-    period_s : float
-        Seconds by which each round is later than the one before.
-    """
-
-    first_step: int
-    num_steps: int
-    num_rounds: int
-    period_s: float
-
-    @property
-    def first_omitted_step(self) -> int:
-        """First step that is not listed."""
-        return self.first_step + self.num_steps
-
-    @property
-    def num_omitted_steps(self) -> int:
-        """Steps that are not listed."""
-        return self.num_steps * self.num_rounds
-
-    @property
-    def omitted_s(self) -> float:
-        """Seconds that the omitted steps take."""
-        return self.num_rounds * self.period_s
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """The most memory that a rank takes in a space, and what it consists of."""
-
-    rank: int
-    space: Space
-    size_bytes: int
-    time_s: float
-    parts: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -354,9 +235,7 @@ class Timeline:
 
     def to_json(self) -> str:
         """Return the timeline as JSON, one span and one memory sample to a line."""
-        data = _ADAPTER.dump_python(self, mode="json")
-        lines = [f"  {json.dumps(key)}: {_json_rows(value)}" for key, value in data.items()]
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        return json_by_lines(_ADAPTER.dump_python(self, mode="json"))
 
     def save(self, path: str | Path) -> None:
         """Write the timeline as JSON."""
@@ -371,10 +250,13 @@ class Timeline:
         TimelineError
             If the file is missing, is not JSON, or is not a timeline of this version.
         """
-        data = _read_json(path)
-        if isinstance(data, dict) and data.get("version") != TIMELINE_VERSION:
-            message = f"{path} is a timeline of version {data.get('version')!r}, this zosim reads {TIMELINE_VERSION}"
-            raise TimelineError(message, hint="simulate or run again with this version")
+        data = read_document(
+            path,
+            "timeline",
+            TIMELINE_VERSION,
+            TimelineError,
+            make="`zosim simulate` and `zosim run` write one",
+        )
         try:
             return _ADAPTER.validate_python(data)
         except ValidationError as error:
@@ -419,20 +301,3 @@ def _check_span(span: Span, num_steps: int) -> None:
     if not 0 <= span.step <= num_steps or (span.part == "step" and span.step == num_steps):
         message = f"span {span.instruction!r} is of step {span.step}, but the run has {num_steps} steps"
         raise TimelineError(message, hint="steps count from 0; only the flush stands one past the last")
-
-
-def _read_json(path: str | Path) -> Any:
-    try:
-        return json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        message = f"no timeline at {path}"
-        raise TimelineError(message, hint="`zosim simulate` and `zosim run` write one") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        message = f"{path} is not a timeline: {error}"
-        raise TimelineError(message) from None
-
-
-def _json_rows(value: object) -> str:
-    if not isinstance(value, list) or not value:
-        return json.dumps(value)
-    return "[\n    " + ",\n    ".join(json.dumps(item) for item in value) + "\n  ]"

@@ -22,8 +22,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from topology.errors import Hazard, ProgramError
+from zosim.instructions import Access, Instruction
+from zosim.operations import Allocate, Collective, Free
 from zosim.order import HappensBefore
-from zosim.program import Access, Allocate, Collective, Free, Instruction, Placed, Program
+from zosim.program import Program
+from zosim.unrolling import Placed
 
 NUM_UNROLLED_STEPS = 3
 

@@ -28,11 +28,12 @@ from executors.runs.session import Session
 from executors.steps.buffers import TORCH_DTYPES
 from topology.graph import Topology
 from zosim.engines.simulate import simulate
+from zosim.instructions import Stream
 from zosim.lowering import lower
 from zosim.machine import Machine
 from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
 from zosim.planning.explain import describe
-from zosim.program import Program, Stream
+from zosim.program import Program
 from zosim.timeline import Timeline
 
 COVERAGE = 0.9

@@ -14,9 +14,10 @@ from executors.randomness.walks import Walk
 from executors.steps.buffers import BufferStore, Part
 from executors.steps.frames import StepFrame
 from executors.steps.operands import Action, Unfit, one, place_of
+from zosim.instructions import Access, Instruction
 from zosim.lowering.directions import SCALED
 from zosim.lowering.layout import NUM_RNG_MARKS, SHARED_DRAW_ELEMENTS
-from zosim.program import Access, Draw, Instruction
+from zosim.operations import Draw
 
 _RNG = "rng:"
 Fill = Callable[[StepFrame, Generator], list[Tensor]]

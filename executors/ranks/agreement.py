@@ -17,7 +17,9 @@ from executors.steps.buffers import FROZEN, BufferStore
 from executors.steps.frames import StepFrame
 from executors.steps.operands import Action
 from topology.errors import RunError
-from zosim.program import Copy, Instruction, Program
+from zosim.instructions import Instruction
+from zosim.operations import Copy
+from zosim.program import Program
 
 _FACTOR = 6364136223846793005
 """Odd, so that the sum of an earlier step never drops out of the number that it went into."""

@@ -13,7 +13,9 @@ from executors.steps.frames import LoadedBatch, StepFrame
 from executors.steps.micro_batches import accumulated
 from executors.steps.operands import Action
 from topology.errors import ProgramError, RunError
-from zosim.program import Access, Collective, Instruction, Program, Scalar
+from zosim.instructions import Access, Instruction
+from zosim.operations import Collective, Scalar
+from zosim.program import Program
 
 _ELSEWHERE = -1.0
 """Stands for the number of labels of a loss that another rank forwards."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pydantic import TypeAdapter
 
 from executors.ranks.communicator import Communicator
-from zosim.timeline import Span, Timeline
+from zosim.spans import Span
+from zosim.timeline import Timeline
 
 _ADAPTER: TypeAdapter[Timeline] = TypeAdapter(Timeline)
 

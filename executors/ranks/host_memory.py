@@ -23,7 +23,8 @@ from executors.ranks.launch import WAIT_HINT, give_up, last_words
 from executors.steps.streams import Ticket
 from topology.errors import DoesNotFit, RunError
 from topology.units import format_bytes
-from zosim.program import Buffer, Program
+from zosim.instructions import Buffer
+from zosim.program import Program
 
 HOST = "host"
 _PREFIX = "zosim-host-"

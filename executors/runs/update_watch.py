@@ -15,7 +15,9 @@ from torch import Tensor
 from costmodel.work import DTYPE_BYTES
 from executors.steps.buffers import FROZEN, TORCH_DTYPES, BufferStore
 from executors.steps.frames import StepFrame
-from zosim.program import Access, Instruction, Program, Update
+from zosim.instructions import Access, Instruction
+from zosim.operations import Update
+from zosim.program import Program
 
 SAMPLED_ELEMENTS = 8192
 """Elements looked at per update of a group, on average: a share is then known to a percent after one step."""

@@ -25,18 +25,9 @@ from executors.steps.stages import Pipeline, Stages
 from executors.steps.streams import Backend
 from executors.steps.sweeping import Sweeping
 from topology.errors import ProgramError
-from zosim.program import (
-    Access,
-    Allocate,
-    Cast,
-    Forward,
-    Free,
-    Instruction,
-    Part,
-    Perturb,
-    Program,
-    Scalar,
-)
+from zosim.instructions import Access, Instruction, Part
+from zosim.operations import Allocate, Cast, Forward, Free, Perturb, Scalar
+from zosim.program import Program
 
 
 class Actions:

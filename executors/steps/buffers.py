@@ -18,8 +18,10 @@ from costmodel.work import DTYPE_BYTES
 from executors.models.model import CutModel
 from executors.models.parameters import NamedTensor
 from topology.errors import ProgramError
+from zosim.instructions import Access, Buffer, Space
 from zosim.lowering.layout import ALIGNMENT_BYTES, bucket_bytes
-from zosim.program import Access, Buffer, Draw, Forward, Perturb, Program, Space, Update
+from zosim.operations import Draw, Forward, Perturb, Update
+from zosim.program import Program
 
 FROZEN = ":frozen"
 """Suffix of the contents' name of a group's frozen part."""

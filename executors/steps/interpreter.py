@@ -28,17 +28,9 @@ from executors.steps.operands import Action
 from executors.steps.stages import Stages
 from executors.steps.streams import Backend, Task, Ticket
 from topology.errors import ModelError, ProgramError, RunError
-from zosim.program import (
-    Backward,
-    Buffer,
-    Collective,
-    Dependency,
-    Forward,
-    Instruction,
-    Optimize,
-    Part,
-    Program,
-)
+from zosim.instructions import Buffer, Dependency, Instruction, Part
+from zosim.operations import Backward, Collective, Forward, Optimize
+from zosim.program import Program
 from zosim.validate import validate
 
 __all__ = ["Hyperparameters", "Interpreter", "StepFrame"]

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zosim.program import Space
-from zosim.timeline import MemorySample
+from zosim.instructions import Space
+from zosim.spans import MemorySample
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from executors.steps.frames import StepFrame
-from zosim.program import Access
+from zosim.instructions import Access
 
 Action = Callable[[StepFrame], None]
 

@@ -26,9 +26,11 @@ from executors.steps.frames import LoadedBatch, MicroBatch, StepFrame
 from executors.steps.operands import Action, Unfit, one, place_of
 from executors.steps.streams import Backend
 from topology.errors import CodecError, ProgramError
+from zosim.instructions import Access, Instruction, Space
 from zosim.lowering.layout import BATCH
+from zosim.operations import Decode, Encode, Recv, Send
 from zosim.planning.cuts import INSIDE
-from zosim.program import Access, Decode, Encode, Instruction, Program, Recv, Send, Space
+from zosim.program import Program
 
 _OUT = ":out"
 _WIRE = "wire."

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from executors.steps.heap import keep_freed_memory
 from topology.errors import RunError, ZosimError
-from zosim.program import Buffer, Instruction, Part, Stream
-from zosim.timeline import Span
+from zosim.instructions import Buffer, Instruction, Part, Stream
+from zosim.spans import Span
 
 
 class Ticket(ABC):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from executors.steps.streams import Backend, Measured, Task, Ticket, failure_of
 from topology.errors import RunError, ZosimError
-from zosim.program import Buffer, Instruction, Part, Recv, Send, Space, Stream
+from zosim.instructions import Buffer, Instruction, Part, Space, Stream
+from zosim.operations import Recv, Send
 
 
 class _CudaTicket(Ticket):

@@ -8,8 +8,10 @@ from executors.steps.arithmetic import Sweeper
 from executors.steps.buffers import BufferStore, decay_runs
 from executors.steps.frames import Hyperparameters, StepFrame
 from executors.steps.operands import Action, Unfit, one
+from zosim.instructions import Access, Instruction
 from zosim.lowering.directions import SCALED
-from zosim.program import Access, Draw, Instruction, Perturb, Program, Scalar, Update
+from zosim.operations import Draw, Perturb, Scalar, Update
+from zosim.program import Program
 
 
 class Sweeping:

@@ -9,9 +9,9 @@ from typing import Any
 import simpy
 
 from zosim.engines.world import World
+from zosim.instructions import Instruction, Stream
 from zosim.machine import Activity
 from zosim.places import Order, Place
-from zosim.program import Instruction, Stream
 
 
 def naive_step(world: World) -> tuple[float, int]:

@@ -21,7 +21,7 @@ from zosim.first_order.programs import PRESETS
 from zosim.first_order.report import baseline_subject
 from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Runtime, Split
 from zosim.planning.predict import Subject
-from zosim.timeline import Span
+from zosim.spans import Span
 
 PRESET = "a100-80gb-3x4"
 DEVICES = ("node0/gpu0", "node1/gpu0")

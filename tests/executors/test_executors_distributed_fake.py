@@ -26,7 +26,7 @@ from executors.ranks.communicator import Communicator
 from executors.steps.interpreter import Hyperparameters, Interpreter
 from executors.steps.streams import backend_for
 from zosim.lowering import lower
-from zosim.program import Collective
+from zosim.operations import Collective
 
 STEPS = 2
 

@@ -27,9 +27,11 @@ from executors.models.prefix import attach_prefix
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
 from topology.errors import Hazard
+from zosim.instructions import Space
 from zosim.lowering import lower
+from zosim.operations import Draw, Update
 from zosim.plan import Plan
-from zosim.program import Draw, Program, Space, Update
+from zosim.program import Program
 from zosim.validate import validate
 
 PLACEMENTS = {

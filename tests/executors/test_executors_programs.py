@@ -19,8 +19,10 @@ from tiny import batches, model_of, plan_of
 from executors.runs.session import Session
 from topology.errors import Hazard, ProgramError, RunError
 from zosim.first_order.programs import PRESETS, lower_first_order
+from zosim.instructions import Stream
 from zosim.lowering import lower
-from zosim.program import Perturb, Program, Stream
+from zosim.operations import Perturb
+from zosim.program import Program
 
 OFFLOADED = {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}}
 

@@ -16,7 +16,7 @@ from tiny import batches, model_of, plan_of
 
 from executors.runs.session import Session
 from zosim.lowering import lower
-from zosim.program import Perturb
+from zosim.operations import Perturb
 from zosim.validate import validate
 
 PLACEMENTS = {

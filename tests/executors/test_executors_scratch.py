@@ -8,8 +8,8 @@ from tiny import batches, model_of, plan_of
 
 from executors.runs.session import Session
 from executors.steps.arithmetic import PIECE_ELEMENTS, Sweeper
-from zosim.lowering.layout import SCRATCH_ELEMENTS
-from zosim.program import Space
+from zosim.instructions import Space
+from zosim.lowering.buffers import SCRATCH_ELEMENTS
 
 ALIGNMENT_BYTES = 64
 ESTIMATORS = (

@@ -21,7 +21,7 @@ from executors.runs.runlog import HEADER_NAME, RunLog, read_steps, weights_diges
 from executors.runs.session import Session
 from executors.steps.memory import LiveTensors
 from topology.errors import ModelError, PlanError, RunError
-from zosim.program import Space, Stream
+from zosim.instructions import Space, Stream
 
 OFFLOADED = {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}}
 COUNTER = {"estimator": {"rng": "counter"}}

@@ -18,8 +18,8 @@ from executors.ranks.messages import check_length
 from executors.runs.session import Session
 from proofs_checks.ranks import InProcess, on_all_ranks
 from topology.errors import CodecError, ModelError, RunError, ZosimError
+from zosim.instructions import Access
 from zosim.plan import Plan
-from zosim.program import Access
 
 THREE = Case(("block.0", "block.1.mlp"))
 

@@ -13,8 +13,8 @@ from zosim_builders import RATE, instruction, pipeline, program, shared, unshare
 from topology.errors import TimelineError
 from zosim.analysis.compare import compare
 from zosim.engines.simulate import simulate
-from zosim.program import Space
-from zosim.timeline import MemorySample
+from zosim.instructions import Space
+from zosim.spans import MemorySample
 
 WHOLE = pipeline(3, 1e-3, 3e-3, 1e-3, num_slots=3)
 

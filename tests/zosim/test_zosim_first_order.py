@@ -24,9 +24,11 @@ from zosim.engines.simulate import simulate_world
 from zosim.first_order.programs import PRESETS, FirstOrder, lower_first_order
 from zosim.first_order.report import baseline_subject
 from zosim.first_order.settings import num_kept_at_once, turns
+from zosim.instructions import Stream
+from zosim.operations import Backward, Forward, Recv, Send
 from zosim.plan import Estimator, Mesh, Placement, Plan, Runtime, Split
 from zosim.planning.predict import Subject
-from zosim.program import Backward, Forward, Program, Recv, Send, Stream
+from zosim.program import Program
 from zosim.program_set import ProgramSet
 from zosim.validate import validate
 from zosim.validate_set import validate_set

@@ -8,7 +8,7 @@ from zosim_builders import RATE, programs, rank_sets, shared, unshared
 from zosim.engines.lockstep import simulate_many, steady_step_s
 from zosim.engines.simulate import simulate_world
 from zosim.engines.world import World
-from zosim.program import Space
+from zosim.instructions import Space
 from zosim.program_set import ProgramSet
 
 

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from costmodel import LoRA, read_model_spec
 from topology.errors import Hazard, PlanError, ProgramError
+from zosim.instructions import Instruction, Stream
 from zosim.lowering import lower
+from zosim.operations import Draw, Update
 from zosim.order import HappensBefore
 from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
-from zosim.program import Draw, Instruction, Program, Stream, Update
+from zosim.program import Program
 from zosim.validate import validate
 
 MODELS = {

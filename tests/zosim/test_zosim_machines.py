@@ -18,7 +18,7 @@ from zosim.engines.simulate import simulate_ranks
 from zosim.engines.world import World
 from zosim.machine import Machine
 from zosim.machines import machines_for
-from zosim.program import Collective
+from zosim.operations import Collective
 from zosim.program_set import ProgramSet
 
 SIZE = 8 * 10**9

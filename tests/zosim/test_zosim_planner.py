@@ -71,7 +71,7 @@ def test_the_interval_holds_the_prediction() -> None:
 
 
 def test_the_footprint_bounds_the_simulated_memory_closely() -> None:
-    from zosim.program import Space
+    from zosim.instructions import Space
 
     for limit in (None, 2 * GIB):
         subject = choose(request(max_device_bytes=limit)).chosen.subject

@@ -12,7 +12,7 @@ from topology.errors import ProfileError
 from zosim.engines.recurrence import step_time_bound
 from zosim.engines.simulate import simulate
 from zosim.machine import Machine
-from zosim.program import Forward, Perturb
+from zosim.operations import Forward, Perturb
 from zosim.published.audit import audit, set_apart
 from zosim.published.baselines import neighbours, regression
 from zosim.published.cells import cells_of

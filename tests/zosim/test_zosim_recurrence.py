@@ -14,8 +14,8 @@ from zosim.engines.lockstep import simulate_many
 from zosim.engines.recurrence import run_times, run_times_of, step_time_bound, step_time_bound_of
 from zosim.engines.simulate import simulate
 from zosim.engines.world import World
+from zosim.instructions import Dependency
 from zosim.places import Order, Place
-from zosim.program import Dependency
 from zosim.program_set import ProgramSet
 
 

@@ -12,9 +12,10 @@ from zosim_builders import RATE, instruction, make_profile, pipeline, program, p
 from costmodel.work import Work
 from topology.errors import ProgramError
 from zosim.engines.simulate import simulate, simulate_ranks
+from zosim.instructions import Access, Buffer, Dependency, Space, Stream
 from zosim.machine import Machine, Ring
+from zosim.operations import Allocate, Collective, Copy, Free
 from zosim.places import Order, Place
-from zosim.program import Access, Allocate, Buffer, Collective, Copy, Dependency, Free, Space, Stream
 from zosim.program_set import ProgramSet
 
 # Times are sums of a few durations: rounding alone.

@@ -19,8 +19,10 @@ from rich.table import Table
 
 from topology.errors import TimelineError
 from zosim.analysis.critical_path import CriticalPath, PathSegment, bottleneck, step_path
-from zosim.program import Program, Space
-from zosim.timeline import Span, Timeline
+from zosim.instructions import Space
+from zosim.program import Program
+from zosim.spans import Span
+from zosim.timeline import Timeline
 
 _MS = 1e3
 _MIB = 2**20

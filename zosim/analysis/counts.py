@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from zosim.program import Collective, Instruction, Program, Scalar, Send
+from zosim.instructions import Instruction
+from zosim.operations import Collective, Scalar, Send
+from zosim.program import Program
 from zosim.program_set import ProgramSet
 
 

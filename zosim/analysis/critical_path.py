@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from topology.errors import TimelineError
+from zosim.instructions import Stream
 from zosim.places import Order, Place
-from zosim.program import Program, Stream
-from zosim.timeline import Repeat, Span, Timeline
+from zosim.program import Program
+from zosim.spans import Repeat, Span
+from zosim.timeline import Timeline
 
 DISPATCH = "dispatch"
 WAIT = "wait"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from zosim.instructions import Buffer, Instruction, Space
+from zosim.operations import Allocate, Free
 from zosim.places import Order, Place
-from zosim.program import Allocate, Buffer, Free, Instruction, Program, Space
-from zosim.timeline import MemorySample, Span
+from zosim.program import Program
+from zosim.spans import MemorySample, Span
 
 WORKSPACE = "workspace"
 

@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from topology.errors import TimelineError
+from zosim.instructions import Space, Stream
 from zosim.places import Order, Place
-from zosim.program import Program, Space, Stream
-from zosim.timeline import Span, Timeline
+from zosim.program import Program
+from zosim.spans import Span
+from zosim.timeline import Timeline
 
 HOST_THREAD = 0
 # HTA takes streams above 0 for device streams.

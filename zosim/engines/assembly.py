@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from zosim.analysis.memory_curve import memory_samples
 from zosim.engines.steady import Cycle
 from zosim.engines.world import World
-from zosim.timeline import Repeat, Span, Timeline
+from zosim.spans import Repeat, Span
+from zosim.timeline import Timeline
 
 
 def assemble(

@@ -26,9 +26,9 @@ from types import MappingProxyType
 from costmodel.profile import Bound
 from zosim.engines.lockstep import simulate_many
 from zosim.engines.world import Group, Template, World
+from zosim.instructions import Part
 from zosim.machine import Activity, Machine
 from zosim.places import channel_of
-from zosim.program import Part
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline
 

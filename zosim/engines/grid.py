@@ -25,12 +25,13 @@ from topology.errors import PlanError
 from zosim.engines.recurrence import MAX_STEPS, Member, Node, Recurrence, second_half_s
 from zosim.engines.steady import MAX_CYCLE, TOLERANCE
 from zosim.engines.world import World
+from zosim.instructions import Instruction
 from zosim.lowering import lower
 from zosim.lowering.step import StepWriter
 from zosim.machine import Machine
 from zosim.plan import Plan
 from zosim.planning.shortening import are_alike, shortened
-from zosim.program import Instruction, Program
+from zosim.program import Program
 from zosim.scaling import LINKS, scaled
 
 Floats = npt.NDArray[np.float64]

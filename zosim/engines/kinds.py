@@ -10,7 +10,7 @@ from zosim.engines.flows import STREAM_NUMBER, Counts, FlowTable
 from zosim.engines.rows import Floats, Ints
 from zosim.engines.wiring import Wiring
 from zosim.engines.world import Group, World
-from zosim.program import Part, Stream
+from zosim.instructions import Part, Stream
 
 _PARTS: tuple[Part, ...] = ("prologue", "step", "flush")
 

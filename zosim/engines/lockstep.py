@@ -27,9 +27,10 @@ from zosim.engines.simulate import (
 )
 from zosim.engines.steady import Cycle, SteadyDetector, shortened_steps
 from zosim.engines.world import World
+from zosim.instructions import Part
 from zosim.places import Meeting
-from zosim.program import Part
-from zosim.timeline import Span, Timeline
+from zosim.spans import Span
+from zosim.timeline import Timeline
 
 
 def simulate_many(

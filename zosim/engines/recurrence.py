@@ -30,9 +30,10 @@ from costmodel.profile import Bound
 from topology.errors import ProgramError
 from zosim.engines.steady import SteadyDetector
 from zosim.engines.world import World
+from zosim.instructions import Part
 from zosim.machine import Machine
 from zosim.places import Order, Place
-from zosim.program import Part, Program
+from zosim.program import Program
 
 # Steps after which the period of a recurrence that has not become periodic is taken from its second half.
 MAX_STEPS = 64

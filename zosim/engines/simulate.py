@@ -7,7 +7,7 @@ of their flows does; so does a message between its two ranks.
 
 What happens at one instant is independent of the order in which it is handled, with one exception: activities that
 arrive at a first-in-first-out resource at the same instant are served by rank, then by stream in the order of
-:class:`~zosim.program.Stream`.
+:class:`~zosim.instructions.Stream`.
 
 Steps that have become periodic are not simulated again (:mod:`zosim.engines.steady`): the time that a simulation takes grows
 with the number of unlike steps.
@@ -31,11 +31,13 @@ from zosim.engines.fluid import Fluid
 from zosim.engines.fluid_process import FluidProcess
 from zosim.engines.steady import Cycle, SteadyDetector, shortened_steps
 from zosim.engines.world import World
+from zosim.instructions import Stream
 from zosim.machine import Activity, Machine
 from zosim.places import Order, Place
-from zosim.program import Program, Stream
+from zosim.program import Program
 from zosim.program_set import ProgramSet
-from zosim.timeline import Span, Timeline
+from zosim.spans import Span
+from zosim.timeline import Timeline
 
 # Steps after which a run that never becomes periodic is cut, where the caller names no number of steps.
 MAX_UNLIKE_STEPS = 32

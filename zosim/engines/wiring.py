@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zosim.engines.world import Template
+from zosim.instructions import Part
 from zosim.places import Meeting, Order, Place
-from zosim.program import Part
 
 # A follower: positions later, and its number in its part.
 Follower = tuple[int, int]

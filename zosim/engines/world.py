@@ -14,9 +14,11 @@ from types import MappingProxyType
 
 from costmodel.profile import Bound
 from topology.errors import ProgramError
+from zosim.instructions import Instruction, Part
 from zosim.machine import Activity, Machine
+from zosim.operations import Collective, Recv, Send
 from zosim.places import Meeting, channel_of
-from zosim.program import Collective, Instruction, Part, Program, Recv, Send
+from zosim.program import Program
 from zosim.program_set import ProgramSet
 
 # A resource of which no more than this is ever asked limits nobody.

@@ -25,10 +25,10 @@ from topology.signed import with_digest, without_digest
 from topology.validation import FrozenModel, RuleError, readable
 from zosim.analysis.compare import Comparison, compare, slowest_rank
 from zosim.evidence.anonymous import Anonymous, refuse_private
+from zosim.instructions import Space
 from zosim.lowering import lower_all
 from zosim.plan import Plan
 from zosim.planning.predict import Subject
-from zosim.program import Space
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline
 

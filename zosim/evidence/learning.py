@@ -12,9 +12,11 @@ from costmodel.measurement import Measurement
 from costmodel.profile import Profile
 from costmodel.work import Work
 from zosim.evidence.file import Evidence, EvidenceError, check
-from zosim.program import Instruction, Program, Space, Stream
+from zosim.instructions import Instruction, Space, Stream
+from zosim.program import Program
 from zosim.program_set import ProgramSet
-from zosim.timeline import Span, Timeline
+from zosim.spans import Span
+from zosim.timeline import Timeline
 
 OVERLAP = 0.05
 """Part of a span beside which another stream may have run before the span counts as contended."""

@@ -12,10 +12,10 @@ from costmodel.forward import activation_bytes, shared_activation_bytes
 from costmodel.model_spec import ParameterGroup
 from costmodel.work import DType
 from zosim.first_order.settings import FirstOrder, num_kept_at_once
+from zosim.instructions import Access, Buffer, Instruction, Space
 from zosim.lowering.layout import bucket_bytes
 from zosim.lowering.messages import most_message_bytes
 from zosim.plan import Plan
-from zosim.program import Access, Buffer, Instruction, Space
 
 Way = Literal["forward", "backward"]
 Side = Literal["in", "out"]

@@ -9,23 +9,11 @@ from costmodel.sweeps import copy_work
 from costmodel.work import Work
 from zosim.first_order.layout import ID_BYTES, FirstOrderLayout, Side, Way
 from zosim.first_order.settings import FirstOrder, turns
+from zosim.instructions import Access, Stream
 from zosim.lowering.listing import Instructions
 from zosim.lowering.messages import coding_work, expected_message_bytes
+from zosim.operations import Backward, Collective, Copy, Decode, Encode, Forward, Load, Optimize, Recv, Send
 from zosim.plan import Plan
-from zosim.program import (
-    Access,
-    Backward,
-    Collective,
-    Copy,
-    Decode,
-    Encode,
-    Forward,
-    Load,
-    Optimize,
-    Recv,
-    Send,
-    Stream,
-)
 
 REPLICAS = "replicas"
 """Ranks of one stage, which sum their gradients."""

@@ -1,17 +1,19 @@
 """From a plan to a program: the one place that knows what the axes of a plan mean.
 
-``layout`` says which buffers there are, ``step`` lists the instructions, ``hazards`` connects them.
+``layout`` says where everything lies, ``buffers`` what memory that takes, ``step`` lists the instructions, ``hazards`` connects them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from zosim.instructions import Access
+from zosim.lowering.buffers import buffers_of
 from zosim.lowering.hazards import connect, without_implied
 from zosim.lowering.layout import Layout
 from zosim.lowering.step import StepWriter
 from zosim.plan import Plan
-from zosim.program import Access, Program
+from zosim.program import Program
 from zosim.program_set import ProgramSet
 
 __all__ = ["lower", "lower_all"]
@@ -28,7 +30,7 @@ def lower(plan: Plan, rank: int = 0) -> Program:
     step, flush = StepWriter(plan, rank), StepWriter(plan, rank)
     step.write_step()
     flush.write_flush()
-    buffers = layout.buffers()
+    buffers = buffers_of(layout)
     instructions, flushing = connect(
         step.instructions,
         flush.instructions,

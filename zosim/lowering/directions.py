@@ -8,6 +8,7 @@ from typing import Literal
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import Distribution, draw_work
 from costmodel.work import Work
+from zosim.instructions import Access, Stream
 from zosim.lowering.layout import (
     COUNTER_BLOCK_ELEMENTS,
     COUNTER_SIGN_BLOCKS,
@@ -16,7 +17,7 @@ from zosim.lowering.layout import (
 )
 from zosim.lowering.listing import Listing
 from zosim.lowering.walk import walk_order
-from zosim.program import Access, Draw, Stream
+from zosim.operations import Draw
 
 Keep = Literal["all", "rows", "none"]
 

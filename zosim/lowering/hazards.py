@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from zosim.instructions import Access, Dependency, Instruction, Stream
 from zosim.order import HappensBefore
-from zosim.program import Access, Dependency, Instruction, Program, Stream
+from zosim.program import Program
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,19 @@
-"""Which buffers a plan needs, and where in them everything lies."""
+"""Where in which buffer everything of a step lies, and how large it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from costmodel.forward import activation_bytes, shared_activation_bytes
+from costmodel.forward import activation_bytes
 from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup, block_index
 from costmodel.work import DTYPE_BYTES
-from zosim.lowering.messages import is_coded, most_message_bytes
+from zosim.instructions import Access
+from zosim.lowering.messages import most_message_bytes
 from zosim.lowering.walk import drawn_late
 from zosim.plan import Plan
-from zosim.program import Access, Buffer, Space
 
 ALIGNMENT_BYTES = 64
 """Every tensor of a bucket starts at a multiple of this: misaligned weights change the bits of a product."""
@@ -35,12 +35,6 @@ COUNTER_BLOCK_ELEMENTS = 1 << 14
 
 COUNTER_SIGN_BLOCKS = 32
 """How many times as many signs it makes."""
-
-SCRATCH_ELEMENTS = 1 << 20
-"""Elements of the temporaries that sweeps over parameters on a CPU keep from one to the next, all together."""
-
-SIGN_SCRATCH_ELEMENTS = 1 << 16
-"""The same where directions are signs, whose sweeps need temporaries for a weight decay only."""
 
 Side = Literal["in", "out", "here"]
 """Where a message comes from or goes to: the stage before, the next one, or this one."""
@@ -172,7 +166,7 @@ class Layout:
     ) -> Access:
         """Return the access to the trainable part of `group` in `buffer`."""
         dtype = dtype or self.plan.precision.storage
-        size = self._trainable_bytes(group, dtype)
+        size = self.trainable_bytes(group, dtype)
         offset = self._frozen_bytes(group, dtype)
         return Access(buffer, group.name, step, size, point, offset + self._offset_in(buffer, group, dtype))
 
@@ -192,7 +186,7 @@ class Layout:
 
     def group_bytes(self, group: ParameterGroup, dtype: str) -> int:
         """Return the bytes of the bucket of `group`."""
-        return self._frozen_bytes(group, dtype) + self._trainable_bytes(group, dtype)
+        return self._frozen_bytes(group, dtype) + self.trainable_bytes(group, dtype)
 
     def direction(
         self,
@@ -210,21 +204,21 @@ class Layout:
         """
         kept = self.plan.runtime.keep_directions
         if rows and not kept:
-            size = self._rows_bytes
+            size = self.rows_bytes
             return Access(ROWS, f"z:{group.name}:rows", step, size, f"q{query}", query * size)
-        buffer, offset = (_kept_direction(group, query), 0) if kept else (DIRECTIONS, offset_bytes)
+        buffer, offset = (kept_direction(group, query), 0) if kept else (DIRECTIONS, offset_bytes)
         size = self.direction_bytes(group)
         return Access(buffer, f"z:{group.name}", step, size, f"q{query}{suffix}", offset)
 
     def clean(self, group: ParameterGroup, segment: str) -> Access:
         """Return the access to the copy of `group` that its perturbations leave alone while `segment` is forwarded."""
         dtype = self.plan.precision.storage
-        kept = self._kept_clean(segment)
+        kept = self.kept_clean(segment)
         before = kept[: kept.index(group)]
-        offset = sum(self._trainable_bytes(other, dtype) for other in before)
-        return Access(CLEAN, group.name, 0, self._trainable_bytes(group, dtype), "", offset)
+        offset = sum(self.trainable_bytes(other, dtype) for other in before)
+        return Access(CLEAN, group.name, 0, self.trainable_bytes(group, dtype), "", offset)
 
-    def _kept_clean(self, segment: str) -> tuple[ParameterGroup, ...]:
+    def kept_clean(self, segment: str) -> tuple[ParameterGroup, ...]:
         """Return the groups whose copies exist at one time: those of a segment, or under a sweep all."""
         is_sweep = self.plan.runtime.traversal == "sweep"
         read = self.groups if is_sweep else self.model.groups_of(segment)
@@ -238,12 +232,12 @@ class Layout:
     def block_direction_bytes(self) -> int:
         """Bytes of the largest direction of any block, or of the parts of one that are at hand together."""
         blocks = (segment for segment in self.segments if not self.is_edge(segment))
-        return max((self._segment_direction_bytes(segment) for segment in blocks), default=0)
+        return max((self.segment_direction_bytes(segment) for segment in blocks), default=0)
 
     def hidden(self, point: str, segment: str) -> Access:
         """Return the access to the hidden state that `segment` leaves at `point`."""
         buffer = f"hidden.{point or 'base'}"
-        return Access(buffer, f"{segment}:out", 0, self._activation_bytes(segment), point)
+        return Access(buffer, f"{segment}:out", 0, self.hidden_bytes(segment), point)
 
     def wire(self, point: str, cut: int, side: Side) -> Access:
         """Return the access to the message that crosses cut number `cut` at `point`, of the largest size it can have."""
@@ -300,23 +294,13 @@ class Layout:
         """Return the access to the running generator state after `group`."""
         return Access(f"{WALK}.q{query}", f"rng:{group.name}+", 0, RNG_STATE_BYTES, f"q{query}")
 
-    def buffers(self) -> tuple[Buffer, ...]:
-        """Return every buffer of the plan."""
-        return (
-            *self._weight_buffers(),
-            *self._slot_buffers(),
-            *self._direction_buffers(),
-            *self._clean_buffers(),
-            *self._activation_buffers(),
-            *self._scalar_buffers(),
-        )
-
     def _frozen_bytes(self, group: ParameterGroup, dtype: str) -> int:
         num_elements = group.num_parameters - group.num_trainable
         size = bucket_bytes(num_elements, group.num_tensors - group.num_trainable_tensors, dtype)
         return self._divisible(size, group)
 
-    def _trainable_bytes(self, group: ParameterGroup, dtype: str) -> int:
+    def trainable_bytes(self, group: ParameterGroup, dtype: str) -> int:
+        """Return the bytes of the trainable part of the bucket of `group`."""
         size = bucket_bytes(group.num_trainable, group.num_trainable_tensors, dtype)
         return self._divisible(size, group)
 
@@ -336,7 +320,8 @@ class Layout:
             offset += self.group_bytes(neighbour, dtype) if self.is_offloaded(neighbour) else 0
         return offset
 
-    def _activation_bytes(self, segment: str = "") -> int:
+    def hidden_bytes(self, segment: str) -> int:
+        """Return the bytes of what `segment` leaves at one point."""
         return activation_bytes(
             self.model,
             batch=self.num_sequences,
@@ -346,80 +331,12 @@ class Layout:
         )
 
     @cached_property
-    def _largest_activation_bytes(self) -> int:
-        """Bytes of the largest hidden state that a segment of this rank takes or leaves."""
-        before = self.model.segments.index(self.segments[0]) - 1
-        handing = (*self.model.segments[max(before, 0) : before + 1], *self.segments)
-        return max(self._activation_bytes(segment) for segment in handing)
-
-    @cached_property
-    def _rows_bytes(self) -> int:
+    def rows_bytes(self) -> int:
+        """Bytes of the rows of a direction that the batch names."""
         return self.num_tokens * self.model.embed_dim * DTYPE_BYTES[self.plan.precision.storage]
 
-    def _weight_buffers(self) -> Iterator[Buffer]:
-        precision = self.plan.precision
-        for group in self.groups:
-            offloaded = self.is_offloaded(group)
-            dtype = precision.transfer if offloaded else precision.storage
-            space = Space.HOST if offloaded else Space.DEVICE
-            shared = offloaded and bool(self.share)
-            yield Buffer(
-                self.home(group), space, self.group_bytes(group, dtype), "weights", dtype, shared=shared
-            )
-
-    def _slot_buffers(self) -> Iterator[Buffer]:
-        precision = self.plan.precision
-        sizes: dict[str, int] = {}
-        staging: dict[str, int] = {}
-        for segment in self.segments:
-            groups = [group for group in self.model.groups_of(segment) if self.is_offloaded(group)]
-            if not groups:
-                continue
-            slot, side = self.slot(segment), self.staging(segment)
-            size = sum(self.group_bytes(group, precision.storage) for group in groups)
-            sizes[slot] = max(sizes.get(slot, 0), size)
-            if precision.is_lossy:
-                size = sum(self.group_bytes(group, precision.transfer) for group in groups)
-                staging[side] = max(staging.get(side, 0), size)
-        for name, size in sizes.items():
-            yield Buffer(name, Space.DEVICE, size, "slots", precision.storage)
-        for name, size in staging.items():
-            yield Buffer(name, Space.DEVICE, size, "staging", precision.transfer)
-
-    def _direction_buffers(self) -> Iterator[Buffer]:
-        dtype = self.plan.precision.storage
-        if self.plan.runtime.keep_directions:
-            yield from (
-                Buffer(
-                    _kept_direction(group, query),
-                    Space.DEVICE,
-                    self.direction_bytes(group),
-                    "directions",
-                    dtype,
-                )
-                for group in self.groups
-                if group.num_trainable
-                for query in range(self.plan.estimator.num_queries)
-            )
-            return
-        size = max(self._segment_direction_bytes(segment) for segment in self.segments)
-        if self.plan.runtime.draw_ahead:
-            size = max(size, 2 * self.block_direction_bytes)
-        yield Buffer(DIRECTIONS, Space.DEVICE, size, "directions", dtype)
-        if any(self.gathers(group, EMBED) for group in self.groups):
-            rows = self._rows_bytes * self.plan.estimator.num_queries
-            yield Buffer(ROWS, Space.DEVICE, rows, "directions", dtype)
-
-    def _clean_buffers(self) -> Iterator[Buffer]:
-        if self.plan.runtime.restore == "copy":
-            dtype = self.plan.precision.storage
-            sizes = [
-                sum(self._trainable_bytes(group, dtype) for group in self._kept_clean(segment))
-                for segment in self.segments
-            ]
-            yield Buffer(CLEAN, Space.DEVICE, max(sizes), "clean copy", dtype)
-
-    def _segment_direction_bytes(self, segment: str) -> int:
+    def segment_direction_bytes(self, segment: str) -> int:
+        """Return the bytes of the directions of `segment` that are at hand together."""
         sizes = [
             self.direction_bytes(g) for g in self.model.groups_of(segment) if not self.gathers(g, segment)
         ]
@@ -431,63 +348,7 @@ class Layout:
         is_visited_once = self.plan.runtime.traversal != "sweep"
         return is_visited_once and group.num_trainable > 0 and len(readers) > 1 and segment == readers[0]
 
-    def _activation_buffers(self) -> Iterator[Buffer]:
-        plan = self.plan
-        dtype = "float32" if plan.precision.compute == "tf32" else plan.precision.compute
-        for point in self.own_points:
-            name = f"hidden.{point or 'base'}"
-            size = self._largest_activation_bytes
-            yield Buffer(name, Space.DEVICE, size, "activations", dtype, dynamic=True)
-            cuts = dict(self._crossings())
-            wires = [(cut, self.wire(point, cut, side)) for cut, side in cuts.items()]
-            for name in dict.fromkeys(wire.buffer for _, wire in wires):
-                size = max(wire.size_bytes for _, wire in wires if wire.buffer == name)
-                coded = any(is_coded(plan, cut) for cut, wire in wires if wire.buffer == name)
-                space = Space.HOST if coded else Space.DEVICE
-                yield Buffer(name, space, size, "activations", "uint8", dynamic=True)
-        shared = shared_activation_bytes(
-            plan.model,
-            batch=self.num_sequences,
-            seq=plan.seq,
-            dtype=plan.precision.compute,
-            attention=plan.runtime.attention,
-        )
-        if shared:
-            yield Buffer("shared", Space.DEVICE, shared, "activations", dtype)
 
-    def _crossings(self) -> Iterator[tuple[int, Side]]:
-        """Yield the cuts on either side of this rank's stage, and those within it."""
-        for cut in self.plan.coded_in_place.values():
-            yield cut, "here"
-        if not self.is_first_stage:
-            yield self.stage - 1, "in"
-        if not self.is_last_stage:
-            yield self.stage, "out"
-
-    def _scalar_buffers(self) -> Iterator[Buffer]:
-        estimator = self.plan.estimator
-        is_sign = estimator.direction == "rademacher"
-        most = SIGN_SCRATCH_ELEMENTS if is_sign else SCRATCH_ELEMENTS
-        largest = max((self.direction_bytes(group) for group in self.groups), default=0)
-        scratch = min(largest, most * DTYPE_BYTES[self.plan.precision.storage])
-        if scratch:
-            yield Buffer("scratch", Space.DEVICE, scratch, "scratch", self.plan.precision.storage)
-        yield Buffer(BATCH, Space.DEVICE, self.batch().size_bytes, "batch", "int64")
-        yield Buffer(LOSSES, Space.DEVICE, SCALAR_BYTES * len(self.plan.points), "scalars", "float64")
-        if self.plan.placement.world_size > 1:
-            own = LOSS_BYTES * len(self.own_points)
-            yield Buffer(OWN_LOSSES, Space.DEVICE, own, "scalars", "float64")
-            for access in (self.packed_losses(), self.gathered_losses()):
-                yield Buffer(access.buffer, Space.DEVICE, access.size_bytes, "scalars", "float64")
-        yield Buffer(GRADIENTS, Space.HOST, SCALAR_BYTES * estimator.num_queries, "scalars", "float64")
-        if estimator.rng == "mezo":
-            for query in range(estimator.num_queries):
-                yield Buffer(f"{WALK}.q{query}", Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
-                for group in self.kept_states:
-                    name = f"rng.{group.name}.q{query}"
-                    yield Buffer(name, Space.HOST, NUM_RNG_MARKS * RNG_STATE_BYTES, "rng", "uint8")
-
-
-def _kept_direction(group: ParameterGroup, query: int) -> str:
+def kept_direction(group: ParameterGroup, query: int) -> str:
     """Return the buffer in which a direction stays from its draw to its update."""
     return f"{DIRECTIONS}.{group.name}.q{query}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from costmodel.model_spec import ParameterGroup
 from costmodel.work import Work
+from zosim.instructions import Access, Instruction, Stream
 from zosim.lowering.layout import Layout
+from zosim.operations import Operation
 from zosim.plan import Plan
-from zosim.program import Access, Instruction, Operation, Stream
 
 
 class Instructions:

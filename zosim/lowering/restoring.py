@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import cast_work
+from zosim.instructions import Access, Stream
 from zosim.lowering.listing import Listing
-from zosim.program import Access, Cast, Stream
+from zosim.operations import Cast
 
 
 class CleanCopies:

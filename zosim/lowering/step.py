@@ -8,28 +8,15 @@ from costmodel.forward import activation_bytes, forward_work
 from costmodel.model_spec import EMBED, HEAD, ParameterGroup
 from costmodel.sweeps import copy_work, perturb_work, update_work
 from costmodel.work import Work
+from zosim.instructions import Access, Instruction, Stream
 from zosim.lowering.directions import SCALED, Directions
+from zosim.lowering.exchanges import Exchanges
 from zosim.lowering.layout import Layout
 from zosim.lowering.listing import Listing
-from zosim.lowering.messages import coding_work, expected_message_bytes
 from zosim.lowering.restoring import CleanCopies
 from zosim.lowering.transfers import Transfers
+from zosim.operations import Forward, Load, Perturb, Update
 from zosim.plan import Plan
-from zosim.program import (
-    Access,
-    Collective,
-    Decode,
-    Encode,
-    Forward,
-    Instruction,
-    Load,
-    Perturb,
-    Recv,
-    Scalar,
-    Send,
-    Stream,
-    Update,
-)
 
 
 class StepWriter:
@@ -47,6 +34,7 @@ class StepWriter:
         self._directions = Directions(self.listing)
         self._transfers = Transfers(self.listing)
         self._clean = CleanCopies(self.listing)
+        self._exchanges = Exchanges(self.listing)
 
     @property
     def instructions(self) -> list[Instruction]:
@@ -64,9 +52,9 @@ class StepWriter:
             self.plan.runtime.traversal
         ]()
         if self.plan.placement.world_size > 1:
-            self._exchange_losses()
+            self._exchanges.exchange_losses()
         for query in range(self.plan.estimator.num_queries):
-            self._projected_gradient(query)
+            self._exchanges.projected_gradient(query)
         self._immediate_updates()
 
     def write_flush(self) -> None:
@@ -80,7 +68,7 @@ class StepWriter:
     # -- traversals --------------------------------------------------------------------------------------------
 
     def _blockwise(self) -> None:
-        self._receive_all()
+        self._exchanges.receive_all()
         for segment in self.layout.segments:
             self._transfers.upload(segment)
             self._pending_updates(segment)
@@ -94,7 +82,7 @@ class StepWriter:
             self._transfers.offload(segment, changed=changed)
 
     def _querywise(self) -> None:
-        self._receive_all()
+        self._exchanges.receive_all()
         if self.plan.estimator.difference == "forward":
             self._forward_model("")
         for query in range(self.plan.estimator.num_queries):
@@ -129,7 +117,7 @@ class StepWriter:
             self._perturb_all(in_place, segment, query, self._way_back, previous, "")
 
     def _sweep(self) -> None:
-        self._receive_all()
+        self._exchanges.receive_all()
         for group in self._swept:
             self._clean.keep((group,), self.layout.readers(group)[0])
         if self.plan.estimator.difference == "forward":
@@ -271,7 +259,7 @@ class StepWriter:
         if segment == self.layout.segments[0] and not self.layout.is_first_stage:
             before = self.model.segments[self.model.segments.index(segment) - 1]
             number = self.layout.stage - 1
-            self._decode(segment, before, point, self.layout.wire(point, number, "in"), number)
+            self._exchanges.decode(segment, before, point, self.layout.wire(point, number, "in"), number)
         gathered = [
             group
             for group in self.listing.trainable(segment)
@@ -295,17 +283,17 @@ class StepWriter:
         if segment != EMBED:
             previous = self.model.segments[self.model.segments.index(segment) - 1]
             reads.append(self.layout.hidden(point, previous))
-        left = self._loss(point) if segment == HEAD else self.layout.hidden(point, segment)
+        left = self._exchanges.loss(point) if segment == HEAD else self.layout.hidden(point, segment)
         op = Forward(segment, point, tuple(group.name for group in gathered))
         name = f"{segment}/forward[{point or 'base'}]"
         work = self._forward_work(segment)
         self.listing.emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), (left,), work)
         if segment == self.layout.segments[-1] and not self.layout.is_last_stage:
-            self._hand_on(segment, point)
+            self._exchanges.hand_on(segment, point)
         elif (cut := self.plan.coded_in_place.get(segment)) is not None:
             wire = self.layout.wire(point, cut, "here")
-            self._encode(segment, segment, point, wire, cut)
-            self._decode(segment, segment, point, wire, cut)
+            self._exchanges.encode(segment, segment, point, wire, cut)
+            self._exchanges.decode(segment, segment, point, wire, cut)
 
     def _forward_work(self, segment: str) -> Work:
         plan = self.plan
@@ -330,98 +318,6 @@ class StepWriter:
             segment=segment,
         )
         return work.model_copy(update={"workspace_bytes": work.workspace_bytes + output})
-
-    # -- stages ------------------------------------------------------------------------------------------------
-
-    def _receive_all(self) -> None:
-        """Write the receipt of every message of the stage before, in the order in which it sends them."""
-        if self.layout.is_first_stage:
-            return
-        for point in self.layout.own_points:
-            wire = self.layout.wire(point, self.layout.stage - 1, "in")
-            self.listing.emit(
-                f"recv[{point or 'base'}]",
-                Recv("pipeline", -1),
-                Stream.RECV,
-                "recv",
-                self.layout.segments[0],
-                (),
-                (wire,),
-                Work(
-                    link_bytes=expected_message_bytes(
-                        self.plan, self.layout.stage - 1, self.layout.num_sequences
-                    )
-                ),
-            )
-
-    def _encode(self, segment: str, before: str, point: str, wire: Access, cut: int) -> None:
-        """Write how what `before` leaves becomes the message that crosses cut number `cut`."""
-        op = Encode(self.plan.split.codec, self.plan.split.residual_codec)
-        work = coding_work(self.plan, cut, self.layout.num_sequences, "encode")
-        name, reads = f"encode[{point or 'base'}]", (self.layout.hidden(point, before),)
-        self.listing.emit(name, op, Stream.COMPUTE, "encode", segment, reads, (wire,), work)
-
-    def _decode(self, segment: str, before: str, point: str, wire: Access, cut: int) -> None:
-        """Write how a message becomes what `before` left; the batch tells its shape."""
-        work = coding_work(self.plan, cut, self.layout.num_sequences, "decode")
-        name, left = f"decode[{point or 'base'}]", (self.layout.hidden(point, before),)
-        reads = (wire, self.layout.batch())
-        self.listing.emit(name, Decode(), Stream.COMPUTE, "decode", segment, reads, left, work)
-
-    def _hand_on(self, segment: str, point: str) -> None:
-        """Write how the hidden state that this stage leaves goes to the next."""
-        cut, name = self.layout.stage, point or "base"
-        wire = self.layout.wire(point, cut, "out")
-        self._encode(segment, segment, point, wire, cut)
-        link = Work(link_bytes=expected_message_bytes(self.plan, cut, self.layout.num_sequences))
-        self.listing.emit(
-            f"send[{name}]", Send("pipeline", 1), Stream.LINK, "send", segment, (wire,), (), link
-        )
-
-    # -- losses ------------------------------------------------------------------------------------------------
-
-    def _loss(self, point: str) -> Access:
-        """Return where the head leaves its loss: at once in its place, or among those to be exchanged."""
-        alone = self.plan.placement.world_size == 1
-        return self.layout.loss(point) if alone else self.layout.own_loss(point)
-
-    def _exchange_losses(self) -> None:
-        """Write how losses of a part of the batch, at some of the points, become those of all."""
-        layout = self.layout
-        packed, gathered = layout.packed_losses(), layout.gathered_losses()
-        scalar, link = Work(num_kernels=1), Work(link_bytes=gathered.size_bytes - packed.size_bytes)
-        own = tuple(layout.own_loss(point) for point in layout.own_points if layout.is_last_stage)
-        losses = tuple(layout.loss(point) for point in self.plan.points)
-        self.listing.emit(
-            "losses/pack", Scalar("pack_losses"), Stream.COMPUTE, "scalar", HEAD, own, (packed,), scalar
-        )
-        self.listing.emit(
-            "losses/all_gather",
-            Collective("all_gather", "world"),
-            Stream.LINK,
-            "exchange",
-            HEAD,
-            (packed,),
-            (gathered,),
-            link,
-        )
-        self.listing.emit(
-            "losses/mean", Scalar("mean_loss"), Stream.COMPUTE, "scalar", HEAD, (gathered,), losses, scalar
-        )
-
-    def _projected_gradient(self, query: int) -> None:
-        central = self.plan.estimator.difference == "central"
-        losses = (f"q{query}+", f"q{query}-") if central else (f"q{query}+", "")
-        self.listing.emit(
-            f"projected_gradient[q{query}]",
-            Scalar("projected_gradient", query),
-            Stream.COMPUTE,
-            "scalar",
-            HEAD,
-            tuple(self.layout.loss(point) for point in losses),
-            (self.layout.gradient(query, 0),),
-            Work(num_kernels=3),
-        )
 
 
 def _load_work(layout: Layout) -> Work:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import cast_work, copy_work
 from costmodel.work import Work
+from zosim.instructions import Access, Stream
+from zosim.lowering.buffers import buffers_of
 from zosim.lowering.listing import Listing
-from zosim.program import Access, Allocate, Cast, Collective, Copy, Free, Stream
+from zosim.operations import Allocate, Cast, Collective, Copy, Free
 
 
 class Transfers:
@@ -131,5 +135,8 @@ class Transfers:
         )
 
     def _slot_bytes(self, segment: str) -> int:
-        sizes = {buffer.name: buffer.size_bytes for buffer in self.layout.buffers()}
-        return sizes[self.layout.slot(segment)]
+        return self._sizes[self.layout.slot(segment)]
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {buffer.name: buffer.size_bytes for buffer in buffers_of(self.layout)}

@@ -40,10 +40,10 @@ from costmodel.codecs import (
 from costmodel.model_spec import ModelSpec
 from costmodel.work import DTYPE_BYTES
 from zosim.machine import Hop
+from zosim.operations import Recv, Send
 from zosim.plan import Split
 from zosim.planning.cuts import INSIDE, Cutting, sparsest_near_the_middle
 from zosim.planning.segment_costs import Costs, Seconds, Site
-from zosim.program import Recv, Send
 
 Codecs = tuple[str, str]
 """Names of the codecs of MLP activations and of the residual stream."""

@@ -10,7 +10,8 @@ from functools import cached_property
 from costmodel.memory import MemoryPart, runtime_parts, total_bytes
 from costmodel.profile import Profile
 from topology.units import format_bytes
-from zosim.program import Buffer, Program, Space
+from zosim.instructions import Buffer, Space
+from zosim.program import Program
 
 WORKSPACE = "workspace"
 ARENAS = "device memory of the ranks"

@@ -14,12 +14,14 @@ from costmodel.estimate import estimate
 from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
 from costmodel.sweeps import draw_work
 from costmodel.work import DTYPE_BYTES
+from zosim.instructions import Stream
+from zosim.lowering.buffers import buffers_of
 from zosim.lowering.step import StepWriter
 from zosim.machine import Machine
 from zosim.plan import Estimator, Mesh, Placement, Plan, Precision
 from zosim.planning.cuts import INSIDE, Cutting
 from zosim.planning.shortening import are_alike, shortened
-from zosim.program import Program, Stream
+from zosim.program import Program
 
 Seconds = NDArray[np.float64]
 
@@ -166,7 +168,7 @@ def _compute_seconds(plan: Plan, machine: Machine) -> tuple[dict[str, float], di
     """Return each segment's seconds of forwards, and of all else on the compute stream."""
     writer = StepWriter(plan)
     writer.write_step()
-    program = Program("segments", writer.layout.buffers(), (), (), tuple(writer.instructions))
+    program = Program("segments", buffers_of(writer.layout), (), (), tuple(writer.instructions))
     forward: dict[str, float] = defaultdict(float)
     once: dict[str, float] = defaultdict(float)
     for item in program.step:

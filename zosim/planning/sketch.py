@@ -19,13 +19,16 @@ from costmodel.model_spec import (
     ModelSpec,
     block_segment,
 )
+from zosim.instructions import Access, Instruction, Stream
+from zosim.lowering.buffers import buffers_of
 from zosim.lowering.layout import Layout
 from zosim.lowering.step import StepWriter
 from zosim.machine import Machine
+from zosim.operations import Collective, Decode, Recv, Send
 from zosim.plan import Plan
 from zosim.planning.footprint import Footprint, footprint_of
 from zosim.planning.shortening import NUM_BLOCKS, are_alike, shortened, shortened_stages
-from zosim.program import Access, Collective, Decode, Instruction, Program, Recv, Send, Stream
+from zosim.program import Program
 
 _NUM_STEPS = 3
 _SAME = 1e-12
@@ -107,7 +110,7 @@ class Sketcher:
         writer.write_step()
         groups = {name: len(part) for name, parts in plan.groups.items() for part in parts if rank in part}
         program = Program(
-            "sketch", writer.layout.buffers(), (), (), tuple(writer.instructions), groups=groups
+            "sketch", buffers_of(writer.layout), (), (), tuple(writer.instructions), groups=groups
         )
         return _Draft(
             tuple(_visits(program, machine, standing)),
@@ -140,7 +143,7 @@ def _finished(draft: _Draft, plan: Plan, rank: int, machine: Machine) -> Sketch:
     return Sketch(
         _period_s(plan, draft.visits, machine.step_s()),
         tuple(loads.values()),
-        footprint_of(Layout(plan, rank).buffers(), draft.workspace_bytes, machine.profile),
+        footprint_of(buffers_of(Layout(plan, rank)), draft.workspace_bytes, machine.profile),
         sum(len(visit.items) * visit.count for visit in draft.visits),
     )
 

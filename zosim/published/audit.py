@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from costmodel.model_spec import EMBED, HEAD
 from costmodel.published import Row
 from costmodel.work import DTYPE_BYTES
-from zosim.program import Forward
+from zosim.operations import Forward
 from zosim.published.cells import Cell, cells_of
 from zosim.published.conventions import MEBIBYTE
 

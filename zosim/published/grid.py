@@ -15,9 +15,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from zosim.instructions import Instruction
 from zosim.machine import Activity, Machine
 from zosim.places import Order, Place
-from zosim.program import Instruction, Program
+from zosim.program import Program
 
 Array = NDArray[np.float64]
 

@@ -19,18 +19,10 @@ from dataclasses import replace
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import draw_work, perturb_work, update_work
 from costmodel.work import DType, Work
+from zosim.instructions import Dependency, Instruction, Stream
+from zosim.operations import Draw, Forward, Operation, Perturb, Update
 from zosim.plan import Plan
-from zosim.program import (
-    Dependency,
-    Draw,
-    Forward,
-    Instruction,
-    Operation,
-    Perturb,
-    Program,
-    Stream,
-    Update,
-)
+from zosim.program import Program
 
 
 def as_published(program: Program, plan: Plan, *, prefetches: bool = True) -> Program:

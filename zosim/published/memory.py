@@ -17,8 +17,9 @@ import numpy as np
 from costmodel.forward import forward_work
 from costmodel.model_spec import block_segment
 from costmodel.work import DTYPE_BYTES
+from zosim.instructions import Space
+from zosim.lowering.buffers import buffers_of
 from zosim.lowering.layout import Layout
-from zosim.program import Space
 from zosim.published.cells import Cell
 from zosim.published.constants import Values
 from zosim.published.conventions import MEBIBYTE, Case
@@ -99,7 +100,7 @@ def parts_of(case: Case) -> Parts:
     width = DTYPE_BYTES[plan.precision.storage]
     tokens = len(plan.rows_of(0)) * plan.seq
     is_early = case.paper == "ZO2" and model.family == "opt"
-    kept = sum(b.size_bytes for b in layout.buffers() if b.space is Space.DEVICE and b.role in KEPT_ROLES)
+    kept = sum(b.size_bytes for b in buffers_of(layout) if b.space is Space.DEVICE and b.role in KEPT_ROLES)
     block = forward_work(
         model,
         block_segment(0),
