@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from topology.errors import RunError
+from topology.errors import ProfileError, RunError
 from topology.units import format_bytes, format_seconds
 from zosim.console import emit, progress, stderr, table
+from zosim.documents import check_writable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -359,6 +360,11 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Measure this machine, and fit the rates that predictions use."""
+    if evidence and rows is not None:
+        raise ProfileError(
+            "--rows and --evidence are two ways to make a profile", hint="leave one of them out"
+        )
+    check_writable(output)
     if evidence:
         from zosim.evidence.learning import learned
 

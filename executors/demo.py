@@ -132,6 +132,7 @@ class Stages:
 
     def run(self) -> Outcome:
         """Go through all stages."""
+        _check_out(self.out)
         topology = self._detect()
         pretrained = self._model()
         profile = self._calibrate(topology)
@@ -279,6 +280,19 @@ def _between(decision: Decision) -> int:
     return leanest["offloaded"] + (leanest["resident"] - leanest["offloaded"]) // 4
 
 
+def _check_out(out: Path) -> None:
+    """Refuse a directory that holds something else than a run, before the minutes that the demo takes.
+
+    Raises
+    ------
+    RunError
+    """
+    if out.exists() and not out.is_dir():
+        raise RunError(f"{out} is a file, and a run is a directory", hint="give another --out")
+    if out.exists() and any(out.iterdir()) and not (out / "run.json").exists():
+        raise RunError(f"{out} is not empty and holds no run", hint="give another --out")
+
+
 def _clear(out: Path) -> None:
     """Remove an earlier demo; anything else is left alone.
 
@@ -287,8 +301,6 @@ def _clear(out: Path) -> None:
     RunError
         If the directory holds something that is not a run.
     """
-    if not out.exists() or not any(out.iterdir()):
-        return
-    if not (out / "run.json").exists():
-        raise RunError(f"{out} is not empty and holds no run", hint="give another --out")
-    shutil.rmtree(out)
+    _check_out(out)
+    if out.exists():
+        shutil.rmtree(out)

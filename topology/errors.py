@@ -99,6 +99,9 @@ class MachineError(ZosimError):
 
 
 _HINTS = {
+    errno.ENOENT: "make that directory, or choose another path",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "a link leads back to itself there; choose another path",
     errno.ENOSPC: "make room there, or choose another directory; a run goes on with --resume",
     errno.EDQUOT: "make room within your quota, or choose another directory; a run goes on with --resume",
     errno.EROFS: "choose a directory that can be written to",

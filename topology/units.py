@@ -28,6 +28,9 @@ SECONDS_PER_UNIT: Final = MappingProxyType(
 )
 COUNT_UNITS: Final = ("1", "", "core", "cores", "SM", "SMs", "engine", "engines", "link", "links", "channels")
 
+_NAMES: Final[MappingProxyType[Dimension, str]] = MappingProxyType(
+    {"bytes": "size", "compute": "rate of computing", "transfer_rate": "transfer rate"}
+)
 _EXAMPLES: Final[MappingProxyType[Dimension, str]] = MappingProxyType(
     {
         "bytes": "80 GiB",
@@ -97,7 +100,7 @@ def unit_scale(unit: str, dimension: Dimension) -> float:
     scale = _find_scale(unit.strip(), dimension)
     if scale is None:
         what = f"unit {unit!r}" if unit else "a number without a unit"
-        message = f"{what} cannot be a {dimension.replace('_', ' ')}"
+        message = f"{what} cannot be a {_NAMES.get(dimension, dimension)}"
         raise QuantityError(message, hint=_unit_hint(unit, dimension))
     return scale
 

@@ -12,7 +12,7 @@ from rich.console import Group
 from topology.documents import resolve
 from topology.errors import PlanError, TimelineError
 from topology.graph import Topology
-from topology.units import format_seconds, parse_bytes
+from topology.units import format_seconds
 from zosim import report
 from zosim.analysis.compare import compare as compare_timelines
 from zosim.analysis.compare import slowest_rank
@@ -33,8 +33,10 @@ from zosim.options import (
     cutting_of,
     first_order_of,
     given,
+    memory_limit,
     mesh_of,
     model_spec,
+    no_first_order,
     precision_of,
     subject_of,
 )
@@ -162,8 +164,8 @@ def plan(
         cutting=cutting_of(model, cut or (), codec, residual_codec, densities),
         max_ranks=_max_ranks(ranks, shape, topology, device),
         attention=axis(Runtime, attention=attention).attention,
-        max_device_bytes=None if max_device_memory is None else parse_bytes(max_device_memory),
-        max_host_bytes=None if max_host_memory is None else parse_bytes(max_host_memory),
+        max_device_bytes=memory_limit("--max-device-memory", max_device_memory),
+        max_host_bytes=memory_limit("--max-host-memory", max_host_memory),
         allow_lossy=allow_lossy,
         fixed={
             "residency": given(
@@ -224,6 +226,8 @@ def lower(
     subject = subject_of(Plan.load(plan_file), program=check)
     if first_order is not None:
         subject = baseline_subject(subject, first_order_of(first_order, microbatches, schedule))
+    else:
+        no_first_order(microbatches, schedule)
     programs = subject.programs
     if rank is not None and rank >= programs.world_size:
         raise PlanError(f"--rank {rank} of {programs.world_size} ranks", hint="ranks count from 0")
@@ -269,6 +273,10 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Predict a plan's step time and memory, event by event."""
+    if first_order is None:
+        no_first_order(microbatches, schedule, samples)
+        if first_order_trace is not None:
+            raise PlanError("--first-order-trace without --first-order", hint="such as --first-order sgd")
     subject = subject_of(Plan.load(plan_file), hardware, profile, threads, program)
     timeline = subject.timeline if steps is None else subject.simulated(num_steps=steps)
     if trace is not None:
@@ -294,8 +302,6 @@ def simulate(
             stderr.print(f"wrote {first_order_trace}")
         data |= comparison_data(subject, baseline, settings)
         view = Group(view, "", comparison_view(subject, baseline, settings))
-    elif first_order_trace is not None:
-        raise PlanError("--first-order-trace without --first-order", hint="such as --first-order sgd")
     emit(data, json=as_json, text=view)
     if steps is not None and not as_json:
         stderr.print(f"{steps} steps and the flush: {format_seconds(timeline.makespan_s)}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from topology.errors import ZosimError
+from topology.errors import MachineError, ZosimError
 
 
 def read_document(
@@ -37,7 +38,7 @@ def read_document(
     except FileNotFoundError:
         raise error(f"no {what} at {path}", hint=make) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
-        raise error(f"{path} is not a {what}: {problem}") from None
+        raise error(f"{path} is not a {what}: {problem}", hint=make) from None
     if not isinstance(data, dict):
         raise error(f"{path} is not a {what}: it holds no JSON object", hint=make)
     if data.get("version") != version:
@@ -46,6 +47,25 @@ def read_document(
             hint=make,
         )
     return data
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse a file that cannot be written, before the minutes that it takes to have something to write.
+
+    Raises
+    ------
+    MachineError
+        If a directory has that name, or the directory that it is in is missing or may not be written to.
+    """
+    if path is None:
+        return
+    folder = path.parent
+    if path.is_dir():
+        raise MachineError(f"{path}: Is a directory", hint="name a file")
+    if not folder.is_dir():
+        raise MachineError(f"{path}: there is no directory {folder}", hint=f"mkdir -p {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise MachineError(f"{path} may not be written", hint="choose another path")
 
 
 def json_by_lines(data: Mapping[str, Any]) -> str:

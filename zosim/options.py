@@ -15,6 +15,7 @@ from costmodel.configs import read_model_spec
 from costmodel.model_spec import ModelSpec
 from topology.documents import resolve
 from topology.errors import PlanError
+from topology.units import QuantityError, parse_bytes
 from topology.validation import did_you_mean, readable
 from zosim.first_order.settings import PRESETS, FirstOrder
 from zosim.plan import Mesh, Plan, Precision, StorageDType, TransferDType
@@ -71,7 +72,7 @@ ProgramFile = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(help="Threads of a CPU's kernels; by default all cores, shared out among its ranks."),
+    typer.Option(min=1, help="Threads of a CPU's kernels; by default all cores, shared out among its ranks."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
@@ -107,7 +108,9 @@ def mesh_of(text: str) -> Mesh:
         if name not in _MESH_AXES:
             hint = did_you_mean(name, _MESH_AXES)
             raise PlanError(f"--mesh {text}: {name!r} is no axis of a mesh", hint=hint)
-        if name in sizes or not size.isdecimal() or int(size) < 1:
+        if name in sizes:
+            raise PlanError(f"--mesh {text} names {name} twice", hint="such as data=2,perturb=2")
+        if not size.isdecimal() or int(size) < 1:
             raise PlanError(
                 f"--mesh {text}: {item.strip()!r} gives {name} no size", hint="such as data=2,perturb=2"
             )
@@ -138,6 +141,27 @@ def cutting_of(
         {} if densities is None else read_densities(densities),
         None if is_saved else cut_model,
     )
+
+
+def memory_limit(option: str, text: str | None) -> int | None:
+    """Return the bytes that an option leaves to a plan; None without it, which is all that there is.
+
+    Raises
+    ------
+    PlanError
+        If the text is no size, or zero.
+    """
+    if text is None:
+        return None
+    try:
+        size_bytes = parse_bytes(text)
+    except QuantityError as error:
+        raise PlanError(f"{option} {text}: {error.message}", hint=error.hint) from None
+    if size_bytes == 0:
+        raise PlanError(
+            f"{option} {text} leaves no memory", hint="such as 20GiB; all of it without the option"
+        )
+    return size_bytes
 
 
 def _codecs(text: str) -> tuple[str, ...]:
@@ -175,6 +199,22 @@ def _dtype(option: str, value: str, known: tuple[str, ...]) -> str:
 def given(**options: object) -> dict[str, object]:
     """Return the options that were given."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def no_first_order(num_microbatches: int = 1, schedule: str = "gpipe", num_samples: int = 1) -> None:
+    """Refuse what is about a first-order step where none is asked for.
+
+    Raises
+    ------
+    PlanError
+    """
+    stated = {
+        f"--microbatches {num_microbatches}": num_microbatches != 1,
+        f"--schedule {schedule}": schedule != "gpipe",
+        f"--samples {num_samples}": num_samples != 1,
+    }
+    for option in (name for name, is_stated in stated.items() if is_stated):
+        raise PlanError(f"{option} without --first-order", hint="such as --first-order sgd")
 
 
 def first_order_of(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from costmodel.datasheet import datasheet_profile
 from costmodel.profile import Profile, load_profile
-from topology.errors import ProfileError
+from topology.errors import ProfileError, TopologyError
 from topology.graph import Topology
 from zosim.cache import cache_directory
 from zosim.console import stderr
@@ -104,8 +104,14 @@ def profile_for(
     ProfileError
         If the file is damaged, or was made for another device.
     TopologyError
-        If there is no such device.
+        If there is no such device, or it has fewer cores than there are to be threads.
     """
+    spec = topology.device_spec(device)
+    if spec.kind == "cpu" and (num_threads or 1) > spec.num_cores:
+        raise TopologyError(
+            f"{num_threads} threads on {device}, which has {spec.num_cores} cores",
+            hint=f"use --threads {spec.num_cores} or less",
+        )
     sheet = datasheet_profile(topology, device, num_threads=num_threads)
     if path is not None:
         profile = load_profile(path)

@@ -17,12 +17,12 @@ from costmodel.configs import LoRA, Prefix
 from executors.datasets.prompts import parse_label_words
 from executors.ranks.launch import RankInfo, is_launched
 from executors.runs.planning import Asked, longest_example, plan_for, refuse_too_large, spec_for
+from executors.runs.programs import recorded_programs
 from executors.runs.runlog import HEADER_NAME, read_header
 from executors.runs.schedule import Schedule
 from executors.runs.settings import DataSettings, EvaluationSettings, RunSettings
 from topology.errors import PlanError, RunError
-from topology.units import parse_bytes
-from zosim.options import precision_of
+from zosim.options import memory_limit, precision_of
 from zosim.plan import Plan
 from zosim.planning.visibility import about_epsilon
 from zosim.program_set import ProgramSet
@@ -140,11 +140,7 @@ def _program_by_hand(path: Path | None) -> ProgramSet | None:
 def _recorded_program(out: str, header: Given, plan: Plan) -> ProgramSet | None:
     """Return the program that a resumed run was given by hand, as long as its plan stays."""
     edited = header.get("run", {}).get("edited_program", False)
-    return (
-        ProgramSet.load(Path(out) / "program.json")
-        if edited and Plan.model_validate(header["plan"]) == plan
-        else None
-    )
+    return recorded_programs(out, header) if edited and Plan.model_validate(header["plan"]) == plan else None
 
 
 def _num_ranks(given: Given, base: Plan | None) -> int | None:
@@ -159,7 +155,6 @@ def _num_ranks(given: Given, base: Plan | None) -> int | None:
 
 
 def _asked(given: Given, num_threads: int, ranks: int | None) -> Asked:
-    limit = given["max_device_memory"]
     return Asked(
         method=given["method"],
         residency=given["residency"] or _implied_residency(given),
@@ -168,7 +163,7 @@ def _asked(given: Given, num_threads: int, ranks: int | None) -> Asked:
         device=given["device"],
         num_threads=num_threads,
         allow_lossy=given["allow_lossy"],
-        max_device_bytes=None if limit is None else parse_bytes(limit),
+        max_device_bytes=memory_limit("--max-device-memory", given["max_device_memory"]),
         mesh=given["mesh"],
         ranks=ranks,
         cuts=tuple(cut.strip() for cut in (given["cut"] or "").split(",") if cut.strip()),

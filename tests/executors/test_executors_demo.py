@@ -60,3 +60,10 @@ def test_it_leaves_other_directories_alone(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not empty and holds no run"):
         _clear(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_it_says_so_before_it_does_anything_else(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    for out, says in ((tmp_path, "holds no run"), (tmp_path / "thesis.tex", "is a file")):
+        with pytest.raises(RunError, match=says):
+            Stages(out, num_steps=4, num_threads=1, seed=0).run()

@@ -112,6 +112,17 @@ def test_a_program_with_a_hazard_is_refused_by_name(plan_file: Path, tmp_path: P
     assert "nothing orders step[0]/block.5/update[q0] and step[0]/block.5/upload" in error
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("simulate", "--samples"), ("simulate", "--microbatches"), ("lower", "--microbatches")],
+)
+def test_what_is_about_a_first_order_step_is_not_passed_over(
+    plan_file: Path, command: str, option: str
+) -> None:
+    error = call(command, plan_file, option, 3, fails=True).stderr
+    assert f"{option} 3 without --first-order" in error
+
+
 def test_lower_prints_a_program(plan_file: Path, tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(call("lower", plan_file).stdout)
     assert Program.load(tmp_path / "p.json").step
@@ -124,6 +135,18 @@ def test_lower_prints_a_program(plan_file: Path, tmp_path: Path) -> None:
         (["--rng", "mezzo"], "must be one of 'mezo' or 'counter'", "did you mean 'mezo'"),
         (["--eps", "0"], "epsilon", None),
         (["--max-device-memory", "lots"], "lots", None),
+        (["--max-device-memory", "20"], "--max-device-memory 20: a number without a unit", "80 GiB"),
+        (["--max-device-memory", "0GiB"], "--max-device-memory 0GiB leaves no memory", "all of it without"),
+        (["--max-host-memory", "0 B"], "--max-host-memory 0 B leaves no memory", None),
+        (["--residency", "resident", "--slots", "2"], "num_slots=2 is about offloaded", "offloaded"),
+        (["--method", "mezo", "--no-overlap"], "overlap=False is about offloaded", None),
+        (
+            ["--hardware", "cpu-laptop", "--threads", "99"],
+            "99 threads on cpu0, which has 8 cores",
+            "8 or less",
+        ),
+        (["-o", "nowhere/plan.json"], "nowhere/plan.json: No such file", "make that directory"),
+        (["--model", "x" * 300], "xxx: File name too long", "shorter"),
         (["--max-device-memory", "100MiB"], "no plan fits", "smaller batch"),
         (["--seq", "4096"], "exceeds the 2048 positions", "2048 or less"),
         (["--device", "gpu7"], "gpu7", None),
@@ -230,6 +253,8 @@ def test_compare_looks_at_the_slowest_rank_or_the_one_named(plan_of_four: Path, 
         (["--transfers", "slices"], "'sliced'"),
         (["--residency", "gone"], "'resident' or 'offloaded'"),
         (["--method", "mezo", "--residency", "offloaded"], "--method mezo keeps blocks resident"),
+        (["--mesh", "data=2,data=2"], "names data twice"),
+        (["--mesh", "stage=3", "--cut", "block.5,block.3"], "are not in the model's order"),
     ],
 )
 def test_mistakes_about_ranks_are_answered_in_words(words: list[str], says: str) -> None:

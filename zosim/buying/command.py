@@ -11,7 +11,7 @@ import typer
 
 from costmodel.prices import PriceTable, Way, load_prices, shipped_prices, shipped_prices_text
 from topology.errors import PlanError
-from topology.units import parse_quantity
+from topology.units import QuantityError, parse_quantity
 from zosim.buying.offers import Job, Limits, Market, machines_named
 from zosim.buying.report import answer_data, answer_view
 from zosim.buying.sensitivity import effects, limiter, rooms
@@ -100,7 +100,7 @@ def buy(
         by=by.value,
         pay=_WAYS[pay],
     )
-    names = _names(machines) if machines else list(table.machines)
+    names = list(table.machines) if machines is None else _names(machines)
     offers, refused = market.offers(machines_named(names), _counts(count), num_simulated=simulate)
     limiters = [limiter(market.job, offer.machine) for offer in offers]
     machines_once = {id(offer.machine): offer for offer in reversed(offers)}
@@ -140,7 +140,10 @@ def _say_what_prices_are(table: PriceTable, names: list[str]) -> None:
 
 
 def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise PlanError(f"--machines {text!r} names none", hint="such as h200-1x,dgx-h100")
+    return names
 
 
 def _counts(text: str) -> list[int]:
@@ -157,7 +160,7 @@ def _money(text: str | None, table: PriceTable) -> float | None:
     """Return a sum in the table's currency."""
     if text is None:
         return None
-    found = re.fullmatch(r"\s*([\d_,]*\.?\d+)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*([\d,]*\.?\d+)\s*([A-Za-z]*)\s*", text)
     if found is None or float(found[1].replace(",", "")) <= 0:
         raise PlanError(f"--budget {text} is no sum of money", hint=f"such as '5000 {table.currency}'")
     if found[2] and found[2].upper() != table.currency:
@@ -173,7 +176,10 @@ def _hours(text: str | None) -> float | None:
     if text is None:
         return None
     days = re.fullmatch(r"\s*(\d*\.?\d+)\s*d(ays?)?\s*", text)
-    hours = float(days[1]) * 24 if days else parse_quantity(text, "time") / 3600
+    try:
+        hours = float(days[1]) * 24 if days else parse_quantity(text, "time") / 3600
+    except QuantityError as error:
+        raise PlanError(f"--deadline {text}: {error.message}", hint="such as 48h or 3d") from None
     if hours <= 0:
         raise PlanError(f"--deadline {text} is over already", hint="such as 48h")
     return hours

@@ -58,6 +58,13 @@ class Job:
     method: Method = "auto"
     estimator: Estimator = field(default_factory=Estimator)
 
+    def __post_init__(self) -> None:
+        if self.seq > self.model.max_positions:
+            raise PlanError(
+                f"seq={self.seq} exceeds the {self.model.max_positions} positions of {self.model.name}",
+                hint=f"use --seq {self.model.max_positions} or less",
+            )
+
     def request(
         self, name: str, topology: Topology, num_devices: int, *, mesh: Mesh | None = None
     ) -> Request:

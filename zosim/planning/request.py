@@ -128,13 +128,14 @@ class Request:
 
     def device_limit_bytes(self, device: str) -> int:
         """Return the memory that a rank may take on a device."""
-        return min(self.topology.device_spec(device).memory_bytes, self.max_device_bytes or 2**63)
+        has = self.topology.device_spec(device).memory_bytes
+        return has if self.max_device_bytes is None else min(has, self.max_device_bytes)
 
     def host_limit_bytes(self, devices: tuple[str, ...]) -> int:
         """Return the memory that ranks on these devices of one host may take of it: of the memories next to them."""
         memories = {self.topology.host_memory(device).id for device in devices}
         has = sum(self.topology.node(memory).memory_bytes for memory in memories)
-        return min(has, self.max_host_bytes or 2**63)
+        return has if self.max_host_bytes is None else min(has, self.max_host_bytes)
 
 
 def profiles_of(

@@ -246,6 +246,14 @@ def _check_devices(request: Request) -> None:
             f"--method {request.method} keeps blocks {request.blocks[0]}, not {blocks}",
             hint="leave --residency or --method out",
         )
+    moving = [
+        name for name in ("num_slots", "overlap", "reuse_slots") if name in request.fixed.get("residency", {})
+    ]
+    if moving and "offloaded" not in ((blocks,) if blocks is not None else request.blocks):
+        raise PlanError(
+            f"{moving[0]}={request.fixed['residency'][moving[0]]} is about offloaded blocks, and these are resident",
+            hint="leave it out, or use --residency offloaded",
+        )
 
 
 def _with_shared_cpus(hosts: dict[str, list[str]], num_ranks: int) -> dict[str, list[str]]:
@@ -335,12 +343,12 @@ def _points(
             yield Residency(), Runtime(traversal="querywise"), same
     if "offloaded" in request.blocks and allowed != "resident":
         for precision in _transfer_formats(request):
-            for residency in _offloaded(request, placement):
+            for residency in _offloaded(request, mesh, placement):
                 yield residency, Runtime(update="delayed"), precision
 
 
-def _offloaded(request: Request, placement: Placement) -> Iterator[Residency]:
-    for transfers in _transfers(request, placement):
+def _offloaded(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Residency]:
+    for transfers in _transfers(request, mesh, placement):
         for slots in _SLOTS:
             residency = Residency(blocks="offloaded", num_slots=slots, transfers=transfers)
             yield residency
@@ -348,8 +356,10 @@ def _offloaded(request: Request, placement: Placement) -> Iterator[Residency]:
                 yield residency.model_copy(update={"edges": "offloaded"})
 
 
-def _transfers(request: Request, placement: Placement) -> tuple[Transfers, ...]:
-    """Return how ranks can share the host's copies: with several on each host in all ways, else by themselves."""
+def _transfers(request: Request, mesh: Mesh, placement: Placement) -> tuple[Transfers, ...]:
+    """Return how ranks can share the host's copies: with several alike on each host in all ways, else by themselves."""
+    if mesh.stage > 1:
+        return ("private",)
     if request.fixed.get("residency", {}).get("share_group") == "world":
         return ("private", "sliced") if placement.world_size > 1 else ("private",)
     counts = {len(ranks) for ranks in placement.ranks_by_host}

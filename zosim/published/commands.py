@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 
 from costmodel.published import read_rows, shipped_rows, write_rows
 from zosim.console import emit, progress, stderr, table
+from zosim.documents import check_writable
 from zosim.published.dispatch import answers_of_all
 from zosim.published.fitted_profile import PublishedProfile, calibrate_on, load_published_profile
 
@@ -28,6 +29,7 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Predict cells of published tables: the same rows with a number, its 90 % interval, and what limits it."""
+    check_writable(output)
     rows = read_rows(cases)
     found = load_published_profile(profile)
     with progress() as bar:

@@ -1,0 +1,52 @@
+"""Files that commands read and write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from topology.errors import MachineError, PlanError
+from zosim.cli import app
+from zosim.documents import check_writable, read_document
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{", b"[]", b'{"version": 2}'])
+def test_every_refusal_of_a_file_says_how_to_make_one(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    for asked in (path, tmp_path, tmp_path / "missing.json"):
+        with pytest.raises(PlanError) as refusal:
+            read_document(asked, "plan", 1, PlanError, make="make one")
+        assert refusal.value.hint == "make one"
+        assert str(asked) in refusal.value.message
+
+
+def test_what_can_be_written_is_found_without_writing(tmp_path: Path) -> None:
+    check_writable(None)
+    check_writable(tmp_path / "new.json")
+    assert not list(tmp_path.iterdir())
+    for path, says in ((tmp_path, "Is a directory"), (tmp_path / "no" / "new.json", "there is no directory")):
+        with pytest.raises(MachineError, match=says):
+            check_writable(path)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("calibrate", "-o"),
+        ("calibrate", "--rows", "shipped", "-o"),
+        ("predict", "no-such-cases.csv", "-o"),
+    ],
+)
+def test_minutes_are_not_spent_on_what_cannot_be_written(tmp_path: Path, words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*words, str(tmp_path / "no" / "new")])
+    assert result.exit_code == 2
+    assert f"there is no directory {tmp_path / 'no'}" in result.stderr
+
+
+def test_there_is_one_way_to_calibrate_at_a_time() -> None:
+    result = CliRunner().invoke(app, ["calibrate", "--rows", "shipped", "--evidence", "run.json"])
+    assert result.exit_code == 2
+    assert "leave one of them out" in result.stderr
