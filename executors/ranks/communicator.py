@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from executors.ranks.absence import RollCall, default_store, named_ranks
 from executors.ranks.doubling import MOST_BYTES, doubling_all_gather
 from executors.ranks.duplex import Duplex
+from executors.ranks.gloo import shared_gloo
 from executors.ranks.launch import DEFAULT_TIMEOUT_S, is_launched
 from executors.ranks.messages import Messages
 from executors.ranks.packed import Packed
@@ -100,8 +101,12 @@ class Communicator:
     def _made(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """Return this rank's process group of a partition."""
         lists = [list(part) for part in parts]
+        host = _host_backend()
+        backend = f"cpu:{host},cuda:nccl" if self._device_type == "cuda" and host != "fake" else host
         # Not by a DeviceMesh: its groups would wait for half an hour.
-        own: dist.ProcessGroup = dist.new_subgroups_by_enumeration(lists, timeout=self._timeout)[0]
+        own: dist.ProcessGroup = dist.new_subgroups_by_enumeration(
+            lists, timeout=self._timeout, backend=backend
+        )[0]
         return own
 
     def _pairs_among(self, groups: Groups) -> dict[str, Duplex]:
@@ -174,7 +179,7 @@ class Communicator:
 
     @staticmethod
     def _is_small(gathered: Tensor) -> bool:
-        return gathered.nbytes <= MOST_BYTES and _host_backend() == "gloo"
+        return gathered.nbytes <= MOST_BYTES and _host_backend() != "fake"
 
     def send(self, group: str, offset: int, message: Tensor | Packed, what: str) -> int:
         """Send a message to the member of a pipeline that is `offset` places on; return how many bytes went.
@@ -340,7 +345,7 @@ def _all_gather(gathered: Tensor, own: Tensor, *, group: dist.ProcessGroup | Non
 
 
 def _host_backend() -> str:
-    return "fake" if dist.get_backend() == "fake" else "gloo"
+    return "fake" if dist.get_backend() == "fake" else shared_gloo()
 
 
 @contextmanager

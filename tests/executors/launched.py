@@ -110,3 +110,19 @@ def gathered_by_doubling():
             dist.isend = real
         # Of three gathers.
         return ranks.gathered(torch.tensor(len(sent) // 3), "counting").tolist()
+
+
+def threads_of_sockets():
+    """Make groups as a program of pairs has them, twice; return how many threads then serve sockets of gloo."""
+    from pathlib import Path
+
+    from executors.ranks.communicator import Communicator
+    from executors.ranks.launch import process_group
+
+    with process_group("cpu") as info:
+        groups = {"data": [[0, 1]], "perturb": [[0], [1]], "pipeline": [[0, 1]]}
+        made = [Communicator(groups) for _ in range(2)]
+        for ranks in made:
+            ranks.barrier("counting threads")
+        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        return info.world_size, sum(name.startswith("gloo") for name in names)
