@@ -146,7 +146,11 @@ class _Check:
             self._refuse_unless(line, "learning_rate", self._schedule.at(step), "the schedule")
         central = row["loss_minus"] is not None
         losses = row["loss_plus"], row["loss_minus"] if central else row["loss_base"]
-        possible = {_gradient(*losses, self._epsilon, dtype, central=central) for dtype in _LOSS_FORMATS}
+        possible = {
+            _gradient(*losses, self._epsilon, dtype, central=central)
+            for dtype in _LOSS_FORMATS
+            if all(_is_of(loss, dtype) for loss in losses)
+        }
         if row["projected_grad"] not in possible:
             raise RunError(
                 f"{self._path} line {line.number} is damaged: projected_grad={row['projected_grad']!r} does not "
@@ -159,6 +163,11 @@ class _Check:
                 f"{self._path} line {line.number} is damaged or another run's: {name}={line.row[name]!r}, "
                 f"but {source} makes it {wanted!r}"
             )
+
+
+def _is_of(loss: float, dtype: torch.dtype) -> bool:
+    """Whether a loss is a number of this format: one digit changed, it hardly ever is."""
+    return torch.tensor(loss, dtype=torch.float64).to(dtype).item() == loss
 
 
 def _gradient(plus: float, other: float, epsilon: float, dtype: torch.dtype, *, central: bool) -> float:

@@ -22,6 +22,7 @@ from executors.models.mapped import moves_mapped, own_format
 from executors.ranks.mesh import alone
 from executors.runs.checkpoint import Checkpoint, newest_checkpoint
 from executors.runs.history import History, read_history
+from executors.runs.programs import recorded_programs
 from executors.runs.runlog import HEADER_NAME, weights_digest
 from executors.runs.session import Session
 from executors.steps.buffers import TORCH_DTYPES
@@ -30,8 +31,6 @@ from topology.errors import RunError
 from zosim.plan import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
-
-PROGRAM_NAME = "program.json"
 
 _MACHINE_FIELDS = (
     "torch",
@@ -213,7 +212,7 @@ def session_at(
         If `plan` would round weights where the run did not, or the other way round.
     """
     if plan is None:
-        program = program or _own_program(history)
+        program = program or recorded_programs(history.directory, history.header)
     elif alone(plan) != alone(history.plan) and (plan.precision.is_lossy or history.plan.precision.is_lossy):
         raise RunError(
             f"{history.directory} and the placement asked for differ, and one of them rounds weights in transfer",
@@ -247,12 +246,6 @@ def session_at(
 def plan_alone(history: History) -> Plan | None:
     """Return the plan by which one rank replays a run of several; None where the run's own will do."""
     return alone(history.plan) if history.plan.placement.world_size > 1 else None
-
-
-def _own_program(history: History) -> ProgramSet | None:
-    """Return the programs that the run kept; None for a log without any, whose plan is lowered again."""
-    path = history.directory / PROGRAM_NAME
-    return ProgramSet.load(path) if path.is_file() else None
 
 
 def advance(

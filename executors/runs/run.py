@@ -27,9 +27,9 @@ from executors.ranks.launch import is_launched, process_group
 from executors.runs.checkpoint import save_checkpoint
 from executors.runs.earlier import EarlierRun
 from executors.runs.history import History, read_history
+from executors.runs.programs import PROGRAM_DIGEST, program_digest, recorded_programs, save_programs
 from executors.runs.records import LossNotFinite, StepRecord
 from executors.runs.replay import (
-    PROGRAM_NAME,
     advance,
     check_base,
     load_base,
@@ -40,7 +40,7 @@ from executors.runs.replay import (
 from executors.runs.reporter import Reporter
 from executors.runs.run_evaluations import Evaluations
 from executors.runs.run_files import BEST_NAME, METRICS_NAME, NoFiles, RunFiles, remove_partial
-from executors.runs.runlog import RunLog, weights_digest, write_header
+from executors.runs.runlog import RunLog, weights_digest, write_atomically, write_header
 from executors.runs.session import Session
 from executors.runs.settings import RunSettings, refuse_other_identity
 from executors.runs.watch import DivergenceWatch
@@ -178,10 +178,12 @@ class Run:
         self.header.pop("finished", None)
         if self.writes:
             remove_partial(self.out)
-            if plan is not None:
-                self._save_plan()
+            # The header first: programs that it does not speak of are made again, a header is not.
             self.log = RunLog.resumed(self.out, history.num_bytes)
+            is_kept = plan is None and recorded_programs(self.out, history.header) is not None
+            programs = None if is_kept else self._programs()
             write_header(self.out, self.header)
+            self._save_plan(programs)
         self._tell(
             f"going on after {history.num_steps} steps, from "
             + (f"the checkpoint of {checkpoint.num_steps}" if checkpoint else "the base weights")
@@ -212,13 +214,20 @@ class Run:
             self._first_does(session, keep, "writing the prefix")
         if self.writes:
             remove_partial(self.out)
-            self._save_plan()
+            self._save_plan(self._programs())
             self.log = RunLog(self.out, self.header)
         return session
 
-    def _save_plan(self) -> None:
-        self.settings.plan.save(self.out / PLAN_NAME)
-        (self.settings.program or lower_all(self.settings.plan)).save(self.out / PROGRAM_NAME)
+    def _programs(self) -> str:
+        """Return the programs that run, as a file, and let the header name them."""
+        text = (self.settings.program or lower_all(self.settings.plan)).to_json()
+        self.header[PROGRAM_DIGEST] = program_digest(text)
+        return text
+
+    def _save_plan(self, programs: str | None) -> None:
+        write_atomically(self.out / PLAN_NAME, self.settings.plan.model_dump_json(indent=2) + "\n")
+        if programs is not None:
+            save_programs(self.out, programs)
 
     # -- training ----------------------------------------------------------------------------------------------
 

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from executors.runs.jsonlines import JsonLines, read_lines
 from executors.steps.buffers import TORCH_DTYPES
 from topology.errors import RunError
+from topology.signed import with_digest, without_digest
 
 HEADER_NAME = "run.json"
 STEPS_NAME = "steps.jsonl"
 WEIGHTS_NAME = "model.safetensors"
-RUNLOG_VERSION = 1
+RUNLOG_VERSION = 2
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -111,8 +112,9 @@ def read_steps(directory: str | Path) -> list[dict[str, Any]]:
 
 
 def write_header(directory: Path, header: Mapping[str, Any]) -> None:
-    """Write ``run.json``, in one instant."""
-    write_atomically(directory / HEADER_NAME, json.dumps(dict(header), indent=2) + "\n")
+    """Write ``run.json``, with a digest, in one instant."""
+    content = json.loads(json.dumps(dict(header)))  # as it will be read
+    write_atomically(directory / HEADER_NAME, json.dumps(with_digest(content), indent=2) + "\n")
 
 
 def read_header(directory: str | Path) -> dict[str, Any]:
@@ -136,6 +138,12 @@ def read_header(directory: str | Path) -> dict[str, Any]:
     missing = [name for name in _HEADER_FIELDS if name not in header]
     if missing:
         raise RunError(f"{path} is damaged: it lacks {', '.join(missing)}")
+    header, is_whole = without_digest(header)
+    if not is_whole:
+        raise RunError(
+            f"{path} is damaged: it does not have the digest it states",
+            hint="restore the file from a copy; options are changed on the command line, not in it",
+        )
     return header
 
 

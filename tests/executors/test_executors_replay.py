@@ -23,8 +23,12 @@ from test_executors_run import loaded
 
 from executors.runs.history import read_history
 from executors.runs.jsonlines import JsonLines, read_lines
+from executors.runs.runlog import read_header, write_header
 from executors.runs.watch import DivergenceWatch
 from topology.errors import RunError
+from zosim.lowering import lower_all
+from zosim.plan import Plan
+from zosim.program_set import ProgramSet
 
 STEPS, BATCH = 12, 3
 OFFLOADED = ("--residency", "offloaded")
@@ -71,9 +75,9 @@ def cut(run, num_rows, *, torn=b""):
             path.unlink()
     for name in ("model.safetensors", "timeline.json"):
         (run / name).unlink()
-    header = json.loads((run / "run.json").read_text())
+    header = read_header(run)
     header.pop("finished")
-    (run / "run.json").write_text(json.dumps(header))
+    write_header(run, header)
 
 
 def same(run, whole):
@@ -148,8 +152,7 @@ def test_replay_refuses_another_base(inputs, whole, tmp_path, capsys):
 
 
 def test_another_machine_is_told(inputs, run, tmp_path, capsys):
-    header = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(header | {"instruction_set": "AVX9", "torch": "1.0"}))
+    write_header(run, read_header(run) | {"instruction_set": "AVX9", "torch": "1.0"})
     assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "o") == 0
     said = capsys.readouterr().err
     assert "instruction_set was AVX9" in said
@@ -284,7 +287,24 @@ def plant_header(run):
 
 
 def plant_foreign_header(run):
-    (run / "run.json").write_text('{"version": 1, "epsilon": 1}')
+    (run / "run.json").write_text('{"version": 2, "epsilon": 1}')
+
+
+def plant_setting(run):
+    text = (run / "run.json").read_text()
+    wrong = text.replace('"weight_decay": 0.1', '"weight_decay": 0.7', 1)
+    assert wrong != text
+    (run / "run.json").write_text(wrong)
+
+
+def plant_format(run):
+    text = (run / "run.json").read_text()
+    (run / "run.json").write_text(text.replace('"compute": "float32"', '"compute": "float33"', 1))
+
+
+def plant_last_digit(run):
+    """Change a loss by less than its format tells apart, so that the projected gradient still follows from it."""
+    edit_row(run, 4, loss_plus=rows_of(run)[4]["loss_plus"] + 1e-12)
 
 
 def plant_digest(run):
@@ -306,6 +326,9 @@ def plant_digest(run):
         (plant_truncation, "steps.jsonl is truncated"),
         (plant_header, "run.json is damaged"),
         (plant_foreign_header, "run.json is damaged: it lacks"),
+        (plant_setting, "run.json is damaged: it does not have the digest"),
+        (plant_format, "run.json is damaged: it does not have the digest"),
+        (plant_last_digit, "line 5 is damaged: projected_grad"),
         (plant_digest, "after 4 steps the parameters have digest"),
     ],
 )
@@ -320,6 +343,34 @@ def test_corruption_is_refused_by_name(inputs, run, tmp_path, capsys, plant, say
         code = zosim(*options(inputs, run, "--resume"))
     assert code == 2
     assert says in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("left", ["of another placement", "spoilt", "none"])
+def test_programs_that_the_header_does_not_speak_of_are_made_again(inputs, run, whole, tmp_path, left):
+    cut(run, 5)
+    program = run / "program.json"
+    if left == "of another placement":
+        other = Plan.load(run / "plan.json").model_dump(mode="json")
+        other["runtime"]["update"] = "immediate" if other["runtime"]["update"] == "delayed" else "delayed"
+        lower_all(Plan.model_validate(other)).save(program)
+    elif left == "spoilt":
+        program.write_text(program.read_text().replace('"scale": -2', '"scale": -4'))
+    else:
+        program.unlink()
+    assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "o", "--steps", 4) == 0
+    assert zosim(*options(inputs, run, "--resume")) == 0
+    assert same(run, whole)
+    assert ProgramSet.load(program) == ProgramSet.load(whole / "program.json")
+
+
+def test_spoilt_programs_that_were_edited_by_hand_are_refused(inputs, run, capsys):
+    cut(run, 5)
+    header = read_header(run)
+    header["run"]["edited_program"] = True
+    write_header(run, header)
+    (run / "program.json").write_text((run / "program.json").read_text() + " ")
+    assert zosim("run", "--out", run, "--resume") == 2
+    assert "edited by hand" in capsys.readouterr().err
 
 
 def damage_bits(path):

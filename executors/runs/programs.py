@@ -1,0 +1,55 @@
+"""The programs that a run keeps beside its log, so that a replay does what ran, and not what a plan means by now."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from executors.runs.runlog import write_atomically
+from topology.errors import RunError
+from zosim.program_set import ProgramSet
+
+PROGRAM_NAME = "program.json"
+PROGRAM_DIGEST = "program_digest"
+"""What a run's header calls the hash of that file."""
+
+
+def program_digest(text: str) -> str:
+    """Return the hash of a program file."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def save_programs(directory: Path, text: str) -> None:
+    """Write the programs of a run, in one instant."""
+    write_atomically(directory / PROGRAM_NAME, text)
+
+
+def recorded_programs(directory: str | Path, header: Mapping[str, Any]) -> ProgramSet | None:
+    """Return the programs that a run kept.
+
+    Returns
+    -------
+    ProgramSet or None
+        None where there are none, or not those that the header speaks of: a process that died may have left others. The
+        plan is lowered again then, which computes the same numbers.
+
+    Raises
+    ------
+    RunError
+        If they were edited by hand, so that nothing else can take their place.
+    """
+    path = Path(directory) / PROGRAM_NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        text = None
+    if text is not None and program_digest(text) == header.get(PROGRAM_DIGEST):
+        return ProgramSet.load(path)
+    if header.get("run", {}).get("edited_program", False):
+        raise RunError(
+            f"{path} is missing or damaged, and the run's program was edited by hand",
+            hint="restore the file from a copy, or resume with the program again (--program)",
+        )
+    return None
