@@ -70,6 +70,8 @@ _CPU_SKIPPED_SOURCE = (
     "measured with torch 2.13 on one x86-64 core: a random word takes 1.6 ns, a normal 2.9 ns"
 )
 _CPU_SHARED_SOURCE = "assumed: threads draw their blocks at the same rate, seeding and waiting apart"
+_CPU_JUMP: Spread = (0.7e-3, 0.2e-3, 4e-3)
+_CPU_JUMP_SOURCE = "measured on one x86-64 core: a jump of the Mersenne Twister takes 0.65 ms"
 _CPU_CASTS: Spread = (0.8e9, 0.1e9, 4e9)
 _CPU_CASTS_SOURCE = "assumed: one core between memory and a conversion"
 _CPU_CAST_PAIRS: tuple[tuple[DType, DType], ...] = (
@@ -96,6 +98,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
     "cpu": {
         "matmul_half_dim": (12.0, 2.0, 64.0),
         "attention_half_len": (48.0, 8.0, 400.0),
+        "call_s.batch": (200e-6, 40e-6, 1e-3),
         "call_s.embed": (100e-6, 20e-6, 600e-6),
         "call_s.block": (100e-6, 20e-6, 600e-6),
         "call_s.head": (100e-6, 20e-6, 600e-6),
@@ -108,6 +111,8 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "product_s.float16": (12e-6, 0.5e-6, 60e-6),
         "kept_row_s": (5e-6, 1e-6, 25e-6),
         "sharing_s": (50e-6, 5e-6, 500e-6),
+        "seed_s": (5e-6, 0.5e-6, 50e-6),
+        "jump_s": _CPU_JUMP,
         "shared_draw_part": (1.0, 1.0, 1.0),
         "copy_latency_s": (2e-6, 0.2e-6, 50e-6),
         "copy_cores": (1.0, 0.3, 1.5),
@@ -163,6 +168,9 @@ _HOST_SOURCES = {
     "sharing_s": "assumed: threads of torch's end, others start; a GPU draws with all it has",
     "shared_draw_part": "a GPU draws with all it has; signs are made by torch's own threads",
     "skip_part": "a GPU makes the numbers that it passes over",
+    "seed_s": "assumed: the Mersenne Twister's 624 words, and the calls around them",
+    "jump_s": _CPU_JUMP_SOURCE,
+    "call_s.batch": "assumed: tokens looked through for the rows that they name",
     "call_s.embed": "assumed: the model's code from its entry to the first block",
     "call_s.block": "assumed: a block's Python modules",
     "call_s.head": "assumed: the model's code from the last block to the loss",
@@ -317,6 +325,7 @@ def _cpu_products(threads: int) -> Iterator[Constant]:
     yield _constant("attention_score_rate", _CPU_SCORES, _CPU_SCORES_SOURCE, scale=threads)
     gather = _CPU_GATHER if threads > 1 else (0.0, 0.0, 0.0)
     yield _constant("gather_s", gather, _CPU_GATHER_SOURCE)
+    yield _constant("split_s", _CPU_JUMP if threads > 1 else (0.0, 0.0, 0.0), _CPU_JUMP_SOURCE)
 
 
 def _thread_bandwidth(spec: DeviceSpec, threads: int) -> Spread:

@@ -103,18 +103,22 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
         "gather": (work.num_shared_kernels + len(work.matmuls) + len(work.attention)) * values["gather_s"],
         "dispatch": work.num_kernels * values["dispatch_s"]
         + len(work.matmuls) * _by_format("product_s", work.dtype, values)
-        + sum(_by_format("call_s", code, values) for code in work.calls),
+        + sum(values.get(f"call_s.{code}", values.get("call_s", 0.0)) for code in work.calls),
         "overhead": values["instruction_s"],
     }
     return {name: seconds for name, seconds in terms.items() if seconds > 0 or name == "overhead"}
 
 
 def combine_terms(terms: Mapping[str, float], device_kind: DeviceKind) -> float:
-    """Return the duration: the sum on a CPU, the longer of kernels and launches on a GPU."""
+    """Return the duration: the sum on a CPU, the longer of kernels and launches on a GPU.
+
+    Kernels that a copy is listed with are launched before it.
+    """
     if device_kind == "cpu":
         return sum(terms.values())
     host = sum(terms.get(name, 0.0) for name in _HOST_TERMS)
-    return max(sum(terms.values()) - host, host)
+    behind_s = terms.get("copy", 0.0) if "dispatch" in terms else 0.0
+    return behind_s + max(sum(terms.values()) - behind_s - host, host)
 
 
 def _matmul_s(part: Matmul, dtype: str, width: int, values: Mapping[str, float]) -> float:
@@ -182,13 +186,18 @@ def _draw_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]:
     kind = f"{work.distribution}.{work.draw_dtype}"
     alone_s = (work.num_normals - work.num_shared_normals) * number_s
     part = _by_format("shared_draw_part", kind, values) if work.num_shared_draws else 1.0
-    shared_s = work.num_shared_normals * number_s * part
+    seeding_s = work.num_seeds * values.get("seed_s", 0.0)
+    shared_s = (work.num_shared_normals * number_s + seeding_s) * part
+    split_s = work.num_split_walks * values.get("split_s", 0.0)
+    # A device whose generators cannot jump passes over every number.
+    jump_s = values.get("jump_s")
+    num_passed = work.num_skipped - (0 if jump_s is None else work.num_jumped)
     # Who shares a draw shares what it passes over, too.
-    skipped_s = work.num_skipped * number_s * _by_format("skip_part", kind, values) * part
+    skipped_s = num_passed * number_s * _by_format("skip_part", kind, values) * part
     return {
         "draw": alone_s + work.num_kept_rows * values["kept_row_s"],
-        "shared_draw": shared_s + work.num_shared_draws * values["sharing_s"],
-        "skip": skipped_s,
+        "shared_draw": shared_s + work.num_shared_draws * values["sharing_s"] + split_s,
+        "skip": skipped_s + work.num_jumps * (jump_s or 0.0),
     }
 
 

@@ -47,7 +47,10 @@ CONSTANT_UNITS: dict[str, str] = {
     "draw_rate": "number/s",
     "shared_draw_part": "1",
     "sharing_s": "s",
+    "split_s": "s",
+    "seed_s": "s",
     "skip_part": "1",
+    "jump_s": "s",
     "kept_row_s": "s",
     "cast_rate": "number/s",
     "kernel_s": "s",
@@ -95,21 +98,26 @@ CONSTANT_UNITS: dict[str, str] = {
 ``shared_draw_part[.<distribution>.<dtype>]``, ``sharing_s``
     Part of that time that a number takes where all of a CPU's threads draw at once; what it takes to get them
     together and apart.
-``skip_part[.<distribution>.<dtype>]``, ``kept_row_s``
-    Part of a number's time that passing over it takes; time per row that is picked out of a table's numbers.
+``split_s``, ``seed_s``
+    Time until all of them draw from the middle of one generator's numbers; time to seed a generator.
+``skip_part[.<distribution>.<dtype>]``, ``jump_s``, ``kept_row_s``
+    Part of a number's time that passing over it takes; time of a jump, however far; time per row that is picked out of a
+    table's numbers.
 ``cast_rate[.<dtype>[.<dtype>]]``
     Numbers rewritten per second from the first format in the second.
 ``kernel_s``
     What a device takes for any kernel, however small: start, tail and the gap before the next.
 ``gather_s``
     What it takes to get a CPU's threads together for one kernel, and apart.
-``dispatch_s``, ``product_s[.<dtype>]``, ``call_s.<embed|block|head>``, ``instruction_s``, ``step_s``
-    Host time per kernel, per matrix product besides, per segment of model code entered, per instruction of a program, per training step.
+``dispatch_s``, ``product_s[.<dtype>]``, ``call_s.<batch|embed|block|head>``, ``instruction_s``, ``step_s``
+    Host time per kernel, per matrix product besides, per batch taken up and segment of model code entered, per instruction of a
+    program (to issue it, to begin and to end it), per training step.
 ``copy_*``
     Host to device and back, the first ``cache_bytes`` of each copy at the cache's bandwidth; on a CPU a copy is a thread that takes ``copy_cores`` cores.
 ``ranks_slowdown``
     How many times as long work takes where every core of a host has a rank of one thread, which meets the others now and
-    then: they share caches and memory, and wait for the slowest.
+    then: they share caches and memory, and wait for the slowest. Operations of one process that leave each other a core count
+    the same.
 ``message_s``, ``loopback_bandwidth``
     Of exchanges among ranks: time of a small message besides a link's latency, and what passes per second between
     two CPU ranks of one host.
@@ -122,8 +130,9 @@ CONSTANT_UNITS: dict[str, str] = {
 """
 
 
-_OPTIONAL_KINDS = frozenset({"codec_s", "ranks_slowdown"})
-"""Without them, those count that come with the package, and ranks that do not slow each other down."""
+_OPTIONAL_KINDS = frozenset({"codec_s", "ranks_slowdown", "jump_s", "split_s", "seed_s"})
+"""Without them, those codec constants count that come with the package, ranks do not slow each other down, and generators
+do not jump, and are shared and seeded in no time."""
 
 _MEMORY_KINDS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
 

@@ -26,6 +26,9 @@ Arithmetic = Literal["fused", "scaled", "literal", "pieces"]
 
 Distribution = Literal["normal", "rademacher"]
 
+_WATCH_KERNELS = 8
+"""Two samples, whether they are equal, how often, and the sum so far, each element of which is looked up."""
+
 
 def draw_work(
     num_elements: int,
@@ -37,6 +40,9 @@ def draw_work(
     num_kept_rows: int = 0,
     is_shared: bool = False,
     is_scaled: bool = False,
+    num_split_walks: int = 0,
+    num_seeds: int = 0,
+    num_jumped: int = 0,
 ) -> Work:
     """Return the work of drawing a direction of `num_elements` into a buffer, one kernel per tensor.
 
@@ -53,6 +59,10 @@ def draw_work(
     is_scaled : bool
         Whether the numbers are kept times a factor. A generator of float32 multiplies as it draws; numbers of
         narrower formats are read and written once more, piece by piece in cache.
+    num_split_walks, num_seeds : int
+        Times that threads share one generator's numbers; generators that are seeded.
+    num_jumped : int
+        Of what is skipped, what a CPU's generator gets past in one jump.
     """
     width = DTYPE_BYTES[dtype]
     return Work(
@@ -60,7 +70,11 @@ def draw_work(
         num_normals=num_elements,
         num_shared_normals=num_elements if is_shared else 0,
         num_shared_draws=int(is_shared),
+        num_split_walks=num_split_walks,
+        num_seeds=num_seeds,
         num_skipped=num_skipped,
+        num_jumped=num_jumped,
+        num_jumps=int(num_jumped > 0),
         draw_dtype=dtype,
         distribution=distribution,
         num_kernels=num_tensors,
@@ -143,11 +157,13 @@ def update_work(
     num_tensors: int = 1,
     largest_tensor: int | None = None,
     weight_decay: bool = False,
+    is_watched: bool = False,
 ) -> Work:
     """Return the work of a step along a drawn direction: a perturbation's passes, and those of a weight decay.
 
     Weight decay scales θ in place (one read, one write, one kernel per tensor); the literal form makes a
-    temporary of it and adds that to the step.
+    temporary of it and adds that to the step. Where updates are watched, a sample of the parameters is gathered before
+    and after, and what did not change is counted.
     """
     theta = DTYPE_BYTES[dtype]
     step = perturb_work(
@@ -157,14 +173,14 @@ def update_work(
         arithmetic=arithmetic,
         num_tensors=num_tensors,
         largest_tensor=largest_tensor,
-    )
+    ) + Work(num_kernels=_WATCH_KERNELS if is_watched else 0)
     if arithmetic == "pieces":
         # p = g·z, (d = wd·θ, p + d,) η·p, θ - p: all but one read of z and θ and one write of θ is scratch.
         # Runs of tensors that decay and of those that do not take turns, at worst after every tensor.
         num_passes, num_kernels = (9, 5 * num_tensors) if weight_decay else (4, 3)
         changed = {
             "scratch_bytes": num_elements * theta * num_passes,
-            "num_kernels": num_kernels,
+            "num_kernels": num_kernels + (_WATCH_KERNELS if is_watched else 0),
             "num_shared_kernels": _num_shared(num_elements, num_kernels),
         }
         return step.model_copy(update=changed)

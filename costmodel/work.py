@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 DType = Literal["float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
 
-ModelCode = Literal["embed", "block", "head"]
+ModelCode = Literal["batch", "embed", "block", "head"]
 
 DTYPE_BYTES: dict[str, int] = {
     "float64": 8,
@@ -103,8 +103,15 @@ class Work(_Counted):
         Of these, those that all of a CPU's threads draw at once; one thread draws the others.
     num_shared_draws : int
         Times that threads come together to draw.
+    num_split_walks : int
+        Times that threads share the numbers of one generator, all but the first beginning with a jump of it.
+    num_seeds : int
+        Generators that are seeded on the way.
     num_skipped : int
         Random numbers that a generator passes over, because nobody needs them.
+    num_jumped, num_jumps : int
+        Of these, those that a CPU's generator gets past in jumps, which take the same however far they lead, and how
+        many jumps these are.
     num_kept_rows : int
         Rows that are picked one by one out of numbers that are passed over.
     num_casts : int
@@ -120,8 +127,8 @@ class Work(_Counted):
     num_shared_kernels : int
         Of these, element-wise ones that a CPU's threads share. Products and attention are shared besides.
     calls : tuple of str
-        Pieces of the model's own Python code that are entered: ``"embed"``, ``"block"``, ``"head"``. What that code
-        does besides launching kernels takes the host's time.
+        Pieces of Python code that are entered: the model's own, ``"embed"``, ``"block"``, ``"head"``, and what takes a
+        ``"batch"`` up. What that code does besides launching kernels takes the host's time.
     copy_bytes : int
         Bytes that cross the route between memories.
     coding : tuple of (str, int)
@@ -146,7 +153,11 @@ class Work(_Counted):
     num_normals: NonNegativeInt = 0
     num_shared_normals: NonNegativeInt = 0
     num_shared_draws: NonNegativeInt = 0
+    num_split_walks: NonNegativeInt = 0
+    num_seeds: NonNegativeInt = 0
     num_skipped: NonNegativeInt = 0
+    num_jumped: NonNegativeInt = 0
+    num_jumps: NonNegativeInt = 0
     num_kept_rows: NonNegativeInt = 0
     num_casts: NonNegativeInt = 0
     cast_dtype: DType = "float32"
@@ -221,7 +232,11 @@ _SUMMED = (
     "num_normals",
     "num_shared_normals",
     "num_shared_draws",
+    "num_split_walks",
+    "num_seeds",
     "num_skipped",
+    "num_jumped",
+    "num_jumps",
     "num_kept_rows",
     "num_casts",
     "num_kernels",

@@ -129,7 +129,7 @@ class Machine:
         slowdown = self.profile.values().get("ranks_slowdown", 1.0)
         if self.kernels or slowdown <= 1:
             return self
-        capacities = {**self.capacities, self.cores: self.capacities[self.cores] / slowdown}
+        capacities = {**self.capacities, self.cores: self.profile.num_cores / slowdown}
         return replace(self, capacities=MappingProxyType(capacities))
 
     @classmethod
@@ -157,6 +157,9 @@ class Machine:
             declared = topology.resources[memory].bandwidth_bytes_per_s
             measured = profile.values()["elementwise_bandwidth"] if profile.origin == "calibrated" else 0.0
             capacities[memory] = max(declared, measured)
+            # What threads of one operation take from each other is in its rates; what operations take from each other is not.
+            slowdown = profile.values().get("ranks_slowdown", 1.0)
+            capacities[cores] = max(float(profile.num_threads), profile.num_cores / max(1.0, slowdown))
             return cls(profile, MappingProxyType(capacities), cores=cores, memory=memory)
         routes = {"h2d": topology.route(memory, device), "d2h": topology.route(device, memory)}
         return cls._gpu(topology, device, profile, routes, cores, spec.num_copy_engines)

@@ -122,6 +122,11 @@ class Precision(_Axis):
         """Whether the transfer format takes fewer bytes than the storage format."""
         return DTYPE_BYTES[self.transfer] < DTYPE_BYTES[self.storage]
 
+    @property
+    def loses_updates(self) -> bool:
+        """Whether weights are kept in a format that is too coarse for many updates, so that runs count those lost."""
+        return self.narrows or DTYPE_BYTES[self.storage] < DTYPE_BYTES["float32"]
+
 
 class Runtime(_Axis):
     """How forwards are run.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import torch
 
@@ -146,12 +147,12 @@ def _fitted(
 
 
 def _within_steps(base: Profile, steps: Sequence[WholeStep]) -> list[Measurement]:
-    """Return what the instructions of steps took."""
+    """Return what the instructions of steps took on average: steps are sums of them."""
     return [
         replace(m, name=f"{m.name}: {step.name}", weight=_weight(m, step, step.timeline))
         for step in steps
         if step.timeline is not None
-        for m in measurements_of_spans(step.timeline, ProgramSet.alone(step.program), base)
+        for m in measurements_of_spans(step.timeline, ProgramSet.alone(step.program), base, fmean)
     ]
 
 

@@ -13,10 +13,11 @@ from executors.calibration.probing import MEMORY_BYTES, Probe, format_named, ran
 from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.crew import Crew
 from executors.randomness.directions import Direction, direction_named
+from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import generator_on
 from executors.randomness.walks import Walk, draw_rows
 from executors.steps.buffers import TORCH_DTYPES
-from zosim.lowering.layout import NUM_RNG_MARKS
+from zosim.lowering.layout import COUNTER_BLOCK_ELEMENTS, JUMP_WORDS, NUM_RNG_MARKS
 
 
 def draw_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe]:
@@ -25,6 +26,7 @@ def draw_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe]:
         yield from _draws(device, dtype)
         yield from _shared_draws(device, dtype)
         yield from _skips(device, dtype)
+    yield from _jumps(device)
     yield from _casts(device)
     yield from _kept_rows(device, dtypes[0])
 
@@ -48,6 +50,7 @@ def _shared_draws(device: torch.device, dtype: str) -> Iterator[Probe]:
     if device.type != "cpu":
         return
     crew, direction = Crew(torch.get_num_threads()), direction_named("gaussian")
+    generator = generator_on(device, 1)
     key = CounterKey.of(1, 0, 0)
     for num in (1 << 17, MEMORY_BYTES["cpu"] // 32):
         z, theta = (torch.zeros(num, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
@@ -65,11 +68,19 @@ def _shared_draws(device: torch.device, dtype: str) -> Iterator[Probe]:
             walk.fill_again([z], states)
             torch.add(theta, z, out=theta)
 
-        work = draw_work(num, dtype=format_named(dtype), is_shared=True) + perturb_work(
-            num, dtype=format_named(dtype)
-        )
-        for name, run in (("blocks", by_blocks), ("marks", from_marks)):
-            yield Probe(f"draw by all, {num} from {name} {dtype}", work, run)
+        def in_a_walk(z: Tensor = z, theta: Tensor = theta, walk: Walk = walk) -> None:
+            walk.fill([z], generator)
+            torch.add(theta, z, out=theta)
+
+        work = draw_work(num, dtype=format_named(dtype), is_shared=True)
+        work += perturb_work(num, dtype=format_named(dtype))
+        name = f"draw by all, {num} from"
+        seeded = work.model_copy(update={"num_seeds": num // COUNTER_BLOCK_ELEMENTS})
+        yield Probe(f"{name} blocks {dtype}", seeded, by_blocks)
+        yield Probe(f"{name} marks {dtype}", work, from_marks)
+        if num >= 2 * JUMP_WORDS:
+            split = work.model_copy(update={"num_split_walks": 1})
+            yield Probe(f"{name} one walk {dtype}", split, in_a_walk)
 
 
 def _skips(device: torch.device, dtype: str) -> Iterator[Probe]:
@@ -83,6 +94,14 @@ def _skips(device: torch.device, dtype: str) -> Iterator[Probe]:
             direction.skip(num, like, generator)
 
         yield Probe(f"skip {name} {dtype}", work, run)
+
+
+def _jumps(device: torch.device) -> Iterator[Probe]:
+    if device.type != "cpu" or not can_jump():
+        return
+    state, num = generator_on(device, 1).get_state(), 2 * JUMP_WORDS
+    work = draw_work(0, num_skipped=num, num_jumped=num)
+    yield Probe(f"jump over {num}", work, lambda: jumped(state, num))
 
 
 _CASTS: tuple[tuple[DType, DType], ...] = (

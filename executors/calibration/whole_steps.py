@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 import torch
 from scipy.stats import t as student_t
+from scipy.stats import theilslopes
 
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.work import DType
@@ -34,18 +36,22 @@ from zosim.machine import Machine
 from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
 from zosim.planning.explain import describe
 from zosim.program import Program
+from zosim.spans import Span
 from zosim.timeline import Timeline
 
 COVERAGE = 0.9
 _LEAST_SCALE = 0.02
 _FAR = 3.0
+_WAITS = 10.0
+"""A pause that lasts so many times the median one is a wait for another stream."""
+
 _WARM_STEPS = 3
 _LEAST_STEPS, _MOST_STEPS = 4, 60
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """A model of two blocks with random weights, a batch and a placement.
+    """A model with random weights, a batch and a placement.
 
     Attributes
     ----------
@@ -54,6 +60,7 @@ class StepShape:
     dtype : str
     axes : mapping
         Fields of the plan's axes.
+    num_blocks : int
     """
 
     family: str
@@ -64,6 +71,7 @@ class StepShape:
     seq: int
     dtype: DType
     axes: Mapping[str, Mapping[str, Any]]
+    num_blocks: int = 2
 
 
 _IMMEDIATE = {"runtime": {"update": "immediate"}}
@@ -90,6 +98,8 @@ STEP_SHAPES = (
     StepShape("opt", 576, 64, 1200, 1, 104, "float32", _DELAYED),
     StepShape("gpt2", 576, 64, 5000, 1, 216, "bfloat16", _OFFLOADED),
     StepShape("llama", 704, 64, 600, 1, 72, "float32", _IMMEDIATE),
+    StepShape("llama", 96, 48, 900, 2, 64, "bfloat16", _IMMEDIATE, num_blocks=12),
+    StepShape("opt", 160, 32, 1100, 2, 80, "float32", _OFFLOADED, num_blocks=8),
 )
 """Widths that no benchmark has, and as even as those of real models: kernels are slower on odd ones."""
 
@@ -106,6 +116,8 @@ class WholeStep:
         Median time from the end of one step to the end of the next.
     gap_s : float
         Median time between the last computation of a step and the first of the next.
+    pause_s : float
+        Mean time between one computation of a step and the next, where it does not wait for anything else.
     timeline : Timeline or None
         Spans of the steps that others did not disturb.
     """
@@ -114,6 +126,7 @@ class WholeStep:
     program: Program
     seconds: float
     gap_s: float
+    pause_s: float = 0.0
     timeline: Timeline | None = None
 
 
@@ -150,7 +163,7 @@ def _measured(shape: StepShape, topology: str, node: str, device: str, budget_s:
     model = random_model(
         shape.family,
         hidden=shape.hidden,
-        num_blocks=2,
+        num_blocks=shape.num_blocks,
         num_heads=shape.hidden // shape.head_dim,
         vocab=shape.vocab,
         max_positions=shape.seq,
@@ -173,7 +186,8 @@ def _measured(shape: StepShape, topology: str, node: str, device: str, budget_s:
         timeline = session.timeline()
     name = f"step of {shape.family} {shape.hidden} wide, {shape.batch}x{shape.seq} {shape.dtype}, {describe(plan)}"
     near = [second for second in lengths if second <= SLOWER * min(lengths)]
-    return WholeStep(name, lower(plan), median(near), _gap_s(timeline), _undisturbed(timeline, lengths))
+    gap_s, pause_s = _gaps(timeline)
+    return WholeStep(name, lower(plan), median(near), gap_s, pause_s, _undisturbed(timeline, lengths))
 
 
 def _step_lengths(session: Session, batch: Batch, budget_s: float) -> list[float]:
@@ -193,32 +207,51 @@ def _undisturbed(timeline: Timeline, lengths: Sequence[float]) -> Timeline:
     return replace(timeline, spans=spans, first_steady_step=_WARM_STEPS)
 
 
-def _gap_s(timeline: Timeline) -> float:
-    """Return the median time between two steps' computations."""
-    begins: dict[int, float] = {}
-    ends: dict[int, float] = {}
+def _gaps(timeline: Timeline) -> tuple[float, float]:
+    """Return the median time between two steps' computations, and the mean between two of one step."""
+    steps: dict[int, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         if span.stream == Stream.COMPUTE and span.part == "step" and span.step >= timeline.first_steady_step:
-            begins[span.step] = min(begins.get(span.step, math.inf), span.start_s)
-            ends[span.step] = max(ends.get(span.step, 0.0), span.end_s)
-    return median(begins[step] - ends[step - 1] for step in begins if step - 1 in ends)
+            steps[span.step].append(span)
+    for spans in steps.values():
+        spans.sort(key=lambda span: span.start_s)
+    between = [
+        spans[0].start_s - steps[step - 1][-1].end_s for step, spans in steps.items() if step - 1 in steps
+    ]
+    within = [after.start_s - span.end_s for spans in steps.values() for span, after in pairwise(spans)]
+    return median(between), fmean(gap for gap in within if gap <= _WAITS * median(within))
 
 
 def with_step_overhead(profile: Profile, steps: Sequence[WholeStep]) -> Profile:
-    """Return `profile` with the time between steps as it was measured."""
-    gaps = [max(step.gap_s, 1e-7) for step in steps]
-    low, value, high = (float(np.quantile(gaps, part)) for part in (0.05, 0.5, 0.95))
-    return profile.with_constants(
-        Constant(
-            name="step_s",
-            value=value,
-            low=low,
-            high=high,
-            unit=CONSTANT_UNITS["step_s"],
-            source=f"median of {len(gaps)} measured steps",
-        ),
-        origin="calibrated",
+    """Return `profile` with the host's time around computations, as it was measured.
+
+    Notes
+    -----
+    A step's instructions are issued before the first of them runs: the gap between steps grows with their number. That
+    part of it, the slope of a robust line, is each instruction's own, as is the pause before it; the rest is the step's.
+    """
+    gaps = np.array([max(step.gap_s, 1e-7) for step in steps])
+    numbers = np.array([len(step.program.step) for step in steps])
+    slope = float(theilslopes(gaps, numbers)[0]) if len(set(numbers)) > 1 else 0.0
+    issuing_s = max(0.0, slope)
+    low, value, high = (
+        max(1e-7, float(q)) for q in np.quantile(gaps - issuing_s * numbers, (0.05, 0.5, 0.95))
     )
+    step_s = Constant(
+        name="step_s",
+        value=value,
+        low=low,
+        high=high,
+        unit=CONSTANT_UNITS["step_s"],
+        source=f"median of {len(gaps)} measured steps",
+    )
+    pause_s = median(step.pause_s for step in steps) + issuing_s
+    own = profile.constant("instruction_s")
+    shifted = {name: getattr(own, name) + pause_s for name in ("low", "value", "high")}
+    instruction_s = own.model_copy(
+        update={**shifted, "source": f"{own.source}; and {pause_s * 1e6:.0f} us to issue it and begin"}
+    )
+    return profile.with_constants(step_s, instruction_s, origin="calibrated")
 
 
 def interval_ratios(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch import Generator, Tensor
 
 from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.crew import Crew
-from executors.randomness.directions import direction_named
+from executors.randomness.directions import Direction, direction_named
 from executors.randomness.walks import Walk
 from executors.steps.buffers import BufferStore, Part
 from executors.steps.frames import StepFrame
@@ -98,9 +99,9 @@ class Drawing:
         source = [place_of(access) for access in instruction.reads if access.what.startswith(_RNG)]
         before = [place_of(a) for a in instruction.writes if a.what == f"{_RNG}{op.group}"]
         after = [place_of(a) for a in instruction.writes if a.what == f"{_RNG}{op.group}+"]
-        walk = self._walk(op)
+        walk = self._walk(op, wanted)
         fill = self._fill(op, walk, wanted)
-        again = self._fill_again(walk, wanted) if source and not before and op.keep == "all" else None
+        again = self._fill_again(op, walk, wanted) if source and not before and op.keep == "all" else None
         generator = Generator(device=self._device)
         values = self._store.values
 
@@ -123,9 +124,12 @@ class Drawing:
 
         return draw
 
-    def _walk(self, op: Draw) -> Walk:
-        numels = [tensor.num_elements for tensor in self._part(op).tensors]
+    def _walk(self, op: Draw, wanted: Sequence[Access]) -> Walk:
         direction = direction_named(op.distribution)
+        if op.keep == "all":
+            numels = [length for _, length in self._stretches(wanted[0], direction)]
+        else:
+            numels = [tensor.num_elements for tensor in self._part(op).tensors]
         is_cut = self._device.type == "cpu" and sum(numels) >= SHARED_DRAW_ELEMENTS
         return Walk(numels, direction, NUM_RNG_MARKS if is_cut else 1, self._crew)
 
@@ -144,14 +148,18 @@ class Drawing:
 
             return keep
 
+        views = self._stretch_views(wanted[0], direction_named(op.distribution))
+
         def fill(_frame: StepFrame, generator: Generator) -> list[Tensor]:
-            return walk.fill(self._flat_views(wanted[0]), generator, self._factor(wanted[0]))
+            return walk.fill(views(), generator, self._factor(wanted[0]))
 
         return fill
 
-    def _fill_again(self, walk: Walk, wanted: Sequence[Access]) -> Callable[[list[Tensor]], None]:
+    def _fill_again(self, op: Draw, walk: Walk, wanted: Sequence[Access]) -> Callable[[list[Tensor]], None]:
+        views = self._stretch_views(wanted[0], direction_named(op.distribution))
+
         def fill(states: list[Tensor]) -> None:
-            walk.fill_again(self._flat_views(wanted[0]), states, self._factor(wanted[0]))
+            walk.fill_again(views(), states, self._factor(wanted[0]))
 
         return fill
 
@@ -169,6 +177,21 @@ class Drawing:
         table = part.tensors[0]
         shape = (rows.numel(), table.shape[1])
         return torch.empty(shape, dtype=table.parameter.dtype, device=self._device)
+
+    def _stretches(self, target: Access, direction: Direction) -> list[tuple[int, int]]:
+        """Return first element and length of what one call draws."""
+        part, dtype = self._store.part(target), self._store.format_of(target)
+        # Other devices' generators begin anew with every call.
+        return part.stretches(dtype, direction.granularity if self._device.type == "cpu" else sys.maxsize)
+
+    def _stretch_views(self, target: Access, direction: Direction) -> Callable[[], list[Tensor]]:
+        stretches = self._stretches(target, direction)
+
+        def views() -> list[Tensor]:
+            flat = self._store.placed(target).flat
+            return [flat[begin : begin + length] for begin, length in stretches]
+
+        return views
 
     def _flat_views(self, target: Access) -> list[Tensor]:
         return [view.view(-1) for view in self._store.placed(target).views]

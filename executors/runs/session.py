@@ -35,7 +35,7 @@ from executors.runs.update_watch import UpdateLoss
 from executors.steps.buffers import TORCH_DTYPES
 from executors.steps.interpreter import Hyperparameters, Interpreter, StepFrame
 from executors.steps.memory import MemoryReport, observed, report
-from executors.steps.preparing import autocast_dtype, loses_updates, move_module_buffers, own_device, prepare
+from executors.steps.preparing import autocast_dtype, move_module_buffers, own_device, prepare
 from executors.steps.present import PresentWeights
 from executors.steps.streams import backend_for
 from topology.errors import RunError
@@ -155,7 +155,7 @@ class Session:
             backend,
             num_draw_threads=num_draw_threads,
             num_micro_batches=num_micro_batches,
-            watch_updates=loses_updates(plan),
+            watch_updates=plan.precision.loses_updates,
             communicator=self.communicator,
         )
         move_module_buffers(model, self.device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from costmodel.work import DTYPE_BYTES
-from executors.steps.buffers import FROZEN, TORCH_DTYPES, BufferStore
+from executors.steps.buffers import FROZEN, TORCH_DTYPES, BufferStore, Placed
 from executors.steps.frames import StepFrame
 from zosim.instructions import Access, Instruction
 from zosim.operations import Update
@@ -73,7 +73,10 @@ class UpdateWatch:
     def __init__(self, program: Program, store: BufferStore, device: torch.device) -> None:
         self._program = program
         self._store = store
-        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
+        self._num_sampled = 0
+        # Unchanged in the format of updates, and changed there alone.
+        self._lost = torch.zeros(2, dtype=torch.int64, device=device)
+        self._places: dict[Access, Tensor] = {}
         formats = {
             access.what: program.buffer(access.buffer).dtype
             for access in program.initial
@@ -108,19 +111,34 @@ class UpdateWatch:
 
     def _sample(self, access: Access) -> Tensor:
         """Return copies of some elements of every tensor of a group, evenly spread."""
-        views = self._store.placed(access).views
-        return torch.cat([view.reshape(-1)[:: self._stride] for view in views])
+        placed = self._store.placed(access)
+        places = self._places.get(access)
+        if places is None:
+            places = self._places[access] = _spread(placed, self._stride)
+        return placed.flat.index_select(0, places)
 
     def _count(self, before: Tensor, after: Tensor) -> None:
-        kept_in = TORCH_DTYPES[self._kept_in]
-        changed = after != before
-        kept = after.to(kept_in).to(after.dtype) != before.to(kept_in).to(after.dtype)
-        num = torch.full_like(self._counts[0], changed.numel())
-        self._counts += torch.stack((num, (~changed).sum(), (changed & ~kept).sum()))
+        self._num_sampled += after.numel()
+        self._lost[0] += (after == before).sum()
+        if self._kept_in != self._updated_in:
+            kept_in = TORCH_DTYPES[self._kept_in]
+            self._lost[1] += ((after != before) & (after.to(kept_in) == before.to(kept_in))).sum()
 
     def result(self) -> UpdateLoss | None:
         """Return what was counted so far; None where no update was."""
-        num, unchanged, rounded_away = self._counts.tolist()
+        num = self._num_sampled
         if not num:
             return None
+        unchanged, rounded_away = self._lost.tolist()
         return UpdateLoss(self._updated_in, self._kept_in, num, unchanged / num, rounded_away / num)
+
+
+def _spread(placed: Placed, stride: int) -> Tensor:
+    """Return where every so manieth element of each tensor lies."""
+    flat = placed.flat
+    begins = [int(view.storage_offset() - flat.storage_offset()) for view in placed.views]
+    places = [
+        torch.arange(begin, begin + view.numel(), stride, device=flat.device)
+        for begin, view in zip(begins, placed.views, strict=True)
+    ]
+    return torch.cat(places)

@@ -72,6 +72,25 @@ class Part:
             offset += tensor.num_elements
         return [*found, offset]
 
+    def stretches(self, dtype: str, granularity: int) -> list[tuple[int, int]]:
+        """Return first element and length of what a CPU's generator fills at once as it fills one tensor after the other.
+
+        Parameters
+        ----------
+        dtype : str
+        granularity : int
+            Neighbours without a gap are one stretch if the first ends at a multiple of it and the second is as long.
+        """
+        found: list[tuple[int, int]] = []
+        for begin, tensor in zip(self.offsets(dtype), self.tensors, strict=False):
+            first, length = found[-1] if found else (0, 0)
+            is_joined = found and begin == first + length and length % granularity == 0
+            if is_joined and tensor.num_elements >= granularity:
+                found[-1] = first, length + tensor.num_elements
+            else:
+                found.append((begin, tensor.num_elements))
+        return found
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -170,6 +189,10 @@ class BufferStore:
     def whole(self, access: Access) -> Tensor:
         """Return the bytes of an access, those that other ranks have a share in among them."""
         return self._memory(access.buffer).view(torch.uint8)[access.offset_bytes : access.end_bytes]
+
+    def format_of(self, access: Access) -> str:
+        """Return the format of the buffer that an access is to."""
+        return self._program.buffer(access.buffer).dtype
 
     def placed(self, access: Access) -> Placed:
         """Return the part of a group that an access names, at its place."""

@@ -40,11 +40,6 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
         torch.set_float32_matmul_precision("high" if plan.precision.compute == "tf32" else "highest")
 
 
-def loses_updates(plan: Plan) -> bool:
-    """Whether weights are kept in a format that is too coarse for many updates."""
-    return DTYPE_BYTES[plan.precision.storage] < 4 or plan.precision.narrows
-
-
 def autocast_dtype(plan: Plan) -> torch.dtype | None:
     """Return the format of matrix products where it is not that of the weights."""
     compute, storage = plan.precision.compute, plan.precision.storage

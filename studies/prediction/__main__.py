@@ -12,6 +12,7 @@ import typer
 from studies.prediction.report import Summary
 
 OUT = Path("docs/benchmarks")
+_MORE_TO_DO = 75
 
 
 def main(
@@ -24,23 +25,44 @@ def main(
         bool, typer.Option(help="Also run the list that the cost model was improved on.")
     ] = False,
     calibration_s: Annotated[float, typer.Option(min=1, help="Seconds per number of threads.")] = 20.0,
+    threads: Annotated[
+        list[int], typer.Option(min=1, help="Run cases of so many threads; may be repeated.")
+    ] = [1, 2],  # noqa: B006 - typer copies it
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Keep what is done here, and go on from it. Remove it for another calibration."),
+    ] = None,
+    stop_after_s: Annotated[
+        float, typer.Option(min=1, help="Begin nothing new after so long; go on with the same --folder.")
+    ] = 1e9,
 ) -> None:
-    """Calibrate this machine, predict and run cases that the calibration has not seen, and report the errors."""
+    """Calibrate this machine, predict and run cases that the calibration has not seen, and report the errors.
+
+    In pieces: with --folder and --stop-after-s it ends with exit status 75 while there is more to do.
+    """
     from studies.prediction.benchmark import run_benchmark, write
+    from studies.prediction.pieces import OutOfTimeError, Pieces
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     words = ["python -m studies.prediction", f"--held-out {held_out}", f"--calibration-s {calibration_s:g}"]
     words += ["--tuning"] if tuning else []
     words += ["--quick"] if quick else []
-    benchmark = run_benchmark(
-        num_held_out=min(held_out, 6) if quick else held_out,
-        num_rank_cases=3 if quick else 10,
-        num_choices=1 if quick else 3,
-        with_tuning=tuning,
-        calibration_s=calibration_s,
-        command=" ".join(words),
-        say=lambda text: print(text, file=sys.stderr),
-    )
+    words += [f"--threads {number}" for number in threads] if threads != [1, 2] else []
+    try:
+        benchmark = run_benchmark(
+            num_held_out=min(held_out, 6) if quick else held_out,
+            num_rank_cases=3 if quick else 10,
+            num_choices=1 if quick else 3,
+            with_tuning=tuning,
+            threads=threads,
+            calibration_s=calibration_s,
+            command=" ".join(words),
+            pieces=Pieces(folder, stop_after_s),
+            say=lambda text: print(text, file=sys.stderr),
+        )
+    except OutOfTimeError:
+        print("there is more to do: run the same command again", file=sys.stderr)
+        raise typer.Exit(_MORE_TO_DO) from None
     path = write(benchmark, out)
     found = Summary.of(benchmark.rows)
     worst = max((choice.regret for choice in benchmark.choices), default=1.0)

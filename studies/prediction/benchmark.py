@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import datetime
 import sys
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from costmodel.calibration import FitReport
 from costmodel.profile import Profile
 from executors.calibration.calibrate import DEFAULT_BUDGET_S
 from executors.calibration.calibrating import calibrated
-from studies.checkout import commit
-from studies.prediction.cases import Case, choice_cases, held_out_cases, rank_cases, tuning_cases
-from studies.prediction.measuring import measure, measure_ranks
+from studies.prediction.cases import (
+    REPEATED,
+    Case,
+    choice_cases,
+    held_out_cases,
+    rank_cases,
+    tuning_cases,
+)
+from studies.prediction.measuring import SESSIONS_AT_ONCE, measure, measure_ranks
+from studies.prediction.pieces import Content, Pieces, content_of_fit, content_of_rows, fit_of, rows_of
 from studies.prediction.predicting import Choice, Row, predict, predict_ranks
 from studies.prediction.report import Benchmark, machine_words
+from studies.prediction.turns import measure_in_turn
 from topology import Topology, detect
 from topology.errors import ZosimError
 
@@ -31,6 +41,7 @@ def run_benchmark(
     threads: Sequence[int] = (1, 2),
     calibration_s: float = DEFAULT_BUDGET_S,
     command: str = "",
+    pieces: Pieces | None = None,
     say: Say = lambda _: None,
 ) -> Benchmark:
     """Return predictions and measurements of the held-out list, and of the tuning list beside it.
@@ -45,78 +56,129 @@ def run_benchmark(
         Configurations for which all placements are measured, to see what the predicted choice costs.
     with_tuning : bool
     threads : sequence of int
-        Numbers of threads whose cases are run.
+        Numbers of threads whose cases are run. Ranks are of one thread: without it they are left out.
     calibration_s : float
         Seconds that the calibration of one number of threads measures.
     command : str
         What to type to do it again, for the report.
+    pieces : Pieces, optional
+        Where what is done is kept.
     say : callable
         Told what is being done.
+
+    Raises
+    ------
+    OutOfTimeError
+        If `pieces` has no time for the next one.
     """
     topology = detect()
-    device = topology.of_kind("cpu")[0].id
-    profiles: dict[int, Profile] = {}
-    fits: dict[int, FitReport] = {}
+    run = _Run(topology, topology.of_kind("cpu")[0].id, pieces or Pieces(), say)
     for number in threads:
-        say(f"calibrating with {number} threads")
-        profiles[number], fits[number] = calibrated(
-            topology, device, num_threads=number, budget_s=calibration_s
-        )
-    lists = {"held out": held_out_cases(num_held_out), "tuning": tuning_cases() if with_tuning else []}
-    rows = {
-        name: _rows([case for case in cases if case.num_threads in profiles], profiles, topology, device, say)
-        for name, cases in lists.items()
-    }
-    choices = choice_cases(num_choices)
-    ranks = rank_cases(num_rank_cases)
-    wanted = [*ranks, *(case for cases in choices for case in cases)]
-    of_case = _rows_of_ranks([case for case in wanted if case.num_ranks > 1], profiles, topology, device, say)
-    alone = [case for case in wanted if case.num_ranks == 1]
-    of_case |= dict(zip(alone, _rows(alone, profiles, topology, device, say), strict=True))
+        run.calibrate(number, calibration_s)
+    held_out = run.rows("held-out", held_out_cases(num_held_out))
+    tuning = run.rows("tuning", tuning_cases() if with_tuning else [])
+    ranks = run.rows_of_ranks(rank_cases(num_rank_cases)) if 1 in threads else []
+    choices = choice_cases(num_choices) if {1, 2} <= set(threads) else []
+    chosen = [
+        choice for number, cases in enumerate(choices) for choice in run.choices(f"choice-{number}", cases)
+    ]
     return Benchmark(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         command=command or " ".join(sys.argv),
-        commit=commit(),
-        machine=machine_words(topology.device_spec(device).name),
-        held_out=tuple(rows["held out"]),
-        tuning=tuple(rows["tuning"]),
-        ranks=tuple(of_case[case] for case in ranks if case in of_case),
-        choices=tuple(
-            choice
-            for cases in choices
-            for choice in Choice.with_and_without_limit(
-                tuple(of_case[case] for case in cases if case in of_case)
-            )
-        ),
-        profiles=profiles,
-        fits=fits,
+        commit=", ".join(sorted(run.pieces.commits)),
+        machine=machine_words(topology.device_spec(run.device).name),
+        held_out=tuple(held_out),
+        tuning=tuple(tuning),
+        ranks=tuple(ranks),
+        choices=tuple(chosen),
+        profiles=run.profiles,
+        fits=run.fits,
     )
 
 
-def _rows(
-    cases: Sequence[Case], profiles: dict[int, Profile], topology: Topology, device: str, say: Say
-) -> list[Row]:
-    measured = measure(
-        cases, topology=topology.name, device=device, on_case=lambda which: say(f"running cases {which}")
-    )
-    return predict(measured, profiles, topology, device)
+@dataclass
+class _Run:
+    """One go at a benchmark."""
 
+    topology: Topology
+    device: str
+    pieces: Pieces
+    say: Say
+    profiles: dict[int, Profile] = field(default_factory=dict)
+    fits: dict[int, FitReport] = field(default_factory=dict)
 
-def _rows_of_ranks(
-    cases: Sequence[Case], profiles: dict[int, Profile], topology: Topology, device: str, say: Say
-) -> dict[Case, Row]:
-    found: dict[Case, Row] = {}
-    for num_ranks in sorted({case.num_ranks for case in cases}):
-        alike = [case for case in cases if case.num_ranks == num_ranks]
-        say(f"running {len(alike)} cases of {num_ranks} ranks")
+    def calibrate(self, threads: int, budget_s: float) -> None:
+        """Find out what the machine does with so many threads."""
+
+        def make() -> Content:
+            self.say(f"calibrating with {threads} threads")
+            made = calibrated(self.topology, self.device, num_threads=threads, budget_s=budget_s)
+            return content_of_fit(*made)
+
+        name = f"calibration-{threads}-{budget_s:g}s"
+        self.profiles[threads], self.fits[threads] = fit_of(self.pieces.of(name, make))
+
+    def rows(self, name: str, cases: Sequence[Case]) -> list[Row]:
+        """Return the rows of cases of one process, as many at a time as take turns."""
+        cases = [case for case in cases if case.num_threads in self.profiles]
+        found: list[Row] = []
+        for begin in range(0, len(cases), SESSIONS_AT_ONCE):
+            chosen = cases[begin : begin + SESSIONS_AT_ONCE]
+            found += self._kept_rows(f"{name}-{begin}", chosen, self._alone)
+        return found
+
+    def rows_of_ranks(self, cases: Sequence[Case]) -> list[Row]:
+        """Return the rows of cases of several ranks, in their order; those that cannot be run here are left out."""
+        found: dict[Case, Row] = {}
+        for num_ranks in sorted({case.num_ranks for case in cases}):
+            alike = [case for case in cases if case.num_ranks == num_ranks]
+            rows = self._kept_rows(f"ranks-{num_ranks}", alike, self._of_ranks)
+            found |= dict(zip(alike, rows, strict=False))
+        return [found[case] for case in cases if case in found]
+
+    def choices(self, name: str, cases: Sequence[Case]) -> tuple[Choice, ...]:
+        """Return what there was to choose from in one configuration, with and without a limit of memory."""
+        *rows, again = self._kept_rows(name, [*cases, _most_alike(cases)], self._in_turn)
+        return Choice.with_and_without_limit(tuple(rows), again)
+
+    def _kept_rows(
+        self, name: str, cases: Sequence[Case], measured: Callable[[Sequence[Case]], list[Row]]
+    ) -> list[Row]:
+        def make() -> Content:
+            self.say(f"running {name}: {len(cases)} cases")
+            return {"cases": [case.name for case in cases], "rows": content_of_rows(measured(cases))}
+
+        # Lists may have grown since a piece was made.
+        digest = zlib.crc32("; ".join(case.name for case in cases).encode())
+        return rows_of(self.pieces.of(f"{name}-{digest:08x}", make)["rows"])
+
+    def _alone(self, cases: Sequence[Case]) -> list[Row]:
+        measured = measure(cases, topology=self.topology.name, device=self.device)
+        return predict(measured, self.profiles, self.topology, self.device)
+
+    def _of_ranks(self, cases: Sequence[Case]) -> list[Row]:
         try:
-            measured = measure_ranks(alike, topology=topology.name, device=device)
+            measured = measure_ranks(cases, topology=self.topology.name, device=self.device)
         except ZosimError as error:
             # What other cases took is not thrown away for it.
-            say(f"cases of {num_ranks} ranks are left out: {error.message}")
-            continue
-        found |= dict(zip(alike, predict_ranks(measured, profiles[1], topology), strict=True))
-    return found
+            self.say(f"{len(cases)} cases of several ranks are left out: {error.message}")
+            return []
+        return predict_ranks(measured, self.profiles[1], self.topology)
+
+    def _in_turn(self, cases: Sequence[Case]) -> list[Row]:
+        measured = measure_in_turn(cases, topology=self.topology.name, device=self.device)
+        found = []
+        for item in measured:
+            if item.case.num_ranks == 1:
+                found += predict([item], self.profiles, self.topology, self.device)
+            else:
+                found += predict_ranks([item], self.profiles[1], self.topology)
+        return found
+
+
+def _most_alike(cases: Sequence[Case]) -> Case:
+    """Return the case that is measured twice, to see how far two measurements of one plan are apart."""
+    return next(case for case in cases if case.placement == REPEATED)
 
 
 def write(benchmark: Benchmark, folder: Path) -> Path:

@@ -94,6 +94,9 @@ CHOICES: Mapping[str, int] = {
 }
 """Placements to choose from, with their threads per rank: all take two cores, and compute the same."""
 
+REPEATED = "delayed"
+"""The one of them that is measured twice, in sessions of its own: how far apart are two measurements of one plan?"""
+
 DEVELOPMENT_WIDTHS, DEVELOPMENT_VOCABULARIES = (
     (64, 128, 256, 320, 448, 576, 704),
     (500, 2000, 8000, 20000, 40000),

@@ -12,7 +12,6 @@ import torch
 
 from executors.calibration.quiet import OtherLoad
 from executors.ranks.launch import launch, process_group
-from executors.runs.session import Session
 from studies.prediction.cases import Case
 from studies.prediction.setting import batch_of, session_of
 from zosim.plan import Plan
@@ -28,7 +27,7 @@ SHORT_STEP_S = 0.02
 SESSIONS_AT_ONCE = 6
 """Cases that take turns, and whose models are in memory at the same time."""
 
-_RANK_WARM_STEPS = 4
+_WARM_STEPS = 4
 _RANK_ROUNDS = 3
 
 OnCase = Callable[[str], None]
@@ -70,6 +69,12 @@ class Measured:
     def foreign_cores(self) -> float:
         """Mean number of cores that others used in the quiet rounds."""
         return sum(item.foreign_cores for item in self.quiet_rounds) / len(self.quiet_rounds)
+
+    @property
+    def repeat_error(self) -> float:
+        """How far the median over every second round is from that over the others, as a part of it."""
+        halves = [median(s for item in self.rounds[first::2] for s in item.step_s) for first in (0, 1)]
+        return max(halves) / min(halves) - 1
 
     @property
     def num_samples(self) -> int:
@@ -115,60 +120,73 @@ def _in_rank(cases: Sequence[Case], topology: str, device: str) -> list[Measured
 
 
 def _of_ranks(case: Case, topology: str, device: str) -> Measured:
-    session = session_of(case, topology=topology, device=device)
-    # As many steps on every rank: what one of them saw of the time may not decide.
-    for step in range(_RANK_WARM_STEPS):
-        session.step(batch_of(case, step))
-    taken = [_round(case, session, STEPS_PER_ROUND) for _ in range(_RANK_ROUNDS)]
-    rounds = [
-        replace(item, foreign_cores=max(0.0, item.foreign_cores - case.num_ranks + 1)) for item in taken
-    ]
-    found = _measured(case, session, rounds)
-    session.close()
-    return found
+    turn = Turn(case, topology, device)
+    for _ in range(_RANK_ROUNDS):
+        turn.take(STEPS_PER_ROUND)
+    return turn.measured()
 
 
 def _take_turns(cases: Sequence[Case], topology: str, device: str) -> list[Measured]:
-    sessions = []
+    turns = []
     for case in cases:
         torch.set_num_threads(case.num_threads)
-        session = session_of(case, topology=topology, device=device)
-        sessions.append((case, session, _warm_up(case, session)))
-    rounds: list[list[Round]] = [[] for _ in cases]
+        turns.append(Turn(case, topology, device))
     for _ in range(NUM_ROUNDS):
-        for index, (case, session, num_steps) in enumerate(sessions):
-            torch.set_num_threads(case.num_threads)
-            rounds[index].append(_round(case, session, num_steps))
-    found = []
-    for (case, session, _), taken in zip(sessions, rounds, strict=True):
-        found.append(_measured(case, session, taken))
-        session.close()
-    return found
+        for turn in turns:
+            torch.set_num_threads(turn.case.num_threads)
+            turn.take(STEPS_PER_ROUND * (3 if turn.last_warm_s < SHORT_STEP_S else 1))
+    return [turn.measured() for turn in turns]
 
 
-def _measured(case: Case, session: Session, taken: list[Round]) -> Measured:
-    memory = session.memory()
-    arena = memory.device_bytes - memory.live_bytes
-    # Turns of other cases lie between rounds, so lines are compared within the last one.
-    timeline = replace(session.timeline(), first_steady_step=session.num_steps - len(taken[-1].step_s))
-    return Measured(case, session.plan, timeline, memory.device_bytes, memory.host_bytes, arena, taken)
+class Turn:
+    """A session of a case whose rounds others come between.
 
+    Attributes
+    ----------
+    case : Case
+    last_warm_s : float
+        What the last of the steps took that memory is observed in and caches are warmed by.
+    """
 
-def _warm_up(case: Case, session: Session) -> int:
-    """Run the steps whose memory is observed and two more, and return how many steps a round has."""
-    for step in range(4):
-        begin = time.perf_counter()
-        session.step(batch_of(case, step))
-        seconds = time.perf_counter() - begin
-    return STEPS_PER_ROUND * (3 if seconds < SHORT_STEP_S else 1)
+    def __init__(self, case: Case, topology: str, device: str) -> None:
+        self.case = case
+        self._session = session_of(case, topology=topology, device=device)
+        self._taken: list[Round] = []
+        for step in range(_WARM_STEPS):
+            begin = time.perf_counter()
+            self._session.step(batch_of(case, step))
+            self.last_warm_s = time.perf_counter() - begin
 
+    def take(self, num_steps: int) -> None:
+        """Run a round: as many timed steps, and one before them.
 
-def _round(case: Case, session: Session, num_steps: int) -> Round:
-    batch = batch_of(case, session.num_steps)
-    session.step(batch)
-    others = OtherLoad()
-    ends = [time.perf_counter()]
-    for _ in range(num_steps):
+        Every rank must ask for as many: what one of them saw of the time may not decide.
+        """
+        session, batch = self._session, batch_of(self.case, self._session.num_steps)
         session.step(batch)
-        ends.append(time.perf_counter())
-    return Round(tuple(end - begin for begin, end in pairwise(ends)), others.cores())
+        others = OtherLoad()
+        ends = [time.perf_counter()]
+        for _ in range(num_steps):
+            session.step(batch)
+            ends.append(time.perf_counter())
+        # The other ranks are no strangers.
+        foreign_cores = max(0.0, others.cores() - (self.case.num_ranks - 1))
+        self._taken.append(Round(tuple(end - begin for begin, end in pairwise(ends)), foreign_cores))
+
+    def measured(self) -> Measured:
+        """Return what the case did, and end its session."""
+        session, taken = self._session, self._taken
+        memory = session.memory()
+        # Rounds of other cases lie between rounds, so lines are compared within the last one.
+        timeline = replace(session.timeline(), first_steady_step=session.num_steps - len(taken[-1].step_s))
+        found = Measured(
+            self.case,
+            session.plan,
+            timeline,
+            memory.device_bytes,
+            memory.host_bytes,
+            memory.device_bytes - memory.live_bytes,
+            taken,
+        )
+        session.close()
+        return found

@@ -108,17 +108,21 @@ class Choice:
     rows : tuple of Row
     limit_bytes : int or None
         Memory of each device, where it is limited.
+    again : Row or None
+        One of them measured once more, in turn with all.
     """
 
     rows: tuple[Row, ...]
     limit_bytes: int | None = None
+    again: Row | None = None
 
     @classmethod
-    def with_and_without_limit(cls, rows: tuple[Row, ...]) -> tuple[Choice, ...]:
+    def with_and_without_limit(cls, rows: tuple[Row, ...], again: Row | None = None) -> tuple[Choice, ...]:
         """Return the choice among all, and among the half that needs least memory, as it was predicted."""
         if len(rows) < _LEAST_CHOICES:
             return ()
-        return cls(rows), cls(rows, sorted(row.predicted_bytes for row in rows)[(len(rows) - 1) // 2])
+        middle = sorted(row.predicted_bytes for row in rows)[(len(rows) - 1) // 2]
+        return cls(rows, None, again), cls(rows, middle, again)
 
     @property
     def chosen(self) -> Row:
@@ -135,6 +139,15 @@ class Choice:
     def keeps_limit(self) -> bool:
         """Whether the chosen placement did fit."""
         return self.limit_bytes is None or self.chosen.measured_bytes <= self.limit_bytes
+
+    @property
+    def noise(self) -> float | None:
+        """Slower over faster of two measurements of one plan, if there are two: what no prediction can tell apart."""
+        if self.again is None:
+            return None
+        first = next(row for row in self.rows if row.name == self.again.name)
+        pair = sorted((first.measured_s, self.again.measured_s))
+        return pair[1] / pair[0]
 
     def _within(self, size_of: Callable[[Row], int]) -> list[Row]:
         return [row for row in self.rows if self.limit_bytes is None or size_of(row) <= self.limit_bytes]

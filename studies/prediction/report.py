@@ -130,6 +130,7 @@ class Benchmark:
                     "keeps_limit": choice.keeps_limit,
                     "chosen": choice.chosen.name,
                     "best": choice.best.name,
+                    "noise": choice.noise,
                 }
                 for choice in self.choices
             ],
@@ -220,10 +221,11 @@ least of the processors; memory is arena plus live tensors, peaks over the first
                 f"{median(regrets):.3f}, worst {max(regrets):.3f} (goals {goals}). All placements compute the same on two "
                 "cores: two threads, or two ranks of one. With a memory limit, which half of them keep as predicted, "
                 "the choice is among those that were predicted to fit, the best among those that did; "
-                f"{kept} of {len(self.choices)} choices did.\n"
+                f"{kept} of {len(self.choices)} choices did. All plans of a configuration take turns, round after round; "
+                "one of them is measured twice, as two sessions: `twice` is the slower over the faster.\n"
             ),
-            "| configuration | limit (MiB) | chosen | best | chosen (ms) | best (ms) | slowest (ms) | regret |",
-            "| --- | ---: | --- | --- | ---: | ---: | ---: | ---: |",
+            "| configuration | limit (MiB) | chosen | best | chosen (ms) | best (ms) | slowest (ms) | regret | twice |",
+            "| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |",
         ]
         for choice in self.choices:
             slowest = max(row.measured_s for row in choice.rows)
@@ -231,7 +233,7 @@ least of the processors; memory is arena plus live tensors, peaks over the first
             lines.append(
                 f"| {choice.best.name.partition(' thread')[0][:-2]} | {limit} | {choice.chosen.placement} | "
                 f"{choice.best.placement} | {choice.chosen.measured_s * 1e3:.1f} | {choice.best.measured_s * 1e3:.1f} | "
-                f"{slowest * 1e3:.1f} | {choice.regret:.3f} |"
+                f"{slowest * 1e3:.1f} | {choice.regret:.3f} | {_ratio(choice.noise)} |"
             )
         return "\n".join(lines)
 
@@ -305,6 +307,10 @@ def _grouped(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
         chosen = [row for row in rows if belongs(row)]
         if chosen:
             yield name, chosen
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _table(rows: Sequence[Row]) -> str:

@@ -228,5 +228,19 @@ def test_draws_cost_by_who_makes_them():
     assert alone.cores == pytest.approx(1.0)
     assert shared.cores > 3
     assert (alone.limiter, shared.limiter, skipped.limiter) == ("draw", "shared_draw", "skip")
+    jumps = [draw_work(0, num_skipped=num, num_jumped=num) for num in (10**7, 10**9)]
+    near, far = (estimate(work, profile).seconds for work in jumps)
+    assert near == far < skipped.seconds
+    kept = tuple(constant for constant in profile.constants if constant.name != "jump_s")
+    without = Profile(**{**dict(profile), "constants": kept})
+    assert estimate(jumps[0], without).seconds == pytest.approx(skipped.seconds)
+    gpu = datasheet_profile(load_preset("h200-1x"), "gpu0")
+    assert estimate(jumps[1], gpu).terms["skip"] == pytest.approx(100 * estimate(jumps[0], gpu).terms["skip"])
+    seeded = draw_work(10**7, is_shared=True, num_seeds=600)
+    split = draw_work(10**7, is_shared=True, num_split_walks=1)
+    assert estimate(seeded, profile).seconds > shared.seconds
+    assert estimate(split, profile).seconds == pytest.approx(
+        shared.seconds + profile.values()["split_s"], rel=1e-9
+    )
     whole, narrow = (draw_work(100, dtype=dtype, is_scaled=True) for dtype in ("float32", "bfloat16"))
     assert (whole.scratch_bytes, narrow.scratch_bytes) == (0, 400)

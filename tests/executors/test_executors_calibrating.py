@@ -28,6 +28,7 @@ from studies.prediction.cases import choice_cases, held_out_cases, rank_cases, t
 from topology import load_preset
 from zosim.engines.simulate import simulate
 from zosim.machine import Machine
+from zosim.program import Program
 
 TOPOLOGY = load_preset("cpu-laptop")
 PROFILE = datasheet_profile(TOPOLOGY, "cpu0", num_threads=1)
@@ -42,13 +43,31 @@ def steps() -> list[WholeStep]:
 
 def test_whole_steps_are_measured_with_the_time_between_them(steps: list[WholeStep]) -> None:
     for step in steps:
-        assert 0 < step.gap_s < step.seconds
+        assert 0 < step.pause_s < step.gap_s < step.seconds
     profile = with_step_overhead(PROFILE, steps)
     found = profile.constant("step_s")
     assert found.low <= found.value <= found.high
-    assert min(step.gap_s for step in steps) <= found.value <= max(step.gap_s for step in steps)
+    assert found.value <= max(step.gap_s for step in steps)
     assert profile.origin == "calibrated"
     assert torch.get_num_threads() >= 1
+
+
+def test_the_host_time_of_a_step_is_parted_into_its_own_and_its_instructions(steps: list[WholeStep]) -> None:
+    longer = lower_longer(steps[0])
+    rows = [
+        WholeStep("a", program, 1.0, gap_s=4e-4 + 1e-5 * len(program.step), pause_s=5e-6)
+        for program in (steps[0].program, longer)
+    ]
+    profile = with_step_overhead(PROFILE, rows)
+    assert profile.values()["step_s"] == pytest.approx(4e-4)
+    added_s = profile.values()["instruction_s"] - PROFILE.values()["instruction_s"]
+    assert added_s == pytest.approx(1.5e-5)
+
+
+def lower_longer(step: WholeStep) -> Program:
+    """Return the program with the instructions of its step twice, under other names."""
+    copies = tuple(replace(item, id=f"{item.id}#copy") for item in step.program.step)
+    return replace(step.program, step=(*step.program.step, *copies))
 
 
 def test_intervals_are_as_wide_as_whole_steps_say(steps: list[WholeStep]) -> None:
@@ -85,7 +104,8 @@ def test_a_profile_is_judged_by_steps_that_it_was_not_fitted_to() -> None:
         assert step.timeline is not None
         assert step.timeline.spans
         seconds = said.step_time_s * (3.0 if number == 3 else 1.0)
-        rows.append(WholeStep(str(number), step.program, seconds, gap_s, said if number != 3 else None))
+        timeline = said if number != 3 else None
+        rows.append(WholeStep(str(number), step.program, seconds, gap_s, timeline=timeline))
     single = Measurement("dispatch", Work(num_kernels=4), 2e-5, 2e-5, 5, 1)
     profile, report = fitted(TOPOLOGY, "cpu0", PROFILE, [single], rows)
     errors = {row.name: row.relative_error for row in report.steps}

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodel import LoRA, read_model_spec
+from costmodel import LoRA, Work, read_model_spec
 from topology.errors import Hazard, PlanError, ProgramError
 from zosim.instructions import Instruction, Stream
 from zosim.lowering import lower
+from zosim.lowering.directions import passing_work
+from zosim.lowering.layout import COUNTER_BLOCK_ELEMENTS, JUMP_WORDS
 from zosim.operations import Draw, Update
 from zosim.order import HappensBefore
 from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
@@ -256,12 +258,35 @@ def test_draws_say_who_makes_how_many_numbers():
     assert first.num_shared_normals == first.num_normals > 1 << 20
     assert again.num_shared_normals == again.num_normals == first.num_normals
     assert counted["block.0/draw[q0]"].num_shared_normals == first.num_normals
-    rows = next(work for work in walked.values() if work.num_kept_rows)
+    name, rows = next((name, work) for name, work in walked.items() if work.num_kept_rows)
     assert 0 < rows.num_kept_rows <= 64
     table = rows.num_normals + rows.num_skipped
     assert rows.num_normals == pytest.approx(rows.num_kept_rows * 768, rel=0.02)
     assert table > 100 * rows.num_normals
-    counted_rows = next(work for work in counted.values() if work.num_kept_rows)
+    counted_rows = counted[name]
     assert counted_rows.num_normals + counted_rows.num_skipped < table
+    assert rows.num_normals <= counted_rows.num_normals
+    assert counted_rows.num_seeds <= counted_rows.num_kernels == rows.num_kept_rows
+    assert counted["block.0/draw[q0]"].num_seeds >= first.num_normals / COUNTER_BLOCK_ELEMENTS
+    assert first.num_split_walks == 1 > again.num_split_walks == first.num_seeds
     signs = draws(estimator=Estimator(direction="rademacher", rng="counter"))
     assert all(work.num_shared_normals == 0 for work in signs.values())
+
+
+def test_a_walk_past_many_numbers_is_one_jump_and_past_few_or_signs_none():
+    estimators = Estimator(), Estimator(direction="rademacher"), Estimator(rng="counter")
+    far, signs, counted = (passing_work(JUMP_WORDS, estimator, "float32") for estimator in estimators)
+    assert (far.num_jumps, far.num_jumped, far.num_skipped) == (1, JUMP_WORDS, JUMP_WORDS)
+    assert (signs.num_jumps, signs.num_skipped) == (0, JUMP_WORDS)
+    assert counted == Work()
+    near = passing_work(JUMP_WORDS - 1, Estimator(), "float32")
+    assert (near.num_jumps, near.num_jumped, near.num_skipped) == (0, 0, JUMP_WORDS - 1)
+
+
+def test_updates_in_narrow_formats_are_watched_at_the_cost_of_a_few_kernels():
+    def updates(**axes):
+        return [i.work for i in lower(plan_of(**axes)).step if i.label == "update"]
+
+    wide = updates()
+    narrow = updates(precision=Precision(storage="bfloat16", compute="bfloat16", transfer="bfloat16"))
+    assert {n.num_kernels - w.num_kernels for n, w in zip(narrow, wide, strict=True)} == {8}

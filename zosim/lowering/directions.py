@@ -7,7 +7,7 @@ from typing import Literal
 
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import Distribution, draw_work
-from costmodel.work import Work
+from costmodel.work import DType, Work
 from zosim.instructions import Access, Stream
 from zosim.lowering.layout import (
     COUNTER_BLOCK_ELEMENTS,
@@ -18,12 +18,14 @@ from zosim.lowering.layout import (
 from zosim.lowering.listing import Listing
 from zosim.lowering.walk import walk_order
 from zosim.operations import Draw
+from zosim.plan import Estimator
 
 Keep = Literal["all", "rows", "none"]
 
 SCALED = "*eps"
 """Ends the point of a direction that is kept as ``w = z·ε``, rounded: good for perturbations alone."""
 
+_DISTRIBUTIONS: dict[str, Distribution] = {"gaussian": "normal", "rademacher": "rademacher"}
 _SMALLEST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
 _GROUP_OF_NORMALS = 16
 """A CPU's generator makes normals in groups of so many: rows of other widths are not drawn apart."""
@@ -158,26 +160,43 @@ class Directions:
         threads in any case.
         """
         estimator, total = self.plan.estimator, group.num_trainable
-        is_normal, is_counter = estimator.direction == "gaussian", estimator.rng == "counter"
-        made, skipped, num_rows = total, 0, 0
         if keep == "none":
-            made, skipped = 0, total
-        elif keep == "rows":
-            num_rows, made, skipped = self._rows_of(total)
-        if is_counter:
-            is_cut = keep == "all" and total > COUNTER_BLOCK_ELEMENTS
-        else:
-            is_cut = keep != "none" and total >= (SHARED_DRAW_ELEMENTS if is_again else 2 * JUMP_WORDS)
-        distributions: dict[str, Distribution] = {"gaussian": "normal", "rademacher": "rademacher"}
+            return passing_work(total, estimator, self.plan.precision.storage)
+        if estimator.rng == "counter":
+            return self._counted_work(group, keep, is_scaled=is_scaled)
+        is_normal = estimator.direction == "gaussian"
+        is_cut = is_normal and total >= (SHARED_DRAW_ELEMENTS if is_again else 2 * JUMP_WORDS)
+        num_rows, made, skipped = self._rows_of(total) if keep == "rows" else (0, total, 0)
         return draw_work(
             made,
             dtype=self.plan.precision.storage,
-            distribution=distributions[estimator.direction],
+            distribution=_DISTRIBUTIONS[estimator.direction],
             num_tensors=group.num_trainable_tensors,
             num_skipped=skipped,
             num_kept_rows=num_rows,
-            is_shared=is_normal and is_cut,
+            is_shared=is_cut,
             is_scaled=is_scaled,
+            num_split_walks=int(is_cut and not is_again),
+        )
+
+    def _counted_work(self, group: ParameterGroup, keep: Keep, *, is_scaled: bool) -> Work:
+        """Return the work of a ``counter`` draw, each of whose blocks has a generator of its own."""
+        estimator, total = self.plan.estimator, group.num_trainable
+        is_normal = estimator.direction == "gaussian"
+        length = COUNTER_BLOCK_ELEMENTS * (1 if is_normal else COUNTER_SIGN_BLOCKS)
+        num_kernels, made, skipped = group.num_trainable_tensors, total, 0
+        num_blocks = float(-(-total // length) + num_kernels - 1)
+        if keep == "rows":
+            num_kernels, num_blocks, made, skipped = self._counted_rows(total, length)
+        return draw_work(
+            made,
+            dtype=self.plan.precision.storage,
+            distribution=_DISTRIBUTIONS[estimator.direction],
+            num_tensors=num_kernels,
+            num_skipped=skipped,
+            is_shared=is_normal and keep == "all" and total > COUNTER_BLOCK_ELEMENTS,
+            is_scaled=is_scaled,
+            num_seeds=round(num_blocks),
         )
 
     def _rows_of(self, table_elements: int) -> tuple[int, int, int]:
@@ -185,22 +204,30 @@ class Directions:
 
         Tokens are taken to be drawn evenly from the vocabulary: those of text repeat more often.
         """
-        estimator, num_tokens = self.plan.estimator, self.layout.num_tokens
         width = self.layout.model.embed_dim
-        table_rows = max(1, table_elements // width)
-        num_rows = _num_touched(table_rows, num_tokens)
-        wanted, walked = round(num_rows * width), table_elements
-        is_normal = estimator.direction == "gaussian"
-        if estimator.rng == "counter":
-            # Of each block that holds a wanted row, what lies up to the last of them.
-            length = COUNTER_BLOCK_ELEMENTS * (1 if is_normal else COUNTER_SIGN_BLOCKS)
-            num_blocks = max(1.0, table_elements / length)
-            num_touched = _num_touched(num_blocks, num_tokens)
-            per_block = num_rows / num_touched
-            walked = round(min(table_elements, num_touched * length * per_block / (per_block + 1)))
-        if not is_normal or width % _GROUP_OF_NORMALS:
-            return round(num_rows), walked, 0
-        return round(num_rows), min(wanted, table_elements), max(0, walked - wanted)
+        num_rows = self._num_rows(table_elements)
+        if self.plan.estimator.direction != "gaussian" or width % _GROUP_OF_NORMALS:
+            return round(num_rows), table_elements, 0
+        wanted = min(round(num_rows * width), table_elements)
+        return round(num_rows), wanted, table_elements - wanted
+
+    def _counted_rows(self, table_elements: int, length: int) -> tuple[int, float, int, int]:
+        """Return the same where a table has blocks: rows, blocks that hold any, numbers made and passed over."""
+        num_rows = self._num_rows(table_elements)
+        num_blocks = _num_touched(max(1.0, table_elements / length), self.layout.num_tokens)
+        per_block = num_rows / num_blocks
+        # Rows part a block in as many pieces and one more, the last of which nobody needs.
+        to_last = round(min(table_elements, num_blocks * length * per_block / (per_block + 1)))
+        if self.plan.estimator.direction != "gaussian":
+            return round(num_rows), num_blocks, to_last, 0
+        before_first = round(to_last / per_block)
+        wanted = round(num_rows * self.layout.model.embed_dim)
+        made = min(table_elements, max(wanted, to_last - before_first))
+        return round(num_rows), num_blocks, made, min(before_first, table_elements - made)
+
+    def _num_rows(self, table_elements: int) -> float:
+        """Return how many rows of a table a batch is expected to name."""
+        return _num_touched(max(1, table_elements // self.layout.model.embed_dim), self.layout.num_tokens)
 
     @property
     def _stream(self) -> Stream:
@@ -212,6 +239,20 @@ class Directions:
             return 0
         self._halves += 1
         return self.layout.block_direction_bytes * (self._halves % 2)
+
+
+def passing_work(num_elements: int, estimator: Estimator, dtype: DType) -> Work:
+    """Return the work of passing over a group's numbers, in one jump where they are many: nothing for ``counter``."""
+    if estimator.rng == "counter":
+        return Work()
+    is_long = estimator.direction == "gaussian" and num_elements >= JUMP_WORDS
+    return draw_work(
+        0,
+        dtype=dtype,
+        distribution=_DISTRIBUTIONS[estimator.direction],
+        num_skipped=num_elements,
+        num_jumped=num_elements if is_long else 0,
+    )
 
 
 def _num_touched(num_places: float, num_balls: int) -> float:

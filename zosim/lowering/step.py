@@ -214,6 +214,7 @@ class StepWriter:
                 dtype=self.plan.precision.storage,
                 num_tensors=group.num_trainable_tensors,
                 arithmetic="fused" if self._is_sign else "pieces",
+                is_watched=self.plan.precision.loses_updates,
             )
             name = f"{group.name}/update[q{query}]"
             self.listing.emit(
@@ -321,4 +322,4 @@ class StepWriter:
 
 
 def _load_work(layout: Layout) -> Work:
-    return copy_work(3 * 8 * layout.num_tokens)
+    return copy_work(3 * 8 * layout.num_tokens) + Work(calls=("batch",))

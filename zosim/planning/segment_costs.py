@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from costmodel.estimate import estimate
 from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
-from costmodel.sweeps import draw_work
 from costmodel.work import DTYPE_BYTES
 from zosim.instructions import Stream
 from zosim.lowering.buffers import buffers_of
+from zosim.lowering.directions import passing_work
 from zosim.lowering.step import StepWriter
 from zosim.machine import Machine
-from zosim.plan import Estimator, Mesh, Placement, Plan, Precision
-from zosim.planning.cuts import INSIDE, Cutting
+from zosim.plan import INSIDE, Estimator, Mesh, Placement, Plan, Precision
+from zosim.planning.cuts import Cutting
 from zosim.planning.shortening import are_alike, shortened
 from zosim.program import Program
 
@@ -180,8 +180,7 @@ def _compute_seconds(plan: Plan, machine: Machine) -> tuple[dict[str, float], di
 
 def _walk_s(num_trainable: int, site: Site) -> float:
     """Return the seconds in which a generator passes over so many numbers, for every query."""
-    if site.estimator.rng == "counter" or not num_trainable:
+    work = passing_work(num_trainable, site.estimator, site.precision.storage)
+    if not work.num_skipped:
         return 0.0
-    distribution = "normal" if site.estimator.direction == "gaussian" else "rademacher"
-    work = draw_work(0, dtype=site.precision.storage, distribution=distribution, num_skipped=num_trainable)  # type: ignore[arg-type]
     return site.estimator.num_queries * estimate(work, site.machines[0].profile).seconds

@@ -1,0 +1,100 @@
+"""A benchmark in pieces: what is done is kept in a folder, so that it can be stopped and gone on with."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from costmodel.calibration import FitReport, Residual
+from costmodel.profile import Profile
+from studies.checkout import commit
+from studies.prediction.predicting import Row
+from topology.errors import ZosimError
+from zosim.analysis.compare import Line
+
+Content = dict[str, Any]
+
+
+class OutOfTimeError(Exception):
+    """The time for one go is over; what is done has been kept."""
+
+
+class Pieces:
+    """What has been done so far.
+
+    Parameters
+    ----------
+    folder : path, optional
+        Where pieces are kept, one file each; without one they are all made anew.
+    stop_after_s : float
+        No piece is begun once so much time has passed.
+    """
+
+    def __init__(self, folder: Path | None = None, stop_after_s: float = float("inf")) -> None:
+        self._folder = folder
+        self._until = time.monotonic() + stop_after_s
+        self.commits: set[str] = set()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def of(self, name: str, make: Callable[[], Content]) -> Content:
+        """Return a piece: what a file holds already, or what `make` returns, which is then kept.
+
+        Raises
+        ------
+        OutOfTimeError
+            If it is still to be made and there is no time.
+        ZosimError
+            If the file is no such piece.
+        """
+        path = None if self._folder is None else self._folder / f"{name}.json"
+        if path is not None and path.exists():
+            found = _read(path)
+        else:
+            if time.monotonic() > self._until:
+                raise OutOfTimeError
+            text = json.dumps({"commit": commit(), **make()})
+            if path is not None:
+                path.write_text(text + "\n", encoding="utf-8")
+            found = json.loads(text)
+        self.commits.add(found["commit"])
+        return found
+
+
+def _read(path: Path) -> Content:
+    try:
+        found: Content = json.loads(path.read_text(encoding="utf-8"))
+        found["commit"]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ZosimError(
+            f"{path} is no piece of a benchmark: {error}", hint="remove it, and it is made again"
+        ) from error
+    return found
+
+
+def content_of_rows(rows: list[Row]) -> list[Content]:
+    """Return rows as JSON has them."""
+    return [asdict(row) for row in rows]
+
+
+def rows_of(content: list[Content]) -> list[Row]:
+    """Return the rows of :func:`content_of_rows`."""
+    return [Row(**{**row, "lines": tuple(Line(**line) for line in row["lines"])}) for row in content]
+
+
+def content_of_fit(profile: Profile, fit: FitReport) -> Content:
+    """Return a calibration as JSON has it."""
+    return {"profile": profile.model_dump(mode="json"), "fit": asdict(fit)}
+
+
+def fit_of(content: Mapping[str, Any]) -> tuple[Profile, FitReport]:
+    """Return the calibration of :func:`content_of_fit`."""
+    fit = dict(content["fit"])
+    for name in ("residuals", "steps"):
+        fit[name] = tuple(Residual(**row) for row in fit[name])
+    fit["identified"] = tuple(fit["identified"])
+    return Profile.model_validate(content["profile"]), FitReport(**fit)

@@ -1,0 +1,52 @@
+"""Draws of neighbours at once: as many calls as there are gaps, and the bits of one call for each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from executors.models.parameters import NamedTensor
+from executors.randomness.directions import DIRECTIONS
+from executors.randomness.rng import generator_on
+from executors.steps.buffers import TORCH_DTYPES, Part
+
+CPU = torch.device("cpu")
+FORMATS = ("float32", "bfloat16", "float64")
+
+
+def part_of(numels: list[int]) -> Part:
+    tensors = [
+        NamedTensor(str(number), nn.Parameter(torch.zeros(numel)), torch.Size([numel]), number, True)
+        for number, numel in enumerate(numels)
+    ]
+    return Part("group", tuple(tensors), ("block.0",))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
+@settings(max_examples=40)
+@given(numels=st.lists(st.sampled_from([1, 7, 16, 31, 32, 64, 128, 130, 192, 1000]), min_size=1, max_size=7))
+def test_stretches_have_the_bits_of_tensors_drawn_one_by_one(dtype, direction, numels):
+    part = part_of(numels)
+    *starts, end = part.offsets(dtype)
+    one_by_one, at_once = (torch.zeros(end, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
+    generators = [generator_on(CPU, 5) for _ in range(2)]
+    for start, numel in zip(starts, numels, strict=True):
+        direction.fill(one_by_one[start : start + numel], generators[0])
+    stretches = part.stretches(dtype, direction.granularity)
+    for begin, length in stretches:
+        direction.fill(at_once[begin : begin + length], generators[1])
+    assert torch.equal(at_once, one_by_one)
+    assert torch.equal(generators[0].get_state(), generators[1].get_state())
+    assert sum(length for _, length in stretches) == sum(numels)
+
+
+def test_tensors_of_even_sizes_are_one_stretch_and_gaps_part_others():
+    assert part_of([64, 128, 64]).stretches("float32", 16) == [(0, 256)]
+    assert part_of([64, 20, 64]).stretches("float32", 16) == [(0, 84), (96, 64)]
+    assert part_of([64, 8, 64]).stretches("float32", 16) == [(0, 64), (64, 8), (80, 64)]
+    every = part_of([64, 128]).stretches("float32", 1 << 62)
+    assert every == [(0, 64), (64, 128)]

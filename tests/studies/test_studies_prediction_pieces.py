@@ -1,0 +1,93 @@
+"""The prediction benchmark in pieces and in turns: what is kept, what is made again, and who waits for whom."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from costmodel.calibration import FitReport, Residual
+from costmodel.datasheet import datasheet_profile
+from studies.prediction.pieces import (
+    OutOfTimeError,
+    Pieces,
+    content_of_fit,
+    content_of_rows,
+    fit_of,
+    rows_of,
+)
+from studies.prediction.predicting import Choice, Row
+from studies.prediction.turns import Baton
+from topology import load_preset
+from topology.errors import RunError, ZosimError
+from zosim.analysis.compare import Line
+
+
+def row(name: str, measured_s: float) -> Row:
+    lines = (Line("draw", 1.0, None, 0.5), Line("forward", None, 2.0, -0.25))
+    return Row(name, "delayed", 1.0, 0.9, 1.1, measured_s, 0.0, 100, 90, "draw", lines)
+
+
+def test_what_is_done_is_not_done_again(tmp_path):
+    made = []
+
+    def make():
+        made.append(1)
+        return {"rows": content_of_rows([row("a", 1.5)])}
+
+    first = Pieces(tmp_path).of("one", make)
+    again = Pieces(tmp_path, stop_after_s=-1.0)
+    assert again.of("one", make) == first
+    assert made == [1]
+    assert rows_of(first["rows"]) == [row("a", 1.5)]
+    with pytest.raises(OutOfTimeError):
+        again.of("two", make)
+    assert made == [1]
+    assert again.commits == {first["commit"]}
+    Pieces().of("one", make)
+    assert made == [1, 1]
+
+
+def test_a_spoilt_piece_is_named(tmp_path):
+    (tmp_path / "one.json").write_text('{"rows": []')
+    with pytest.raises(ZosimError, match=r"one\.json is no piece"):
+        Pieces(tmp_path).of("one", dict)
+
+
+def test_a_calibration_is_kept_whole(tmp_path):
+    profile = datasheet_profile(load_preset("cpu-laptop"), "cpu0", num_threads=2)
+    residuals = (Residual("matmul", 1.0, 1.1), Residual("copy", 2.0, 2.5, contended=True))
+    report = FitReport(residuals, ("dispatch_s",), {"gather_s": "unknown"}, 3.0, residuals[:1])
+    kept = Pieces(tmp_path).of("calibration", lambda: content_of_fit(profile, report))
+    assert fit_of(kept) == (profile, report)
+    assert fit_of(Pieces(tmp_path).of("calibration", dict)) == (profile, report)
+
+
+def test_two_parties_take_turns(tmp_path):
+    order: list[tuple[int, int]] = []
+
+    def party(first: int) -> None:
+        baton = Baton(str(tmp_path))
+        for number in range(first, 6, 2):
+            baton.wait(number)
+            order.append((number, first))
+            baton.end(number)
+
+    threads = [threading.Thread(target=party, args=(first,)) for first in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert order == [(number, number % 2) for number in range(6)]
+
+
+def test_nobody_waits_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("studies.prediction.turns._LONGEST_TURN_S", 0.05)
+    with pytest.raises(RunError, match="turn 1 has not ended"):
+        Baton(str(tmp_path)).wait(1)
+
+
+def test_a_plan_measured_twice_says_what_no_prediction_can_tell_apart():
+    free, limited = Choice.with_and_without_limit((row("a", 1.0), row("b", 1.2)), row("b", 1.0))
+    assert free.noise == limited.noise == pytest.approx(1.2)
+    assert Choice((row("a", 1.0),)).noise is None
