@@ -316,6 +316,7 @@ class Machine:
         seconds, transfer_s = cost.seconds, size_bytes / way.bandwidth_bytes_per_s
         if transfer_s <= seconds - transfer_s:
             return Activity(seconds, limiter="latency")
+        cost = replace(cost, seconds=(seconds := seconds + way.busy_latency_s))
         # One thread sends and receives: a core at most, which does not slow the exchange down when nothing runs beside it.
         core_s = min(way.core_s_per_byte, seconds / size_bytes)
         if way.wire == "memory":

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -128,8 +129,64 @@ def cores_together(gather: Gather, rank: int, world_size: int, *, in_turn: bool 
     return min(float(there), world_size * alone_s / taken_s)
 
 
-def _burst(gather: Gather) -> Callable[[], None]:
-    """Return some work of random numbers and products, as much on every rank, on more than a core's caches hold."""
+def lost_beside(exchanges: Callable[[], object], gather: Gather) -> tuple[float, float]:
+    """Return the part of all ranks' work that is lost while they exchange, and the seconds that exchanging takes.
+
+    Parameters
+    ----------
+    exchanges : callable
+        Exchanges with all ranks, for some tenths of a second; runs on a thread beside the one that works, as in a run.
+    gather : callable
+
+    Notes
+    -----
+    All ranks call it together, and meet after every burst, as after the forwards of a step. What is lost is more than the
+    time for which cores carry bytes: work finds its caches changed, and since one core does most of the carrying, the rank
+    on it keeps the others waiting.
+    """
+    burst = _burst(gather)
+
+    def together() -> None:
+        burst()
+        gather(0.0)
+
+    rounds = []
+    for _ in range(_NUM_ROUNDS):
+        alone_s = median(_timed(together, _NUM_BURSTS // 2))
+        rounds.append(_lost(exchanges, burst, gather, alone_s))
+    parts, spans = zip(*rounds, strict=True)
+    return median(parts), median(spans)
+
+
+def _lost(
+    exchanges: Callable[[], object], burst: Callable[[], None], gather: Gather, alone_s: float
+) -> tuple[float, float]:
+    """Return the same of one round, where a burst after which ranks meet takes so long without exchanges."""
+    ended_s: list[float] = []
+
+    def exchange() -> None:
+        exchanges()
+        ended_s.append(time.perf_counter())
+
+    thread = threading.Thread(target=exchange, name="zosim-exchanges")
+    gather(0.0)
+    began = time.perf_counter()
+    thread.start()
+    num_done, until = 0, began
+    while True:
+        burst()
+        if not all(gather(float(thread.is_alive()))):
+            break
+        num_done, until = num_done + 1, time.perf_counter()
+    thread.join()
+    span_s = max(gather(ended_s[0] - began))
+    # Too short a round says nothing.
+    lost = 1 - num_done * alone_s / (until - began) if num_done else 0.0
+    return gather(lost)[0], span_s
+
+
+def _piece() -> Callable[[], None]:
+    """Return a little work of random numbers and products, on more than a core's caches hold."""
     a, b = torch.ones(128, 512), torch.ones(512, 2048)
     numbers = itertools.cycle(torch.empty(16, 1 << 16))
 
@@ -137,6 +194,12 @@ def _burst(gather: Gather) -> Callable[[], None]:
         next(numbers).normal_()
         torch.mm(a, b)
 
+    return piece
+
+
+def _burst(gather: Gather) -> Callable[[], None]:
+    """Return some work, as much on every rank."""
+    piece = _piece()
     num = round(gather(_BURST_S / median(_timed(piece)))[0])
 
     def burst() -> None:

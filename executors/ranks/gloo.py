@@ -40,5 +40,5 @@ def _made(places: Any, _options: object) -> dist.ProcessGroupGloo:
 def _device(interface: str) -> Any:
     """Return the device that all groups over an interface share; the host's address decides if none is named."""
     if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface)  # type: ignore[attr-defined]
+        return dist.ProcessGroupGloo.create_device(interface=interface)
     return dist.ProcessGroupGloo.create_default_device()

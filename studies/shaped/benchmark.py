@@ -17,7 +17,7 @@ import typer
 from costmodel.profile import load_profile
 from studies.checkout import commit
 from studies.prediction.report import machine_words
-from studies.shaped.cases import NETWORKS, RATES, STAGED, TWO, Layout
+from studies.shaped.cases import NETWORKS, RATES, TWO, Layout
 from studies.shaped.links import LinkFigures
 from studies.shaped.network import ShapedNetwork, rate_bits_per_s
 from studies.shaped.predicting import ShapedRow, predict
@@ -112,12 +112,14 @@ def _report(folder: Path, out: Path) -> Path:
     links: list[Link] = []
     for rate in RATES:
         for layout in NETWORKS:
-            if layout == STAGED and not (folder / f"{rate}-{layout.name}.json").exists():
-                continue
             found = _read(folder, rate, layout)
+            if found is None:
+                continue
             latency_s = max(0.0, found.link.message_s - message_s)
             links.append(Link(rate, layout.name, latency_s, found.link))
             rows += predict(rate, layout, found, latency_s, machine, profile)
+    if not rows:
+        raise RunError(f"no network in {folder} was measured", hint=f"--part {_PARTS[1]} measures one")
     benchmark = ShapedBenchmark(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         commit=commit(),
@@ -129,13 +131,21 @@ def _report(folder: Path, out: Path) -> Path:
     return benchmark.write(out)
 
 
-def _read(folder: Path, rate: str, layout: Layout) -> NetworkSteps:
+def _read(folder: Path, rate: str, layout: Layout) -> NetworkSteps | None:
+    """Return what was measured of a network, None if nothing was."""
     path = folder / f"{rate}-{layout.name}.json"
     if not path.exists():
-        raise RunError(f"there is no {path}", hint=f"--part {rate}-{layout.name} measures it")
+        return None
     data = json.loads(path.read_text())
+    try:
+        link = LinkFigures(**data["link"])
+    except TypeError as error:
+        raise RunError(
+            f"{path} has other figures of the link than this release measures",
+            hint=f"--part {path.stem} measures it again",
+        ) from error
     cases = tuple(CaseSteps(**{**item, "step_s": tuple(item["step_s"])}) for item in data["cases"])
-    return NetworkSteps(LinkFigures(**data["link"]), cases)
+    return NetworkSteps(link, cases)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,7 @@ def machines_of(
     groups: Mapping[str, Sequence[Sequence[int]]],
     num_cores: float | None = None,
     core_s_per_byte: float | None = None,
+    busy_latency_s: float = 0.0,
 ) -> tuple[Machine, ...]:
     """Return the machine of every rank, all of whose cores are those of this machine.
 
@@ -129,22 +130,26 @@ def machines_of(
     num_cores : float, optional
         Cores' worth of work that the machine was measured to do for so many ranks; by default all cores'.
     core_s_per_byte : float, optional
-        What cores were measured to do for a byte that goes from one host to another; by default as the profile has it.
+        What cores were measured to lose for a byte that goes from one host to another; by default as the profile has it.
+    busy_latency_s : float
+        What large exchanges between hosts were measured to wait for, while ranks compute.
     """
     return tuple(
-        _sharing(machine, num_cores, core_s_per_byte)
+        _sharing(machine, num_cores, core_s_per_byte, busy_latency_s)
         for machine in machines_for(topology, devices, profile, groups)
     )
 
 
-def _sharing(machine: Machine, num_cores: float | None, core_s_per_byte: float | None) -> Machine:
+def _sharing(
+    machine: Machine, num_cores: float | None, core_s_per_byte: float | None, busy_latency_s: float
+) -> Machine:
     capacities = {
         _CORES if name == machine.cores else name: value for name, value in machine.capacities.items()
     }
     if num_cores is not None:
         capacities[_CORES] = num_cores
-    rings = {name: _carried(ring, core_s_per_byte) for name, ring in machine.rings.items()}
-    channels = {op: _carried(hop, core_s_per_byte) for op, hop in machine.channels.items()}
+    rings = {name: _carried(ring, core_s_per_byte, busy_latency_s) for name, ring in machine.rings.items()}
+    channels = {op: _carried(hop, core_s_per_byte, busy_latency_s) for op, hop in machine.channels.items()}
     return replace(
         machine,
         capacities=MappingProxyType(capacities),
@@ -154,8 +159,9 @@ def _sharing(machine: Machine, num_cores: float | None, core_s_per_byte: float |
     )
 
 
-def _carried(way: _Way, core_s_per_byte: float | None) -> _Way:
+def _carried(way: _Way, core_s_per_byte: float | None, busy_latency_s: float) -> _Way:
     """Return a way with what cores do for a byte on it, if it leads to another host."""
-    if core_s_per_byte is None or way.wire == "memory":
+    if way.wire == "memory":
         return way
-    return replace(way, core_s_per_byte=core_s_per_byte)
+    own = way.core_s_per_byte if core_s_per_byte is None else core_s_per_byte
+    return replace(way, core_s_per_byte=own, busy_latency_s=busy_latency_s)

@@ -8,16 +8,19 @@ from itertools import pairwise
 from math import ceil, log2
 from statistics import median
 
-import psutil
 import torch
 
-from executors.calibration.crowd import cores_together
+from executors.calibration.crowd import Gather, cores_together, lost_beside
 from executors.ranks.communicator import WORLD, Communicator
 
 _NUM_MESSAGES = 300
 _NUM_BULKS = 3
 _BULK_S = 0.5
 """Seconds of the link that the bandwidth is measured with."""
+
+_PIECE_BYTES = 1 << 18
+_PIECES_S = 0.8
+"""Of the link, in pieces that are gathered one after the other while ranks compute."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,10 @@ class LinkFigures:
     bandwidth_bytes_per_s : float
         Of a large all_gather: what each rank sends over the seconds.
     core_s_per_byte : float
-        Seconds for which cores were busy with it, over the bytes that all ranks sent.
+        Work that all ranks lose, in seconds of a core, where they gather pieces while they compute and meet, over the bytes
+        that they send.
+    busy_latency_s : float
+        Seconds of such a piece beyond those of its bytes: threads wait for a core's turn.
     num_cores : float
         Cores' worth of work that all ranks do at once, where they exchange a number every now and then: less than there
         are, for ranks wait for the slowest, and those that share a core for their turns and its caches.
@@ -40,6 +46,7 @@ class LinkFigures:
     message_s: float
     bandwidth_bytes_per_s: float
     core_s_per_byte: float
+    busy_latency_s: float
     num_cores: float
 
 
@@ -49,17 +56,27 @@ def measure_link(ranks: Communicator, rate_bytes_per_s: float) -> LinkFigures:
     exchange_s = median(_gathers_s(ranks, tiny, _NUM_MESSAGES))
     num_others = ranks.world_size - 1
     bulk = torch.zeros(int(rate_bytes_per_s * _BULK_S) // num_others, dtype=torch.uint8)
-    busy_before = _busy_s()
-    bulk_s = _gathers_s(ranks, bulk, _NUM_BULKS)
-    # One more than are timed, between which ranks come together.
-    num_sent = (_NUM_BULKS + 1) * bulk.numel() * num_others * ranks.world_size
-    core_s_per_byte = (_busy_s() - busy_before) / num_sent
+    bandwidth = bulk.numel() * num_others / min(_gathers_s(ranks, bulk, _NUM_BULKS))
+    num_cores = _num_cores(ranks)
     return LinkFigures(
         exchange_s / ceil(log2(ranks.world_size)),
-        bulk.numel() * num_others / min(bulk_s),
-        core_s_per_byte,
-        _num_cores(ranks),
+        bandwidth,
+        *_beside_work(ranks, bandwidth, num_cores),
+        num_cores,
     )
+
+
+def _beside_work(ranks: Communicator, bandwidth_bytes_per_s: float, num_cores: float) -> tuple[float, float]:
+    """Return what cores lose for a byte, and what a gather waits for beside its bytes, while ranks compute."""
+    own = torch.zeros(_PIECE_BYTES, dtype=torch.uint8)
+    sent_bytes = _PIECE_BYTES * (ranks.world_size - 1)
+    piece_s = sent_bytes / bandwidth_bytes_per_s
+    gather = _gathering(ranks)
+    # Each has measured a bandwidth of its own; that of the first decides.
+    number = int(gather(max(1, round(_PIECES_S / piece_s)))[0])
+    lost, taken_s = lost_beside(lambda: _gathers_s(ranks, own, number - 1), gather)
+    core_s = max(0.0, lost) * num_cores * taken_s
+    return core_s / (sent_bytes * ranks.world_size * number), max(0.0, taken_s / number - piece_s)
 
 
 def _gathers_s(ranks: Communicator, own: torch.Tensor, count: int) -> list[float]:
@@ -71,16 +88,13 @@ def _gathers_s(ranks: Communicator, own: torch.Tensor, count: int) -> list[float
     return [end - begin for begin, end in pairwise(ends)]
 
 
-def _busy_s() -> float:
-    """Return the seconds for which the machine's processors have been busy, the kernel's for the network included."""
-    found = psutil.cpu_times()
-    return float(found.user + found.nice + found.system + found.irq + found.softirq)
-
-
 def _num_cores(ranks: Communicator) -> float:
     """Return what :func:`executors.calibration.crowd.cores_together` finds."""
+    return cores_together(_gathering(ranks), ranks.rank, ranks.world_size)
 
+
+def _gathering(ranks: Communicator) -> Gather:
     def gather(number: float) -> list[float]:
         return list(ranks.gathered(torch.tensor(number, dtype=torch.float64), "measuring cores").tolist())
 
-    return cores_together(gather, ranks.rank, ranks.world_size)
+    return gather

@@ -91,7 +91,7 @@ def predict(
     """
     declared = topology_of(machine, layout.num_hosts, rate, latency_s)
     reached = topology_of(machine, layout.num_hosts, rate, latency_s, found.link.bandwidth_bytes_per_s)
-    cores = found.link.num_cores, found.link.core_s_per_byte
+    cores = found.link.num_cores, found.link.core_s_per_byte, found.link.busy_latency_s
     measured = {item.name: item for item in found.cases}
     rows = []
     for case in cases_of(rate, layout):
@@ -124,7 +124,7 @@ def _simulated(
     case: ShapedCase,
     topology: Topology,
     profile: Profile,
-    cores: tuple[float, float],
+    cores: tuple[float, float, float],
     bound: Bound = "central",
 ) -> Timeline:
     plan = plan_of(case, topology.name)

@@ -120,21 +120,22 @@ Measured step times are medians on rank 0."""
             (
                 f"A small message within a host takes {self.message_s * 1e6:.0f} µs by the profile. The bandwidth is what each "
                 "rank sent in a large `all_gather`, over the seconds: what the last two columns above put in place of the "
-                "declared rate. Cores are busy with every byte that ranks send, the receiver's and the switch's part included. "
-                "The last column is the work that ranks do at once, in cores, where they meet every 0.1 s.\n"
+                "declared rate. What computing loses to the bytes is measured with ranks that compute and meet every 0.1 s, with "
+                "and without gathers of 256 KiB beside it; the wait is what such a gather then takes beyond its bytes. "
+                "The last column is the work that ranks do at once, in cores, where they meet as often and send nothing.\n"
             ),
             (
                 "| rate | hosts x ranks | small message (µs) | latency in the topology (µs) | payload as declared (MB/s) | "
-                "large all_gather (MB/s) | cores' work for a MB (ms) | cores' worth of work |"
+                "large all_gather (MB/s) | work lost to a MB (ms of a core) | a gather's wait (ms) | cores' worth of work |"
             ),
-            "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+            "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         for link in self.links:
             declared, found = rate_bits_per_s(link.rate) / 8 * FRAME_EFFICIENCY, link.figures
             lines.append(
                 f"| {link.rate} | {link.layout} | {found.message_s * 1e6:.0f} | {link.latency_s * 1e6:.0f} | "
                 f"{declared / 1e6:.1f} | {found.bandwidth_bytes_per_s / 1e6:.1f} | {found.core_s_per_byte * 1e9:.2f} | "
-                f"{found.num_cores:.2f} |"
+                f"{found.busy_latency_s * 1e3:.2f} | {found.num_cores:.2f} |"
             )
         return "\n".join(lines)
 

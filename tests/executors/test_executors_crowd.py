@@ -1,13 +1,14 @@
 """How much work ranks do at once: the arithmetic on a clock of our own, and real processes."""
 
 import os
+import threading
 
 import pytest
 import torch
 
 from costmodel.datasheet import datasheet_profile
 from executors.calibration import crowd
-from executors.calibration.crowd import cores_together, with_slowdown
+from executors.calibration.crowd import cores_together, lost_beside, with_slowdown
 from topology import detect
 
 
@@ -35,6 +36,47 @@ def test_cores_are_what_work_at_once_comes_to(monkeypatch, together):
     clock = Clock(monkeypatch, together)
     found = cores_together(clock.gather, 0, 1)
     assert found == pytest.approx(min(len(os.sched_getaffinity(0)), 1 / together))
+
+
+class BusyClock:
+    """Work that takes `beside` times as long while something else goes on, which is as long as so many pieces of it."""
+
+    def __init__(self, monkeypatch, beside, num_pieces):
+        self.now, self.beside, self.num_pieces = 0.0, beside, num_pieces
+        self.left, self.ended = 0, threading.Event()
+        monkeypatch.setattr(crowd.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(crowd.torch, "mm", self.work)
+
+    def work(self, *_):
+        self.now += 0.01 * (self.beside if self.left else 1.0)
+        if self.left:
+            self.left -= 1
+            if not self.left:
+                self.ended.set()
+
+    def exchanges(self):
+        self.ended.wait(10.0)
+
+    def gather(self, number):
+        return [number]
+
+
+@pytest.mark.parametrize("beside", [1.0, 1.5, 3.0])
+def test_what_is_lost_beside_exchanges_is_what_bursts_take_longer(monkeypatch, beside):
+    clock = BusyClock(monkeypatch, beside, num_pieces=400)
+    started = threading.Thread.start
+
+    def start(thread):
+        if thread.name == "zosim-exchanges":
+            clock.ended.clear()
+            clock.left = clock.num_pieces
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    lost, span_s = lost_beside(clock.exchanges, clock.gather)
+    # A burst of ten pieces may still count after the last of the four hundred.
+    assert lost == pytest.approx(1 - 1 / beside, abs=0.05)
+    assert span_s == pytest.approx(4.0 * beside, abs=0.2)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="ranks of one core have nobody beside them")

@@ -365,6 +365,17 @@ def test_small_payloads_take_their_messages_and_occupy_nothing():
     assert simulate_ranks(*_ranks(steps, machines), num_steps=1).makespan_s == pytest.approx(1.5 + 1e-9)
 
 
+def test_a_large_payload_waits_for_its_turn_on_a_core_and_a_small_one_does_not():
+    found = {}
+    for seconds in (1.0, 1e-9):
+        ring = Ring(2, 0.5, RATE, wire="nvlink", busy_latency_s=0.25)
+        machines = [Machine(make_profile("gpu"), rings={"world": ring}) for _ in range(2)]
+        found[seconds] = simulate_ranks(
+            *_ranks([[_gather("gather", seconds)]] * 2, machines), num_steps=1
+        ).makespan_s
+    assert found == pytest.approx({1.0: 1.75, 1e-9: 0.5})
+
+
 def test_a_collective_beside_an_upload_shares_the_link_between_them():
     """PCIe alone: both cross it. NVLink: the exchange has links of its own."""
     steps = [[instruction("up", "h2d", 1.0), _gather("gather", 1.0)]] * 2

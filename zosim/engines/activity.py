@@ -49,6 +49,8 @@ class Ring:
     core_s_per_byte : float
         What the host's cores have to do for a byte that is sent and one that comes, where they carry them; nothing told
         within one host's memory, it is a core all the time.
+    busy_latency_s : float
+        What a large exchange, beside which ranks compute, takes beyond that: its threads wait for their turns on a core.
     """
 
     num_ranks: int
@@ -57,6 +59,7 @@ class Ring:
     uses: tuple[tuple[str, float], ...] = ()
     wire: str = "memory"
     core_s_per_byte: float = 0.0
+    busy_latency_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class Hop:
         What lies on the way, with what a byte sent takes of each; nothing within one host's memory.
     wire : str
         Kind of the narrowest link; ``memory`` within one host's memory.
-    core_s_per_byte : float
+    core_s_per_byte, busy_latency_s : float
         As in a ring.
     """
 
@@ -81,3 +84,4 @@ class Hop:
     uses: tuple[tuple[str, float], ...] = ()
     wire: str = "memory"
     core_s_per_byte: float = 0.0
+    busy_latency_s: float = 0.0
