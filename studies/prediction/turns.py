@@ -21,7 +21,7 @@ from studies.prediction.cases import Case
 from studies.prediction.measuring import STEPS_PER_ROUND, Measured, Turn
 from topology.errors import RunError
 
-NUM_ROUNDS = 6
+NUM_ROUNDS = 9
 _LOOK_EVERY_S = 0.01
 _LONGEST_TURN_S = 240.0
 
