@@ -18,12 +18,12 @@ from costmodel.codecs import (
     ENCODINGS,
     CodecSpec,
     Encoding,
-    SymbolStatistics,
     message_bytes,
     payload_bytes,
     run_length_bytes,
 )
 from costmodel.profile import DeviceKind
+from costmodel.symbols import SymbolStatistics
 from topology.errors import ProfileError
 
 CodecWork = Mapping[str, int]

@@ -1,19 +1,18 @@
 """Codecs for activations that cross a cut: what each makes of a tensor, in bytes, before there is a tensor.
 
 A message is a header, the parameters of the grids, and the symbols in one of the :data:`Encoding`. Symbols are
-integers of ``b`` bits; the most frequent one is the background, and ``k`` others are kept. All but ``run-length`` and
-``entropy`` have sizes that follow from counts alone.
+integers of ``b`` bits; the most frequent one is the background, and ``k`` others are kept
+(:mod:`costmodel.symbols`). All but ``run-length`` and ``entropy`` have sizes that follow from counts alone.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Literal, get_args
 
+from costmodel.symbols import SymbolStatistics
 from topology.errors import PlanError
 from topology.validation import did_you_mean
 
@@ -39,8 +38,6 @@ Encoding = Literal["dense", "index", "bitmap", "run-length", "entropy"]
 EncodingChoice = Literal["dense", "index", "bitmap", "run-length", "entropy", "smallest"]
 
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
-
-_ONE_SIGN = 0.5
 
 PREAMBLE_BYTES = 40
 DIM_BYTES = 8
@@ -141,109 +138,6 @@ def codec_spec(name: str) -> CodecSpec:
             raise PlanError(f"codec {name!r} {problem}", hint=did_you_mean(word, every))
         given[fields[0]] = word
     return CodecSpec(bits=int(head[1:]), **given)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class SymbolStatistics:
-    """What decides the size of a message.
-
-    Attributes
-    ----------
-    num_elements : int
-    num_columns : int
-        Length of the last dimension.
-    bits : int
-    num_kept : int
-        Elements whose symbol is not the background, ``k``.
-    histogram : tuple of int, optional
-        How often each symbol occurs. Without it, kept symbols count as equally frequent, which is the worst case.
-    """
-
-    num_elements: int
-    num_columns: int
-    bits: int
-    num_kept: int
-    histogram: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.num_kept <= self.num_elements
-        assert self.histogram is None or sum(self.histogram) == self.num_elements
-
-    @property
-    def density(self) -> float:
-        """Part of the elements that is kept."""
-        return self.num_kept / self.num_elements if self.num_elements else 0.0
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of `num_columns` elements."""
-        return self.num_elements // self.num_columns if self.num_columns else 0
-
-    @property
-    def counts(self) -> tuple[float, ...]:
-        """How often each symbol occurs, or is taken to occur."""
-        if self.histogram is not None:
-            return self.histogram
-        others = 2**self.bits - 1
-        return (self.num_elements - self.num_kept, *(self.num_kept / others for _ in range(others)))
-
-    @property
-    def entropy_bits(self) -> float:
-        """Entropy of a symbol in bits, ``-Σ p·log2 p``."""
-        total = self.num_elements
-        return sum(-n / total * math.log2(n / total) for n in self.counts if n) if total else 0.0
-
-
-def statistics_of_density(
-    shape: Sequence[int], *, bits: int, density: float, histogram: tuple[int, ...] | None = None
-) -> SymbolStatistics:
-    """Return the statistics of a tensor of `shape` of which a part `density` is kept.
-
-    Raises
-    ------
-    PlanError
-        If the density is not from 0 to 1.
-    """
-    if not 0 <= density <= 1:
-        raise PlanError(f"density={density} must be from 0 to 1", hint="the part that is not zero")
-    numel = math.prod(shape)
-    return SymbolStatistics(numel, shape[-1] if shape else 1, bits, round(density * numel), histogram)
-
-
-def activation_statistics(
-    shape: Sequence[int], *, bits: int, density: float | None = None
-) -> SymbolStatistics:
-    """Return the statistics of an activation of which a part `density` is kept; None for what is dense, as a residual stream.
-
-    Notes
-    -----
-    Numbers are taken to be normal, of deviation 1, and the largest of ``N`` to be ``sqrt(2 ln N)``, which the largest of the
-    symmetric grid's symbols stands for: with ``c = 2^(b-1) - 1`` of them to a side a symbol is
-    ``round(x c / sqrt(2 ln N))``. What is kept of an activation has their frequencies. Up to a half it is taken to be of one
-    sign, as behind a ReLU; beyond, the density says how far apart the symbols are. Messages of a random OPT at 4 and 8
-    bits are predicted 1 to 5 % short; of a random Llama, whose tails are heavier, 30 % short to 40 % long. Equally frequent
-    symbols are 20 to 60 % long.
-
-    Raises
-    ------
-    PlanError
-        If the density is not from 0 to 1.
-    """
-    numel, most = math.prod(shape), 2 ** (bits - 1) - 1
-    if most == 0 or numel < 2:
-        return statistics_of_density(shape, bits=bits, density=1.0 if density is None else density)
-    step = math.sqrt(2 * math.log(numel)) / most
-    if density is not None and _ONE_SIGN < density < 1:
-        step = 2 * NormalDist().inv_cdf(1 - density / 2)
-    tails = [math.erfc((k - 0.5) * step / math.sqrt(2)) for k in range(1, most + 1)]
-    if density is None:
-        density = tails[0]
-    masses = [here - further for here, further in itertools.pairwise([*tails, 0.0])]
-    signs = 1 if density <= _ONE_SIGN else 2
-    kept = statistics_of_density(shape, bits=bits, density=density).num_kept
-    counts = [int(kept * mass / tails[0] / signs) for mass in masses for _ in range(signs)]
-    counts[0] += kept - sum(counts)
-    return statistics_of_density(shape, bits=bits, density=density, histogram=(numel - kept, *counts))
 
 
 def packed_bytes(num: int, width: int) -> int:
@@ -354,6 +248,8 @@ def expected_entropy_bytes(stats: SymbolStatistics) -> int:
 
 
 def _cross_entropy_bits(stats: SymbolStatistics) -> float:
+    if stats.measured_entropy_bits is not None:
+        return stats.measured_entropy_bits * stats.num_elements
     pairs = zip(stats.counts, frequencies(stats.counts), strict=True)
     return sum(count * (FREQUENCY_BITS - math.log2(frequency)) for count, frequency in pairs if count)
 

@@ -6,6 +6,8 @@ what an axis means is decided once, in :mod:`zosim.lowering`.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from costmodel.codecs import codec_spec
 from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index
+from costmodel.symbols import CutSymbols, TensorSymbols
 from costmodel.work import DTYPE_BYTES, DType
 from topology.errors import PlanError
 from topology.validation import raise_readable
@@ -239,28 +242,59 @@ class Split(_Axis):
         Of MLP activations, as :func:`costmodel.codecs.codec_spec` reads it.
     residual_codec : str
         Of the residual stream, which is what crosses behind a block.
-    densities : tuple of float
-        For each cut, the expected part of the activation's symbols that is not the most frequent one, on which the
-        size of sparse encodings depends; empty counts all of them.
+    densities : tuple of float or CutSymbols
+        For each cut, what is known of the symbols that cross, on which sizes and times of sparse encodings depend: a
+        number is the part of the activation's (behind a block, of the hidden state's) that is not the most frequent
+        one. Empty takes all symbols to be equally frequent.
     """
 
     cuts: tuple[str, ...] = ()
     codec: str = "none"
     residual_codec: str = "none"
-    densities: tuple[float, ...] = ()
+    densities: tuple[float | CutSymbols, ...] = ()
+
+    @model_validator(mode="after")
+    def _cuts_have_names(self) -> Split:
+        check_cut_names(self.cuts)
+        return self
 
     @property
     def is_lossy(self) -> bool:
         """Whether what arrives is another number than what was sent."""
         return not (codec_spec(self.codec).is_lossless and codec_spec(self.residual_codec).is_lossless)
 
+    def symbols(self, cut: int) -> CutSymbols | None:
+        """Return what is known of the symbols that cross cut number `cut`."""
+        if not self.densities:
+            return None
+        known = self.densities[cut]
+        return CutSymbols(first=TensorSymbols(density=known)) if isinstance(known, float) else known
+
     @property
     def cut_blocks(self) -> tuple[int, ...]:
         """Blocks that are cut inside."""
-        return tuple(block_index(cut) for cut in self.cuts if cut.endswith(_INSIDE))
+        return tuple(block_index(cut) for cut in self.cuts if cut.endswith(INSIDE))
 
 
-_INSIDE = ".mlp"
+INSIDE = ".mlp"
+"""Ends the name of a cut inside a block."""
+
+_CUT_NAME = re.compile(r"block\.\d+(\.mlp)?", re.ASCII)
+
+
+def check_cut_names(names: Iterable[str]) -> None:
+    """Raise unless all are names of cuts, of whatever model.
+
+    Raises
+    ------
+    PlanError
+    """
+    for name in names:
+        if not _CUT_NAME.fullmatch(name):
+            raise PlanError(
+                f"{name!r} is the name of no cut",
+                hint="block.5 is the cut behind block 5, block.5.mlp the one inside it",
+            )
 
 
 class Placement(_Axis):
@@ -418,8 +452,8 @@ class Plan(_Axis):
 
 def _last_before(cut: str, segments: tuple[str, ...]) -> str:
     """Return the segment that a cut is behind; where a block is two segments, its end is that of the second."""
-    if cut.endswith(_INSIDE):
-        return cut.removesuffix(_INSIDE) + FRONT
+    if cut.endswith(INSIDE):
+        return cut.removesuffix(INSIDE) + FRONT
     return cut + BACK if cut + BACK in segments else cut
 
 
@@ -531,7 +565,7 @@ def _contradictions_of_stages(plan: Plan) -> list[tuple[str, str]]:
         )
     unknown = [cut for cut in split.cuts if _last_before(cut, segments) not in segments[1:-1]]
     if unknown:
-        inside = unknown[0].endswith(_INSIDE)
+        inside = unknown[0].endswith(INSIDE)
         found.append(
             (
                 f"there is no cut {unknown[0]!r} in {plan.model.name}",
@@ -548,7 +582,7 @@ def _contradictions_of_stages(plan: Plan) -> list[tuple[str, str]]:
         )
     if split.densities and len(split.densities) != len(split.cuts):
         found.append((f"{len(split.densities)} densities for {len(split.cuts)} cuts", "give one per cut"))
-    if any(not 0 <= density <= 1 for density in split.densities):
+    if any(isinstance(density, float) and not 0 <= density <= 1 for density in split.densities):
         found.append((f"densities={split.densities} must be from 0 to 1", "the part that is not zero"))
     for name in (split.codec, split.residual_codec):
         codec_spec(name)

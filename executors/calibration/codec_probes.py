@@ -10,7 +10,8 @@ from functools import partial
 import torch
 
 from costmodel.codec_time import CodecProfile, CodecWork, decode_work, encode_work, fit_codec_profile
-from costmodel.codecs import ENCODINGS, CodecSpec, Encoding, SymbolStatistics
+from costmodel.codecs import ENCODINGS, CodecSpec, Encoding
+from costmodel.symbols import SymbolStatistics
 from executors.codecs.codec import codec_of, decode
 from executors.codecs.encodings import BY_NAME, Layout, Payload, Symbols
 from executors.codecs.entropy import is_available

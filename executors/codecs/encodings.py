@@ -16,7 +16,6 @@ from costmodel.codecs import (
     FREQUENCY_BITS,
     MAX_GAP_BITS,
     Encoding,
-    SymbolStatistics,
     bitmap_bytes,
     dense_bytes,
     expected_entropy_bytes,
@@ -26,6 +25,7 @@ from costmodel.codecs import (
     packed_bytes,
     run_length_bytes,
 )
+from costmodel.symbols import SymbolStatistics
 from executors.codecs.entropy import decode_entropy, encode_entropy, is_available
 from executors.codecs.packing import Bytes, pack, pack_wide, unpack, unpack_wide
 from topology.errors import CodecError

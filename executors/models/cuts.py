@@ -13,8 +13,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from costmodel.model_spec import block_segment
 from executors.models.halves import Halfway, HalvedBlock
 from executors.models.model import Batch, CutModel, StepCache
+from zosim.plan import INSIDE
 
 Crossing = Literal["hidden", "activation", "residual"]
 
@@ -38,8 +40,8 @@ class Cut:
 
     @property
     def name(self) -> str:
-        """In words."""
-        return f"{'inside' if self.inside else 'after'} block {self.block}"
+        """As plans have it."""
+        return block_segment(self.block) + (INSIDE if self.inside else "")
 
 
 def cuts_of(model: CutModel) -> tuple[Cut, ...]:

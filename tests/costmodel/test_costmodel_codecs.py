@@ -20,8 +20,6 @@ from costmodel.codec_time import (
 from costmodel.codecs import (
     ENCODINGS,
     CodecSpec,
-    SymbolStatistics,
-    activation_statistics,
     codec_spec,
     expected_entropy_bytes,
     frequencies,
@@ -30,6 +28,11 @@ from costmodel.codecs import (
     num_groups,
     overhead_bytes,
     payload_bytes,
+)
+from costmodel.symbols import (
+    SymbolStatistics,
+    TensorSymbols,
+    activation_statistics,
     statistics_of_density,
 )
 from topology.errors import PlanError, ProfileError
@@ -177,7 +180,7 @@ def test_symbols_of_normal_activations_are_as_expected(bits, is_relu):
     _, counts = np.unique(symbols, return_counts=True)
     entropy = float(-(counts / counts.sum() * np.log2(counts / counts.sum())).sum())
     density = float((symbols != 0).mean())
-    found = activation_statistics(values.shape, bits=bits, density=density)
+    found = activation_statistics(values.shape, bits=bits, known=TensorSymbols(density=density))
     assert found.density == pytest.approx(density, abs=1e-6)
     assert found.entropy_bits == pytest.approx(entropy, rel=0.05, abs=0.01)
     even = statistics_of_density(values.shape, bits=bits, density=density)
@@ -195,5 +198,5 @@ def test_statistics_count_every_element():
         ((1,), 1, 1.0),
         ((64, 64), 3, 0.7),
     ]:
-        found = activation_statistics(shape, bits=bits, density=density)
+        found = activation_statistics(shape, bits=bits, known=TensorSymbols(density=density))
         assert sum(found.counts) == pytest.approx(math.prod(shape))

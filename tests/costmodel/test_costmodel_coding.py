@@ -10,8 +10,9 @@ sys.path.append(str(Path(__file__).parents[1] / "zosim"))
 from zosim_builders import make_profile
 
 from costmodel.codec_time import Link, crossing, decode_work, encode_work, load_codec_profile
-from costmodel.codecs import codec_spec, statistics_of_density
+from costmodel.codecs import codec_spec
 from costmodel.estimate import estimate
+from costmodel.symbols import statistics_of_density
 from costmodel.work import Work
 
 SHAPE = (4, 64, 512)

@@ -12,9 +12,10 @@ from costmodel.codec_time import (
     encode_work,
     load_codec_profile,
 )
-from costmodel.codecs import CodecSpec, statistics_of_density
+from costmodel.codecs import CodecSpec
 from costmodel.datasheet import datasheet_profile
 from costmodel.profile import load_profile
+from costmodel.symbols import statistics_of_density
 from executors.calibration import codec_calibration
 from executors.calibration.codec_calibration import codec_constants, with_codec_constants
 from topology import load_preset

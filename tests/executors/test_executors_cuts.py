@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
 import typer
-from tiny import CONFIGS, batches, model_of
+from tiny import CONFIGS, batches, model_of, plan_of
 from typer.testing import CliRunner
 
 from costmodel.codecs import CodecSpec, codec_spec
 from executors.cut_probe import probe, probe_cuts
 from executors.models.cuts import Cut, crossings, cuts_of, loss_through
 from executors.models.model import CutModel
+from executors.models.spec import spec_of_model
 from topology.errors import PlanError
+from zosim.lowering.messages import expected_message_bytes
+from zosim.plan import Plan, Split
+from zosim.planning.cuts import Cutting, read_densities
 
 KNOWN = ("opt", "gpt2", "llama")
 NORM_BEHIND = "opt-projected"
@@ -76,7 +81,7 @@ def test_the_probe_measures_every_cut_and_leaves_the_model_as_it_was():
     by_bits = {
         row.codec[:2]: row
         for row in report.tensors
-        if (row.cut, row.crossing) == ("inside block 1", "activation")
+        if (row.cut, row.crossing) == ("block.1.mlp", "activation")
     }
     four, eight = by_bits["q4"], by_bits["q8"]
     assert four.relative_error > eight.relative_error
@@ -120,3 +125,32 @@ def test_the_command_reports_in_json(tmp_path):
     report = json.loads(result.stdout)
     assert {row["crossing"] for row in report["tensors"]} == {"hidden", "activation", "residual"}
     assert any("quantisation adds" in (row["warning"] or "") for row in report["tensors"])
+
+
+@pytest.mark.parametrize("name", [*KNOWN, "qwen3"])
+@pytest.mark.parametrize("codec", ["q2", "q4", "q4:affine-zero:token", "q8"])
+def test_a_plan_that_knows_the_probe_predicts_messages(name, codec, tmp_path):
+    """Of both tensors inside a block, whatever their distribution: heavy tails of Llama's as well as a ReLU's."""
+    model = CutModel(model_of(name))
+    (batch,) = batches(1, size=16, seq=24)
+    report = probe_cuts(model, [batch], [codec_spec(codec)], epsilon=1e-3)
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps(asdict(report)))
+    cutting = Cutting(densities=read_densities(path))
+    for cut in ("block.1.mlp", "block.1"):
+        spec = spec_of_model(model_of(name), "tiny", cut_blocks=(1,) if cut.endswith(".mlp") else ())
+        whole = plan_of(model_of(name), size=16, seq=24)
+        split = Split(
+            cuts=(cut,),
+            codec=codec if cut.endswith(".mlp") else "none",
+            residual_codec=codec,
+            densities=(cutting.symbols(cut, codec_spec(codec), codec_spec(codec)),),
+        )
+        data = whole.model_dump(mode="json") | {
+            "model": spec.model_dump(mode="json"),
+            "split": split.model_dump(mode="json"),
+        }
+        plan = Plan.model_validate(data)
+        made = sum(row.size_bytes for row in report.tensors if row.cut == cut)
+        # Ends of words, and tables of symbols that do not occur.
+        assert expected_message_bytes(plan, 0, 16) == pytest.approx(made, rel=0.02, abs=600)

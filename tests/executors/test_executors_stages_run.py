@@ -149,6 +149,9 @@ def test_codecs_need_leave_and_something_to_encode(inputs, tmp_path, capsys):
     assert "nothing crosses, and no codec rounds" in capsys.readouterr().err
     assert train(inputs, tmp_path / "out", "--mesh", "stage=2", "--cut", "block.7.mlp") == 2
     assert "there is no block 7 to cut" in capsys.readouterr().err
+    for name in ("block.x.mlp", "block.1.attn", "inside block 1"):
+        assert train(inputs, tmp_path / "out", "--mesh", "stage=2", "--cut", name) == 2
+        assert f"{name!r} is the name of no cut" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 from costmodel import read_model_spec
+from costmodel.codecs import codec_spec
+from costmodel.symbols import TensorSymbols
 from topology import load_preset
 from topology.errors import PlanError
 from zosim.analysis.pipelining import counts_of_print, pipelining
@@ -149,12 +151,36 @@ def test_the_papers_choice_is_the_sparsest_near_the_middle():
 def test_densities_are_read_from_a_probe(tmp_path):
     path = tmp_path / "probe.json"
     entries = [
-        {"cut": "block.5.mlp", "crossing": "residual", "kept": 0.9},
-        {"cut": "block.5.mlp", "crossing": "activation", "kept": 0.2},
-        {"cut": "block.5", "crossing": "hidden", "kept": 0.8},
+        {
+            "cut": cut,
+            "crossing": crossing,
+            "codec": codec,
+            "nonzero": 0.3,
+            "kept": kept,
+            "entropy_bits": entropy,
+        }
+        for cut, crossing, codec, kept, entropy in [
+            ("block.5.mlp", "residual", "q8", 0.9, 5.0),
+            ("block.5.mlp", "residual", "q4", 0.6, 2.5),
+            ("block.5.mlp", "activation", "q4:bitmap", 0.2, 0.7),
+            ("block.5", "hidden", "q4", 0.8, 3.0),
+        ]
     ]
     path.write_text(json.dumps({"tensors": entries}))
-    assert read_densities(path) == {"block.5.mlp": 0.2, "block.5": 0.8}
+    cutting = Cutting(densities=read_densities(path))
+    assert sparsest_near_the_middle(["block.5.mlp"], cutting.densities, 2) == ("block.5.mlp",)
+    q4, q8 = codec_spec("q4:entropy"), codec_spec("q8")
+    # Each tensor as its own codec leaves it, whatever the encoding.
+    inside = cutting.symbols("block.5.mlp", q4, q8)
+    assert inside.first == TensorSymbols(density=0.2, entropy_bits=0.7)
+    assert inside.residual == TensorSymbols(density=0.9, entropy_bits=5.0)
+    behind = cutting.symbols("block.5", q8, q4)
+    assert (behind.first, behind.residual) == (TensorSymbols(density=0.8, entropy_bits=3.0), None)
+    with pytest.raises(PlanError, match=r"block\.5\.mlp: the probe has nothing of codec q8:.* but of q4:"):
+        cutting.symbols("block.5.mlp", q8, q8)
+    path.write_text(json.dumps({"inside block 5": 0.2}))
+    with pytest.raises(PlanError, match="'inside block 5' is the name of no cut"):
+        Cutting(densities=read_densities(path))
     path.write_text("[1]")
     with pytest.raises(PlanError, match="holds no densities"):
         read_densities(path)

@@ -31,18 +31,16 @@ from costmodel.codec_time import (
 from costmodel.codecs import (
     ENCODINGS,
     CodecSpec,
-    SymbolStatistics,
-    activation_statistics,
     codec_spec,
     message_bytes,
-    statistics_of_density,
 )
 from costmodel.model_spec import ModelSpec
+from costmodel.symbols import SymbolStatistics, crossing_statistics
 from costmodel.work import DTYPE_BYTES
 from zosim.machine import Hop
 from zosim.operations import Recv, Send
-from zosim.plan import Split
-from zosim.planning.cuts import INSIDE, Cutting, sparsest_near_the_middle
+from zosim.plan import INSIDE, Split
+from zosim.planning.cuts import Cutting, sparsest_near_the_middle
 from zosim.planning.segment_costs import Costs, Seconds, Site
 
 Codecs = tuple[str, str]
@@ -189,59 +187,61 @@ class Ranking:
 
     def split(self, cuts: tuple[str, ...], codecs: Codecs) -> Split:
         """Return where and how the model is cut."""
-        densities = self._cutting.densities
-        named = tuple(self.codec_for(codec, cuts).name for codec in codecs)
-        if not any(cut.endswith(INSIDE) for cut in cuts):
-            named = "none", named[1]
+        inside = [cut for cut in cuts if cut.endswith(INSIDE)]
+        activation = self.codec_for(codecs[0], inside, residual=False) if inside else CodecSpec()
+        stream = self.codec_for(codecs[1], cuts, residual=True)
+        known = [self._cutting.symbols(cut, activation, stream) for cut in cuts]
         return Split(
             cuts=cuts,
-            codec=named[0],
-            residual_codec=named[1],
-            densities=tuple(densities.get(cut, 1.0) for cut in cuts) if densities else (),
+            codec=activation.name,
+            residual_codec=stream.name,
+            densities=tuple(each for each in known if each is not None),
         )
 
-    def codec_for(self, name: str, cuts: Sequence[str]) -> CodecSpec:
+    def codec_for(self, name: str, cuts: Sequence[str], *, residual: bool) -> CodecSpec:
         """Return the codec of a name; one that leaves the encoding open with what is fastest over the link."""
         spec = codec_spec(name)
         if spec.bits is None or set(name.split(":")) & {*ENCODINGS, "smallest"}:
             return spec
-        density = max(self._cutting.densities.get(cut, 1.0) for cut in cuts)
-        shape, width = self._shape(cuts[0]), self._element_bytes
-        stats = self._statistics(spec, shape, density)
+        # One encoding for all cuts: what is fastest where most is sent.
+        shape, stats = max(
+            (self._tensor(cut, spec, residual=residual) for cut in cuts),
+            key=lambda found: found[1].entropy_bits * found[1].num_elements,
+        )
         hop, values = self._coded_hop, self._site.machines[0].profile.values()
         link = Link(hop.bandwidth_bytes_per_s, codec_profile_of(values), hop.latency_s)
-        return fastest_crossing(spec, shape, width, stats, link).spec
+        return fastest_crossing(spec, shape, self._element_bytes, stats, link).spec
 
-    def _statistics(self, spec: CodecSpec, shape: tuple[int, ...], density: float | None) -> SymbolStatistics:
-        """Return how symbols are distributed: as densities let expect, or without any evenly."""
-        if not self._cutting.densities:
-            return statistics_of_density(shape, bits=spec.bits or 1, density=1.0)
-        return activation_statistics(shape, bits=spec.bits or 1, density=density)
+    def _tensor(
+        self, cut: str, spec: CodecSpec, *, residual: bool
+    ) -> tuple[tuple[int, ...], SymbolStatistics]:
+        """Return the shape of the residual stream or of the activation at a cut, and its symbols as they are known."""
+        model, other = self._site.model, CodecSpec()
+        width = model.hidden_size if residual else model.intermediate_size
+        shape = self._site.num_sequences, self._site.seq, width
+        known = self._cutting.symbols(cut, *((other, spec) if residual else (spec, other)))
+        beside = residual and cut.endswith(INSIDE)
+        return shape, crossing_statistics(known, shape, bits=spec.bits or 1, is_beside=beside)
 
     def _crossing(self, cut: str, codecs: Codecs) -> tuple[float, float, float]:
         """Return the seconds in which one message is encoded, sent and decoded."""
-        density = self._cutting.densities.get(cut, 1.0)
+        known = self._cutting.densities.get(cut, 1.0)
         # Cuts of one kind and density take the same.
-        key = f"{cut.endswith(INSIDE)} {density}", codecs
+        key = f"{cut.endswith(INSIDE)} {known}" if isinstance(known, float) else cut, codecs
         if key not in self._crossings:
-            self._crossings[key] = self._crossing_s(cut, density, codecs)
+            self._crossings[key] = self._crossing_s(cut, codecs)
         return self._crossings[key]
 
-    def _crossing_s(self, cut: str, density: float, codecs: Codecs) -> tuple[float, float, float]:
-        crossing = [(codecs[1], self._site.model.hidden_size)]
-        if cut.endswith(INSIDE):
-            crossing.append((codecs[0], self._site.model.intermediate_size))
+    def _crossing_s(self, cut: str, codecs: Codecs) -> tuple[float, float, float]:
         profile = self._site.machines[0].profile
+        values, kind, width = profile.values(), profile.device_kind, self._element_bytes
         encode_s = decode_s = size = 0.0
-        for name, width in crossing:
-            spec, shape = self.codec_for(name, (cut,)), (*self._shape(cut)[:2], width)
-            is_beside = cut.endswith(INSIDE) and width == self._site.model.hidden_size
-            stats = self._statistics(spec, shape, None if is_beside else density)
-            size += message_bytes(spec, shape, self._element_bytes, stats)
-            values, kind = profile.values(), profile.device_kind
-            encode, decode = (
-                of(spec, shape, self._element_bytes, stats) for of in (encode_work, decode_work)
-            )
+        crossing = [(codecs[0], False)] if cut.endswith(INSIDE) else []
+        for name, residual in (*crossing, (codecs[1], True)):
+            spec = self.codec_for(name, (cut,), residual=residual)
+            shape, stats = self._tensor(cut, spec, residual=residual)
+            size += message_bytes(spec, shape, width, stats)
+            encode, decode = (of(spec, shape, width, stats) for of in (encode_work, decode_work))
             encode_s += sum(coding_terms(encode, values, kind).values())
             decode_s += sum(coding_terms(decode, values, kind).values())
         hop = self._plain_hop if all(codec_spec(name).is_lossless for name in codecs) else self._coded_hop
@@ -261,11 +261,6 @@ class Ranking:
     def _element_bytes(self) -> int:
         precision = self._site.precision
         return max(DTYPE_BYTES[precision.compute], DTYPE_BYTES[precision.storage])
-
-    def _shape(self, cut: str) -> tuple[int, int, int]:
-        model = self._site.model
-        width = model.intermediate_size if cut.endswith(INSIDE) else model.hidden_size
-        return self._site.num_sequences, self._site.seq, width
 
 
 def _slowest(channels: Iterable[Mapping[Send | Recv, Hop]]) -> Hop:

@@ -7,13 +7,60 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from costmodel.codecs import codec_spec
+from costmodel.codecs import CodecSpec, codec_spec
 from costmodel.model_spec import ModelSpec, block_index
+from costmodel.symbols import CutSymbols, TensorSymbols
 from topology.errors import PlanError
+from zosim.plan import INSIDE, check_cut_names
 
-INSIDE = ".mlp"
 CutModel = Callable[[tuple[int, ...]], ModelSpec]
 """Returns the model with these blocks cut inside."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What ``zosim probe`` found of the tensors that cross one cut.
+
+    Attributes
+    ----------
+    cut : str
+    density : float
+        Of the first of them, the activation or the hidden state, before any codec.
+    symbols : mapping of tuple to TensorSymbols
+        By tensor (``"activation"`` and ``"residual"``, or ``"hidden"``) and codec, whatever the encoding.
+    """
+
+    cut: str
+    density: float
+    symbols: Mapping[tuple[str, str], TensorSymbols]
+
+    def through(self, codec: CodecSpec, residual_codec: CodecSpec) -> CutSymbols:
+        """Return what is known of what crosses through these codecs.
+
+        Raises
+        ------
+        PlanError
+            If a codec was not probed.
+        """
+        if not self.cut.endswith(INSIDE):
+            return CutSymbols(first=self._of("hidden", residual_codec))
+        return CutSymbols(first=self._of("activation", codec), residual=self._of("residual", residual_codec))
+
+    def _of(self, crossing: str, spec: CodecSpec) -> TensorSymbols:
+        if spec.is_lossless:
+            return TensorSymbols(density=1.0)
+        name = _without_encoding(spec)
+        if (crossing, name) not in self.symbols:
+            known = sorted({codec for _, codec in self.symbols})
+            raise PlanError(
+                f"cut {self.cut}: the probe has nothing of codec {name}, but of {', '.join(known)}",
+                hint=f"zosim probe --codec {name}",
+            )
+        return self.symbols[crossing, name]
+
+
+def _without_encoding(spec: CodecSpec) -> str:
+    return spec.name.rpartition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -26,8 +73,8 @@ class Cutting:
         The only ones to plan for; by default any.
     codecs, residual_codecs : tuple of str
         That may be used for MLP activations and for the residual stream; plain numbers are tried beside them.
-    densities : mapping of str to float
-        Of what crosses each cut, where they were measured; 1 for the others.
+    densities : mapping of str to float or Probed
+        Of what crosses each cut, where it was measured; 1 for the others.
     cut_model : callable or None
         How to cut inside blocks; unless given, a model is cut where it is cut already, and between blocks.
     """
@@ -35,15 +82,26 @@ class Cutting:
     cuts: tuple[str, ...] = ()
     codecs: tuple[str, ...] = ()
     residual_codecs: tuple[str, ...] = ()
-    densities: Mapping[str, float] = field(default_factory=dict)
+    densities: Mapping[str, float | Probed] = field(default_factory=dict)
     cut_model: CutModel | None = None
 
     def __post_init__(self) -> None:
         for name in (*self.codecs, *self.residual_codecs):
             codec_spec(name)
-        wrong = {cut: value for cut, value in self.densities.items() if not 0 <= value <= 1}
+        found = {cut: density_of(value) for cut, value in self.densities.items()}
+        wrong = {cut: value for cut, value in found.items() if not 0 <= value <= 1}
         if wrong:
             raise PlanError(f"densities must be from 0 to 1, not {wrong}", hint="the part that is not zero")
+        check_cut_names((*self.cuts, *found))
+
+    def symbols(self, cut: str, codec: CodecSpec, residual_codec: CodecSpec) -> CutSymbols | None:
+        """Return what is known of what crosses a cut through these codecs; None where no cut was measured."""
+        if not self.densities:
+            return None
+        known = self.densities.get(cut, 1.0)
+        if isinstance(known, Probed):
+            return known.through(codec, residual_codec)
+        return CutSymbols(first=TensorSymbols(density=known))
 
     @property
     def is_lossy(self) -> bool:
@@ -89,8 +147,13 @@ class Cutting:
         return self.cut_model(blocks)
 
 
-def read_densities(path: Path) -> dict[str, float]:
-    """Return the density of what crosses each cut: an object of them, or a report of ``zosim probe --json``.
+def density_of(known: float | Probed) -> float:
+    """Return the density of an activation, as it is known."""
+    return known.density if isinstance(known, Probed) else known
+
+
+def read_densities(path: Path) -> dict[str, float | Probed]:
+    """Return what is known of what crosses each cut: an object of densities, or a report of ``zosim probe --json``.
 
     Raises
     ------
@@ -101,13 +164,16 @@ def read_densities(path: Path) -> dict[str, float]:
         data = json.loads(path.read_text())
         if "tensors" not in data:
             return {str(cut): float(value) for cut, value in data.items()}
-        found: dict[str, float] = {}
+        tensors: dict[str, dict[tuple[str, str], TensorSymbols]] = {}
+        nonzero: dict[str, float] = {}
         for entry in data["tensors"]:
-            is_activation = entry["crossing"] != "residual"
-            if is_activation or entry["cut"] not in found:
-                found[entry["cut"]] = float(entry["kept"])
-        return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            cut, crossing, codec = entry["cut"], entry["crossing"], codec_spec(entry["codec"])
+            found = TensorSymbols(density=entry["kept"], entropy_bits=entry["entropy_bits"])
+            tensors.setdefault(cut, {})[crossing, _without_encoding(codec)] = found
+            if crossing != "residual":
+                nonzero[cut] = float(entry["nonzero"])
+        return {cut: Probed(cut, nonzero[cut], found) for cut, found in tensors.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, PlanError) as error:
         raise PlanError(
             f"{path} holds no densities: {error}",
             hint='write one with `zosim probe --json`, or {"block.5.mlp": 0.1}',
@@ -115,7 +181,7 @@ def read_densities(path: Path) -> dict[str, float]:
 
 
 def sparsest_near_the_middle(
-    names: Sequence[str], densities: Mapping[str, float], num_stages: int
+    names: Sequence[str], densities: Mapping[str, float | Probed], num_stages: int
 ) -> tuple[str, ...]:
     """Return SparQ's own choice: of the cuts inside blocks near each even share, the one with the least density.
 
@@ -130,5 +196,5 @@ def sparsest_near_the_middle(
         known = [name for name in near if name in densities]
         if not known:
             return ()
-        chosen.append(min(known, key=lambda name: densities[name]))
+        chosen.append(min(known, key=lambda name: density_of(densities[name])))
     return tuple(sorted(chosen, key=inside.index))
