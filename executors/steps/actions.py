@@ -78,7 +78,7 @@ class Actions:
         self.stages = Stages(program, cut, store, exchange, backend, lambda: self.loaded, num_micro_batches)
         self._num_micro_batches = num_micro_batches
         self._gathers = any(needs_rows(instruction.op) for _, instruction in program.instructions())
-        self._perturbations = _perturbations(program)
+        self._perturbations = _perturbations_behind(program)
 
     def close(self) -> None:
         """End the threads."""
@@ -278,9 +278,9 @@ class Actions:
         table = one([a for a in instruction.reads if a.what == group], f"read of {group}")
         whole = f"z:{group}"
         rows = {a.point: a for a in instruction.reads if a.what == whole or a.what.startswith(f"{whole}:")}
-        if op.point not in self._perturbations[group]:
-            raise Unfit(f"gathers {group} at {op.point!r}, where no perturbation of the program leads")
-        path = self._perturbations[group][op.point]
+        path = self._perturbations.get((instruction.id, group))
+        if path is None:
+            raise Unfit(f"gathers {group} at {op.point!r}, where no later perturbation of the program leads")
         missing = {f"q{query}" for query, _ in path} - set(rows)
         if missing:
             raise Unfit(f"gathers {group} at {op.point!r} without the rows of {', '.join(sorted(missing))}")
@@ -354,21 +354,30 @@ class Ranks(Exchange, Pipeline, Protocol):
 _Path = list[tuple[int, tuple[int, ...]]]
 
 
-def _perturbations(program: Program) -> dict[str, dict[str, _Path]]:
-    """Return, for each group and point, the perturbations that lead there, by query in turn."""
-    found: dict[str, dict[str, _Path]] = {}
-    walked: dict[str, list[tuple[int, int]]] = {}
+def _perturbations_behind(program: Program) -> dict[tuple[str, str], _Path]:
+    """Return the perturbations that a group goes through between a forward that gathers it and that forward's point.
+
+    By instruction and group; by query in turn.
+    """
+    found: dict[tuple[str, str], _Path] = {}
+    ahead: dict[str, list[tuple[str, str, list[tuple[int, int]]]]] = {}
     for instruction in program.step:
         op = instruction.op
-        if isinstance(op, Perturb):
-            steps = walked.setdefault(op.group, [])
-            steps.append((op.query, op.scale))
+        if isinstance(op, Forward):
+            for group in op.gather:
+                ahead.setdefault(group, []).append((instruction.id, op.point, []))
+        elif isinstance(op, Perturb) and op.group in ahead:
             point = next((a.point for a in instruction.writes if a.what == op.group), "")
-            found.setdefault(op.group, {}).setdefault(point, _by_query(steps))
+            for id_, wanted, steps in ahead[op.group]:
+                steps.append((op.query, op.scale))
+                if wanted == point:
+                    found[id_, op.group] = _by_query(steps)
+            ahead[op.group] = [entry for entry in ahead[op.group] if entry[1] != point]
         elif isinstance(op, Cast):
             # Weights that are written anew, from the host or from a clean copy, have been through nothing.
             for access in instruction.writes:
-                walked.pop(access.what, None)
+                for _, _, steps in ahead.get(access.what, []):
+                    steps.clear()
     return found
 
 

@@ -48,6 +48,12 @@ CASES = {
     ),
     "bfloat16": Case(THREE, dtype="bfloat16"),
     "float64": Case(INSIDE, dtype="float64"),
+    # What each query's rounding leaves of a table is seen here; float32 hides it, but for a codec behind.
+    "querywise-tied-bfloat16": Case(
+        INSIDE,
+        dtype="bfloat16",
+        axes=axes(estimator={"num_queries": 3}, runtime={"traversal": "querywise"}),
+    ),
     "lora": Case(THREE, lora=True),
     "accumulated": Case(THREE, accumulate=2),
     "data": Case(THREE, mesh=(("data", 2),)),
@@ -64,13 +70,30 @@ CODED = {
     "bfloat16": Case(INSIDE, codec="q4:affine-zero:channel", dtype="bfloat16", model="llama"),
     "shards": Case(INSIDE, codec="q4", mesh=(("data", 2),)),
     "perturb-accumulated": Case(INSIDE, codec="q4", mesh=(("perturb", 2),), accumulate=2),
+    "queries-tied": Case(
+        INSIDE,
+        "llama-tied",
+        codec="q4",
+        residual_codec="q8:affine:token",
+        axes=axes(estimator={"num_queries": 3}, runtime={"traversal": "querywise"}),
+    ),
     "queries": Case(
         INSIDE, codec="q3", axes=axes(estimator={"num_queries": 2}, runtime={"traversal": "querywise"})
     ),
 }
 
 
-QUICK = ("three", "four", "untied-counter", "norm-behind", "llama-querywise", "lora", "accumulated", "data")
+QUICK = (
+    "three",
+    "four",
+    "untied-counter",
+    "norm-behind",
+    "llama-querywise",
+    "querywise-tied-bfloat16",
+    "lora",
+    "accumulated",
+    "data",
+)
 QUICK_CODED = ("q4", "at-random")
 
 

@@ -272,8 +272,9 @@ class StepWriter:
             reads += self.layout.weights(group, self.layout.place(group, segment), 0, at)
         query = int(point[1:-1]) if point else 0
         # Rows go through what the table itself goes through later in the step: earlier queries leave their rounding,
-        # unless the table is restored from a copy.
-        first = query if self._clean.restore else 0
+        # unless they are over, or the table is restored from a copy.
+        by_query = self.plan.runtime.traversal == "querywise"
+        first = query if by_query or self._clean.restore else 0
         reads += [
             self.layout.direction(group, visited, 0, offset_bytes=0, rows=True)
             for group in gathered
