@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from executors.models.model import CutModel
 from executors.models.pretrain import Recipe, build_model
 from executors.runs.session import Session
-from studies.sparq.training import CASES, Case, Through, plan_of, read_rows
+from studies.sparq import pipelining
+from studies.sparq.codec_times import LINKS, over
+from studies.sparq.training import CASES, Case, Through, plan_of, read_rows, summary
 from studies.sparq.training_epsilon import CODINGS, EPSILONS, gradients, read_seen
 from studies.sparq.training_time import CASES as TIMED_CASES
 
@@ -78,3 +81,18 @@ def test_every_coding_was_measured_at_every_radius():
     assert {((row.cut, row.codec, row.noise), row.epsilon) for row in seen} == {
         (coding, epsilon) for coding in CODINGS for epsilon in EPSILONS
     }
+
+
+def test_the_page_has_the_rows_of_the_files():
+    page = Path("docs/codecs.md").read_text(encoding="utf-8").splitlines()
+    for line in [*summary(read_rows()), *pipelining.lines(pipelining.read_rows())]:
+        assert line in page
+
+
+def test_encodings_over_links_are_those_of_the_page():
+    chosen = [over(bandwidth)[0].spec.encoding for bandwidth in LINKS]
+    assert chosen == ["entropy", "run-length", "run-length", "index", "dense", "dense"]
+    for bandwidth in LINKS:
+        best, plain = over(bandwidth)
+        # On fast links plain numbers are faster than any codec.
+        assert (best.seconds < plain.seconds) == (bandwidth < 1e9)

@@ -1,0 +1,152 @@
+"""``python -m studies.sparq.pipelining``: how long two gloo stages idle in a step of several queries, predicted and measured.
+
+The embedded task, cut inside block 1, plain numbers, one thread for each stage; what differs is when a stage's one weight state
+passes from point to point, and whether directions are kept for it. A minute: this machine is calibrated for ranks of
+one thread first. Nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from executors.calibration.calibrating import calibrated
+from executors.models.loading import load_model
+from executors.models.pretrain import TaskSettings, pretrained_model
+from executors.ranks.communicator import Communicator
+from executors.ranks.launch import launch, process_group
+from executors.runs.planning import HOST
+from executors.runs.session import Session
+from studies.sparq.training import INSIDE, Case, batches_of, plan_of, tensors_of
+from topology.documents import resolve
+from zosim.console import stderr, stdout
+from zosim.instructions import Stream
+from zosim.plan import Plan
+from zosim.planning.predict import Subject
+
+RESULTS = Path(__file__).with_name("pipelining.csv")
+NUM_QUERIES = 4
+CASES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("blockwise", {"traversal": "blockwise"}),
+    ("querywise", {"traversal": "querywise"}),
+    ("sweep", {"traversal": "sweep"}),
+    ("querywise, directions kept", {"traversal": "querywise", "keep_directions": True}),
+    ("sweep, directions kept", {"traversal": "sweep", "keep_directions": True}),
+)
+_CALIBRATION_S = 12.0
+_NUM_ROUNDS, _NUM_STEPS = 2, 8
+
+
+@dataclass(frozen=True)
+class Idle:
+    """One case.
+
+    Attributes
+    ----------
+    case : str
+    predicted_s, measured_s : float
+        Of a step.
+    predicted_first, predicted_second, measured_first, measured_second : float
+        Part of a step in which a stage's compute does nothing.
+    """
+
+    case: str
+    predicted_s: float
+    measured_s: float
+    predicted_first: float
+    measured_first: float
+    predicted_second: float
+    measured_second: float
+
+
+def plans() -> list[Plan]:
+    """Return the plan of every case, as long as the task's longest batch."""
+    pretrained = pretrained_model()
+    model = load_model(str(pretrained.model))
+    batch = tensors_of(batches_of(pretrained, model, 0), 0)
+    split = Case("none", INSIDE).split()
+    made = plan_of(model, split, epsilon=TaskSettings().epsilon, num_stages=2).model_dump(mode="json")
+    made["seq"] = batch["input_ids"].shape[1]
+    made["estimator"]["num_queries"] = NUM_QUERIES
+    return [Plan.model_validate(made | {"runtime": made["runtime"] | runtime}) for _, runtime in CASES]
+
+
+def _measured(chosen: list[Plan], path: str) -> list[tuple[float, float, float]]:
+    """Return the step time of each plan, and how long its stages idle, of the faster of two rounds; in every rank."""
+    torch.set_num_threads(1)
+    with process_group("cpu"):
+        rounds = [[_of(plan, path) for plan in chosen] for _ in range(_NUM_ROUNDS)]
+    return [min(found) for found in zip(*rounds, strict=True)]
+
+
+def _of(plan: Plan, path: str) -> tuple[float, float, float]:
+    model = load_model(path)
+    batch = tensors_of(batches_of(pretrained_model(), model, 0), 0)
+    communicator = Communicator(plan.groups)
+    settings: dict[str, Any] = {"learning_rate": TaskSettings().learning_rate, "communicator": communicator}
+    with Session(plan, model, **settings) as session:
+        for _ in range(_NUM_STEPS):
+            session.step(batch)
+        timeline = session.timeline()
+    found = [0.0, 0.0, 0.0]
+    if communicator.is_first:
+        found = [timeline.step_time_s, *(1 - timeline.utilisation(rank)[Stream.COMPUTE] for rank in (0, 1))]
+    step_s, first, second = json.loads(communicator.told(json.dumps(found).encode(), "idle times"))
+    return step_s, first, second
+
+
+def measure() -> list[Idle]:
+    """Return all cases, predicted and measured."""
+    topology, chosen = resolve(HOST), plans()
+    profile, _ = calibrated(topology, "cpu0", num_threads=1, budget_s=_CALIBRATION_S)
+    found = launch(_measured, chosen, str(pretrained_model().model), world_size=2)
+    rows = []
+    for (name, _), plan, (step_s, *idle) in zip(CASES, chosen, found, strict=True):
+        subject = Subject(plan, topology, profile)
+        first, second = (1 - subject.timeline_of(r).utilisation(r)[Stream.COMPUTE] for r in (0, 1))
+        rows.append(Idle(name, subject.step_time_s, step_s, first, idle[0], second, idle[1]))
+    return rows
+
+
+def read_rows(path: Path = RESULTS) -> list[Idle]:
+    """Return what a file holds."""
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    return [Idle(**{k: v if k == "case" else float(v) for k, v in line.items()}) for line in lines]  # type: ignore[arg-type]
+
+
+def main() -> None:
+    """Measure, write the file, and print it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--table", action="store_true", help="print what is there, and measure nothing")
+    if not parser.parse_args().table:
+        torch.set_num_threads(1)
+        rows = measure()
+        with RESULTS.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(field.name for field in fields(Idle))
+            writer.writerows(vars(row).values() for row in rows)
+        stderr.print(f"wrote {RESULTS}", markup=False)
+    stdout.print("\n".join(lines(read_rows())), markup=False, soft_wrap=True)
+
+
+def lines(rows: list[Idle]) -> Iterator[str]:
+    """Yield a table: of every case, what is predicted and what was measured."""
+    yield f"| {NUM_QUERIES} queries, central | step, ms | measured | first stage idle, % | measured | second, % | measured |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for row in rows:
+        step = f"{1e3 * row.predicted_s:.0f} | {1e3 * row.measured_s:.0f}"
+        first = f"{100 * row.predicted_first:.0f} | {100 * row.measured_first:.0f}"
+        second = f"{100 * row.predicted_second:.0f} | {100 * row.measured_second:.0f}"
+        yield f"| {row.case} | {step} | {first} | {second} |"
+
+
+if __name__ == "__main__":
+    main()
