@@ -232,10 +232,25 @@ def keep_rows(
             continue
         numbers = torch.empty(high - low, dtype=out.dtype, device=out.device)
         direction.fill(numbers, generator)
-        for kept in range(*rows_between(wanted, width, low, high)):
-            row = wanted[kept] * width
-            start, stop = max(row, low), min(row + width, high)
-            out[kept, start - row : stop - row] = numbers[start - low : stop - low]
+        _keep_of(out, wanted, numbers, low)
+
+
+def _keep_of(out: Tensor, wanted: Sequence[int], numbers: Tensor, begin: int) -> None:
+    """Fill what `numbers`, the elements of a table from `begin` on, hold of the wanted rows: several whole ones at once."""
+    width, end = out.shape[1], begin + numbers.numel()
+    above, below = -(-begin // width), end // width
+    first, last = bisect_left(wanted, above), bisect_left(wanted, below)
+    if last - first > 1:
+        rows = numbers[above * width - begin : below * width - begin].view(-1, width)
+        places = torch.tensor(wanted[first:last], device=out.device) - above
+        torch.index_select(rows, 0, places, out=out[first:last])
+    else:
+        last = first
+    reached = rows_between(wanted, width, begin, end)
+    for kept in (*range(reached[0], first), *range(last, reached[1])):
+        row = wanted[kept] * width
+        start, stop = max(row, begin), min(row + width, end)
+        out[kept, start - row : stop - row] = numbers[start - begin : stop - begin]
 
 
 def rows_between(wanted: Sequence[int], width: int, begin: int, end: int) -> tuple[int, int]:

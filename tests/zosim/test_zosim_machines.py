@@ -212,3 +212,17 @@ def test_ranks_on_all_cores_of_a_host_take_from_each_other_what_was_measured():
     assert seconds_of_ranks(2, num_cores=2, ranks_slowdown=1.25) == pytest.approx(1.25 * alone_s)
     # Where cores are to spare, nobody notices.
     assert seconds_of_ranks(2, num_cores=8, ranks_slowdown=1.25) == pytest.approx(alone_s)
+
+
+def test_operations_of_one_process_take_from_each_other_what_ranks_do():
+    laptop = load_preset("cpu-laptop")
+
+    def cores(num_threads, slowdown):
+        profile = make_profile("cpu", num_threads=num_threads, num_cores=8, ranks_slowdown=slowdown)
+        machine = Machine.from_topology(laptop, "cpu0", profile)
+        return machine.capacities[machine.cores], machine.among_ranks().capacities[machine.cores]
+
+    assert cores(1, 1.0) == (8.0, 8.0)
+    assert cores(1, 1.25) == (6.4, 6.4)
+    # One operation on all cores has been measured as it is.
+    assert cores(8, 1.25) == (8.0, 6.4)

@@ -200,14 +200,15 @@ class Directions:
         )
 
     def _rows_of(self, table_elements: int) -> tuple[int, int, int]:
-        """Return how many rows of a table a batch names, and the numbers that are made and passed over for them.
+        """Return how many rows of a table are picked one by one, and the numbers that are made and passed over for them.
 
         Tokens are taken to be drawn evenly from the vocabulary: those of text repeat more often.
         """
         width = self.layout.model.embed_dim
         num_rows = self._num_rows(table_elements)
         if self.plan.estimator.direction != "gaussian" or width % _GROUP_OF_NORMALS:
-            return round(num_rows), table_elements, 0
+            # The whole table is drawn piece by piece, and rows are gathered from each.
+            return 0, table_elements, 0
         wanted = min(round(num_rows * width), table_elements)
         return round(num_rows), wanted, table_elements - wanted
 
