@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
+from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,15 +19,20 @@ from topology.errors import ZosimError
 
 REQUIRED = (
     "paper", "table", "model", "method", "gpus", "gpu_type", "batch_size", "seq_len", "precision", "quantity", "unit",
-    "value", "note",
 )  # fmt: skip
-"""Columns without which a row says too little."""
+"""Columns without which a row says too little; `value` and `note` may be left out like any other."""
 
 QUANTITIES = ("throughput", "memory", "memory_per_gpu", "upload_rate", "offload_rate")
 """What can be predicted."""
 
 OUT_OF_MEMORY = "OOM"
 """What the note of a cell says that was printed as a failure to fit."""
+
+NO_VALUE = ("", "-", "\N{EN DASH}", "\N{EM DASH}", OUT_OF_MEMORY, "N/A")
+"""What stands in upper case where a table prints no number."""
+
+_SURPLUS = "surplus"
+"""Column that holds what a line has more of than the header."""
 
 
 LARGEST_COUNT = 10**9
@@ -78,7 +84,7 @@ class Row:
             If the column holds no number above 0.
         """
         text = self["value"]
-        if not text:
+        if text.upper() in NO_VALUE:
             return None
         try:
             number = float(text)
@@ -93,7 +99,7 @@ class Row:
     @property
     def is_out_of_memory(self) -> bool:
         """Whether the cell was printed as not fitting."""
-        return self.value is None and OUT_OF_MEMORY in self["note"]
+        return self.value is None and OUT_OF_MEMORY in (self["note"] + self["value"]).upper()
 
     @property
     def is_predictable(self) -> bool:
@@ -120,7 +126,7 @@ class Row:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """Return the rows of a CSV file, in order.
+    """Return the rows of a CSV file, in order. Empty lines are no rows.
 
     Raises
     ------
@@ -128,21 +134,26 @@ def read_rows(path: str | Path) -> list[Row]:
         If the file cannot be read, or lacks a column.
     """
     try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file, restkey="", restval="")
-            columns = list(reader.fieldnames or ())
-            rows = [
-                Row(MappingProxyType(dict(line)), f"{path}, line {number}")
-                for number, line in enumerate(reader, 2)
-            ]
+        # Spreadsheets begin a file with a byte order mark.
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file)
+            lines = [(reader.line_num, line) for line in reader if line]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise RowsError(f"the rows {path} cannot be read: {error}") from error
+    columns = [name.strip() for name in lines[0][1]] if lines else []
     missing = [name for name in REQUIRED if name not in columns]
     if missing:
         raise RowsError(
             f"{path} lacks the columns {', '.join(missing)}", hint=f"columns needed are {', '.join(REQUIRED)}"
         )
-    return rows
+    return [Row(_fields(columns, line), f"{path}, line {number}") for number, line in lines[1:]]
+
+
+def _fields(columns: Sequence[str], line: Sequence[str]) -> Mapping[str, str]:
+    found = dict(zip_longest(columns, line[: len(columns)], fillvalue=""))
+    if len(line) > len(columns):
+        found[_SURPLUS] = ",".join(line[len(columns) :])
+    return MappingProxyType(found)
 
 
 def shipped_rows(paper: str | None = None) -> list[Row]:

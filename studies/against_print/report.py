@@ -102,6 +102,7 @@ CHOICES = """Choices that are no numbers, made after seeing rows, each with its 
 
 * ZO2's OPT rows store attention scores (`eager`), Qwen3's and DistZO2's rows do not (`sdpa`, masked half skipped);
 * DistZO2's rows on four GPUs at sequences other than 2048 do not hide their uploads;
+* an update of ZO2's has weight decay, which leaves four copies of a tensor alive, one of DistZO2's has none;
 * float32 products of hidden sizes between 5120 and 9216 run at a rate between the two that are fitted: no row says where
   between them the slower rate of the widest models begins;
 * OPT's code of ZO2's time keeps keys and values in MeZO's forwards, and logits in half precision; later code does not;

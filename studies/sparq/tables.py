@@ -10,9 +10,10 @@ from costmodel.backward import kept_bytes
 from costmodel.configs import read_model_spec
 from costmodel.published import Row, shipped_rows
 from studies.sparq.volumes import find, findings, printed, read_volumes, tokens
+from zosim.published.fitted_profile import load_published_profile
 from zosim.published.predicting import Answer
 from zosim.published.sparq import DATASETS, FORWARD, KEPT, PAPER, VOLUME, WIDTHS, Printed, printed_volumes
-from zosim.published.sparq_fit import SparqFit, shipped_fit
+from zosim.published.sparq_fit import SparqFit
 from zosim.published.sparq_memory import PEAK
 from zosim.published.sparq_predicting import sparq_answer
 from zosim.published.sparq_volumes import fit_volumes, predicted_volume
@@ -25,7 +26,8 @@ _OPT = "OPT"
 
 def written() -> str:
     """Return the report without its timelines."""
-    rows, fit = shipped_rows(PAPER), shipped_fit()
+    rows, fit = shipped_rows(PAPER), load_published_profile().sparq
+    assert fit is not None, "the profile that ships has a part of every paper"
     pairs = [(row, sparq_answer(row, fit)) for row in rows if row["quantity"] in (VOLUME, KEPT, PEAK)]
     parts = [
         _HEAD,

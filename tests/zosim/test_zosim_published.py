@@ -7,10 +7,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from costmodel.estimate import combine_terms
 from costmodel.published import Row, read_rows, shipped_rows, write_rows
 from topology.errors import ProfileError
 from zosim.engines.recurrence import step_time_bound
 from zosim.engines.simulate import simulate
+from zosim.instructions import Stream
+from zosim.lowering import lower
 from zosim.machine import Machine
 from zosim.operations import Forward, Perturb
 from zosim.published.audit import audit, set_apart
@@ -26,6 +29,8 @@ from zosim.published.fitted_profile import (
     load_published_profile,
 )
 from zosim.published.fitting import conformal_half_width, fit, refitted
+from zosim.published.grid import compiled
+from zosim.published.habits import as_published
 from zosim.published.memory import parts_of
 from zosim.published.predicting import answers
 
@@ -151,10 +156,54 @@ def test_a_rank_of_one_sign_makes_two_perturbations_and_a_rank_of_both_three():
 
 
 def test_uploads_that_are_not_prefetched_take_longer(profile):
-    values = profile.fit("DistZO2", "speed").values
-    fields = {**DIST, "method": "DistZO2(2D)", "gpus": "4", "model": "OPT-6.7B"}
-    hidden, waiting = (cell(**fields, seq_len=seq) for seq in ("2048", "1024"))
-    assert hidden.predictions([values])[0] > 1.3 * waiting.predictions([values])[0]
+    found = cell(**DIST, method="DistZO2(2D)", gpus="4", model="OPT-6.7B", seq_len="8192")
+    plan = found.case.plan
+    machine = found.machine(profile.fit("DistZO2", "speed").values)
+    hidden = compiled(as_published(lower(plan), plan, prefetches=True)).step_s([machine])[0]
+    uploads = sum(item.work.copy_bytes for item in found.program.step if item.label == "upload")
+    waiting = found.compiled.step_s([machine])[0]
+    assert waiting - hidden > 0.9 * uploads / machine.profile.values()["copy_h2d_bandwidth"]
+    assert found.group.endswith("uploads not hidden")
+    at_2048 = cell(**DIST, method="DistZO2(2D)", gpus="4", model="OPT-6.7B")
+    assert at_2048.group.endswith("uploads hidden")
+
+
+def test_an_upload_begins_behind_the_launches_of_the_block_before_it(profile):
+    found = cell(method="ZO2", precision="fp16", model="OPT-13B")
+    step = found.program.step
+    upload = next(item for item in step if item.id == "block.2/upload")
+    assert "block.0/restore[q0]" in {edge.instruction for edge in upload.after}
+    computed = [item for item in step if item.segment == "block.1" and item.stream is Stream.COMPUTE]
+    assert upload.work.num_kernels == sum(item.work.num_kernels for item in computed) > 200
+    # The step is bound by copies: it takes what all of them take one by one, and the launches between them.
+    values = profile.fit("ZO2", "speed").values
+    copies = sum(item.work.copy_bytes for item in step if item.label == "upload")
+    launches = sum(item.work.num_kernels for item in step if item.label == "upload")
+    least = copies / values["copy_rate"] + launches * values["kernel_s"]
+    assert least < found.amount / found.predictions([values])[0] < 1.05 * least
+
+
+def test_launches_that_a_copy_waits_for_take_the_host_as_long_as_kernels_do():
+    terms = {"copy": 3.0, "kernels": 1.0, "dispatch": 2.0}
+    assert combine_terms(terms, "gpu") == 5.0
+    assert combine_terms({**terms, "kernels": 4.0}, "gpu") == 7.0
+
+
+def test_fused_attention_works_on_padded_heads():
+    for model, width in (("OPT-1.3B", 64), ("OPT-2.7B", 96), ("OPT-6.7B", 128)):
+        step = cell(**DIST, method="MeZO", model=model).program.step
+        assert {part.head_dim for item in step for part in item.work.attention} == {width}
+    stored = cell(method="MeZO", model="OPT-2.7B").program.step
+    assert {part.head_dim for item in stored for part in item.work.attention} == {80}
+
+
+def test_autocast_casts_weights_once_a_visit_and_no_table_that_is_looked_up():
+    step = cell(method="ZO2(compress=none)", precision="amp-fp16").program.step
+    swept = {item.id: item.work.sweep_bytes for item in step if isinstance(item.op, Forward)}
+    weights = cell().case.plan.model.group("block.1").num_parameters
+    assert swept["block.1/forward[q0+]"] == 6 * weights
+    assert swept["block.1/forward[q0-]"] == swept["embed/forward[q0+]"] == 0
+    assert swept["head/forward[q0+]"] > 0
 
 
 def test_transfers_alone_scale_with_the_lanes_less_the_exchange(profile):

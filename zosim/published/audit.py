@@ -302,7 +302,7 @@ def _ratios(rows: Sequence[Row]) -> Iterator[Finding]:
         base = _find(
             rows, row, quantity, "ZO2(compress=none)" if is_compressed else "MeZO", base_precision, ""
         )
-        if mine is None or base is None or mine.value is None or base.value is None:
+        if mine is None or base is None or mine.value is None or base.value is None or base.value < 1:
             continue
         ratio, half = mine.value / base.value, 0.5 * 10.0 ** -len(row["value"].partition(".")[2])
         low, high = (mine.value - 0.5) / (base.value + 0.5), (mine.value + 0.5) / (base.value - 0.5)

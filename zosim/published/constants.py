@@ -72,22 +72,30 @@ SPEED: dict[str, tuple[Fitted, ...]] = {
 }  # fmt: skip
 """By paper: each ran on its own machine with its own code."""
 
-_TEMPORARIES = (
-    Fitted("context_bytes", "byte", "CUDA context, libraries, and the allocator's rounding", 1.2e9, 0.5),
-    Fitted("table_temporaries", "1", "copies of the largest table alive while it is perturbed", 3.0, 0.5),
-    Fitted("logit_copies", "1", "copies of the logits alive in the loss", 3.0, 0.5),
-    Fitted("second_logit_copies", "1", "further copies where both signs pass block by block", 1.5, 0.7),
-)
+
+def _temporaries(table_copies: float) -> tuple[Fitted, ...]:
+    """Return the constants of both papers' code, given how many copies its expressions leave alive of a tensor."""
+    return (
+        Fitted("context_bytes", "byte", "CUDA context, libraries, and the allocator's rounding", 1.2e9, 0.5),
+        Fitted("table_temporaries", "1", "copies of the largest table alive while it is changed", table_copies, 0.05),
+        Fitted("logit_copies", "1", "copies of the logits alive in the loss", 3.0, 0.5),
+        Fitted("second_logit_copies", "1", "further copies where both signs pass block by block", 1.5, 0.7),
+    )  # fmt: skip
+
+
+PERTURBING, UPDATING = 3.0, 4.0
+"""Copies alive of a tensor: ``z``, ``s z`` and ``(s z) ε`` in a perturbation; ``z``, ``g z``, ``λ θ`` and their sum in an
+update with weight decay, which ZO2's public code makes and DistZO2's Algorithm 1 does not."""
 
 MEMORY: dict[str, tuple[Fitted, ...]] = {
     "ZO2": (
-        *_TEMPORARIES,
+        *_temporaries(UPDATING),
         Fitted("block_temporaries", "1", "temporaries of one block, in units of those counted", 1.0, 0.2),
         Fitted("kept_probabilities", "1", "of them kept longer by MeZO, whose outputs hold them", 0.3, 0.7),
         Fitted("phase_norm", "1", "how phases share cached memory: 1 not at all, infinite wholly", 3.0, 0.5, low=1.0),
     ),
     "DistZO2": (
-        *_TEMPORARIES,
+        *_temporaries(PERTURBING),
         Fitted("communicator_bytes", "byte", "buffers of one NCCL communicator", 0.5e9, 0.7),
     ),
 }  # fmt: skip

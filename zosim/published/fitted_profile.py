@@ -154,8 +154,10 @@ def found_fit(
 ) -> FoundFit:
     """Return a solution as it is kept. Cells at the places `apart` say nothing about how far others may be off."""
     groups: dict[str, list[float]] = {"": []}
+    places = {cell.row.place for cell in solution.cells}
     for cell, residual in zip(solution.cells, solution.held_out().tolist(), strict=True):
-        if cell.row.place not in apart:
+        # Where nothing else was printed, what cannot be right is all that there is.
+        if cell.row.place not in apart or places <= apart:
             groups[""].append(residual)
             groups.setdefault(cell.group, []).append(residual)
     spread = 2 * np.sqrt(np.diag(solution.covariance))

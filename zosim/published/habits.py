@@ -8,7 +8,13 @@ lowering draws once per visit and works in place. The instructions stay the same
 * of perturbations without a forward between them only one is made: a rank that forwards one sign goes there and back;
 * a table that embedding and head share is perturbed whole at both, not through gathered rows at the first;
 * a softmax of stored fp16 scores reads them as they are and writes float32; that of bf16 scores needs a cast before
-  (OPT's code asks for float16 by name).
+  (OPT's code asks for float16 by name);
+* fused attention pads the heads to what its kernels are compiled for (80 in OPT-2.7B to 96);
+* autocast keeps its casts of weights for as long as it is open, which is both forwards of a block; it normalises and
+  adds residuals in float32, and casts what each product reads;
+* one host thread issues everything in the order that ZO2's appendix D.1 gives, ``O(W_{i-1}), C(W_i), U(W_{i+1})``, and
+  waits for ``C(W_{i-1})`` before it: an upload begins when the kernels of the block before it have been launched,
+  some hundred of them, and not before the block before that has been computed.
 """
 
 from __future__ import annotations
@@ -16,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from costmodel.model_spec import ParameterGroup
+from costmodel.model_spec import EMBED, ParameterGroup
 from costmodel.sweeps import draw_work, perturb_work, update_work
-from costmodel.work import DType, Work
+from costmodel.work import DTYPE_BYTES, DType, Work
 from zosim.instructions import Dependency, Instruction, Stream
 from zosim.operations import Draw, Forward, Operation, Perturb, Update
 from zosim.plan import Plan
@@ -34,8 +40,8 @@ def as_published(program: Program, plan: Plan, *, prefetches: bool = True) -> Pr
         What one rank of `plan` is lowered to.
     plan : Plan
     prefetches : bool
-        Whether a block is uploaded while the one before it computes. Off, every upload waits for what was listed on
-        the compute stream before it.
+        Whether a block is uploaded while the one before it computes, behind that one's launches. Off, every upload
+        waits for what was listed on the compute stream before it.
     """
     writer = _Writer(plan)
     step = [
@@ -46,7 +52,9 @@ def as_published(program: Program, plan: Plan, *, prefetches: bool = True) -> Pr
         replace(item, work=writer.work(item, program.flush[place + 1 :]))
         for place, item in enumerate(program.flush)
     ]
-    return replace(program, step=tuple(step if prefetches else _without_prefetch(step)), flush=tuple(flush))
+    if plan.residency.overlap:
+        step = list(_behind_launches(step) if prefetches else _without_prefetch(step))
+    return replace(program, step=tuple(step), flush=tuple(flush))
 
 
 def only(program: Program, *labels: str) -> Program:
@@ -67,6 +75,7 @@ class _Writer:
         self.plan = plan
         self.model = plan.model
         self.dtype: DType = plan.precision.storage
+        self.cast: set[str] = set()
 
     def work(self, item: Instruction, later: Sequence[Instruction]) -> Work:
         """Return the work of `item` as published; `later` is what the step still lists behind it."""
@@ -81,9 +90,34 @@ class _Writer:
                 return self._perturbed(self.model.group(name))
             case Update(group=name):
                 return self._updated(self.model.group(name))
-            case Forward() if self.plan.precision.compute == "float16":
-                return _with_fused_softmax(item.work)
+            case Forward(segment=segment):
+                return self._forwarded(segment, item.work)
         return item.work
+
+    def _forwarded(self, segment: str, work: Work) -> Work:
+        if self.plan.precision.compute == "float16":
+            work = _with_fused_softmax(work)
+        work = _with_padded_heads(work)
+        if self.plan.precision.compute != self.dtype:
+            work = self._under_autocast(segment, work)
+        return work
+
+    def _under_autocast(self, segment: str, work: Work) -> Work:
+        """Return a forward's work with activations as autocast has them, and its weights cast at the first sign only."""
+        hidden = sum(part.m * part.n for part in work.matmuls[:1]) if segment.startswith("block") else 0
+        changes = {
+            "elementwise_bytes": work.elementwise_bytes + _AUTOCAST_BYTES * hidden,
+            "num_kernels": work.num_kernels + (_AUTOCAST_KERNELS if hidden else 0),
+        }
+        if (
+            segment in self.cast or segment == EMBED
+        ):  # a lookup is no product: autocast leaves its table alone
+            groups = self.model.groups_of(segment)
+            width = DTYPE_BYTES[self.dtype] + DTYPE_BYTES[self.plan.precision.compute]
+            changes["sweep_bytes"] = work.sweep_bytes - width * sum(group.num_parameters for group in groups)
+            changes["num_kernels"] -= sum(group.num_tensors for group in groups)
+        self.cast.add(segment)
+        return work.model_copy(update=changes)
 
     def _perturbed(self, group: ParameterGroup) -> Work:
         return self._drawn(group) + perturb_work(
@@ -113,6 +147,12 @@ class _Writer:
         return once + once + once
 
 
+_AUTOCAST_KERNELS = 4
+_AUTOCAST_BYTES = 2 * (8 - 4) + _AUTOCAST_KERNELS * (4 + 2) + 2 * (10 - 6)
+"""Per element of a hidden state in a block: two norms in float32, casts of what the four products read that do not follow
+a product, and two additions of 16 bits to a float32 residual."""
+
+
 def _with_fused_softmax(work: Work) -> Work:
     scores = sum(part.score_elements for part in work.attention if part.materialised)
     num_casts = sum(part.materialised for part in work.attention)
@@ -121,6 +161,22 @@ def _with_fused_softmax(work: Work) -> Work:
         "num_kernels": work.num_kernels - num_casts,
     }
     return work.model_copy(update=saved)
+
+
+_HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
+"""Head dimensions that FlashAttention 2 has kernels for."""
+
+
+def _with_padded_heads(work: Work) -> Work:
+    parts = [
+        part
+        if part.materialised
+        else part.model_copy(
+            update={"head_dim": next((dim for dim in _HEAD_DIMS if dim >= part.head_dim), part.head_dim)}
+        )
+        for part in work.attention
+    ]
+    return work.model_copy(update={"attention": tuple(parts)})
 
 
 def _next_use(name: str, later: Sequence[Instruction]) -> Operation | None:
@@ -132,6 +188,24 @@ def _next_use(name: str, later: Sequence[Instruction]) -> Operation | None:
             case Forward() if any(access.what == name for access in item.reads):
                 return item.op
     return None
+
+
+def _behind_launches(step: Sequence[Instruction]) -> Iterator[Instruction]:
+    """Let uploads wait for the launches that their host thread makes before them.
+
+    The work of an upload gets the kernels that were listed since the upload before it, which cost a copy nothing else.
+    """
+    last, awaited, num_launched = "", "", 0
+    for item in step:
+        if item.label == "upload":
+            after = (*item.after, Dependency(awaited)) if awaited else item.after
+            yield replace(item, after=after, work=item.work + Work(num_kernels=num_launched))
+            awaited, num_launched = last, 0
+        else:
+            yield item
+        if item.stream is Stream.COMPUTE:
+            last = item.id
+            num_launched += item.work.num_kernels
 
 
 def _without_prefetch(step: Sequence[Instruction]) -> Iterator[Instruction]:

@@ -10,7 +10,7 @@ import numpy as np
 from costmodel.published import Row
 from zosim.published.cells import Cell, cells_of
 from zosim.published.constants import Domain, Values, undecided
-from zosim.published.conventions import MEBIBYTE
+from zosim.published.conventions import MEBIBYTE, prefetches
 from zosim.published.fitted_profile import FoundFit, PublishedProfile
 from zosim.published.fitting import predictor
 from zosim.published.memory import parts_of, predicted_mib
@@ -156,8 +156,6 @@ def _bottleneck(cell: Cell, fit: FoundFit) -> str:
 
 
 def _remark(cell: Cell) -> str:
-    if cell.case.paper == "DistZO2" and not cell.is_transfer and cell.case.plan.placement.world_size == 4:
-        return (
-            "" if cell.case.plan.seq == 2048 else "uploads taken as not hidden, as in this table's other rows"
-        )
-    return ""
+    if cell.is_transfer or prefetches(cell.case):
+        return ""
+    return "uploads taken as not hidden, as in this table's other rows"

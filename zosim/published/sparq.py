@@ -213,12 +213,15 @@ class Printed:
 
 
 def printed_volumes(rows: Iterable[Row]) -> list[Printed]:
-    """Return the volumes that rows print, of each run the number with most digits."""
+    """Return the volumes that rows print, of each run the number with most digits; what is not of these runs is left out."""
     found: dict[tuple[object, ...], Printed] = {}
     for row in rows:
         if row["paper"] != PAPER or row["quantity"] not in (VOLUME, KEPT) or row.value is None:
             continue
-        item = Printed(volume_case(row), row.value, row)
+        try:
+            item = Printed(volume_case(row), row.value, row)
+        except NotPredicted:
+            continue
         known = found.get(item.case.key)
         if known is None or known.case.digits < item.case.digits:
             found[item.case.key] = item

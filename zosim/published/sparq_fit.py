@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 from pydantic import BaseModel, ConfigDict
 
-from costmodel.published import Row, shipped_rows
-from topology.errors import ProfileError
-from zosim.published.sparq import PAPER, printed_volumes
+from costmodel.published import Row
+from zosim.published.sparq import printed_volumes
 from zosim.published.sparq_memory import MemoryFit, fit_peaks, printed_peaks
 from zosim.published.sparq_volumes import VolumeFit, fit_volumes
 
@@ -32,20 +30,3 @@ def calibrate_sparq(rows: Sequence[Row]) -> SparqFit | None:
         volumes=fit_volumes(volumes) if volumes else None,
         peaks=fit_peaks(peaks) if len(peaks) > 1 else None,
     )
-
-
-@cache
-def shipped_fit() -> SparqFit:
-    """Return the fit to all rows that ship.
-
-    Raises
-    ------
-    ProfileError
-        If no rows ship.
-    """
-    found = calibrate_sparq(shipped_rows(PAPER))
-    if found is None:
-        raise ProfileError(
-            "no rows of SparQ's tables ship with this installation", hint="install zosim again"
-        )
-    return found

@@ -122,11 +122,14 @@ def peak_case(row: Row) -> PeakCase:
 
 
 def printed_peaks(rows: Iterable[Row]) -> list[PeakCase]:
-    """Return the peaks that rows print, once for two methods that share one."""
+    """Return the peaks that rows print, once for two methods that share one; what is not of these runs is left out."""
     found = {}
     for row in rows:
         if row["paper"] == PAPER and row["quantity"] == PEAK and row.value is not None:
-            case = replace(peak_case(row), value=row.value)
+            try:
+                case = replace(peak_case(row), value=row.value)
+            except NotPredicted:
+                continue
             found[case.model, case.dataset, case.is_first_order] = case
     return list(found.values())
 
