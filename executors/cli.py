@@ -74,11 +74,16 @@ def run(
     model: Annotated[str | None, _option(_DATA, "Directory (or cached name) of the base weights.")] = None,
     data: Annotated[str | None, _option(_DATA, "JSON lines: input_ids and labels, or text fields.")] = None,
     steps: Annotated[int | None, _option(_ESTIMATOR, "Steps of the whole run.", min=1)] = None,
-    batch: Annotated[int | None, _option(_DATA, "Sequences per step.", min=1)] = None,
+    batch: Annotated[
+        int | None, _option(_DATA, "Sequences per step over all ranks; 1 by default, or the plan's.", min=1)
+    ] = None,
     seq: Annotated[
         int | None, _option(_DATA, "Most tokens per sequence; by default the longest line's.", min=1)
     ] = None,
-    residency: Annotated[ResidencyName | None, _option(_PLACEMENT, "Where blocks live between uses.")] = None,
+    residency: Annotated[
+        ResidencyName | None,
+        _option(_PLACEMENT, "Where blocks live between uses; by default what is predicted to be fastest."),
+    ] = None,
     method: Annotated[
         MethodName | None,
         _option(
@@ -112,12 +117,15 @@ def run(
         str | None, _option(_PRECISION, "Of the residual stream that crosses a cut.")
     ] = None,
     transfers: Annotated[
-        TransfersName | None, _option(_PLACEMENT, "How ranks share host copies of offloaded blocks.")
+        TransfersName | None,
+        _option(_PLACEMENT, "How ranks share host copies of offloaded blocks; private by default."),
     ] = None,
     share_group: Annotated[
-        ShareGroupName | None, _option(_PLACEMENT, "Who shares blocks out: a host's ranks, or all.")
+        ShareGroupName | None, _option(_PLACEMENT, "Who shares blocks out: a host's ranks (default), or all.")
     ] = None,
-    slots: Annotated[int | None, _option(_PLACEMENT, "Device slots for offloaded blocks.", min=1)] = None,
+    slots: Annotated[
+        int | None, _option(_PLACEMENT, "Device slots for offloaded blocks; 3 by default.", min=1)
+    ] = None,
     traversal: Annotated[
         TraversalName | None,
         _option(_PLACEMENT, "Perturb everything first, or block by block, or that for one query at a time."),
@@ -135,51 +143,78 @@ def run(
         ),
     ] = None,
     max_device_memory: Annotated[
-        str | None, _option(_PLACEMENT, "Limit for the planner, such as 20GiB.")
+        str | None, _option(_PLACEMENT, "Limit for the planner, such as 20GiB; by default all of it.")
     ] = None,
     program: Annotated[
         Path | None, _option(_PLACEMENT, "A program (perhaps edited) in place of the plan's own.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=_PLACEMENT)] = "cpu",
     threads: Annotated[
-        int | None, _option(_PLACEMENT, "Threads of a CPU's kernels, of each rank.", min=1)
+        int | None,
+        _option(
+            _PLACEMENT,
+            "Threads of a CPU's kernels, of each rank; by default $OMP_NUM_THREADS, else its part of the cores.",
+            min=1,
+        ),
     ] = None,
-    rng: Annotated[RngName | None, _option(_ESTIMATOR, "One generator, or a keyed stream each.")] = None,
-    order: Annotated[OrderName | None, _option(_ESTIMATOR, "Order of draws under --rng mezo.")] = None,
+    rng: Annotated[
+        RngName | None,
+        _option(_ESTIMATOR, "One generator (mezo, the default), or a keyed stream for each parameter."),
+    ] = None,
+    order: Annotated[
+        OrderName | None, _option(_ESTIMATOR, "Order of draws under --rng mezo; registration by default.")
+    ] = None,
     direction: Annotated[
-        DirectionName | None, _option(_ESTIMATOR, "Distribution of the perturbation.")
+        DirectionName | None, _option(_ESTIMATOR, "Distribution of the perturbation; gaussian by default.")
     ] = None,
-    queries: Annotated[int | None, _option(_ESTIMATOR, "Directions per step.", min=1)] = None,
-    difference: Annotated[DifferenceName | None, _option(_ESTIMATOR, "Finite difference.")] = None,
+    queries: Annotated[int | None, _option(_ESTIMATOR, "Directions per step; 1 by default.", min=1)] = None,
+    difference: Annotated[
+        DifferenceName | None, _option(_ESTIMATOR, "Finite difference; central by default.")
+    ] = None,
     accumulate: Annotated[
-        int | None, _option(_ESTIMATOR, "Micro-batches that a step's batch is forwarded in.", min=1)
+        int | None,
+        _option(_ESTIMATOR, "Micro-batches that a step's batch is forwarded in; 1 by default.", min=1),
     ] = None,
     restore: Annotated[
         RestoreName | None,
         _option(
             _ESTIMATOR,
-            "How weights come back after the forwards: arithmetic, with MeZO's drift, or copy, bit for bit.",
+            "How weights come back after the forwards: arithmetic (default), with MeZO's drift, or copy, bit for bit.",
         ),
     ] = None,
     eps: Annotated[float | None, _option(_ESTIMATOR, "Smoothing radius; 1e-3 by default.")] = None,
     lr: Annotated[float | None, _option(_ESTIMATOR, "Largest learning rate; 1e-6 by default.")] = None,
-    lr_schedule: Annotated[ScheduleName | None, _option(_ESTIMATOR, "How the learning rate falls.")] = None,
-    warmup: Annotated[int | None, _option(_ESTIMATOR, "Steps until the largest rate.", min=0)] = None,
+    lr_schedule: Annotated[
+        ScheduleName | None, _option(_ESTIMATOR, "How the learning rate falls; constant by default.")
+    ] = None,
+    warmup: Annotated[
+        int | None, _option(_ESTIMATOR, "Steps until the largest rate; 0 by default.", min=0)
+    ] = None,
     weight_decay: Annotated[
-        float | None, _option(_ESTIMATOR, "Not of biases and layer norms.", min=0)
+        float | None, _option(_ESTIMATOR, "Of all but biases and layer norms; 0 by default.", min=0)
     ] = None,
     objective: Annotated[
         str | None,
-        _option(_ESTIMATOR, "What is minimised: loss, accuracy, f1, or module:function of logits and batch."),
+        _option(
+            _ESTIMATOR,
+            "What is minimised: loss (default), accuracy, f1, or module:function of logits and batch.",
+        ),
     ] = None,
-    seed: Annotated[int | None, _option(_ESTIMATOR, "Of directions and of the shuffle.", min=0)] = None,
+    seed: Annotated[
+        int | None, _option(_ESTIMATOR, "Of directions and of the shuffle; 0 by default.", min=0)
+    ] = None,
     shuffle: Annotated[
         Switch | None, _option(_DATA, "Off: batch k is lines kB to kB+B-1. On by default.")
     ] = None,
     template: Annotated[str | None, _option(_DATA, 'Such as "{text} It was {label}."')] = None,
     label_words: Annotated[str | None, _option(_DATA, "Such as 0=terrible,1=great.")] = None,
     truncate: Annotated[
-        bool | None, _option(_DATA, "Cut longer lines, or refuse them.", "--truncate/--no-truncate")
+        bool | None,
+        _option(
+            _DATA,
+            "Cut lines that are longer than --seq, or refuse them (default).",
+            "--truncate/--no-truncate",
+        ),
     ] = None,
     lora_rank: Annotated[int | None, _option(_DATA, "Tune adapters of this rank alone.", min=1)] = None,
     lora_targets: Annotated[
@@ -190,26 +225,34 @@ def run(
     ] = None,
     random_weights: Annotated[
         bool | None,
-        _option(_DATA, "Use the architecture alone, or its weights.", "--random-weights/--weights"),
+        _option(_DATA, "Use the architecture alone, or its weights (default).", "--random-weights/--weights"),
     ] = None,
     allow_download: Annotated[
         bool, typer.Option("--allow-download", help="Fetch a named model.", rich_help_panel=_DATA)
     ] = False,
     dtype: Annotated[
-        str | None, _option(_PRECISION, "Of weights, and of the rest: float32, bfloat16, float16, float64.")
+        str | None,
+        _option(_PRECISION, "Of weights, and of the rest: float32 (default), bfloat16, float16, float64."),
     ] = None,
-    compute_dtype: Annotated[str | None, _option(_PRECISION, "Of matrix products.")] = None,
+    compute_dtype: Annotated[
+        str | None, _option(_PRECISION, "Of matrix products, such as tf32 or bfloat16; by default --dtype.")
+    ] = None,
     transfer_dtype: Annotated[
-        str | None, _option(_PRECISION, "Of offloaded blocks; narrower is lossy.")
+        str | None,
+        _option(_PRECISION, "Of offloaded blocks, such as float16; narrower is lossy. By default --dtype."),
     ] = None,
     allow_lossy: Annotated[
         bool, typer.Option("--allow-lossy", help="Accept lost precision.", rich_help_panel=_PRECISION)
     ] = False,
-    loss_dtype: Annotated[LossFormat | None, _option(_PRECISION, "Of the loss.")] = None,
-    loss_chunk_tokens: Annotated[
-        int | None, _option(_PRECISION, "Tokens whose logits are alive at once.", min=1)
+    loss_dtype: Annotated[
+        LossFormat | None, _option(_PRECISION, "Format that the loss is computed in; the model's by default.")
     ] = None,
-    attention: Annotated[AttentionName | None, _option(_PRECISION, "Implementation.")] = None,
+    loss_chunk_tokens: Annotated[
+        int | None, _option(_PRECISION, "Tokens whose logits are alive at once; by default all.", min=1)
+    ] = None,
+    attention: Annotated[
+        AttentionName | None, _option(_PRECISION, "Implementation of attention; sdpa by default.")
+    ] = None,
     eval_data: Annotated[str | None, _option(_KEEPING, "Lines to evaluate on.")] = None,
     eval_task: Annotated[
         TaskName | None,
@@ -221,13 +264,21 @@ def run(
     eval_max_new_tokens: Annotated[
         int | None, _option(_KEEPING, "Tokens of a generated answer at most; 32 by default.", min=1)
     ] = None,
-    eval_every: Annotated[int | None, _option(_KEEPING, "Steps between evaluations.", min=0)] = None,
-    eval_examples: Annotated[int | None, _option(_KEEPING, "Only the first so many.", min=1)] = None,
+    eval_every: Annotated[
+        int | None,
+        _option(
+            _KEEPING, "Steps between evaluations; by default only before the first and after the last.", min=0
+        ),
+    ] = None,
+    eval_examples: Annotated[
+        int | None, _option(_KEEPING, "Only the first so many; by default all.", min=1)
+    ] = None,
     keep_best: Annotated[
         bool | None, _option(_KEEPING, "Keep the best weights in OUT/best.", "--keep-best/--no-keep-best")
     ] = None,
     digest_every: Annotated[
-        int | None, _option(_KEEPING, "Steps between digests of the parameters; 0 never.", min=0)
+        int | None,
+        _option(_KEEPING, "Steps between digests of the parameters; 100 by default, 0 never.", min=0),
     ] = None,
     checkpoint_every: Annotated[
         int | None, _option(_KEEPING, "Steps between checkpoints; 0 (default): the log is enough.", min=0)

@@ -62,9 +62,9 @@ def list_presets(as_json: Json = False) -> None:
 
 
 @app.command()
-def show(hardware: Hardware, as_json: Json = False) -> None:
-    """Show a machine as a tree."""
-    _show(resolve(hardware), as_json)
+def show(hardware: Hardware, output: Output = None, as_json: Json = False) -> None:
+    """Show a machine as a tree; its file, with --output, is one to change into yours."""
+    _deliver(resolve(hardware), output, as_json)
 
 
 @app.command()

@@ -173,7 +173,7 @@ def _parse_yaml(text: str, what: str) -> tuple[dict[str, Any], Callable[[Locatio
     if not isinstance(data, dict):
         found = "empty" if data is None else f"a {type(data).__name__}"
         message = f"{what} is {found}, not a mapping with name, nodes and links"
-        raise TopologyError(message, hint="`zosim topology show NAME --json` or a preset file is an example")
+        raise TopologyError(message, hint="`zosim topology show NAME -o FILE` writes an example")
     return data, lambda location: _line_of(root, location)
 
 

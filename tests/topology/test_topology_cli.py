@@ -46,6 +46,19 @@ def test_show_as_a_tree_and_as_json(name):
     assert data["host_to_device"].keys() == {node.id for node in machine.compute_devices}
 
 
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_can_be_written_and_changed(name, tmp_path):
+    path = tmp_path / "mine.yaml"
+    assert run("show", name, "-o", path) == run("show", name)
+    assert run("show", path, "--json") == run("show", name, "--json")
+
+
+def test_what_an_empty_file_should_hold_can_be_written(tmp_path):
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    assert "show NAME -o FILE" in refused("show", path).hint
+
+
 def test_the_tree_shows_every_link_once():
     text = render_text(load_preset("dgx-1v"))
     assert text.count("40 GB/s") == 8  # pairs of GPUs with two NVLinks

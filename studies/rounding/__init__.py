@@ -1,0 +1,1 @@
+"""What rounding leaves of weights and of updates."""
