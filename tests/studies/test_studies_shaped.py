@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from costmodel.datasheet import datasheet_profile
-from studies.shaped import network
+from studies.shaped import benchmark, network
 from studies.shaped.cases import FOUR, RATES, STRATEGIES, TWO, ShapedCase, all_cases, cases_of
 from studies.shaped.hosts import machines_of, plan_of, topology_of
 from studies.shaped.network import (
@@ -321,3 +321,11 @@ def test_ranks_in_namespaces_train_together(tmp_path):
     assert status == 0
     assert json.loads(out.read_text()) == [0.0, 1.0]
     assert os.environ.get("RANK") is None
+
+
+def test_networks_that_were_not_measured_are_left_out_and_old_figures_refused(tmp_path):
+    assert benchmark._read(tmp_path, "1gbit", TWO) is None
+    (tmp_path / "1gbit-2x1.json").write_text(json.dumps({"link": {"message_s": 1e-4}, "cases": []}))
+    with pytest.raises(RunError, match="other figures of the link") as raised:
+        benchmark._read(tmp_path, "1gbit", TWO)
+    assert "--part 1gbit-2x1" in raised.value.hint
