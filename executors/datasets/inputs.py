@@ -10,6 +10,7 @@ from typing import Any
 
 from executors.datasets.data import Dataset, Limits, LineFile, open_dataset
 from executors.datasets.prompts import PromptTemplate
+from executors.models.loading import load_config
 from executors.runs.evaluate import Generation
 from executors.runs.settings import DataSettings, EvaluationSettings, RunSettings
 
@@ -73,12 +74,9 @@ def generation_of(settings: RunSettings, wanted: EvaluationSettings) -> Generati
 
     An answer ends with the model's own token for that, or with a line.
     """
-    import transformers
-
     ends: set[int] = set()
     if not settings.random_weights:
-        where = {"local_files_only": not settings.allow_download}
-        config = transformers.AutoConfig.from_pretrained(settings.model, **where)
+        config = load_config(settings.model, allow_download=settings.allow_download)
         ended_by = getattr(config, "eos_token_id", None)
         ends |= set(ended_by if isinstance(ended_by, list) else [ended_by]) - {None}
     tokenizer = _any_tokenizer(settings.model)
@@ -98,13 +96,9 @@ def _numbers(tokens: Sequence[int]) -> str:
 
 def pad_token(settings: RunSettings) -> int:
     """Return what padded positions hold: the model's own token for it, if it has one."""
-    import transformers
-
     if settings.random_weights:
         return 0
-    config = transformers.AutoConfig.from_pretrained(
-        settings.model, local_files_only=not settings.allow_download
-    )
+    config = load_config(settings.model, allow_download=settings.allow_download)
     token = getattr(config, "pad_token_id", None)
     return token if isinstance(token, int) and 0 <= token < settings.plan.model.vocab_size else 0
 

@@ -74,6 +74,22 @@ def load_model(
     return model.eval()  # type: ignore[no-any-return]
 
 
+def load_config(source: str | Path, *, allow_download: bool = False) -> Any:
+    """Return the configuration of a model, as transformers reads it.
+
+    Raises
+    ------
+    ModelError
+        If there is no such model, or its configuration is damaged.
+    """
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(str(source), local_files_only=not allow_download)
+    except (OSError, ValueError, KeyError) as error:
+        raise _refusal(source, error, local=not allow_download) from error
+
+
 @contextmanager
 def _silent_loading() -> Iterator[None]:
     """Keep transformers from reporting what :func:`_refuse_incomplete` says shorter."""
@@ -157,5 +173,5 @@ def _refusal(source: str | Path, error: Exception, *, local: bool) -> ModelError
     if isinstance(error, SafetensorError):
         hint = "the file is damaged or was copied in part; copy it again"
     if local and not Path(source).exists():
-        hint += ", or allow the download of a model that the Hub knows"
+        hint += ", or allow the download of a model that the Hub knows (--allow-download)"
     return ModelError(f"cannot load the model {source}: {reason}", hint=hint)

@@ -1,0 +1,28 @@
+"""What a run reads beside its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from executors.datasets.inputs import pad_token
+from executors.models.loading import load_config, load_model
+from topology.errors import ModelError
+
+
+@pytest.mark.parametrize("read", [load_config, load_model])
+def test_a_name_whose_files_are_not_here_is_refused_in_words(read: Any) -> None:
+    with pytest.raises(ModelError, match="cannot load the model nobody/has-this") as refusal:
+        read("nobody/has-this")
+    assert "--allow-download" in str(refusal.value.hint)
+
+
+def test_the_padding_token_of_a_model_that_is_not_here_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for model in ("opt-125m", str(tmp_path)):
+        settings: Any = SimpleNamespace(random_weights=False, model=model, allow_download=False)
+        with pytest.raises(ModelError, match="cannot load the model"):
+            pad_token(settings)
