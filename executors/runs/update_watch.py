@@ -76,7 +76,7 @@ class UpdateWatch:
         self._num_sampled = 0
         # Unchanged in the format of updates, and changed there alone.
         self._lost = torch.zeros(2, dtype=torch.int64, device=device)
-        self._places: dict[Access, Tensor] = {}
+        self._stretches: dict[Access, list[tuple[int, int]]] = {}
         formats = {
             access.what: program.buffer(access.buffer).dtype
             for access in program.initial
@@ -110,12 +110,12 @@ class UpdateWatch:
         return update
 
     def _sample(self, access: Access) -> Tensor:
-        """Return copies of some elements of every tensor of a group, evenly spread."""
-        placed = self._store.placed(access)
-        places = self._places.get(access)
-        if places is None:
-            places = self._places[access] = _spread(placed, self._stride)
-        return placed.flat.index_select(0, places)
+        """Return copies of some elements of a group, evenly spread."""
+        flat = self._store.placed(access).flat
+        stretches = self._stretches.get(access)
+        if stretches is None:
+            stretches = self._stretches[access] = _without_gaps(self._store.placed(access))
+        return torch.cat([flat[begin : end : self._stride] for begin, end in stretches])
 
     def _count(self, before: Tensor, after: Tensor) -> None:
         self._num_sampled += after.numel()
@@ -133,12 +133,14 @@ class UpdateWatch:
         return UpdateLoss(self._updated_in, self._kept_in, num, unchanged / num, rounded_away / num)
 
 
-def _spread(placed: Placed, stride: int) -> Tensor:
-    """Return where every so manieth element of each tensor lies."""
-    flat = placed.flat
-    begins = [int(view.storage_offset() - flat.storage_offset()) for view in placed.views]
-    places = [
-        torch.arange(begin, begin + view.numel(), stride, device=flat.device)
-        for begin, view in zip(begins, placed.views, strict=True)
-    ]
-    return torch.cat(places)
+def _without_gaps(placed: Placed) -> list[tuple[int, int]]:
+    """Return where tensors that lie behind one another begin and end."""
+    found: list[tuple[int, int]] = []
+    for view in placed.views:
+        begin = int(view.storage_offset() - placed.flat.storage_offset())
+        end = begin + view.numel()
+        if found and found[-1][1] == begin:
+            found[-1] = found[-1][0], end
+        else:
+            found.append((begin, end))
+    return found
