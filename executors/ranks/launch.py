@@ -10,6 +10,7 @@ import ctypes
 import json
 import logging
 import mmap
+import multiprocessing
 import os
 import shutil
 import signal
@@ -152,13 +153,32 @@ def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1
 
 def _remove_leftovers() -> None:
     """Remove what launchers that were killed could not."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        owner = left.name.removeprefix(_PREFIX).partition("-")[0]
-        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(left, ignore_errors=True)
+    for folder, prefix in ((Path(tempfile.gettempdir()), _PREFIX), (_SEMAPHORES, f"sem.{_PREFIX}")):
+        for left in folder.glob(f"{prefix}*"):
+            owner = left.name.removeprefix(prefix).partition("-")[0]
+            if not owner.isdecimal() or psutil.pid_exists(int(owner)):
+                continue
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+
+
+@contextmanager
+def _own_semaphores() -> Iterator[None]:
+    """Give the semaphores of torch's launcher names by which those of one that was killed are known."""
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before = config["semprefix"]
+    config["semprefix"] = f"/{_PREFIX}{os.getpid()}"
+    try:
+        yield
+    finally:
+        config["semprefix"] = before
 
 
 _PREFIX = "zosim-launch-"
+_SEMAPHORES = Path("/dev/shm")
+"""Where Linux has them, as files."""
 
 
 @contextmanager
@@ -170,6 +190,11 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     device_type : str
     timeout_s : float
         After which a rank that waits for another gives up.
+
+    Raises
+    ------
+    RunError
+        If not all ranks come in time.
     """
     import torch
     import torch.distributed as dist
@@ -181,9 +206,17 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     if device_type == "cuda":
         torch.cuda.set_device(info.local_rank)
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(
-        backend, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=timeout_s)
-    )
+    try:
+        dist.init_process_group(
+            backend, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=timeout_s)
+        )
+    except dist.DistError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RunError(
+            f"rank {info.rank} could not join the others of {info.world_size} ranks ({reason})",
+            hint="look at the ranks that have ended; all need the same MASTER_ADDR and MASTER_PORT, and `--timeout` "
+            "says how long to wait",
+        ) from error
     yield info
     # Nobody leaves while another still joins. After a failure others may be gone: this process takes no leave then.
     dist.all_reduce(torch.zeros(1))
@@ -209,7 +242,7 @@ def _launch(
         monitor_interval=0.1,
         start_method="spawn",
     )
-    with _environment(directory), _quiet_launcher():
+    with _environment(directory), _quiet_launcher(), _own_semaphores():
         try:
             results = elastic_launch(config, _entry)(function, arguments, str(directory))
         except ChildFailedError as error:

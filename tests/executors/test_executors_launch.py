@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import launched
 
+from executors.ranks import launch as ranks_launch
 from executors.ranks.launch import Progress, RankInfo, launch
 from topology.errors import RunError
 
@@ -54,3 +57,26 @@ def test_progress_keeps_the_latest_line(tmp_path):
     progress.note("short")
     assert Progress.read(tmp_path / "line") == "short"
     assert Progress.read(tmp_path / "nothing") == ""
+
+
+KILLED = """
+import multiprocessing, os, signal
+from multiprocessing import resource_tracker
+from executors.ranks import launch
+
+with launch._own_semaphores():
+    made = multiprocessing.get_context("spawn").Semaphore()
+    print(made._semlock.name, flush=True)
+    os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="semaphores are files on Linux")
+def test_semaphores_of_a_killed_launcher_are_removed_by_the_next():
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = ranks_launch._SEMAPHORES / f"sem.{done.stdout.strip().removeprefix('/')}"
+    assert left.exists()
+    ranks_launch._remove_leftovers()
+    assert not left.exists()
