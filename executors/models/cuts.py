@@ -15,7 +15,8 @@ from torch import Tensor
 
 from costmodel.model_spec import block_segment
 from executors.models.halves import Halfway, HalvedBlock
-from executors.models.model import Batch, CutModel, StepCache
+from executors.models.model import Batch, CutModel
+from executors.models.stand_ins import StepCache
 from zosim.plan import INSIDE
 
 Crossing = Literal["hidden", "activation", "residual"]

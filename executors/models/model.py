@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -30,6 +29,7 @@ from costmodel.model_spec import (
 from executors.models.blocks import block_list, refuse_unsupported
 from executors.models.halves import Halfway, HalvedBlock, Handed, normalises_last
 from executors.models.parameters import NamedTensor, named_tensors
+from executors.models.stand_ins import Calls, Role, StandIn, StepCache, Stop
 from topology.errors import ModelError
 
 Batch = Mapping[str, Tensor]
@@ -40,56 +40,6 @@ Objective = Callable[[Tensor, Batch], Tensor]
 
 LossDType = Literal["model", "fp64"]
 IGNORED_LABEL = -100
-
-
-@dataclass
-class StepCache:
-    """What the blocks are called with beside the hidden state, recorded by the embed segment."""
-
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-
-
-class _Stop(Exception):  # noqa: N818 - not an error: the forward has done what it was asked for
-    """Raised by the last stand-in; carries the hidden state out of the forward."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-
-@dataclass
-class _Role:
-    """What the stand-ins do during the present forward."""
-
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-    hidden: Tensor | None = None
-    returns_tuple: bool = False
-    entered_head: bool = False
-
-
-class _StandIn(nn.Module):
-    """Takes a block's place: looks like it, does not compute."""
-
-    def __init__(self, block: nn.Module, role: _Role, *, is_last: bool) -> None:
-        super().__init__()
-        self.__dict__["_block"] = block
-        self._role = role
-        self._is_last = is_last
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_block"], name)
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        role = self._role
-        if role.calls is not None:
-            role.calls.append((args, kwargs))
-            if self._is_last:
-                raise _Stop(hidden)
-        elif self._is_last:
-            assert role.hidden is not None
-            role.entered_head = True
-            hidden = role.hidden
-        return (hidden,) if role.returns_tuple else hidden
 
 
 class CutModel:
@@ -146,7 +96,7 @@ class CutModel:
         self._owner, self._list_name, blocks_path = block_list(model)
         self._whole = self._owner.get_submodule(self._list_name)
         self.blocks = list(self._whole.children())
-        self._role = _Role()
+        self._role = Role()
         self._head_needs_shape = False
         self.cut_blocks = tuple(sorted(set(cut_blocks)))
         self.segments = segments_of(len(self.blocks), self.cut_blocks)
@@ -154,7 +104,7 @@ class CutModel:
         self.hidden_size = self.inner_size = 0
         last = len(self.blocks) - 1
         self._stand_ins = nn.ModuleList(
-            _StandIn(block, self._role, is_last=i == last) for i, block in enumerate(self.blocks)
+            StandIn(block, self._role, is_last=i == last) for i, block in enumerate(self.blocks)
         )
         self.tensors = named_tensors(model)
         self.device = self.tensors[0].parameter.device
@@ -179,14 +129,14 @@ class CutModel:
         torch.Tensor
             Hidden state of shape (sequences, tokens, hidden).
         """
-        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        calls: Calls = []
         self._role.calls = calls
         try:
             with self._cut(), self._format():
                 self.model(
                     input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), use_cache=False
                 )
-        except _Stop as stop:
+        except Stop as stop:
             if not cache.calls:
                 cache.calls = calls
             return stop.hidden

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from executors.models.model import Batch, StepCache
+from executors.models.model import Batch
+from executors.models.stand_ins import StepCache
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from executors.models.halves import Handed
-from executors.models.model import Batch, CutModel, StepCache
+from executors.models.model import Batch, CutModel
+from executors.models.stand_ins import StepCache
 from executors.models.whole import WholeModel
 
 

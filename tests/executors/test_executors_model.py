@@ -13,9 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny import CONFIGS, batches, model_of
 
 from costmodel.configs import spec_of_config
-from executors.models.model import CutModel, StepCache
+from executors.models.model import CutModel
 from executors.models.parameters import decays
 from executors.models.spec import spec_of_model
+from executors.models.stand_ins import StepCache
 from topology.errors import ModelError
 
 

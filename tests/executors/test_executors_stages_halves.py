@@ -9,8 +9,9 @@ from tiny import CONFIGS, batches, model_of
 from costmodel.configs import LoRA, spec_of_config
 from executors.models.halves import Halfway, HalvedBlock
 from executors.models.lora import attach_lora
-from executors.models.model import CutModel, StepCache
+from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
+from executors.models.stand_ins import StepCache
 from topology.errors import ModelError
 
 FAMILIES = ("opt", "opt-untied", "opt-projected", "gpt2", "llama", "llama-tied", "qwen3")

@@ -11,8 +11,9 @@ from tiny import batches
 
 from costmodel.codecs import codec_spec, most_bytes
 from executors.codecs import codec_of
-from executors.models.model import CutModel, StepCache
+from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
+from executors.models.stand_ins import StepCache
 from executors.ranks.mesh import alone, uncut
 from executors.ranks.messages import check_length
 from executors.runs.session import Session

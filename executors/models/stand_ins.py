@@ -1,0 +1,62 @@
+"""Modules that take the blocks' places while a model's own forward runs, to learn what it does around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
+"""What each block is called with beside the hidden state."""
+
+
+@dataclass
+class StepCache:
+    """What the blocks are called with beside the hidden state, recorded by the embed segment."""
+
+    calls: Calls = field(default_factory=list)
+
+
+class Stop(Exception):  # noqa: N818 - not an error: the forward has done what it was asked for
+    """Raised by the last stand-in; carries the hidden state out of the forward."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+@dataclass
+class Role:
+    """What the stand-ins do during the present forward."""
+
+    calls: Calls | None = None
+    hidden: Tensor | None = None
+    returns_tuple: bool = False
+    entered_head: bool = False
+
+
+class StandIn(nn.Module):
+    """Takes a block's place: looks like it, does not compute."""
+
+    def __init__(self, block: nn.Module, role: Role, *, is_last: bool) -> None:
+        super().__init__()
+        self.__dict__["_block"] = block
+        self._role = role
+        self._is_last = is_last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_block"], name)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Note the call, or hand on what the blocks left."""
+        role = self._role
+        if role.calls is not None:
+            role.calls.append((args, kwargs))
+            if self._is_last:
+                raise Stop(hidden)
+        elif self._is_last:
+            assert role.hidden is not None
+            role.entered_head = True
+            hidden = role.hidden
+        return (hidden,) if role.returns_tuple else hidden
