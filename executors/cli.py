@@ -5,20 +5,35 @@ from __future__ import annotations
 import enum
 import sys
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from executors.options import (
+    AttentionName,
+    DifferenceName,
+    DirectionName,
+    LossFormat,
+    MethodName,
+    OrderName,
+    ResidencyName,
+    RestoreName,
+    RngName,
+    ScheduleName,
+    ShareGroupName,
+    Switch,
+    TaskName,
+    TransfersName,
+    TraversalName,
+    UpdateName,
+)
+from executors.report import calibration_view, summary_view
 from topology.errors import ProfileError, RunError
-from topology.units import format_bytes, format_seconds
-from zosim.console import emit, progress, stderr, table
+from zosim.console import emit, progress, stderr
 from zosim.documents import check_writable
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from costmodel.calibration import FitReport, Residual
+    from costmodel.calibration import FitReport
     from costmodel.profile import Profile
 
 _PLACEMENT = "Placement"
@@ -26,39 +41,6 @@ _ESTIMATOR = "Estimator and learning rate"
 _DATA = "Model and data"
 _PRECISION = "Precision"
 _KEEPING = "Evaluation, checkpoints and logs"
-
-
-ResidencyName = enum.StrEnum("ResidencyName", {"RESIDENT": "resident", "OFFLOADED": "offloaded"})
-MethodName = enum.StrEnum(
-    "MethodName",
-    {
-        "AUTO": "auto",
-        "MEZO": "mezo",
-        "ZO2": "zo2",
-        "PERTP": "pertp",
-        "DDP": "ddp",
-        "TWO_D": "2d",
-        "SPARQ": "sparq",
-    },
-)
-TransfersName = enum.StrEnum("TransfersName", {"PRIVATE": "private", "SHARED": "shared", "SLICED": "sliced"})
-ShareGroupName = enum.StrEnum("ShareGroupName", {"HOST": "host", "WORLD": "world"})
-TraversalName = enum.StrEnum(
-    "TraversalName", {"SWEEP": "sweep", "BLOCKWISE": "blockwise", "QUERYWISE": "querywise"}
-)
-UpdateName = enum.StrEnum("UpdateName", {"IMMEDIATE": "immediate", "DELAYED": "delayed"})
-RngName = enum.StrEnum("RngName", {"MEZO": "mezo", "COUNTER": "counter"})
-OrderName = enum.StrEnum("OrderName", {"REGISTRATION": "registration", "EXECUTION": "execution"})
-RestoreName = enum.StrEnum("RestoreName", {"ARITHMETIC": "arithmetic", "COPY": "copy"})
-DirectionName = enum.StrEnum("DirectionName", {"GAUSSIAN": "gaussian", "RADEMACHER": "rademacher"})
-DifferenceName = enum.StrEnum("DifferenceName", {"CENTRAL": "central", "FORWARD": "forward"})
-ScheduleName = enum.StrEnum("ScheduleName", {"CONSTANT": "constant", "LINEAR": "linear", "COSINE": "cosine"})
-Switch = enum.StrEnum("Switch", {"ON": "on", "OFF": "off"})
-TaskName = enum.StrEnum(
-    "TaskName", {"AUTO": "auto", "CHOICE": "choice", "PERPLEXITY": "perplexity", "GENERATION": "generation"}
-)
-LossFormat = enum.StrEnum("LossFormat", {"MODEL": "model", "FP64": "fp64"})
-AttentionName = enum.StrEnum("AttentionName", {"EAGER": "eager", "SDPA": "sdpa"})
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -325,7 +307,7 @@ def run(
         raise RunError(f"--no-launch runs one rank, the plan has {world_size}", hint="leave it out")
     summary = launch_ranks(run_in_rank, settings, world_size=world_size) if launch else run_in_rank(settings)
     if is_first:
-        emit(summary, json=as_json, text=_summary_view(summary))
+        emit(summary, json=as_json, text=summary_view(summary))
 
 
 def replay(
@@ -461,83 +443,4 @@ def _show_fit(
         "median_error": fit.median_error,
         "num_measurements": len(fit.residuals),
     }
-    emit(data, json=as_json, text=_calibration_view(profile, fit))
-
-
-def _summary_view(summary: dict[str, Any]) -> RenderableType:
-    rows = [
-        ("steps", f"{summary['num_steps']}"),
-        ("loss", f"{summary['first_loss']:.5g} at first, {summary['last_loss']:.5g} over the last ten steps"),
-        ("step time", f"{format_seconds(summary['step_time_s'])}  ({summary['tokens_per_s']:,.0f} tokens/s)"),
-        ("device memory", f"{format_bytes(summary['device_bytes'])} at most"),
-        ("host memory", format_bytes(summary["host_bytes"])),
-        ("process", f"{format_bytes(summary['peak_rss_bytes'])} resident at most"),
-    ]
-    if (sent := summary["messages"]) is not None:
-        size = format_bytes(sent["bytes_per_step"])
-        rows.append(("messages", f"{sent['num_per_step']:g} between stages per step, {size} in all"))
-    if summary["lost_updates"] is not None:
-        rows.append(("updates lost", _lost_words(summary["lost_updates"])))
-    for name, title in (("evaluation", "last evaluation"), ("best_evaluation", "best evaluation")):
-        if summary[name] is not None:
-            rows.append((title, _evaluation_words(summary[name])))
-    return table(("run", summary["out"]), rows)
-
-
-def _lost_words(lost: dict[str, Any]) -> str:
-    """Return how many updates rounding undid, and where."""
-    words = f"{lost['lost_in_storage']:.1%} left a {lost['storage']} weight as it was"
-    if lost["transfer"] == lost["storage"]:
-        return words
-    return f"{lost['lost_in_transfer']:.1%} vanished when it was rounded to {lost['transfer']}; {words}"
-
-
-def _evaluation_words(metrics: dict[str, Any]) -> str:
-    names = ("accuracy", "exact_match", "f1", "perplexity", "loss")
-    shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name in metrics)
-    return f"{shown} after {metrics['num_steps']} steps"
-
-
-def _residual_row(row: Residual) -> tuple[str, str, str, str]:
-    measured, predicted = format_seconds(row.measured_s), format_seconds(row.predicted_s)
-    return row.name, measured, predicted, f"{row.relative_error:+.1%}"
-
-
-def _calibration_view(profile: Profile, fit: FitReport) -> RenderableType:
-    from rich.console import Group
-
-    constants = [
-        (c.name, f"{c.value:.4g}", f"{c.low:.4g} to {c.high:.4g}", c.unit, fit.unidentified.get(c.name, ""))
-        for c in profile.constants
-    ]
-    kinds = [
-        (kind, f"{len(errors)}", f"{median(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}")
-        for kind, errors in fit.errors_by_kind().items()
-    ]
-    parts = [
-        ("least well explained", "fitted", fit.worst()),
-        ("whole steps, not fitted", "predicted", fit.steps),
-    ]
-    return Group(
-        table(
-            ("constant", "value", "interval", "unit", "not identified because"),
-            constants,
-            title=f"{profile.device_name}, {profile.num_threads} threads",
-            numeric=("value",),
-        ),
-        table(
-            ("measured, by kind", "number", "median error", "largest error"),
-            kinds,
-            numeric=("number", "median error", "largest error"),
-        ),
-        *(
-            table(
-                (title, "measured", verb, "error"),
-                [_residual_row(row) for row in rows],
-                numeric=("measured", verb, "error"),
-            )
-            for title, verb, rows in parts
-            if rows
-        ),
-        f"median error of the fit: {fit.median_error:.1%} over {len(fit.residuals)} measurements",
-    )
+    emit(data, json=as_json, text=calibration_view(profile, fit))
