@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
 
 from costmodel.families import FAMILIES, Architecture, Family, TensorSpec
 from costmodel.groups import ParameterEntry, cut_blocks_inside, group_parameters
@@ -31,12 +39,23 @@ class LoRA(BaseModel):
         Rows of A (``rank x inputs``) and columns of B (``outputs x rank``).
     target_modules : tuple of str
         Last components of module names, as PEFT matches them, such as ``("q_proj", "v_proj")``.
+    alpha : float or None
+        What an adapter adds is ``alpha / rank · B A x``; by default twice the rank.
+    seed : int
+        Of the numbers that A begins with; B begins at zero.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: PositiveInt
     target_modules: tuple[str, ...]
+    alpha: PositiveFloat | None = None
+    seed: NonNegativeInt = 0
+
+    @property
+    def scale(self) -> float:
+        """Factor of what an adapter adds, ``alpha / rank``."""
+        return (self.alpha or 2 * self.rank) / self.rank
 
     @field_validator("target_modules")
     @classmethod
@@ -53,11 +72,14 @@ class Prefix(BaseModel):
     Attributes
     ----------
     num_tokens : int
+    seed : int
+        Of the tokens whose keys and values it begins as.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_tokens: PositiveInt
+    seed: NonNegativeInt = 0
 
 
 Trainable = Literal["all"] | LoRA | Prefix

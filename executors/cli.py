@@ -183,7 +183,7 @@ def run(
         ),
     ] = None,
     seed: Annotated[
-        int | None, _option(_ESTIMATOR, "Of directions and of the shuffle; 0 by default.", min=0)
+        int | None, _option(_ESTIMATOR, "Of directions, the shuffle, and what adapters begin as; 0 by default.", min=0)
     ] = None,
     shuffle: Annotated[
         Switch | None, _option(_DATA, "Off: batch k is lines kB to kB+B-1. On by default.")
@@ -201,6 +201,10 @@ def run(
     lora_rank: Annotated[int | None, _option(_DATA, "Tune adapters of this rank alone.", min=1)] = None,
     lora_targets: Annotated[
         str | None, _option(_DATA, "Linears that get one, such as q_proj,v_proj.")
+    ] = None,
+    lora_alpha: Annotated[
+        float | None,
+        _option(_DATA, "They add alpha over rank times B A x; by default twice the rank.", min=0),
     ] = None,
     prefix: Annotated[
         int | None, _option(_DATA, "Tune this many virtual tokens before every block's keys alone.", min=1)

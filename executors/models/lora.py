@@ -18,7 +18,7 @@ from topology.errors import ModelError
 _HOOK = "_zosim_lora_hook"
 
 
-def attach_lora(model: nn.Module, lora: LoRA, *, alpha: float | None = None, seed: int = 0) -> None:
+def attach_lora(model: nn.Module, lora: LoRA) -> None:
     """Freeze a model, and add ``α/r · B A x`` beside each linear of its blocks that `lora` names.
 
     Parameters
@@ -26,11 +26,8 @@ def attach_lora(model: nn.Module, lora: LoRA, *, alpha: float | None = None, see
     model : torch.nn.Module
         Changed in place. Adapters are called ``lora_A`` and ``lora_B`` under the linear that they stand beside.
     lora : LoRA
-        Rank and names of the linears.
-    alpha : float, optional
-        ``α``; by default twice the rank.
-    seed : int
-        Of ``A``, which is uniform as torch's linear layers are; ``B`` starts at zero.
+        Rank, names of the linears, ``α``, and the seed of ``A``, which is uniform as torch's linear layers are; ``B``
+        starts at zero.
 
     Raises
     ------
@@ -45,10 +42,10 @@ def attach_lora(model: nn.Module, lora: LoRA, *, alpha: float | None = None, see
             hint="linears are " + ", ".join(dict.fromkeys(found for found, _, _, _ in linears)),
         )
     model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(lora.seed)
     for name, module, inputs, outputs in linears:
         if name in lora.target_modules:
-            _attach(module, inputs, outputs, lora.rank, (alpha or 2 * lora.rank) / lora.rank, generator)
+            _attach(module, inputs, outputs, lora.rank, lora.scale, generator)
 
 
 def merge_lora(model: nn.Module) -> None:

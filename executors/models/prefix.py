@@ -24,7 +24,7 @@ CONFIG_NAME = "prefix_config.json"
 _PARTS = ("prefix_keys", "prefix_values")
 
 
-def attach_prefix(model: nn.Module, prefix: Prefix, *, seed: int = 0) -> None:
+def attach_prefix(model: nn.Module, prefix: Prefix) -> None:
     """Freeze a model, and put a prefix before the keys and values of each of its blocks.
 
     Parameters
@@ -33,15 +33,14 @@ def attach_prefix(model: nn.Module, prefix: Prefix, *, seed: int = 0) -> None:
         Changed in place, its weights on the CPU. Each attention module gets ``prefix_keys`` and ``prefix_values``
         of shape (virtual tokens, key-value heads · head width), in its own format.
     prefix : Prefix
-    seed : int
-        Of the random tokens whose keys and values they begin as.
+        How many tokens, and the seed of those whose keys and values they begin as.
 
     Raises
     ------
     ModelError
         If the model cannot read so many tokens at once, or its blocks do not have one attention each.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(prefix.seed)
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     if prefix.num_tokens > config.max_position_embeddings:
         raise ModelError(

@@ -22,6 +22,7 @@ from executors.runs.runlog import HEADER_NAME, read_header
 from executors.runs.schedule import Schedule
 from executors.runs.settings import DataSettings, EvaluationSettings, RunSettings
 from topology.errors import PlanError, RunError
+from topology.validation import readable
 from zosim.options import memory_limit, precision_of
 from zosim.plan import Plan
 from zosim.planning.visibility import about_epsilon
@@ -54,7 +55,7 @@ def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
             f"{out} holds no run to go on with", hint="look for another --out, or begin one with --model DIR"
         )
     model = _required(given["model"] or run.get("model"), "a model", "--model DIR")
-    lora, prefix = _lora(given, run), _prefix(given, run)
+    lora, prefix = _lora(given, header), _prefix(given, header)
     base = _base_plan(given, header)
     loading = {
         "allow_download": given["allow_download"],
@@ -79,7 +80,7 @@ def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
         weight_decay=_or(given, header, "weight_decay", 0.0),
         loss_dtype=_or(given, header, "loss_dtype", "model"),
         objective=_or(given, run, "objective", "loss"),
-        accumulate=_or(given, run, "accumulate", 1),
+        accumulate=given["accumulate"] or _num_micro_batches(header, plan),
         device=given["device"],
         num_threads=num_threads,
         lora=lora,
@@ -247,22 +248,45 @@ def _schedule(given: Given, run: Given) -> Schedule:
     )
 
 
-def _lora(given: Given, run: Given) -> LoRA | None:
-    rank, targets = given["lora_rank"], given["lora_targets"]
-    if rank is None and targets is None:
-        return LoRA.model_validate(run["lora"]) if run.get("lora") else None
-    if rank is None or targets is None:
+def _num_micro_batches(header: Given, plan: Plan) -> int:
+    """Return the micro-batches of a step: of a run that is gone on with, as make up the parts of a batch that it had.
+
+    Shards of a batch are such parts, too: a rank alone forwards those of two ranks one after the other, to the same
+    losses. Where equal parts cannot be made, what was recorded stays.
+    """
+    recorded: int = header.get("run", {}).get("accumulate", 1)
+    if not header:
+        return recorded
+    num_parts, num_shards = recorded * Plan.model_validate(header["plan"]).mesh.data, plan.mesh.data
+    is_even = num_parts % num_shards == 0 and plan.batch % num_parts == 0
+    return num_parts // num_shards if is_even else recorded
+
+
+def _lora(given: Given, header: Given) -> LoRA | None:
+    rank, targets, alpha = given["lora_rank"], given["lora_targets"], given["lora_alpha"]
+    known = header.get("run", {}).get("lora")
+    recorded = LoRA.model_validate(known) if known else None
+    if rank is None and targets is None and recorded is None and alpha is None:
+        return None
+    if recorded is None and (rank is None or targets is None):
         raise PlanError(
             "adapters need a rank and the linears that they stand beside",
             hint="such as --lora-rank 8 --lora-targets q_proj,v_proj",
         )
-    return LoRA(rank=rank, target_modules=tuple(name.strip() for name in targets.split(",") if name.strip()))
+    known = {"seed": _or(given, header, "seed", 0)} if recorded is None else recorded.model_dump()
+    names = None if targets is None else tuple(name.strip() for name in targets.split(",") if name.strip())
+    asked = {"rank": rank, "target_modules": names, "alpha": alpha}
+    with readable("the adapters", PlanError):
+        return LoRA.model_validate(known | {name: value for name, value in asked.items() if value is not None})
 
 
-def _prefix(given: Given, run: Given) -> Prefix | None:
-    if given["prefix"] is not None:
-        return Prefix(num_tokens=given["prefix"])
-    return Prefix.model_validate(run["prefix"]) if run.get("prefix") else None
+def _prefix(given: Given, header: Given) -> Prefix | None:
+    known = header.get("run", {}).get("prefix")
+    recorded = Prefix.model_validate(known) if known else None
+    if given["prefix"] is None:
+        return recorded
+    seed = recorded.seed if recorded else _or(given, header, "seed", 0)
+    return Prefix(num_tokens=given["prefix"], seed=seed)
 
 
 def _evaluation(given: Given, known: Given) -> EvaluationSettings | None:

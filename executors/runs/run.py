@@ -145,7 +145,8 @@ class Run:
                 raise RunError(
                     f"{self.out} was not written by `zosim run`", hint="go on with the loop that wrote it"
                 )
-            refuse_other_identity(recorded, settings.identity(self.data.lines.sha256), str(self.out))
+            asked = settings.identity(self.data.lines.sha256, self.history.plan)
+            refuse_other_identity(recorded, asked, str(self.out))
             check_base(self.history, model, settings.model)
         return model
 

@@ -203,10 +203,17 @@ class RunSettings:
         periods = [self.digest_every, self.checkpoint_every, self.evaluation.every if self.evaluation else 0]
         return any(period and num_steps % period == 0 for period in periods)
 
-    def identity(self, data_sha256: str) -> dict[str, Any]:
+    def identity(self, data_sha256: str, earlier: Plan | None = None) -> dict[str, Any]:
         """Return what decides the run's numbers beside its base weights, by the option's name.
 
         Two commands whose identities agree compute the same losses and weights, wherever blocks reside.
+
+        Parameters
+        ----------
+        data_sha256 : str
+        earlier : Plan, optional
+            Plan of the run that is gone on with, on whose mesh as many micro-batches are named as cut a batch into the
+            same parts.
         """
         plan, schedule = self.plan, self.schedule
         same = {
@@ -218,7 +225,7 @@ class RunSettings:
             "loss_chunk_tokens": plan.runtime.loss_chunk_tokens,
             "loss_dtype": self.loss_dtype,
             "objective": self.objective,
-            "accumulate": self.accumulate,
+            "accumulate": self._accumulate_beside(earlier or plan),
             "weight_decay": self.weight_decay,
             "seed": self.seed,
             "shuffle": self.data.shuffle,
@@ -231,7 +238,7 @@ class RunSettings:
             "warmup": schedule.warmup_steps,
             # Under a constant rate a run may be prolonged.
             "steps": None if schedule.kind == "constant" else schedule.num_steps,
-            "lora": None if self.lora is None else self.lora.model_dump(mode="json"),
+            "lora": None if self.lora is None else self.lora.model_dump(mode="json", exclude_defaults=True),
         }
         if self.prefix is not None:
             same["prefix"] = self.prefix.num_tokens
@@ -242,6 +249,10 @@ class RunSettings:
         if plan.split.is_lossy:
             same["split"] = plan.split.model_dump(mode="json", exclude={"densities"})
         return same | (self._lossy_identity() if plan.precision.is_lossy else {})
+
+    def _accumulate_beside(self, earlier: Plan) -> int:
+        num_parts = self.accumulate * self.plan.mesh.data
+        return num_parts // earlier.mesh.data if num_parts % earlier.mesh.data == 0 else self.accumulate
 
     def _lossy_identity(self) -> dict[str, Any]:
         """Return what decides the numbers where offloading rounds weights: when and where it happens."""

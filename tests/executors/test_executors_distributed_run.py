@@ -130,6 +130,20 @@ def test_a_run_of_one_goes_on_on_two(pertp, inputs, tmp_path):
     assert (out / "model.safetensors").read_bytes() == (pertp / "alone/model.safetensors").read_bytes()
 
 
+def test_shards_go_on_as_micro_batches_of_one_rank_and_back(inputs, tmp_path):
+    """A batch stays cut into the parts that it had, so that losses stay what they would have been."""
+    alone, out = tmp_path / "alone", tmp_path / "out"
+    assert train(inputs, alone, "--no-launch", "--accumulate", 2) == 0
+    assert train(inputs, out, "--mesh", "data=2", steps=3) == 0
+    assert train(inputs, out, "--resume", "--no-launch", "--mesh", "data=1", steps=5) == 0
+    assert read_header(out)["run"]["accumulate"] == 2
+    assert train(inputs, out, "--resume", "--no-launch", "--mesh", "data=1", "--accumulate", 4) == 2
+    assert train(inputs, out, "--resume", "--mesh", "data=2") == 0
+    assert read_header(out)["run"]["accumulate"] == 1
+    assert numbers_of(out) == numbers_of(alone)
+    assert (out / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+
+
 def test_a_rank_that_stands_still_is_named(inputs, tmp_path):
     out = tmp_path / "out"
     with started(inputs, out, "--mesh", "data=2", "--timeout", 3, "--transfers", "sliced", steps=400) as run:

@@ -155,9 +155,9 @@ def test_what_is_tuned_beside_a_base_is_kept_alone(placement, tuned):
     models = [model_of("opt") for _ in range(2)]
     for model in models:
         if tuned == "adapters":
-            attach_lora(model, LoRA(rank=2, target_modules=("q_proj", "v_proj")), seed=3)
+            attach_lora(model, LoRA(rank=2, target_modules=("q_proj", "v_proj"), seed=3))
         else:
-            attach_prefix(model, Prefix(num_tokens=3), seed=3)
+            attach_prefix(model, Prefix(num_tokens=3, seed=3))
     plans = [plan_for(placement, model, kept=kept) for model, kept in zip(models, (True, False), strict=True)]
     found = [trained(plan, model) for plan, model in zip(plans, models, strict=True)]
     assert found[0] == found[1]

@@ -41,7 +41,7 @@ PLACEMENTS = {
     "resident": {},
     "offloaded": {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}},
 }
-LORA = LoRA(rank=2, target_modules=("q_proj", "v_proj"))
+LORA = LoRA(rank=2, target_modules=("q_proj", "v_proj"), seed=3)
 BASE_RATE = 1e-3
 
 
@@ -96,10 +96,10 @@ def prefix_parts(model):
 def assert_parity(shape, dtype, tuned, placement, order, restore, decay, rate):
     reference = model_of(shape, getattr(torch, dtype), num_hidden_layers=2)
     if tuned == "adapters":
-        attach_lora(reference, LORA, seed=3)
+        attach_lora(reference, LORA)
     model = copy.deepcopy(reference)
     if tuned == "prefix":
-        attach_prefix(model, Prefix(num_tokens=3), seed=3)
+        attach_prefix(model, Prefix(num_tokens=3, seed=3))
         reference = CachedPrefix(reference, prefix_parts(model))
     start = copy.deepcopy(model)
     loop = LiteralMezo(

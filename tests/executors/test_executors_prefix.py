@@ -50,7 +50,7 @@ def parts_of(model):
 def prefixed(name, attention="sdpa", prefix=PREFIX):
     """Return a model with a prefix, and the same through transformers' cache."""
     model = plain(name, attention)
-    attach_prefix(model, prefix, seed=1)
+    attach_prefix(model, prefix.model_copy(update={"seed": 1}))
     return model, CachedPrefix(plain(name, attention), parts_of(model))
 
 

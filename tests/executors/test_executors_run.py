@@ -18,6 +18,7 @@ from reference_mezo import LiteralMezo, differing
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from executors.models.adapters import recorded_adapters
 from executors.models.lora import attach_lora
 from executors.runs.runlog import read_header
 from zosim.plan import Plan
@@ -183,10 +184,11 @@ def test_adapters_alone_are_tuned_and_come_out_merged_and_apart(inputs, tmp_path
 
     model, data, lines = inputs
     out = tmp_path / "out"
-    options = ["--lora-rank", 2, "--lora-targets", "q_proj,v_proj", "--lr", 1e-1, "--residency", "offloaded"]
+    options = ["--lora-rank", 2, "--lora-targets", "q_proj,v_proj", "--lr", 1e-1, "--residency", "offloaded",
+               "--lora-alpha", 6, "--seed", 5]  # fmt: skip
     assert train(model, data, out, *options) == 0
     reference = loaded(model)
-    attach_lora(reference, LoRA(rank=2, target_modules=("q_proj", "v_proj")))
+    attach_lora(reference, LoRA(rank=2, target_modules=("q_proj", "v_proj"), alpha=6, seed=5))
     literal(reference, lines, rows_of(out), lambda _: 1e-1, decay=0.0)
     adapters = load_file(out / "adapter" / "adapter_model.safetensors")
     trained = {f"base_model.model.{n}": p for n, p in reference.named_parameters() if ".lora_" in n}
@@ -195,6 +197,12 @@ def test_adapters_alone_are_tuned_and_come_out_merged_and_apart(inputs, tmp_path
     (batch,) = [batch_of(lines, 0, BATCH)]
     with torch.no_grad():
         assert torch.allclose(loaded(out)(**batch).logits, reference(**batch).logits, atol=1e-5)
+
+
+def test_adapters_of_a_log_without_seed_and_alpha_begin_as_they_did():
+    lora = recorded_adapters({"lora": {"rank": 2, "target_modules": ["q_proj"]}})
+    assert (lora.seed, lora.scale) == (0, 2.0)
+    assert recorded_adapters({"prefix": {"num_tokens": 3}}).seed == 0
 
 
 def test_options_override_a_plan_and_nothing_else_does(inputs, tmp_path):

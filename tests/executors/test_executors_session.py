@@ -256,10 +256,10 @@ def test_random_weights_need_the_configuration_alone(tmp_path):
 def test_adapters_alone_equal_the_literal_loop(name, placement):
     reference = model_of(name)
     targets = {"opt": ("q_proj", "v_proj"), "llama": ("q_proj", "down_proj"), "gpt2": ("c_attn",)}[name]
-    lora = LoRA(rank=4, target_modules=targets)
-    attach_lora(reference, lora, seed=1)
+    lora = LoRA(rank=4, target_modules=targets, seed=1)
+    attach_lora(reference, lora)
     tuned = model_of(name)
-    attach_lora(tuned, lora, seed=1)
+    attach_lora(tuned, lora)
     loop = LiteralMezo(reference, epsilon=1e-3, weight_decay=0.1)
     plan = plan_of(tuned, **placement)
     assert plan.model == spec_of_config(CONFIGS[name].to_dict(), name="tiny", trainable=lora)
@@ -273,7 +273,7 @@ def test_adapters_alone_equal_the_literal_loop(name, placement):
 
 def test_merged_adapters_give_a_plain_model_with_the_same_outputs(tmp_path):
     model, plain = model_of("gpt2"), model_of("gpt2")
-    attach_lora(model, LoRA(rank=2, target_modules=("c_attn",)), seed=1)
+    attach_lora(model, LoRA(rank=2, target_modules=("c_attn",), seed=1))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(generator=torch.Generator().manual_seed(1))
