@@ -1,6 +1,6 @@
 """A plan: one point in the space of placements, as data.
 
-Every axis is a field. The strategies that papers name are points of this space (:data:`PRESETS`), not classes;
+Every axis is a field. The strategies that papers name are points of this space (:attr:`Plan.method`), not classes;
 what an axis means is decided once, in :mod:`zosim.lowering`.
 """
 
