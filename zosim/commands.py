@@ -257,6 +257,14 @@ def simulate(
         int | None, typer.Option(min=1, help="Steps of the run; by default until they repeat.")
     ] = None,
     threads: Threads = None,
+    one_process: Annotated[
+        bool,
+        typer.Option(
+            "--one-process",
+            help="As if one process of each host drove all its GPUs: one thread issues the copies of all. In runs "
+            "every rank is a process.",
+        ),
+    ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (Perfetto opens it).")] = None,
     first_order: Annotated[
         FirstOrderName | None,
@@ -277,7 +285,7 @@ def simulate(
         no_first_order(microbatches, schedule, samples)
         if first_order_trace is not None:
             raise PlanError("--first-order-trace without --first-order", hint="such as --first-order sgd")
-    subject = subject_of(Plan.load(plan_file), hardware, profile, threads, program)
+    subject = subject_of(Plan.load(plan_file), hardware, profile, threads, program, one_process=one_process)
     timeline = subject.timeline if steps is None else subject.simulated(num_steps=steps)
     if trace is not None:
         # Arrows follow one program; ranks of several have none.
@@ -308,8 +316,12 @@ def simulate(
 
 
 def compare(
-    plan_file: PlanFile,
-    run: Annotated[Path, typer.Argument(help="Directory of a run of that plan.", show_default=False)],
+    plan_or_run: Annotated[
+        Path, typer.Argument(help="A run's directory, or the plan to hold it against.", show_default=False)
+    ],
+    run: Annotated[
+        Path | None, typer.Argument(help="Directory of the run, after a plan of its own.", show_default=False)
+    ] = None,
     hardware: Hardware = None,
     profile: ProfileFile = None,
     threads: Threads = None,
@@ -319,6 +331,9 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Hold a run against its prediction, instruction by instruction."""
+    plan_file, run = (plan_or_run / "plan.json", plan_or_run) if run is None else (plan_or_run, run)
+    if not run.is_dir():
+        raise TimelineError(f"{run} is not the directory of a run", hint="`zosim run --out DIR` writes one")
     ran = run / "program.json"
     subject = subject_of(Plan.load(plan_file), hardware, profile, threads, ran if ran.exists() else None)
     measured = Timeline.load(run / "timeline.json")

@@ -65,8 +65,9 @@ def machines_for(
     """
     builder = _Builder(topology, devices, profiles, known or Ways())
     machines = [builder.alone(rank) for rank in range(len(devices))]
+    num_driven = Counter(processes or ())
     for rank, process in enumerate(processes or ()):
-        if machines[rank].routes and list(processes or ()).count(process) > 1:
+        if machines[rank].routes and num_driven[process] > 1:
             machines[rank] = machines[rank].issued_by(f"process{process}:copies")
     for name, parts in groups.items():
         for part in parts:

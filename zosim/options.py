@@ -242,6 +242,8 @@ def subject_of(
     profile: Path | None = None,
     num_threads: int | None = None,
     program: Path | None = None,
+    *,
+    one_process: bool = False,
 ) -> Subject:
     """Return a plan on the hardware that an option names, or that it was made for.
 
@@ -264,4 +266,4 @@ def subject_of(
     first = plan.placement.devices[0]
     rates = profiles.of(first, plan.placement.devices.count(first))
     edited = None if program is None else ProgramSet.load(program)
-    return Subject(plan, topology, rates, edited, profiles)
+    return Subject(plan, topology, rates, edited, profiles, one_process)

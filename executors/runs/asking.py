@@ -277,7 +277,9 @@ def _lora(given: Given, header: Given) -> LoRA | None:
     names = None if targets is None else tuple(name.strip() for name in targets.split(",") if name.strip())
     asked = {"rank": rank, "target_modules": names, "alpha": alpha}
     with readable("the adapters", PlanError):
-        return LoRA.model_validate(known | {name: value for name, value in asked.items() if value is not None})
+        return LoRA.model_validate(
+            known | {name: value for name, value in asked.items() if value is not None}
+        )
 
 
 def _prefix(given: Given, header: Given) -> Prefix | None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from topology import load_preset
 from zosim.cli import app
 from zosim.options import subject_of
 from zosim.plan import Plan
+from zosim.profiles import Profiles
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 
@@ -217,6 +219,21 @@ def test_a_plan_of_several_ranks_is_simulated_as_it_was_planned(plan_of_four: Pa
     assert "the exchange of losses and shares of blocks" in words
 
 
+def test_one_process_of_a_host_issues_the_copies_of_all_its_devices(
+    plan_of_four: Path, tmp_path: Path
+) -> None:
+    slow, topology = tmp_path / "slow.json", load_preset("h20-4x-milan")
+    profile = Profiles(topology).of(topology.compute_devices[0].id)
+    launch = profile.constant("copy_latency_s").model_copy(update={"value": 0.05, "low": 0.05, "high": 0.05})
+    profile.with_constants(launch, origin="calibrated").save(slow)
+    apart, together = (
+        json.loads(call("simulate", plan_of_four, "--profile", slow, *words, "--json").stdout)["step_time_s"]
+        for words in ((), ("--one-process",))
+    )
+    # Launches are what takes long, on four threads at a time or one after the other on one.
+    assert 2 * apart < together < 4.1 * apart
+
+
 def test_lower_writes_all_programs_or_one_ranks(plan_of_four: Path, tmp_path: Path) -> None:
     call("lower", plan_of_four, "-o", tmp_path / "set.json")
     programs = ProgramSet.load(tmp_path / "set.json")
@@ -239,6 +256,10 @@ def test_compare_looks_at_the_slowest_rank_or_the_one_named(plan_of_four: Path, 
     named = json.loads(call("compare", plan_of_four, run, "--rank", "2", "--json").stdout)
     assert named["rank"] == 2
     assert "the run has no rank 9" in call("compare", plan_of_four, run, "--rank", "9", fails=True).stderr
+    assert "no plan at" in call("compare", run, fails=True).stderr
+    Plan.load(plan_of_four).save(run / "plan.json")
+    assert json.loads(call("compare", run, "--json").stdout) == same
+    assert "is not the directory of a run" in call("compare", plan_of_four, fails=True).stderr
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,9 @@ class Subject:
         Programs to use in place of what the plan is lowered to.
     profiles : Profiles, optional
         What operations cost on every rank's device; by default as on the first one's.
+    one_process : bool
+        Whether one process of each host drives all its devices, as published systems do, so that one thread issues the
+        copies of all. In runs every rank is a process.
     """
 
     plan: Plan
@@ -119,6 +122,7 @@ class Subject:
     profile: Profile
     edited: ProgramSet | None = None
     profiles: Profiles | None = None
+    one_process: bool = False
 
     @cached_property
     def programs(self) -> ProgramSet:
@@ -152,7 +156,9 @@ class Subject:
     def machines(self) -> tuple[Machine, ...]:
         """What the simulator knows about every rank's hardware."""
         devices, groups = self.plan.placement.devices, self.programs.groups
-        return machines_for(self.topology, devices, self.rank_profiles, groups)
+        hosts = [self.topology.host_of(device).id for device in devices]
+        processes = [hosts.index(host) for host in hosts] if self.one_process else None
+        return machines_for(self.topology, devices, self.rank_profiles, groups, processes=processes)
 
     @cached_property
     def footprints(self) -> Footprints:
