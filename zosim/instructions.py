@@ -9,7 +9,7 @@ before the first is the identity.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -111,7 +111,13 @@ class Access:
 
     def shifted(self, steps: int) -> Access:
         """Return the same access, seen from `steps` steps later."""
-        return self if self.step is None else replace(self, step=self.step - steps)
+        if self.step is None or not steps:
+            return self
+        # Not by `replace`, which takes twice as long: a planner shifts tens of thousands.
+        step = self.step - steps
+        return Access(
+            self.buffer, self.what, step, self.size_bytes, self.point, self.offset_bytes, self.share
+        )
 
     def describe(self) -> str:
         """Return the contents in words."""

@@ -259,7 +259,9 @@ class Joint:
             if group in self._pair.groups:
                 clocks.append(self._clocks[1 - number].get(self._namesake(number, index)))
         known = [clock for clock in clocks if clock is not None]
-        return tuple(map(max, zip(*known, strict=True))) if len(known) == len(clocks) else None
+        if len(known) < len(clocks):
+            return None
+        return tuple(map(max, *known)) if len(known) > 1 else known[0]
 
     def _namesake(self, number: int, index: int) -> int:
         """Return the position on the other side of what stands at `index` on this one."""

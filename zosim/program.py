@@ -102,10 +102,16 @@ class Program:
         ProgramError
             If an id stands twice in a part, or a dependency names no instruction.
         """
-        parts: list[tuple[Part, int, tuple[Instruction, ...]]] = [("prologue", 0, self.prologue)]
-        parts += [("step", step, self.step) for step in range(num_steps)]
-        parts += [("flush", num_steps, self.flush)] if flush else []
-        return list(unrolled(self.name, parts))
+        if (num_steps, flush) not in self._runs:
+            parts: list[tuple[Part, int, tuple[Instruction, ...]]] = [("prologue", 0, self.prologue)]
+            parts += [("step", step, self.step) for step in range(num_steps)]
+            parts += [("flush", num_steps, self.flush)] if flush else []
+            self._runs[num_steps, flush] = tuple(unrolled(self.name, parts))
+        return list(self._runs[num_steps, flush])
+
+    @cached_property
+    def _runs(self) -> dict[tuple[int, bool], tuple[Placed, ...]]:
+        return {}
 
     def to_data(self) -> dict[str, Any]:
         """Return the program as what JSON can hold."""

@@ -218,7 +218,7 @@ def same_contents(held: Access, wanted: Access) -> bool:
 
 def absolute(access: Access, step: int) -> Access:
     """Return `access` with its step counted from the beginning of the run."""
-    return access if access.step is None else replace(access, step=access.step + step)
+    return access.shifted(-step)
 
 
 def _show(access: Access, step: int) -> str:

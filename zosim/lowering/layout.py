@@ -118,12 +118,19 @@ class Layout:
     def kept_states(self) -> tuple[ParameterGroup, ...]:
         """Groups before which the ``mezo`` generator's state is kept, because they are drawn (again) behind others."""
         trainable = tuple(group for group in self.groups if group.num_trainable)
-        late = drawn_late(self.plan, self.segments)
-        return tuple(g for g in trainable if g in late) if self.plan.runtime.keep_directions else trainable
+        if not self.plan.runtime.keep_directions:
+            return trainable
+        late = {group.name for group in drawn_late(self.plan, self.segments)}
+        return tuple(group for group in trainable if group.name in late)
 
     def readers(self, group: ParameterGroup) -> tuple[str, ...]:
         """Return the segments of this rank that read `group`."""
-        return tuple(segment for segment in group.segments if segment in self.segments)
+        return self._readers[group.name]
+
+    @cached_property
+    def _readers(self) -> dict[str, tuple[str, ...]]:
+        own = frozenset(self.segments)
+        return {group.name: tuple(s for s in group.segments if s in own) for group in self.model.groups}
 
     def shared_out(self, accesses: Iterable[Access]) -> tuple[Access, ...]:
         """Return this rank's shares of `accesses`, or all of them where nothing is shared out."""
@@ -295,19 +302,27 @@ class Layout:
         return Access(f"{WALK}.q{query}", f"rng:{group.name}+", 0, RNG_STATE_BYTES, f"q{query}")
 
     def _frozen_bytes(self, group: ParameterGroup, dtype: str) -> int:
-        num_elements = group.num_parameters - group.num_trainable
-        size = bucket_bytes(num_elements, group.num_tensors - group.num_trainable_tensors, dtype)
-        return self._divisible(size, group)
+        return self._bucket(group, dtype)[0]
 
     def trainable_bytes(self, group: ParameterGroup, dtype: str) -> int:
         """Return the bytes of the trainable part of the bucket of `group`."""
-        size = bucket_bytes(group.num_trainable, group.num_trainable_tensors, dtype)
-        return self._divisible(size, group)
+        return self._bucket(group, dtype)[1]
 
-    def _divisible(self, size_bytes: int, group: ParameterGroup) -> int:
-        """Return the size with room for equal, aligned shares, where `group` is shared out."""
-        unit = ALIGNMENT_BYTES * (self.num_shares if self.is_offloaded(group) else 1)
-        return -(-size_bytes // unit) * unit
+    def _bucket(self, group: ParameterGroup, dtype: str) -> tuple[int, int]:
+        """Return the bytes of the frozen and of the trainable part of the bucket of `group`, counted once."""
+        key = group.name, dtype
+        if key not in self._buckets:
+            num_frozen = group.num_parameters - group.num_trainable
+            frozen = bucket_bytes(num_frozen, group.num_tensors - group.num_trainable_tensors, dtype)
+            trainable = bucket_bytes(group.num_trainable, group.num_trainable_tensors, dtype)
+            # With room for equal, aligned shares, where the group is shared out.
+            unit = ALIGNMENT_BYTES * (self.num_shares if self.is_offloaded(group) else 1)
+            self._buckets[key] = -(-frozen // unit) * unit, -(-trainable // unit) * unit
+        return self._buckets[key]
+
+    @cached_property
+    def _buckets(self) -> dict[tuple[str, str], tuple[int, int]]:
+        return {}
 
     def _offset_in(self, buffer: str, group: ParameterGroup, dtype: str) -> int:
         """Return where `group` starts in `buffer`: behind its neighbours in a shared slot, else at 0."""

@@ -34,6 +34,7 @@ class StepWriter:
         self._directions = Directions(self.listing)
         self._transfers = Transfers(self.listing)
         self._clean = CleanCopies(self.listing)
+        self._forward_works: dict[str, Work] = {}
         self._exchanges = Exchanges(self.listing)
 
     @property
@@ -298,6 +299,12 @@ class StepWriter:
             self._exchanges.decode(segment, segment, point, wire, cut)
 
     def _forward_work(self, segment: str) -> Work:
+        """Return the work of forwarding `segment` at any point."""
+        if segment not in self._forward_works:
+            self._forward_works[segment] = self._counted_forward(segment)
+        return self._forward_works[segment]
+
+    def _counted_forward(self, segment: str) -> Work:
         plan = self.plan
         work = forward_work(
             self.model,

@@ -23,7 +23,7 @@ from zosim.instructions import Access, Instruction, Stream
 from zosim.lowering.buffers import buffers_of
 from zosim.lowering.layout import Layout
 from zosim.lowering.step import StepWriter
-from zosim.machine import Machine
+from zosim.machine import Activity, Machine
 from zosim.operations import Collective, Decode, Recv, Send
 from zosim.plan import Plan
 from zosim.planning.footprint import Footprint, footprint_of
@@ -71,6 +71,7 @@ class Sketcher:
         self._small = shortened(model) if self._is_long else model
         self._sketches: dict[Hashable, Sketch] = {}
         self._drafts: dict[Hashable, _Draft] = {}
+        self._activities: dict[Hashable, tuple[Machine, Activity]] = {}
 
     def pipeline_s(self, plan: Plan, ranks: Sequence[int], machines: Sequence[Machine]) -> float:
         """Return the seconds per step of stages that wait for each other's messages and losses, at least."""
@@ -113,7 +114,7 @@ class Sketcher:
             "sketch", buffers_of(writer.layout), (), (), tuple(writer.instructions), groups=groups
         )
         return _Draft(
-            tuple(_visits(program, machine, standing)),
+            tuple(_visits(program, _Costs(machine, self._activities), standing)),
             max((item.work.workspace_bytes for item in writer.instructions), default=0),
         )
 
@@ -189,14 +190,31 @@ class _Draft:
     workspace_bytes: int
 
 
-def _visits(program: Program, machine: Machine, standing: Mapping[str, range]) -> Iterable[_Visit]:
+@dataclass(frozen=True)
+class _Costs:
+    """Activities of a machine, those of equal work looked up; each keeps the machine that its key names."""
+
+    machine: Machine
+    known: dict[Hashable, tuple[Machine, Activity]]
+
+    def activity(self, program: Program, instruction: Instruction) -> Activity:
+        """Return an instruction's activity."""
+        if isinstance(instruction.op, Send | Recv | Collective):
+            return self.machine.activity(program, instruction)
+        key = id(self.machine), self.machine.direction(program, instruction), instruction.work
+        if key not in self.known:
+            self.known[key] = self.machine, self.machine.activity(program, instruction)
+        return self.known[key][1]
+
+
+def _visits(program: Program, machine: _Costs, standing: Mapping[str, range]) -> Iterable[_Visit]:
     """Yield the visits of a step, in order, each with the blocks that it stands for."""
     for segment, items in groupby(program.step, key=lambda item: item.segment):
         visit, blocks = _visit(program, machine, segment, list(items)), standing.get(segment)
         yield visit if blocks is None else replace(visit, block=blocks.start, count=len(blocks))
 
 
-def _visit(program: Program, machine: Machine, segment: str, instructions: Sequence[Instruction]) -> _Visit:
+def _visit(program: Program, machine: _Costs, segment: str, instructions: Sequence[Instruction]) -> _Visit:
     loads: dict[str, float] = defaultdict(float)
     items = []
     for position, instruction in enumerate(instructions):
