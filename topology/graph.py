@@ -81,10 +81,6 @@ class Topology(FrozenModel):
         return MappingProxyType({node.id: node for node in self.nodes})
 
     @cached_property
-    def _links_by_id(self) -> Mapping[str, Link]:
-        return MappingProxyType({link.id: link for link in self.links})
-
-    @cached_property
     def graph(self) -> nx.MultiDiGraph[str]:
         """The links as a frozen networkx multigraph: two edges per link, keyed by its id.
 

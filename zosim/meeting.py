@@ -15,7 +15,7 @@ from zosim.order import HappensBefore
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 from zosim.unrolling import Placed
-from zosim.validate import NUM_UNROLLED_STEPS, absolute
+from zosim.validate import NUM_UNROLLED_STEPS, absolute, name_of
 
 _STREAMS = tuple(Stream)
 
@@ -286,8 +286,3 @@ def partner_of(op: Operation) -> Operation:
     if isinstance(op, Send):
         return Recv(op.group, -op.offset)
     return Send(op.group, -op.offset) if isinstance(op, Recv) else _kind(op)
-
-
-def name_of(item: Placed) -> str:
-    """Return an instruction of a run in words."""
-    return f"{item.part}[{item.step}]/{item.instruction.id}"

@@ -56,7 +56,7 @@ def prediction_view(subject: Subject, prediction: Prediction) -> RenderableType:
     facts = [
         ("plan", f"{plan.model.name}, batch {plan.batch} x {plan.seq} tokens, {describe(plan)}"),
         ("devices" if several else "device", f"{_devices(plan)} ({prediction.profile_origin} figures)"),
-        ("step time", _interval(prediction)),
+        ("step time", prediction.interval),
         ("throughput", f"{prediction.tokens_per_s:,.4g} tokens/s"),
         (
             "bottleneck",
@@ -119,13 +119,6 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
 def _prediction(candidate: Candidate) -> Prediction:
     assert candidate.prediction is not None
     return candidate.prediction
-
-
-def _interval(prediction: Prediction) -> str:
-    middle, low, high = (
-        format_seconds(seconds) for seconds in (prediction.step_time_s, prediction.low_s, prediction.high_s)
-    )
-    return f"{middle}  (between {low} and {high})"
 
 
 def _devices(plan: Plan) -> str:

@@ -174,7 +174,7 @@ class _State:
     def _check_allocated(self, item: Placed, access: Access) -> None:
         if access.buffer in self._unallocated:
             raise Hazard(
-                f"program {self._program.name}: {_name(item)} uses {access.buffer} before it is allocated",
+                f"program {self._program.name}: {name_of(item)} uses {access.buffer} before it is allocated",
                 hint="order it after the buffer's allocate and before its free",
             )
 
@@ -196,16 +196,16 @@ class _State:
             found, by = "nothing of the kind", ""
         else:
             found = _show(held.access, item.step)
-            by = f", left by {_name(held.writer)}" if held.writer else ", there from the start"
+            by = f", left by {name_of(held.writer)}" if held.writer else ", there from the start"
         return Hazard(
-            f"program {self._program.name}: {_name(item)} needs {_show(wanted, item.step)} in "
+            f"program {self._program.name}: {name_of(item)} needs {_show(wanted, item.step)} in "
             f"{wanted.buffer}, but finds {found}{by}",
             hint="an instruction is missing, out of order, or uses another buffer",
         )
 
     def _order_hazard(self, item: Placed, other: Placed, access: Access, verb: str) -> Hazard:
         return Hazard(
-            f"program {self._program.name}: nothing orders {_name(item)} and {_name(other)} on "
+            f"program {self._program.name}: nothing orders {name_of(item)} and {name_of(other)} on "
             f"{access.buffer}: the first {verb} the second ({_show(access, item.step)})",
             hint=f"make {item.instruction.id} wait for {other.instruction.id} (an entry in its `after`)",
         )
@@ -238,5 +238,6 @@ def _remains(held: _Contents, left: Access) -> Iterable[_Contents]:
         )
 
 
-def _name(item: Placed) -> str:
+def name_of(item: Placed) -> str:
+    """Return an instruction of a run in words."""
     return f"{item.part}[{item.step}]/{item.instruction.id}"

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 from topology.errors import Hazard
 from zosim.instructions import Access, Instruction
-from zosim.meeting import Joint, Pair, Side, Touch, name_of, pairs, partner_of
+from zosim.meeting import Joint, Pair, Side, Touch, pairs, partner_of
 from zosim.operations import Recv, Send
 from zosim.program import Program
 from zosim.program_set import ProgramSet
-from zosim.validate import same_contents, validate
+from zosim.validate import name_of, same_contents, validate
 
 
 def validate_set(programs: ProgramSet) -> None:

@@ -198,11 +198,6 @@ class RunSettings:
         """Steps of the whole run."""
         return self.schedule.num_steps
 
-    def flushes_after(self, num_steps: int) -> bool:
-        """Whether the run flushes after so many steps, short of its end."""
-        periods = [self.digest_every, self.checkpoint_every, self.evaluation.every if self.evaluation else 0]
-        return any(period and num_steps % period == 0 for period in periods)
-
     def identity(self, data_sha256: str, earlier: Plan | None = None) -> dict[str, Any]:
         """Return what decides the run's numbers beside its base weights, by the option's name.
 

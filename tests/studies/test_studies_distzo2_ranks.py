@@ -1,12 +1,9 @@
-"""The page on several ranks: its figures say what it says, and its exercise tells right from wrong."""
+"""The page on several ranks: its figures say what it says."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from studies.cli import STUDIES
 from studies.distzo2_ranks.cases import (
     TRANSFERS,
     apart,
@@ -17,68 +14,6 @@ from studies.distzo2_ranks.cases import (
     perturbed,
     squares,
 )
-from studies.distzo2_ranks.exercise import FUNCTION, check
-from studies.exercises import function_in, tried
-
-STUB = Path(__file__).parents[2] / "studies" / "distzo2_ranks" / "stub.py"
-
-
-def right(made, transfers):
-    sharing = made.num_gpus if made.one_root else 1
-    whole = sharing * made.block_bytes / made.host_bytes_per_s
-    up = whole / made.num_gpus if transfers == "sliced" else whole
-    down = whole if transfers == "private" else whole / made.num_gpus
-    share = made.block_bytes / made.num_gpus
-    exchange = (made.num_gpus - 1) * share / made.peer_bytes_per_s if transfers == "sliced" else 0.0
-    return max(up, down, exchange, made.compute_s)
-
-
-def as_equation_3(made, transfers):
-    if transfers != "sliced":
-        return right(made, transfers)
-    share = made.block_bytes / made.num_gpus
-    sum_s = share / made.host_bytes_per_s + (made.num_gpus - 1) * share / made.peer_bytes_per_s
-    return max(sum_s, made.compute_s)
-
-
-def blind_to_the_root(made, transfers):
-    share = 1 / made.num_gpus if transfers == "sliced" else 1.0
-    if not made.one_root:
-        return right(made, transfers)
-    return max(share * made.block_bytes / made.host_bytes_per_s, made.compute_s)
-
-
-def test_the_reference_solution_passes():
-    verdict = check(right)
-    assert verdict.passed, verdict.message
-
-
-@pytest.mark.parametrize(
-    ("wrong", "advice"),
-    [
-        (as_equation_3, "equation 3"),
-        (blind_to_the_root, "use the root at once"),
-        (lambda made, transfers: made.compute_s, "busy for longer"),
-        (lambda made, transfers: 10 * right(made, transfers), "busiest sets the pace"),
-        (lambda made, transfers: "3 s", "a number"),
-    ],
-)
-def test_a_wrong_solution_is_refused_with_advice(wrong, advice):
-    verdict = check(wrong)
-    assert not verdict.passed
-    assert advice in verdict.message
-
-
-def test_the_stub_does_not_pass_and_says_so():
-    verdict = tried(check, function_in(STUB, FUNCTION))
-    assert not verdict.passed
-    assert "NotImplementedError" in verdict.message
-
-
-def test_the_study_is_listed_with_its_page_and_exercise():
-    found = next(item for item in STUDIES if item.name == "distzo2_ranks")
-    assert found.has_exercise
-    assert found.page is not None
 
 
 def test_one_root_halves_the_gain_of_a_second_gpu():

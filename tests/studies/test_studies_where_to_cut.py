@@ -1,69 +1,14 @@
-"""The page on stages: its figures say what it says, and its exercise tells right from wrong."""
+"""The page on stages: its figures say what it says."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from proofs_checks.quantised_cut import straight_through
-from studies.cli import STUDIES
-from studies.exercises import function_in, tried
 from studies.where_to_cut.__main__ import USUAL
 from studies.where_to_cut.cases import forward_bytes, same_numbers, slopes
-from studies.where_to_cut.exercise import FUNCTION, check
-
-STUB = Path(__file__).parents[2] / "studies" / "where_to_cut" / "stub.py"
-
-
-def points(crossing):
-    return 2 * crossing.num_queries if crossing.difference == "central" else crossing.num_queries + 1
-
-
-def right(crossing):
-    bits = crossing.hidden * crossing.residual_bits
-    bits += crossing.inner * crossing.activation_bits if crossing.inside else 0
-    return points(crossing) * crossing.batch * crossing.seq * bits / 8
-
-
-def without_residual(crossing):
-    whole = right(crossing)
-    return right(replace(crossing, residual_bits=0)) if crossing.inside else whole
-
-
-def test_the_reference_solution_passes():
-    verdict = check(right)
-    assert verdict.passed, verdict.message
-
-
-@pytest.mark.parametrize(
-    ("wrong", "advice"),
-    [
-        (without_residual, "add its product to"),
-        (lambda c: right(c) / points(c), "how many does a step take"),
-        (lambda c: right(replace(c, difference="central")), "all queries share"),
-        (lambda c: 8 * right(c), "bits, or bytes"),
-        (lambda c: 1.1 * right(c), "tokens times"),
-        (lambda c: "3 MB", "a number"),
-    ],
-)
-def test_a_wrong_solution_is_refused_with_advice(wrong, advice):
-    verdict = check(wrong)
-    assert not verdict.passed
-    assert advice in verdict.message
-
-
-def test_the_stub_does_not_pass_and_says_so():
-    verdict = tried(check, function_in(STUB, FUNCTION))
-    assert not verdict.passed
-    assert "NotImplementedError" in verdict.message
-
-
-def test_the_study_is_listed_with_its_page_and_exercise():
-    found = next(item for item in STUDIES if item.name == "where_to_cut")
-    assert found.has_exercise
-    assert found.page is not None
 
 
 def test_inside_a_block_more_crosses_than_between():

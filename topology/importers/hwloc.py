@@ -23,7 +23,7 @@ from topology.lint import PCIE_LANE_BYTES_PER_S
 from topology.schema import DeviceSpec, LinkType
 
 GPU_CLASSES, NIC_CLASSES, DISK_CLASSES = ("03",), ("02",), ("0108",)
-HOST_BRIDGE, PCI_BRIDGE = "0-1", "1-1"
+HOST_BRIDGE = "0-1"
 
 
 @dataclass

@@ -36,7 +36,6 @@ PCI_ID_TO_DEVICE = {
     "0x2329": "h20-96gb",
     "0x2684": "rtx4090",
 }
-DISPLAY_CLASSES = ("0x0302", "0x0300")
 SWITCH_CLASS = "0x0680"
 
 

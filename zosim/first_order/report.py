@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from topology.units import format_bytes, format_seconds
+from topology.units import format_bytes
 from zosim.analysis.counts import StepCounts, step_counts
 from zosim.console import table
 from zosim.first_order.programs import FirstOrder, baseline_plan, lower_first_order
 from zosim.planning.explain import describe
-from zosim.planning.predict import Prediction, Subject
+from zosim.planning.predict import Subject
 from zosim.report import prediction_data
 
 
@@ -62,7 +62,7 @@ def comparison_view(subject: Subject, baseline: Subject, settings: FirstOrder) -
 def _facts(subject: Subject) -> dict[str, str]:
     prediction, counts = subject.prediction, step_counts(subject.programs)
     return {
-        "time": _time(prediction),
+        "time": prediction.interval,
         "activations across cuts": _messages(counts.num_activations, counts.activation_bytes),
         "their gradients back": _messages(counts.num_gradients, counts.gradient_bytes),
         "scalars": _messages(counts.num_scalars, counts.scalar_bytes),
@@ -97,13 +97,6 @@ def _remarks(subject: Subject, baseline: Subject) -> Iterator[str]:
 
 def _total_bytes(subject: Subject) -> int:
     return sum(taken.device_bytes for taken in subject.footprints.ranks)
-
-
-def _time(prediction: Prediction) -> str:
-    middle, low, high = (
-        format_seconds(seconds) for seconds in (prediction.step_time_s, prediction.low_s, prediction.high_s)
-    )
-    return f"{middle}  (between {low} and {high})"
 
 
 def _messages(count: int, size_bytes: int) -> str:

@@ -10,6 +10,7 @@ from functools import cached_property
 from costmodel.profile import Bound, Profile
 from topology.errors import ProgramError, TimelineError
 from topology.graph import Topology
+from topology.units import format_seconds
 from zosim.analysis.compare import slowest_rank
 from zosim.analysis.critical_path import Bottleneck, bottleneck, step_path
 from zosim.engines.fold import fold
@@ -91,6 +92,12 @@ class Prediction:
     seconds_by_label: tuple[tuple[str, float], ...]
     contention: tuple[Contention, ...]
     profile_origin: str
+
+    @property
+    def interval(self) -> str:
+        """The step time in words, with the ends between which it lies."""
+        middle, low, high = map(format_seconds, (self.step_time_s, self.low_s, self.high_s))
+        return f"{middle}  (between {low} and {high})"
 
     @property
     def exchange_s(self) -> float:

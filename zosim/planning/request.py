@@ -110,11 +110,6 @@ class Request:
         return _BLOCKS.get(self.method, ("resident", "offloaded"))
 
     @property
-    def needs_ranks(self) -> bool:
-        """Whether the method is one of several ranks."""
-        return self.method in ("pertp", "ddp", "2d", "sparq")
-
-    @property
     def seeks_stages(self) -> bool:
         """Whether meshes of several stages are to be found."""
         return self.mesh is None and self.max_ranks > 1 and self.method in ("auto", "sparq")

@@ -1,0 +1,51 @@
+"""``zosim study``: what it lists and shows, and how it tries a solution."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from studies.cli import STUDIES, study
+
+STUDIES_FOLDER = Path(__file__).parents[2] / "studies"
+
+
+def invoke(*arguments):
+    app = typer.Typer(add_completion=False)
+    app.command()(study)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_command_tries_a_file(tmp_path):
+    solution = tmp_path / "mine.py"
+    solution.write_text("def rebuild(base, log, epsilon):\n    return base\n")
+    result = invoke("why-seeds-suffice", "--check", str(solution))
+    assert result.exit_code == 1
+    assert result.stdout.startswith("not yet: a run of 1 steps: nothing has changed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (("first_step",), "first_steps"),
+        (("first_steps", "--check", "mine.py"), "why_seeds_suffice"),
+        (("why_seeds_suffice", "--check", "no_such_file.py"), "stub.py"),
+        (("why_seeds_suffice", "--check", __file__), "the name that the stub gives it"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_hint(arguments, advice):
+    result = invoke(*arguments)
+    assert advice in result.exception.hint
+
+
+def test_every_study_is_a_module_that_runs_and_those_with_a_page_show_it():
+    listed = json.loads(invoke("--list", "--json").stdout)
+    assert [item["name"] for item in listed] == [item.name for item in STUDIES]
+    for item in STUDIES:
+        assert (STUDIES_FOLDER / item.name / "__main__.py").is_file()
+        shown = invoke(item.name).stdout
+        assert shown.startswith("# ") if item.page else item.script in shown
