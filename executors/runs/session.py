@@ -14,12 +14,10 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import Tensor, nn
 
 from executors.datasets.batches import check_batch
@@ -27,8 +25,8 @@ from executors.models.model import Batch, CutModel, LossDType, Objective
 from executors.models.whole import WholeModel
 from executors.ranks.agreement import refuse_unlike_sums
 from executors.ranks.communicator import Communicator, default_communicator
-from executors.ranks.gathering import gathered_timeline
 from executors.ranks.launch import progress_of_this_rank
+from executors.runs.measured import measured_timeline, messages_per_step
 from executors.runs.records import StepRecord, record_of, refuse_nonfinite, seed_of
 from executors.runs.runlog import header_of, save_pretrained, weights_digest
 from executors.runs.update_watch import UpdateLoss
@@ -348,15 +346,10 @@ class Session:
         num_steps = self.num_steps - self._first_timed
         if not self.plan.split.cuts or not num_steps:
             return None
-        stages = self.interpreter.stages
-        in_place = self.plan.mesh.stage == 1
-        own = torch.tensor(
-            [stages.num_made, stages.made_bytes] if in_place else [stages.num_sent, stages.num_bytes]
+        between_stages = self.plan.mesh.stage > 1
+        return messages_per_step(
+            self.interpreter.stages, self.communicator, num_steps, between_stages=between_stages
         )
-        if self.communicator is not None:
-            own = self.communicator.gathered(own, "counting messages").sum(0)
-        num_sent, num_bytes = own.tolist()
-        return {"num_per_step": num_sent / num_steps, "bytes_per_step": num_bytes / num_steps}
 
     def memory(self) -> MemoryReport:
         """Return what has been measured of memory."""
@@ -369,26 +362,15 @@ class Session:
         first that was not replayed.
         """
         self.flush()
-        first = self._first_timed
-        sent = self.interpreter.stages.sent_bytes
-        spans = tuple(
-            replace(item.span(self.rank), size_bytes=sent.get((item.step, item.instruction.id), 0)).shifted(
-                0, -first
-            )
-            for item in self.interpreter.backend.measured()
-        )
-        num_steps = min(self.num_steps - first, self._num_timed_steps)
-        spans = tuple(span for span in spans if span.step < num_steps or span.part == "flush")
-        begin = min((span.start_s for span in spans), default=0.0)
-        timeline = Timeline(
-            program=self.program.name,
-            source="measured",
-            num_steps=num_steps,
-            spans=tuple(span.shifted(-begin) for span in spans if span.step <= num_steps),
-            memory=tuple(self.memory().samples(self.rank, 0.0)),
+        return measured_timeline(
+            self.interpreter,
+            self.communicator,
+            rank=self.rank,
+            first_step=self._first_timed,
+            num_steps=min(self.num_steps - self._first_timed, self._num_timed_steps),
             first_steady_step=_OBSERVED_STEPS,
+            memory=self.memory(),
         )
-        return timeline if self.communicator is None else gathered_timeline(self.communicator, timeline)
 
     # -- end ---------------------------------------------------------------------------------------------------
 

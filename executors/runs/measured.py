@@ -1,0 +1,78 @@
+"""What a session has measured: spans on all ranks, and messages between stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from executors.ranks.communicator import Communicator
+from executors.ranks.gathering import gathered_timeline
+from executors.steps.interpreter import Interpreter
+from executors.steps.memory import MemoryReport
+from executors.steps.stages import Stages
+from zosim.timeline import Timeline
+
+
+def measured_timeline(
+    interpreter: Interpreter,
+    communicator: Communicator | None,
+    *,
+    rank: int,
+    first_step: int,
+    num_steps: int,
+    first_steady_step: int,
+    memory: MemoryReport,
+) -> Timeline:
+    """Return the measured spans of some steps on all ranks, and their memory.
+
+    Parameters
+    ----------
+    interpreter : Interpreter
+        It has flushed.
+    communicator : Communicator or None
+        The other ranks, all of which call.
+    rank : int
+        This one.
+    first_step : int
+        The first step that was timed, from which steps are counted.
+    num_steps : int
+        Steps that were timed.
+    first_steady_step : int
+        Of these steps, the first that counts as steady.
+    memory : MemoryReport
+    """
+    sent = interpreter.stages.sent_bytes
+    spans = tuple(
+        replace(item.span(rank), size_bytes=sent.get((item.step, item.instruction.id), 0)).shifted(
+            0, -first_step
+        )
+        for item in interpreter.backend.measured()
+    )
+    spans = tuple(span for span in spans if span.step < num_steps or span.part == "flush")
+    begin = min((span.start_s for span in spans), default=0.0)
+    timeline = Timeline(
+        program=interpreter.program.name,
+        source="measured",
+        num_steps=num_steps,
+        spans=tuple(span.shifted(-begin) for span in spans if span.step <= num_steps),
+        memory=tuple(memory.samples(rank, 0.0)),
+        first_steady_step=first_steady_step,
+    )
+    return timeline if communicator is None else gathered_timeline(communicator, timeline)
+
+
+def messages_per_step(
+    stages: Stages, communicator: Communicator | None, num_steps: int, *, between_stages: bool
+) -> dict[str, float]:
+    """Return how many messages of all stages went in each of `num_steps` steps, and their bytes on the wire.
+
+    Those that a rank alone encodes and decodes itself count as if they went (``between_stages`` is False).
+    """
+    own = torch.tensor(
+        [stages.num_sent, stages.num_bytes] if between_stages else [stages.num_made, stages.made_bytes]
+    )
+    if communicator is not None:
+        own = communicator.gathered(own, "counting messages").sum(0)
+    num_sent, num_bytes = own.tolist()
+    return {"num_per_step": num_sent / num_steps, "bytes_per_step": num_bytes / num_steps}
