@@ -230,8 +230,10 @@ def test_one_process_of_a_host_issues_the_copies_of_all_its_devices(
         json.loads(call("simulate", plan_of_four, "--profile", slow, *words, "--json").stdout)["step_time_s"]
         for words in ((), ("--one-process",))
     )
-    # Launches are what takes long, on four threads at a time or one after the other on one.
-    assert 2 * apart < together < 4.1 * apart
+    # Launches are what takes long: of twelve blocks up and down and of a batch on each of four ranks. Two streams of
+    # each rank launch at the same time, or all eight one after the other.
+    assert apart == pytest.approx(13 * 0.05, rel=0.02)
+    assert together == pytest.approx(4 * (12 + 12 + 1) * 0.05, rel=1e-3)
 
 
 def test_lower_writes_all_programs_or_one_ranks(plan_of_four: Path, tmp_path: Path) -> None:
