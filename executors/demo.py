@@ -202,7 +202,7 @@ class Stages:
         from costmodel.configs import read_model_spec
         from executors.models.pretrain import TaskSettings
         from executors.runs.planning import longest_example
-        from zosim.plan import Estimator
+        from zosim.axes import Estimator
         from zosim.planning.planner import Request
 
         task = TaskSettings()

@@ -30,7 +30,7 @@ from proofs_checks.placements import (
     train,
 )
 from proofs_checks.statistics import FALSE_ALARMS
-from zosim.plan import Estimator
+from zosim.axes import Estimator
 
 _CPU = torch.device("cpu")
 _QUICK_PLACEMENTS = ("resident, swept", "resident, delayed", "offloaded, delayed")

@@ -17,7 +17,8 @@ from transformers import LlamaConfig
 from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
 from executors.runs.session import Session
-from zosim.plan import Estimator, Placement, Plan, Precision
+from zosim.axes import Estimator, Placement, Precision
+from zosim.plan import Plan
 
 NUM_BLOCKS = 2
 PER_SEGMENT = 2

@@ -21,11 +21,12 @@ from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
 from topology import load_preset
 from topology.errors import DoesNotFit
+from zosim.axes import Placement, Residency, Runtime
 from zosim.engines.recurrence import step_time_bound
 from zosim.engines.simulate import simulate
 from zosim.lowering import lower
 from zosim.machine import Machine
-from zosim.plan import Placement, Plan, Residency, Runtime
+from zosim.plan import Plan
 from zosim.planning.planner import Request, choose
 from zosim.program import Program
 

@@ -26,7 +26,8 @@ from proofs_checks.placements import (
 )
 from proofs_checks.ranks import on_all_ranks
 from proofs_checks.statistics import compare_means
-from zosim.plan import Estimator, Mesh, Placement, Plan, Residency, Runtime
+from zosim.axes import Estimator, Mesh, Placement, Residency, Runtime
+from zosim.plan import Plan
 
 _DELAYED = Runtime(update="delayed")
 MESHES: Mapping[str, tuple[Mesh, dict[str, Any]]] = {

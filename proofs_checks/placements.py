@@ -15,10 +15,11 @@ from executors.models.spec import spec_of_model
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
 from executors.steps.interpreter import StepFrame
+from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
 from zosim.instructions import Access, Instruction
 from zosim.lowering.directions import SCALED
 from zosim.operations import Perturb, Update
-from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
+from zosim.plan import Plan
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 48,

@@ -24,7 +24,7 @@ from proofs_checks.placements import (
     same_bits,
     train,
 )
-from zosim.plan import Estimator
+from zosim.axes import Estimator
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 EPSILON = 1e-3

@@ -11,10 +11,11 @@ from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
 from proofs_checks.placements import tiny_model, tiny_plan
 from topology.errors import Hazard, PlanError, ProgramError
+from zosim.axes import Residency, Runtime
 from zosim.instructions import Access, Dependency, Instruction, Part, Stream
 from zosim.lowering import lower
 from zosim.order import HappensBefore
-from zosim.plan import Plan, Residency, Runtime
+from zosim.plan import Plan
 from zosim.program import Program
 from zosim.unrolling import Placed
 from zosim.validate import validate

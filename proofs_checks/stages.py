@@ -26,9 +26,10 @@ from proofs_checks.placements import (
 from proofs_checks.ranks import on_all_ranks
 from proofs_checks.statistics import compare_means
 from zosim.analysis.counts import step_counts
+from zosim.axes import Estimator, Mesh, Placement, Runtime, Split
 from zosim.lowering import lower_all
 from zosim.operations import Send
-from zosim.plan import Estimator, Mesh, Placement, Plan, Runtime, Split
+from zosim.plan import Plan
 
 _SETTINGS: dict[str, Any] = {"learning_rate": lambda step: 1e-2 / (step + 1), "weight_decay": 0.1}
 CASES: Mapping[str, tuple[tuple[str, ...], str]] = {

@@ -9,10 +9,11 @@ from costmodel.model_spec import ModelSpec
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
+from zosim.axes import Estimator, Placement, Residency, Runtime
 from zosim.engines.simulate import simulate
 from zosim.lowering import lower
 from zosim.machine import Machine
-from zosim.plan import Estimator, Placement, Plan, Residency, Runtime
+from zosim.plan import Plan
 from zosim.program import Program
 
 NUM_BLOCKS = 9

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from topology.errors import ZosimError
     from zosim.analysis.compare import Comparison
     from zosim.analysis.trace import save_trace
+    from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
     from zosim.engines.recurrence import step_time_bound
     from zosim.lowering import lower
     from zosim.machine import Machine
-    from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
+    from zosim.plan import Plan
     from zosim.planning.planner import Decision, Request, choose
     from zosim.planning.predict import Prediction, Subject
     from zosim.program import Program

@@ -17,6 +17,7 @@ from zosim import report
 from zosim.analysis.compare import compare as compare_timelines
 from zosim.analysis.compare import slowest_rank
 from zosim.analysis.trace import save_trace
+from zosim.axes import Estimator, Mesh, Runtime
 from zosim.console import emit, stderr
 from zosim.first_order.report import baseline_subject, comparison_data, comparison_view
 from zosim.options import (
@@ -40,7 +41,7 @@ from zosim.options import (
     precision_of,
     subject_of,
 )
-from zosim.plan import Estimator, Mesh, Plan, Runtime
+from zosim.plan import Plan
 from zosim.planning.planner import Request, choose
 from zosim.planning.visibility import about_epsilon
 from zosim.profiles import Profiles

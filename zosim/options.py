@@ -17,8 +17,9 @@ from topology.documents import resolve
 from topology.errors import PlanError
 from topology.units import QuantityError, parse_bytes
 from topology.validation import did_you_mean, readable
+from zosim.axes import Mesh, Precision, StorageDType, TransferDType
 from zosim.first_order.settings import PRESETS, FirstOrder
-from zosim.plan import Mesh, Plan, Precision, StorageDType, TransferDType
+from zosim.plan import Plan
 from zosim.planning.cuts import Cutting, read_densities
 from zosim.planning.predict import Subject
 from zosim.profiles import Profiles

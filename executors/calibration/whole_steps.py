@@ -29,11 +29,12 @@ from executors.models.spec import spec_of_model
 from executors.runs.session import Session
 from executors.steps.buffers import TORCH_DTYPES
 from topology.graph import Topology
+from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
 from zosim.engines.simulate import simulate
 from zosim.instructions import Stream
 from zosim.lowering import lower
 from zosim.machine import Machine
-from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
+from zosim.plan import Plan
 from zosim.planning.explain import describe
 from zosim.program import Program
 from zosim.spans import Span

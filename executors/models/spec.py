@@ -10,7 +10,8 @@ from costmodel.configs import spec_of_config
 from costmodel.model_spec import ModelSpec
 from executors.models.model import CutModel
 from topology.errors import ModelError
-from zosim.plan import Placement, Plan, Precision, Runtime
+from zosim.axes import Placement, Precision, Runtime
+from zosim.plan import Plan
 
 
 def spec_of_model(

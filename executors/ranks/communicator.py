@@ -31,7 +31,7 @@ from executors.ranks.launch import DEFAULT_TIMEOUT_S, is_launched
 from executors.ranks.messages import Messages
 from executors.ranks.packed import Packed
 from topology.errors import RunError, ZosimError
-from zosim.plan import Mesh
+from zosim.axes import Mesh
 
 WORLD = "world"
 PIPELINE = "pipeline"

@@ -10,7 +10,8 @@ from typing import Any
 
 from costmodel.groups import joined_halves
 from costmodel.model_spec import ModelSpec
-from zosim.plan import Estimator, Mesh, Plan, Split
+from zosim.axes import Estimator, Mesh, Split
+from zosim.plan import Plan
 
 
 def alone(plan: Plan) -> Plan:

@@ -17,10 +17,11 @@ from executors.ranks.sharing_out import fastest_of
 from topology.documents import resolve
 from topology.errors import DoesNotFit, ModelError, PlanError
 from topology.validation import readable
+from zosim.axes import Estimator, Precision, Runtime, Split
 from zosim.instructions import Space
 from zosim.lowering import lower_all
 from zosim.options import mesh_of
-from zosim.plan import Estimator, Plan, Precision, Runtime, Split
+from zosim.plan import Plan
 from zosim.planning.planner import Method, Request, choose
 from zosim.profiles import Profiles
 from zosim.program_set import ProgramSet

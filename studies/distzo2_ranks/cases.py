@@ -16,10 +16,11 @@ from proofs_checks.step_time import block_bytes, machine
 from topology import Topology, load_preset
 from topology.documents import catalogue
 from topology.schema import Link, Node
+from zosim.axes import Estimator, Mesh, Placement, Precision, Residency, Runtime
 from zosim.engines.fold import simulate_set
 from zosim.lowering import lower_all
 from zosim.machine import Machine, Ring
-from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Residency, Runtime
+from zosim.plan import Plan
 from zosim.planning.predict import Subject
 
 _HALF = Precision(storage="float16", compute="float16", transfer="float16")

@@ -12,7 +12,8 @@ from executors.models.spec import spec_of_model
 from executors.runs.session import Session
 from executors.steps.buffers import TORCH_DTYPES
 from studies.prediction.cases import Case, Shape
-from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Residency, Runtime
+from zosim.axes import Estimator, Mesh, Placement, Precision, Residency, Runtime
+from zosim.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn

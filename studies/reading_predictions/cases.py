@@ -12,7 +12,8 @@ from costmodel.datasheet import datasheet_profile
 from costmodel.estimate import estimate
 from costmodel.profile import Profile
 from topology import load_preset
-from zosim.plan import Placement, Plan, Precision, Residency, Runtime
+from zosim.axes import Placement, Precision, Residency, Runtime
+from zosim.plan import Plan
 from zosim.planning.predict import Subject
 from zosim.timeline import Timeline
 

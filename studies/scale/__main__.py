@@ -24,6 +24,7 @@ from costmodel.configs import read_model_spec
 from studies.scale.naive import naive_step
 from topology.clusters import cluster
 from topology.documents import load_preset
+from zosim.axes import Estimator, Mesh, Placement, Precision, Residency, Runtime
 from zosim.engines.fold import fold
 from zosim.engines.grid import step_time_bounds
 from zosim.engines.lockstep import Lockstep, steady_step_s
@@ -32,7 +33,7 @@ from zosim.engines.world import World
 from zosim.lowering import lower_all
 from zosim.machine import Machine
 from zosim.machines import machines_for
-from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Residency, Runtime
+from zosim.plan import Plan
 from zosim.profiles import profile_for
 
 # What folding may change: rounding.

@@ -22,9 +22,10 @@ from topology.clusters import cluster
 from topology.documents import catalogue
 from topology.figures import Figure
 from topology.schema import Link, LinkType, Node
+from zosim.axes import Estimator, Mesh, Placement, Precision, Residency, Runtime, Split
 from zosim.machine import Hop, Machine, Ring
 from zosim.machines import machines_for
-from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Residency, Runtime, Split
+from zosim.plan import Plan
 
 _CORES = "machine:cores"
 _Way = TypeVar("_Way", Ring, Hop)

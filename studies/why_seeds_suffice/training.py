@@ -13,7 +13,8 @@ from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
-from zosim.plan import Estimator, Placement, Plan, Residency, Runtime
+from zosim.axes import Estimator, Placement, Residency, Runtime
+from zosim.plan import Plan
 
 EPSILON = 1e-3
 

@@ -19,7 +19,8 @@ from executors.models.spec import spec_of_model
 from executors.ranks.mesh import alone
 from executors.runs.session import Session
 from proofs_checks.ranks import on_all_ranks
-from zosim.plan import Plan, Split
+from zosim.axes import Split
+from zosim.plan import Plan
 
 STEPS, SIZE = 3, 4
 SETTINGS = {"learning_rate": lambda step: 1e-2 / (step + 1), "weight_decay": 0.1, "seed": 5}

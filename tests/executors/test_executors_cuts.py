@@ -15,8 +15,9 @@ from executors.models.cuts import Cut, crossings, cuts_of, loss_through
 from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
 from topology.errors import PlanError
+from zosim.axes import Split
 from zosim.lowering.messages import expected_message_bytes
-from zosim.plan import Plan, Split
+from zosim.plan import Plan
 from zosim.planning.cuts import Cutting, read_densities
 
 KNOWN = ("opt", "gpt2", "llama")

@@ -12,11 +12,11 @@ from costmodel.configs import read_model_spec
 from costmodel.prices import Range, job_costs, shipped_prices
 from topology import load_preset
 from topology.errors import PlanError
+from zosim.axes import Precision
 from zosim.buying.command import buy
 from zosim.buying.levers import levers
 from zosim.buying.offers import Job, Limits, Market, Refusal, machines_named, simulated
 from zosim.buying.sensitivity import effects, limiter, rooms
-from zosim.plan import Precision
 from zosim.planning.planner import choose
 
 HALF = Precision(storage="float16", compute="float16", transfer="float16")

@@ -11,9 +11,9 @@ from costmodel.symbols import TensorSymbols
 from topology import load_preset
 from topology.errors import PlanError
 from zosim.analysis.pipelining import counts_of_print, pipelining
+from zosim.axes import Estimator, Mesh, Placement, Precision
 from zosim.machines import machines_for
 from zosim.options import cutting_of, mesh_of
-from zosim.plan import Estimator, Mesh, Placement, Precision
 from zosim.planning.cut_search import Ranking
 from zosim.planning.cuts import Cutting, read_densities, sparsest_near_the_middle
 from zosim.planning.planner import Request, candidates, choose

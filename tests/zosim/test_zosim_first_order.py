@@ -16,6 +16,7 @@ from topology import load_preset
 from topology.errors import Hazard, PlanError
 from zosim.analysis.counts import step_counts
 from zosim.analysis.trace import chrome_trace
+from zosim.axes import Estimator, Mesh, Placement, Runtime, Split
 from zosim.cli import app
 from zosim.engines.fold import fold
 from zosim.engines.lockstep import steady_step_s
@@ -26,7 +27,7 @@ from zosim.first_order.report import baseline_subject
 from zosim.first_order.settings import num_kept_at_once, turns
 from zosim.instructions import Stream
 from zosim.operations import Backward, Forward, Recv, Send
-from zosim.plan import Estimator, Mesh, Placement, Plan, Runtime, Split
+from zosim.plan import Plan
 from zosim.planning.predict import Subject
 from zosim.program import Program
 from zosim.program_set import ProgramSet

@@ -7,7 +7,8 @@ import pytest
 from costmodel import read_model_spec
 from costmodel.memory import MemoryPart
 from topology import load_preset
-from zosim.plan import Mesh, Placement, Plan, Precision, Residency, Runtime
+from zosim.axes import Mesh, Placement, Precision, Residency, Runtime
+from zosim.plan import Plan
 from zosim.planning.footprint import ARENAS, Footprint, footprints
 from zosim.planning.predict import Subject
 from zosim.profiles import profile_for

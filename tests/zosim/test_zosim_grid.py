@@ -11,11 +11,12 @@ from zosim_builders import make_profile
 from costmodel import read_model_spec
 from topology.documents import load_preset
 from topology.errors import PlanError
+from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
 from zosim.engines.grid import step_time_bounds
 from zosim.engines.recurrence import step_time_bound
 from zosim.lowering import lower
 from zosim.machine import Machine
-from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
+from zosim.plan import Plan
 from zosim.profiles import profile_for
 from zosim.scaling import LINKS, scaled
 

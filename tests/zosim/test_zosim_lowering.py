@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from costmodel import LoRA, Work, read_model_spec
 from topology.errors import Hazard, PlanError, ProgramError
+from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
 from zosim.instructions import Instruction, Stream
 from zosim.lowering import lower
 from zosim.lowering.directions import passing_work
 from zosim.lowering.layout import COUNTER_BLOCK_ELEMENTS, JUMP_WORDS
 from zosim.operations import Draw, Update
 from zosim.order import HappensBefore
-from zosim.plan import Estimator, Placement, Plan, Precision, Residency, Runtime
+from zosim.plan import Plan
 from zosim.program import Program
 from zosim.validate import validate
 

@@ -8,8 +8,8 @@ from costmodel import read_model_spec
 from topology import Topology, load_preset
 from topology.clusters import cluster
 from topology.errors import DoesNotFit, PlanError
+from zosim.axes import Estimator, Mesh, Precision
 from zosim.options import mesh_of
-from zosim.plan import Estimator, Mesh, Precision
 from zosim.planning.planner import Request, choose, placements
 from zosim.planning.space import layouts, meshes
 from zosim.profiles import Profiles

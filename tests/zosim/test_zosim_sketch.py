@@ -10,13 +10,14 @@ import pytest
 from costmodel import read_model_spec
 from costmodel.model_spec import ModelSpec
 from topology import load_preset
+from zosim.axes import Estimator, Mesh, Placement, Precision, Residency, Runtime
 from zosim.engines.lockstep import steady_step_s
 from zosim.engines.recurrence import step_time_bound
 from zosim.engines.world import World
 from zosim.lowering import lower, lower_all
 from zosim.machine import Machine
 from zosim.machines import machines_for
-from zosim.plan import Estimator, Mesh, Placement, Plan, Precision, Residency, Runtime
+from zosim.plan import Plan
 from zosim.planning.footprint import footprint
 from zosim.planning.sketch import Sketcher
 from zosim.profiles import profile_for

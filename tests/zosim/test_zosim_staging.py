@@ -7,8 +7,9 @@ import pytest
 from costmodel import read_model_spec
 from topology import load_preset
 from topology.errors import PlanError
+from zosim.axes import Estimator, Precision
 from zosim.options import cutting_of
-from zosim.plan import Estimator, Plan, Precision
+from zosim.plan import Plan
 from zosim.planning.planner import Request, choose
 from zosim.planning.staging import staged_plans
 from zosim.profiles import Profiles

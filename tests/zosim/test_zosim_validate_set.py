@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from costmodel import read_model_spec
 from topology.errors import Hazard, PlanError, ProgramError, ZosimError
+from zosim.axes import Estimator, Mesh, Placement, Residency, Runtime, Split
 from zosim.instructions import Dependency, Instruction
 from zosim.lowering import lower_all
 from zosim.operations import Collective, Recv, Scalar, Send
-from zosim.plan import Estimator, Mesh, Placement, Plan, Residency, Runtime, Split
+from zosim.plan import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 from zosim.validate_set import validate_set

@@ -17,8 +17,9 @@ from costmodel.prices import JobCost, PriceTable, Range, Way, job_costs
 from costmodel.profile import Bound, Profile
 from topology.errors import PlanError
 from topology.graph import Topology
+from zosim.axes import Estimator, Mesh, Precision
 from zosim.buying.levers import Lever, levers
-from zosim.plan import Estimator, Mesh, Plan, Precision
+from zosim.plan import Plan
 from zosim.planning.bounds import Bounds
 from zosim.planning.explain import ALIKE
 from zosim.planning.planner import Candidate, candidates

@@ -18,10 +18,11 @@ References
 from __future__ import annotations
 
 from topology.errors import PlanError
+from zosim.axes import Mesh, Precision, Residency, Runtime
 from zosim.first_order.settings import PRESETS, FirstOrder
 from zosim.first_order.step import ENDS, REPLICAS, FirstOrderWriter
 from zosim.lowering.hazards import connect, without_implied
-from zosim.plan import Mesh, Plan, Precision, Residency, Runtime
+from zosim.plan import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 

@@ -8,6 +8,7 @@ from typing import Literal
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import Distribution, draw_work
 from costmodel.work import DType, Work
+from zosim.axes import Estimator
 from zosim.instructions import Access, Stream
 from zosim.lowering.layout import (
     COUNTER_BLOCK_ELEMENTS,
@@ -18,7 +19,6 @@ from zosim.lowering.layout import (
 from zosim.lowering.listing import Listing
 from zosim.lowering.walk import walk_order
 from zosim.operations import Draw
-from zosim.plan import Estimator
 
 Keep = Literal["all", "rows", "none"]
 

@@ -15,7 +15,8 @@ from costmodel.codecs import (
 )
 from costmodel.symbols import SymbolStatistics, crossing_statistics
 from costmodel.work import DTYPE_BYTES, Work
-from zosim.plan import INSIDE, Plan
+from zosim.axes import INSIDE
+from zosim.plan import Plan
 
 Side = Literal["encode", "decode"]
 

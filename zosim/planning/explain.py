@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from topology.units import format_bytes, format_seconds
 from zosim.analysis.pipelining import about_stages
-from zosim.plan import Mesh, Plan
+from zosim.axes import Mesh
+from zosim.plan import Plan
 from zosim.planning.predict import Contention, Prediction
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from math import inf
 
 from costmodel.model_spec import block_segment
 from topology.errors import DoesNotFit
-from zosim.plan import INSIDE, Plan
+from zosim.axes import INSIDE
+from zosim.plan import Plan
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.cuts import sparsest_near_the_middle
 from zosim.planning.explain import ALIKE, about_cuts, describe, reasons

@@ -11,7 +11,7 @@ from costmodel.model_spec import ModelSpec
 from costmodel.profile import Profile
 from topology.errors import PlanError
 from topology.graph import Topology
-from zosim.plan import Estimator, Mesh, Placement, Precision
+from zosim.axes import Estimator, Mesh, Placement, Precision
 from zosim.planning.cuts import Cutting
 from zosim.profiles import Profiles
 

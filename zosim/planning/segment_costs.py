@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from costmodel.estimate import estimate
 from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
 from costmodel.work import DTYPE_BYTES
+from zosim.axes import INSIDE, Estimator, Mesh, Placement, Precision, last_before
 from zosim.instructions import Stream
 from zosim.lowering.buffers import buffers_of
 from zosim.lowering.directions import passing_work
 from zosim.lowering.step import StepWriter
 from zosim.machine import Machine
-from zosim.plan import INSIDE, Estimator, Mesh, Placement, Plan, Precision
+from zosim.plan import Plan
 from zosim.planning.cuts import Cutting
 from zosim.planning.shortening import are_alike, shortened
 from zosim.program import Program
@@ -102,7 +103,7 @@ class Costs:
     def ends(self) -> dict[str, int]:
         """For every cut, how many of the whole model's segments are before it."""
         place = {segment: number for number, segment in enumerate(self.whole.segments)}
-        return {cut: place[_last_segment(cut, place)] + 1 for cut in self.names}
+        return {cut: place[last_before(cut, place)] + 1 for cut in self.names}
 
     def seconds(self, site: Site) -> SegmentSeconds:
         """Return the seconds of every segment on the site's first device."""
@@ -149,12 +150,6 @@ class Costs:
         if not (are_alike(model) and model.num_blocks > 2):
             return self.whole
         return shortened(model if cut_model is None else cut_model((0, 1)))
-
-
-def _last_segment(cut: str, segments: dict[str, int]) -> str:
-    if cut.endswith(INSIDE):
-        return cut.removesuffix(INSIDE) + FRONT
-    return cut + BACK if cut + BACK in segments else cut
 
 
 def _standing_for(segment: str, small: ModelSpec) -> str:

@@ -9,8 +9,9 @@ from typing import Literal, get_args
 from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
 from topology.validation import readable
+from zosim.axes import Mesh, Placement, Precision, Residency, Runtime, Split, TransferDType
 from zosim.machines import machines_for
-from zosim.plan import Mesh, Placement, Plan, Precision, Residency, Runtime, Split, TransferDType
+from zosim.plan import Plan
 from zosim.planning.cut_search import splits
 from zosim.planning.request import Blocks, Request, profiles_of
 from zosim.planning.segment_costs import Costs, Site

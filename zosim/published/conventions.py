@@ -22,7 +22,8 @@ from costmodel.work import DTYPE_BYTES
 from topology.documents import load_preset
 from topology.errors import PlanError, ZosimError
 from topology.graph import Topology
-from zosim.plan import Mesh, Placement, Plan, Precision, Residency, Runtime, TransferDType
+from zosim.axes import Mesh, Placement, Precision, Residency, Runtime, TransferDType
+from zosim.plan import Plan
 
 MEBIBYTE = 2**20
 
