@@ -183,7 +183,8 @@ def run(
         ),
     ] = None,
     seed: Annotated[
-        int | None, _option(_ESTIMATOR, "Of directions, the shuffle, and what adapters begin as; 0 by default.", min=0)
+        int | None,
+        _option(_ESTIMATOR, "Of directions, the shuffle, and what adapters begin as; 0 by default.", min=0),
     ] = None,
     shuffle: Annotated[
         Switch | None, _option(_DATA, "Off: batch k is lines kB to kB+B-1. On by default.")
