@@ -16,7 +16,14 @@ from topology.errors import RunError
 _GRACE_S = 2.0
 """How long a rank that waited in vain lets others say that they waited, too."""
 
-_GONE = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "socket closed")
+_GONE = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "connection refused",
+    "socket closed",
+    "failed to recv",
+)
 
 
 @dataclass(frozen=True)

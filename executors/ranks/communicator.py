@@ -329,13 +329,14 @@ class Communicator:
 
     def _wait_for_first(self, store: Store, key: str, what: str) -> None:
         beats, seen = 0, time.monotonic()
-        while not store.check([f"{key}/done"]):
-            found = store.add(f"{key}/beats", 0)
-            if found != beats:
-                beats, seen = found, time.monotonic()
-            if time.monotonic() - seen > self.timeout_s:
-                raise self._roll.give_up([0], what)
-            time.sleep(0.05)
+        with self._roll.naming((0,), what):  # the store is gone with rank 0
+            while not store.check([f"{key}/done"]):
+                found = store.add(f"{key}/beats", 0)
+                if found != beats:
+                    beats, seen = found, time.monotonic()
+                if time.monotonic() - seen > self.timeout_s:
+                    raise self._roll.give_up([0], what)
+                time.sleep(0.05)
 
 
 def _all_gather(gathered: Tensor, own: Tensor, *, group: dist.ProcessGroup | None) -> None:

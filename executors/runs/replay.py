@@ -253,6 +253,9 @@ def advance(
 ) -> int:
     """Replay a run's steps up to `num_steps`, and return how many digests were found to agree.
 
+    It flushes where the run did, and nowhere else: where flushing rounds weights, a run that goes on from here would
+    otherwise not be the one that was interrupted.
+
     Raises
     ------
     RunError
@@ -269,7 +272,6 @@ def advance(
             _check_digest(session, history, done)
             checked += 1
         on_step(done, num_steps)
-    session.flush()
     return checked
 
 

@@ -178,9 +178,9 @@ class Run:
         }
         self.header.pop("finished", None)
         if self.writes:
-            remove_partial(self.out)
-            # The header first: programs that it does not speak of are made again, a header is not.
+            # The lock before anything is touched, the header before programs: those that it does not speak of are made again.
             self.log = RunLog.resumed(self.out, history.num_bytes)
+            remove_partial(self.out)
             is_kept = plan is None and recorded_programs(self.out, history.header) is not None
             programs = None if is_kept else self._programs()
             write_header(self.out, self.header)

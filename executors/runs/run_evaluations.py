@@ -11,10 +11,11 @@ from typing import Any
 from executors.datasets.inputs import copy_tokenizer, evaluation_data, generation_of
 from executors.models.adapters import save_alone
 from executors.runs.measure import Evaluator, is_better
-from executors.runs.run_files import BEST_NAME, evaluations_of
+from executors.runs.run_files import BEST_NAME, METRICS_NAME, evaluations_of
 from executors.runs.runlog import save_pretrained
 from executors.runs.session import Session
 from executors.runs.settings import RunSettings
+from topology.errors import RunError
 
 
 class Evaluations:
@@ -38,10 +39,22 @@ class Evaluations:
         self.latest: dict[str, Any] | None = None
 
     def recall(self, directory: Path, num_steps: int) -> None:
-        """Remember what an earlier process found in the first so many steps."""
+        """Remember what an earlier process found in the first so many steps.
+
+        Raises
+        ------
+        RunError
+            If an evaluation's row lacks what evaluations are compared by.
+        """
         for row in evaluations_of(directory, num_steps):
-            if is_better(row, self.best):
-                self.best = row
+            try:
+                if is_better(row, self.best):
+                    self.best = row
+            except (KeyError, TypeError) as error:
+                raise RunError(
+                    f"{directory / METRICS_NAME} is damaged in the evaluation after {row['num_steps']} steps: {error}",
+                    hint="restore the file from a copy, or remove it: training goes on without",
+                ) from error
             self.latest = row
 
     def is_due(self, num_steps: int) -> bool:

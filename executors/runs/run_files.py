@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from executors.runs.checkpoint import CHECKPOINTS_NAME
 from executors.runs.history import DIGESTS_NAME
-from executors.runs.jsonlines import JsonLines, read_lines
+from executors.runs.jsonlines import JsonLines, Line, read_lines
 from executors.runs.records import StepRecord
 from executors.runs.reporter import Reporter
 from executors.runs.runlog import RunLog
+from topology.errors import RunError
 
 METRICS_NAME = "metrics.jsonl"
 BEST_NAME = "best"
@@ -120,18 +120,24 @@ class NoFiles:
 def evaluations_of(directory: Path, num_steps: int) -> list[dict[str, Any]]:
     """Return the evaluations that a run recorded up to so many steps."""
     lines = _lines_behind(directory / METRICS_NAME, num_steps)
-    return [line.row for line in lines if line.row.get("split") == "eval"]
+    return [line.row for line in lines if line.row["split"] == "eval"]
 
 
-def _lines_behind(path: Path, num_steps: int) -> list[Any]:
-    return list(itertools.takewhile(lambda line: line.row["num_steps"] <= num_steps, read_lines(path)))
+def _lines_behind(path: Path, num_steps: int) -> list[Line]:
+    lines = read_lines(path)
+    for line in lines:
+        if type(line.row.get("num_steps")) is not int or line.row.get("split") not in ("train", "eval"):
+            raise RunError(
+                f"{path} line {line.number} is damaged: it does not say after which step it was written, or of what",
+                hint="restore the file from a copy, or remove it: training goes on without",
+            )
+    return list(itertools.takewhile(lambda line: line.row["num_steps"] <= num_steps, lines))
 
 
 def remove_partial(out: Path) -> None:
     """Remove what a process that was killed had begun to write."""
-    for folder in (out, out / CHECKPOINTS_NAME, out / BEST_NAME):
-        for partial in folder.glob(".*.partial"):
-            partial.unlink()
+    for partial in out.rglob(".*.partial"):
+        partial.unlink(missing_ok=True)
 
 
 def _metrics_row(record: StepRecord, tokens: int) -> dict[str, Any]:

@@ -185,6 +185,19 @@ def test_resumed_anywhere_it_ends_as_if_nothing_had_happened(inputs, whole, run,
     assert trained == list(range(1, STEPS + 1))
 
 
+@pytest.mark.parametrize("num_rows", [3, 5, 8])
+def test_a_run_that_rounds_in_transfer_is_resumed_without_rounding_once_more(inputs, tmp_path, num_rows):
+    lossy = (*OFFLOADED, "--update", "delayed", "--transfer-dtype", "bfloat16", "--allow-lossy")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert zosim(*options(inputs, whole, *lossy, "--checkpoint-every", 4)) == 0
+    shutil.copytree(whole, run)
+    cut(run, num_rows)
+    assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
+    assert same(run, whole)
+    assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0
+    assert differing(loaded(tmp_path / "again"), loaded(whole)) == []
+
+
 def test_a_resumed_run_needs_no_option_again(run, whole):
     cut(run, 6)
     assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
@@ -202,7 +215,8 @@ def test_a_finished_run_can_be_prolonged_under_a_constant_rate(inputs, run, tmp_
 
 def test_leftovers_of_a_dead_writer_are_removed(inputs, run, whole):
     cut(run, 5)
-    for folder in (run, run / "checkpoints"):
+    (run / "prefix" / "initial").mkdir(parents=True)
+    for folder in (run, run / "checkpoints", run / "prefix" / "initial"):
         (folder / ".model.safetensors.99999.partial").write_bytes(b"half")
     assert zosim(*options(inputs, run, "--resume")) == 0
     assert not list(run.rglob("*.partial"))
@@ -371,6 +385,23 @@ def test_spoilt_programs_that_were_edited_by_hand_are_refused(inputs, run, capsy
     (run / "program.json").write_text((run / "program.json").read_text() + " ")
     assert zosim("run", "--out", run, "--resume") == 2
     assert "edited by hand" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "says"), [("num_steps", "line 2 is damaged"), ("loss", "is damaged in the eval")]
+)
+def test_damaged_metrics_are_refused_by_name_and_not_needed(inputs, run, whole, capsys, key, says):
+    cut(run, 5)
+    rows = [{"num_steps": 1, "split": "train"}, {"num_steps": 1, "split": "eval", "loss": 1.0}]
+    rows += [{"num_steps": 3, "split": "eval", "loss": 2.0}]
+    del rows[1][key]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    harmed = shutil.copytree(run, run.parent / "harmed")
+    assert zosim(*options(inputs, harmed, "--resume")) == 2
+    assert says in capsys.readouterr().err.replace("\n", " ")
+    (run / "metrics.jsonl").unlink()
+    assert zosim(*options(inputs, run, "--resume")) == 0
+    assert same(run, whole)
 
 
 def damage_bits(path):
