@@ -127,7 +127,7 @@ def test_a_mesh_reads_as_it_is_nested() -> None:
     for text, says in (
         ("data=2,date=2", "'date' is no axis"),
         ("data=0", "no size"),
-        ("data=2,data=2", "no size"),
+        ("data=2,data=2", "twice"),
     ):
         with pytest.raises(PlanError, match=says):
             mesh_of(text)
@@ -223,3 +223,15 @@ def test_twins_are_devices_that_are_placed_alike() -> None:
     )
     apart = Twins(topology.model_copy(update={"links": slower}))
     assert apart.of("host1/gpu5") == "host1/gpu5" != apart.of("host2/gpu5") == f"{changed}/gpu5"
+
+
+def test_hosts_may_have_unlike_numbers_of_gpus():
+    machine = load_preset("a100-80gb-3x4")
+    gone = {"node0/gpu1", "node0/gpu2", "node0/gpu3"}
+    nodes = tuple(node for node in machine.nodes if node.id not in gone)
+    links = tuple(link for link in machine.links if not gone & {link.source, link.target})
+    uneven = machine.model_copy(update={"nodes": nodes, "links": links})
+    asked = request(uneven, "opt-1.3b", mesh=Mesh(data=4), seq=512)
+    plan = choose(asked).chosen.plan
+    assert [len(ranks) for ranks in plan.placement.ranks_by_host] == [1, 3]
+    assert seconds(asked) < seconds(request(uneven, "opt-1.3b", mesh=Mesh(), seq=512))

@@ -45,7 +45,7 @@ def lower(plan: Plan, rank: int = 0) -> Program:
         final=tuple(_at_rest(layout, delayed_by=0)),
         step=instructions,
         flush=flushing,
-        groups={name: len(_members(parts, rank)) for name, parts in plan.groups.items()},
+        groups=_group_sizes(plan, rank),
     )
     return without_implied(program)
 
@@ -53,18 +53,27 @@ def lower(plan: Plan, rank: int = 0) -> Program:
 def lower_all(plan: Plan) -> ProgramSet:
     """Return what all ranks of `plan` run.
 
-    Ranks of one stage with as many sequences at the same points share a program.
+    Ranks of one stage with as many sequences at the same points, in groups as large, share a program.
     """
-    roles: dict[tuple[int, tuple[str, ...], int], int] = {}
+    roles: dict[tuple[object, ...], int] = {}
     programs: list[Program] = []
     of_rank = []
     for rank in range(plan.placement.world_size):
-        role = (plan.mesh.coordinates(rank).stage, plan.points_of(rank), len(plan.rows_of(rank)))
+        stage, points, num_rows = (
+            plan.mesh.coordinates(rank).stage,
+            plan.points_of(rank),
+            len(plan.rows_of(rank)),
+        )
+        role = (stage, points, num_rows, *_group_sizes(plan, rank).items())
         if role not in roles:
             roles[role] = len(programs)
             programs.append(lower(plan, rank))
         of_rank.append(roles[role])
     return ProgramSet(tuple(programs), tuple(of_rank), plan.groups)
+
+
+def _group_sizes(plan: Plan, rank: int) -> dict[str, int]:
+    return {name: len(_members(parts, rank)) for name, parts in plan.groups.items()}
 
 
 def _members(parts: Iterable[tuple[int, ...]], rank: int) -> tuple[int, ...]:
