@@ -339,7 +339,9 @@ def test_the_command_reads_and_writes_json(tmp_path):
     assert json.loads(on_preset.stdout) == {"flows": [{"id": 1, "finish": 0.0}]}
 
 
-@pytest.mark.parametrize("text", ["{", '{"links": {"a": 1, "a": 2}, "flows": []}', "\udcff", "[]", "{}"])
+@pytest.mark.parametrize(
+    "text", ["9" * 5000, "{", '{"links": {"a": 1, "a": 2}, "flows": []}', "\udcff", "[]", "{}"]
+)
 def test_damaged_files_end_in_a_message(tmp_path, text):
     path = tmp_path / "scenario.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))

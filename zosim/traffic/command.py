@@ -113,7 +113,7 @@ def _read(path: str | Path) -> Any:
         raise TrafficError(
             message, hint="zosim traffic SCENARIO.json, or zosim traffic TOPOLOGY FLOWS.json"
         ) from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of bytes, and of numbers of thousands of digits
         raise TrafficError(f"{path} is not JSON: {error}") from error
 
 
