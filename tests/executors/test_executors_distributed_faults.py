@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -10,8 +11,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import distributed
+from torch.distributed import DistNetworkError
 
-from executors.ranks.launch import launch
+from executors.ranks import communicator
+from executors.ranks.absence import RollCall
+from executors.ranks.communicator import Communicator
+from executors.ranks.launch import launch, process_group
+from topology.errors import RunError
 
 pytestmark = pytest.mark.dist
 
@@ -35,3 +41,33 @@ def test_who_is_waited_for_in_vain_is_named_and_memory_leaves_nothing():
 
 def test_a_plan_of_another_number_of_ranks_is_refused():
     assert launch(distributed.forget_the_plan, world_size=2) == "the plan has 1 ranks, but 2 were started"
+
+
+def test_rank_0_that_takes_the_store_with_it_is_named(monkeypatch):
+    """Who waits while rank 0 writes a checkpoint asks a store that dies with rank 0."""
+
+    class Gone:
+        def __getattr__(self, name):
+            raise DistNetworkError("failed to recv, got 0 bytes")
+
+    monkeypatch.setattr(communicator, "default_store", Gone)
+    monkeypatch.setattr("executors.ranks.absence.default_store", Gone)
+    survivor = object.__new__(Communicator)
+    survivor.rank, survivor.world_size, survivor.timeout_s, survivor._marks = 1, 2, 20.0, 0
+    survivor._roll = RollCall(1, 20.0)
+    with pytest.raises(RunError, match="writing a checkpoint: rank 0 ended"):
+        survivor.first_does(lambda: None, "writing a checkpoint")
+
+
+def test_ranks_that_never_come_are_no_mistake_of_ours(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    with (
+        pytest.raises(RunError, match="rank 0 could not join the others of 2 ranks"),
+        process_group("cpu", timeout_s=1),
+    ):
+        pass
