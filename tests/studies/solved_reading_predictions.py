@@ -36,7 +36,7 @@ def upside_down(rows):
 
 
 WRONG = [
-    (largest_term_of_the_worst_row, "it is"),
+    (largest_term_of_the_worst_row, "take off what else"),
     (ratio_of_steps, "ratio of whole steps"),
     (upside_down, "upside down"),
     (lambda rows: ("matmul", 2.0), "it is not matmul"),
