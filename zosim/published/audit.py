@@ -238,7 +238,7 @@ def _transfers(cells: Sequence[Cell]) -> Iterator[Finding]:
             continue
         lanes = cell.case.plan.placement.world_size
         least = (cell.printed - 0.005) / (plain.printed + 0.005)
-        if least > lanes:
+        if least > lanes * (1 + SPREAD):
             yield Finding(
                 "more speed-up than lanes",
                 (cell.row.place, plain.row.place),
