@@ -349,8 +349,8 @@ CLAIMS: tuple[Claim, ...] = (
             Mutant(
                 "launches in place of kernels",
                 "costmodel.estimate:combine_terms",
-                "return max(",
-                "return min(",
+                "return behind_s + max(",
+                "return behind_s + min(",
             ),
             Mutant(
                 "instructions that do not wait for their stream",

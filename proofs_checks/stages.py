@@ -239,7 +239,7 @@ CLAIMS = (
         (
             Mutant(
                 "losses of stages that have none",
-                "zosim.lowering.step:StepWriter._exchange_losses",
+                "zosim.lowering.exchanges:Exchanges.exchange_losses",
                 " if layout.is_last_stage",
                 "",
             ),

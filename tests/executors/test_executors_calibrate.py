@@ -12,7 +12,7 @@ import torch
 
 from costmodel.measurement import load_measurements, save_measurements
 from costmodel.work import Work
-from executors.calibration import calibrate, probes, probing
+from executors.calibration import calibrate, draw_probes, probes, probing
 from executors.calibration.exchange_probes import exchange_probes
 from topology.errors import RunError
 
@@ -24,6 +24,7 @@ def small_probes() -> Any:
     patch = pytest.MonkeyPatch()
     patch.setitem(probing.MEMORY_BYTES, "cpu", 1 << 20)
     patch.setitem(probing.CACHE_BYTES, "cpu", 1 << 14)
+    patch.setattr(draw_probes, "JUMP_WORDS", 1 << 16)
     patch.setattr(probes, "MATMUL_SHAPES", {"cpu": ((8, 16, 32), (64, 64, 64))})
     patch.setattr(probes, "ATTENTION_SHAPES", {"cpu": ((2, 1, 16, 8),)})
     yield
