@@ -50,7 +50,9 @@ def measured_timeline(
         for item in interpreter.backend.measured()
     )
     # What ranks replayed may end beside the first step that is timed: an offload that nothing waits for yet.
-    spans = tuple(span for span in spans if span.step >= 0 and (span.step < num_steps or span.part == "flush"))
+    spans = tuple(
+        span for span in spans if span.step >= 0 and (span.step < num_steps or span.part == "flush")
+    )
     begin = min((span.start_s for span in spans), default=0.0)
     timeline = Timeline(
         program=interpreter.program.name,
