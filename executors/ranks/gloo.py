@@ -1,7 +1,7 @@
 """gloo whose process groups share one thread for their sockets.
 
 A process group of gloo has a device of its own, and every device a thread that wakes a hundred times a second, whether or
-not anything comes: a tenth of a percent of a core each, and as often a kernel that finds its caches changed. A rank has ten
+not anything comes, so that as often a kernel finds its caches changed. A rank has ten
 groups and more, one for whatever must not wait for something else. Here all of them share one device.
 """
 
