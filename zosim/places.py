@@ -137,13 +137,14 @@ class Order:
 
     def waits_for(self, place: Place) -> tuple[Place, ...]:
         """Places of this rank named by the instruction's ``after``, those before the run left out."""
-        return tuple(found for group, found in self._named(place) if not group)
+        return tuple(found for group, found in self.awaited(place) if not group)
 
     def waits_for_peers(self, place: Place) -> tuple[tuple[str, Place], ...]:
         """Places on the other members of a group named by ``after``, those before the run left out."""
-        return tuple((group, found) for group, found in self._named(place) if group)
+        return tuple((group, found) for group, found in self.awaited(place) if group)
 
-    def _named(self, place: Place) -> list[tuple[str, Place]]:
+    def awaited(self, place: Place) -> list[tuple[str, Place]]:
+        """Places named by the instruction's ``after``, each with the group whose members it is on, "" for this rank."""
         part = self.part(place.position)
         found = []
         for edge in self._by_part[part][place.instruction].after:

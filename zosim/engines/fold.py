@@ -25,6 +25,7 @@ from types import MappingProxyType
 
 from costmodel.profile import Bound
 from zosim.engines.lockstep import simulate_many
+from zosim.engines.simulate import without_garbage_collection
 from zosim.engines.world import Group, Template, World
 from zosim.instructions import Part
 from zosim.machine import Activity, Machine
@@ -58,6 +59,7 @@ def simulate_set(
     return simulate_many(fold(World.of(programs, machines, bound)), num_steps=num_steps)
 
 
+@without_garbage_collection()
 def fold(world: World) -> World:
     """Return a world of one rank for each class of those that behave alike, the first of each.
 

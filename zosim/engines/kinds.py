@@ -49,11 +49,11 @@ class Kind:
         self.seconds["step"].append(template.step_s)
         self.kinds["step"].append(-1)
         self.times: dict[int, Times] = {}
-        # By the first of a chain: the chain, and when each of it starts and the last one ends.
+        # By the first of a chain: the chain, and when each of it starts and the last one ends, as columns.
         self.chains: dict[int, tuple[Ints, Floats]] = {}
         for chain in self.wiring.chains([kind < 0 for kind in self.kinds["step"]]):
             offsets = np.concatenate([[0.0], np.cumsum([self.seconds["step"][item] for item in chain])])
-            self.chains[chain[0]] = np.array(chain), offsets[:, None]
+            self.chains[chain[0]] = np.array(chain)[:, None], offsets[:, None]
 
     def __len__(self) -> int:
         return len(self.ranks)

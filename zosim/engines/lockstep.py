@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -125,7 +126,6 @@ class Lockstep:
         self._num_others = 0
         self._others_until_s = 0.0
         self._spans: dict[int, list[Span]] = defaultdict(list)
-        self._all = {id(kind): np.arange(len(kind)) for kind in self._kinds}
 
     def go(self) -> None:
         """Run to the end, or until the rest is known.
@@ -170,12 +170,12 @@ class Lockstep:
         for kind in self._kinds:
             needs = kind.wiring.needs(position)
             count = kind.wiring.num_instructions(position)
-            left = np.empty((count, len(kind)), dtype=np.int16)
-            for number in range(count):
-                left[number] = len(needs.own[number])
-                for group, _, _ in needs.peers[number]:
-                    left[number] += self._peers[group].waits[kind.first : kind.first + len(kind)]
             shape = count, len(kind)
+            left = np.empty(shape, dtype=np.int16)
+            left[:] = np.array([len(before) for before in needs.own], dtype=np.int16)[:, None]
+            for number, awaited in enumerate(needs.peers):
+                for group, _, _ in awaited:
+                    left[number] += self._peers[group].waits[kind.first : kind.first + len(kind)]
             kind.times[position] = Times(np.zeros(shape), np.zeros(shape), left)
             self._unfinished[position] += count * len(kind)
             for free in np.flatnonzero((left == 0).any(axis=1)).tolist():
@@ -185,11 +185,7 @@ class Lockstep:
         while self._ready:
             ready, self._ready = self._ready, []
             for kind, position, number, cols in ready:
-                part = kind.wiring.order.part(position)
-                meeting = None
-                if number < len(kind.wiring.ids[part]):
-                    name = kind.wiring.ids[part][number]
-                    meeting = kind.wiring.order.meeting_at(part, name)
+                meeting = kind.wiring.meeting_of[kind.wiring.order.part(position)][number]
                 if meeting is None:
                     self._start(kind, position, number, cols, now_s)
                 else:
@@ -201,8 +197,8 @@ class Lockstep:
         seconds = kind.seconds[part][number]
         if part == "step" and number in kind.chains:
             chain, offsets = kind.chains[number]
-            times.start_s[np.ix_(chain, cols)] = now_s + offsets[:-1]
-            times.end_s[np.ix_(chain, cols)] = now_s + offsets[1:]
+            times.start_s[chain, cols] = now_s + offsets[:-1]
+            times.end_s[chain, cols] = now_s + offsets[1:]
             seconds = float(offsets[-1, 0])
         else:
             times.start_s[number, cols] = now_s
@@ -248,34 +244,33 @@ class Lockstep:
 
     def _grouped(self, rows: Ints) -> Iterator[tuple[_Batch, Ints]]:
         """Yield the instructions that rows belong to, with their ranks' positions in their kind."""
-        batches = self.table.batch[rows]
         ranks = rows % self.table.num_ranks
-        if (batches == batches[0]).all():
-            kind = self._batches[batches[0]][0]
-            yield self._batches[batches[0]], ranks - kind.first
+        batches = self.table.batch[rows]
+        first, last = self._batches[batches[0]], batches[-1]
+        if batches[0] == last and (len(rows) == 1 or (batches == last).all()):
+            yield first, ranks - first[0].first
             return
-        order = np.argsort(batches, kind="stable")
-        cuts = np.flatnonzero(np.diff(batches[order])) + 1
-        for chosen in np.split(order, cuts):
-            batch = self._batches[batches[chosen[0]]]
-            yield batch, ranks[chosen] - batch[0].first
+        order = batches.argsort(kind="stable")
+        batches, ranks = batches[order], ranks[order]
+        cuts = [0, *((batches[1:] != batches[:-1]).nonzero()[0] + 1).tolist(), len(rows)]
+        for begin, end in pairwise(cuts):
+            batch = self._batches[batches[begin]]
+            yield batch, ranks[begin:end] - batch[0].first
 
     def _flow_ended(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
         """End an instruction, or wait for the others' flows if it is a collective or message."""
-        part = kind.wiring.order.part(position)
-        if number < len(kind.wiring.ids[part]):
-            meeting = kind.wiring.order.meeting_at(part, kind.wiring.ids[part][number])
-            if meeting is not None:
-                for other, there, who in self._meet(kind, position, meeting, cols, "end"):
-                    self._end(other, position, there, who, now_s)
-                return
-        self._end(kind, position, number, cols, now_s)
+        meeting = kind.wiring.meeting_of[kind.wiring.order.part(position)][number]
+        if meeting is None:
+            self._end(kind, position, number, cols, now_s)
+            return
+        for other, there, who in self._meet(kind, position, meeting, cols, "end"):
+            self._end(other, position, there, who, now_s)
 
     def _end(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
         part, num_ended = kind.wiring.order.part(position), len(cols)
         if part == "step" and number in kind.chains:
             chain, _ = kind.chains[number]
-            number, num_ended = int(chain[-1]), len(chain) * len(cols)
+            number, num_ended = int(chain[-1, 0]), len(chain) * len(cols)
         self.num_events += num_ended
         times = kind.times[position]
         # Within a chain a start is a sum of its own, which may round above the instant of the end.
@@ -297,11 +292,7 @@ class Lockstep:
         left = kind.times[position].needs[number]
         if len(cols) == len(kind):
             left -= 1
-            now = left == 0
-            if now.all():
-                self._ready.append((kind, position, number, self._all[id(kind)]))
-                return
-            ready = np.flatnonzero(now)
+            ready = (left == 0).nonzero()[0]
         else:
             left[cols] -= 1
             ready = cols[left[cols] == 0]

@@ -77,7 +77,7 @@ class Rows(ABC):
 
     def take_ended(self, until_s: float) -> Ints:
         """Make the rows that end by then idle, and return them."""
-        rows = np.flatnonzero(self.end_s <= until_s)
+        rows = (self.end_s <= until_s).nonzero()[0]
         self.end_s[rows] = math.inf
         shared = rows[self._running[rows]]
         if shared.size:

@@ -115,7 +115,8 @@ class Wiring:
         own, peers = [], []
         for number, name in enumerate(self.ids[part]):
             place = Place(position, name)
-            before = [self._numbered(position, item) for item in self.order.waits_for(place)]
+            awaited = self.order.awaited(place)
+            before = [self._numbered(position, item) for group, item in awaited if not group]
             follows = self.order.follows(place)
             if part == "step" and number == self.opener:
                 before.append((0, self.host))
@@ -126,7 +127,8 @@ class Wiring:
                 tuple(
                     dict.fromkeys(
                         (group, position - item.position, item.instruction)
-                        for group, item in self.order.waits_for_peers(place)
+                        for group, item in awaited
+                        if group
                     )
                 )
             )
@@ -225,17 +227,18 @@ class Wiring:
         return found
 
     @cached_property
+    def meeting_of(self) -> dict[Part, list[Meeting | None]]:
+        """Per part, where each instruction meets those of other ranks; the host's own part of a step meets nobody."""
+        found = {part: [self.order.meeting_at(part, name) for name in self.ids[part]] for part in _PARTS}
+        found["step"].append(None)
+        return found
+
+    @cached_property
     def meetings(self) -> dict[Part, dict[Meeting, int]]:
         """Per part, the instruction of each collective or message."""
-        position: dict[Part, int] = {"prologue": 0, "step": 1, "flush": self.num_steps + 1}
         return {
-            part: {
-                meeting: number
-                for number, name in enumerate(self.ids[part])
-                if (part != "step" or self.num_steps)
-                and (meeting := self.order.meeting(Place(position[part], name))) is not None
-            }
-            for part in _PARTS
+            part: {meeting: number for number, meeting in enumerate(met) if meeting is not None}
+            for part, met in self.meeting_of.items()
         }
 
 
