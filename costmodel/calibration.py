@@ -35,7 +35,17 @@ _VAGUE = 0.5
 """Least standard deviation of a bandwidth's prior, in logs."""
 
 _NOT_FITTED = frozenset(
-    {"cache_bytes", "copy_cores", "context_bytes", "allocator_slack", "allocation_granularity", "step_s"}
+    {
+        "cache_bytes",
+        "copy_cores",
+        "context_bytes",
+        "allocator_slack",
+        "allocation_granularity",
+        "step_s",
+        "pace_s",
+        "pace",
+        "pace_part",
+    }
 )
 """Constants that durations of single operations cannot tell."""
 

@@ -100,9 +100,9 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
         "allocation": work.num_allocations * values["allocation_s"]
         + work.allocation_bytes * values["allocation_s_per_byte"],
         "kernels": work.num_kernels * values["kernel_s"],
-        "gather": (work.num_shared_kernels + len(work.matmuls) + len(work.attention)) * values["gather_s"],
+        "gather": (work.num_shared_kernels + work.num_products + len(work.attention)) * values["gather_s"],
         "dispatch": work.num_kernels * values["dispatch_s"]
-        + len(work.matmuls) * _by_format("product_s", work.dtype, values)
+        + work.num_products * _by_format("product_s", work.dtype, values)
         + sum(values.get(f"call_s.{code}", values.get("call_s", 0.0)) for code in work.calls),
         "overhead": values["instruction_s"],
     }

@@ -8,7 +8,6 @@ including temporaries that Python keeps alive to the end of a function (the atte
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
@@ -176,8 +175,11 @@ def _head_work(spec: ModelSpec, shape: _Pass) -> Work:
         wide, hidden = hidden, tape.linear(shape.rows, spec.hidden_size, spec.embed_dim)
         tape.free(wide)
     chunk = min(shape.loss_chunk or shape.rows, shape.rows)
-    for index in range(ceil(shape.rows / chunk)):
-        _loss(tape, spec, min(chunk, shape.rows - index * chunk))
+    num_whole, rest = divmod(shape.rows, chunk)
+    with tape.repeated(num_whole):
+        _loss(tape, spec, chunk)
+    if rest:
+        _loss(tape, spec, rest)
     return tape.work()
 
 

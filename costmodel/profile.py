@@ -64,6 +64,9 @@ CONSTANT_UNITS: dict[str, str] = {
     "copy_latency_s": "s",
     "copy_cores": "core",
     "ranks_slowdown": "1",
+    "pace_s": "s",
+    "pace": "1",
+    "pace_part": "1",
     "message_s": "s",
     "loopback_bandwidth": "byte/s",
     "codec_s": "s",
@@ -118,6 +121,9 @@ CONSTANT_UNITS: dict[str, str] = {
     How many times as long work takes where every core of a host has a rank of one thread, which meets the others now and
     then: they share caches and memory, and wait for the slowest. Operations of one process that leave each other a core count
     the same.
+``pace_s``, ``pace``, ``pace_part.<kind of work>``
+    What a reference computation takes at full pace, how many times as long it took at the pace that the rates are for, and
+    the part of that slowing that a kind of work sees: see :mod:`costmodel.pace`.
 ``message_s``, ``loopback_bandwidth``
     Of exchanges among ranks: time of a small message besides a link's latency, and what passes per second between
     two CPU ranks of one host.
@@ -130,9 +136,11 @@ CONSTANT_UNITS: dict[str, str] = {
 """
 
 
-_OPTIONAL_KINDS = frozenset({"codec_s", "ranks_slowdown", "jump_s", "split_s", "seed_s"})
-"""Without them, those codec constants count that come with the package, ranks do not slow each other down, and generators
-do not jump, and are shared and seeded in no time."""
+_OPTIONAL_KINDS = frozenset(
+    {"codec_s", "ranks_slowdown", "jump_s", "split_s", "seed_s", "pace_s", "pace", "pace_part"}
+)
+"""Without them, those codec constants count that come with the package, ranks do not slow each other down, generators
+do not jump, and are shared and seeded in no time, and there is one pace."""
 
 _MEMORY_KINDS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
 

@@ -6,9 +6,13 @@ keeps and drops. Bytes, kernels, matrix products and the peak of what is alive a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from costmodel.work import DTYPE_BYTES, SHARED_ELEMENTS, Attention, DType, Matmul, Work
+
+_COUNTS = ("num_kernels", "num_shared_kernels", "elementwise_bytes", "num_exponentials")
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +100,17 @@ class Tape:
         self.matmuls.append(Matmul(m=rows, n=outputs, k=inputs))
         self.num_kernels += 1
         return self.new(rows * outputs)
+
+    @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Count what is played meanwhile so many times; it has no attention in it and leaves nothing alive."""
+        before = {name: getattr(self, name) for name in _COUNTS}
+        first = len(self.matmuls)
+        yield
+        for name, count in before.items():
+            setattr(self, name, count + times * (getattr(self, name) - count))
+        once = self.matmuls[first:]
+        self.matmuls[first:] = [part.model_copy(update={"num": times * part.num}) for part in once]
 
     def work(self, *, output_bytes: int = 0) -> Work:
         """Return what was played; `output_bytes` of the peak are the segment's output, which its caller holds."""

@@ -87,6 +87,7 @@ class Work(_Counted):
     dtype : str
         Compute format of the matrix products, and of the parameters that are swept over.
     matmuls : tuple of Matmul
+        Each launched as often as its ``num`` says.
     attention : tuple of Attention
     elementwise_bytes : int
         Bytes read plus written by element-wise and normalisation kernels (activations).
@@ -217,6 +218,11 @@ class Work(_Counted):
     @property
     def _draws(self) -> bool:
         return bool(self.num_normals or self.num_skipped)
+
+    @property
+    def num_products(self) -> int:
+        """Matrix products launched."""
+        return sum(part.num for part in self.matmuls)
 
     @property
     def flops(self) -> int:

@@ -99,11 +99,33 @@ def test_a_chunked_loss_needs_less_memory_for_the_same_products():
     whole = forward_work(SPEC, "head", batch=2, seq=64, dtype="bfloat16")
     parts = forward_work(SPEC, "head", batch=2, seq=64, dtype="bfloat16", loss_chunk=48)
     assert whole.flops == parts.flops
-    assert [part.m for part in parts.matmuls] == [48, 48, 32]
+    assert [(part.m, part.num) for part in parts.matmuls] == [(48, 2), (32, 1)]
     logits_bytes = 128 * SPEC.vocab_size * (2 + 4 + 4)
     norm_bytes, loss_bytes = 128 * SPEC.hidden_size * 2, 16 * 4
     assert whole.workspace_bytes == logits_bytes + norm_bytes + loss_bytes
     assert parts.workspace_bytes == logits_bytes * 48 // 128 + norm_bytes + loss_bytes
+
+
+@given(st.integers(1, SPEC.max_positions), st.integers(1, 300))
+def test_chunks_of_a_loss_count_as_if_played_one_by_one(seq, chunk):
+    options = {"batch": 1, "dtype": "float32"}
+    whole = forward_work(SPEC, "head", seq=seq, **options)
+    parts = forward_work(SPEC, "head", seq=seq, loss_chunk=chunk, **options)
+    rows = [min(chunk, seq - first) for first in range(0, seq, chunk)]
+    alone = [forward_work(SPEC, "head", seq=num, **options) for num in rows]
+    norm_kernels = 1
+    assert [part.m for part in parts.matmuls for _ in range(part.num)] == rows
+    assert parts.num_products == len(rows)
+    assert parts.num_kernels - norm_kernels == sum(work.num_kernels - norm_kernels for work in alone)
+    assert parts.elementwise_bytes == whole.elementwise_bytes
+    assert parts.num_exponentials == whole.num_exponentials
+    norm_bytes = (seq - max(rows)) * SPEC.hidden_size * 4
+    assert parts.workspace_bytes == max(work.workspace_bytes for work in alone) + norm_bytes
+
+
+def test_chunks_of_any_number_are_counted_without_playing_them():
+    parts = forward_work(SPEC, "head", batch=10**6, seq=100, loss_chunk=7)
+    assert [(part.m, part.num) for part in parts.matmuls] == [(7, 10**8 // 7), (10**8 % 7, 1)]
 
 
 def test_weights_of_another_format_are_cast_and_held():
