@@ -93,7 +93,7 @@ def test_each_dimension_of_a_product_has_a_half_of_its_own():
 @given(st.integers(1, 4096), st.integers(1, 100))
 def test_products_listed_once_with_their_number_take_as_long_as_one_by_one(kind, m, num):
     values = {"product_s": 3e-6, "gather_s": 2e-6, "cache_bytes": 1e6, "memory_overlap": 0.5}
-    profile = profile_of(kind, **values, **{"memory_bandwidth": 3e9})
+    profile = profile_of(kind, **values, memory_bandwidth=3e9)
     product = Matmul(m=m, n=300, k=200)
     listed = Work(matmuls=(product,) * num, num_kernels=num, elementwise_bytes=m * 300)
     counted = listed.model_copy(update={"matmuls": (product.model_copy(update={"num": num}),)})
