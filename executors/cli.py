@@ -17,7 +17,6 @@ from executors.options import (
     MethodName,
     OrderName,
     ResidencyName,
-    RestoreName,
     RngName,
     ScheduleName,
     ShareGroupName,
@@ -26,6 +25,7 @@ from executors.options import (
     TransfersName,
     TraversalName,
     UpdateName,
+    WeightsName,
 )
 from executors.report import calibration_view, summary_view
 from topology.errors import ProfileError, RunError
@@ -124,6 +124,14 @@ def run(
             "--keep-directions/--no-keep-directions",
         ),
     ] = None,
+    draw_ahead: Annotated[
+        bool | None,
+        _option(
+            _PLACEMENT,
+            "Draw directions, and write copies of weights, on a stream of their own, ahead of the forwards.",
+            "--draw-ahead/--no-draw-ahead",
+        ),
+    ] = None,
     max_device_memory: Annotated[
         str | None, _option(_PLACEMENT, "Limit for the planner, such as 20GiB; by default all of it.")
     ] = None,
@@ -157,11 +165,11 @@ def run(
         int | None,
         _option(_ESTIMATOR, "Micro-batches that a step's batch is forwarded in; 1 by default.", min=1),
     ] = None,
-    restore: Annotated[
-        RestoreName | None,
+    weights: Annotated[
+        WeightsName | None,
         _option(
             _ESTIMATOR,
-            "How weights come back after the forwards: arithmetic (default), with MeZO's drift, or copy, bit for bit.",
+            "How weights come to a point: serial (default), in place and back, with MeZO's drift, or copies beside them.",
         ),
     ] = None,
     eps: Annotated[float | None, _option(_ESTIMATOR, "Smoothing radius; 1e-3 by default.")] = None,
@@ -212,7 +220,7 @@ def run(
     ] = None,
     random_weights: Annotated[
         bool | None,
-        _option(_DATA, "Use the architecture alone, or its weights (default).", "--random-weights/--weights"),
+        _option(_DATA, "Use the architecture alone, or its weights (default).", "--random-weights/--no-random-weights"),
     ] = None,
     allow_download: Annotated[
         bool, typer.Option("--allow-download", help="Fetch a named model.", rich_help_panel=_DATA)

@@ -183,6 +183,7 @@ def _observed(
     op = instruction.op
     assert isinstance(op, Perturb | Update)
     offset = op.step if isinstance(op, Update) else 0
+    read = next(access for access in instruction.reads if access.what == op.group)
     weights = next(access for access in instruction.writes if access.what == op.group)
     direction = next(access for access in instruction.reads if access.what == f"z:{op.group}")
     is_scaled, epsilon = direction.point.endswith(SCALED), session.plan.estimator.epsilon
@@ -195,7 +196,7 @@ def _observed(
         if used is None:
             action(frame)
             return
-        key, z, before = (used.step, op.query, op.group), values(direction), values(weights)
+        key, z, before = (used.step, op.query, op.group), values(direction), values(read)
         action(frame)
         if not is_scaled:
             trace.drawn[key] = z

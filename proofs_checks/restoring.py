@@ -22,9 +22,10 @@ from proofs_checks.placements import (
     Trace,
     num_unlike,
     same_bits,
+    tiny_model,
     train,
 )
-from zosim.axes import Estimator
+from zosim.axes import Estimator, Runtime
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 EPSILON = 1e-3
@@ -85,6 +86,38 @@ def _rounding_bound(sweeps: list[Sweep]) -> Tensor:
     return torch.as_tensor(visited * (info.eps / 2) + 2 * info.smallest_normal * info.eps)
 
 
+def check_copies(context: Context) -> Outcome:
+    """Count weights that evaluations change, and points that differ in a bit from the literal expression."""
+    details, differing = [], 0
+    still: dict[str, Any] = {"learning_rate": lambda _step: 0.0, "weight_decay": 0.0}
+    for dtype in DTYPES:
+        for name, axes in (("swept", SWEEP), ("block by block", BLOCKWISE), ("offloaded", OFFLOADED)):
+            runtime = axes.get("runtime", Runtime()).model_copy(
+                update={"weights": "copies", "draw_ahead": True}
+            )
+            options = {"num_steps": context.samples(4, 2), "dtype": dtype, "seed": context.seed, **still}
+            trace = train("tied", **{**axes, "runtime": runtime}, **options)
+            start = {
+                name: value.detach()
+                for name, value in tiny_model("tied", getattr(torch, dtype)).named_parameters()
+            }
+            moved = sum(not same_bits(start[name], trace.weights[name]) for name in start)
+            unlike = sum(
+                not same_bits(sweep.after, sweep.before + (sweep.scale * trace.drawn[sweep.key]) * EPSILON)
+                for sweep in trace.sweeps
+            )
+            unlike += sum(
+                [sweep.scale for sweep in sweeps] != [1, -1]
+                or not same_bits(sweeps[0].before, sweeps[1].before)
+                for sweeps in _visits(trace).values()
+            )
+            details.append(
+                f"{dtype}, {name}: {moved} of {len(start)} tensors moved; {unlike} of {len(trace.sweeps)} points differ"
+            )
+            differing += moved + unlike
+    return Outcome(differing, 0, "weights that moved, or points that differ from the literal", tuple(details))
+
+
 def check_delayed(context: Context) -> Outcome:
     """Count weights that differ between immediate and delayed updates under a changing learning rate."""
     details, differing = [], 0
@@ -140,8 +173,8 @@ CLAIMS = (
             Mutant(
                 "a fused multiply-add",
                 "executors.steps.arithmetic:Sweeper.perturb",
-                "theta[begin:end].add_(product)",
-                "theta[begin:end].add_(z[begin:end], alpha=scale * epsilon)",
+                "torch.add(theta[begin:end], product, out=left[begin:end])",
+                "torch.add(theta[begin:end], z[begin:end], alpha=scale * epsilon, out=left[begin:end])",
             ),
             Mutant(
                 "every perturbation in two halves",
@@ -151,9 +184,9 @@ CLAIMS = (
             ),
             Mutant(
                 "a second forward at +2ε",
-                "zosim.lowering.step:StepWriter._signs",
-                '("-", -2)',
-                '("-", 1)',
+                "zosim.lowering.points:Points.way",
+                "Leg(plus, minus, -2)",
+                "Leg(plus, minus, 1)",
             ),
         ),
     ),
@@ -176,6 +209,28 @@ CLAIMS = (
                 "executors.steps.arithmetic:Sweeper.perturb",
                 "scale * epsilon",
                 "(scale if scale > 0 else -1) * epsilon",
+            ),
+        ),
+    ),
+    Claim(
+        "copies-leave-weights-alone",
+        "Where points are copies, evaluations change no bit of the weights, whatever their format: each point is "
+        "θ + (s·z)·ε for s = 1 and -1, with every operation rounded once, made of the same θ.",
+        "MeZO algorithm 1, without its way from point to point (docs/decisions/0009)",
+        "|z| below half the format's largest number",
+        check_copies,
+        (
+            Mutant(
+                "copies written over the weights",
+                "executors.steps.arithmetic:Sweeper.perturb_scaled",
+                "theta if out is None else out",
+                "theta",
+            ),
+            Mutant(
+                "a second copy from the first",
+                "zosim.lowering.points:Points.way",
+                'Leg("", minus, -1)',
+                'Leg("", minus, -2)',
             ),
         ),
     ),

@@ -32,20 +32,25 @@ def plans() -> Iterator[Plan]:
         (("mezo", "registration"), ("mezo", "execution"), ("counter", "registration")),
     )
     residencies = [("resident", "resident", 3), *product(["offloaded"], ("resident", "offloaded"), (1, 2, 3))]
-    runtimes = product(("sweep", "blockwise"), ("immediate", "delayed"), (False, True))
+    runtimes = product(("sweep", "blockwise"), ("immediate", "delayed"), (False, True), ("serial", "copies"))
     switches = product((True, False), (True, False), ("float32", "bfloat16"))
     for base, estimator, residency, runtime, switch in product(
         models, estimators, residencies, runtimes, switches
     ):
         difference, num_queries, (rng, order) = estimator
         blocks, edges, num_slots = residency
-        traversal, update, draw_ahead = runtime
+        traversal, update, draw_ahead, weights = runtime
         overlap, reuse_slots, transfer = switch
         chosen = {
             "estimator": {"difference": difference, "num_queries": num_queries, "rng": rng, "order": order},
             "residency": {"blocks": blocks, "edges": edges, "num_slots": num_slots, "overlap": overlap}
             | {"reuse_slots": reuse_slots},
-            "runtime": {"traversal": traversal, "update": update, "draw_ahead": draw_ahead},
+            "runtime": {
+                "traversal": traversal,
+                "update": update,
+                "draw_ahead": draw_ahead,
+                "weights": weights,
+            },
             "precision": {"transfer": transfer},
         }
         try:
@@ -249,8 +254,8 @@ CLAIMS = (
             Mutant(
                 "blocks that are not restored",
                 "zosim.lowering.step:StepWriter._both_points",
-                'self._perturb_all(in_place, segment, query, self._way_back, previous, "")',
-                'previous += ""',
+                "self._points.go(in_place, segment, query, leg)",
+                "self._points.go(in_place if leg.point else (), segment, query, leg)",
             ),
             Mutant(
                 "a direction not drawn again",

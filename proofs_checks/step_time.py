@@ -237,9 +237,9 @@ CLAIMS = (
             ),
             Mutant(
                 "one forward per query",
-                "zosim.lowering.step:StepWriter._signs",
-                '(("+", 1), ("-", -2))',
-                '(("+", 1),)',
+                "zosim.lowering.points:Points.way",
+                '(Leg("", plus, 1),), (Leg(plus, minus, -2),), (Leg(minus, "", 1),)',
+                '(Leg("", plus, 1),), (Leg(plus, "", -1),)',
             ),
         ),
     ),

@@ -149,14 +149,17 @@ class Runtime(Axis):
         Tokens whose logits are alive at once; None for all.
     draw_ahead : bool
         Whether directions are drawn on a stream of their own, one block ahead of their use, for one more
-        block-sized buffer.
+        block-sized buffer. Where weights are copied, that stream writes the copies, too, and applies updates: what a
+        forward finds is prepared while the one before runs.
     keep_directions : bool
         Whether every direction is drawn once in a step and kept until its update, for as many more bytes on the device
         as the trainable weights take, for each query. Off, a direction is drawn again whenever it is needed anew.
-    restore : str
-        How weights come back from a query's last point: by ``"arithmetic"``, one more perturbation, whose rounding
-        leaves a drift (the reference loop); or from a ``"copy"`` that is made before the first, bit for bit, for one more
-        buffer of the largest segment (under ``"sweep"``, of all that is trainable).
+    weights : str
+        How weights come to an evaluation point. ``"serial"``: one state of them walks from point to point where it lies,
+        and back by one more perturbation, whose rounding leaves a drift (the reference loop). ``"copies"``: each point is
+        written beside the weights, ``θ + (s·z)·ε`` for its own sign, and read there; only updates change ``θ``. It takes one
+        more buffer of the largest segment; under ``"sweep"`` one of all that is trainable for each sign, so that both come
+        of one draw.
     """
 
     traversal: Literal["sweep", "blockwise", "querywise"] = "blockwise"
@@ -165,7 +168,7 @@ class Runtime(Axis):
     loss_chunk_tokens: PositiveInt | None = None
     draw_ahead: bool = False
     keep_directions: bool = False
-    restore: Literal["arithmetic", "copy"] = "arithmetic"
+    weights: Literal["serial", "copies"] = "serial"
 
 
 @dataclass(frozen=True, slots=True)

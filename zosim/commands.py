@@ -118,10 +118,15 @@ def plan(
         str | None, typer.Option(help="Fix the traversal: sweep, blockwise or querywise.")
     ] = None,
     edges: Annotated[str | None, typer.Option(help="Fix embedding and head: resident or offloaded.")] = None,
-    restore: Annotated[
-        str | None, typer.Option(help="Fix how weights come back after the forwards: arithmetic or copy.")
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="How weights come to a point: serial (the default; in place and back), copies, or any, for the faster."
+        ),
     ] = None,
-    draw_ahead: Annotated[bool | None, typer.Option(help="Fix whether directions are drawn ahead.")] = None,
+    draw_ahead: Annotated[
+        bool | None, typer.Option(help="Fix whether directions are drawn, and copies written, ahead.")
+    ] = None,
     keep_directions: Annotated[
         bool | None, typer.Option(help="Keep every direction from its draw to its update, in more memory.")
     ] = None,
@@ -168,6 +173,7 @@ def plan(
         max_device_bytes=memory_limit("--max-device-memory", max_device_memory),
         max_host_bytes=memory_limit("--max-host-memory", max_host_memory),
         allow_lossy=allow_lossy,
+        any_weights=weights == "any",
         fixed={
             "residency": given(
                 blocks=residency,
@@ -181,7 +187,7 @@ def plan(
             "runtime": given(
                 update=update,
                 traversal=traversal,
-                restore=restore,
+                weights=None if weights == "any" else weights,
                 draw_ahead=draw_ahead,
                 keep_directions=keep_directions,
                 loss_chunk_tokens=loss_chunk,

@@ -78,7 +78,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Perturb:
-    """``θ + (s·z)·ε``, rounded in exactly that order, in the storage dtype.
+    """``θ + (s·z)·ε``, rounded in exactly that order, in the storage dtype, where ``θ`` lies or in another place.
 
     ``s = -2`` is one operation with its own rounding, not ``-ε`` twice.
     """

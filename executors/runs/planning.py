@@ -259,7 +259,7 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
             attention=runtime.attention,
             max_device_bytes=asked.max_device_bytes,
             allow_lossy=asked.allow_lossy,
-            fixed={"runtime": runtime.model_dump(include={"restore", "keep_directions"})},
+            fixed={"runtime": runtime.model_dump(include={"weights", "keep_directions"})},
         )
         if not asked.seeks_mesh:
             return choose(request).chosen.plan

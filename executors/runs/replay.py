@@ -218,10 +218,10 @@ def session_at(
             f"{history.directory} and the placement asked for differ, and one of them rounds weights in transfer",
             hint="replay it as it was run",
         )
-    elif plan.runtime.restore != history.plan.runtime.restore:
+    elif plan.runtime.weights != history.plan.runtime.weights:
         raise RunError(
-            f"{history.directory} restored weights by {history.plan.runtime.restore}, the placement asked for by "
-            f"{plan.runtime.restore}: their bits differ",
+            f"{history.directory} went to its points by weights={history.plan.runtime.weights}, the placement asked for "
+            f"by {plan.runtime.weights}: their bits differ",
             hint="replay it as it was run",
         )
     if checkpoint is not None:

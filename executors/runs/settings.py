@@ -237,8 +237,8 @@ class RunSettings:
         }
         if self.prefix is not None:
             same["prefix"] = self.prefix.num_tokens
-        if plan.runtime.restore != "arithmetic":
-            same["restore"] = plan.runtime.restore
+        if plan.runtime.weights != "serial":
+            same["weights"] = plan.runtime.weights
         if plan.model.cut_blocks and draws_by_halves(plan.estimator):
             same["cut_blocks"] = list(plan.model.cut_blocks)  # their halves are drawn one after the other
         if plan.split.is_lossy:

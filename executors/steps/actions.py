@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from typing import Protocol
 
 import torch
@@ -360,25 +361,33 @@ def _perturbations_behind(program: Program) -> dict[tuple[str, str], _Path]:
     By instruction and group; by query in turn.
     """
     found: dict[tuple[str, str], _Path] = {}
-    ahead: dict[str, list[tuple[str, str, list[tuple[int, int]]]]] = {}
+    ahead: dict[str, list[_Ahead]] = {}
     for instruction in program.step:
         op = instruction.op
         if isinstance(op, Forward):
             for group in op.gather:
-                ahead.setdefault(group, []).append((instruction.id, op.point, []))
-        elif isinstance(op, Perturb) and op.group in ahead:
-            point = next((a.point for a in instruction.writes if a.what == op.group), "")
-            for id_, wanted, steps in ahead[op.group]:
-                steps.append((op.query, op.scale))
-                if wanted == point:
-                    found[id_, op.group] = _by_query(steps)
-            ahead[op.group] = [entry for entry in ahead[op.group] if entry[1] != point]
-        elif isinstance(op, Cast):
-            # Weights that are written anew, from the host or from a clean copy, have been through nothing.
-            for access in instruction.writes:
-                for _, _, steps in ahead.get(access.what, []):
-                    steps.clear()
+                ahead.setdefault(group, []).append(_Ahead(instruction.id, op.point))
+        elif isinstance(op, Perturb | Cast):
+            for read, left in product(instruction.reads, instruction.writes):
+                if read.what != left.what or left.what not in ahead:
+                    continue
+                step = [(op.query, op.scale)] if isinstance(op, Perturb) else []
+                for entry in ahead[left.what]:
+                    steps = entry.been[place_of(left)] = [*entry.been.get(place_of(read), []), *step]
+                    if step and entry.point == left.point:
+                        found[entry.forward, left.what] = _by_query(steps)
+                if step:
+                    ahead[left.what] = [entry for entry in ahead[left.what] if entry.point != left.point]
     return found
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A forward that gathers a group at a point, and what its weights have been through since, place by place."""
+
+    forward: str
+    point: str
+    been: dict[tuple[str, int], list[tuple[int, int]]] = field(default_factory=dict)
 
 
 def _by_query(steps: Sequence[tuple[int, int]]) -> _Path:

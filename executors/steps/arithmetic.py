@@ -44,8 +44,8 @@ class Sweeper:
         """Memory that is kept for temporaries."""
         return sum(kept.numel() * kept.element_size() for kept in self._scratch.values())
 
-    def perturb(self, theta: Tensor, z: Tensor, scale: int, epsilon: float) -> None:
-        """Change `theta` to ``θ + (s·z)·ε``.
+    def perturb(self, theta: Tensor, z: Tensor, scale: int, epsilon: float, out: Tensor | None = None) -> None:
+        """Write ``θ + (s·z)·ε``.
 
         Parameters
         ----------
@@ -54,26 +54,29 @@ class Sweeper:
         scale : int
             ``s``, a power of two with either sign.
         epsilon : float
+        out : torch.Tensor, optional
+            Another place, of the same length and format; by default `theta` itself.
         """
         _check_scale(scale)
+        left = theta if out is None else out
 
         def sweep(begin: int, end: int, product: Tensor) -> None:
             torch.mul(z[begin:end], scale * epsilon, out=product)
-            theta[begin:end].add_(product)
+            torch.add(theta[begin:end], product, out=left[begin:end])
 
         self._sweep(theta, sweep, num_temporaries=1)
 
-    def perturb_scaled(self, theta: Tensor, w: Tensor, scale: int) -> None:
-        """Change `theta` to ``θ + s·w``, where ``w = z·ε`` has been rounded already."""
+    def perturb_scaled(self, theta: Tensor, w: Tensor, scale: int, out: Tensor | None = None) -> None:
+        """Write ``θ + s·w``, where ``w = z·ε`` has been rounded already."""
         _check_scale(scale)
         with torch.no_grad():
-            theta.add_(w, alpha=scale)
+            torch.add(theta, w, alpha=scale, out=theta if out is None else out)
 
-    def perturb_signs(self, theta: Tensor, z: Tensor, scale: int, epsilon: float) -> None:
-        """Change `theta` to ``θ + (s·z)·ε``, where every element of `z` is 1 or -1."""
+    def perturb_signs(self, theta: Tensor, z: Tensor, scale: int, epsilon: float, out: Tensor | None = None) -> None:
+        """Write ``θ + (s·z)·ε``, where every element of `z` is 1 or -1."""
         step = torch.mul(torch.ones((), dtype=theta.dtype), scale * epsilon).item()
         with torch.no_grad():
-            theta.add_(z, alpha=step)
+            torch.add(theta, z, alpha=step, out=theta if out is None else out)
 
     def update(
         self, theta: Tensor, z: Tensor, *, gradient: float, learning_rate: float, weight_decay: float | None

@@ -7,7 +7,7 @@ from executors.randomness.directions import direction_named
 from executors.steps.arithmetic import Sweeper
 from executors.steps.buffers import BufferStore, decay_runs
 from executors.steps.frames import Hyperparameters, StepFrame
-from executors.steps.operands import Action, Unfit, one
+from executors.steps.operands import Action, Unfit, one, place_of
 from zosim.instructions import Access, Instruction
 from zosim.lowering.directions import SCALED
 from zosim.operations import Draw, Perturb, Scalar, Update
@@ -30,6 +30,8 @@ class Sweeping:
         self._hyperparameters = hyperparameters
         self._sweeper = Sweeper(_scratch_elements(program))
         self.num_queries = 1 + max((i.op.query for i in program.step if isinstance(i.op, Scalar)), default=-1)
+        sweeps = [i for _, i in program.instructions() if isinstance(i.op, Perturb | Update)]
+        self._streams = {i.stream for i in sweeps[:1]}
         self._signs = {
             op.group
             for _, i in program.instructions()
@@ -42,21 +44,21 @@ class Sweeping:
         return self._sweeper.scratch_bytes
 
     def perturb(self, instruction: Instruction) -> Action:
-        """Return what perturbs a group."""
+        """Return what perturbs a group, where it lies or into another place."""
         op = instruction.op
         assert isinstance(op, Perturb)
-        weights, direction = self._operands(instruction, op.group)
+        read, left, direction = self._operands(instruction, op.group)
         epsilon, sweeper = self._hyperparameters.epsilon, self._sweeper
         is_scaled, is_sign = direction.point.endswith(SCALED), op.group in self._signs
 
         def perturb(_frame: StepFrame) -> None:
-            theta, z = self._store.placed(weights).flat, self._store.placed(direction).flat
+            theta, out, z = (self._store.placed(access).flat for access in (read, left, direction))
             if is_scaled:
-                sweeper.perturb_scaled(theta, z, op.scale)
+                sweeper.perturb_scaled(theta, z, op.scale, out)
             elif is_sign:
-                sweeper.perturb_signs(theta, z, op.scale, epsilon)
+                sweeper.perturb_signs(theta, z, op.scale, epsilon, out)
             else:
-                sweeper.perturb(theta, z, op.scale, epsilon)
+                sweeper.perturb(theta, z, op.scale, epsilon, out)
 
         return perturb
 
@@ -64,7 +66,9 @@ class Sweeping:
         """Return what updates a group, if there is a step whose gradient it applies."""
         op = instruction.op
         assert isinstance(op, Update)
-        weights, direction = self._operands(instruction, op.group)
+        read, weights, direction = self._operands(instruction, op.group)
+        if place_of(read) != place_of(weights):
+            raise Unfit(f"updates {op.group} out of place")
         if direction.point.endswith(SCALED):
             raise Unfit(f"updates along {direction.what}, which has been multiplied by epsilon and rounded")
         # Several directions are one step, which decays once. A decay of 0 changes nothing.
@@ -89,18 +93,18 @@ class Sweeping:
 
         return update
 
-    def _operands(self, instruction: Instruction, group: str) -> tuple[Access, Access]:
-        """Return the accesses to a group's trainable parameters, which change in place, and to its direction."""
+    def _operands(self, instruction: Instruction, group: str) -> tuple[Access, Access, Access]:
+        """Return the accesses to a group's trainable parameters, before and after, and to its direction."""
         part = self._store.parts[group]
         weights = one([a for a in instruction.writes if a.what == group], f"write of {group}")
         direction = one([a for a in instruction.reads if a.what == f"z:{group}"], f"read of z:{group}")
         read = one([a for a in instruction.reads if a.what == group], f"read of {group}")
-        if (read.buffer, read.offset_bytes) != (weights.buffer, weights.offset_bytes):
-            raise Unfit(f"changes {group} out of place")
-        dtypes = {self._program.buffer(access.buffer).dtype for access in (weights, direction)}
+        dtypes = {self._program.buffer(access.buffer).dtype for access in (read, weights, direction)}
         if len(dtypes) != 1 or not part.tensors:
             raise Unfit(f"mixes formats: {', '.join(sorted(dtypes))}")
-        return weights, direction
+        if instruction.stream not in self._streams:
+            raise Unfit(f"runs on {instruction.stream}, but others on {', '.join(self._streams)}: they share temporaries")
+        return read, weights, direction
 
 
 def _scratch_elements(program: Program) -> int | None:

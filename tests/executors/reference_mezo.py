@@ -10,16 +10,16 @@ from transformers import DynamicCache
 class LiteralMezo:
     """The loop: perturb all parameters, run the whole model, three times over, then update.
 
-    ``walk`` gives the order in which directions are drawn; registration order by default. ``restore="copy"`` leads back
-    from the last point by a copy of what was there before the first, not by arithmetic.
+    ``walk`` gives the order in which directions are drawn; registration order by default. With ``weights="copies"`` every
+    point is made of the unperturbed parameters, in tensors of its own, which are thrown away.
     """
 
-    def __init__(self, model, *, epsilon, weight_decay=0.0, walk=None, loss=None, central=True, restore=None):
+    def __init__(self, model, *, epsilon, weight_decay=0.0, walk=None, loss=None, central=True, weights="serial"):
         self.model = model.eval()
         self.epsilon = epsilon
         self.weight_decay = weight_decay
         self.central = central
-        self.restore = restore or "arithmetic"
+        self.copies = weights == "copies"
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.named = walk(trainable) if walk else trainable
         self.loss = loss or (lambda batch: model(**batch).loss)
@@ -36,27 +36,29 @@ class LiteralMezo:
         rows = []
         base = None if self.central else self.loss(batch)
         for seed in seeds:
-            clean = [p.data.clone() for _, p in self.named]
-            self._perturb(seed, 1)
-            plus = self.loss(batch)
-            if self.central:
-                self._perturb(seed, -2)
-                other = self.loss(batch)
-                way_back = 1
-                g = ((plus - other) / (2 * self.epsilon)).item()
+            if self.copies:
+                plus = self._loss_at(batch, seed, 1)
+                other = self._loss_at(batch, seed, -1) if self.central else base
             else:
-                way_back = -1
-                other = base
-                g = ((plus - other) / self.epsilon).item()
-            if self.restore == "copy":
-                for (_, p), kept in zip(self.named, clean, strict=True):
-                    p.data = kept
-            else:
+                self._perturb(seed, 1)
+                plus, other, way_back = self.loss(batch), base, -1
+                if self.central:
+                    self._perturb(seed, -2)
+                    other, way_back = self.loss(batch), 1
                 self._perturb(seed, way_back)
+            g = ((plus - other) / (2 * self.epsilon if self.central else self.epsilon)).item()
             rows.append((plus.item(), other.item(), g))
         for query, seed in enumerate(seeds):
             self._update(seed, rows[query][2] / len(seeds), learning_rate, decay=query == 0)
         return rows
+
+    def _loss_at(self, batch, seed, sign):
+        theta = [p.data for _, p in self.named]
+        self._perturb(seed, sign)
+        loss = self.loss(batch)
+        for (_, p), kept in zip(self.named, theta, strict=True):
+            p.data = kept
+        return loss
 
     def _update(self, seed, g, learning_rate, *, decay):
         torch.manual_seed(seed)

@@ -43,7 +43,7 @@ PLACEMENTS = {
     "delayed-draw-ahead": {"runtime": {"update": "delayed", "draw_ahead": True}},
     "offloaded": {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}},
     "offloaded-immediate": {"residency": {"blocks": "offloaded", "num_slots": 1}},
-    "restored-from-a-copy": {"runtime": {"restore": "copy"}},
+    "copies": {"runtime": {"weights": "copies"}},
 }
 
 
@@ -92,8 +92,8 @@ def test_kept_directions_equal_the_literal_loop(name, placement, order):
     reference = model_of(name)
     model, start = copy.deepcopy(reference), copy.deepcopy(reference)
     walk = execution_order if order == "execution" and name != "gpt2" else None
-    restore = PLACEMENTS[placement].get("runtime", {}).get("restore")
-    loop = LiteralMezo(reference, epsilon=1e-3, weight_decay=DECAY, walk=walk, restore=restore)
+    weights = PLACEMENTS[placement].get("runtime", {}).get("weights", "serial")
+    loop = LiteralMezo(reference, epsilon=1e-3, weight_decay=DECAY, walk=walk, weights=weights)
     order = order if walk else "registration"
     plan = plan_for(placement, model, order=order)
     with Session(plan, model, learning_rate=lambda step: RATE / (step + 1), weight_decay=DECAY) as session:

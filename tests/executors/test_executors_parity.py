@@ -32,7 +32,7 @@ AXES = {
     "tuned": ("all", "adapters", "prefix"),
     "placement": ("sweep", "resident", "offloaded"),
     "order": ("registration", "execution"),
-    "restore": ("arithmetic", "copy"),
+    "weights": ("serial", "copies"),
     "decay": (0.0, 0.1),
     "rate": ("constant", "linear", "cosine"),
 }
@@ -93,7 +93,7 @@ def prefix_parts(model):
     return [p for name, p in model.named_parameters() if name.endswith(("prefix_keys", "prefix_values"))]
 
 
-def assert_parity(shape, dtype, tuned, placement, order, restore, decay, rate):
+def assert_parity(shape, dtype, tuned, placement, order, weights, decay, rate):
     reference = model_of(shape, getattr(torch, dtype), num_hidden_layers=2)
     if tuned == "adapters":
         attach_lora(reference, LORA)
@@ -106,11 +106,11 @@ def assert_parity(shape, dtype, tuned, placement, order, restore, decay, rate):
         reference,
         epsilon=1e-3,
         weight_decay=decay,
-        restore=restore,
+        weights=weights,
         walk=execution_order if order == "execution" else None,
     )
     placed = {"runtime": {}} | PLACEMENTS[placement]
-    placed = placed | {"runtime": placed["runtime"] | {"restore": restore}}
+    placed = placed | {"runtime": placed["runtime"] | {"weights": weights}}
     plan = plan_of(model, size=2, seq=6, dtype=dtype, estimator={"order": order}, **placed)
     schedule = Schedule(rate, BASE_RATE, NUM_STEPS, warmup_steps=5 if rate == "cosine" else 0)
     with Session(plan, model, learning_rate=schedule.at, weight_decay=decay, seed=11) as session:

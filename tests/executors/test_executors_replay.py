@@ -107,9 +107,9 @@ def test_replay_rebuilds_every_bit(inputs, whole, tmp_path, residency, start, ca
         ("--dtype", "bfloat16"),
         ("--transfer-dtype", "float16", "--allow-lossy", "--eval-every", 3),
         ("--lora-rank", 2, "--lora-targets", "q_proj"),
-        ("--restore", "copy", "--queries", 2),
+        ("--weights", "copies", "--draw-ahead", "--queries", 2),
     ],
-    ids=["counter", "forward", "bfloat16", "lossy", "lora", "copy"],
+    ids=["counter", "forward", "bfloat16", "lossy", "lora", "copies"],
 )
 def test_replay_knows_every_kind_of_run(inputs, tmp_path, more):
     evaluated = ("--eval-data", inputs[1]) if "--eval-every" in more else ()
@@ -128,16 +128,19 @@ def test_drift_of_the_restore_is_part_of_a_replay(inputs, tmp_path):
     assert differing(loaded(out), loaded(tmp_path / "again")) == []
 
 
-def test_a_copy_restores_without_drift_and_is_replayed_as_such(inputs, tmp_path, capsys):
+def test_copies_leave_no_drift_and_are_replayed_as_such(inputs, tmp_path, capsys):
     out = tmp_path / "out"
-    still = ("--lr", 0, "--weight-decay", 0, "--restore", "copy")
+    still = ("--lr", 0, "--weight-decay", 0, "--weights", "copies")
     assert zosim(*options(inputs, out, *OFFLOADED, *still)) == 0
     assert differing(loaded(out), loaded(inputs[0])) == []
     header = json.loads((out / "run.json").read_text())
-    assert (header["plan"]["runtime"]["restore"], header["run"]["identity"]["restore"]) == ("copy", "copy")
+    assert (header["plan"]["runtime"]["weights"], header["run"]["identity"]["weights"]) == (
+        "copies",
+        "copies",
+    )
     assert zosim("replay", out, "--model", inputs[0], "-o", tmp_path / "again", *RESIDENT) == 0
-    assert zosim(*options(inputs, out, "--resume", *still[:4], "--restore", "arithmetic")) == 2
-    assert "restore='copy'" in capsys.readouterr().err
+    assert zosim(*options(inputs, out, "--resume", *still[:4], "--weights", "serial")) == 2
+    assert "weights='copies'" in capsys.readouterr().err
 
 
 def test_replay_refuses_another_base(inputs, whole, tmp_path, capsys):

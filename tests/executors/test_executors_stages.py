@@ -38,7 +38,56 @@ CASES = {
         THREE, axes=axes(estimator={"num_queries": 2}, runtime={"update": "delayed"})
     ),
     "rademacher": Case(THREE, axes=axes(estimator={"direction": "rademacher"})),
-    "restored-from-a-copy": Case(THREE, axes=axes(runtime={"restore": "copy"})),
+    "copies": Case(THREE, axes=axes(runtime={"weights": "copies"})),
+    "copies-ahead-offloaded": Case(
+        THREE,
+        axes=axes(
+            residency={"blocks": "offloaded"},
+            runtime={"update": "delayed", "weights": "copies", "draw_ahead": True},
+            estimator={"num_queries": 2},
+        ),
+    ),
+    "copies-swept-ahead": Case(
+        INSIDE,
+        axes=axes(
+            runtime={"traversal": "sweep", "weights": "copies", "draw_ahead": True},
+            estimator={"num_queries": 3},
+        ),
+    ),
+    "copies-querywise-tied-bfloat16": Case(
+        INSIDE,
+        dtype="bfloat16",
+        axes=axes(estimator={"num_queries": 3}, runtime={"traversal": "querywise", "weights": "copies"}),
+    ),
+    "copies-counter-forward": Case(
+        THREE,
+        "llama-tied",
+        axes=axes(
+            estimator={"difference": "forward", "num_queries": 2, "rng": "counter"},
+            runtime={"weights": "copies", "draw_ahead": True},
+        ),
+    ),
+    "copies-lora": Case(THREE, lora=True, axes=axes(runtime={"weights": "copies"})),
+    "copies-perturb": Case(
+        INSIDE, mesh=(("perturb", 2),), axes=axes(runtime={"weights": "copies"}, estimator={"num_queries": 2})
+    ),
+    "copies-perturb-delayed-uneven": Case(
+        INSIDE,
+        mesh=(("perturb", 3),),
+        axes=axes(
+            estimator={"num_queries": 4, "difference": "forward"},
+            runtime={"weights": "copies", "update": "delayed", "draw_ahead": True},
+        ),
+    ),
+    "copies-perturb-kept": Case(
+        INSIDE,
+        mesh=(("perturb", 2),),
+        axes=axes(
+            estimator={"num_queries": 2},
+            runtime={"weights": "copies", "keep_directions": True, "traversal": "sweep"},
+        ),
+    ),
+    "copies-data": Case(THREE, mesh=(("data", 2),), axes=axes(runtime={"weights": "copies"})),
     "offloaded": Case(THREE, axes=axes(residency={"blocks": "offloaded"}, runtime={"update": "delayed"})),
     "drawn-ahead": Case(THREE, axes=axes(runtime={"draw_ahead": True})),
     "kept": Case(THREE, axes=axes(runtime={"keep_directions": True})),
@@ -77,6 +126,15 @@ CODED = {
         residual_codec="q8:affine:token",
         axes=axes(estimator={"num_queries": 3}, runtime={"traversal": "querywise"}),
     ),
+    "copies": Case(
+        THREE,
+        codec="q4",
+        residual_codec="q4",
+        axes=axes(
+            estimator={"num_queries": 2},
+            runtime={"traversal": "querywise", "weights": "copies", "draw_ahead": True},
+        ),
+    ),
     "queries": Case(
         INSIDE, codec="q3", axes=axes(estimator={"num_queries": 2}, runtime={"traversal": "querywise"})
     ),
@@ -93,8 +151,13 @@ QUICK = (
     "lora",
     "accumulated",
     "data",
+    "copies-ahead-offloaded",
+    "copies-swept-ahead",
+    "copies-querywise-tied-bfloat16",
+    "copies-perturb",
+    "copies-perturb-kept",
 )
-QUICK_CODED = ("q4", "at-random")
+QUICK_CODED = ("q4", "at-random", "copies")
 
 
 def marked(cases, quick):

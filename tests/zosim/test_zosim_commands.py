@@ -47,14 +47,25 @@ def test_plan_as_json_is_one_document() -> None:
     assert data["reasons"]
 
 
-def test_a_restore_from_a_copy_is_planned_with_its_memory(tmp_path: Path) -> None:
-    call(*PLAN, "--method", "zo2", "--restore", "copy", "-o", tmp_path / "plan.json")
+def test_copies_of_weights_are_planned_with_their_memory(tmp_path: Path) -> None:
+    call(*PLAN, "--method", "zo2", "--weights", "copies", "--no-draw-ahead", "-o", tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
-    assert plan.runtime.restore == "copy"
+    assert (plan.runtime.weights, plan.runtime.draw_ahead) == ("copies", False)
     call("lower", tmp_path / "plan.json", "-o", tmp_path / "program.json")
-    (clean,) = [b for b in Program.load(tmp_path / "program.json").buffers if b.role == "clean copy"]
+    (copy,) = [b for b in Program.load(tmp_path / "program.json").buffers if b.role == "copies"]
     largest = max(group.num_trainable for group in plan.model.groups) * 2  # bytes of a float16
-    assert largest <= clean.size_bytes < 1.1 * largest
+    assert largest <= copy.size_bytes < 1.1 * largest
+
+
+def test_copies_are_chosen_only_where_they_are_asked_for_and_never_slow_a_step() -> None:
+    serial, copies, either = (
+        json.loads(call(*PLAN, *options, "--json").stdout)
+        for options in ([], ["--weights", "copies"], ["--weights", "any"])
+    )
+    ways = [found["plan"]["runtime"]["weights"] for found in (serial, copies)]
+    assert ways == ["serial", "copies"]
+    times = [found["prediction"]["step_time_s"] for found in (serial, copies, either)]
+    assert times[2] == min(times)
 
 
 def test_directions_are_kept_where_that_is_asked_for_and_fits() -> None:

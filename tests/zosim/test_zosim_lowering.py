@@ -74,7 +74,7 @@ def plans(draw: st.DrawFn) -> Plan:
             update="immediate" if sweeps else draw(st.sampled_from(["immediate", "delayed"])),
             draw_ahead=draw(st.booleans()),
             keep_directions=draw(st.booleans()),
-            restore=draw(st.sampled_from(["arithmetic", "copy"])),
+            weights=draw(st.sampled_from(["serial", "copies"])),
         ),
     )
 

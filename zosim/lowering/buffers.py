@@ -10,7 +10,7 @@ from costmodel.work import DTYPE_BYTES
 from zosim.instructions import Buffer, Space
 from zosim.lowering.layout import (
     BATCH,
-    CLEAN,
+    COPY,
     DIRECTIONS,
     GRADIENTS,
     LOSS_BYTES,
@@ -40,7 +40,7 @@ def buffers_of(layout: Layout) -> tuple[Buffer, ...]:
         *_weight_buffers(layout),
         *_slot_buffers(layout),
         *_direction_buffers(layout),
-        *_clean_buffers(layout),
+        *_copy_buffers(layout),
         *_activation_buffers(layout),
         *_scalar_buffers(layout),
     )
@@ -95,7 +95,7 @@ def _direction_buffers(layout: Layout) -> Iterator[Buffer]:
         )
         return
     size = max(layout.segment_direction_bytes(segment) for segment in layout.segments)
-    if layout.plan.runtime.draw_ahead:
+    if layout.draws_in_halves:
         size = max(size, 2 * layout.block_direction_bytes)
     yield Buffer(DIRECTIONS, Space.DEVICE, size, "directions", dtype)
     if any(layout.gathers(group, EMBED) for group in layout.groups):
@@ -103,14 +103,16 @@ def _direction_buffers(layout: Layout) -> Iterator[Buffer]:
         yield Buffer(ROWS, Space.DEVICE, rows, "directions", dtype)
 
 
-def _clean_buffers(layout: Layout) -> Iterator[Buffer]:
-    if layout.plan.runtime.restore == "copy":
-        dtype = layout.plan.precision.storage
+def _copy_buffers(layout: Layout) -> Iterator[Buffer]:
+    dtype = layout.plan.precision.storage
+    for number in range(layout.num_copies):
         sizes = [
-            sum(layout.trainable_bytes(group, dtype) for group in layout.kept_clean(segment))
+            sum(layout.trainable_bytes(group, dtype) for group in layout.copied(segment))
             for segment in layout.segments
+            if number == 0 or layout.takes_turns(segment)
         ]
-        yield Buffer(CLEAN, Space.DEVICE, max(sizes), "clean copy", dtype)
+        if sizes:
+            yield Buffer(f"{COPY}.{number}", Space.DEVICE, max(sizes), "copies", dtype)
 
 
 def _largest_hidden_bytes(layout: Layout) -> int:

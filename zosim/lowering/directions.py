@@ -236,7 +236,7 @@ class Directions:
 
     def fresh_offset(self, segment: str) -> int:
         """Return where the next direction goes: alternate halves for blocks that are drawn ahead."""
-        if not self.plan.runtime.draw_ahead or self.layout.is_edge(segment):
+        if not self.layout.draws_in_halves or self.layout.is_edge(segment):
             return 0
         self._halves += 1
         return self.layout.block_direction_bytes * (self._halves % 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -50,7 +51,7 @@ PACKED_LOSSES = "losses.packed"
 GATHERED_LOSSES = "losses.gathered"
 GRADIENTS = "projected_gradients"
 BATCH = "batch"
-CLEAN = "clean"
+COPY = "copy"
 WALK = "rng"
 
 
@@ -217,23 +218,48 @@ class Layout:
         size = self.direction_bytes(group)
         return Access(buffer, f"z:{group.name}", step, size, f"q{query}{suffix}", offset)
 
-    def clean(self, group: ParameterGroup, segment: str) -> Access:
-        """Return the access to the copy of `group` that its perturbations leave alone while `segment` is forwarded."""
-        dtype = self.plan.precision.storage
-        kept = self.kept_clean(segment)
-        before = kept[: kept.index(group)]
-        offset = sum(self.trainable_bytes(other, dtype) for other in before)
-        return Access(CLEAN, group.name, 0, self.trainable_bytes(group, dtype), "", offset)
+    @property
+    def is_swept(self) -> bool:
+        """Whether all parameters are at one point together."""
+        return self.plan.runtime.traversal == "sweep"
 
-    def kept_clean(self, segment: str) -> tuple[ParameterGroup, ...]:
-        """Return the groups whose copies exist at one time: those of a segment, or under a sweep all."""
-        is_sweep = self.plan.runtime.traversal == "sweep"
-        read = self.groups if is_sweep else self.model.groups_of(segment)
+    @cached_property
+    def num_copies(self) -> int:
+        """Copies of a group that exist at one time, each at another point."""
+        perturbed = [point for point in self.own_points if point]
+        if self.plan.runtime.weights == "serial" or not perturbed:
+            return 0
+        if not self.is_swept:
+            return 2 if self.plan.runtime.draw_ahead else 1
+        of_query = max(Counter(point[:-1] for point in perturbed).values())
+        return min(len(perturbed), 2) if self.plan.runtime.draw_ahead else of_query
+
+    def copy(self, group: ParameterGroup, segment: str, point: str, number: int) -> Access:
+        """Return the access to the copy of `group` at `point` in one of the buffers for them."""
+        dtype = self.plan.precision.storage
+        copied = self.copied(segment)
+        before = copied[: copied.index(group)]
+        offset = sum(self.trainable_bytes(other, dtype) for other in before)
+        size = self.trainable_bytes(group, dtype)
+        return Access(f"{COPY}.{number}", group.name, 0, size, point, offset)
+
+    def takes_turns(self, segment: str) -> bool:
+        """Whether copies of `segment` go into all of the buffers: embedding and head, often larger than a block, into one."""
+        return self.is_swept or not self.is_edge(segment)
+
+    def copied(self, segment: str) -> tuple[ParameterGroup, ...]:
+        """Return the groups that are at a point together: those of a segment, or under a sweep all."""
+        read = self.groups if self.is_swept else self.model.groups_of(segment)
         return tuple(group for group in read if group.num_trainable and not self.gathers(group, segment))
 
     def direction_bytes(self, group: ParameterGroup) -> int:
         """Return the bytes of a direction of `group`."""
         return bucket_bytes(group.num_trainable, group.num_trainable_tensors, self.plan.precision.storage)
+
+    @property
+    def draws_in_halves(self) -> bool:
+        """Whether a block's direction is drawn while that of the block before is used: by another stream."""
+        return self.plan.runtime.draw_ahead and self.plan.runtime.weights == "serial"
 
     @cached_property
     def block_direction_bytes(self) -> int:
@@ -355,13 +381,12 @@ class Layout:
         sizes = [
             self.direction_bytes(g) for g in self.model.groups_of(segment) if not self.gathers(g, segment)
         ]
-        return (max if self.plan.runtime.traversal == "sweep" else sum)(sizes or [0])
+        return (max if self.is_swept else sum)(sizes or [0])
 
     def gathers(self, group: ParameterGroup, segment: str) -> bool:
         """Whether `segment` reads `group` through gathered rows, because a later segment needs it unperturbed."""
         readers = self.readers(group)
-        is_visited_once = self.plan.runtime.traversal != "sweep"
-        return is_visited_once and group.num_trainable > 0 and len(readers) > 1 and segment == readers[0]
+        return not self.is_swept and group.num_trainable > 0 and len(readers) > 1 and segment == readers[0]
 
 
 def kept_direction(group: ParameterGroup, query: int) -> str:

@@ -52,6 +52,12 @@ class Listing(Instructions):
         self.layout = Layout(plan, rank)
         self.model = plan.model
 
+    @property
+    def sweeps(self) -> Stream:
+        """The stream that perturbs and updates: compute, which reads what it changes, unless that reads copies."""
+        runtime = self.plan.runtime
+        return Stream.DRAW if runtime.draw_ahead and runtime.weights == "copies" else Stream.COMPUTE
+
     def own(self, segment: str) -> tuple[ParameterGroup, ...]:
         """Return the groups that are updated with `segment`: a tied one with the last segment that reads it."""
         groups = self.model.groups_of(segment)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from itertools import chain
 
 from costmodel.forward import activation_bytes, forward_work
 from costmodel.model_spec import EMBED, HEAD, ParameterGroup
-from costmodel.sweeps import copy_work, perturb_work, update_work
+from costmodel.sweeps import copy_work, update_work
 from costmodel.work import Work
 from zosim.instructions import Access, Instruction, Stream
-from zosim.lowering.directions import SCALED, Directions
+from zosim.lowering.directions import Directions
 from zosim.lowering.exchanges import Exchanges
 from zosim.lowering.layout import Layout
 from zosim.lowering.listing import Listing
-from zosim.lowering.restoring import CleanCopies
+from zosim.lowering.points import Leg, Points
 from zosim.lowering.transfers import Transfers
-from zosim.operations import Forward, Load, Perturb, Update
+from zosim.operations import Forward, Load, Update
 from zosim.plan import Plan
 
 
@@ -33,7 +33,7 @@ class StepWriter:
         self.model = plan.model
         self._directions = Directions(self.listing)
         self._transfers = Transfers(self.listing)
-        self._clean = CleanCopies(self.listing)
+        self._points = Points(self.listing, self._directions)
         self._forward_works: dict[str, Work] = {}
         self._exchanges = Exchanges(self.listing)
 
@@ -73,13 +73,12 @@ class StepWriter:
         for segment in self.layout.segments:
             self._transfers.upload(segment)
             self._pending_updates(segment)
-            in_place = self.listing.perturbed_in_place(segment)
-            self._clean.keep(in_place, segment)
             if self.plan.estimator.difference == "forward":
                 self._forward(segment, "")
             for query in range(self.plan.estimator.num_queries):
                 self._both_points(segment, query)
-            changed = any(self._clean.leaves_changed(group) for group in in_place)
+            perturbed = self.listing.perturbed_in_place(segment)
+            changed = any(self._points.leaves_changed(group) for group in perturbed)
             self._transfers.offload(segment, changed=changed)
 
     def _querywise(self) -> None:
@@ -88,11 +87,13 @@ class StepWriter:
             self._forward_model("")
         for query in range(self.plan.estimator.num_queries):
             for segment in self.layout.segments:
-                self._clean.keep(self.listing.perturbed_in_place(segment), segment)
                 self._both_points(segment, query)
 
     def _both_points(self, segment: str, query: int) -> None:
         """Write one query's forwards of `segment`, from one draw of its direction."""
+        way = self._points.way(query)
+        if not way:
+            return
         offset = self._directions.fresh_offset(segment)
         in_place = self.listing.perturbed_in_place(segment)
         for group in self.listing.trainable(segment):
@@ -106,57 +107,35 @@ class StepWriter:
                 segment=segment,
             )
             offset += 0 if rows else self.layout.direction_bytes(group)
-        previous = ""
-        for sign, scale in self._signs():
-            point = f"q{query}{sign}"
-            self._perturb_all(in_place, segment, query, scale, previous, point)
-            self._forward(segment, point)
-            previous = point
-        if self._clean.restore:
-            self._clean.bring_back(in_place, segment, query)
-        else:
-            self._perturb_all(in_place, segment, query, self._way_back, previous, "")
+        for leg in chain(*way):
+            self._points.go(in_place, segment, query, leg)
+            if leg.point:
+                self._forward(segment, leg.point)
 
     def _sweep(self) -> None:
         self._exchanges.receive_all()
-        for group in self._swept:
-            self._clean.keep((group,), self.layout.readers(group)[0])
         if self.plan.estimator.difference == "forward":
             self._forward_model("")
         for query in range(self.plan.estimator.num_queries):
-            previous = ""
-            for sign, scale in self._signs():
-                point = f"q{query}{sign}"
-                self._sweep_perturb(query, scale, previous, point)
-                self._forward_model(point)
-                previous = point
-            if self._clean.restore:
-                for group in self._swept:
-                    self._clean.bring_back((group,), self.layout.readers(group)[0], query)
-            else:
-                self._sweep_perturb(query, self._way_back, previous, "")
+            for legs in self._points.way(query):
+                self._sweep_perturb(query, legs)
+                for leg in legs:
+                    if leg.point:
+                        self._forward_model(leg.point)
 
-    def _sweep_perturb(self, query: int, scale: int, before: str, after: str) -> None:
-        """Write the reference loop's pass: every group's direction is drawn, used once and forgotten."""
+    def _sweep_perturb(self, query: int, legs: tuple[Leg, ...]) -> None:
+        """Write the reference loop's pass: every group's direction is drawn, used and forgotten."""
         for group in self._swept:
             segment = self.layout.readers(group)[0]
             self._directions.forget()
             self._directions.draw(group, query, scaled=True, segment=segment)
-            self._perturb(group, segment, query, scale, before, after)
+            for leg in legs:
+                self._points.go((group,), segment, query, leg)
         self._directions.forget()
 
     def _forward_model(self, point: str) -> None:
         for segment in self.layout.segments:
             self._forward(segment, point)
-
-    def _signs(self) -> tuple[tuple[str, int], ...]:
-        """Evaluation points of one query with the perturbation that leads to each from the one before."""
-        return (("+", 1), ("-", -2)) if self.plan.estimator.difference == "central" else (("+", 1),)
-
-    @property
-    def _way_back(self) -> int:
-        """Scale of the perturbation that undoes those of a query, but for their rounding."""
-        return -sum(scale for _, scale in self._signs())
 
     @property
     def _swept(self) -> tuple[ParameterGroup, ...]:
@@ -218,42 +197,14 @@ class StepWriter:
                 is_watched=self.plan.precision.loses_updates,
             )
             name = f"{group.name}/update[q{query}]"
-            self.listing.emit(
-                name, Update(group.name, step, query), Stream.COMPUTE, "update", segment, reads, (left,), work
-            )
+            op, stream = Update(group.name, step, query), self.listing.sweeps
+            self.listing.emit(name, op, stream, "update", segment, reads, (left,), work)
 
     @property
     def _is_sign(self) -> bool:
         return self.plan.estimator.direction == "rademacher"
 
     # -- single instructions -----------------------------------------------------------------------------------
-
-    def _perturb_all(
-        self, groups: Iterable[ParameterGroup], segment: str, query: int, scale: int, before: str, after: str
-    ) -> None:
-        for group in groups:
-            self._perturb(group, segment, query, scale, before, after)
-
-    def _perturb(
-        self, group: ParameterGroup, segment: str, query: int, scale: int, before: str, after: str
-    ) -> None:
-        place = self.layout.place(group, segment)
-        direction = self._directions.held(group, query)
-        label = "perturb" if after else "restore"
-        self.listing.emit(
-            f"{group.name}/{label}[{after or f'q{query}'}]",
-            Perturb(group.name, scale, query),
-            Stream.COMPUTE,
-            label,
-            segment,
-            (self.layout.trainable(group, place, 0, before), direction),
-            (self.layout.trainable(group, place, 0, after),),
-            perturb_work(
-                group.num_trainable,
-                dtype=self.plan.precision.storage,
-                arithmetic="fused" if self._is_sign or direction.point.endswith(SCALED) else "pieces",
-            ),
-        )
 
     def _forward(self, segment: str, point: str) -> None:
         if point not in self.layout.own_points:
@@ -270,12 +221,12 @@ class StepWriter:
         reads: list[Access] = []
         for group in self.model.groups_of(segment):
             at = "" if group in gathered else point
-            reads += self.layout.weights(group, self.layout.place(group, segment), 0, at)
+            reads += self._points.weights(group, segment, at)
         query = int(point[1:-1]) if point else 0
         # Rows go through what the table itself goes through later in the step: earlier queries leave their rounding,
-        # unless they are over, or the table is restored from a copy.
+        # unless they are over, or leave the table alone.
         by_query = self.plan.runtime.traversal == "querywise"
-        first = query if by_query or self._clean.restore else 0
+        first = query if by_query or self._points.are_copies else 0
         reads += [
             self.layout.direction(group, visited, 0, offset_bytes=0, rows=True)
             for group in gathered

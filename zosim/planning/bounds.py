@@ -113,7 +113,8 @@ class Bounds:
         on_host: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for rank, device in enumerate(plan.placement.devices):
             stage = plan.mesh.coordinates(rank).stage
-            kind = (len(plan.points_of(rank)), len(plan.rows_of(rank)), stage, machines[rank].shape)
+            points = plan.points_of(rank)
+            kind = (len(points), "" in points, len(plan.rows_of(rank)), stage, machines[rank].shape)
             if kind not in found:
                 found[kind] = len(ranks)
                 ranks.append(rank)

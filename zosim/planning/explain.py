@@ -46,9 +46,9 @@ def describe(plan: Plan) -> str:
             words.append(f"{plan.precision.transfer} transfers (lossy)")
     else:
         words.append(plan.runtime.traversal)
-    if plan.runtime.restore == "copy":
-        words.append("restored from a copy")
-    if plan.runtime.draw_ahead:
+    if plan.runtime.weights == "copies":
+        words.append("copies written ahead" if plan.runtime.draw_ahead else "copies of weights")
+    elif plan.runtime.draw_ahead:
         words.append("draws ahead")
     if plan.runtime.keep_directions:
         words.append("directions kept")

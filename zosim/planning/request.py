@@ -61,6 +61,9 @@ class Request:
         Limits below what the hardware has.
     allow_lossy : bool
         Whether plans that compute something else (a narrower transfer format) may be considered.
+    any_weights : bool
+        Whether weights may come to a point in either way, whichever is faster: the numbers of the two differ in roundings,
+        so that by default they are walked in place, as the reference loop does.
     cutting : Cutting
         Where a mesh of several stages may cut the model, and with which codecs.
     fixed : mapping
@@ -85,6 +88,7 @@ class Request:
     max_device_bytes: int | None = None
     max_host_bytes: int | None = None
     allow_lossy: bool = False
+    any_weights: bool = False
     cutting: Cutting = field(default_factory=Cutting)
     fixed: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 

@@ -133,7 +133,8 @@ class Sketcher:
 def _part(plan: Plan, rank: int) -> tuple[Hashable, ...]:
     """Return what of a step is a rank's: points, sequences, segments; and among how many ranks."""
     stage = (plan.split, plan.segments_of(rank)) if plan.mesh.stage > 1 else ()
-    return len(plan.points_of(rank)), len(plan.rows_of(rank)), plan.placement.world_size, stage
+    points = plan.points_of(rank)
+    return len(points), "" in points, len(plan.rows_of(rank)), plan.placement.world_size, stage
 
 
 def _finished(draft: _Draft, plan: Plan, rank: int, machine: Machine) -> Sketch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import product
 from math import ceil
 from typing import Literal, get_args
 
@@ -29,7 +30,7 @@ def placements(request: Request) -> Iterator[Plan]:
     """Yield every plan that the request admits, those of few ranks first.
 
     All of them compute the same losses and updates, except those with a narrower transfer format or a codec, which are
-    yielded only if loss is allowed. (Where the batch is shared out, the losses are sums in another order.) Plans of several
+    yielded only if loss is allowed, and those with copies of weights, which have to be asked for. (Where the batch is shared out, the losses are sums in another order.) Plans of several
     stages are among them if the request names their mesh; :mod:`zosim.planning.staging` finds the meshes worth a look.
 
     Raises
@@ -92,9 +93,11 @@ class _Points:
 
     def plans(self, mesh: Mesh, placement: Placement, cut: tuple[ModelSpec, Split]) -> Iterator[Plan]:
         """Yield the plans that differ in residency, runtime and precision."""
-        for residency, runtime, precision in _points(self._request, mesh, placement):
+        points = _points(self._request, mesh, placement)
+        for (residency, runtime, precision), way in product(points, _ways(self._request)):
             try:
-                plan = _plan(self._request, cut, mesh, placement, residency, runtime, precision)
+                walked = runtime.model_copy(update=way)
+                plan = _plan(self._request, cut, mesh, placement, residency, walked, precision)
             except PlanError as error:
                 self.contradiction = error
                 continue
@@ -346,6 +349,16 @@ def _points(
         for precision in _transfer_formats(request):
             for residency in _offloaded(request, mesh, placement):
                 yield residency, Runtime(update="delayed"), precision
+
+
+def _ways(request: Request) -> Iterator[dict[str, object]]:
+    """Yield the ways in which weights may come to their points: in place, or as copies written in turn or ahead."""
+    are_copies = request.fixed.get("runtime", {}).get("weights") == "copies"
+    if not are_copies:
+        yield {}
+    if are_copies or request.any_weights:
+        yield {"weights": "copies"}
+        yield {"weights": "copies", "draw_ahead": True}
 
 
 def _offloaded(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Residency]:
