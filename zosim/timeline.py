@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -184,6 +184,15 @@ class Timeline:
         for span in self.steady_spans(rank):
             busy[span.stream] += span.duration_s / total_s
         return {stream: busy[stream] for stream in Stream if stream in busy}
+
+    def busy(self, streams: Collection[Stream], rank: int = 0) -> float:
+        """Return the part of the steady steps' time for which any of these streams was busy."""
+        chosen = [(span.start_s, span.end_s) for span in self.steady_spans(rank) if span.stream in streams]
+        busy_s, until_s = 0.0, float("-inf")
+        for start_s, end_s in sorted(chosen):
+            busy_s += max(0.0, end_s - max(start_s, until_s))
+            until_s = max(until_s, end_s)
+        return busy_s / sum(self._period_s(step) for step in self.steady_steps)
 
     def seconds_by_label(self, rank: int = 0) -> dict[str, float]:
         """Return the mean seconds per steady step under each label, largest first.

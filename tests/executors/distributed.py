@@ -21,6 +21,12 @@ PAIRS = {
     "pertp-sweep": {"mesh": PERTP, "runtime": {"traversal": "sweep"}},
     "pertp-kept": {"mesh": PERTP, "runtime": {"keep_directions": True}},
     "ddp-kept-sliced": {"mesh": DDP, **SLICED, "runtime": {"update": "delayed", "keep_directions": True}},
+    "pertp-copies": {"mesh": PERTP, "runtime": {"traversal": "sweep", "weights": "copies"}},
+    "ddp-copies-sliced": {
+        "mesh": DDP,
+        **SLICED,
+        "runtime": {"update": "delayed", "weights": "copies", "draw_ahead": True},
+    },
     "pertp-bfloat16": {"mesh": PERTP, "dtype": "bfloat16"},
     "pertp-forward": {"mesh": PERTP, "estimator": {"difference": "forward"}},
     "pertp-offloaded": {"mesh": PERTP, **OFFLOADED},
@@ -73,6 +79,11 @@ FOURS = {
     "queries-forward-unequal": {
         "mesh": {"perturb": 4},
         "estimator": {"num_queries": 4, "difference": "forward", "rng": "counter"},
+    },
+    "queries-copies-unequal": {
+        "mesh": {"perturb": 4},
+        "estimator": {"num_queries": 3},
+        "runtime": {"update": "delayed", "weights": "copies"},
     },
     "ddp-of-4": {"mesh": {"data": 4}, "batch": 8, **OFFLOADED},
 }

@@ -48,6 +48,38 @@ def test_the_choice_is_the_best_of_a_full_search(limit: int | None) -> None:
     assert decision.chosen.prediction.step_time_s == pytest.approx(best, rel=1e-12)
 
 
+def weights_of(asked: Request) -> dict[tuple[str, bool], float]:
+    """Return the least seconds, simulated or bounded, of the ways to the points that were looked at and fit."""
+    decision = choose(asked)
+    found: dict[tuple[str, bool], float] = {}
+    for candidate in (decision.chosen, *decision.others):
+        runtime = candidate.plan.runtime
+        found.setdefault((runtime.weights, runtime.draw_ahead), candidate.seconds)
+    return found
+
+
+def test_copies_are_looked_at_where_they_are_asked_for_and_chosen_where_they_are_faster() -> None:
+    assert set(weights_of(request())) == {("serial", False)}
+    assert set(weights_of(request(fixed={"runtime": {"weights": "copies"}}))) == {
+        ("copies", False),
+        ("copies", True),
+    }
+    found = weights_of(request(any_weights=True))
+    assert set(found) == {("serial", False), ("copies", False), ("copies", True)}
+    assert found["copies", True] < found["serial", False]
+    chosen = choose(request(any_weights=True)).chosen
+    assert (chosen.plan.runtime.weights, chosen.seconds) == ("copies", min(found.values()))
+
+
+def test_copies_are_chosen_only_where_memory_admits_them() -> None:
+    free = choose(request(any_weights=True)).chosen
+    limit = free.footprints.largest.device_bytes - 1
+    tight = choose(request(any_weights=True, max_device_bytes=limit)).chosen
+    assert tight.footprints.largest.device_bytes <= limit
+    assert tight.seconds >= free.seconds
+    assert tight.plan != free.plan
+
+
 def test_a_limit_makes_the_planner_offload_and_the_limit_is_kept() -> None:
     free, tight = choose(request()), choose(request(max_device_bytes=2 * GIB))
     assert free.chosen.plan.residency.blocks == "resident"
