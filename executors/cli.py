@@ -301,9 +301,9 @@ def run(
     given = {
         name: value.value if isinstance(value, enum.Enum) else value for name, value in dict(locals()).items()
     }
-    from executors.ranks.launch import RankInfo, is_launched
     from executors.ranks.launch import launch as launch_ranks
     from executors.ranks.mesh import launch_lines
+    from executors.ranks.notes import RankInfo, is_launched
     from executors.runs.asking import settings_from
     from executors.runs.run import run_in_rank
 

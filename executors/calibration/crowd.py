@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from costmodel.profile import Constant, Profile
+from executors.ranks.gloo import gloo_group
 from executors.steps.heap import keep_freed_memory
 from topology.errors import RunError
 
@@ -220,10 +221,13 @@ def _timed(action: Callable[[], object], count: int = _NUM_BURSTS) -> list[float
 def _main(store: str, world_size: int, rank: int) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timedelta(seconds=_TIMEOUT_S)
-    group = dist.ProcessGroupGloo(FileStore(store, world_size), rank, world_size, options)
+    group = gloo_group(
+        FileStore(store, world_size),
+        rank,
+        world_size,
+        timedelta(seconds=_TIMEOUT_S),
+        lambda: [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")],
+    )
 
     def gather(number: float) -> list[float]:
         own = torch.tensor([number], dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,11 +11,15 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from executors.ranks.launch import WAIT_HINT, give_up, last_words
+from executors.ranks.heart import answered
+from executors.ranks.launch import WAIT_HINT
+from executors.ranks.notes import give_up, last_words
 from topology.errors import RunError
 
 _GRACE_S = 2.0
 """How long a rank that waited in vain lets others say that they waited, too."""
+
+_STORE_KEEPER = 0
 
 _GONE = (
     "closed by peer",
@@ -59,12 +64,8 @@ class RollCall:
                 said = f"{what}: {named_ranks(absent)} ended"
             else:
                 said = self._given_up(absent, what)
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". This is")[0]
             raise RunError(f"{said} ({reason})", hint=WAIT_HINT) from error
-
-    def give_up(self, ranks: Sequence[int], what: str) -> RunError:
-        """Return the error for `ranks` that were waited for in vain, once they have been ended."""
-        return RunError(self._given_up(ranks, what), hint=WAIT_HINT)
 
     def _given_up(self, ranks: Sequence[int], what: str) -> str:
         said = f"{what}: waited {self.timeout_s:g} s for {named_ranks(ranks)}"
@@ -75,15 +76,24 @@ class RollCall:
         """Return the members that do not say, within a short time, that they wait as well."""
         others = [rank for rank in members if rank != self.rank]
         try:
-            store = default_store()
-            store.set(f"zosim/waited/{self.rank}", "1")
-            end = time.monotonic() + _GRACE_S
-            while others and time.monotonic() < end:
-                others = [rank for rank in others if not store.check([f"zosim/waited/{rank}"])]
-                time.sleep(0.05)
-        except RuntimeError:  # the store is gone with its host
-            return others
+            answered(lambda: self._strike_off(others), _GRACE_S + 1)
+        except RuntimeError:  # the store is gone with its process, or stands still with it
+            return [_STORE_KEEPER] if _STORE_KEEPER in others and not _has_agent() else others
         return others
+
+    def _strike_off(self, others: list[int]) -> None:
+        """Say that this rank waits, and strike off those of `others` that say so, too."""
+        store = default_store()
+        store.set(f"zosim/waited/{self.rank}", "1")
+        end = time.monotonic() + _GRACE_S
+        while others and time.monotonic() < end:
+            others[:] = [rank for rank in others if not store.check([f"zosim/waited/{rank}"])]
+            time.sleep(0.05)
+
+
+def _has_agent() -> bool:
+    """Whether a launcher keeps the store; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
 
 
 def default_store() -> Store:
@@ -93,7 +103,7 @@ def default_store() -> Store:
 
 def named_ranks(ranks: Sequence[int]) -> str:
     """Return ranks in words, each with the last instruction that it noted."""
-    lines = {rank: last_words(rank) for rank in ranks}
+    left = {rank: last_words(rank) for rank in ranks}
     return " and ".join(
-        f"rank {rank}" + (f", last at {line}," if line else "") for rank, line in lines.items()
+        words.of(rank) + (f", last at {words.line}," if words.line else "") for rank, words in left.items()
     ).removesuffix(",")

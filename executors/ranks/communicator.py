@@ -8,11 +8,8 @@ exchange, or after a timeout with an error that names the ranks that were not th
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,15 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from executors.ranks.absence import RollCall, default_store, named_ranks
 from executors.ranks.doubling import MOST_BYTES, doubling_all_gather
 from executors.ranks.duplex import Duplex
 from executors.ranks.gloo import shared_gloo
-from executors.ranks.launch import DEFAULT_TIMEOUT_S, is_launched
+from executors.ranks.heart import beating, wait_while_beating
+from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.ranks.messages import Messages
+from executors.ranks.notes import is_launched
 from executors.ranks.packed import Packed
 from topology.errors import RunError, ZosimError
 from zosim.axes import Mesh
@@ -320,23 +318,13 @@ class Communicator:
             return action()
         store = default_store()
         if self.is_first:
-            with _heart(store, key, self.timeout_s / 8):
+            with beating(store, key, self.timeout_s / 8):
                 result = action()
             store.set(f"{key}/done", "1")
             return result
-        self._wait_for_first(store, key, what)
+        with self._roll.naming((0,), what):
+            wait_while_beating(store, key, self.timeout_s)
         return None
-
-    def _wait_for_first(self, store: Store, key: str, what: str) -> None:
-        beats, seen = 0, time.monotonic()
-        with self._roll.naming((0,), what):  # the store is gone with rank 0
-            while not store.check([f"{key}/done"]):
-                found = store.add(f"{key}/beats", 0)
-                if found != beats:
-                    beats, seen = found, time.monotonic()
-                if time.monotonic() - seen > self.timeout_s:
-                    raise self._roll.give_up([0], what)
-                time.sleep(0.05)
 
 
 def _all_gather(gathered: Tensor, own: Tensor, *, group: dist.ProcessGroup | None) -> None:
@@ -347,24 +335,6 @@ def _all_gather(gathered: Tensor, own: Tensor, *, group: dist.ProcessGroup | Non
 
 def _host_backend() -> str:
     return "fake" if dist.get_backend() == "fake" else shared_gloo()
-
-
-@contextmanager
-def _heart(store: Store, key: str, period_s: float) -> Iterator[None]:
-    """Count up a number of the store for as long as this process is not stopped."""
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(period_s):
-            store.add(f"{key}/beats", 1)
-
-    thread = threading.Thread(target=beat, name="zosim-heart", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _tensor_of(payload: bytes) -> Tensor:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from executors.ranks.communicator import Communicator
-from executors.ranks.launch import WAIT_HINT, give_up, last_words
+from executors.ranks.launch import WAIT_HINT
+from executors.ranks.notes import give_up, last_words
 from executors.steps.streams import Ticket
 from topology.errors import DoesNotFit, RunError
 from topology.units import format_bytes
@@ -138,8 +139,15 @@ class HostMemory:
         """Say that this rank has finished `instruction` in the part of the run numbered `turn`."""
         self._counters[self._place(self._communicator.rank, instruction)] = turn
 
-    def wait(self, instruction: str, turn: int) -> None:
+    def wait(self, instruction: str, turn: int, has_failed: Callable[[], bool] = lambda: False) -> None:
         """Wait until every other rank of this host has finished `instruction` of the part numbered `turn`.
+
+        Parameters
+        ----------
+        instruction : str
+        turn : int
+        has_failed : callable
+            Whether this rank cannot go on anyway.
 
         Raises
         ------
@@ -148,16 +156,18 @@ class HostMemory:
         """
         for rank in self._ranks:
             if rank != self._communicator.rank:
-                self._wait_for(rank, instruction, turn)
+                self._wait_for(rank, instruction, turn, has_failed)
 
-    def _wait_for(self, rank: int, instruction: str, turn: int) -> None:
+    def _wait_for(self, rank: int, instruction: str, turn: int, has_failed: Callable[[], bool]) -> None:
         place, nap = self._place(rank, instruction), _FIRST_NAP_S
         end = time.monotonic() + self._communicator.timeout_s
         while self._counters[place] < turn:
+            if has_failed():
+                raise RunError(f"no longer waits for {instruction} of rank {rank}")
             if time.monotonic() > end:
-                line = last_words(rank)
-                said = f"waited {self._communicator.timeout_s:g} s for {instruction} of rank {rank}"
-                said += f", last at {line}" if line else ""
+                left = last_words(rank)
+                said = f"waited {self._communicator.timeout_s:g} s for {instruction} of {left.of(rank)}"
+                said += f", last at {left.line}" if left.line else ""
                 give_up([rank], said)
                 raise RunError(said, hint=WAIT_HINT)
             time.sleep(nap)
@@ -175,16 +185,21 @@ class PeersTicket(Ticket):
     memory : HostMemory
     instruction : str
     turn : int
+    has_failed : callable
+        Whether this rank cannot go on anyway.
     """
 
-    __slots__ = ("_instruction", "_memory", "_turn")
+    __slots__ = ("_has_failed", "_instruction", "_memory", "_turn")
 
-    def __init__(self, memory: HostMemory, instruction: str, turn: int) -> None:
+    def __init__(
+        self, memory: HostMemory, instruction: str, turn: int, has_failed: Callable[[], bool]
+    ) -> None:
         self._memory, self._instruction, self._turn = memory, instruction, turn
+        self._has_failed = has_failed
 
     def wait(self) -> None:
         """Wait for them."""
-        self._memory.wait(self._instruction, self._turn)
+        self._memory.wait(self._instruction, self._turn, self._has_failed)
 
 
 def awaited(program: Program) -> list[str]:

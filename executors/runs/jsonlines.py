@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from executors.runs.closing import Closing
 from topology.errors import RunError
 
 LOCK_WAIT_S = 10.0
@@ -75,7 +75,7 @@ def _object(path: Path, number: int, text: bytes) -> dict[str, Any]:
     return row
 
 
-class JsonLines:
+class JsonLines(Closing):
     """A file of JSON lines that one process appends to.
 
     Parameters
@@ -97,8 +97,12 @@ class JsonLines:
         self._durable = durable
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            _lock(self._file, self.path)
-            os.ftruncate(self._file, keep_bytes)
+            try:
+                _lock(self._file, self.path)
+                os.ftruncate(self._file, keep_bytes)
+            except BaseException:
+                os.close(self._file)
+                raise
         except OSError as error:
             raise RunError(
                 f"cannot write to {self.path}: {error.strerror}", hint="give an --out that can be written"
@@ -116,14 +120,6 @@ class JsonLines:
         """End the file."""
         os.fsync(self._file)
         os.close(self._file)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _lock(file: int, path: Path) -> None:

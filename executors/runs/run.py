@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from executors.datasets.inputs import copy_tokenizer, open_data, pad_token
 from executors.datasets.objectives import objective_named
 from executors.models.adapters import keep_beginning, save_tuned
 from executors.ranks.communicator import Communicator, default_communicator
-from executors.ranks.launch import is_launched, process_group
+from executors.ranks.launch import process_group
+from executors.ranks.notes import is_launched
 from executors.runs.checkpoint import save_checkpoint
 from executors.runs.earlier import EarlierRun
-from executors.runs.history import History, read_history
+from executors.runs.history import History
+from executors.runs.last_good import rebuild
 from executors.runs.programs import PROGRAM_DIGEST, program_digest, recorded_programs, save_programs
 from executors.runs.records import LossNotFinite, StepRecord
 from executors.runs.replay import (
@@ -34,7 +36,6 @@ from executors.runs.replay import (
     check_base,
     load_base,
     machine_differences,
-    plan_alone,
     session_at,
 )
 from executors.runs.reporter import Reporter
@@ -119,7 +120,9 @@ class Run:
         if self.writes:
             self.out.mkdir(parents=True, exist_ok=True)
         model = self._base()
-        with self._session(model) as session:
+        # A session and the log's lock end with the run, wherever it fails.
+        with ExitStack() as self._opened:
+            session = self._session(model)
             del model
             stopped = self._train(session)
             if stopped is None:
@@ -170,7 +173,9 @@ class Run:
         checkpoint = self.earlier.checkpoint(history, model, self._warn)
         program = settings.program
         plan = None if settings.plan == history.plan and program is None else settings.plan
-        session = session_at(checkpoint, history, model, plan=plan, program=program, **options)
+        session = self._opened.enter_context(
+            session_at(checkpoint, history, model, plan=plan, program=program, **options)
+        )
         self.header = dict(history.header) | {
             "plan": settings.plan.model_dump(mode="json"),
             "run": settings.to_header(self.data.lines.sha256),
@@ -179,7 +184,7 @@ class Run:
         self.header.pop("finished", None)
         if self.writes:
             # The lock before anything is touched, the header before programs: those that it does not speak of are made again.
-            self.log = RunLog.resumed(self.out, history.num_bytes)
+            self.log = self._opened.enter_context(RunLog.resumed(self.out, history.num_bytes))
             remove_partial(self.out)
             is_kept = plan is None and recorded_programs(self.out, history.header) is not None
             programs = None if is_kept else self._programs()
@@ -196,15 +201,17 @@ class Run:
     def _first_session(self, model: nn.Module, options: dict[str, Any]) -> Session:
         settings = self.settings
         storage = settings.plan.precision.storage
-        session = Session(
-            settings.plan,
-            model,
-            program=settings.program,
-            weight_decay=settings.weight_decay,
-            seed=settings.seed,
-            loss_dtype=settings.loss_dtype,
-            base_digest=weights_digest(model, storage),
-            **options,
+        session = self._opened.enter_context(
+            Session(
+                settings.plan,
+                model,
+                program=settings.program,
+                weight_decay=settings.weight_decay,
+                seed=settings.seed,
+                loss_dtype=settings.loss_dtype,
+                base_digest=weights_digest(model, storage),
+                **options,
+            )
         )
         self.header = session.header | {"run": settings.to_header(self.data.lines.sha256)}
         if settings.prefix is not None:
@@ -216,7 +223,7 @@ class Run:
         if self.writes:
             remove_partial(self.out)
             self._save_plan(self._programs())
-            self.log = RunLog(self.out, self.header)
+            self.log = self._opened.enter_context(RunLog(self.out, self.header))
         return session
 
     def _programs(self) -> str:
@@ -363,29 +370,16 @@ class Run:
             Always.
         """
         if self.communicator is None:
-            self._rebuild(num_steps)
+            rebuild(self.settings, num_steps)
         else:
-            self.communicator.first_does(lambda: self._rebuild(num_steps), "rebuilding the last good weights")
+            self.communicator.first_does(
+                lambda: rebuild(self.settings, num_steps), "rebuilding the last good weights"
+            )
         raise RunError(
             f"{why}; the run was stopped, and {self.out} holds the weights after {num_steps} steps",
             hint="lower --lr (by 3 to 10), or raise --queries; where the first step fails already, look for a batch "
             "without labels, or use --dtype float32 or bfloat16 in place of float16",
         )
-
-    def _rebuild(self, num_steps: int) -> None:
-        settings = self.settings
-        history = read_history(self.out)
-        model = load_base(
-            settings.model,
-            settings.plan,
-            adapters=settings.adapters,
-            run=self.out,
-            random_weights=settings.random_weights,
-        )
-        with session_at(None, history, model, plan=plan_alone(history), device=settings.device) as session:
-            advance(session, history, num_steps)
-            save_tuned(self.out, session, settings.adapters)
-        copy_tokenizer(settings.model, self.out)
 
     # -- words -------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ class RunFiles:
     Parameters
     ----------
     log : RunLog
+        Of the run, which closes it.
     reporter : Reporter
         Tells people what is written.
     records : sequence of StepRecord
@@ -51,8 +52,7 @@ class RunFiles:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        for part in (self._log, self._reporter):
-            self._stack.enter_context(part)
+        self._stack.enter_context(self._reporter)
         self._metrics = self._stack.enter_context(self._opened_metrics())
         self._digests = self._stack.enter_context(self._opened_digests())
         return self

@@ -17,6 +17,7 @@ from typing import IO, Any, Self
 import torch
 from torch import Tensor, nn
 
+from executors.runs.closing import Closing
 from executors.runs.jsonlines import JsonLines, read_lines
 from executors.steps.buffers import TORCH_DTYPES
 from topology.errors import RunError
@@ -41,7 +42,7 @@ _SAFETENSORS_DTYPES = {
 }
 
 
-class RunLog:
+class RunLog(Closing):
     """The files of one run, written as it goes.
 
     Parameters
@@ -87,14 +88,6 @@ class RunLog:
     def close(self) -> None:
         """End the log."""
         self._steps.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_steps(directory: str | Path) -> list[dict[str, Any]]:

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from torch import Tensor, nn
 
@@ -25,7 +23,9 @@ from executors.models.model import Batch, CutModel, LossDType, Objective
 from executors.models.whole import WholeModel
 from executors.ranks.agreement import refuse_unlike_sums
 from executors.ranks.communicator import Communicator, default_communicator
-from executors.ranks.launch import progress_of_this_rank
+from executors.ranks.mesh import stage_of
+from executors.ranks.notes import progress_of_this_rank
+from executors.runs.closing import Closing
 from executors.runs.measured import measured_timeline, messages_per_step
 from executors.runs.records import StepRecord, record_of, refuse_nonfinite, seed_of
 from executors.runs.runlog import header_of, save_pretrained, weights_digest
@@ -47,7 +47,7 @@ _OBSERVED_STEPS = 2
 """Steps whose memory is observed: the first, and the first with something pending. They are not timed."""
 
 
-class Session:
+class Session(Closing):
     """Zeroth-order training of one model under one plan, on this rank.
 
     Parameters
@@ -121,8 +121,9 @@ class Session:
         self.program = program or lower(plan, self.rank)
         backend = backend_for(own_device(device))
         self.device = backend.device
-        progress = progress_of_this_rank()
-        backend.note = None if progress is None else progress.note
+        if (progress := progress_of_this_rank()) is not None:
+            progress.place(stage_of(plan, self.rank))
+            backend.note = progress.note
         prepare(model, plan, self.device)
         self.header = header_of(
             model,
@@ -377,11 +378,3 @@ class Session:
     def close(self) -> None:
         """End the streams. The model keeps its weights, in the plan's buffers."""
         self.interpreter.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

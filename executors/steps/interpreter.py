@@ -233,7 +233,7 @@ class Interpreter:
         memory = self._host_memory
         if memory is not None:
             after += [
-                PeersTicket(memory, edge.instruction, turn - edge.distance)
+                PeersTicket(memory, edge.instruction, turn - edge.distance, self.backend.has_failed)
                 for edge in item.peers
                 if edge.distance == 0 or edge.instruction in before
             ]

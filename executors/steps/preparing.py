@@ -7,7 +7,7 @@ from torch import nn
 
 from costmodel.work import DTYPE_BYTES
 from executors.models.mapped import moves_mapped
-from executors.ranks.launch import RankInfo
+from executors.ranks.notes import RankInfo
 from executors.steps.buffers import TORCH_DTYPES
 from topology.errors import PlanError
 from zosim.plan import Plan

@@ -102,6 +102,11 @@ class Backend(ABC):
     device: torch.device
     recording: bool = True
     note: Callable[[str], None] | None = None
+    _failure: ZosimError | None = None
+
+    def has_failed(self) -> bool:
+        """Whether a task could not be done, so that nobody need wait for what follows."""
+        return self._failure is not None
 
     @abstractmethod
     def allocate(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -198,7 +203,6 @@ class CpuBackend(Backend):
         self._begin = time.perf_counter()
         self._workers: dict[Stream, _Worker] = {}
         self._pending: list[_Event] = []
-        self._failure: ZosimError | None = None
         self._measured: list[Measured] = []
 
     def allocate(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
@@ -232,8 +236,7 @@ class CpuBackend(Backend):
         try:
             for task, event in compute:
                 self.perform(task, event)
-                if self._failure is not None:
-                    raise self._failure
+                self._go_on()
         except BaseException as error:
             _fail(compute, error if isinstance(error, ZosimError) else RunError("the run was interrupted"))
             raise
@@ -243,9 +246,9 @@ class CpuBackend(Backend):
         """Run one task on the calling thread, once what it waits for has finished."""
         try:
             for ticket in task.after:
+                self._go_on()
                 ticket.wait()
-            if self._failure is not None:
-                raise self._failure
+            self._go_on()
             if self.note is not None and task.instruction.stream == Stream.COMPUTE:
                 self.note(task.describe())
             start = time.perf_counter()
@@ -266,13 +269,17 @@ class CpuBackend(Backend):
             self._measured.append(Measured(task.instruction, task.part, task.step, begin_s, end_s))
         event.finish()
 
+    def _go_on(self) -> None:
+        """Raise what another task could not do: nothing waits for its peers in vain one task after the other."""
+        if self._failure is not None:
+            raise self._failure
+
     def drain(self) -> None:
         """Wait for the threads, and raise what one of them could not do."""
         for event in self._pending:
             event.wait()
         self._pending.clear()
-        if self._failure is not None:
-            raise self._failure
+        self._go_on()
 
     def measured(self) -> list[Measured]:
         """Return what was recorded."""

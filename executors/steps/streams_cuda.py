@@ -111,7 +111,6 @@ class CudaBackend(Backend):
         self._timed: list[tuple[tuple[Instruction, Part, int], torch.cuda.Event, torch.cuda.Event]] = []
         self._threads: dict[str, _Thread] = {}
         self._lock = threading.Lock()
-        self._failure: ZosimError | None = None
 
     def allocate(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return zeroed device memory, or pinned host memory."""

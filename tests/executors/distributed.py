@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -213,7 +214,8 @@ def start_unlike():
     """Begin with other weights on rank 1, and return what is said."""
     from tiny import model_of
 
-    from executors.ranks.launch import RankInfo, process_group
+    from executors.ranks.launch import process_group
+    from executors.ranks.notes import RankInfo
     from executors.runs.session import Session
     from topology.errors import RunError
 
@@ -230,7 +232,8 @@ def wait_for_peer():
     """Wait for an instruction that rank 1 never does, and leave what is said."""
     from executors.ranks import host_memory
     from executors.ranks.communicator import Communicator
-    from executors.ranks.launch import process_group, progress_of_this_rank
+    from executors.ranks.launch import process_group
+    from executors.ranks.notes import progress_of_this_rank
     from topology.errors import RunError
     from zosim.lowering import lower
 
@@ -256,7 +259,7 @@ def wait_for_peer():
         memory.wait("block.1/offload", 3)
         # Rank 0 may take as long as it wants to: its heart beats.
         communicator.first_does(lambda: __import__("time").sleep(2.5), "sleeping")
-        left = [str(path) for path in Path("/dev/shm").glob("zosim-host-*")]
+        left = [str(path) for path in Path("/dev/shm").glob(f"zosim-host-{os.getpid()}-*")]  # rank 0 made it
         return communicator.first_says(lambda: {"said": said, "left": left, "given_up": given_up}, "telling")
 
 
@@ -282,7 +285,7 @@ def run_apart(settings):
     """Run as `settings` say, on every rank but 0 without access to the directory of the run."""
     from dataclasses import replace
 
-    from executors.ranks.launch import RankInfo
+    from executors.ranks.notes import RankInfo
     from executors.runs.run import run_in_rank
 
     unseen = replace(settings, out="/nonexistent/run")

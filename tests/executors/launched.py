@@ -29,8 +29,18 @@ def refuse():
     raise PlanError(message, hint="make another")
 
 
+def fail_in_an_instruction():
+    from executors.ranks.notes import progress_of_this_rank
+    from topology.errors import CodecError
+
+    instruction = "step[0]/decode on stream compute"
+    progress_of_this_rank().note(instruction)
+    message = f"{instruction}: it is damaged"
+    raise CodecError(message)
+
+
 def die():
-    from executors.ranks.launch import progress_of_this_rank
+    from executors.ranks.notes import progress_of_this_rank
 
     progress = progress_of_this_rank()
     progress.note("step[3]/block.1/forward[q0+]")
@@ -112,17 +122,41 @@ def gathered_by_doubling():
         return ranks.gathered(torch.tensor(len(sent) // 3), "counting").tolist()
 
 
-def threads_of_sockets():
-    """Make groups as a program of pairs has them, twice; return how many threads then serve sockets of gloo."""
-    from pathlib import Path
+def gathered_over_plain_groups():
+    """Gather among all ranks where torch has no options of gloo; return what came, and how many threads more groups add."""
+    import torch
+    import torch.distributed as dist
+
+    del dist.ProcessGroupGloo._Options
+    return gathered_once(torch.tensor([3.0])), threads_of_more_groups()
+
+
+def gathered_once(own):
+    """Gather one tensor over a group that is made as a run's are."""
+    import torch
 
     from executors.ranks.communicator import Communicator
     from executors.ranks.launch import process_group
 
-    with process_group("cpu") as info:
+    with process_group("cpu"):
+        communicator = Communicator({"pair": [[0, 1]]})
+        whole = torch.zeros(2 * own.numel())
+        communicator.all_gather("pair", whole, own, "gathering")
+        return whole.tolist()
+
+
+def threads_of_more_groups():
+    """Make groups as a program of pairs has them, twice; return how many threads the second time adds for their sockets."""
+    from executors.ranks.communicator import Communicator
+    from executors.ranks.launch import process_group
+
+    with process_group("cpu"):
         groups = {"data": [[0, 1]], "perturb": [[0], [1]], "pipeline": [[0, 1]]}
-        made = [Communicator(groups) for _ in range(2)]
-        for ranks in made:
-            ranks.barrier("counting threads")
-        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-        return info.world_size, sum(name.startswith("gloo") for name in names)
+        made, counts = [], []
+        for _ in range(2):
+            made.append(Communicator(groups))
+            made[-1].barrier("counting threads")
+            names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+            # Those of sockets have a name in newer versions of torch alone; those that run collectives have one in all.
+            counts.append(sum(name != "pt_gloo_runloop" for name in names))
+        return counts[1] - counts[0]

@@ -139,7 +139,8 @@ def die_while_sending():
 
     import torch.distributed as dist
 
-    from executors.ranks.launch import RankInfo, process_group
+    from executors.ranks.launch import process_group
+    from executors.ranks.notes import RankInfo
 
     case = Case(("block.1.mlp",))
     with process_group("cpu", timeout_s=60):

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 
+import psutil
 import pytest
+from command import saved_lines, saved_model
 
+from executors import load_model, plan_of_model
 from executors.ranks.launch import launch
+from executors.runs.jsonlines import JsonLines
+from executors.runs.run import Run
 from executors.runs.runlog import write_atomically
+from executors.runs.schedule import Schedule
+from executors.runs.settings import DataSettings, RunSettings
 from topology.errors import RunError
 
 
@@ -67,3 +75,39 @@ def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(tmp_path, 
     monkeypatch.undo()
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
     assert path.read_text() == "old"
+
+
+def test_a_resume_that_fails_lets_go_of_the_log(tmp_path, monkeypatch):
+    """In one process, while somebody still looks at the error."""
+    monkeypatch.setattr("executors.runs.jsonlines.LOCK_WAIT_S", 0.0)
+    saved_lines(tmp_path / "data.jsonl")
+    model = saved_model("opt", tmp_path)
+    settings = RunSettings(
+        model=str(model),
+        plan=plan_of_model(load_model(model), batch=2, seq=9),
+        data=DataSettings(str(tmp_path / "data.jsonl")),
+        schedule=Schedule("constant", 1e-3, num_steps=2),
+        out=str(tmp_path / "out"),
+    )
+    Run(settings).run()
+    settings = replace(settings, schedule=Schedule("constant", 1e-3, num_steps=4), resume=True)
+
+    def fail(*_given):
+        message = "it cannot be replayed"
+        raise RunError(message)
+
+    with monkeypatch.context() as planted:
+        planted.setattr("executors.runs.run.advance", fail)
+        with pytest.raises(RunError, match="it cannot be replayed") as caught:
+            Run(settings).run()
+    assert Run(settings).run()["num_steps"] == 4
+    assert caught.value is not None
+
+
+def test_a_file_that_is_refused_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr("executors.runs.jsonlines.LOCK_WAIT_S", 0.0)
+    with JsonLines(tmp_path / "log"):
+        before = psutil.Process().num_fds()
+        with pytest.raises(RunError, match="another process"):
+            JsonLines(tmp_path / "log")
+        assert psutil.Process().num_fds() == before

@@ -9,12 +9,14 @@ import pytest
 
 from executors.ranks.launch import launch
 
-_MOST_THREADS = 2
-"""One that all groups share, and that of the default group, which torch makes."""
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have names in /proc")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have names in /proc")
 def test_groups_share_the_thread_of_their_sockets():
-    world_size, num_threads = launch(launched.threads_of_sockets, world_size=2)
-    assert world_size == 2
-    assert 1 <= num_threads <= _MOST_THREADS
+    assert launch(launched.threads_of_more_groups, world_size=2) <= 0
+
+
+def test_without_options_of_torch_every_group_has_a_thread_of_its_own():
+    gathered, num_threads = launch(launched.gathered_over_plain_groups, world_size=2)
+    assert gathered == [3.0, 3.0]
+    assert num_threads > 0

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import launched
 
-from executors.ranks import launch as ranks_launch
-from executors.ranks.launch import Progress, RankInfo, launch
+from executors.ranks.launch import launch
+from executors.ranks.notes import (
+    SEMAPHORES,
+    LastWords,
+    Progress,
+    RankInfo,
+    leave,
+    progress_of_this_rank,
+    remove_leftovers,
+)
 from topology.errors import RunError
 
 pytestmark = pytest.mark.dist
@@ -40,6 +50,43 @@ def test_training_notes_its_instructions():
         launch(launched.die_in_training)
 
 
+def test_what_an_instruction_could_not_do_names_it_once():
+    with pytest.raises(
+        RunError, match=r"^rank 0 stopped: step\[0\]/decode on stream compute: it is damaged$"
+    ):
+        launch(launched.fail_in_an_instruction)
+
+
+@pytest.mark.parametrize("function", [RankInfo.here, launched.refuse, launched.die])
+def test_a_launch_leaves_nothing_behind(function, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with contextlib.suppress(RunError):
+        launch(function)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_rank_of_torchrun_takes_the_directory_along(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        assert progress_of_this_rank() is not None
+    leave()
+    assert [path.name for path in tmp_path.rglob("progress-*")] == ["progress-0"]
+    monkeypatch.setenv("RANK", "0")
+    leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_whose_launcher_is_gone_ends(tmp_path):
+    """One that it started in its last moment, before the kernel was asked to end both together."""
+    command = f"from executors.ranks.launch import _entry; _entry(print, ('orphan',), {str(tmp_path)!r}, 1)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (1, b"")
+
+
 def test_inside_torchrun_nothing_is_started(monkeypatch):
     for name, value in {
         "RANK": "1",
@@ -55,8 +102,10 @@ def test_progress_keeps_the_latest_line(tmp_path):
     progress = Progress(tmp_path / "line")
     progress.note("a long line " * 100)
     progress.note("short")
-    assert Progress.read(tmp_path / "line") == "short"
-    assert Progress.read(tmp_path / "nothing") == ""
+    assert Progress.read(tmp_path / "line") == LastWords("", "short")
+    progress.place("stage 1 of 2, before cut block.0")
+    assert Progress.read(tmp_path / "line").of(0) == "rank 0 (stage 1 of 2, before cut block.0)"
+    assert Progress.read(tmp_path / "nothing") == LastWords()
 
 
 KILLED = """
@@ -76,7 +125,7 @@ with launch._own_semaphores():
 def test_semaphores_of_a_killed_launcher_are_removed_by_the_next():
     done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
-    left = ranks_launch._SEMAPHORES / f"sem.{done.stdout.strip().removeprefix('/')}"
+    left = SEMAPHORES / f"sem.{done.stdout.strip().removeprefix('/')}"
     assert left.exists()
-    ranks_launch._remove_leftovers()
+    remove_leftovers()
     assert not left.exists()

@@ -113,7 +113,7 @@ def test_a_killed_stage_is_named_and_one_rank_goes_on(runs, inputs, tmp_path):
         said = run.communicate(timeout=60)[1]
     assert run.returncode == 2
     assert time.monotonic() - begin < 20
-    assert "rank 1 died (SIGKILL), last at step[" in said
+    assert "rank 1 (stage 2 of 2, behind cut block.0.mlp) died (SIGKILL), last at step[" in said
     shorten(out, STEPS)
     assert train(inputs, out, "--resume", "--no-launch", "--mesh", "data=1", "--steps", STEPS) == 0
     assert numbers_of(out) == numbers_of(runs / "alone")
@@ -131,7 +131,8 @@ def test_a_run_of_one_goes_on_on_stages(runs, inputs, tmp_path):
 
 def test_a_stage_that_dies_while_it_sends_is_named():
     begin = time.monotonic()
-    with pytest.raises(RunError, match=r"rank 0 died \(SIGKILL\), last at step\["):
+    said = r"rank 0 \(stage 1 of 2, before cut block\.1\.mlp\) died \(SIGKILL\), last at step\["
+    with pytest.raises(RunError, match=said):
         launch(staged.die_while_sending, world_size=2)
     assert time.monotonic() - begin < 30
 
@@ -200,7 +201,7 @@ def test_a_stage_that_stands_still_is_named_by_all_that_wait_for_it(inputs, tmp_
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.kill()
     assert run.returncode == 2
-    assert "waited 3 s for rank 0, last at " in said
+    assert "waited 3 s for rank 0 (stage 1 of 3, before cut block.0), last at " in said
     assert "for rank 1" not in said
     assert "for rank 2" not in said
     assert time.monotonic() - begin < 25

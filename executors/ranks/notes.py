@@ -1,0 +1,200 @@
+"""What the ranks of a host leave for each other and for their launcher: who they are, and what they are doing.
+
+Every rank keeps a line with the instruction that it is running in a small file that is mapped into memory, so that
+the line is there even when the process is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_PLACE_BYTES, _LINE_BYTES = 256, 256
+DIRECTORY_VARIABLE = "ZOSIM_LAUNCH_DIRECTORY"
+PREFIX = "zosim-launch-"
+SEMAPHORES = Path("/dev/shm")
+"""Where Linux has them, as files."""
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Place of this process among the ranks.
+
+    Attributes
+    ----------
+    rank, local_rank, world_size : int
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def here(cls) -> RankInfo:
+        """Return what torch's launcher told this process; a lone rank if there is no launcher."""
+        read = {name: int(os.environ.get(name, default)) for name, default in _ENVIRONMENT.items()}
+        return cls(read["RANK"], read["LOCAL_RANK"], read["WORLD_SIZE"])
+
+
+_ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+def is_launched() -> bool:
+    """Whether a launcher, torchrun or ours, has started this process as one of several."""
+    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """What a rank left.
+
+    Attributes
+    ----------
+    place : str
+        Its stage in words, "" where the model is not cut.
+    line : str
+        The last instruction that it began, "" if none.
+    """
+
+    place: str = ""
+    line: str = ""
+
+    def of(self, rank: int) -> str:
+        """Return the rank in words, with its place."""
+        return f"rank {rank}" + (f" ({self.place})" if self.place else "")
+
+
+class Progress:
+    """The lines that say where a rank stands and what it is doing.
+
+    Parameters
+    ----------
+    path : path
+        Of a file of fixed size, overwritten in place.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        with Path(path).open("w+b") as file:
+            file.truncate(_PLACE_BYTES + _LINE_BYTES)
+            self._memory = mmap.mmap(file.fileno(), _PLACE_BYTES + _LINE_BYTES)
+
+    def place(self, text: str) -> None:
+        """Say which part of the model this rank holds."""
+        self._memory[:_PLACE_BYTES] = _padded(text, _PLACE_BYTES)
+
+    def note(self, text: str) -> None:
+        """Say what this rank is doing now."""
+        self._memory[_PLACE_BYTES:] = _padded(text, _LINE_BYTES)
+
+    @staticmethod
+    def read(path: str | Path) -> LastWords:
+        """Return what a process left, nothing where there is no file."""
+        try:
+            content = Path(path).read_bytes()
+        except OSError:
+            return LastWords()
+        parts = content[:_PLACE_BYTES], content[_PLACE_BYTES:]
+        return LastWords(*(part.rstrip(b"\0").decode(errors="replace") for part in parts))
+
+
+def _padded(text: str, size: int) -> bytes:
+    return text.encode()[:size].ljust(size, b"\0")
+
+
+def progress_of_this_rank() -> Progress | None:
+    """Return this rank's lines, where a launcher has started it."""
+    directory = launch_directory()
+    return Progress(progress_path(directory, RankInfo.here().rank)) if directory else None
+
+
+def last_words(rank: int) -> LastWords:
+    """Return what a rank left that the same launcher started on this host."""
+    directory = launch_directory()
+    return Progress.read(progress_path(directory, rank)) if directory else LastWords()
+
+
+def launch_directory() -> Path | None:
+    """Return a directory that the ranks of this host share for as long as their launcher lives; None for a rank alone."""
+    directory = os.environ.get(DIRECTORY_VARIABLE)
+    if directory:
+        return Path(directory)
+    if not is_launched():
+        return None
+    # The ranks of a host have one parent: torchrun.
+    shared = Path(tempfile.gettempdir()) / f"{PREFIX}{os.getppid()}-{os.environ['MASTER_PORT']}"
+    if not shared.is_dir():
+        remove_leftovers()
+        shared.mkdir(exist_ok=True)
+    return shared
+
+
+def leave() -> None:
+    """Remove what this rank left, as its work is done; the directory goes with the last rank of a launcher not ours."""
+    if DIRECTORY_VARIABLE in os.environ or (directory := launch_directory()) is None:
+        return
+    progress_path(directory, RankInfo.here().rank).unlink(missing_ok=True)
+    with suppress(OSError):  # others are still there
+        directory.rmdir()
+
+
+def remove_leftovers() -> None:
+    """Remove what launchers that were killed could not."""
+    for folder, prefix in ((Path(tempfile.gettempdir()), PREFIX), (SEMAPHORES, f"sem.{PREFIX}")):
+        for left in folder.glob(f"{prefix}*"):
+            owner = left.name.removeprefix(prefix).partition("-")[0]
+            if not owner.isdecimal() or psutil.pid_exists(int(owner)):
+                continue
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+
+
+def give_up(ranks: Sequence[int], why: str) -> None:
+    """End ranks of this launch that this one waited for in vain, and leave word of it.
+
+    One that is stopped does not end when its launcher asks it to, and one that is killed cannot say why.
+    """
+    if DIRECTORY_VARIABLE not in os.environ:
+        return
+    directory, own = Path(os.environ[DIRECTORY_VARIABLE]), RankInfo.here().rank
+    for rank in ranks:
+        given_up_path(directory, rank).write_text(json.dumps({"by": own, "why": why}))
+        with suppress(OSError, ValueError):
+            os.kill(int(pid_path(directory, rank).read_text()), signal.SIGKILL)
+
+
+def read_note(path: Path) -> Mapping[str, Any] | None:
+    """Return what a rank wrote to a file before it ended; None if it did not."""
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def progress_path(directory: Path, rank: int) -> Path:
+    """Return where a rank keeps its lines."""
+    return directory / f"progress-{rank}"
+
+
+def pid_path(directory: Path, rank: int) -> Path:
+    """Return where a rank leaves its process id."""
+    return directory / f"pid-{rank}"
+
+
+def given_up_path(directory: Path, rank: int) -> Path:
+    """Return where others leave why they ended a rank."""
+    return directory / f"given-up-{rank}"
+
+
+def failure_path(directory: Path, rank: int) -> Path:
+    """Return where a rank leaves what it could not do."""
+    return directory / f"failure-{rank}.json"

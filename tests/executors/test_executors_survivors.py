@@ -1,0 +1,131 @@
+"""Ranks without a launcher that lose rank 0, and with it the store that all of them ask: they end in time, and name it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from command import saved_lines, saved_model
+
+from executors.ranks.heart import Silent, answered, wait_while_beating
+
+pytestmark = pytest.mark.dist
+
+PATIENCE_S = 60
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    saved_lines(folder / "data.jsonl")
+    return saved_model("opt", folder), folder / "data.jsonl"
+
+
+def started_by_hand(inputs, out, *more, num_ranks=2):
+    """Start ranks as no launcher does, each with an environment of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": 1,
+    }
+    options = [
+        "run", "--model", inputs[0], "--data", inputs[1], "--steps", 100_000, "--batch", 4, "--threads", 1,
+        "--no-tensorboard", "--out", out, *more,
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "zosim", *map(str, options)]
+    places = [
+        {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, **common} for rank in range(num_ranks)
+    ]
+    environments = [os.environ | {name: str(value) for name, value in place.items()} for place in places]
+    return [
+        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        for environment in environments
+    ]
+
+
+@pytest.mark.parametrize(
+    ("happens", "more", "at_most_s", "says"),
+    [
+        (
+            signal.SIGKILL,
+            ("--mesh", "data=2", "--transfers", "shared", "--timeout", 30),
+            25,
+            "rank 0, last at step[",
+        ),
+        (
+            signal.SIGSTOP,
+            ("--mesh", "perturb=2", "--residency", "resident", "--timeout", 4),
+            30,
+            "waited 4 s for rank 0, last at step[",
+        ),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_who_is_left_ends_in_time_and_names_rank_0(inputs, tmp_path, happens, more, at_most_s, says):
+    ranks = started_by_hand(inputs, tmp_path / "out", *more)
+    try:
+        log, end = tmp_path / "out" / "steps.jsonl", time.monotonic() + PATIENCE_S
+        while not log.exists() or not log.stat().st_size:
+            assert all(rank.poll() is None for rank in ranks)
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        begin = time.monotonic()
+        ranks[0].send_signal(happens)
+        said = ranks[1].communicate(timeout=PATIENCE_S)[1]
+        assert time.monotonic() - begin < at_most_s
+        assert ranks[1].returncode == 2
+        assert says in said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for():
+    begin, never = time.monotonic(), threading.Event()
+    with pytest.raises(Silent):
+        answered(never.wait, 0.1)
+    assert time.monotonic() - begin < 5
+    assert answered(lambda: 3, 5) == 3
+    with pytest.raises(LookupError):
+        answered(lambda: {}["gone"], 5)
+    never.set()
+
+
+class Store:
+    """One that knows how often a heart has beaten, and what is done."""
+
+    def __init__(self, *, dies_after):
+        self._dies_after = dies_after
+        self.num_asked = 0
+
+    def check(self, _keys):
+        """Whether it is done."""
+        self.num_asked += 1
+        return self.num_asked > 12 and self._dies_after > 12
+
+    def add(self, _key, _number):
+        """Beats so far."""
+        return min(self.num_asked, self._dies_after)
+
+
+def test_a_heart_that_beats_is_waited_for_and_one_that_stops_is_not():
+    living, dying = Store(dies_after=99), Store(dies_after=3)
+    wait_while_beating(living, "key", 0.2)
+    assert living.num_asked == 13
+    with pytest.raises(Silent, match=r"no sign of life for 0\.2 s"):
+        wait_while_beating(dying, "key", 0.2)
