@@ -11,12 +11,15 @@ from executors.ranks.launch import launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have names in /proc")
 
+_NUM_REPEATED = 3
+"""Times that all groups are made once more, each with several groups; a thread of torch's may come or go meanwhile."""
+
 
 def test_groups_share_the_thread_of_their_sockets():
-    assert launch(launched.threads_of_more_groups, world_size=2) <= 0
+    assert launch(launched.threads_of_more_groups, world_size=2) < _NUM_REPEATED
 
 
 def test_without_options_of_torch_every_group_has_a_thread_of_its_own():
     gathered, num_threads = launch(launched.gathered_over_plain_groups, world_size=2)
     assert gathered == [3.0, 3.0]
-    assert num_threads > 0
+    assert num_threads > 2 * _NUM_REPEATED
