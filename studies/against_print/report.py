@@ -30,7 +30,9 @@ table has them.
 ## Errors
 
 Leaving out the smallest or the largest model asks for more than what lies between known rows; "between" are the figures
-without those two ends. Where printed and predicted methods tie, ranks are averaged.
+without those two ends. The rank correlation is Spearman's, of the methods in a printed row, four or more of them that are
+not set apart, as a mean over rows; what print does not tell apart counts as in the order predicted. In brackets: all cells
+in, and equal numbers share the mean of their ranks.
 
 | split | predictor | cells | median | 90 % | goal | met | between: median / 90 % | rank correlation | median of those apart |
 | --- | --- | ---: | ---: | ---: | --- | --- | ---: | ---: | ---: |
@@ -61,7 +63,11 @@ def _error_rows(found: Sequence[Outcome]) -> Iterator[str]:
         apart = (
             f"{100 * float(np.median(np.abs(item.apart))):.1f} ({len(item.apart)})" if len(item.apart) else ""
         )
-        rank = "" if math.isnan(item.rank_correlation) else f"{item.rank_correlation:.2f}"
+        rank = (
+            ""
+            if math.isnan(item.rank_correlation)
+            else f"{item.rank_correlation:.2f} ({item.strict_correlation:.2f})"
+        )
         count = f"{len(item.errors)}" + (
             f" (+{item.num_unanswered} unanswered)" if item.num_unanswered else ""
         )

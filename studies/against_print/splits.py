@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
+from costmodel.published import Row
 from studies.against_print.intervals import Coverage, beyond, coverage_of, left_out
 from zosim.published.audit import Finding, set_apart
 from zosim.published.baselines import BASELINES, Baseline
@@ -17,6 +18,9 @@ from zosim.published.constants import Domain
 from zosim.published.grid import Array
 
 OURS = "simulator's closed form"
+
+LEAST_METHODS = 4
+"""Cells of a printed row below which their order says little."""
 
 _OUTERMOST = ("OPT-1.3B", "OPT-175B", "Qwen3-1.7B", "Qwen3-32B")
 _SMALL = ("OPT-1.3B", "OPT-2.7B", "OPT-6.7B", "Qwen3-1.7B", "Qwen3-4B")
@@ -105,7 +109,10 @@ class Outcome:
     inner : array
         Those of `errors` whose model is neither the smallest nor the largest of its paper: what lies between others.
     rank_correlation : float
-        Mean over table rows of four methods or more of Spearman's correlation, all cells in.
+        Mean over printed rows of Spearman's correlation of the methods in a row, four or more of them that can be
+        right; what print does not tell apart counts as in the order predicted.
+    strict_correlation : float
+        The same with all cells in, equal numbers sharing the mean of their ranks.
     num_unanswered : int
     coverage : Coverage or None
         Of the 90 % intervals, where the predictor has any.
@@ -117,6 +124,7 @@ class Outcome:
     apart: Array
     inner: Array
     rank_correlation: float
+    strict_correlation: float
     num_unanswered: int
     coverage: Coverage | None = None
 
@@ -188,7 +196,8 @@ def _outcome(
         errors[is_answered & ~is_apart],
         errors[is_answered & is_apart],
         errors[is_answered & ~is_apart & _is_inner(asked)],
-        _rank_correlation(asked, predicted, printed),
+        mean_rank_correlation(asked, predicted, apart),
+        mean_rank_correlation(asked, predicted, frozenset(), is_strict=True),
         int((~is_answered).sum()),
     )
 
@@ -197,14 +206,42 @@ def _is_inner(cells: Sequence[Cell]) -> NDArray[np.bool_]:
     return np.array([_is_between(cell) for cell in cells])
 
 
-def _rank_correlation(asked: Sequence[Cell], predicted: Array, printed: Array) -> float:
-    rows: dict[tuple[str, ...], list[int]] = {}
-    for index, cell in enumerate(asked):
-        if np.isfinite(predicted[index]):
-            rows.setdefault(cell.row.setting, []).append(index)
+def mean_rank_correlation(
+    asked: Sequence[Cell], predicted: Array, apart: frozenset[str], *, is_strict: bool = False
+) -> float:
+    """Return the mean over printed rows of Spearman's correlation of printed and predicted numbers.
+
+    Parameters
+    ----------
+    asked : sequence of Cell
+    predicted : array
+        NaN where nothing is.
+    apart : frozenset of str
+        Places of cells that are not ranked.
+    is_strict : bool
+        Whether equal numbers share the mean of their ranks in print too. Otherwise what print does not tell apart counts
+        as in the order predicted.
+    """
+    rows: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    for cell, value in zip(asked, predicted.tolist(), strict=True):
+        if np.isfinite(value) and cell.row.place not in apart:
+            for row in cell.rows:
+                assert row.value is not None
+                rows.setdefault(_printed_row(row), []).append((row.value, value))
     found = [
-        float(spearmanr(predicted[members], printed[members]).statistic)
-        for members in rows.values()
-        if len(members) >= 4 and len(set(predicted[members])) > 1 and len(set(printed[members])) > 1
+        _correlation(np.array(pairs), is_strict=is_strict)
+        for pairs in rows.values()
+        if len(pairs) >= LEAST_METHODS and all(len(set(column)) > 1 for column in zip(*pairs, strict=True))
     ]
     return float(np.mean(found)) if found else float("nan")
+
+
+def _printed_row(row: Row) -> tuple[str, ...]:
+    return (*row.setting, row["table"], row["cell"].partition("c")[0])
+
+
+def _correlation(pairs: Array, *, is_strict: bool) -> float:
+    """Return Spearman's correlation of printed and predicted numbers, given as pairs."""
+    # Sorted by print first, then as predicted; places in that order stand for what is printed.
+    _, order = np.unique(pairs, axis=0, return_inverse=True)
+    return float(spearmanr(pairs[:, 0] if is_strict else order.ravel(), pairs[:, 1]).statistic)

@@ -15,7 +15,7 @@ from zosim.engines.simulate import simulate
 from zosim.instructions import Stream
 from zosim.lowering import lower
 from zosim.machine import Machine
-from zosim.operations import Forward, Perturb
+from zosim.operations import Forward, Perturb, Update
 from zosim.published.audit import audit, set_apart
 from zosim.published.baselines import neighbours, regression
 from zosim.published.cells import cells_of
@@ -102,6 +102,7 @@ def test_axes_follow_the_method_and_the_number_of_gpus():
 def test_two_prints_of_one_measurement_are_one_cell():
     cells, of_row, _ = cells_of([row(value="10"), row(value="10", table="3"), row(value="12", table="6")])
     assert [item.values for item in cells] == [(10.0, 12.0)]
+    assert [item["table"] for item in cells[0].rows] == ["1", "3", "6"]
     assert of_row[0] is of_row[2]
 
 
@@ -153,6 +154,38 @@ def test_a_rank_of_one_sign_makes_two_perturbations_and_a_rank_of_both_three():
         forwards = sum(isinstance(item.op, Forward) for item in mine)
         counts[forwards] = sum(isinstance(item.op, Perturb) and item.work.num_normals > 0 for item in mine)
     assert counts == {1: 2, 2: 3}
+
+
+def test_updates_of_one_paper_have_weight_decay_and_of_the_other_one_temporary():
+    """Passes over 16-bit parameters: z (drawn), then 12 with weight decay and 5 without; a perturbation has 7."""
+    for fields, passes in (({"precision": "fp16"}, 12), (DIST, 5)):
+        found = cell(**fields, method="MeZO")
+        group = found.case.plan.model.group("block.1")
+        works = {
+            type(item.op): item.work
+            for item in found.program.step
+            if isinstance(item.op, Update | Perturb) and item.op.group == group.name
+        }
+        assert works[Update].sweep_bytes == passes * 2 * group.num_parameters
+        assert works[Perturb].sweep_bytes == 7 * 2 * group.num_parameters
+        assert works[Update].num_normals == works[Perturb].num_normals == group.num_parameters
+
+
+def test_the_widest_model_has_a_pace_of_its_own_whatever_bounds_it(profile):
+    values = profile.fit("ZO2", "speed").values
+    slower = {**values, "pace_widest": values["pace_widest"] / 1.25}
+    for fields in (
+        {"precision": "fp32"},  # products
+        {"precision": "fp16"},  # copies
+        {"precision": "amp-fp16", "method": "ZO2(compress=fp8)"},  # passes over parameters
+        {"precision": "fp32", "method": "ZO2(no reusable memory)"},
+    ):
+        widest = cell(model="OPT-175B", **fields).predictions([values, slower])
+        assert widest[0] / widest[1] == pytest.approx(1.25, rel=0.02), (
+            fields
+        )  # casts have the data sheet's rate
+        other = cell(model="OPT-66B", **fields).predictions([values, slower])
+        assert other[0] == other[1]
 
 
 def test_uploads_that_are_not_prefetched_take_longer(profile):

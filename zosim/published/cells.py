@@ -15,7 +15,6 @@ from topology.errors import ZosimError
 from zosim.lowering import lower
 from zosim.machine import Machine
 from zosim.machines import machines_for
-from zosim.plan import Plan
 from zosim.program import Program
 from zosim.published.constants import Values, profile_values
 from zosim.published.conventions import (
@@ -24,6 +23,7 @@ from zosim.published.conventions import (
     Case,
     UnknownRow,
     case_of,
+    decays,
     prefetches,
     transfer_case_of,
 )
@@ -44,11 +44,20 @@ class Cell:
     case : Case
     values : tuple of float
         What rows print for it, the first as in `row`; more than one if they disagree.
+    rows : tuple of Row
+        All rows that print it.
     """
 
     row: Row
     case: Case
     values: tuple[float, ...] = ()
+    rows: tuple[Row, ...] = ()
+
+    def printed_in(self, row: Row) -> Cell:
+        """Return the cell as it is known after one more row that prints it."""
+        assert row.value is not None
+        values = self.values if row.value in self.values else (*self.values, row.value)
+        return replace(self, row=self.row if self.values else row, values=values, rows=(*self.rows, row))
 
     @property
     def value(self) -> float | None:
@@ -100,7 +109,7 @@ class Cell:
     @cached_property
     def program(self) -> Program:
         """What rank 0 runs, with the works of the papers' code."""
-        return _program(self.case.plan, self._isolated, prefetches(self.case))
+        return _program(self.case, self._isolated)
 
     @cached_property
     def compiled(self) -> Compiled:
@@ -145,8 +154,8 @@ def cells_of(rows: Iterable[Row]) -> tuple[list[Cell], dict[int, Cell], dict[int
             reasons[index] = error.message
             continue
         known = found.setdefault(cell.key, cell)
-        if row.value is not None and row.value not in known.values:
-            found[cell.key] = Cell(known.row if known.values else row, known.case, (*known.values, row.value))
+        if row.value is not None:
+            found[cell.key] = known.printed_in(row)
         of_row[index] = cell.key
     return list(found.values()), {index: found[key] for index, key in of_row.items()}, reasons
 
@@ -161,11 +170,11 @@ def _cell(row: Row) -> Cell:
     return Cell(row, transfer_case_of(row) if row.kind == "transfer" else case_of(row))
 
 
-def _program(plan: Plan, transfer: str, is_prefetching: bool) -> Program:
-    program = lower(plan)
+def _program(case: Case, transfer: str) -> Program:
+    program = lower(case.plan)
     if transfer:
         return only(program, *(UPLOAD if transfer == "upload_rate" else OFFLOAD))
-    return as_published(program, plan, prefetches=is_prefetching)
+    return as_published(program, case.plan, prefetches=prefetches(case), decays=decays(case.paper))
 
 
 @cache

@@ -231,6 +231,11 @@ def prefetches(case: Case) -> bool:
     return not (case.paper == "DistZO2" and plan.placement.world_size == 4 and plan.seq != 2048)
 
 
+def decays(paper: str) -> bool:
+    """Return whether a paper's updates have weight decay: ZO2's public code does, DistZO2's Algorithm 1 does not."""
+    return paper == "ZO2"
+
+
 def stretched(model: ModelSpec, seq: int) -> ModelSpec:
     """Return `model` with position tables long enough for `seq`, as authors must make them who run longer sequences."""
     if seq <= model.max_positions:

@@ -4,7 +4,8 @@ Both papers' algorithms (ZO2, Algorithms 1 and 3; DistZO2, Algorithm 3) draw a p
 pass over it, and pass over parameters as the reference MeZO loop writes it, with a temporary for every product. Our
 lowering draws once per visit and works in place. The instructions stay the same, their works do not:
 
-* every perturbation and every update is ``literal`` and draws its direction itself;
+* every perturbation and every update is ``literal`` and draws its direction itself; an update without weight decay,
+  ``θ - (η g) z``, has one temporary: the factors before z are numbers;
 * of perturbations without a forward between them only one is made: a rank that forwards one sign goes there and back;
 * a table that embedding and head share is perturbed whole at both, not through gathered rows at the first;
 * a softmax of stored fp16 scores reads them as they are and writes float32; that of bf16 scores needs a cast before
@@ -31,7 +32,7 @@ from zosim.plan import Plan
 from zosim.program import Program
 
 
-def as_published(program: Program, plan: Plan, *, prefetches: bool = True) -> Program:
+def as_published(program: Program, plan: Plan, *, prefetches: bool = True, decays: bool = True) -> Program:
     """Return `program` with the works of the papers' code.
 
     Parameters
@@ -42,8 +43,10 @@ def as_published(program: Program, plan: Plan, *, prefetches: bool = True) -> Pr
     prefetches : bool
         Whether a block is uploaded while the one before it computes, behind that one's launches. Off, every upload
         waits for what was listed on the compute stream before it.
+    decays : bool
+        Whether an update has weight decay.
     """
-    writer = _Writer(plan)
+    writer = _Writer(plan, decays=decays)
     step = [
         replace(item, work=writer.work(item, program.step[place + 1 :]))
         for place, item in enumerate(program.step)
@@ -71,8 +74,9 @@ def only(program: Program, *labels: str) -> Program:
 class _Writer:
     """Counts works. A direction is drawn where it is used, so the draws themselves become empty."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, decays: bool) -> None:
         self.plan = plan
+        self.decays = decays
         self.model = plan.model
         self.dtype: DType = plan.precision.storage
         self.cast: set[str] = set()
@@ -132,10 +136,10 @@ class _Writer:
         return self._drawn(group) + update_work(
             group.num_trainable,
             dtype=self.dtype,
-            arithmetic="literal",
+            arithmetic="literal" if self.decays else "scaled",
             num_tensors=group.num_trainable_tensors,
             largest_tensor=group.largest_trainable_tensor,
-            weight_decay=True,
+            weight_decay=self.decays,
         )
 
     def _drawn(self, group: ParameterGroup) -> Work:
