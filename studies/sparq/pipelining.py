@@ -1,7 +1,8 @@
 """``python -m studies.sparq.pipelining``: how long two gloo stages idle in a step of several queries, predicted and measured.
 
-The embedded task, cut inside block 1, plain numbers, one thread for each stage; what differs is when a stage's one weight state
-passes from point to point, and whether directions are kept for it. A minute: this machine is calibrated for ranks of
+The embedded task, cut inside block 1, plain numbers, one thread for each stage; what differs is when a stage's weights
+pass from point to point: one state of them, for which directions may be kept, or copies, which may be written ahead on a stream
+of their own. Two minutes: this machine is calibrated for ranks of
 one thread first. Nothing else should run meanwhile.
 """
 
@@ -39,9 +40,13 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("sweep", {"traversal": "sweep"}),
     ("querywise, directions kept", {"traversal": "querywise", "keep_directions": True}),
     ("sweep, directions kept", {"traversal": "sweep", "keep_directions": True}),
+    ("querywise, copies ahead", {"traversal": "querywise", "weights": "copies", "draw_ahead": True}),
+    ("sweep, copies", {"traversal": "sweep", "weights": "copies"}),
+    ("sweep, copies ahead", {"traversal": "sweep", "weights": "copies", "draw_ahead": True}),
 )
+_WORK = (Stream.COMPUTE, Stream.DRAW)
 _CALIBRATION_S = 12.0
-_NUM_ROUNDS, _NUM_STEPS = 2, 8
+_NUM_ROUNDS, _NUM_STEPS = 3, 6
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Idle:
     predicted_s, measured_s : float
         Of a step.
     predicted_first, predicted_second, measured_first, measured_second : float
-        Part of a step in which a stage's compute does nothing.
+        Part of a step in which a stage neither computes nor prepares what it computes with.
     """
 
     case: str
@@ -79,7 +84,7 @@ def plans() -> list[Plan]:
 
 
 def _measured(chosen: list[Plan], path: str) -> list[tuple[float, float, float]]:
-    """Return the step time of each plan, and how long its stages idle, of the faster of two rounds; in every rank."""
+    """Return the step time of each plan, and how long its stages idle, of the fastest of three rounds; in every rank."""
     torch.set_num_threads(1)
     with process_group("cpu"):
         rounds = [[_of(plan, path) for plan in chosen] for _ in range(_NUM_ROUNDS)]
@@ -97,7 +102,7 @@ def _of(plan: Plan, path: str) -> tuple[float, float, float]:
         timeline = session.timeline()
     found = [0.0, 0.0, 0.0]
     if communicator.is_first:
-        found = [timeline.step_time_s, *(1 - timeline.utilisation(rank)[Stream.COMPUTE] for rank in (0, 1))]
+        found = [timeline.step_time_s, *(1 - timeline.busy(_WORK, rank) for rank in (0, 1))]
     step_s, first, second = json.loads(communicator.told(json.dumps(found).encode(), "idle times"))
     return step_s, first, second
 
@@ -110,7 +115,7 @@ def measure() -> list[Idle]:
     rows = []
     for (name, _), plan, (step_s, *idle) in zip(CASES, chosen, found, strict=True):
         subject = Subject(plan, topology, profile)
-        first, second = (1 - subject.timeline_of(r).utilisation(r)[Stream.COMPUTE] for r in (0, 1))
+        first, second = (1 - subject.timeline_of(r).busy(_WORK, r) for r in (0, 1))
         rows.append(Idle(name, subject.step_time_s, step_s, first, idle[0], second, idle[1]))
     return rows
 

@@ -46,6 +46,10 @@ def test_steady_values_are_means_over_the_steady_steps():
     timeline = measured(*OVERLAPPING)
     assert timeline.seconds_by_label() == {"work": 3.5, "store": 1.5}
     assert timeline.utilisation() == {Stream.COMPUTE: 7 / 8, Stream.D2H: 3 / 8}
+    # The step's work from 5 to 12, and what of its stores is not beside it: 12 to 14.
+    assert timeline.busy((Stream.COMPUTE, Stream.D2H)) == 9 / 8
+    assert timeline.busy((Stream.D2H,)) == 3 / 8
+    assert timeline.busy(()) == 0
 
 
 def test_a_run_of_one_step_is_its_own_steady_state():

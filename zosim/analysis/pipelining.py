@@ -40,7 +40,8 @@ class Pipelining:
     Attributes
     ----------
     bubbles : tuple of float
-        For each stage, the part of the step in which its compute stream does nothing, on the first pipeline.
+        For each stage, the part of the step in which it does nothing, on the first pipeline: neither computes nor draws and
+        writes ahead what it computes with.
     cuts : tuple of CutTraffic
     num_losses : int
         Evaluation points whose losses all ranks get, once per step.
@@ -76,16 +77,19 @@ def pipelining(subject: Subject) -> Pipelining:
             )
         )
     first = plan.mesh.pipelines[0]
-    bubbles = tuple(1 - _computing_s(subject, rank) / subject.step_time_s for rank in first)
+    bubbles = tuple(1 - _working(subject, rank) for rank in first)
     return Pipelining(bubbles, tuple(traffic), len(plan.points))
 
 
-def _computing_s(subject: Subject, rank: int) -> float:
-    """Return the seconds per step for which a rank's compute stream is busy, waiting for others not included."""
+def _working(subject: Subject, rank: int) -> float:
+    """Return the part of a step for which a rank works; what its peers take of shared resources is no work of its own."""
     program, machine = subject.programs.program_of(rank), subject.machines[rank]
-    return sum(
+    if any(item.stream == Stream.DRAW for item in program.step):
+        return subject.timeline_of(rank).busy((Stream.COMPUTE, Stream.DRAW), rank)
+    compute_s = sum(
         machine.activity(program, item).seconds for item in program.step if item.stream == Stream.COMPUTE
     )
+    return compute_s / subject.step_time_s
 
 
 def counts_of_print(plan: Plan) -> int:

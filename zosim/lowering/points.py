@@ -78,7 +78,8 @@ class Points:
             read = self.layout.trainable(group, place, 0, leg.before)
             left = self.layout.trainable(group, place, 0, leg.point)
             if self.are_copies:
-                left = self._copies[group.name, leg.point] = self.layout.copy(group, segment, leg.point, number)
+                left = self.layout.copy(group, segment, leg.point, number)
+                self._copies[group.name, leg.point] = left
             self._perturb(group, segment, query, leg, read, left)
 
     def weights(self, group: ParameterGroup, segment: str, point: str) -> tuple[Access, ...]:
