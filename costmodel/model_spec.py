@@ -10,7 +10,7 @@ groups belong to one segment; a tied token table belongs to two.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, model_validator
@@ -35,6 +35,7 @@ def block_index(segment: str) -> int:
     return int(segment.split(".")[1])
 
 
+@cache
 def segments_of(num_blocks: int, cut_blocks: tuple[int, ...] = ()) -> tuple[str, ...]:
     """Return the segments of a model in execution order.
 

@@ -321,10 +321,10 @@ class Placement(Axis):
     @property
     def ranks_by_host(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each host, hosts in the order of their first rank."""
-        hosts = self.hosts or ("",) * len(self.devices)
-        return tuple(
-            tuple(rank for rank, host in enumerate(hosts) if host == name) for name in dict.fromkeys(hosts)
-        )
+        found: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.hosts or ("",) * len(self.devices)):
+            found.setdefault(host, []).append(rank)
+        return tuple(map(tuple, found.values()))
 
 
 def last_before(cut: str, segments: Container[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -12,7 +12,8 @@ from costmodel.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
 from costmodel.profile import Profile
 from topology.errors import TopologyError
 from topology.graph import Topology
-from topology.rings import edge_disjoint_rings
+from topology.rings import RingSet, edge_disjoint_rings
+from topology.schema import Link
 from zosim.machine import Hop, Machine, Ring
 from zosim.operations import Recv, Send
 
@@ -119,6 +120,8 @@ class Ways:
     machines: dict[tuple[str, int, bool], Machine] = field(default_factory=dict)
     hops: dict[tuple[int, str, str], Hop] = field(default_factory=dict)
     board_rings: dict[tuple[str, ...], list[Hop] | None] = field(default_factory=dict)
+    rings_alike: dict[Hashable, tuple[RingSet, tuple[Link, ...]]] = field(default_factory=dict)
+    nvlinks: dict[str, list[Link]] = field(default_factory=dict)
 
 
 class _Builder:
@@ -135,6 +138,7 @@ class _Builder:
         self._devices = devices
         self._profiles = [profiles] * len(devices) if isinstance(profiles, Profile) else profiles
         self._machines, self._hops, self._board_rings = known.machines, known.hops, known.board_rings
+        self._known = known
         self._num_beside = Counter(topology.host_of(device).id for device in devices)
 
     def alone(self, rank: int) -> Machine:
@@ -202,10 +206,9 @@ class _Builder:
         return self._board_rings[key]
 
     def _spread(self, devices: tuple[str, ...]) -> list[Hop] | None:
-        found = edge_disjoint_rings(self._topology, devices)
+        found, links = self._rings_of(devices)
         if not found.rings:
             return None
-        links = {link.id: link for link in self._topology.links}
         sends: dict[str, dict[str, float]] = {device: {} for device in devices}
         for ring in found.rings:
             part = ring.bandwidth_bytes_per_s / found.both_ways_bytes_per_s
@@ -222,6 +225,52 @@ class _Builder:
             Hop(latency_s, found.both_ways_bytes_per_s, tuple(sends[device].items()), "nvlink")
             for device in devices
         ]
+
+    def _rings_of(self, devices: tuple[str, ...]) -> tuple[RingSet, dict[str, Link]]:
+        """Return the rings over GPUs of one host with their links; boards that are joined alike are searched once."""
+        place = {device: number for number, device in enumerate(devices)}
+        links = tuple(
+            link
+            for link in self._nvlinks(self._topology.host_of(devices[0]).id)
+            if link.source in place and link.target in place
+        )
+        board = (
+            len(devices),
+            tuple(
+                (
+                    place[link.source],
+                    place[link.target],
+                    link.count,
+                    link.bandwidth_bytes_per_s,
+                    link.latency_s,
+                )
+                for link in links
+            ),
+        )
+        if board not in self._known.rings_alike:
+            self._known.rings_alike[board] = edge_disjoint_rings(self._topology, devices), links
+        found, alike = self._known.rings_alike[board]
+        gpu = dict(zip(found.gpu_ids, devices, strict=True))
+        link_id = {one.id: other.id for one, other in zip(alike, links, strict=True)}
+        rings = tuple(
+            replace(
+                ring,
+                gpu_ids=tuple(gpu[name] for name in ring.gpu_ids),
+                link_ids=tuple(link_id[name] for name in ring.link_ids),
+            )
+            for ring in found.rings
+        )
+        return RingSet(devices, rings), {link.id: link for link in links}
+
+    def _nvlinks(self, host: str) -> list[Link]:
+        """Return the NVLinks between GPUs of a host, in the topology's order."""
+        found = self._known.nvlinks
+        if not found:
+            for link in self._topology.links:
+                host_of = self._topology.node(link.source).host
+                if link.type.kind == "nvlink" and host_of is not None:
+                    found.setdefault(host_of, []).append(link)
+        return found.get(host, [])
 
     def _hop(self, profile: Profile, here: str, there: str) -> Hop:
         key = id(profile), here, there

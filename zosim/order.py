@@ -59,7 +59,7 @@ class HappensBefore:
         before = [*item.after, *([] if previous is None else [previous])]
         clock = [0] * len(self._position)
         for index in before:
-            clock = [max(mine, theirs) for mine, theirs in zip(clock, self._clocks[index], strict=True)]
+            clock = list(map(max, clock, self._clocks[index]))
         position = self._position[item.instruction.stream]
         count = 1 if previous is None else self._places[previous][1] + 1
         clock[position] = count

@@ -92,7 +92,7 @@ def test_all_ranks_keep_the_rules(cuts, data, order):
 @settings(max_examples=6)
 @given(st.sampled_from(CUTS[1:]), st.sampled_from([1, 2]), ORDERS)
 def test_every_engine_runs_them_alike(cuts, data, order):
-    world = subject_of(plan_of(cuts, data=data), order).world()
+    world = subject_of(plan_of(cuts, data=data), order).world
     assert_same_run(world, 3)
     assert_same_step(world)
     step_s = steady_step_s(world)
@@ -172,7 +172,7 @@ def test_the_bubble_is_that_of_gpipe(schedule, num_microbatches):
     ]
     seconds = sum(machines[0].activity(one, item).seconds for item in pair)
     assert work.work.sweep_bytes
-    step_s = steady_step_s(replace(subject, edited=listed).world())
+    step_s = steady_step_s(replace(subject, edited=listed).world)
     expected_s = (num_microbatches + len(cuts)) * seconds
     assert step_s == pytest.approx(expected_s, rel=2e-3)  # messages are not quite free
 
@@ -276,7 +276,7 @@ def test_replicas_sum_gradients_while_the_rest_goes_back():
     # A ring's rank receives 2(n - 1)/n of the buffer: here as much as it has.
     blocks = [item for item in sums if item.op.group == "replicas" and item.segment.startswith("block")]
     assert [item.work.link_bytes for item in blocks] == [item.reads[0].size_bytes for item in blocks]
-    spans = {s.instruction: s for s in simulate_world(subject.world(), num_steps=1).spans if s.rank == 0}
+    spans = {s.instruction: s for s in simulate_world(subject.world, num_steps=1).spans if s.rank == 0}
     assert spans["block.1/all_reduce[replicas]"].start_s < spans["block.0/backward[m1]"].end_s
 
 

@@ -58,18 +58,20 @@ def lower_all(plan: Plan) -> ProgramSet:
     roles: dict[tuple[object, ...], int] = {}
     programs: list[Program] = []
     of_rank = []
+    groups = plan.groups
+    sizes = {name: {rank: len(part) for part in parts for rank in part} for name, parts in groups.items()}
     for rank in range(plan.placement.world_size):
         stage, points, num_rows = (
             plan.mesh.coordinates(rank).stage,
             plan.points_of(rank),
             len(plan.rows_of(rank)),
         )
-        role = (stage, points, num_rows, *_group_sizes(plan, rank).items())
+        role = (stage, points, num_rows, *(of[rank] for of in sizes.values()))
         if role not in roles:
             roles[role] = len(programs)
             programs.append(lower(plan, rank))
         of_rank.append(roles[role])
-    return ProgramSet(tuple(programs), tuple(of_rank), plan.groups)
+    return ProgramSet(tuple(programs), tuple(of_rank), groups)
 
 
 def _group_sizes(plan: Plan, rank: int) -> dict[str, int]:

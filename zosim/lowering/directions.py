@@ -46,6 +46,8 @@ class Directions:
         self.plan = listing.plan
         self.layout = listing.layout
         self.walk_order = walk_order(listing.plan)
+        self._places = {group.name: place for place, group in enumerate(self.walk_order)}
+        self._kept_states = frozenset(group.name for group in listing.layout.kept_states)
         self._listing = listing
         self._kept = listing.plan.runtime.keep_directions
         self._at_hand: list[Access] = []
@@ -129,7 +131,7 @@ class Directions:
         """Return the generator states that drawing `group` reads and writes, walking up to it if need be."""
         if self.plan.estimator.rng == "counter":
             return (), ()
-        position = self.walk_order.index(group)
+        position = self._places[group.name]
         if step < 0 or position < self._walked.get(query, 0):
             return (self.layout.rng_before(group, query, step),), ()
         while self._walked.get(query, 0) < position:
@@ -140,7 +142,7 @@ class Directions:
         group = self.walk_order[position]
         self._walked[query] = position + 1
         reads = (self.layout.rng_after(self.walk_order[position - 1], query),) if position else ()
-        before = (self.layout.rng_before(group, query, 0),) if group in self.layout.kept_states else ()
+        before = (self.layout.rng_before(group, query, 0),) if group.name in self._kept_states else ()
         return reads, (*before, self.layout.rng_after(group, query))
 
     def _walk_past(self, group: ParameterGroup, query: int) -> None:

@@ -34,12 +34,15 @@ class Bound:
         Of one rank and one host of each kind.
     missing : str
         What does not fit and by how much; empty if everything does.
+    missing_bytes : int
+        How much that is altogether, of a device's memory and of a host's.
     """
 
     seconds: float
     num_instructions: int
     footprints: Footprints
     missing: str
+    missing_bytes: int
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Bounds:
         sketches = [self._sketcher.sketch(plan, rank, machines[rank]) for rank in site.ranks]
         taken = _footprints(site, sketches)
         longest = max(sketches, key=lambda sketch: sketch.period_s)
+        lacks = list(self._missing(plan, site, taken))
         return Bound(
             max(
                 longest.period_s,
@@ -86,7 +90,8 @@ class Bounds:
             ),
             longest.num_instructions,
             taken,
-            "; ".join(self._missing(plan, site, taken)),
+            "; ".join(words for words, _ in lacks),
+            sum(size_bytes for _, size_bytes in lacks),
         )
 
     def _machines(self, plan: Plan) -> tuple[Machine, ...]:
@@ -137,8 +142,8 @@ class Bounds:
             fullest_s = max(fullest_s, *busy_s.values())
         return fullest_s
 
-    def _missing(self, plan: Plan, site: _Site, taken: Footprints) -> Iterator[str]:
-        """Yield what of the devices and the hosts does not suffice."""
+    def _missing(self, plan: Plan, site: _Site, taken: Footprints) -> Iterator[tuple[str, int]]:
+        """Yield what of the devices and the hosts does not suffice, in words and in bytes that lack."""
         request, devices = self._request, plan.placement.devices
         for memory, rank in zip(taken.ranks, site.ranks, strict=True):
             limit = request.device_limit_bytes(devices[rank])
@@ -167,8 +172,9 @@ def _footprints(site: _Site, sketches: Sequence[Sketch]) -> Footprints:
     return Footprints(tuple(of_kind), tuple(hosts))
 
 
-def _lacking(where: str, needed: int, limit: int, parts: str) -> str:
-    return (
+def _lacking(where: str, needed: int, limit: int, parts: str) -> tuple[str, int]:
+    words = (
         f"needs {format_bytes(needed)} of {where} memory, {format_bytes(needed - limit)} more than "
         f"{format_bytes(limit)}: {parts}"
     )
+    return words, needed - limit

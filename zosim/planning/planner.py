@@ -14,6 +14,7 @@ from math import inf
 from costmodel.model_spec import block_segment
 from topology.errors import DoesNotFit
 from zosim.axes import INSIDE
+from zosim.engines.simulate import without_garbage_collection
 from zosim.plan import Plan
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.cuts import sparsest_near_the_middle
@@ -115,6 +116,7 @@ class Decision:
         return (*found, *about_cuts(self.chosen, self.others, self.printed_cuts))
 
 
+@without_garbage_collection()
 def choose(request: Request) -> Decision:
     """Return the fastest plan that fits.
 

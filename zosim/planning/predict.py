@@ -187,20 +187,19 @@ class Subject:
         """Memory of the rank that takes most of its device."""
         return self.footprints.largest
 
-    def world(self, bound: Bound = "central") -> World:
-        """Return all ranks as the simulator sees them.
+    @cached_property
+    def world(self) -> World:
+        """All ranks as the simulator sees them."""
+        return World.of(self.programs, self.machines)
 
-        Parameters
-        ----------
-        bound : {"central", "low", "high"}
-            Which end of the profiles' intervals.
-        """
-        return World.of(self.programs, self.machines, bound)
+    def bounding_step_s(self, bound: Bound) -> float:
+        """Return the seconds per step with every constant of the profiles at one end of its interval."""
+        return steady_step_s(fold(World.of(self.programs, self.machines, bound)))
 
     @cached_property
     def step_time_s(self) -> float:
         """Seconds per step once steps repeat, that of the slowest rank."""
-        return steady_step_s(fold(self.world()))
+        return steady_step_s(fold(self.world))
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -217,10 +216,9 @@ class Subject:
         rank : int, optional
             The only one to list; by default all, or of many one of each kind.
         """
-        world = self.world()
-        if rank is None and world.size > _FEW_RANKS:
-            return simulate_many(fold(world), num_steps=num_steps)
-        return simulate_many(world, num_steps=num_steps, ranks=None if rank is None else [rank])
+        if rank is None and self.world.size > _FEW_RANKS:
+            return simulate_many(fold(self.world), num_steps=num_steps)
+        return simulate_many(self.world, num_steps=num_steps, ranks=None if rank is None else [rank])
 
     def timeline_of(self, rank: int) -> Timeline:
         """Return the simulated run with that rank in it.
@@ -239,7 +237,7 @@ class Subject:
     @cached_property
     def prediction(self) -> Prediction:
         """The steady step in numbers."""
-        low_s, high_s = (steady_step_s(fold(self.world(bound))) for bound in ("low", "high"))
+        low_s, high_s = self.bounding_step_s("low"), self.bounding_step_s("high")
         rank, step_time_s = slowest_rank(self.timeline), self.step_time_s
         return Prediction(
             step_time_s=step_time_s,

@@ -1,0 +1,93 @@
+"""Time the planner on three searches, and print what it chose.
+
+``python -m studies.scale.planning`` searches plans for OPT-13B and OPT-175B on a DGX-1V and for OPT-13B on 128 of them,
+1024 GPUs, with as many sequences a step as GPUs and every method open, stages included. Times are seconds of a core, the
+median and the least of a few rounds in turns. The digest is of all that was decided: what was chosen, its
+seconds to nine digits, and every other candidate with its own; equal digests are equal decisions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import statistics
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+from costmodel.configs import read_model_spec
+from studies.scale.__main__ import timed
+from topology.clusters import cluster
+from topology.documents import load_preset
+from zosim.axes import Precision
+from zosim.planning.planner import Candidate, Decision, Request, choose
+from zosim.profiles import Profiles
+
+_PRESET = "dgx-1v"
+_SEARCHES = {"13b-8": ("opt-13b", 1), "175b-8": ("opt-175b", 1), "13b-1024": ("opt-13b", 128)}
+
+
+def main() -> int:
+    """Time the searches and print a line for each."""
+    options = _options()
+    found: dict[str, tuple[list[float], Decision]] = {}
+    for _ in range(options.rounds):
+        for name in options.searches:
+            (_, core_s), decision = timed(partial(choose, request_named(name)))
+            found.setdefault(name, ([], decision))[0].append(core_s)
+    print(f"{'':10s}{'median s':>9s}{'least s':>9s}{'candidates':>11s}  {'digest':16s}  chosen")
+    for name, (times, decision) in found.items():
+        print(
+            f"{name:10s}{statistics.median(times):9.2f}{min(times):9.2f}{len(list(_candidates(decision))):11d}  "
+            f"{digest(decision)}  {decision.chosen.describe()}, {decision.chosen.seconds:.4f} s"
+        )
+    return 0
+
+
+def request_named(name: str) -> Request:
+    """Return one of the searches, nothing about its topology known yet."""
+    model, num_hosts = _SEARCHES[name]
+    topology = load_preset(_PRESET)
+    if num_hosts > 1:
+        topology = cluster(topology, num_hosts)
+    devices = [node.id for node in topology.compute_devices]
+    profiles = Profiles(topology)
+    return Request(
+        model=read_model_spec(model),
+        topology=topology,
+        hardware=topology.name,
+        device=devices[0],
+        profile=profiles.of(devices[0]),
+        profiles=profiles,
+        batch=len(devices),
+        seq=2048,
+        precision=Precision(storage="float16", compute="float16", transfer="float16"),
+        max_ranks=len(devices),
+    )
+
+
+def digest(decision: Decision) -> str:
+    """Return what stands for all that was decided, candidates that were not chosen included."""
+    words = hashlib.sha256()
+    for candidate in _candidates(decision):
+        words.update(candidate.plan.model_dump_json().encode())
+        words.update(f"{candidate.seconds:.9g} {candidate.is_simulated} {candidate.missing}\n".encode())
+    words.update("\n".join(decision.reasons).encode())
+    return words.hexdigest()[:16]
+
+
+def _candidates(decision: Decision) -> Iterator[Candidate]:
+    yield decision.chosen
+    yield from decision.others
+    yield from decision.rejected
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m studies.scale.planning", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("searches", nargs="*", choices=[*_SEARCHES, []], default=list(_SEARCHES))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
