@@ -12,9 +12,11 @@ import typer
 from costmodel.prices import PriceTable, Way, load_prices, shipped_prices, shipped_prices_text
 from topology.errors import PlanError
 from topology.units import QuantityError, parse_quantity
-from zosim.buying.offers import Job, Limits, Market, machines_named
+from zosim.buying.machine import Job, machines_named
+from zosim.buying.offers import Limits, Market
 from zosim.buying.report import answer_data, answer_view
 from zosim.buying.sensitivity import effects, limiter, rooms
+from zosim.buying.shortfall import shortfall
 from zosim.console import emit, stderr
 from zosim.options import MethodName, model_spec, precision_of
 
@@ -101,7 +103,8 @@ def buy(
         pay=_WAYS[pay],
     )
     names = list(table.machines) if machines is None else _names(machines)
-    offers, refused = market.offers(machines_named(names), _counts(count), num_simulated=simulate)
+    found_machines = dict(machines_named(names))
+    offers, refused = market.offers(found_machines.items(), _counts(count), num_simulated=simulate)
     limiters = [limiter(market.job, offer.machine) for offer in offers]
     machines_once = {id(offer.machine): offer for offer in reversed(offers)}
     explained = [
@@ -109,7 +112,8 @@ def buy(
         for offer in [o for o in offers if machines_once[id(o.machine)] is o][:explain]
     ]
     _say_what_prices_are(table, names)
-    found = (market, offers, refused, limiters, explained)
+    lacking = shortfall(market, found_machines, offers, refused)
+    found = (market, offers, refused, limiters, explained, lacking)
     emit(answer_data(*found), json=as_json, text=answer_view(*found))
 
 

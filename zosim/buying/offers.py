@@ -7,89 +7,25 @@ shown first all are. A machine that the closed form puts far past the budget or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
-from costmodel.model_spec import ModelSpec
 from costmodel.prices import JobCost, PriceTable, Range, Way, job_costs
-from costmodel.profile import Bound, Profile
 from topology.errors import PlanError
 from topology.graph import Topology
-from zosim.axes import Estimator, Mesh, Precision
-from zosim.buying.levers import Lever, levers
-from zosim.plan import Plan
-from zosim.planning.bounds import Bounds
-from zosim.planning.explain import ALIKE
+from zosim.buying.machine import Job, Machine, interval, simulated
 from zosim.planning.planner import Candidate, candidates
-from zosim.planning.predict import Prediction
-from zosim.planning.request import Method, Request
-from zosim.profiles import Profiles
 
 RankBy = Literal["money", "hours", "energy"]
 Verdict = Literal["yes", "perhaps", "no"]
+Cause = Literal["memory", "hours", "money", "way", "plan"]
 
 HOPELESS = 2.0
 """Times the deadline that a closed form may reach before its machine is given up."""
 
-_SECONDS_PER_HOUR = 3600.0
 _ORDER: tuple[Verdict, ...] = ("yes", "perhaps", "no")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be done.
-
-    Attributes
-    ----------
-    model : ModelSpec
-    batch, seq, num_steps : int
-    precision : Precision
-    method : str
-        As for the planner.
-    estimator : Estimator
-    """
-
-    model: ModelSpec
-    batch: int
-    seq: int
-    num_steps: int
-    precision: Precision = field(default_factory=Precision)
-    method: Method = "auto"
-    estimator: Estimator = field(default_factory=Estimator)
-
-    def __post_init__(self) -> None:
-        if self.seq > self.model.max_positions:
-            raise PlanError(
-                f"seq={self.seq} exceeds the {self.model.max_positions} positions of {self.model.name}",
-                hint=f"use --seq {self.model.max_positions} or less",
-            )
-
-    def request(
-        self, name: str, topology: Topology, num_devices: int, *, mesh: Mesh | None = None
-    ) -> Request:
-        """Return what the planner is asked for on a machine."""
-        device, profiles = topology.compute_devices[0].id, Profiles(topology)
-        return Request(
-            model=self.model,
-            topology=topology,
-            hardware=name,
-            device=device,
-            profile=profiles.of(device),
-            profiles=profiles,
-            batch=self.batch,
-            seq=self.seq,
-            estimator=self.estimator,
-            precision=self.precision,
-            method=self.method,
-            mesh=mesh,
-            max_ranks=num_devices,
-        )
-
-    def hours(self, step_s: Range) -> Range:
-        """Return what the job takes at so many seconds a step."""
-        return step_s * (self.num_steps / _SECONDS_PER_HOUR)
 
 
 @dataclass(frozen=True)
@@ -106,48 +42,6 @@ class Limits:
         if any(found.value > limit for limit, found in stated):
             return "no"
         return "perhaps" if any(found.high > limit for limit, found in stated) else "yes"
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A machine with as many of its devices as a job may use, and what the job takes there.
-
-    Attributes
-    ----------
-    name : str
-        As the price table and the command line know it.
-    topology : Topology
-    num_devices : int
-        That the plan uses, at most those that were asked for.
-    candidates : tuple of Candidate
-        Every placement that was bounded, those that fit first, fastest first.
-    step_s : Range
-        Of the best that fits, from the closed form or simulated.
-    prediction : Prediction or None
-        If it was simulated.
-    """
-
-    name: str
-    topology: Topology
-    num_devices: int
-    candidates: tuple[Candidate, ...]
-    step_s: Range
-    prediction: Prediction | None = None
-
-    @property
-    def best(self) -> Candidate:
-        """The fastest placement that fits."""
-        return self.candidates[0]
-
-    @property
-    def plan(self) -> Plan:
-        """That placement as a plan."""
-        return self.best.plan
-
-    @cached_property
-    def levers(self) -> tuple[Lever, ...]:
-        """Figures that its plan depends on."""
-        return levers(self.topology, self.plan.placement.devices)
 
 
 @dataclass(frozen=True)
@@ -188,12 +82,18 @@ class Refusal:
     reason : str
     remedy : str
         What it would take to be one; empty where nothing is lacking but time or money.
+    cause : {"memory", "hours", "money", "way", "plan"}
+        What keeps it out; ``way`` that it cannot be paid for as asked, ``plan`` that the planner finds a contradiction.
+    least : float
+        Bytes that lack, hours that the job takes there or money that it costs, by the closed form.
     """
 
     name: str
     num_devices: int
     reason: str
     remedy: str = ""
+    cause: Cause = "plan"
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -263,8 +163,7 @@ class Market:
             tuple(listed),
             interval(self.job, name, topology, best),
         )
-        hopeless = self._hopeless(machine) if self._costs(machine) else f"no price to {self.pay} it"
-        return Refusal(name, machine.num_devices, hopeless) if hopeless else machine
+        return self._hopeless(machine) or machine
 
     def _lacking(self, name: str, count: int, listed: Sequence[Candidate]) -> Refusal:
         """Return a machine on which nothing fits, with what the placement that comes closest lacks."""
@@ -272,25 +171,32 @@ class Market:
             listed, key=lambda c: (c.footprints.largest.device_bytes, c.footprints.fullest.size_bytes)
         )
         lack = "; ".join(part.partition(":")[0] for part in closest.missing.split("; "))
-        hours = closest.bound.seconds * self.job.num_steps / _SECONDS_PER_HOUR
+        hours = self.job.hours(Range.exactly(closest.bound.seconds)).value
         return Refusal(
             name,
             count,
             f"{closest.describe()} {lack}",
             f"with that much it takes {plain(hours)} hours",
+            "memory",
+            closest.bound.missing_bytes,
         )
 
-    def _hopeless(self, machine: Machine) -> str:
-        """Return why a machine is given up before it is simulated, or nothing."""
+    def _hopeless(self, machine: Machine) -> Refusal | None:
+        """Return why a machine is given up before it is simulated, if it is."""
         deadline, budget = self.limits.deadline_hours, self.limits.budget
-        hours = self.job.hours(machine.step_s)
-        if deadline is not None and hours.value > HOPELESS * deadline:
-            return f"at least {plain(hours.value)} hours, deadline {plain(deadline)}"
-        if budget is not None:
-            least = min(cost.spent.low for cost in self._costs(machine))
-            if least > budget:
-                return f"at least {plain(least)} {self.prices.currency}, budget {plain(budget)}"
-        return ""
+        alone = partial(Refusal, machine.name, machine.num_devices, remedy="")
+        costs = self._costs(machine)
+        if not costs:
+            return alone(f"no price to {self.pay} it", cause="way")
+        hours = self.job.hours(machine.step_s).value
+        if deadline is not None and hours > HOPELESS * deadline:
+            reason = f"at least {plain(hours)} hours, deadline {plain(deadline)}"
+            return alone(reason, cause="hours", least=hours)
+        least = min(cost.spent.low for cost in costs)
+        if budget is not None and least > budget:
+            reason = f"at least {plain(least)} {self.prices.currency}, budget {plain(budget)}"
+            return alone(reason, cause="money", least=min(cost.spent.value for cost in costs))
+        return None
 
     def _costs(self, machine: Machine) -> tuple[JobCost, ...]:
         hours = self.job.hours(machine.step_s)
@@ -323,76 +229,11 @@ class Market:
         return Offer(changed, cost, self.limits.verdict(cost))
 
 
-def interval(job: Job, name: str, topology: Topology, best: Candidate) -> Range:
-    """Return the closed form of a plan's step with every constant at its middle, and at either end of its interval."""
-    request = job.request(name, topology, best.plan.placement.world_size)
-    ends = [_bound_s(_at_end(request, end), best.plan) for end in ("central", "low", "high")]
-    central, low, high = ends
-    return Range(best.seconds, best.seconds * low / central, best.seconds * high / central)
-
-
-def _at_end(request: Request, end: Bound) -> Request:
-    """Return a request with the first device's constants, all at one end of their intervals, for every rank."""
-    return replace(request, profile=_fixed(request.profile, end), profiles=None)
-
-
-def _fixed(profile: Profile, end: Bound) -> Profile:
-    constants = [
-        constant.model_copy(update=dict.fromkeys(("value", "low", "high"), constant.at(end)))
-        for constant in profile.constants
-    ]
-    return profile.with_constants(*constants, origin=profile.origin)
-
-
-def _bound_s(request: Request, plan: Plan) -> float:
-    """Return the closed form of a plan's step."""
-    return Bounds(request).of(plan).seconds
-
-
-def simulated(machine: Machine) -> Machine:
-    """Return a machine with its best plan simulated, event by event, interval included.
-
-    Where the simulated step takes longer than another placement's bound, that one is simulated, too.
-    """
-    rest = [candidate for candidate in machine.candidates if not candidate.missing]
-    best, best_s = None, float("inf")
-    for candidate in rest:
-        if candidate.bound.seconds >= best_s * (1 - ALIKE):
-            break
-        seconds = candidate.subject.timeline.step_time_s
-        if seconds < best_s * (1 - ALIKE):
-            best, best_s = candidate, seconds
-    assert best is not None
-    prediction = best.subject.prediction
-    others = [candidate for candidate in machine.candidates if candidate is not best]
-    return replace(
-        machine,
-        num_devices=best.plan.placement.world_size,
-        candidates=(replace(best, seconds=best_s, is_simulated=True, prediction=prediction), *others),
-        step_s=Range(prediction.step_time_s, prediction.low_s, prediction.high_s),
-        prediction=prediction,
-    )
-
-
-def _is_same(one: Machine, other: Machine) -> bool:
-    """Whether more devices were allowed, but not used."""
-    return one.name == other.name and one.plan == other.plan
-
-
 def plain(value: float) -> str:
     """Return three digits of a number at least, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def machines_named(names: Sequence[str]) -> Iterator[tuple[str, Topology]]:
-    """Yield the machines of these names.
-
-    Raises
-    ------
-    TopologyError
-        If a name is neither a preset nor a file.
-    """
-    from topology.documents import resolve
-
-    for name in names:
-        yield name, resolve(name)
+def _is_same(one: Machine, other: Machine) -> bool:
+    """Whether more devices were allowed, but not used."""
+    return one.name == other.name and one.plan == other.plan

@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 
 from costmodel.prices import Range
 from topology.units import format_seconds
-from zosim.buying.offers import Machine, Market, Offer, Refusal, plain
+from zosim.buying.machine import Machine
+from zosim.buying.offers import Market, Offer, Refusal, plain
 from zosim.buying.sensitivity import Change, Effect, Room, percent
 from zosim.console import table
 
@@ -22,9 +23,13 @@ def answer_view(
     refused: Sequence[Refusal],
     limiters: Sequence[str],
     explained: Sequence[tuple[Offer, tuple[Effect, ...], tuple[Room, ...]]],
+    lacking: Sequence[str] = (),
 ) -> RenderableType:
-    """Return offers, what is none, and what would change the answer."""
-    parts: list[RenderableType] = [_offers_table(market, offers, limiters)]
+    """Return offers, what is none, and what would change the answer; what would let one in where none stays in limits."""
+    parts: list[RenderableType] = [_offers_table(market, offers, limiters)] if offers else []
+    if lacking:
+        first, *others = lacking
+        parts += [first, *(f"- {line}" for line in others)]
     if refused:
         rows = [(item.name, str(item.num_devices), item.reason, item.remedy) for item in refused]
         parts.append(table(("no offer", "devices", "because", "if not for that"), rows))
@@ -39,6 +44,7 @@ def answer_data(
     refused: Sequence[Refusal],
     limiters: Sequence[str],
     explained: Sequence[tuple[Offer, tuple[Effect, ...], tuple[Room, ...]]],
+    lacking: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the same as JSON knows it."""
     job, prices = market.job, market.prices
@@ -57,6 +63,7 @@ def answer_data(
         "limits": market.limits,
         "offers": [_offer_data(offer, limiter) for offer, limiter in zip(offers, limiters, strict=True)],
         "refused": list(refused),
+        "nothing_within_limits": list(lacking),
         "sensitivity": [
             {
                 "machine": offer.machine.name,

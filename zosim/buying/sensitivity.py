@@ -13,7 +13,8 @@ from topology.errors import PlanError
 from topology.graph import Topology
 from topology.units import format_bytes
 from zosim.buying.levers import Lever
-from zosim.buying.offers import Job, Machine, Market, Offer
+from zosim.buying.machine import Job, Machine
+from zosim.buying.offers import Market, Offer
 from zosim.planning.bounds import Bounds
 from zosim.planning.explain import ALIKE
 from zosim.planning.planner import Candidate, candidates
