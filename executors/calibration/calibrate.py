@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
 from costmodel.measurement import Measurement
+from costmodel.pace import Pace, WorkKind
 from executors.calibration.exchange_probes import exchange_probes
+from executors.calibration.pace import UNDISTURBED, Reference, full_pace_s, pace_of, windows_of
 from executors.calibration.probes import kernel_probes
 from executors.calibration.probing import Action, Probe
-from executors.calibration.quiet import SLOWER, OtherLoad
 from executors.steps.heap import keep_freed_memory
 from topology.errors import RunError
 
@@ -31,6 +33,28 @@ _SAMPLE_S = 2e-3
 
 _MOST_REPEATS = 2000
 
+_SLOWED = 1.3
+"""Times the shortest from which the reference says how far other work follows it."""
+
+_FAR = 3.0
+"""What took longer met a process of this machine, which is no matter of pace."""
+
+_PER_WINDOW = 40
+"""References, two for each sample of some milliseconds."""
+
+_ENOUGH = 10
+_LEAST_PART = 0.05
+_KINDS: Mapping[str, WorkKind] = {
+    **dict.fromkeys(("matmul", "attention"), "products"),
+    **dict.fromkeys(("draw", "skip", "jump", "rows"), "draws"),
+    **dict.fromkeys(("perturb", "update", "elementwise", "softmax", "cast", "copy", "allocate"), "passes"),
+    "dispatch": "calls",
+}
+"""Kinds of work by the first words of probes' names."""
+
+_PATIENCE = 2.0
+"""Times the budget that may pass until all probes have seen full pace."""
+
 OnRound = Callable[[float], None]
 """Told the share of the budget that is spent."""
 
@@ -42,6 +66,12 @@ class _Samples:
     probe: Probe
     num_repeats: int = 1
     seconds: list[float] = field(default_factory=list)
+    references: list[tuple[float, float]] = field(default_factory=list)
+    """Seconds of the reference before and after each."""
+
+    def num_undisturbed(self, fast_s: float) -> int:
+        """Return how many were at full pace, at which the reference takes `fast_s`."""
+        return sum(max(pair) <= UNDISTURBED * fast_s for pair in self.references)
 
 
 def calibrate(
@@ -51,8 +81,8 @@ def calibrate(
     dtypes: Sequence[str] = ("float32", "bfloat16"),
     budget_s: float = DEFAULT_BUDGET_S,
     on_round: OnRound | None = None,
-) -> list[Measurement]:
-    """Return measurements of this machine.
+) -> tuple[list[Measurement], Pace | None]:
+    """Return measurements of this machine at its full pace, and the pace that it had meanwhile.
 
     Parameters
     ----------
@@ -69,8 +99,10 @@ def calibrate(
 
     Returns
     -------
-    list of Measurement
+    measurements : list of Measurement
         For ``costmodel.calibration.fit_profile``.
+    pace : Pace or None
+        None of a GPU.
 
     Raises
     ------
@@ -80,8 +112,8 @@ def calibrate(
     Notes
     -----
     All probes run once per round, and rounds repeat until the budget is spent, so a disturbance meets every
-    probe alike instead of all samples of one. The half of the rounds in which other processes used least of the
-    processors is kept (at least three), and of it the samples near the fastest: their median.
+    probe alike instead of all samples of one. On a CPU samples at full pace are kept, as a reference before and after each
+    of them tells (at least three): their median.
     torch's number of threads and gradient mode are as before afterwards, its generators untouched.
     """
     if budget_s <= 0:
@@ -92,11 +124,25 @@ def calibrate(
     where = _device(device)
     if where.type == "cpu":
         keep_freed_memory()
-    peer: AbstractContextManager[list[Probe]] = exchange_probes() if where.type == "cpu" else nullcontext([])
-    with threads_set(threads), torch.no_grad(), peer as exchanges:
-        probes = [*kernel_probes(where, dtypes), *exchanges]
-        sampled = _sample(probes, where, budget_s, on_round)
-    return [_measurement(samples, threads) for samples in sampled]
+    with threads_set(threads), torch.no_grad():
+        sampled = _sample(list(kernel_probes(where, dtypes)), where, budget_s, on_round)
+    fast_s = full_pace_s(_references(sampled))
+    measurements = [_measurement(samples, threads, fast_s) for samples in sampled]
+    return measurements, _pace(sampled, measurements, fast_s) if where.type == "cpu" else None
+
+
+def calibrate_exchanges(num_threads: int, *, budget_s: float) -> list[Measurement]:
+    """Return measurements of exchanges between two processes of this machine.
+
+    Notes
+    -----
+    Comes last in a process: from then on torch's kernels find more threads than cores, and no longer wait for each other
+    awake, so that whatever several threads share takes longer.
+    """
+    with threads_set(num_threads), torch.no_grad(), exchange_probes() as probes:
+        sampled = _sample(probes, torch.device("cpu"), budget_s, None)
+    fast_s = full_pace_s(_references(sampled))
+    return [_measurement(samples, num_threads, fast_s) for samples in sampled]
 
 
 def _sample(
@@ -104,18 +150,36 @@ def _sample(
 ) -> list[_Samples]:
     began = time.perf_counter()
     sampled = [_Samples(probe, _num_repeats(probe, device)) for probe in probes]
-    disturbance: list[float] = []
-    while len(disturbance) < _LEAST_ROUNDS or time.perf_counter() - began < budget_s:
-        others = OtherLoad()
+    reference = Reference() if device.type == "cpu" else None
+    num_rounds = 0
+    while num_rounds < _LEAST_ROUNDS or time.perf_counter() - began < budget_s:
         for samples in sampled:
-            samples.seconds.append(_seconds(samples.probe, samples.num_repeats, device))
-        disturbance.append(others.cores())
+            _take(samples, reference, device)
+        num_rounds += 1
         if on_round is not None:
             on_round(min(1.0, (time.perf_counter() - began) / budget_s))
-    kept = _quietest(disturbance)
-    for samples in sampled:
-        samples.seconds = [samples.seconds[index] for index in kept]
+    while (waiting := _never_at_full_pace(sampled)) and time.perf_counter() - began < _PATIENCE * budget_s:
+        for samples in waiting:
+            _take(samples, reference, device)
     return sampled
+
+
+def _never_at_full_pace(sampled: Sequence[_Samples]) -> list[_Samples]:
+    """Return those of which strangers have disturbed all samples but a few."""
+    fast_s = full_pace_s(_references(sampled))
+    return [samples for samples in sampled if samples.num_undisturbed(fast_s) < _LEAST_ROUNDS]
+
+
+def _references(sampled: Sequence[_Samples]) -> list[float]:
+    return [second for samples in sampled for pair in samples.references for second in pair]
+
+
+def _take(samples: _Samples, reference: Reference | None, device: torch.device) -> None:
+    """Add a sample, with the reference around it."""
+    before_s = reference.seconds() if reference else 1.0
+    samples.seconds.append(_seconds(samples.probe, samples.num_repeats, device))
+    after_s = reference.seconds() if reference else 1.0
+    samples.references.append((before_s, after_s))
 
 
 def _quietest(disturbance: Sequence[float]) -> list[int]:
@@ -208,16 +272,42 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _measurement(samples: _Samples, num_threads: int) -> Measurement:
-    probe, seconds = samples.probe, samples.seconds
-    near = [second for second in seconds if second <= SLOWER * min(seconds)]
+def _measurement(samples: _Samples, num_threads: int, fast_s: float) -> Measurement:
+    probe, seconds = samples.probe, _at_full_pace(samples, fast_s)
     return Measurement(
         name=probe.name,
         work=probe.work,
-        seconds=median(near),
+        seconds=median(seconds),
         fastest_s=min(seconds),
         num_samples=len(seconds),
         num_threads=num_threads,
         direction=probe.direction,
         contended=probe.beside is not None,
     )
+
+
+def _at_full_pace(samples: _Samples, fast_s: float) -> list[float]:
+    """Return the samples that no stranger disturbed, or the few around which the reference was fastest."""
+    ranked = sorted(zip(map(max, samples.references), samples.seconds, strict=True))
+    return [second for _, second in ranked[: max(_LEAST_ROUNDS, samples.num_undisturbed(fast_s))]]
+
+
+def _pace(sampled: Sequence[_Samples], measurements: Sequence[Measurement], fast_s: float) -> Pace:
+    """Return the pace while these samples were taken, and how far their kinds of work followed it."""
+    followed: dict[WorkKind, list[float]] = defaultdict(list)
+    for samples, measured in zip(sampled, measurements, strict=True):
+        kind = None if measured.contended else _KINDS.get(measured.kind)
+        for second, pair in zip(samples.seconds, samples.references, strict=True):
+            if kind is not None and _SLOWED * fast_s <= min(pair) and max(pair) <= _FAR * fast_s:
+                followed[kind].append((second / measured.seconds - 1) / (fmean(pair) / fast_s - 1))
+    parts = {
+        kind: max(_LEAST_PART, median(found)) for kind, found in followed.items() if len(found) >= _ENOUGH
+    }
+    # In the order of time: rounds of all probes, without what was added for some.
+    in_order = [
+        second
+        for around in zip(*(s.references for s in sampled), strict=False)
+        for pair in around
+        for second in pair
+    ]
+    return Pace(fast_s, *pace_of(windows_of(in_order, fast_s, _PER_WINDOW)), parts)

@@ -12,8 +12,9 @@ from costmodel.calibration import FitReport, Residual, fit_profile
 from costmodel.contention import with_copy_cores
 from costmodel.datasheet import datasheet_profile
 from costmodel.measurement import Measurement
+from costmodel.pace import with_pace
 from costmodel.profile import Profile
-from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, threads_set
+from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, calibrate_exchanges, threads_set
 from executors.calibration.codec_calibration import with_codec_constants
 from executors.calibration.crowd import with_slowdown
 from executors.calibration.whole_steps import (
@@ -32,6 +33,8 @@ from zosim.timeline import Timeline
 
 _STEPS_SHARE = 0.4
 """Part of the time to measure for that goes to whole steps."""
+
+_EXCHANGES_SHARE = 0.05
 
 _NUM_PARTS = 2
 _HEEDED_PART, _LEAST_HEED = 0.1, 0.2
@@ -86,10 +89,10 @@ def calibrated(
     base = datasheet_profile(topology, node, num_threads=num_threads)
     # A GPU's profile has one thread; those of its host are as torch has them.
     threads = base.num_threads if device == "cpu" else num_threads
-    measurements = calibrate(
+    measurements, pace = calibrate(
         device=device,
         num_threads=threads,
-        budget_s=(1 - _STEPS_SHARE) * budget_s,
+        budget_s=(1 - _STEPS_SHARE - _EXCHANGES_SHARE) * budget_s,
         on_round=lambda share: on_share((1 - _STEPS_SHARE) * share),
     )
     with threads_set(threads or torch.get_num_threads()):
@@ -98,9 +101,15 @@ def calibrated(
             node,
             device=device,
             budget_s=_STEPS_SHARE * budget_s,
+            fast_s=pace.fast_s if pace else None,
             on_share=lambda share: on_share(1 - _STEPS_SHARE * (1 - share)),
         )
+    if device == "cpu":
+        num_threads = threads or torch.get_num_threads()
+        measurements += calibrate_exchanges(num_threads, budget_s=_EXCHANGES_SHARE * budget_s)
     profile, fit = fitted(topology, node, base, measurements, steps)
+    if pace is not None:
+        profile = with_pace(profile, pace)
     if device == "cpu":
         profile = with_slowdown(profile)
     return with_codec_constants(profile), fit

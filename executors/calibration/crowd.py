@@ -114,20 +114,24 @@ def cores_together(gather: Gather, rank: int, world_size: int, *, in_turn: bool 
     there = len(os.sched_getaffinity(0))
     burst = _burst(gather)
     exchange_s = median(_timed(lambda: gather(0.0), _NUM_EXCHANGES))
-    alone_s = 0.0
-    for turn in range(min(there, world_size)) if in_turn else (rank,):
-        # No more ranks than cores, and none waits for another.
-        if turn == rank < there:
-            alone_s = median(_timed(burst))
-        found = gather(alone_s)[:there]
-    alone_s = sum(found) / len(found)
 
     def together() -> None:
         burst()
         gather(0.0)
 
-    taken_s = median(_timed(together)) - exchange_s
-    return min(float(there), world_size * alone_s / taken_s)
+    alone_s: list[float] = []
+    taken_s: list[float] = []
+    # A burst alone, one together, and so on: the machine's pace changes meanwhile.
+    for _ in range(_NUM_BURSTS):
+        for turn in range(min(there, world_size)) if in_turn else (rank,):
+            # No more ranks than cores, and none waits for another.
+            if turn == rank < there:
+                alone_s += _timed(burst, 1)
+            gather(0.0)
+        taken_s += _timed(together, 1)
+    found = gather(median(alone_s) if alone_s else 0.0)[:there]
+    lasting_s = median(taken_s) - exchange_s
+    return min(float(there), world_size * (sum(found) / len(found)) / lasting_s)
 
 
 def lost_beside(exchanges: Callable[[], object], gather: Gather) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
@@ -21,6 +21,7 @@ from scipy.stats import theilslopes
 
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.work import DType
+from executors.calibration.pace import UNDISTURBED, Reference
 from executors.calibration.probing import token_batch
 from executors.calibration.quiet import SLOWER
 from executors.models.model import Batch
@@ -48,6 +49,9 @@ _WAITS = 10.0
 
 _WARM_STEPS = 3
 _LEAST_STEPS, _MOST_STEPS = 4, 60
+_LEAST_KEPT = 3
+_PATIENCE = 4.0
+"""Times its part of the budget that a shape may take until it has seen steps at full pace."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +118,15 @@ class WholeStep:
     name : str
     program : Program
     seconds : float
-        Median time from the end of one step to the end of the next.
+        Median time from the end of one step to the end of the next, of steps at full pace.
     gap_s : float
         Median time between the last computation of a step and the first of the next.
     pause_s : float
         Mean time between one computation of a step and the next, where it does not wait for anything else.
     timeline : Timeline or None
-        Spans of the steps that others did not disturb.
+        Spans of the steps at full pace.
+    slowing : float
+        Median of all steps' seconds over that of those at full pace.
     """
 
     name: str
@@ -129,6 +135,7 @@ class WholeStep:
     gap_s: float
     pause_s: float = 0.0
     timeline: Timeline | None = None
+    slowing: float = 1.0
 
 
 def measure_steps(
@@ -137,6 +144,7 @@ def measure_steps(
     *,
     device: str,
     budget_s: float,
+    fast_s: float | None = None,
     shapes: Sequence[StepShape] = STEP_SHAPES,
     on_share: Callable[[float], None] | None = None,
 ) -> list[WholeStep]:
@@ -149,18 +157,22 @@ def measure_steps(
         That `device` is.
     budget_s : float
         Time for timed steps, of which each shape gets its part and two at least.
+    fast_s : float, optional
+        What the reference of :mod:`executors.calibration.pace` takes at full pace, to tell which steps were taken at it.
     on_share : callable, optional
         Told of the share of the shapes that are done.
     """
     found = []
     for number, shape in enumerate(shapes, 1):
-        found.append(_measured(shape, topology.name, node, device, budget_s / len(shapes)))
+        found.append(_measured(shape, topology.name, node, device, budget_s / len(shapes), fast_s))
         if on_share is not None:
             on_share(number / len(shapes))
     return found
 
 
-def _measured(shape: StepShape, topology: str, node: str, device: str, budget_s: float) -> WholeStep:
+def _measured(
+    shape: StepShape, topology: str, node: str, device: str, budget_s: float, fast_s: float | None
+) -> WholeStep:
     model = random_model(
         shape.family,
         hidden=shape.hidden,
@@ -183,44 +195,87 @@ def _measured(shape: StepShape, topology: str, node: str, device: str, budget_s:
     with Session(
         plan, model, learning_rate=1e-7, device=device, num_draw_threads=torch.get_num_threads()
     ) as session:
-        lengths = _step_lengths(session, batch, budget_s)
+        taken = _steps(session, batch, budget_s, fast_s)
         timeline = session.timeline()
     name = f"step of {shape.family} {shape.hidden} wide, {shape.batch}x{shape.seq} {shape.dtype}, {describe(plan)}"
-    near = [second for second in lengths if second <= SLOWER * min(lengths)]
-    gap_s, pause_s = _gaps(timeline)
-    return WholeStep(name, lower(plan), median(near), gap_s, pause_s, _undisturbed(timeline, lengths))
+    kept = _at_full_pace(taken, fast_s)
+    seconds = median(step.seconds for step in kept)
+    gap_s, pause_s = _gaps(timeline, kept)
+    timeline = _with_steps(timeline, [step.number for step in kept])
+    slowing = median(step.seconds for step in taken) / seconds
+    return WholeStep(name, lower(plan), seconds, gap_s, pause_s, timeline, max(1.0, slowing))
 
 
-def _step_lengths(session: Session, batch: Batch, budget_s: float) -> list[float]:
+@dataclass(frozen=True)
+class _Step:
+    """A step that was taken, the reference beside it, and for how long the reference kept it waiting."""
+
+    number: int
+    seconds: float
+    reference_s: float
+    paused_s: float
+
+
+def _steps(session: Session, batch: Batch, budget_s: float, fast_s: float | None) -> list[_Step]:
+    reference = None if fast_s is None else Reference()
     for _ in range(_WARM_STEPS):
         session.step(batch)
-    ends = [time.perf_counter()]
-    while len(ends) < _LEAST_STEPS or (ends[-1] - ends[0] < budget_s and len(ends) < _MOST_STEPS):
+    taken: list[_Step] = []
+    began = ended = time.perf_counter()
+    before_s = reference.seconds() if reference else 0.0
+    while _goes_on(taken, ended - began, budget_s, fast_s):
+        start = time.perf_counter()
+        paused_s = start - ended if reference else 0.0
+        start = start if reference else ended
         session.step(batch)
-        ends.append(time.perf_counter())
-    return [end - begin for begin, end in pairwise(ends)]
+        ended = time.perf_counter()
+        after_s = reference.seconds() if reference else 0.0
+        taken.append(_Step(session.num_steps - 1, ended - start, max(before_s, after_s), paused_s))
+        before_s = after_s
+    return taken
 
 
-def _undisturbed(timeline: Timeline, lengths: Sequence[float]) -> Timeline:
-    """Return a timeline of warm steps of these lengths, without those that took far longer than the fastest."""
-    kept = {number for number, second in enumerate(lengths, _WARM_STEPS) if second <= SLOWER * min(lengths)}
-    spans = tuple(span for span in timeline.spans if span.step in kept and span.part == "step")
-    return replace(timeline, spans=spans, first_steady_step=_WARM_STEPS)
+def _goes_on(taken: Sequence[_Step], spent_s: float, budget_s: float, fast_s: float | None) -> bool:
+    """Return whether to take another step: within the budget, and some time past it until a few had full pace."""
+    if len(taken) < _LEAST_STEPS:
+        return True
+    if len(taken) >= _MOST_STEPS:
+        return False
+    return spent_s < budget_s or (
+        spent_s < _PATIENCE * budget_s and len(_undisturbed(taken, fast_s)) < _LEAST_KEPT
+    )
 
 
-def _gaps(timeline: Timeline) -> tuple[float, float]:
-    """Return the median time between two steps' computations, and the mean between two of one step."""
-    steps: dict[int, list[Span]] = defaultdict(list)
-    for span in timeline.spans:
-        if span.stream == Stream.COMPUTE and span.part == "step" and span.step >= timeline.first_steady_step:
-            steps[span.step].append(span)
-    for spans in steps.values():
-        spans.sort(key=lambda span: span.start_s)
-    between = [
-        spans[0].start_s - steps[step - 1][-1].end_s for step, spans in steps.items() if step - 1 in steps
+def _at_full_pace(taken: Sequence[_Step], fast_s: float | None) -> list[_Step]:
+    """Return the steps that no stranger disturbed, or the few that took least."""
+    kept = _undisturbed(taken, fast_s)
+    return kept if len(kept) >= _LEAST_KEPT else sorted(taken, key=lambda step: step.seconds)[:_LEAST_KEPT]
+
+
+def _undisturbed(taken: Sequence[_Step], fast_s: float | None) -> list[_Step]:
+    limit_s = SLOWER * min(step.seconds for step in taken)
+    limit_reference_s = math.inf if fast_s is None else UNDISTURBED * fast_s
+    return [step for step in taken if step.seconds <= limit_s and step.reference_s <= limit_reference_s]
+
+
+def _with_steps(timeline: Timeline, numbers: Collection[int]) -> Timeline:
+    """Return a timeline of these steps alone."""
+    spans = tuple(span for span in timeline.spans if span.step in numbers and span.part == "step")
+    return replace(timeline, spans=spans, first_steady_step=min(numbers))
+
+
+def _gaps(timeline: Timeline, kept: Sequence[_Step]) -> tuple[float, float]:
+    """Return, of these steps, the median time since the last computation before, but for pauses, and the mean between two."""
+    computing: dict[int, list[Span]] = defaultdict(list)
+    for span in sorted(timeline.spans, key=lambda span: span.start_s):
+        if span.stream == Stream.COMPUTE and span.part == "step":
+            computing[span.step].append(span)
+    before = [
+        computing[step.number][0].start_s - computing[step.number - 1][-1].end_s - step.paused_s
+        for step in kept
     ]
-    within = [after.start_s - span.end_s for spans in steps.values() for span, after in pairwise(spans)]
-    return median(between), fmean(gap for gap in within if gap <= _WAITS * median(within))
+    within = [b.start_s - a.end_s for step in kept for a, b in pairwise(computing[step.number])]
+    return median(before), fmean(gap for gap in within if gap <= _WAITS * median(within))
 
 
 def with_step_overhead(profile: Profile, steps: Sequence[WholeStep]) -> Profile:

@@ -18,8 +18,8 @@ def test_every_processor_of_every_preset_has_a_profile(name):
     for node in topology.nodes:
         if node.kind in {"gpu", "cpu"}:
             profile = datasheet_profile(topology, node.id)
-            # Codecs are measured, or cost what comes with the package; so are ranks, or they do not slow each other down.
-            absent = {"codec_s", "ranks_slowdown"}
+            # Codecs are measured, or cost what comes with the package; so are ranks and the pace, or there is no slowing.
+            absent = {"codec_s", "ranks_slowdown", "pace_s", "pace", "pace_part"}
             # A GPU's generators count: they are seeded, shared and moved ahead in no time.
             absent |= {"jump_s", "split_s", "seed_s"} if node.kind == "gpu" else set()
             assert {constant.kind for constant in profile.constants} == set(CONSTANT_UNITS) - absent

@@ -80,12 +80,17 @@ def test_sweeps_return_to_where_they_began() -> None:
 def test_measurements_and_the_state_left_behind(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     seed, shares = torch.random.get_rng_state(), []
-    measured = calibrate.calibrate(dtypes=("float32",), budget_s=0.2, num_threads=2, on_round=shares.append)
+    measured, pace = calibrate.calibrate(
+        dtypes=("float32",), budget_s=0.2, num_threads=2, on_round=shares.append
+    )
     assert torch.get_num_threads() == 1
     assert torch.is_grad_enabled()
     assert torch.equal(seed, torch.random.get_rng_state())
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+    assert pace is not None
+    assert 0 < pace.fast_s < 1
+    assert 1 <= pace.low <= pace.ratio <= pace.high
     assert len(measured) > 20
     assert all(m.num_threads == 2 and m.num_samples >= 3 for m in measured)
     assert sum(m.contended for m in measured) == 2
@@ -100,9 +105,30 @@ def test_a_larger_sweep_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(sampled[0].seconds) > 4 * min(sampled[1].seconds)  # of 64 times the bytes
 
 
-def test_the_less_disturbed_half_of_the_rounds_is_kept() -> None:
-    assert calibrate._quietest([0.9, 0.1, 0.0, 0.8, 1.0, 0.2, 0.3, 0.7]) == [1, 2, 5, 6]
-    assert calibrate._quietest([0.9, 0.1, 0.5]) == [0, 1, 2]
+def sampled(name: str, *rows: tuple[float, float, float]) -> calibrate._Samples:
+    """Return samples, each as the reference before, seconds, the reference after."""
+    probe = probing.Probe(name, Work(), lambda: None)
+    return calibrate._Samples(
+        probe, 1, [s for _, s, _ in rows], [(before, after) for before, _, after in rows]
+    )
+
+
+def test_samples_beside_a_stranger_do_not_count() -> None:
+    slow, fast = (1.5, 3.0, 1.6), (1.0, 2.0, 1.1)
+    samples = sampled("matmul", *[slow] * 20, *[fast] * 3, (1.0, 2.9, 1.5))
+    assert calibrate._measurement(samples, 1, 1.0).seconds == 2.0
+    # Where none was at full pace, those around which the reference was fastest count.
+    disturbed = sampled("matmul", *[slow] * 20, *[(1.3, 2.5, 1.3)] * 3)
+    assert calibrate._measurement(disturbed, 1, 1.0).seconds == 2.5
+    assert calibrate._never_at_full_pace([samples, disturbed]) == [disturbed]
+
+
+def test_kinds_of_work_follow_the_reference_as_they_were_seen_to() -> None:
+    rows = [sampled("matmul", *[(1.0, 1.0, 1.0)] * 20, *[(1.5, 1.25, 1.5)] * 20)]
+    rows += [sampled("draw", *[(1.0, 4.0, 1.0)] * 20, *[(1.5, 6.0, 1.5)] * 20)]
+    pace = calibrate._pace(rows, [calibrate._measurement(row, 1, 1.0) for row in rows], 1.0)
+    assert pace.parts == pytest.approx({"products": 0.5, "draws": 1.0})
+    assert 1.0 <= pace.low <= 1.25 <= pace.high <= 1.5
 
 
 def test_what_runs_beside_really_does_and_stops() -> None:

@@ -13,7 +13,7 @@ from topology import detect
 
 
 class Clock:
-    """Work that takes as long as one says; `together` times as long after an exchange than before the first."""
+    """Work that takes `together` times as long in every second burst: one is alone, one with others."""
 
     def __init__(self, monkeypatch, together):
         self.now, self.pace, self.together, self.num_gathers = 0.0, 1.0, together, 0
@@ -24,10 +24,10 @@ class Clock:
         self.now += 0.01 * self.pace
 
     def gather(self, number):
-        # The size of a burst, the exchanges that are timed, and the bursts alone come first.
+        # The size of a burst and the exchanges that are timed come first.
         self.num_gathers += 1
-        if self.num_gathers >= crowd._NUM_EXCHANGES + 2:
-            self.pace = self.together
+        num_bursts = self.num_gathers - crowd._NUM_EXCHANGES - 1
+        self.pace = self.together if num_bursts > 0 and num_bursts % 2 else 1.0
         return [number]
 
 

@@ -1,0 +1,86 @@
+"""The pace of a machine: how long a reference computation takes now, against its shortest.
+
+A core that shares its hardware with a stranger's does less: on virtual machines, a physical core's two threads may belong to
+two guests, and nothing tells a guest (no load, no stolen time) but its own pace. It changes within tenths of a second, and
+how often, within minutes. So measurements are told apart by the pace around them, and predictions are made for a pace.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+UNDISTURBED = 1.15
+"""Times the shortest that the reference takes at most at full pace; at half a core's hardware it takes 1.5 times as long."""
+
+_SHORTEST = 0.01
+"""Part of the references that are taken to be at full pace, whatever the rest: their longest is the unit of pace."""
+
+_NUM, _NUM_PASSES = 2047, 40
+"""So few that no library shares them out among threads."""
+
+_FAR = 4.0
+WINDOW_S = 0.1
+"""About a step: a step sees the mean pace of so long."""
+
+
+class Reference:
+    """A fifth of a millisecond of one thread's arithmetic, in a core's own cache.
+
+    Several threads would tell of more cores, but also of what it takes to get them together after other work.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = torch.linspace(-0.9, 0.9, _NUM)
+        self._out = torch.empty_like(self._numbers)
+        self.seconds()
+
+    def seconds(self) -> float:
+        """Return what it takes now, caches warm."""
+        torch.erfinv(self._numbers, out=self._out)
+        begin = time.perf_counter()
+        for _ in range(_NUM_PASSES):
+            torch.erfinv(self._numbers, out=self._out)
+        return time.perf_counter() - begin
+
+
+def full_pace_s(seconds: Sequence[float]) -> float:
+    """Return what the reference takes at full pace, where it took these `seconds` at various times."""
+    return float(np.quantile(seconds, _SHORTEST))
+
+
+def pace_of(windows: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median pace of windows of time, and the range of all but a twentieth on either side."""
+    low, ratio, high = np.quantile(np.maximum(windows, 1.0), (0.05, 0.5, 0.95))
+    return float(ratio), float(low), float(high)
+
+
+def windows_of(seconds: Sequence[float], fast_s: float, num_each: int) -> list[float]:
+    """Return the mean pace of each so many references, one after the other."""
+    ratios = np.minimum(np.asarray(seconds) / fast_s, _FAR)
+    return [float(part.mean()) for part in np.array_split(ratios, max(1, len(ratios) // num_each))]
+
+
+def pace_now(
+    fast_s: float, budget_s: float = 1.0, *, worst_of: Callable[[float], float] = lambda ratio: ratio
+) -> tuple[float, float, float]:
+    """Return the pace of the time now, as :func:`pace_of` does.
+
+    Parameters
+    ----------
+    fast_s : float
+        What the reference takes at full pace.
+    budget_s : float
+    worst_of : callable
+        Tells the largest of all ranks' numbers, where ranks that wait for each other measure together.
+    """
+    reference, windows = Reference(), []
+    for _ in range(max(1, round(budget_s / WINDOW_S))):
+        until, found = time.perf_counter() + WINDOW_S, []
+        while time.perf_counter() < until:
+            found.append(reference.seconds())
+        windows += [worst_of(window) for window in windows_of(found, fast_s, len(found))]
+    return pace_of(windows)
