@@ -108,6 +108,12 @@ def at_pace(profile: Profile, ratio: float) -> Profile:
     return profile.with_constants(*scaled, known, origin=profile.origin)
 
 
+def pace_in(profile: Profile, reference_s: float) -> float:
+    """Return the pace, as a profile has it, at which the reference takes so long; 1 if the profile knows none."""
+    fast_s = profile.values().get("pace_s")
+    return 1.0 if fast_s is None else max(1.0, reference_s / fast_s)
+
+
 def off_pace(profile: Profile, ratio: float) -> float:
     """Return by how much longer a step of all kinds of work takes at a pace than the profile says; 0 if it knows none."""
     values = profile.values()

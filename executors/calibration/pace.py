@@ -8,7 +8,8 @@ how often, within minutes. So measurements are told apart by the pace around the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from statistics import fmean, median
 
 import numpy as np
 import torch
@@ -64,23 +65,19 @@ def windows_of(seconds: Sequence[float], fast_s: float, num_each: int) -> list[f
     return [float(part.mean()) for part in np.array_split(ratios, max(1, len(ratios) // num_each))]
 
 
-def pace_now(
-    fast_s: float, budget_s: float = 1.0, *, worst_of: Callable[[float], float] = lambda ratio: ratio
-) -> tuple[float, float, float]:
-    """Return the pace of the time now, as :func:`pace_of` does.
+def reference_now_s(budget_s: float) -> float:
+    """Return what the reference takes now: the median over windows of time of its means.
 
     Parameters
     ----------
-    fast_s : float
-        What the reference takes at full pace.
     budget_s : float
-    worst_of : callable
-        Tells the largest of all ranks' numbers, where ranks that wait for each other measure together.
+        How long to measure.
     """
     reference, windows = Reference(), []
     for _ in range(max(1, round(budget_s / WINDOW_S))):
-        until, found = time.perf_counter() + WINDOW_S, []
+        until, found = time.perf_counter() + min(budget_s, WINDOW_S), []
         while time.perf_counter() < until:
             found.append(reference.seconds())
-        windows += [worst_of(window) for window in windows_of(found, fast_s, len(found))]
-    return pace_of(windows)
+        shortest_s = min(found)
+        windows.append(shortest_s * fmean(windows_of(found, shortest_s, len(found))))
+    return median(windows)

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
+from executors.calibration.pace import reference_now_s
 from executors.calibration.quiet import OtherLoad
 from executors.ranks.launch import launch, process_group
 from studies.prediction.cases import Case
@@ -17,7 +18,7 @@ from studies.prediction.setting import batch_of, session_of
 from zosim.plan import Plan
 from zosim.timeline import Timeline
 
-NUM_ROUNDS = 3
+NUM_ROUNDS = 5
 STEPS_PER_ROUND = 4
 """Timed steps of a round; one step before them, whose caches and pending copies belong to another case, is not."""
 
@@ -28,7 +29,10 @@ SESSIONS_AT_ONCE = 6
 """Cases that take turns, and whose models are in memory at the same time."""
 
 _WARM_STEPS = 4
-_RANK_ROUNDS = 3
+_RANK_ROUNDS = 5
+
+PACE_S = 0.1
+"""Time for which the machine's pace is measured before a round and after it."""
 
 OnCase = Callable[[str], None]
 
@@ -39,7 +43,10 @@ class Round:
 
     step_s: tuple[float, ...]
     foreign_cores: float
-    """Cores that other processes (and other guests of the machine) kept busy meanwhile."""
+    """Cores that other processes kept busy meanwhile."""
+    before_s: float = 0.0
+    after_s: float = 0.0
+    """What the reference that tells the machine's pace took before and after."""
 
 
 @dataclass
@@ -69,6 +76,13 @@ class Measured:
     def foreign_cores(self) -> float:
         """Mean number of cores that others used in the quiet rounds."""
         return sum(item.foreign_cores for item in self.quiet_rounds) / len(self.quiet_rounds)
+
+    @property
+    def references_s(self) -> tuple[float, float]:
+        """Means of what the reference that tells the machine's pace took before the quiet rounds, and after them."""
+        return fmean(item.before_s for item in self.quiet_rounds), fmean(
+            item.after_s for item in self.quiet_rounds
+        )
 
     @property
     def repeat_error(self) -> float:
@@ -163,6 +177,7 @@ class Turn:
         Every rank must ask for as many: what one of them saw of the time may not decide.
         """
         session, batch = self._session, batch_of(self.case, self._session.num_steps)
+        before_s = reference_now_s(PACE_S)
         session.step(batch)
         others = OtherLoad()
         ends = [time.perf_counter()]
@@ -171,7 +186,8 @@ class Turn:
             ends.append(time.perf_counter())
         # The other ranks are no strangers.
         foreign_cores = max(0.0, others.cores() - (self.case.num_ranks - 1))
-        self._taken.append(Round(tuple(end - begin for begin, end in pairwise(ends)), foreign_cores))
+        steps = tuple(end - begin for begin, end in pairwise(ends))
+        self._taken.append(Round(steps, foreign_cores, before_s, reference_now_s(PACE_S)))
 
     def measured(self) -> Measured:
         """Return what the case did, and end its session."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from costmodel.pace import at_pace, pace_in
 from costmodel.profile import Profile
 from studies.prediction.measuring import Measured
 from topology import Topology
@@ -16,6 +17,8 @@ from zosim.machine import Machine
 from zosim.planning.predict import Subject
 
 _LEAST_CHOICES = 2
+PACE_CHANGED = 0.1
+"""Part by which the pace after a case may differ from that before it."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class Row:
         What the predicted step spends most of its critical path on.
     lines : tuple of Line
         The instructions' labels, those first that contribute most to the error of the step.
+    paced_s : float
+        Step time predicted for the pace that the machine had before the case.
+    pace_before, pace_after : float
+        What the reference took before the rounds of the case and after them, as times what it takes at full pace.
     """
 
     name: str
@@ -49,6 +56,19 @@ class Row:
     measured_bytes: int
     limiter: str
     lines: tuple[Line, ...]
+    paced_s: float
+    pace_before: float
+    pace_after: float
+
+    @property
+    def paced_error(self) -> float:
+        """The step's error, predicted for the pace before it."""
+        return self.paced_s / self.measured_s - 1
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the machine's pace was another after the case than before it."""
+        return abs(self.pace_after / self.pace_before - 1) > PACE_CHANGED
 
     @property
     def step_error(self) -> float:
@@ -73,15 +93,29 @@ def predict(
     machines = {
         threads: Machine.from_topology(topology, device, profile) for threads, profile in profiles.items()
     }
-    return [_row(item, machines[item.case.num_threads]) for item in measured]
+    rows = []
+    for item in measured:
+        profile = profiles[item.case.num_threads]
+        paces = _paces(item, profile)
+        there = Machine.from_topology(topology, device, at_pace(profile, paces[0]))
+        paced_s = simulate(lower(item.plan), there).step_time_s
+        rows.append(_row(item, machines[item.case.num_threads], paced_s, paces))
+    return rows
+
+
+def _paces(item: Measured, profile: Profile) -> tuple[float, float]:
+    """Return the machine's pace before a case and after it."""
+    before_s, after_s = item.references_s
+    return pace_in(profile, before_s), pace_in(profile, after_s)
 
 
 def predict_ranks(measured: Sequence[Measured], profile: Profile, topology: Topology) -> list[Row]:
     """Return a row per case of several ranks, predicted with the profile of one thread."""
-    return [_row_of_ranks(item, Subject(item.plan, topology, profile)) for item in measured]
+    return [_row_of_ranks(item, topology, profile) for item in measured]
 
 
-def _row_of_ranks(item: Measured, subject: Subject) -> Row:
+def _row_of_ranks(item: Measured, topology: Topology, profile: Profile) -> Row:
+    subject, paces = Subject(item.plan, topology, profile), _paces(item, profile)
     found = subject.prediction
     compared = compare(subject.timeline, item.timeline, subject.program)
     return Row(
@@ -96,6 +130,9 @@ def _row_of_ranks(item: Measured, subject: Subject) -> Row:
         measured_bytes=item.device_bytes,
         limiter=found.bottleneck.words,
         lines=compared.labels,
+        paced_s=Subject(item.plan, topology, at_pace(profile, paces[0])).timeline.step_time_s,
+        pace_before=paces[0],
+        pace_after=paces[1],
     )
 
 
@@ -158,7 +195,7 @@ class Choice:
         return self.chosen.measured_s / self.best.measured_s
 
 
-def _row(item: Measured, machine: Machine) -> Row:
+def _row(item: Measured, machine: Machine, paced_s: float, paces: tuple[float, float]) -> Row:
     program = lower(item.plan)
     central = simulate(program, machine)
     low, high = (simulate(program, machine, bound=bound).step_time_s for bound in ("low", "high"))
@@ -175,4 +212,7 @@ def _row(item: Measured, machine: Machine) -> Row:
         measured_bytes=item.device_bytes,
         limiter=compared.predicted_bottleneck,
         lines=compared.labels,
+        paced_s=paced_s,
+        pace_before=paces[0],
+        pace_after=paces[1],
     )

@@ -17,7 +17,7 @@ from scipy.stats import binom
 
 from costmodel.calibration import FitReport
 from costmodel.profile import Profile
-from studies.prediction.predicting import Choice, Row
+from studies.prediction.predicting import PACE_CHANGED, Choice, Row
 
 STEP_GOAL = (0.08, 0.20)
 MEMORY_GOAL = (0.05, 0.10)
@@ -42,11 +42,16 @@ class Summary:
     covered: float
     interval_width: float
     """Median of the widths of the intervals, as parts of the prediction."""
+    paced_median: float
+    paced_p90: float
+    paced_bias: float
+    """Of step times predicted for the pace that was measured before each case."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Summary:
         """Return the figures of these rows."""
-        step, memory = ([getattr(row, name) for row in rows] for name in ("step_error", "memory_error"))
+        names = ("step_error", "memory_error", "paced_error")
+        step, memory, paced = ([getattr(row, name) for row in rows] for name in names)
         return cls(
             num_cases=len(rows),
             step_median=float(np.median(np.abs(step))),
@@ -57,6 +62,9 @@ class Summary:
             largest_underestimate=max(0.0, -min(memory)),
             covered=sum(row.is_covered for row in rows) / len(rows),
             interval_width=float(np.median([(row.high_s - row.low_s) / row.predicted_s for row in rows])),
+            paced_median=float(np.median(np.abs(paced))),
+            paced_p90=float(np.percentile(np.abs(paced), 90)),
+            paced_bias=float(np.median(paced)),
         )
 
     @property
@@ -180,6 +188,7 @@ least of the processors; memory is arena plus live tensors, peaks over the first
             "to choose from": self.choice_rows,
             "tuning": self.tuning,
         }
+        lists["undisturbed"] = tuple(row for row in self.rows if not row.is_disturbed)
         columns = {name: Summary.of(rows) for name, rows in lists.items() if rows}
         whole = columns["all"]
         band = " to ".join(f"{end:.0%}" for end in whole.coverage_band)
@@ -192,6 +201,9 @@ least of the processors; memory is arena plus live tensors, peaks over the first
             ("step time, median absolute error", "step_median", f"≤ {STEP_GOAL[0]:.0%}"),
             ("step time, 90th percentile", "step_p90", f"≤ {STEP_GOAL[1]:.0%}"),
             ("step time, median signed error", "step_bias", ""),
+            ("at the pace before each case, median", "paced_median", ""),
+            ("at the pace before each case, 90th percentile", "paced_p90", ""),
+            ("at the pace before each case, median signed", "paced_bias", ""),
             ("peak memory, median absolute error", "memory_median", f"≤ {MEMORY_GOAL[0]:.0%}"),
             ("peak memory, 90th percentile", "memory_p90", f"≤ {MEMORY_GOAL[1]:.0%}"),
             ("peak memory, largest underestimate", "largest_underestimate", "0 %"),
@@ -207,6 +219,16 @@ least of the processors; memory is arena plus live tensors, peaks over the first
         lines.append(
             f"In {disturbed} of the {len(self.held_out)} held-out cases other processes used more than "
             f"{_DISTURBED} of a processor even in the quieter rounds."
+        )
+        own = ", ".join(
+            f"{profile.values()['pace']:.2f} ({threads} thread{'s' if threads > 1 else ''})"
+            for threads, profile in self.profiles.items()
+            if "pace" in profile.values()
+        )
+        lines.append(
+            f"Pace is what a reference computation takes over what it takes when no stranger shares the core's hardware: "
+            f"{own or 'unknown'} while calibrating, {median(row.pace_before for row in self.rows):.2f} in the median before "
+            f"cases. Undisturbed are cases after which it differed by at most {PACE_CHANGED:.0%} from that before them."
         )
         return "\n".join(lines)
 
@@ -316,14 +338,15 @@ def _ratio(value: float | None) -> str:
 def _table(rows: Sequence[Row]) -> str:
     lines = [
         (
-            "| case | predicted (ms) | interval | measured (ms) | error | others (cores) | memory (MiB): predicted | "
+            "| case | predicted (ms) | interval | measured (ms) | error | pace before | after | at that pace | memory (MiB): predicted | "
             "measured | error | limited by |"
         ),
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     lines += [
         f"| {row.name} | {row.predicted_s * 1e3:.1f} | {row.low_s * 1e3:.1f}–{row.high_s * 1e3:.1f} | "
-        f"{row.measured_s * 1e3:.1f} | {row.step_error:+.1%} | {row.foreign_cores:.2f} | "
+        f"{row.measured_s * 1e3:.1f} | {row.step_error:+.1%} | {row.pace_before:.2f} | {row.pace_after:.2f} | "
+        f"{row.paced_error:+.1%} | "
         f"{row.predicted_bytes / 2**20:.2f} | {row.measured_bytes / 2**20:.2f} | {row.memory_error:+.2%} | "
         f"{row.limiter} |"
         for row in sorted(rows, key=lambda row: -abs(row.step_error))

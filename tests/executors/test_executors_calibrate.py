@@ -12,7 +12,7 @@ import torch
 
 from costmodel.measurement import load_measurements, save_measurements
 from costmodel.work import Work
-from executors.calibration import calibrate, draw_probes, probes, probing
+from executors.calibration import calibrate, draw_probes, pace, probes, probing
 from executors.calibration.exchange_probes import exchange_probes
 from topology.errors import RunError
 
@@ -80,7 +80,7 @@ def test_sweeps_return_to_where_they_began() -> None:
 def test_measurements_and_the_state_left_behind(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     seed, shares = torch.random.get_rng_state(), []
-    measured, pace = calibrate.calibrate(
+    measured, found = calibrate.calibrate(
         dtypes=("float32",), budget_s=0.2, num_threads=2, on_round=shares.append
     )
     assert torch.get_num_threads() == 1
@@ -88,9 +88,9 @@ def test_measurements_and_the_state_left_behind(tmp_path: Path) -> None:
     assert torch.equal(seed, torch.random.get_rng_state())
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    assert pace is not None
-    assert 0 < pace.fast_s < 1
-    assert 1 <= pace.low <= pace.ratio <= pace.high
+    assert found is not None
+    assert 0 < found.fast_s < 1
+    assert 1 <= found.low <= found.ratio <= found.high
     assert len(measured) > 20
     assert all(m.num_threads == 2 and m.num_samples >= 3 for m in measured)
     assert sum(m.contended for m in measured) == 2
@@ -126,9 +126,9 @@ def test_samples_beside_a_stranger_do_not_count() -> None:
 def test_kinds_of_work_follow_the_reference_as_they_were_seen_to() -> None:
     rows = [sampled("matmul", *[(1.0, 1.0, 1.0)] * 20, *[(1.5, 1.25, 1.5)] * 20)]
     rows += [sampled("draw", *[(1.0, 4.0, 1.0)] * 20, *[(1.5, 6.0, 1.5)] * 20)]
-    pace = calibrate._pace(rows, [calibrate._measurement(row, 1, 1.0) for row in rows], 1.0)
-    assert pace.parts == pytest.approx({"products": 0.5, "draws": 1.0})
-    assert 1.0 <= pace.low <= 1.25 <= pace.high <= 1.5
+    seen = calibrate._pace(rows, [calibrate._measurement(row, 1, 1.0) for row in rows], 1.0)
+    assert seen.parts == pytest.approx({"products": 0.5, "draws": 1.0})
+    assert 1.0 <= seen.low <= 1.25 <= seen.high <= 1.5
 
 
 def test_what_runs_beside_really_does_and_stops() -> None:
@@ -173,3 +173,14 @@ def test_blocks_of_the_counter_are_those_that_the_executor_draws():
 
     assert EXECUTED["cpu"] * direction_named("gaussian").block_factor == COUNTER_BLOCK_ELEMENTS
     assert direction_named("rademacher").block_factor == COUNTER_SIGN_BLOCKS
+
+
+def test_the_reference_takes_about_as_long_as_it_did() -> None:
+    first, again = (pace.reference_now_s(0.05) for _ in range(2))
+    assert 0.1 < first / again < 10
+    assert pace.full_pace_s([2.0] * 500 + [1.0] * 50) == 1.0
+
+
+def test_windows_hold_the_mean_pace_of_each() -> None:
+    assert pace.windows_of([1.0, 1.0, 3.0, 3.0, 100.0, 1.0], 1.0, 2) == [1.0, 3.0, 2.5]
+    assert pace.pace_of([0.9, 1.0, 1.2, 1.4, 1.3])[0] == 1.2

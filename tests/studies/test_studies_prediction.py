@@ -43,6 +43,9 @@ def row(predicted_s: float, measured_s: float, **fields) -> Row:
         "measured_bytes": 100,
         "limiter": "draw",
         "lines": (Line("draw", predicted_s, measured_s, predicted_s - measured_s),),
+        "paced_s": predicted_s,
+        "pace_before": 1.0,
+        "pace_after": 1.0,
     }
     return Row(**(values | fields))
 
@@ -91,6 +94,24 @@ def test_measured_steps_are_those_of_the_quieter_rounds():
     assert measured.step_s == 2.0
     assert measured.num_samples == 4
     assert measured.foreign_cores == pytest.approx(0.05)
+
+
+def test_the_pace_of_a_case_is_that_around_its_quieter_rounds():
+    rounds = [Round((1.0,), 0.0, 1.0, 2.0), Round((1.0,), 0.1, 3.0, 4.0), Round((1.0,), 0.9, 9.0, 9.0)]
+    measured = Measured(tuning_cases()[0], None, None, 0, 0, 0, rounds)  # type: ignore[arg-type]
+    assert measured.references_s == (2.0, 3.0)
+
+
+def test_a_case_is_disturbed_if_the_pace_is_another_after_it():
+    assert not row(1.0, 1.0, pace_before=1.2, pace_after=1.3).is_disturbed
+    assert row(1.0, 1.0, pace_before=1.0, pace_after=1.2).is_disturbed
+    assert row(1.0, 1.0, pace_before=1.4, pace_after=1.2).is_disturbed
+
+
+def test_errors_at_the_pace_before_a_case_stand_beside_those_of_the_calibration():
+    summary = Summary.of([row(1.0, 1.25, paced_s=1.2, pace_before=1.3) for _ in range(3)])
+    assert summary.step_median == pytest.approx(0.2)
+    assert (summary.paced_median, summary.paced_bias) == pytest.approx((0.04, -0.04))
 
 
 def test_a_summary_counts_errors_by_their_size():
@@ -168,7 +189,8 @@ def test_every_choice_is_of_one_configuration_and_takes_two_cores():
 
 def test_a_report_holds_every_case_and_says_what_was_missed():
     profile = datasheet_profile(load_preset("cpu-laptop"), "cpu0", num_threads=2)
-    bad = row(3.0, 1.0, name="opt 2x64 bf16 2 threads, sweep", placement="sweep", foreign_cores=0.5)
+    words = {"name": "opt 2x64 bf16 2 threads, sweep", "placement": "sweep"}
+    bad = row(3.0, 1.0, foreign_cores=0.5, pace_before=1.5, **words)
     benchmark = Benchmark(
         "2026-01-01",
         "a command",
@@ -190,6 +212,8 @@ def test_a_report_holds_every_case_and_says_what_was_missed():
     assert "2 of 2 choices did" in text or "1 of 2 choices did" in text
     assert "to choose from (2)" in text
     assert "several ranks (1)" in text
+    assert "undisturbed (3)" in text  # of four: the bad one's pace changed
+    assert "unknown while calibrating, 1.00 in the median" in text
     data = json.loads(benchmark.to_json())
     assert data["held_out"]["rows"][0]["measured_s"] == 1.0
     assert data["profiles"]["2"]["num_threads"] == 2
