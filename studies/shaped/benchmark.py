@@ -125,6 +125,7 @@ def _report(folder: Path, out: Path) -> Path:
         commit=commit(),
         machine=machine_words(machine.device_spec(machine.of_kind("cpu")[0].id).name),
         message_s=message_s,
+        pace=profile.values().get("pace", 1.0),
         links=tuple(links),
         rows=tuple(rows),
     )
@@ -139,12 +140,12 @@ def _read(folder: Path, rate: str, layout: Layout) -> NetworkSteps | None:
     data = json.loads(path.read_text())
     try:
         link = LinkFigures(**data["link"])
+        cases = tuple(CaseSteps(**{**item, "step_s": tuple(item["step_s"])}) for item in data["cases"])
     except TypeError as error:
         raise RunError(
-            f"{path} has other figures of the link than this release measures",
+            f"{path} has other figures than this release measures",
             hint=f"--part {path.stem} measures it again",
         ) from error
-    cases = tuple(CaseSteps(**{**item, "step_s": tuple(item["step_s"])}) for item in data["cases"])
     return NetworkSteps(link, cases)
 
 

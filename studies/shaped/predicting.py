@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from costmodel.pace import at_pace, pace_in
 from costmodel.profile import Bound, Profile
+from studies.prediction.predicting import PACE_CHANGED
 from studies.shaped.cases import Layout, ShapedCase, cases_of
 from studies.shaped.hosts import machines_of, plan_of, topology_of
 from studies.shaped.worker import NetworkSteps
@@ -32,6 +34,10 @@ class ShapedRow:
     num_steps : int
     foreign_cores : float
         Cores that other processes used while this was measured.
+    paced_s : float
+        Step time predicted for the pace that the machine had before the case.
+    pace_before, pace_after : float
+        What a reference took before and after, as times what it takes at full pace.
     labels : tuple of (str, float, float)
         Busy seconds of a step of rank 0 by label, predicted and measured, those first that differ most.
     """
@@ -48,7 +54,20 @@ class ShapedRow:
     fastest_s: float
     num_steps: int
     foreign_cores: float
+    paced_s: float
+    pace_before: float
+    pace_after: float
     labels: tuple[tuple[str, float, float], ...]
+
+    @property
+    def paced_error(self) -> float:
+        """The error, predicted for the pace before the case."""
+        return self.paced_s / self.measured_s - 1
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the machine's pace was another after the case than before it."""
+        return abs(self.pace_after / self.pace_before - 1) > PACE_CHANGED
 
     @property
     def error(self) -> float:
@@ -97,6 +116,7 @@ def predict(
     for case in cases_of(rate, layout):
         steps = measured[case.name]
         central = _simulated(case, declared, profile, cores)
+        paces = pace_in(profile, steps.before_s), pace_in(profile, steps.after_s)
         low_s, high_s = (
             _simulated(case, declared, profile, cores, end).step_time_s for end in ("low", "high")
         )
@@ -114,6 +134,9 @@ def predict(
                 fastest_s=min(steps.step_s),
                 num_steps=len(steps.step_s),
                 foreign_cores=steps.foreign_cores,
+                paced_s=_simulated(case, declared, at_pace(profile, paces[0]), cores).step_time_s,
+                pace_before=paces[0],
+                pace_after=paces[1],
                 labels=_labels(central.seconds_by_label(0), steps.seconds_by_label),
             )
         )

@@ -6,9 +6,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
+from studies.prediction.predicting import PACE_CHANGED
 from studies.prediction.report import versions
 from studies.shaped.links import LinkFigures
 from studies.shaped.network import FRAME_EFFICIENCY, rate_bits_per_s
@@ -39,6 +41,8 @@ class ShapedBenchmark:
     commit: str
     machine: str
     message_s: float
+    pace: float
+    """While calibrating."""
     links: tuple[Link, ...]
     rows: tuple[ShapedRow, ...]
 
@@ -78,9 +82,9 @@ Measured step times are medians on rank 0."""
             "## Figures\n",
             (
                 "| cases | number | median error | 90th percentile | median signed | inside the interval | median, with the "
-                "link as measured | 90th percentile |"
+                "link as measured | 90th percentile | median, at the pace before each case | 90th percentile |"
             ),
-            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         groups: Sequence[tuple[str, Callable[[ShapedRow], bool]]] = (
             ("all", lambda _row: True),
@@ -90,6 +94,7 @@ Measured step times are medians on rank 0."""
             ("sliced", lambda row: "sliced" in row.strategy),
             ("two ranks, a core each", lambda row: row.layout in ("2x1", "2x1s")),
             ("four ranks on two cores", lambda row: row.layout not in ("2x1", "2x1s")),
+            ("undisturbed", lambda row: not row.is_disturbed),
         )
         for name, belongs in groups:
             chosen = [row for row in self.rows if belongs(row)]
@@ -97,10 +102,11 @@ Measured step times are medians on rank 0."""
                 continue
             middle, high, signed = figures_of([row.error for row in chosen])
             link_middle, link_high, _ = figures_of([row.measured_link_error for row in chosen])
+            paced_middle, paced_high, _ = figures_of([row.paced_error for row in chosen])
             covered = sum(row.is_covered for row in chosen)
             lines.append(
                 f"| {name} | {len(chosen)} | {middle:.1%} | {high:.1%} | {signed:+.1%} | {covered} of {len(chosen)} "
-                f"| {link_middle:.1%} | {link_high:.1%} |"
+                f"| {link_middle:.1%} | {link_high:.1%} | {paced_middle:.1%} | {paced_high:.1%} |"
             )
         middle, high, _ = figures_of([row.error for row in self.rows])
         verdict = "met" if middle <= GOAL[0] and high <= GOAL[1] else "**missed**"
@@ -111,6 +117,11 @@ Measured step times are medians on rank 0."""
         lines.append(
             f"In {disturbed} of the {len(self.rows)} cases other processes used more than {_DISTURBED} of a processor: read "
             "those rows as disturbed, and the figures with them."
+        )
+        lines.append(
+            "Pace is what a reference computation takes over what it takes when no stranger shares the core's hardware: "
+            f"{self.pace:.2f} while calibrating, {median(row.pace_before for row in self.rows):.2f} in the median before cases. "
+            f"Undisturbed are cases after which it differed by at most {PACE_CHANGED:.0%} from that before them."
         )
         return "\n".join(lines)
 
@@ -156,15 +167,16 @@ Measured step times are medians on rank 0."""
         lines = [
             "## Cases, worst first\n",
             (
-                "| rate | hosts x ranks | case | predicted (ms) | interval | measured (ms) | fastest | steps | others (cores) | error | with the "
-                "link as measured |"
+                "| rate | hosts x ranks | case | predicted (ms) | interval | measured (ms) | fastest | steps | others (cores) | pace before | after | error | with the "
+                "link as measured | at that pace |"
             ),
-            "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+            "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         lines += [
             f"| {row.rate} | {row.layout} | {row.name} | {row.predicted_s * 1e3:.1f} | {row.low_s * 1e3:.1f}–"
             f"{row.high_s * 1e3:.1f} | {row.measured_s * 1e3:.1f} | {row.fastest_s * 1e3:.1f} | {row.num_steps} | {row.foreign_cores:.2f} | "
-            f"{row.error:+.1%} | {row.measured_link_error:+.1%} |"
+            f"{row.pace_before:.2f} | {row.pace_after:.2f} | {row.error:+.1%} | {row.measured_link_error:+.1%} | "
+            f"{row.paced_error:+.1%} |"
             for row in _worst_first(self.rows)
         ]
         return "\n".join(lines)

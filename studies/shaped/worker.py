@@ -15,6 +15,7 @@ from statistics import median
 import psutil
 import torch
 
+from executors.calibration.pace import reference_now_s
 from executors.ranks.communicator import Communicator
 from executors.ranks.launch import process_group
 from executors.runs.session import Session
@@ -28,6 +29,7 @@ from studies.shaped.links import LinkFigures, measure_link
 _WARM_STEPS = 4
 _LEAST_STEPS, _MOST_STEPS = 8, 40
 _SECONDS = 2.0
+_PACE_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class CaseSteps:
 
     foreign_cores: float
     """Cores that other processes than the ranks (and the kernel, for the network) kept busy meanwhile."""
+
+    before_s: float
+    after_s: float
+    """What the reference that tells the machine's pace took before and after, while all ranks ran it; their mean."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +89,23 @@ def _run(case: ShapedCase, ranks: Communicator) -> CaseSteps:
             session.step(batch)
             ends.append(time.perf_counter())
         num_steps = _agreed(ranks, _SECONDS / median(_differences(ends)))
+        before_s = _reference_s(ranks)
+        session.step(batch)
         before, ends = _load(ranks), [time.perf_counter()]
         for _ in range(num_steps):
             session.step(batch)
             ends.append(time.perf_counter())
         foreign_s = _load(ranks) - before
+        after_s = _reference_s(ranks)
         labels = session.timeline().seconds_by_label(session.rank)
-    return CaseSteps(case.name, tuple(_differences(ends)), labels, foreign_s / (ends[-1] - ends[0]))
+    foreign_cores = foreign_s / (ends[-1] - ends[0])
+    return CaseSteps(case.name, tuple(_differences(ends)), labels, foreign_cores, before_s, after_s)
+
+
+def _reference_s(ranks: Communicator) -> float:
+    """Return what the reference takes now, in the mean over ranks."""
+    own = torch.tensor(reference_now_s(_PACE_S), dtype=torch.float64)
+    return float(ranks.gathered(own, "measuring the pace").mean())
 
 
 def _load(ranks: Communicator) -> float:
