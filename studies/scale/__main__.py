@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -72,7 +72,8 @@ def main() -> int:
     begin = time.perf_counter()
     world, _, _ = setting(options.model, options.preset, options.hosts)
     made_s = time.perf_counter() - begin
-    rows = [event_by_event(world), folded(world)]
+    rows = [median([event_by_event(world) for _ in range(options.rounds)])]
+    rows += [median([folded(world) for _ in range(options.rounds)])]
     _, plan, machine = setting(options.model, options.preset, 1)
     rows.append(grid(plan, machine, options.points))
     if options.naive_hosts:
@@ -160,6 +161,11 @@ def unshared(world: World) -> World:
     return replace(world, capacities={}, fifo=frozenset())
 
 
+def median(rows: Sequence[Row]) -> Row:
+    """Return the middle one of several readings."""
+    return sorted(rows, key=lambda row: row.seconds)[len(rows) // 2]
+
+
 def timed(action: Callable[[], _Result]) -> tuple[tuple[float, float], _Result]:
     """Return the seconds that an action took, those of a core that it had, and its result."""
     begin, began = time.perf_counter(), time.process_time()
@@ -180,6 +186,9 @@ def _options() -> argparse.Namespace:
         "--naive-hosts", type=int, default=128, help="hosts of the plain model; 0: without it"
     )
     parser.add_argument("--points", type=int, default=16, help="values on each of the grid's four axes")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="readings of the first two rows, of which the median is printed"
+    )
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
