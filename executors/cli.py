@@ -1,11 +1,11 @@
-"""``zosim run``, ``replay`` and ``calibrate``. Nothing heavy is imported before a command runs."""
+"""``zosim run`` and ``replay``. Nothing heavy is imported before a command runs."""
 
 from __future__ import annotations
 
 import enum
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -27,14 +27,9 @@ from executors.options import (
     UpdateName,
     WeightsName,
 )
-from executors.report import calibration_view, summary_view
-from topology.errors import ProfileError, RunError
+from executors.report import summary_view
+from topology.errors import RunError
 from zosim.console import emit, progress, stderr
-from zosim.documents import check_writable
-
-if TYPE_CHECKING:
-    from costmodel.calibration import FitReport
-    from costmodel.profile import Profile
 
 _PLACEMENT = "Placement"
 _ESTIMATOR = "Estimator and learning rate"
@@ -220,7 +215,11 @@ def run(
     ] = None,
     random_weights: Annotated[
         bool | None,
-        _option(_DATA, "Use the architecture alone, or its weights (default).", "--random-weights/--no-random-weights"),
+        _option(
+            _DATA,
+            "Use the architecture alone, or its weights (default).",
+            "--random-weights/--no-random-weights",
+        ),
     ] = None,
     allow_download: Annotated[
         bool, typer.Option("--allow-download", help="Fetch a named model.", rich_help_panel=_DATA)
@@ -301,6 +300,7 @@ def run(
     given = {
         name: value.value if isinstance(value, enum.Enum) else value for name, value in dict(locals()).items()
     }
+    from executors.datasets.inputs import refuse_missing_data
     from executors.ranks.launch import launch as launch_ranks
     from executors.ranks.mesh import launch_lines
     from executors.ranks.notes import RankInfo, is_launched
@@ -315,6 +315,8 @@ def run(
         lines = launch_lines(settings.plan, sys.argv[1:])
         emit({"launch": lines}, json=as_json, text=lines)
         return
+    if not is_launched():
+        refuse_missing_data(settings)
     world_size = placement.world_size
     if not launch and world_size > 1 and not is_launched():
         raise RunError(f"--no-launch runs one rank, the plan has {world_size}", hint="leave it out")
@@ -377,83 +379,3 @@ def replay(
     checked = result["digests_checked"]
     text = f"{output} holds the weights after {result['num_steps']} steps, digest {result['digest']}"
     emit(result, json=as_json, text=f"{text}; {checked} recorded digests agree" if checked else text)
-
-
-def calibrate(
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the profile here, too.", show_default=False)
-    ] = None,
-    budget: Annotated[float, typer.Option(help="Seconds to measure for.", min=0.1)] = 20.0,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of a CPU's kernels.", show_default=False)
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
-    save: Annotated[bool, typer.Option(help="Keep it for this machine's predictions.")] = True,
-    rows: Annotated[
-        str | None,
-        typer.Option(
-            help="Fit published rows instead, for `zosim predict`: a CSV file, or shipped for all that ship.",
-            show_default=False,
-        ),
-    ] = None,
-    evidence: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Learn from runs instead: files of `zosim evidence make`, one --evidence each.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
-) -> None:
-    """Measure this machine, and fit the rates that predictions use."""
-    if evidence and rows is not None:
-        raise ProfileError(
-            "--rows and --evidence are two ways to make a profile", hint="leave one of them out"
-        )
-    check_writable(output)
-    if evidence:
-        from zosim.evidence.learning import learned
-
-        _show_fit(*learned(evidence), output=output, kept=None, as_json=as_json)
-        return
-    if rows is not None:
-        from zosim.published.commands import calibrate_rows
-
-        calibrate_rows(rows, output, as_json=as_json)
-        return
-    from executors.calibration.calibrating import calibrated
-    from executors.runs.asking import default_threads
-    from executors.runs.planning import host_node
-    from zosim.profiles import save_host_profile
-
-    topology, node = host_node(device)
-    num_threads = threads or default_threads()
-    with progress() as bar:
-        task = bar.add_task("measuring", total=100)
-        profile, fit = calibrated(
-            topology,
-            node,
-            device=device,
-            num_threads=num_threads,
-            budget_s=budget,
-            on_share=lambda share: bar.update(task, completed=round(100 * share)),
-        )
-    _show_fit(profile, fit, output=output, kept=save_host_profile(profile) if save else None, as_json=as_json)
-
-
-def _show_fit(
-    profile: Profile, fit: FitReport, *, output: Path | None, kept: Path | None, as_json: bool
-) -> None:
-    """Write a fitted profile where it was asked for, and print it."""
-    if output is not None:
-        profile.save(output)
-    for path in (kept, output):
-        if path is not None:
-            stderr.print(f"wrote {path}", markup=False, soft_wrap=True)
-    data = {
-        "profile": profile,
-        "fit": fit,
-        "median_error": fit.median_error,
-        "num_measurements": len(fit.residuals),
-    }
-    emit(data, json=as_json, text=calibration_view(profile, fit))

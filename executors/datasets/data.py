@@ -285,6 +285,19 @@ def open_dataset(
     return dataset
 
 
+def refuse_unreadable(path: str | Path) -> None:
+    """Raise if a file of data cannot be opened.
+
+    Raises
+    ------
+    DataError
+    """
+    try:
+        Path(path).open("rb").close()
+    except OSError as error:
+        raise _unreadable(Path(path), error) from None
+
+
 def _unreadable(path: Path, error: OSError) -> DataError:
     if isinstance(error, FileNotFoundError):
         parent = path.parent

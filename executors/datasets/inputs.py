@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from executors.datasets.data import Dataset, Limits, LineFile, open_dataset
+from executors.datasets.data import Dataset, Limits, LineFile, open_dataset, refuse_unreadable
 from executors.datasets.prompts import PromptTemplate
 from executors.models.loading import load_config
 from executors.runs.evaluate import Generation
@@ -38,6 +38,18 @@ def open_data(settings: RunSettings, data: DataSettings) -> Dataset:
     return open_dataset(
         data.path, limits=limits, template=template, tokenizer=tokenizer_for(settings.model, data.path)
     )
+
+
+def refuse_missing_data(settings: RunSettings) -> None:
+    """Raise if a file that a run reads cannot be opened, before ranks are started for it.
+
+    Raises
+    ------
+    DataError
+    """
+    refuse_unreadable(settings.data.path)
+    if settings.evaluation is not None:
+        refuse_unreadable(settings.evaluation.path)
 
 
 def tokenizer_for(model: str, path: str) -> Any:

@@ -44,7 +44,9 @@ class Sweeper:
         """Memory that is kept for temporaries."""
         return sum(kept.numel() * kept.element_size() for kept in self._scratch.values())
 
-    def perturb(self, theta: Tensor, z: Tensor, scale: int, epsilon: float, out: Tensor | None = None) -> None:
+    def perturb(
+        self, theta: Tensor, z: Tensor, scale: int, epsilon: float, out: Tensor | None = None
+    ) -> None:
         """Write ``θ + (s·z)·ε``.
 
         Parameters
@@ -72,7 +74,9 @@ class Sweeper:
         with torch.no_grad():
             torch.add(theta, w, alpha=scale, out=theta if out is None else out)
 
-    def perturb_signs(self, theta: Tensor, z: Tensor, scale: int, epsilon: float, out: Tensor | None = None) -> None:
+    def perturb_signs(
+        self, theta: Tensor, z: Tensor, scale: int, epsilon: float, out: Tensor | None = None
+    ) -> None:
         """Write ``θ + (s·z)·ε``, where every element of `z` is 1 or -1."""
         step = torch.mul(torch.ones((), dtype=theta.dtype), scale * epsilon).item()
         with torch.no_grad():

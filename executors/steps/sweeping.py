@@ -103,7 +103,9 @@ class Sweeping:
         if len(dtypes) != 1 or not part.tensors:
             raise Unfit(f"mixes formats: {', '.join(sorted(dtypes))}")
         if instruction.stream not in self._streams:
-            raise Unfit(f"runs on {instruction.stream}, but others on {', '.join(self._streams)}: they share temporaries")
+            raise Unfit(
+                f"runs on {instruction.stream}, but others on {', '.join(self._streams)}: they share temporaries"
+            )
         return read, weights, direction
 
 

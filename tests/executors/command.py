@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import typer
 from tiny import model_of
+from transformers import AutoModelForCausalLM
 
 from zosim import cli
 
@@ -57,3 +58,8 @@ def batch_of(lines, number, size):
 def rows_of(directory):
     """Rows of a run's log."""
     return [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
+
+
+def loaded(directory, dtype=torch.float32):
+    """Load a model directory."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa").eval()

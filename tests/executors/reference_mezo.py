@@ -14,7 +14,9 @@ class LiteralMezo:
     point is made of the unperturbed parameters, in tensors of its own, which are thrown away.
     """
 
-    def __init__(self, model, *, epsilon, weight_decay=0.0, walk=None, loss=None, central=True, weights="serial"):
+    def __init__(
+        self, model, *, epsilon, weight_decay=0.0, walk=None, loss=None, central=True, weights="serial"
+    ):
         self.model = model.eval()
         self.epsilon = epsilon
         self.weight_decay = weight_decay

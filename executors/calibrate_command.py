@@ -1,0 +1,97 @@
+"""``zosim calibrate``. Nothing heavy is imported before it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from executors.report import calibration_view
+from topology.errors import ProfileError
+from zosim.console import emit, progress, stderr
+from zosim.documents import check_writable
+
+if TYPE_CHECKING:
+    from costmodel.calibration import FitReport
+    from costmodel.profile import Profile
+
+
+def calibrate(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the profile here, too.", show_default=False)
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Seconds to measure for.", min=0.1)] = 20.0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of a CPU's kernels.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
+    save: Annotated[bool, typer.Option(help="Keep it for this machine's predictions.")] = True,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            help="Fit published rows instead, for `zosim predict`: a CSV file, or shipped for all that ship.",
+            show_default=False,
+        ),
+    ] = None,
+    evidence: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Learn from runs instead: files of `zosim evidence make`, one --evidence each.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Measure this machine, and fit the rates that predictions use."""
+    if evidence and rows is not None:
+        raise ProfileError(
+            "--rows and --evidence are two ways to make a profile", hint="leave one of them out"
+        )
+    check_writable(output)
+    if evidence:
+        from zosim.evidence.learning import learned
+
+        _show_fit(*learned(evidence), output=output, kept=None, as_json=as_json)
+        return
+    if rows is not None:
+        from zosim.published.commands import calibrate_rows
+
+        calibrate_rows(rows, output, as_json=as_json)
+        return
+    from executors.calibration.calibrating import calibrated
+    from executors.runs.asking import default_threads
+    from executors.runs.planning import host_node
+    from zosim.profiles import save_host_profile
+
+    topology, node = host_node(device)
+    num_threads = threads or default_threads()
+    with progress() as bar:
+        task = bar.add_task("measuring", total=100)
+        profile, fit = calibrated(
+            topology,
+            node,
+            device=device,
+            num_threads=num_threads,
+            budget_s=budget,
+            on_share=lambda share: bar.update(task, completed=round(100 * share)),
+        )
+    _show_fit(profile, fit, output=output, kept=save_host_profile(profile) if save else None, as_json=as_json)
+
+
+def _show_fit(
+    profile: Profile, fit: FitReport, *, output: Path | None, kept: Path | None, as_json: bool
+) -> None:
+    """Write a fitted profile where it was asked for, and print it."""
+    if output is not None:
+        profile.save(output)
+    for path in (kept, output):
+        if path is not None:
+            stderr.print(f"wrote {path}", markup=False, soft_wrap=True)
+    data = {
+        "profile": profile,
+        "fit": fit,
+        "median_error": fit.median_error,
+        "num_measurements": len(fit.residuals),
+    }
+    emit(data, json=as_json, text=calibration_view(profile, fit))

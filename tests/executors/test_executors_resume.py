@@ -1,0 +1,215 @@
+"""A run goes on where it was interrupted, on any placement, as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from command import loaded, saved_lines, zosim
+from recorded import OFFLOADED, RESIDENT, STEPS, cut, options, same, saved_inputs, whole_run
+from reference_mezo import differing
+
+from executors.runs.history import read_history
+from executors.runs.jsonlines import JsonLines, read_lines
+from executors.runs.watch import DivergenceWatch
+from topology.errors import RunError
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return saved_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, tmp_path_factory):
+    return whole_run(inputs, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    """A copy of it, to be harmed."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "torn", "more"),
+    [
+        (0, b"", OFFLOADED),
+        (0, b'{"step": 0, "que', RESIDENT),
+        (1, b"", RESIDENT),
+        (5, b'{"step": 5, "query": 0, "seed": 7', OFFLOADED),
+        (7, b"", ()),
+        (11, b"{", RESIDENT),
+        (12, b"", ()),
+    ],
+)
+def test_resumed_anywhere_it_ends_as_if_nothing_had_happened(inputs, whole, run, num_rows, torn, more):
+    cut(run, num_rows, torn=torn)
+    assert zosim(*options(inputs, run, *more, "--resume")) == 0
+    assert same(run, whole)
+    assert len(read_lines(run / "digests.jsonl")) == 3
+    trained = [
+        line.row["num_steps"] for line in read_lines(run / "metrics.jsonl") if line.row["split"] == "train"
+    ]
+    assert trained == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("num_rows", [3, 5, 8])
+def test_a_run_that_rounds_in_transfer_is_resumed_without_rounding_once_more(inputs, tmp_path, num_rows):
+    lossy = (*OFFLOADED, "--update", "delayed", "--transfer-dtype", "bfloat16", "--allow-lossy")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert zosim(*options(inputs, whole, *lossy, "--checkpoint-every", 4)) == 0
+    shutil.copytree(whole, run)
+    cut(run, num_rows)
+    assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
+    assert same(run, whole)
+    assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0
+    assert differing(loaded(tmp_path / "again"), loaded(whole)) == []
+
+
+def test_a_resumed_run_needs_no_option_again(run, whole):
+    cut(run, 6)
+    assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
+    assert same(run, whole)
+
+
+def test_a_finished_run_can_be_prolonged_under_a_constant_rate(inputs, run, tmp_path):
+    assert (
+        zosim("run", "--out", run, "--resume", "--steps", STEPS + 3, "--no-launch", "--no-tensorboard") == 0
+    )
+    longer = tmp_path / "longer"
+    assert zosim(*options(inputs, longer, *RESIDENT, "--steps", STEPS + 3)) == 0
+    assert same(run, longer)
+
+
+def test_leftovers_of_a_dead_writer_are_removed(inputs, run, whole):
+    cut(run, 5)
+    (run / "prefix" / "initial").mkdir(parents=True)
+    for folder in (run, run / "checkpoints", run / "prefix" / "initial"):
+        (folder / ".model.safetensors.99999.partial").write_bytes(b"half")
+    assert zosim(*options(inputs, run, "--resume")) == 0
+    assert not list(run.rglob("*.partial"))
+    assert same(run, whole)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (("--lr", 2e-3), "lr=0.001"),
+        (("--weight-decay", 0.2), "weight_decay=0.1"),
+        (("--seed", 1), "seed=0"),
+        (("--eps", 1e-2), "epsilon=0.001"),
+        (("--dtype", "bfloat16"), "dtype='float32'"),
+        (("--lr-schedule", "linear"), "lr_schedule='constant'"),
+        (("--shuffle", "off"), "shuffle=True"),
+        (("--attention", "eager"), "attention='sdpa'"),
+        (("--rng", "counter"), "rng='mezo'"),
+    ],
+)
+def test_resuming_with_other_mathematics_is_refused(inputs, run, capsys, more, named):
+    cut(run, 6)
+    before = (run / "steps.jsonl").read_bytes()
+    assert zosim(*options(inputs, run, "--resume", *more)) == 2
+    assert named in capsys.readouterr().err.replace("\n", " ")
+    assert (run / "steps.jsonl").read_bytes() == before
+
+
+def test_resuming_on_other_data_is_refused(inputs, run, tmp_path, capsys):
+    cut(run, 6)
+    saved_lines(tmp_path / "other.jsonl", seed=9)
+    assert zosim(*options(inputs, run, "--resume", "--data", tmp_path / "other.jsonl")) == 2
+    assert "data_sha256" in capsys.readouterr().err
+
+
+def spawn(arguments):
+    command = [sys.executable, "-m", "zosim", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def kill_at(inputs, out, size, *more):
+    """Start a run, and kill it once its log has `size` bytes."""
+    process = spawn(options(inputs, out, *more))
+    log, give_up = out / "steps.jsonl", time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < give_up:
+        if log.exists() and log.stat().st_size >= size:
+            break
+        time.sleep(0.0005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("first", "second"), [(OFFLOADED, RESIDENT), (RESIDENT, OFFLOADED)])
+def test_killed_at_a_random_instant_and_resumed_elsewhere(inputs, whole, tmp_path, first, second):
+    chosen = random.Random(os.urandom(8))
+    size = chosen.randrange((whole / "steps.jsonl").stat().st_size)
+    out = tmp_path / "out"
+    kill_at(inputs, out, size, *first, "--checkpoint-every", 3)
+    assert not (out / "model.safetensors").exists() or size > 0
+    assert zosim(*options(inputs, out, *second, "--resume")) == 0, f"killed at {size} bytes"
+    assert same(out, whole), f"killed at {size} bytes"
+
+
+@pytest.mark.dist
+def test_a_killed_launcher_takes_its_rank_along(inputs, whole, tmp_path):
+    out = tmp_path / "out"
+    arguments = [a for a in options(inputs, out, *OFFLOADED, "--steps", 5000) if a != "--no-launch"]
+    process = spawn(arguments)
+    give_up = time.monotonic() + 60
+    while not (out / "steps.jsonl").exists() or not (out / "steps.jsonl").stat().st_size:
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    time.sleep(0.3)
+    size = (out / "steps.jsonl").stat().st_size
+    time.sleep(0.3)
+    assert (out / "steps.jsonl").stat().st_size == size, "an orphan goes on writing"
+    history = read_history(out)
+    assert zosim(*options(inputs, out, *RESIDENT, "--resume", "--steps", history.num_steps + 1)) == 0
+
+
+def test_two_writers_of_one_log_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("executors.runs.jsonlines.LOCK_WAIT_S", 0.1)
+    with JsonLines(tmp_path / "log"), pytest.raises(RunError, match="another process"):
+        JsonLines(tmp_path / "log")
+
+
+@pytest.mark.parametrize("length", range(24))
+def test_lines_count_once_their_newline_is_there(tmp_path, length):
+    whole = b'{"a": 1}\n{"b": 22}\n'
+    (tmp_path / "log").write_bytes(whole[:length])
+    lines = read_lines(tmp_path / "log")
+    assert [line.row for line in lines] == [{"a": 1}, {"b": 22}][: whole[:length].count(b"\n")]
+    with JsonLines(tmp_path / "log", keep_bytes=lines[-1].end if lines else 0) as file:
+        file.append([{"c": 3}])
+    assert [line.row for line in read_lines(tmp_path / "log")] == [*(line.row for line in lines), {"c": 3}]
+
+
+def test_a_watch_heeds_levels_and_not_single_batches():
+    watch = DivergenceWatch()
+    losses = [3.0] * 15 + [50.0] + [2.9] * 15
+    assert not any(watch.diverges(i + 1, loss) for i, loss in enumerate(losses))
+    good = watch.best_step
+    told = [watch.diverges(len(losses) + i + 1, 40.0) for i in range(7)]
+    assert told.index(True) == 4
+    assert (watch.best_step, watch.last_good(99)) == (good, good)
+    early = DivergenceWatch()
+    assert [early.diverges(i + 1, loss) for i, loss in enumerate([3.0, 40, 40, 40, 40])] == [False] * 4 + [
+        True
+    ]
+    assert early.last_good(5) == 0
+    # Losses that are no numbers were found at the weights after the last step: it is what ruined them.
+    steady = DivergenceWatch()
+    assert not any(steady.diverges(i + 1, 3.0) for i in range(4))
+    assert (steady.last_good(4), DivergenceWatch().last_good(0)) == (3, 0)
