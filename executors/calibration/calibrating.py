@@ -16,7 +16,7 @@ from costmodel.pace import with_pace
 from costmodel.profile import Profile
 from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, calibrate_exchanges, threads_set
 from executors.calibration.codec_calibration import with_codec_constants
-from executors.calibration.crowd import with_slowdown
+from executors.calibration.crowd import slowdowns, with_slowdown
 from executors.calibration.whole_steps import (
     WholeStep,
     interval_ratios,
@@ -35,6 +35,8 @@ _STEPS_SHARE = 0.4
 """Part of the time to measure for that goes to whole steps."""
 
 _EXCHANGES_SHARE = 0.05
+_LONG_S = 10.0
+"""Seconds from which processes are started thrice to see what they take from each other."""
 
 _NUM_PARTS = 2
 _HEEDED_PART, _LEAST_HEED = 0.1, 0.2
@@ -71,7 +73,8 @@ def calibrated(
     num_threads : int, optional
         Threads of a CPU's kernels; all its cores if not given.
     budget_s : float
-        Seconds to measure for. Building what is measured, and the least that is, take some twenty more.
+        Seconds to measure for. Building what is measured, the least that is, and the fit take some forty more, and
+        looking for moments without strangers as much as the budget once more.
     on_share : callable
         Told the share of the work that is done.
 
@@ -89,12 +92,15 @@ def calibrated(
     base = datasheet_profile(topology, node, num_threads=num_threads)
     # A GPU's profile has one thread; those of its host are as torch has them.
     threads = base.num_threads if device == "cpu" else num_threads
+    # Before, between and after: how much two cores do at once changes within seconds.
+    found = slowdowns() if device == "cpu" and budget_s >= _LONG_S else []
     measurements, pace = calibrate(
         device=device,
         num_threads=threads,
         budget_s=(1 - _STEPS_SHARE - _EXCHANGES_SHARE) * budget_s,
         on_round=lambda share: on_share((1 - _STEPS_SHARE) * share),
     )
+    found += slowdowns() if device == "cpu" and budget_s >= _LONG_S else []
     with threads_set(threads or torch.get_num_threads()):
         steps = measure_steps(
             topology,
@@ -111,7 +117,7 @@ def calibrated(
     if pace is not None:
         profile = with_pace(profile, pace)
     if device == "cpu":
-        profile = with_slowdown(profile)
+        profile = with_slowdown(profile, [*found, *slowdowns()])
     return with_codec_constants(profile), fit
 
 

@@ -34,6 +34,7 @@ _BURST_S = 0.1
 """Seconds of computing between two exchanges, as between two losses of a step."""
 _NUM_EXCHANGES = 50
 _NUM_ROUNDS = 3
+_NUM_MEASURED = 2
 _MOST_RANKS = 16
 _TIMEOUT_S = 60.0
 _SOURCE = (
@@ -41,8 +42,8 @@ _SOURCE = (
 )
 
 
-def with_slowdown(profile: Profile) -> Profile:
-    """Return a CPU's profile with what ranks on all its cores take from each other, as measured now.
+def slowdowns() -> list[float]:
+    """Return how many times as long work takes on all cores at once, as measured now; nothing where there is one core.
 
     Raises
     ------
@@ -50,16 +51,15 @@ def with_slowdown(profile: Profile) -> Profile:
         If the ranks cannot be started.
     """
     world_size = min(len(os.sched_getaffinity(0)), _MOST_RANKS)
-    if world_size == 1:
+    return [] if world_size == 1 else [world_size / cores for cores in _measured(world_size)]
+
+
+def with_slowdown(profile: Profile, found: Sequence[float]) -> Profile:
+    """Return a CPU's profile with what ranks on all its cores take from each other, as it was at various times."""
+    if not found:
         return profile
-    slowdowns = sorted(world_size / cores for cores in _measured(world_size))
     constant = Constant(
-        name="ranks_slowdown",
-        value=median(slowdowns),
-        low=slowdowns[0],
-        high=slowdowns[-1],
-        unit="1",
-        source=_SOURCE,
+        name="ranks_slowdown", value=median(found), low=min(found), high=max(found), unit="1", source=_SOURCE
     )
     return profile.with_constants(constant, origin=profile.origin)
 
@@ -239,7 +239,7 @@ def _main(store: str, world_size: int, rank: int) -> None:
         group._allgather_base(whole, own).wait()  # type: ignore[attr-defined]
         return [float(each) for each in whole]
 
-    found = [cores_together(gather, rank, world_size, in_turn=True) for _ in range(_NUM_ROUNDS)]
+    found = [cores_together(gather, rank, world_size, in_turn=True) for _ in range(_NUM_MEASURED)]
     if rank == 0:
         print(json.dumps(found))
 

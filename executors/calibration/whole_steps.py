@@ -50,6 +50,7 @@ _WAITS = 10.0
 _WARM_STEPS = 3
 _LEAST_STEPS, _MOST_STEPS = 4, 60
 _LEAST_KEPT = 3
+_LEAST_SHAPES = 6
 _PATIENCE = 4.0
 """Times its part of the budget that a shape may take until it has seen steps at full pace."""
 
@@ -156,14 +157,18 @@ def measure_steps(
     node : str
         That `device` is.
     budget_s : float
-        Time for timed steps, of which each shape gets its part and two at least.
+        Time for timed steps, of which each shape gets its part. Of the later shapes those are left out that a multiple of
+        it has no time for.
     fast_s : float, optional
         What the reference of :mod:`executors.calibration.pace` takes at full pace, to tell which steps were taken at it.
     on_share : callable, optional
         Told of the share of the shapes that are done.
     """
-    found = []
+    found: list[WholeStep] = []
+    until = time.perf_counter() + _PATIENCE * budget_s
     for number, shape in enumerate(shapes, 1):
+        if len(found) >= _LEAST_SHAPES and time.perf_counter() > until:
+            break
         found.append(_measured(shape, topology.name, node, device, budget_s / len(shapes), fast_s))
         if on_share is not None:
             on_share(number / len(shapes))

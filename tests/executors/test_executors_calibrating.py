@@ -14,8 +14,10 @@ from costmodel.measurement import Measurement
 from costmodel.profile import Profile
 from costmodel.sweeps import copy_work
 from costmodel.work import Matmul, Work
+from executors.calibration import whole_steps
 from executors.calibration.calibrate import threads_set
 from executors.calibration.calibrating import fitted
+from executors.calibration.crowd import with_slowdown
 from executors.calibration.whole_steps import (
     STEP_SHAPES,
     WholeStep,
@@ -141,3 +143,39 @@ def test_what_a_copy_takes_comes_from_the_two_together() -> None:
     assert math.isclose(
         with_copy_cores(full, rows[:2])[0].values()["copy_cores"], full.values()["copy_cores"]
     )
+
+
+def test_a_small_budget_leaves_later_shapes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[object] = []
+
+    def measured(shape: object, *_: object) -> object:
+        taken.append(shape)
+        return shape
+
+    monkeypatch.setattr(whole_steps, "_measured", measured)
+    measure_steps(TOPOLOGY, "cpu0", device="cpu", budget_s=1e-9)
+    assert taken == list(STEP_SHAPES[: whole_steps._LEAST_SHAPES])
+    taken.clear()
+    measure_steps(TOPOLOGY, "cpu0", device="cpu", budget_s=60.0)
+    assert taken == list(STEP_SHAPES)
+
+
+def test_steps_beside_a_stranger_do_not_count() -> None:
+    def step(number: int, seconds: float, reference_s: float) -> whole_steps._Step:
+        return whole_steps._Step(number, seconds, reference_s, 0.0)
+
+    fast = [step(number, 1.0, 1.05) for number in range(3)]
+    slow = [step(3, 1.2, 1.5), step(4, 2.0, 1.0)]
+    assert whole_steps._at_full_pace([*slow, *fast], 1.0) == fast
+    assert whole_steps._at_full_pace([*slow, fast[0]], 1.0) == [fast[0], *slow]
+    # Where no reference is taken, only the length tells.
+    assert whole_steps._at_full_pace([*slow, *fast], None) == [slow[0], *fast]
+    assert whole_steps._goes_on([*slow, *slow], 1.0, 0.5, 1.0)
+    assert not whole_steps._goes_on([*slow, *fast], 1.0, 0.5, 1.0)
+    assert not whole_steps._goes_on([*slow, *slow], 2.1, 0.5, 1.0)
+
+
+def test_what_ranks_take_from_each_other_is_the_middle_of_what_was_found() -> None:
+    constant = with_slowdown(PROFILE, [1.9, 1.1, 1.2]).constant("ranks_slowdown")
+    assert (constant.low, constant.value, constant.high) == (1.1, 1.2, 1.9)
+    assert with_slowdown(PROFILE, []) == PROFILE

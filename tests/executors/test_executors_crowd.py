@@ -8,7 +8,7 @@ import torch
 
 from costmodel.datasheet import datasheet_profile
 from executors.calibration import crowd
-from executors.calibration.crowd import cores_together, lost_beside, with_slowdown
+from executors.calibration.crowd import cores_together, lost_beside, slowdowns, with_slowdown
 from topology import detect
 
 
@@ -83,7 +83,7 @@ def test_what_is_lost_beside_exchanges_is_what_bursts_take_longer(monkeypatch, b
 def test_processes_measure_what_they_take_from_each_other():
     threads = torch.get_num_threads()
     machine = detect()
-    profile = with_slowdown(datasheet_profile(machine, machine.of_kind("cpu")[0].id))
+    profile = with_slowdown(datasheet_profile(machine, machine.of_kind("cpu")[0].id), slowdowns())
     constant = profile.constant("ranks_slowdown")
     # With other tests beside them they may be slow, but not faster than alone by more than clocks tell.
     assert 0.5 < constant.low <= constant.value <= constant.high < 9.0
