@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from costmodel.forward import AttentionImpl, forward_work
+from costmodel.forward import forward_work
 from costmodel.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec
+from costmodel.pieces import AttentionImpl
 from costmodel.work import DTYPE_BYTES, DType, Matmul, Work
 
 Optimizer = Literal["sgd", "momentum", "adam"]
