@@ -32,9 +32,10 @@ Gather = Callable[[float], Sequence[float]]
 _NUM_BURSTS = 8
 _BURST_S = 0.1
 """Seconds of computing between two exchanges, as between two losses of a step."""
+_NUM_TURNS, _NUM_TOGETHER = 6, 3
 _NUM_EXCHANGES = 50
 _NUM_ROUNDS = 3
-_NUM_MEASURED = 2
+_NUM_MEASURED = 1
 _MOST_RANKS = 16
 _TIMEOUT_S = 60.0
 _SOURCE = (
@@ -121,14 +122,15 @@ def cores_together(gather: Gather, rank: int, world_size: int, *, in_turn: bool 
 
     alone_s: list[float] = []
     taken_s: list[float] = []
-    # A burst alone, one together, and so on: the machine's pace changes meanwhile.
-    for _ in range(_NUM_BURSTS):
+    # Alone, together, and so on: the machine's pace changes meanwhile.
+    for _ in range(_NUM_TURNS):
         for turn in range(min(there, world_size)) if in_turn else (rank,):
             # No more ranks than cores, and none waits for another.
             if turn == rank < there:
                 alone_s += _timed(burst, 1)
             gather(0.0)
-        taken_s += _timed(together, 1)
+        # Who slept until now may wake on another's core, and is moved away from it within the first burst.
+        taken_s += _timed(together, _NUM_TOGETHER)[1:]
     found = gather(median(alone_s) if alone_s else 0.0)[:there]
     lasting_s = median(taken_s) - exchange_s
     return min(float(there), world_size * (sum(found) / len(found)) / lasting_s)

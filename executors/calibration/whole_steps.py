@@ -51,7 +51,7 @@ _WARM_STEPS = 3
 _LEAST_STEPS, _MOST_STEPS = 4, 60
 _LEAST_KEPT = 3
 _LEAST_SHAPES = 6
-_PATIENCE = 4.0
+_PATIENCE = 3.0
 """Times its part of the budget that a shape may take until it has seen steps at full pace."""
 
 

@@ -13,7 +13,7 @@ from topology import detect
 
 
 class Clock:
-    """Work that takes `together` times as long in every second burst: one is alone, one with others."""
+    """Work that takes `together` times as long in all bursts but the first of a turn, which is alone."""
 
     def __init__(self, monkeypatch, together):
         self.now, self.pace, self.together, self.num_gathers = 0.0, 1.0, together, 0
@@ -27,7 +27,8 @@ class Clock:
         # The size of a burst and the exchanges that are timed come first.
         self.num_gathers += 1
         num_bursts = self.num_gathers - crowd._NUM_EXCHANGES - 1
-        self.pace = self.together if num_bursts > 0 and num_bursts % 2 else 1.0
+        num_each = 1 + crowd._NUM_TOGETHER
+        self.pace = self.together if num_bursts > 0 and num_bursts % num_each else 1.0
         return [number]
 
 
