@@ -32,7 +32,7 @@ def main() -> int:
     options = _options()
     found: dict[str, tuple[list[float], Decision]] = {}
     for _ in range(options.rounds):
-        for name in options.searches:
+        for name in options.search or _SEARCHES:
             (_, core_s), decision = timed(partial(choose, request_named(name)))
             found.setdefault(name, ([], decision))[0].append(core_s)
     print(f"{'':10s}{'median s':>9s}{'least s':>9s}{'candidates':>11s}  {'digest':16s}  chosen")
@@ -85,7 +85,7 @@ def _candidates(decision: Decision) -> Iterator[Candidate]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m studies.scale.planning", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("searches", nargs="*", choices=[*_SEARCHES, []], default=list(_SEARCHES))
+    parser.add_argument("--search", action="append", choices=_SEARCHES, help="by default all of them")
     return parser.parse_args()
 
 

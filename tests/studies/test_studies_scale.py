@@ -5,6 +5,7 @@ import json
 import pytest
 
 from studies.scale import __main__ as scale
+from studies.scale import planning
 from zosim.engines.lockstep import simulate_many
 
 
@@ -43,3 +44,14 @@ def test_the_table_is_printed_and_written(monkeypatch, capsys, tmp_path):
         "plain simpy",
     ]
     assert len(json.loads((tmp_path / "rows.json").read_text())) == 4
+
+
+def test_the_planners_time_is_printed_with_what_it_chose(monkeypatch, capsys):
+    monkeypatch.setattr(planning, "_SEARCHES", {"small": ("opt-125m", 1)})
+    monkeypatch.setattr("sys.argv", ["planning", "--rounds", "1"])
+    assert planning.main() == 0
+    _, line = capsys.readouterr().out.splitlines()
+    decision = planning.choose(planning.request_named("small"))
+    assert line.split()[0] == "small"
+    assert planning.digest(decision) in line
+    assert decision.chosen.describe() in line
