@@ -259,20 +259,19 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
             attention=runtime.attention,
             max_device_bytes=asked.max_device_bytes,
             allow_lossy=asked.allow_lossy,
-            fixed={"runtime": runtime.model_dump(include={"weights", "keep_directions"})},
+            fixed={
+                "runtime": runtime.model_dump(include={"weights", "keep_directions"}) | asked.given("runtime")
+            },
         )
         if not asked.seeks_mesh:
             return choose(request).chosen.plan
         return fastest_of(replace(request, fixed=_fixed(asked, request)), asked.ranks or 1)
 
 
-def _fixed(asked: Asked, request: Request) -> dict[str, dict[str, Any]]:
+def _fixed(asked: Asked, request: Request) -> dict[str, Mapping[str, object]]:
     """Return what the planner may not change, the options that say where blocks reside and when they are visited."""
     blocks = {} if asked.residency is None else {"blocks": asked.residency}
-    return {
-        "residency": {**blocks, **asked.given("residency")},
-        "runtime": {**request.fixed["runtime"], **asked.given("runtime")},
-    }
+    return {**request.fixed, "residency": {**blocks, **asked.given("residency")}}
 
 
 def _sequence_length(asked: Asked, model: ModelSpec, longest: int | None) -> int:

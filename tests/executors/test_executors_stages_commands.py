@@ -63,6 +63,7 @@ Q4 = ("--codec", "q4", "--residual-codec", "q8:affine:token")
 RANDOM = ("--codec", "q2:stochastic", "--residual-codec", "q8:stochastic:entropy")
 COUNTER, FORWARD = ("--rng", "counter"), ("--difference", "forward")
 QUERIES = ("--queries", 3)
+COPIES = ("--weights", "copies", "--draw-ahead")
 
 QUICK = {
     "llama-inside-none": Asked("llama", INSIDE, more=(*COUNTER, *FORWARD, *QUERIES)),
@@ -94,6 +95,8 @@ SLOW = {
         ("gpt2-untied", "inside", "none", "mezo", "forward", ("--traversal", "querywise", *QUERIES)),
         ("gpt2-untied", "between", "random", "mezo", "central", ("--keep-directions",)),
         ("gpt2-untied", "three", "none", "counter", "central", ("--residency", "offloaded")),
+        ("llama-tied", "three", "q4", "mezo", "central", ("--traversal", "sweep", *COPIES, *QUERIES)),
+        ("qwen3", "three", "none", "counter", "forward", ("--residency", "offloaded", *COPIES)),
     ]
 }
 
