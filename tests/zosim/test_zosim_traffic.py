@@ -125,12 +125,14 @@ def scenarios(draw, max_flows=7, sharings=("maxmin",)):
         }
         for name in names
     }
+    begin = draw(st.sampled_from([0, 0, 10**9]))
     flows = [
         flow(
             number,
             draw(st.lists(st.sampled_from(names), max_size=4)),
-            draw(st.integers(1, 12)),
-            draw(st.sampled_from([0, 0, 0.25, 1, 3])),
+            # Messages of nothing pass several queues in one instant, where the order of arrival is nobody's.
+            draw(st.integers(int("fifo" in sharings), 12)),
+            begin + draw(st.sampled_from([0, 0, 0.25, 1, 3])),
         )
         for number in range(draw(st.integers(1, max_flows)))
     ]
