@@ -187,8 +187,10 @@ def test_a_late_joiner_needs_no_file_of_the_run(pertp, inputs, tmp_path):
 def test_inside_torchrun_ranks_join(pertp, inputs, tmp_path):
     out = tmp_path / "out"
     arguments = [str(a) for a in options(inputs, out, "--method", "pertp", "--residency", "resident")]
+    (temporary := tmp_path / "temporary").mkdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    torchrun += ["--log-dir", str(tmp_path / "logs")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(temporary)}
     run = subprocess.run(
         [*torchrun, "-m", "zosim", *arguments, "--json"],
         capture_output=True,
@@ -198,6 +200,7 @@ def test_inside_torchrun_ranks_join(pertp, inputs, tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["num_steps"] == STEPS
+    assert list(temporary.iterdir()) == []
     assert numbers_of(out) == numbers_of(pertp / "alone")
 
 
