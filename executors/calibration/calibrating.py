@@ -12,7 +12,7 @@ from costmodel.calibration import FitReport, Residual, fit_profile
 from costmodel.contention import with_copy_cores
 from costmodel.datasheet import datasheet_profile
 from costmodel.measurement import Measurement
-from costmodel.pace import with_pace
+from costmodel.pace import Pace, with_pace
 from costmodel.profile import Profile
 from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, calibrate_exchanges, threads_set
 from executors.calibration.codec_calibration import with_codec_constants
@@ -113,9 +113,7 @@ def calibrated(
     if device == "cpu":
         num_threads = threads or torch.get_num_threads()
         measurements += calibrate_exchanges(num_threads, budget_s=_EXCHANGES_SHARE * budget_s)
-    profile, fit = fitted(topology, node, base, measurements, steps)
-    if pace is not None:
-        profile = with_pace(profile, pace)
+    profile, fit = fitted(topology, node, base, measurements, steps, pace)
     if device == "cpu":
         profile = with_slowdown(profile, [*found, *slowdowns()])
     return with_codec_constants(profile), fit
@@ -127,12 +125,14 @@ def fitted(
     base: Profile,
     measurements: Sequence[Measurement],
     steps: Sequence[WholeStep],
+    pace: Pace | None = None,
 ) -> tuple[Profile, FitReport]:
     """Return the profile that single operations and whole steps say, and how well it explains them.
 
     Notes
     -----
-    The steps are parted in two. What the profile says of either part when it was fitted to the other alone is how
+    Constants are fitted at full pace, and the profile is at the pace of the calibration, if one is given. Intervals hold
+    steps as they were taken, strangers or not. The steps are parted in two. What the profile says of either part when it was fitted to the other alone is how
     far off it is for steps that it has not seen: that decides the width of its intervals, and is what is reported.
     """
     profile, fit = _fitted(base, measurements, steps)
@@ -142,10 +142,15 @@ def fitted(
         unseen = steps[number::_NUM_PARTS]
         seen = [step for step in steps if step not in unseen]
         other, _ = _fitted(base, measurements, seen)
-        ratios += interval_ratios(other, topology, node, unseen)
+        as_taken = [replace(step, seconds=step.slowing * step.seconds) for step in unseen]
+        ratios += interval_ratios(_at_pace(other, pace), topology, node, as_taken)
         machine = Machine.from_topology(topology, node, other)
         residuals += [Residual(s.name, s.seconds, simulate(s.program, machine).step_time_s) for s in unseen]
-    return with_interval_scale(profile, ratios), replace(fit, steps=tuple(residuals))
+    return with_interval_scale(_at_pace(profile, pace), ratios), replace(fit, steps=tuple(residuals))
+
+
+def _at_pace(profile: Profile, pace: Pace | None) -> Profile:
+    return profile if pace is None else with_pace(profile, pace)
 
 
 def _fitted(
