@@ -107,6 +107,13 @@ def test_a_tiny_message_stays_behind_the_large_one_that_it_followed():
     assert tiny >= large
 
 
+def test_an_empty_message_that_crosses_links_in_no_time_keeps_its_place_in_input_order():
+    links = {name: {"bandwidth": GB, "sharing": "fifo"} for name in "ab"}
+    empty, large = flow("empty", "ab", 0), flow("large", "b", 10 * GB)
+    assert ends(links, [empty, large]) == [0.0, 10.0]
+    assert ends(links, [large, empty]) == [10.0, 10.0]
+
+
 def test_on_a_mixed_route_a_message_finishes_one_leg_before_the_next():
     links = {"a": GB, "b": 2 * GB, "q": {"bandwidth": GB, "sharing": "fifo"}, "c": 4 * GB}
     # a and b as a fluid: 1 s; q as a whole: 1 s; c: a quarter of a second.

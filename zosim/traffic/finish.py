@@ -178,6 +178,15 @@ class _Legs(Rows):
         size = np.array([flow.size_bytes for flow, _ in legs], dtype=np.float64)
         with np.errstate(over="ignore"):
             self.seconds = size / self._bound
+        self._instant = 0
+        self._instant_s = -math.inf
+
+    def arrive(self, rows: Ints, seconds: float | Floats, now_s: float) -> None:
+        """Let legs arrive; those of one instant count as arrived together, however many links a flow crossed in it."""
+        super().arrive(rows, seconds, now_s)
+        if now_s > self._instant_s * (1 + SAME_INSTANT):
+            self._instant, self._instant_s = self._num_arrivals, now_s
+        self._arrival[rows] = self._instant
 
     def _entries(self, rows: Ints) -> Entries:
         wanted = np.zeros(len(self._bound), dtype=bool)
