@@ -201,7 +201,7 @@ def test_a_stage_that_stands_still_is_named_by_all_that_wait_for_it(inputs, tmp_
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.kill()
     assert run.returncode == 2
-    assert "waited 3 s for rank 0 (stage 1 of 3, before cut block.0), last at " in said
+    assert "waited 3 s for rank 0 (stage 1 of 3, before cut block.0.mlp), last at " in said
     assert "for rank 1" not in said
     assert "for rank 2" not in said
     assert time.monotonic() - begin < 25
