@@ -256,7 +256,9 @@ class Stages:
         evaluations = [row for row in rows if row.get("split") == "eval"]
         assert decision.chosen.prediction is not None
         return Outcome(
-            comparison=compare(subject.timeline, measured, subject.program),
+            comparison=compare(
+                subject.timeline, measured, subject.program, at_pace=subject.at_pace_of(measured)
+            ),
             summary=summary,
             before=evaluations[0],
             after=evaluations[-1],

@@ -349,5 +349,7 @@ def compare(
         ranks = ", ".join(map(str, measured.ranks))
         raise TimelineError(f"the run has no rank {chosen}", hint=f"its ranks: {ranks}")
     predicted = subject.timeline_of(chosen)
-    comparison = compare_timelines(predicted, measured, subject.programs.program_of(chosen), chosen)
+    comparison = compare_timelines(
+        predicted, measured, subject.programs.program_of(chosen), chosen, subject.at_pace_of(measured)
+    )
     emit(json.loads(comparison.to_json()), json=as_json, text=comparison)

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PositiveFloat, TypeAdapter, ValidationError
 
 from topology.errors import TimelineError
 from topology.validation import raise_readable
@@ -53,6 +53,9 @@ class Timeline:
         Steps before it are warm-up.
     repeat : Repeat, optional
         Steps left out because they equal earlier ones, shifted. Spans after them carry their real times.
+    reference_s : float, optional
+        What the reference of the machine's pace took before the first step that was measured
+        (:func:`costmodel.pace.pace_in`).
 
     Raises
     ------
@@ -67,6 +70,7 @@ class Timeline:
     memory: tuple[MemorySample, ...] = ()
     first_steady_step: int = 1
     repeat: Repeat | None = None
+    reference_s: PositiveFloat | None = None
     version: Literal[1] = TIMELINE_VERSION
 
     def __post_init__(self) -> None:

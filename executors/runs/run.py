@@ -11,13 +11,15 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from executors.calibration.pace import reference_now_s
 from executors.datasets.batches import Batches
 from executors.datasets.inputs import copy_tokenizer, open_data, pad_token
 from executors.datasets.objectives import objective_named
@@ -53,6 +55,11 @@ __all__ = ["BEST_NAME", "METRICS_NAME", "PLAN_NAME", "TIMELINE_NAME", "Run", "ru
 
 PLAN_NAME = "plan.json"
 TIMELINE_NAME = "timeline.json"
+
+_PACED_STEPS = 20
+"""Steps that are worth the seconds of looking at the pace before them."""
+
+_PACE_S = 0.5
 
 
 def run_in_rank(settings: RunSettings) -> dict[str, Any]:
@@ -101,6 +108,7 @@ class Run:
             pad_token=pad_token(settings),
         )
         self.records: list[StepRecord] = []
+        self.reference_s: float | None = None
         self.evaluations = Evaluations(settings)
 
     def _refuse_unlike(self) -> None:
@@ -267,6 +275,7 @@ class Run:
         for record in self.records:
             watch.diverges(record.step + 1, record.loss)
         self._due(session)
+        self._measure_pace(session)
         while (number := session.num_steps) < self.settings.num_steps:
             try:
                 record = session.step(asdict(self.batches.batch(number)))
@@ -278,6 +287,13 @@ class Run:
                 return watch.best_step, f"step {record.step}: the loss, {record.loss:.4g}, has left for good"
             self._due(session)
         return None
+
+    def _measure_pace(self, session: Session) -> None:
+        """Let rank 0 take the pace of its core while the others wait, where the steps are worth the half second."""
+        if self.settings.device == "cpu" and self.settings.num_steps - session.num_steps >= _PACED_STEPS:
+            measure = partial(reference_now_s, _PACE_S)
+            several = self.communicator
+            self.reference_s = several.first_does(measure, "measuring the pace") if several else measure()
 
     def _due(self, session: Session) -> None:
         """Do what is due after the steps so far and has not been done."""
@@ -324,7 +340,7 @@ class Run:
         if session.num_steps > session.first_timed_step:
             timeline = session.timeline()
             if self.writes:
-                timeline.save(self.out / TIMELINE_NAME)
+                replace(timeline, reference_s=self.reference_s).save(self.out / TIMELINE_NAME)
         session.compare_replicas()
 
         def finish() -> None:

@@ -108,6 +108,15 @@ def test_a_run_leaves_files_that_the_other_commands_read(inputs, tmp_path):
     assert [row["num_steps"] for row in metrics if row["split"] == "train"] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize(("num_steps", "knows"), [(20, True), (19, False)])
+def test_runs_of_some_length_look_at_the_pace_first(inputs, tmp_path, num_steps, knows):
+    model, data, _ = inputs
+    assert train(model, data, tmp_path / "out", "--steps", num_steps) == 0
+    reference_s = Timeline.load(tmp_path / "out" / "timeline.json").reference_s
+    # A fifth of a millisecond where it was made; minutes of load lie within a factor of 50.
+    assert 4e-6 < reference_s < 1e-2 if knows else reference_s is None
+
+
 def test_evaluations_and_digests_change_no_bit(inputs, tmp_path):
     model, data, _ = inputs
     plain, watched = tmp_path / "plain", tmp_path / "watched"

@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 from zosim_builders import RATE, instruction, pipeline, program, shared, unshared
 
+from costmodel.configs import read_model_spec
+from costmodel.datasheet import datasheet_profile
+from costmodel.pace import Pace, at_pace, with_pace
+from topology import load_preset
 from topology.errors import TimelineError
 from zosim.analysis.compare import compare
 from zosim.engines.simulate import simulate
 from zosim.instructions import Space
+from zosim.plan import Placement, Plan
+from zosim.planning.predict import Subject
 from zosim.spans import MemorySample
 
 WHOLE = pipeline(3, 1e-3, 3e-3, 1e-3, num_slots=3)
@@ -98,6 +104,31 @@ def test_a_comparison_can_be_read_and_parsed():
     data = json.loads(found.to_json())
     assert data["step_error"] == pytest.approx(-0.1)
     assert data["labels"][0]["error"] is None
+
+
+def test_a_run_that_found_its_core_slow_shows_what_is_predicted_there():
+    topology = load_preset("cpu-laptop")
+    full = datasheet_profile(topology, "cpu0", num_threads=1)
+    known = with_pace(full, Pace(1e-4, 1.0, 1.0, 1.5, {"products": 0.5, "draws": 1.0}))
+    plan = Plan(
+        model=read_model_spec("opt-125m"),
+        placement=Placement(topology="cpu-laptop", devices=("cpu0",)),
+        batch=1,
+        seq=64,
+    )
+    calm, slow = (Subject(plan, topology, at_pace(known, ratio)) for ratio in (1.0, 1.4))
+    measured = replace(slow.simulated(num_steps=4).expanded(), source="measured")
+    assert calm.at_pace_of(measured) is None
+    measured = replace(measured, reference_s=1.4e-4)
+    found = compare(calm.timeline, measured, calm.program, at_pace=calm.at_pace_of(measured))
+    assert slow.step_time_s > calm.step_time_s
+    assert found.at_pace.step_s == pytest.approx(slow.step_time_s)
+    assert found.at_pace.slower > 0.1
+    console = Console(file=io.StringIO(), width=120)
+    console.print(found.summary_table())
+    assert f"{found.at_pace.slower:.0%} slower than calibrated" in console.file.getvalue()
+    assert slow.at_pace_of(replace(measured, reference_s=1e-4)).slower < 0
+    assert Subject(plan, topology, full).at_pace_of(measured) is None
 
 
 def test_timelines_of_different_programs_are_refused():

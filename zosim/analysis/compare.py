@@ -67,6 +67,27 @@ class MemoryLine:
 
 
 @dataclass(frozen=True, slots=True)
+class AtPace:
+    """What is predicted at the pace at which a machine was found before it ran.
+
+    Attributes
+    ----------
+    slower : float
+        By which part of its time work takes longer than the profile says; negative where it takes less.
+    step_s : float
+    """
+
+    slower: float
+    step_s: float
+
+    @property
+    def words(self) -> str:
+        """Name of the line that shows it."""
+        than = "slower" if self.slower >= 0 else "faster"
+        return f"  on a core found {abs(self.slower):.0%} {than} than calibrated"
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """A predicted and a measured timeline of one program, joined.
 
@@ -81,6 +102,8 @@ class Comparison:
     labels, instructions : tuple of Line
         Largest contribution to the step's error first.
     memory : tuple of MemoryLine
+    at_pace : AtPace, optional
+        Where the run measured the machine's pace, and the profile knows its own.
     """
 
     program: str
@@ -93,6 +116,7 @@ class Comparison:
     labels: tuple[Line, ...]
     instructions: tuple[Line, ...]
     memory: tuple[MemoryLine, ...]
+    at_pace: AtPace | None = None
 
     @property
     def step_error(self) -> float | None:
@@ -117,6 +141,9 @@ class Comparison:
             table.add_column(column, justify="left" if not column else "right")
         step = (_ms(self.predicted_step_s), _ms(self.measured_step_s), _percent(self.step_error))
         table.add_row("step time (ms)", *step)
+        if self.at_pace is not None:
+            error = _error(self.at_pace.step_s, self.measured_step_s)
+            table.add_row(self.at_pace.words, _ms(self.at_pace.step_s), "", _percent(error))
         for line in self.memory:
             sizes = f"{line.predicted_bytes / _MIB:.1f}", f"{line.measured_bytes / _MIB:.1f}"
             table.add_row(f"peak {line.space} memory (MiB)", *sizes, _percent(line.error))
@@ -139,7 +166,13 @@ class Comparison:
         return table
 
 
-def compare(predicted: Timeline, measured: Timeline, program: Program, rank: int = 0) -> Comparison:
+def compare(
+    predicted: Timeline,
+    measured: Timeline,
+    program: Program,
+    rank: int = 0,
+    at_pace: AtPace | None = None,
+) -> Comparison:
     """Return the two timelines of one rank, joined under the program's names.
 
     Parameters
@@ -148,6 +181,7 @@ def compare(predicted: Timeline, measured: Timeline, program: Program, rank: int
     program : Program
         The program that both are of.
     rank : int
+    at_pace : AtPace, optional
 
     Raises
     ------
@@ -176,6 +210,7 @@ def compare(predicted: Timeline, measured: Timeline, program: Program, rank: int
             )
             for space in Space
         ),
+        at_pace=at_pace,
     )
 
 

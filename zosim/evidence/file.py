@@ -164,7 +164,8 @@ class Evidence(FrozenModel):
         """Return prediction and measurement line by line, for the last rank to end its steps."""
         rank = slowest_rank(self.timeline)
         predicted = self.subject.timeline_of(rank)
-        return compare(predicted, self.timeline, self.program_set.program_of(rank), rank)
+        at_pace = self.subject.at_pace_of(self.timeline)
+        return compare(predicted, self.timeline, self.program_set.program_of(rank), rank, at_pace)
 
     def save(self, path: str | Path) -> None:
         """Write the evidence as JSON, with a digest.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from costmodel.pace import at_pace, off_pace, pace_in
 from costmodel.profile import Bound, Profile
 from topology.errors import ProgramError, TimelineError
 from topology.graph import Topology
 from topology.units import format_seconds
-from zosim.analysis.compare import slowest_rank
+from zosim.analysis.compare import AtPace, slowest_rank
 from zosim.analysis.critical_path import Bottleneck, bottleneck, step_path
 from zosim.engines.fold import fold
 from zosim.engines.lockstep import simulate_many, steady_step_s
@@ -200,6 +201,20 @@ class Subject:
     def step_time_s(self) -> float:
         """Seconds per step once steps repeat, that of the slowest rank."""
         return steady_step_s(fold(self.world))
+
+    def at_pace_of(self, measured: Timeline) -> AtPace | None:
+        """Return the step at the pace at which the machine was found before a run.
+
+        None where the run or the profile does not know a pace, and where devices are unlike: one of them was looked at.
+        """
+        reference_s = measured.reference_s
+        if reference_s is None or "pace_s" not in self.profile.values():
+            return None
+        if any(profile != self.profile for profile in self.rank_profiles):
+            return None
+        ratio = pace_in(self.profile, reference_s)
+        there = replace(self, profile=at_pace(self.profile, ratio), profiles=None)
+        return AtPace(off_pace(self.profile, ratio), there.step_time_s)
 
     @cached_property
     def timeline(self) -> Timeline:
