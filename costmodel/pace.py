@@ -58,7 +58,7 @@ class Pace:
     fast_s : float
         What the reference takes at full pace.
     ratio, low, high : float
-        Mean of what it took, over that, and the range of this over windows of time.
+        Median of what it took, over that, and the range of this over seconds of the calibration.
     parts : mapping of str to float
         Part of the reference's slowing that each kind of work sees; kinds that were not seen slowed are left out.
     """

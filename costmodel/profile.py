@@ -143,6 +143,8 @@ _OPTIONAL_KINDS = frozenset(
 do not jump, and are shared and seeded in no time, and there is one pace."""
 
 _MEMORY_KINDS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
+_UNTRIED_KINDS = frozenset({"ranks_slowdown", "message_s", "loopback_bandwidth", "codec_s"})
+"""What no step of one rank tells of, and so not how wide intervals have to be."""
 
 
 class Constant(BaseModel):
@@ -198,8 +200,8 @@ class Constant(BaseModel):
         Parameters
         ----------
         scale : float
-            How far to go towards that end, on a scale of factors: 0 is the value, 1 the end. Sizes of memory always go
-            the whole way.
+            How far to go towards that end, on a scale of factors: 0 is the value, 1 the end. Sizes of memory, and what
+            only several ranks meet, always go the whole way.
         """
         if bound == "central":
             return self.value
@@ -207,7 +209,7 @@ class Constant(BaseModel):
             (self.high, self.low) if self.is_rate or self.kind == "cache_bytes" else (self.low, self.high)
         )
         end = shortest if bound == "low" else longest
-        if scale == 1.0 or self.kind in _MEMORY_KINDS:
+        if scale == 1.0 or self.kind in _MEMORY_KINDS | _UNTRIED_KINDS:
             return end
         if self.value > 0 and end > 0:
             return self.value * math.exp(scale * math.log(end / self.value))

@@ -12,7 +12,7 @@ from costmodel.calibration import FitReport, Residual, fit_profile
 from costmodel.contention import with_copy_cores
 from costmodel.datasheet import datasheet_profile
 from costmodel.measurement import Measurement
-from costmodel.pace import Pace, with_pace
+from costmodel.pace import Pace, off_pace, with_pace
 from costmodel.profile import Profile
 from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, calibrate_exchanges, threads_set
 from executors.calibration.codec_calibration import with_codec_constants
@@ -132,7 +132,7 @@ def fitted(
     Notes
     -----
     Constants are fitted at full pace, and the profile is at the pace of the calibration, if one is given. Intervals hold
-    steps as they were taken, strangers or not. The steps are parted in two. What the profile says of either part when it was fitted to the other alone is how
+    steps as they were taken, strangers or not, and as they would have been in its faster and its slower seconds. The steps are parted in two. What the profile says of either part when it was fitted to the other alone is how
     far off it is for steps that it has not seen: that decides the width of its intervals, and is what is reported.
     """
     profile, fit = _fitted(base, measurements, steps)
@@ -142,11 +142,21 @@ def fitted(
         unseen = steps[number::_NUM_PARTS]
         seen = [step for step in steps if step not in unseen]
         other, _ = _fitted(base, measurements, seen)
-        as_taken = [replace(step, seconds=step.slowing * step.seconds) for step in unseen]
-        ratios += interval_ratios(_at_pace(other, pace), topology, node, as_taken)
+        there = _at_pace(other, pace)
+        ratios += interval_ratios(there, topology, node, _as_taken(unseen, there, pace))
         machine = Machine.from_topology(topology, node, other)
         residuals += [Residual(s.name, s.seconds, simulate(s.program, machine).step_time_s) for s in unseen]
     return with_interval_scale(_at_pace(profile, pace), ratios), replace(fit, steps=tuple(residuals))
+
+
+def _as_taken(steps: Sequence[WholeStep], profile: Profile, pace: Pace | None) -> list[WholeStep]:
+    """Return steps with the seconds that they took, and those at either end of the paces of the calibration."""
+    slowings = [1.0]
+    if pace is not None:
+        slowings += [1 + off_pace(profile, ratio) for ratio in (pace.low, pace.high)]
+    return [
+        replace(step, seconds=slowing * step.slowing * step.seconds) for step in steps for slowing in slowings
+    ]
 
 
 def _at_pace(profile: Profile, pace: Pace | None) -> Profile:

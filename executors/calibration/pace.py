@@ -27,6 +27,9 @@ _FAR = 4.0
 WINDOW_S = 0.1
 """About a step: a step sees the mean pace of so long."""
 
+_SPELL = 10
+"""Windows in about a second, of which a run's steps see the median pace."""
+
 
 class Reference:
     """A fifth of a millisecond of one thread's arithmetic, in a core's own cache.
@@ -54,9 +57,11 @@ def full_pace_s(seconds: Sequence[float]) -> float:
 
 
 def pace_of(windows: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median pace of windows of time, and the range of all but a twentieth on either side."""
-    low, ratio, high = np.quantile(np.maximum(windows, 1.0), (0.05, 0.5, 0.95))
-    return float(ratio), float(low), float(high)
+    """Return the median pace of windows of time, and the range of about a second's, all but a twentieth on either side."""
+    ratios = np.maximum(windows, 1.0)
+    spells = [float(np.median(spell)) for spell in np.array_split(ratios, max(1, len(ratios) // _SPELL))]
+    low, high = np.quantile(spells, (0.05, 0.95))
+    return float(np.median(ratios)), float(low), float(high)
 
 
 def windows_of(seconds: Sequence[float], fast_s: float, num_each: int) -> list[float]:
