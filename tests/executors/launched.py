@@ -122,13 +122,15 @@ def gathered_by_doubling():
         return ranks.gathered(torch.tensor(len(sent) // 3), "counting").tolist()
 
 
-def gathered_over_plain_groups():
-    """Gather among all ranks where torch has no options of gloo; return what came, and how many threads more groups add."""
-    import torch
+def over_plain_groups(function, *arguments):
+    """Do something where torch has no options of gloo.
+
+    Once in a process: groups of a second session would find the addresses of the first one's in the store.
+    """
     import torch.distributed as dist
 
     del dist.ProcessGroupGloo._Options
-    return gathered_once(torch.tensor([3.0])), threads_of_more_groups()
+    return function(*arguments)
 
 
 def gathered_once(own):

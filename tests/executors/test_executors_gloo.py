@@ -6,6 +6,7 @@ import sys
 
 import launched
 import pytest
+import torch
 
 from executors.ranks.launch import launch
 
@@ -20,6 +21,7 @@ def test_groups_share_the_thread_of_their_sockets():
 
 
 def test_without_options_of_torch_every_group_has_a_thread_of_its_own():
-    gathered, num_threads = launch(launched.gathered_over_plain_groups, world_size=2)
-    assert gathered == [3.0, 3.0]
+    own = torch.tensor([3.0])
+    assert launch(launched.over_plain_groups, launched.gathered_once, own, world_size=2) == [3.0, 3.0]
+    num_threads = launch(launched.over_plain_groups, launched.threads_of_more_groups, world_size=2)
     assert num_threads > 2 * _NUM_REPEATED
