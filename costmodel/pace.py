@@ -74,7 +74,7 @@ def with_pace(profile: Profile, pace: Pace) -> Profile:
     """Return a profile of rates at full pace as one at the pace of its calibration, which it then knows."""
     source = "what a reference computation takes at full pace"
     constants = [_constant("pace_s", pace.fast_s, pace.fast_s, pace.fast_s, source)]
-    source = "mean time of the reference while calibrating, over that"
+    source = "median time of the reference while calibrating, over that"
     constants.append(_constant("pace", 1.0, 1.0, max(1.0, pace.high), source))
     for kind in _CONSTANTS:
         part = pace.parts.get(kind)
