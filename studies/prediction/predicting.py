@@ -21,8 +21,27 @@ PACE_CHANGED = 0.1
 """Part by which the pace after a case may differ from that before it."""
 
 
+class Paced:
+    """What the machine's pace around a case says of it."""
+
+    paced_s: float
+    measured_s: float
+    pace_before: float
+    pace_after: float
+
+    @property
+    def paced_error(self) -> float:
+        """The step's error, predicted for the pace before it."""
+        return self.paced_s / self.measured_s - 1
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the machine's pace was another after the case than before it."""
+        return abs(self.pace_after / self.pace_before - 1) > PACE_CHANGED
+
+
 @dataclass(frozen=True)
-class Row:
+class Row(Paced):
     """One case, predicted and measured.
 
     Attributes
@@ -59,16 +78,6 @@ class Row:
     paced_s: float
     pace_before: float
     pace_after: float
-
-    @property
-    def paced_error(self) -> float:
-        """The step's error, predicted for the pace before it."""
-        return self.paced_s / self.measured_s - 1
-
-    @property
-    def is_disturbed(self) -> bool:
-        """Whether the machine's pace was another after the case than before it."""
-        return abs(self.pace_after / self.pace_before - 1) > PACE_CHANGED
 
     @property
     def step_error(self) -> float:

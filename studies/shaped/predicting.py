@@ -8,7 +8,7 @@ from statistics import median
 
 from costmodel.pace import at_pace, pace_in
 from costmodel.profile import Bound, Profile
-from studies.prediction.predicting import PACE_CHANGED
+from studies.prediction.predicting import Paced
 from studies.shaped.cases import Layout, ShapedCase, cases_of
 from studies.shaped.hosts import machines_of, plan_of, topology_of
 from studies.shaped.worker import NetworkSteps
@@ -19,7 +19,7 @@ from zosim.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class ShapedRow:
+class ShapedRow(Paced):
     """One case, predicted and measured.
 
     Attributes
@@ -58,16 +58,6 @@ class ShapedRow:
     pace_before: float
     pace_after: float
     labels: tuple[tuple[str, float, float], ...]
-
-    @property
-    def paced_error(self) -> float:
-        """The error, predicted for the pace before the case."""
-        return self.paced_s / self.measured_s - 1
-
-    @property
-    def is_disturbed(self) -> bool:
-        """Whether the machine's pace was another after the case than before it."""
-        return abs(self.pace_after / self.pace_before - 1) > PACE_CHANGED
 
     @property
     def error(self) -> float:
