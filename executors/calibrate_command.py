@@ -50,19 +50,19 @@ def calibrate(
         )
     check_writable(output)
     if evidence:
-        from zosim.evidence.learning import learned
+        from zosim.applications.evidence.learning import learned
 
         _show_fit(*learned(evidence), output=output, kept=None, as_json=as_json)
         return
     if rows is not None:
-        from zosim.published.commands import calibrate_rows
+        from zosim.registry import CALIBRATIONS, load, registered
 
-        calibrate_rows(rows, output, as_json=as_json)
+        load(registered(CALIBRATIONS)["rows"])(rows, output, as_json=as_json)
         return
     from executors.calibration.calibrating import calibrated
     from executors.runs.asking import default_threads
     from executors.runs.planning import host_node
-    from zosim.profiles import save_host_profile
+    from zosim.hardware.profiles import save_host_profile
 
     topology, node = host_node(device)
     num_threads = threads or default_threads()

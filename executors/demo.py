@@ -141,7 +141,7 @@ class Stages:
         return self._compare(decision, summary)
 
     def _detect(self) -> Topology:
-        from topology.documents import resolve
+        from topology.hardware import resolve
         from topology.text import render_text
         from zosim.console import stderr
 
@@ -169,7 +169,7 @@ class Stages:
     def _calibrate(self, topology: Topology) -> Profile:
         from executors.calibration.calibrating import calibrated
         from zosim.console import stderr
-        from zosim.profiles import save_host_profile
+        from zosim.hardware.profiles import save_host_profile
 
         self._heading(f"what this machine does per second ({self.calibration_s:.0f} s)")
         device = topology.compute_devices[0].id

@@ -13,11 +13,11 @@ from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
 from topology import load_preset
 from zosim.analysis.counts import step_counts
+from zosim.applications.first_order.programs import FirstOrder, lower_first_order
 from zosim.axes import Mesh, Placement, Precision, Runtime, Split
 from zosim.engines.recurrence import step_time_bound_of
 from zosim.engines.world import World
-from zosim.first_order.programs import FirstOrder, lower_first_order
-from zosim.machines import machines_for
+from zosim.hardware.machines import machines_for
 from zosim.operations import Backward, Forward, Recv, Send
 from zosim.plan import Plan
 from zosim.program import Program
@@ -188,7 +188,7 @@ CLAIMS = (
         (
             Mutant(
                 "gradients that stay where they are",
-                "zosim.first_order.step:FirstOrderWriter._backward_model",
+                "zosim.applications.first_order.step:FirstOrderWriter._backward_model",
                 "if self.layout.stage:",
                 "if False:",
             ),

@@ -24,8 +24,8 @@ from topology.errors import DoesNotFit
 from zosim.axes import Placement, Residency, Runtime
 from zosim.engines.recurrence import step_time_bound
 from zosim.engines.simulate import simulate
+from zosim.hardware.machine import Machine
 from zosim.lowering import lower
-from zosim.machine import Machine
 from zosim.plan import Plan
 from zosim.planning.planner import Request, choose
 from zosim.program import Program

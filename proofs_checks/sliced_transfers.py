@@ -10,8 +10,8 @@ from proofs_checks.mutation import Mutant
 from proofs_checks.step_time import NUM_BLOCKS, block_bytes, machine, model, seconds
 from zosim.axes import Mesh, Placement, Residency, Runtime
 from zosim.engines.fold import simulate_set
+from zosim.hardware.machine import Machine, Ring
 from zosim.lowering import lower_all
-from zosim.machine import Machine, Ring
 from zosim.plan import Plan
 from zosim.program_set import ProgramSet
 

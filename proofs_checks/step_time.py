@@ -11,8 +11,8 @@ from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
 from zosim.axes import Estimator, Placement, Residency, Runtime
 from zosim.engines.simulate import simulate
+from zosim.hardware.machine import Machine
 from zosim.lowering import lower
-from zosim.machine import Machine
 from zosim.plan import Plan
 from zosim.program import Program
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from costmodel.published import Row, shipped_rows
 from studies.against_print.report import findings_table
-from zosim.published.audit import Finding, audit
-from zosim.published.cells import Cell, cells_of
-from zosim.published.conventions import MEBIBYTE
-from zosim.published.fitted_profile import load_published_profile
-from zosim.published.memory import parts_of
-from zosim.published.predicting import Answer, answers
+from studies.published.audit import Finding, audit
+from studies.published.cells import Cell, cells_of
+from studies.published.conventions import MEBIBYTE
+from studies.published.fitted_profile import load_published_profile
+from studies.published.memory import parts_of
+from studies.published.predicting import Answer, answers
+from studies.published.rows import Row, shipped_rows
 
 _TITLES = {
     "throughput": "throughput in tokens/s",

@@ -6,11 +6,12 @@
 """
 
 from topology.detection import detect
-from topology.documents import catalogue, load, load_preset, loads, preset_names, resolve
+from topology.documents import catalogue, dump, load, load_preset, loads, preset_names
 from topology.drawing import draw
 from topology.errors import TopologyError, ZosimError
 from topology.figures import Figure
 from topology.graph import Topology
+from topology.hardware import resolve
 from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo
 from topology.lint import Finding, lint, refuse_errors
 from topology.routes import Resource, Route
@@ -45,6 +46,7 @@ __all__ = [
     "catalogue",
     "detect",
     "draw",
+    "dump",
     "from_hwloc_xml",
     "from_nccl_xml",
     "from_nvidia_smi_topo",

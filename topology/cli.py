@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from topology.documents import load_preset, preset_names, resolve
+from topology.documents import dump, load_preset, preset_names
 from topology.errors import TopologyError
 from topology.graph import Topology
+from topology.hardware import resolve
 from topology.lint import lint, refuse_errors
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ def _read_text(path: Path) -> str:
 def _deliver(topology: Topology, output: Path | None, as_json: bool) -> None:
     if output is not None:
         try:
-            output.write_text(topology.to_yaml(), encoding="utf-8")
+            output.write_text(dump(topology), encoding="utf-8")
         except OSError as error:
             message = f"cannot write {str(output)!r}: {error.strerror}"
             raise TopologyError(message) from error

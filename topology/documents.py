@@ -6,7 +6,6 @@ its own; names that it does not define are looked up in the catalogue that comes
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import cache
 from importlib import resources
@@ -256,24 +255,3 @@ def load_preset(name: str) -> Topology:
         raise TopologyError(message, hint=did_you_mean(name, preset_names()))
     entry = resources.files("topology") / "data" / "presets" / f"{name}.yaml"
     return loads(entry.read_text(encoding="utf-8"), what=f"preset {name}")
-
-
-def resolve(spec: str) -> Topology:
-    """The machine that a command line names: ``host``, a preset, or a file.
-
-    Raises
-    ------
-    TopologyError
-        If it is none of these, or the file is not valid.
-    """
-    if spec == "host":
-        from topology.detection import detect
-
-        return detect()
-    if spec in preset_names():
-        return load_preset(spec)
-    if re.search(r"[/\\]|\.ya?ml$", spec) or Path(spec).is_file():
-        return load(spec)
-    close = did_you_mean(spec, ("host", *preset_names()))
-    message = f"hardware {spec!r} is neither host, nor a preset, nor a file"
-    raise TopologyError(message, hint=close)

@@ -294,12 +294,6 @@ class Topology(FrozenModel):
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**{**fields, **(update or {})})
 
-    def to_yaml(self) -> str:
-        """The machine as a file that :func:`topology.load` reads back as an equal one."""
-        from topology.documents import dump
-
-        return dump(self)
-
 
 def _refuse_duplicates(what: str, names: list[str]) -> None:
     seen: set[str] = set()

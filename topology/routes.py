@@ -8,14 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from topology.errors import TopologyError
 from topology.routing import Hop, NoRoute, find_path
 from topology.schema import FORWARDING_KINDS, Link, Node
 
 if TYPE_CHECKING:
-    from topology.graph import Topology
+    import networkx as nx
+
+    from topology.schema import MeasuredBandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,39 @@ class Route:
     staged_in: str | None = None
 
 
+class Routable(Protocol):
+    """What routes are found in: a :class:`topology.graph.Topology`, which asks for them."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Every link, each once."""
+
+    @property
+    def measured(self) -> tuple[MeasuredBandwidth, ...]:
+        """End-to-end bandwidths that were measured."""
+
+    @property
+    def graph(self) -> nx.MultiDiGraph[str]:
+        """Nodes and links, an edge for each direction."""
+
+    def node(self, node_id: str) -> Node:
+        """Return the node of that id."""
+
+    def of_kind(self, *kinds: str) -> tuple[Node, ...]:
+        """Return the nodes of these kinds."""
+
+    def host_memory(self, node_id: str) -> Node:
+        """Return the host memory nearest to a node."""
+
+
 class Routes:
     """Routes of one topology, each found once, and the resources that they take."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Routable) -> None:
         self._topology = topology
         self._paths: dict[tuple[str, str], tuple[Hop, ...] | None] = {}
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from zosim.analysis.trace import save_trace
     from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
     from zosim.engines.recurrence import step_time_bound
+    from zosim.hardware.machine import Machine
     from zosim.lowering import lower
-    from zosim.machine import Machine
     from zosim.plan import Plan
     from zosim.planning.planner import Decision, Request, choose
     from zosim.planning.predict import Prediction, Subject
@@ -34,7 +34,7 @@ _HOMES = {
     "Comparison": "zosim.analysis.compare",
     "Decision": "zosim.planning.planner",
     "Estimator": "zosim.plan",
-    "Machine": "zosim.machine",
+    "Machine": "zosim.hardware.machine",
     "Placement": "zosim.plan",
     "Plan": "zosim.plan",
     "Precision": "zosim.plan",

@@ -9,20 +9,21 @@ from typing import Annotated
 import typer
 from rich.console import Group
 
-from topology.documents import resolve
 from topology.errors import PlanError, TimelineError
 from topology.graph import Topology
+from topology.hardware import resolve
 from topology.units import format_seconds
 from zosim import report
 from zosim.analysis.compare import compare as compare_timelines
 from zosim.analysis.compare import slowest_rank
 from zosim.analysis.trace import save_trace
+from zosim.applications.first_order.options import FirstOrderName, first_order_of, no_first_order
+from zosim.applications.first_order.report import baseline_subject, comparison_data, comparison_view
 from zosim.axes import Estimator, Mesh, Runtime
 from zosim.console import emit, stderr
-from zosim.first_order.report import baseline_subject, comparison_data, comparison_view
+from zosim.hardware.profiles import Profiles
 from zosim.options import (
     HOST,
-    FirstOrderName,
     Hardware,
     Json,
     MethodName,
@@ -32,19 +33,16 @@ from zosim.options import (
     Threads,
     axis,
     cutting_of,
-    first_order_of,
     given,
     memory_limit,
     mesh_of,
     model_spec,
-    no_first_order,
     precision_of,
     subject_of,
 )
 from zosim.plan import Plan
 from zosim.planning.planner import Request, choose
 from zosim.planning.visibility import about_epsilon
-from zosim.profiles import Profiles
 from zosim.timeline import Timeline
 
 

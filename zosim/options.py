@@ -13,16 +13,15 @@ from pydantic import BaseModel, ValidationError
 
 from costmodel.configs import read_model_spec
 from costmodel.model_spec import ModelSpec
-from topology.documents import resolve
 from topology.errors import PlanError
+from topology.hardware import resolve
 from topology.units import QuantityError, parse_bytes
 from topology.validation import did_you_mean, readable
 from zosim.axes import Mesh, Precision, StorageDType, TransferDType
-from zosim.first_order.settings import PRESETS, FirstOrder
+from zosim.hardware.profiles import Profiles
 from zosim.plan import Plan
 from zosim.planning.cuts import Cutting, read_densities
 from zosim.planning.predict import Subject
-from zosim.profiles import Profiles
 from zosim.program_set import ProgramSet
 
 HOST = "host"
@@ -50,14 +49,6 @@ class MethodName(enum.StrEnum):
     DDP = "ddp"
     TWO_D = "2d"
     SPARQ = "sparq"
-
-
-class FirstOrderName(enum.StrEnum):
-    """Named settings of a first-order step."""
-
-    SGD = "sgd"
-    ADAM = "adam"
-    AQ_SGD = "aq-sgd"
 
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan written by `zosim plan -o`.", show_default=False)]
@@ -200,35 +191,6 @@ def _dtype(option: str, value: str, known: tuple[str, ...]) -> str:
 def given(**options: object) -> dict[str, object]:
     """Return the options that were given."""
     return {name: value for name, value in options.items() if value is not None}
-
-
-def no_first_order(num_microbatches: int = 1, schedule: str = "gpipe", num_samples: int = 1) -> None:
-    """Refuse what is about a first-order step where none is asked for.
-
-    Raises
-    ------
-    PlanError
-    """
-    stated = {
-        f"--microbatches {num_microbatches}": num_microbatches != 1,
-        f"--schedule {schedule}": schedule != "gpipe",
-        f"--samples {num_samples}": num_samples != 1,
-    }
-    for option in (name for name, is_stated in stated.items() if is_stated):
-        raise PlanError(f"{option} without --first-order", hint="such as --first-order sgd")
-
-
-def first_order_of(
-    name: FirstOrderName, num_microbatches: int = 1, schedule: str = "gpipe", num_samples: int = 1
-) -> FirstOrder:
-    """Return the first-order settings that options name."""
-    preset = PRESETS[name]
-    changed = {
-        "num_microbatches": num_microbatches,
-        "schedule": schedule,
-        "num_kept_samples": num_samples if preset.num_kept_samples else 0,
-    }
-    return axis(FirstOrder, **(preset.model_dump() | changed))
 
 
 def axis(kind: type[_Model], **fields: object) -> _Model:

@@ -29,13 +29,17 @@ class CommandUnavailable(ZosimError):  # noqa: N818 - reads as the statement it 
     """A command that is registered, but whose code is missing."""
 
 
-def registered() -> dict[str, EntryPoint]:
-    """Entry point of every subcommand, by name in alphabetical order.
+CALIBRATIONS = "zosim.calibrations"
+"""What else `zosim calibrate` can learn from, by the option's name: such code may stand to the right of the command."""
+
+
+def registered(group: str = GROUP) -> dict[str, EntryPoint]:
+    """Entry point of every subcommand, or of another group, by name in alphabetical order.
 
     Where two distributions claim a name, zosim's own wins: a plug-in adds commands, it does not replace them.
     """
-    found = sorted(entry_points(group=GROUP), key=_is_own)
-    return dict(sorted((entry.name, entry) for entry in found))
+    own_last = sorted(entry_points(group=group), key=_is_own)
+    return dict(sorted((entry.name, entry) for entry in own_last))
 
 
 def _is_own(entry: EntryPoint) -> bool:

@@ -8,11 +8,11 @@ from rich.console import Group, RenderableType
 
 from topology.units import format_bytes, format_seconds
 from zosim.analysis.counts import step_counts
-from zosim.analysis.pipelining import about_stages, pipelining
 from zosim.console import table
 from zosim.plan import Plan
 from zosim.planning.explain import about_ranks, contention_words, describe, host_memory_words
 from zosim.planning.footprint import HostFootprint
+from zosim.planning.pipelining import about_stages, pipelining
 from zosim.planning.planner import Candidate, Decision
 from zosim.planning.predict import Contention, Prediction, Subject
 

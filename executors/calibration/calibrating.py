@@ -25,9 +25,9 @@ from executors.calibration.whole_steps import (
     with_step_overhead,
 )
 from topology.graph import Topology
+from zosim.applications.evidence.learning import measurements_of_spans
 from zosim.engines.simulate import simulate
-from zosim.evidence.learning import measurements_of_spans
-from zosim.machine import Machine
+from zosim.hardware.machine import Machine
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline
 

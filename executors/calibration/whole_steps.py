@@ -32,9 +32,9 @@ from executors.steps.buffers import TORCH_DTYPES
 from topology.graph import Topology
 from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
 from zosim.engines.simulate import simulate
+from zosim.hardware.machine import Machine
 from zosim.instructions import Stream
 from zosim.lowering import lower
-from zosim.machine import Machine
 from zosim.plan import Plan
 from zosim.planning.explain import describe
 from zosim.program import Program

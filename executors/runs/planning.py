@@ -14,16 +14,16 @@ from costmodel.model_spec import ModelSpec
 from costmodel.work import DTYPE_BYTES
 from executors.ranks.mesh import draws_by_halves, mesh_named, spread, uncut
 from executors.ranks.sharing_out import fastest_of
-from topology.documents import resolve
 from topology.errors import DoesNotFit, ModelError, PlanError
+from topology.hardware import resolve
 from topology.validation import readable
 from zosim.axes import Estimator, Precision, Runtime, Split
+from zosim.hardware.profiles import Profiles
 from zosim.instructions import Space
 from zosim.lowering import lower_all
 from zosim.options import mesh_of
 from zosim.plan import Plan
 from zosim.planning.planner import Method, Request, choose
-from zosim.profiles import Profiles
 from zosim.program_set import ProgramSet
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom
 
-from zosim.published.cells import Cell
-from zosim.published.constants import Domain
-from zosim.published.fitted_profile import LEAST_IN_GROUP, found_fit, load_published_profile
-from zosim.published.fitting import COVERAGE, Solution, conformal_half_width, fit, refitted
-from zosim.published.grid import Array
-from zosim.published.predicting import Z90, interval
+from studies.published.cells import Cell
+from studies.published.constants import Domain
+from studies.published.fitted_profile import LEAST_IN_GROUP, found_fit, load_published_profile
+from studies.published.fitting import COVERAGE, Solution, conformal_half_width, fit, refitted
+from studies.published.grid import Array
+from studies.published.predicting import Z90, interval
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from costmodel.published import shipped_rows
 from studies.against_print.sheets import sheet_outcomes, sheets_section
 from studies.against_print.splits import OURS, SPLITS, Outcome, outcomes
 from studies.checkout import commit
-from zosim.published.audit import Finding, audit
-from zosim.published.cells import cells_of
-from zosim.published.fitted_profile import PublishedProfile, known_cells, load_published_profile
+from studies.published.audit import Finding, audit
+from studies.published.cells import cells_of
+from studies.published.fitted_profile import PublishedProfile, known_cells, load_published_profile
+from studies.published.rows import shipped_rows
 
 _HEAD = """# Predictions against print: ZO2 and DistZO2
 
 Commit `{commit}`. Made by `python -m studies.against_print` from the rows that ship with the project.
 
 Constants are fitted to printed rows through the closed form of the simulator: the plan of each row is lowered to a
-program on the preset hardware, the works are those of the papers' code (`zosim/published/habits.py`), and the fit moves
+program on the preset hardware, the works are those of the papers' code (`studies/published/paper_code.py`), and the fit moves
 only the constants listed below. Rows are kept back by setting: all methods of one model, batch, sequence and precision
 at once, in whichever table they are printed; or by model, all rows of one that lies between others. Every left-out
 figure is of constants fitted anew without those rows. Errors are absolute, in percent. Cells that the audit sets apart

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodel.profile import Bound
+from studies.published.audit import Finding, set_apart
+from studies.published.cells import Cell, preset_machine
+from studies.published.constants import PAPERS
 from zosim.engines.recurrence import step_time_bound
 from zosim.lowering import lower
-from zosim.published.audit import Finding, set_apart
-from zosim.published.cells import Cell, preset_machine
-from zosim.published.constants import PAPERS
 
 GOAL = 25.0
 """Median absolute error in percent."""

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
-from costmodel.published import Row
 from studies.against_print.intervals import Coverage, beyond, coverage_of, left_out
-from zosim.published.audit import Finding, set_apart
-from zosim.published.baselines import BASELINES, Baseline
-from zosim.published.cells import Cell
-from zosim.published.constants import Domain
-from zosim.published.grid import Array
+from studies.published.audit import Finding, set_apart
+from studies.published.baselines import BASELINES, Baseline
+from studies.published.cells import Cell
+from studies.published.constants import Domain
+from studies.published.grid import Array
+from studies.published.rows import Row
 
 OURS = "simulator's closed form"
 

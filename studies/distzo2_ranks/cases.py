@@ -18,8 +18,8 @@ from topology.documents import catalogue
 from topology.schema import Link, Node
 from zosim.axes import Estimator, Mesh, Placement, Precision, Residency, Runtime
 from zosim.engines.fold import simulate_set
+from zosim.hardware.machine import Machine, Ring
 from zosim.lowering import lower_all
-from zosim.machine import Machine, Ring
 from zosim.plan import Plan
 from zosim.planning.predict import Subject
 

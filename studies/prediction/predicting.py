@@ -11,9 +11,9 @@ from studies.prediction.measuring import Measured
 from topology import Topology
 from zosim.analysis.compare import Line, compare
 from zosim.engines.simulate import simulate
+from zosim.hardware.machine import Machine
 from zosim.instructions import Space
 from zosim.lowering import lower
-from zosim.machine import Machine
 from zosim.planning.predict import Subject
 
 _LEAST_CHOICES = 2

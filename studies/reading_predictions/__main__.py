@@ -6,7 +6,7 @@ from costmodel.datasheet import datasheet_profile
 from costmodel.profile import Constant, Profile
 from studies.reading_predictions.cases import changed, offloaded, on_cpu, run_on
 from zosim.analysis.compare import compare
-from zosim.buying.levers import levers
+from zosim.applications.buying.levers import levers
 from zosim.console import stdout
 from zosim.planning.predict import Subject
 

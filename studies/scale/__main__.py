@@ -30,11 +30,11 @@ from zosim.engines.grid import step_time_bounds
 from zosim.engines.lockstep import Lockstep, steady_step_s
 from zosim.engines.simulate import MAX_UNLIKE_STEPS
 from zosim.engines.world import World
+from zosim.hardware.machine import Machine
+from zosim.hardware.machines import machines_for
+from zosim.hardware.profiles import profile_for
 from zosim.lowering import lower_all
-from zosim.machine import Machine
-from zosim.machines import machines_for
 from zosim.plan import Plan
-from zosim.profiles import profile_for
 
 # What folding may change: rounding.
 AGREEMENT = 1e-9

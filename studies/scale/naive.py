@@ -9,8 +9,8 @@ from typing import Any
 import simpy
 
 from zosim.engines.world import World
+from zosim.hardware.machine import Activity
 from zosim.instructions import Instruction, Stream
-from zosim.machine import Activity
 from zosim.places import Order, Place
 
 

@@ -20,8 +20,8 @@ from studies.scale.__main__ import timed
 from topology.clusters import cluster
 from topology.documents import load_preset
 from zosim.axes import Precision
+from zosim.hardware.profiles import Profiles
 from zosim.planning.planner import Candidate, Decision, Request, choose
-from zosim.profiles import Profiles
 
 _PRESET = "dgx-1v"
 _SEARCHES = {"13b-8": ("opt-13b", 1), "175b-8": ("opt-175b", 1), "13b-1024": ("opt-13b", 128)}

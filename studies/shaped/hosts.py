@@ -23,8 +23,8 @@ from topology.documents import catalogue
 from topology.figures import Figure
 from topology.schema import Link, LinkType, Node
 from zosim.axes import Estimator, Mesh, Placement, Precision, Residency, Runtime, Split
-from zosim.machine import Hop, Machine, Ring
-from zosim.machines import machines_for
+from zosim.hardware.machine import Hop, Machine, Ring
+from zosim.hardware.machines import machines_for
 from zosim.plan import Plan
 
 _CORES = "machine:cores"
@@ -127,7 +127,7 @@ def machines_of(
     devices : sequence of str
     profile : Profile
     groups : mapping
-        As for :func:`zosim.machines.machines_for`.
+        As for :func:`zosim.hardware.machines.machines_for`.
     num_cores : float, optional
         Cores' worth of work that the machine was measured to do for so many ranks; by default all cores'.
     core_s_per_byte : float, optional

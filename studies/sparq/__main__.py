@@ -12,10 +12,10 @@ OUT = Path("docs/benchmarks/sparq")
 
 def main(out: Annotated[Path, typer.Option(help="Folder of the report and its picture.")] = OUT) -> None:
     """Make the tables of SparQ again, with predictions, errors, verdicts, arithmetic, and Fig. 3 as predicted steps."""
-    from costmodel.published import shipped_rows
+    from studies.published.rows import shipped_rows
+    from studies.published.sparq import PAPER, printed_volumes
     from studies.sparq import timelines
     from studies.sparq.tables import held_out, written
-    from zosim.published.sparq import PAPER, printed_volumes
 
     out.mkdir(parents=True, exist_ok=True)
     steps = list(timelines.steps())

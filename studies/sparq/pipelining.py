@@ -26,7 +26,7 @@ from executors.ranks.launch import launch, process_group
 from executors.runs.planning import HOST
 from executors.runs.session import Session
 from studies.sparq.training import INSIDE, Case, batches_of, plan_of, tensors_of
-from topology.documents import resolve
+from topology.hardware import resolve
 from zosim.console import stderr, stdout
 from zosim.instructions import Stream
 from zosim.plan import Plan

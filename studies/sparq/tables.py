@@ -8,15 +8,15 @@ import numpy as np
 
 from costmodel.backward import kept_bytes
 from costmodel.configs import read_model_spec
-from costmodel.published import Row, shipped_rows
+from studies.published.fitted_profile import load_published_profile
+from studies.published.predicting import Answer
+from studies.published.rows import Row, shipped_rows
+from studies.published.sparq import DATASETS, FORWARD, KEPT, PAPER, VOLUME, WIDTHS, Printed, printed_volumes
+from studies.published.sparq_fit import SparqFit
+from studies.published.sparq_memory import PEAK
+from studies.published.sparq_predicting import sparq_answer
+from studies.published.sparq_volumes import fit_volumes, predicted_volume
 from studies.sparq.volumes import find, findings, printed, read_volumes, tokens
-from zosim.published.fitted_profile import load_published_profile
-from zosim.published.predicting import Answer
-from zosim.published.sparq import DATASETS, FORWARD, KEPT, PAPER, VOLUME, WIDTHS, Printed, printed_volumes
-from zosim.published.sparq_fit import SparqFit
-from zosim.published.sparq_memory import PEAK
-from zosim.published.sparq_predicting import sparq_answer
-from zosim.published.sparq_volumes import fit_volumes, predicted_volume
 
 GOAL = (5.0, 15.0)
 """Median and 90th percentile of the absolute error on OPT's volumes, in percent."""
@@ -50,7 +50,7 @@ _HEAD = (
 
 _CHOICES = (
     "Chosen after seeing these errors: how far effects of single runs may lie from 1 (`_EFFECTS` in "
-    "`zosim/published/sparq_volumes.py`), wider for GPT2 and Llama-1B, whose runs contradict each other. Where whole GB are printed, "
+    "`studies/published/sparq_volumes.py`), wider for GPT2 and Llama-1B, whose runs contradict each other. Where whole GB are printed, "
     "the prediction is the mean of what may be printed. OPT's misses are OPT-1.3B at one bit, and zeroth-order runs of OPT-6.7B, "
     "which sent fewer tokens than the others."
 )

@@ -17,9 +17,9 @@ from topology import load_preset
 from topology.graph import Topology
 from topology.units import format_bytes, format_seconds
 from zosim.analysis.counts import StepCounts, step_counts
+from zosim.applications.first_order.programs import PRESETS
+from zosim.applications.first_order.report import baseline_subject
 from zosim.axes import Estimator, Mesh, Placement, Precision, Runtime, Split
-from zosim.first_order.programs import PRESETS
-from zosim.first_order.report import baseline_subject
 from zosim.plan import Plan
 from zosim.planning.predict import Subject
 from zosim.spans import Span

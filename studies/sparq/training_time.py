@@ -28,7 +28,7 @@ from executors.ranks.mesh import alone
 from executors.runs.planning import HOST
 from executors.runs.session import Session
 from studies.sparq.training import BETWEEN, INSIDE, Case, batches_of, plan_of, tensors_of
-from topology.documents import resolve
+from topology.hardware import resolve
 from zosim.console import stderr, stdout, table
 from zosim.plan import Plan
 from zosim.planning.predict import Subject

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from costmodel.published import shipped_rows
-from zosim.published.sparq import CENTRAL, FORWARD, PAPER, VOLUME, WIDTHS, volume_case
+from studies.published.rows import shipped_rows
+from studies.published.sparq import CENTRAL, FORWARD, PAPER, VOLUME, WIDTHS, volume_case
 
 BASELINES = (
     ("central, 16 bits", CENTRAL, 16),

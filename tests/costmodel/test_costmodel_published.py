@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from costmodel.published import REQUIRED, Row, RowsError, read_rows, shipped_rows, write_rows
+from studies.published.rows import REQUIRED, Row, RowsError, read_rows, shipped_rows, write_rows
 
 
 def row(**fields):

@@ -29,7 +29,7 @@ from executors.calibration.whole_steps import (
 from studies.prediction.cases import choice_cases, held_out_cases, rank_cases, tuning_cases
 from topology import load_preset
 from zosim.engines.simulate import simulate
-from zosim.machine import Machine
+from zosim.hardware.machine import Machine
 from zosim.program import Program
 
 TOPOLOGY = load_preset("cpu-laptop")

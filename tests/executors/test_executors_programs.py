@@ -18,7 +18,7 @@ from tiny import batches, model_of, plan_of
 
 from executors.runs.session import Session
 from topology.errors import Hazard, ProgramError, RunError
-from zosim.first_order.programs import PRESETS, lower_first_order
+from zosim.applications.first_order.programs import PRESETS, lower_first_order
 from zosim.instructions import Stream
 from zosim.lowering import lower
 from zosim.operations import Perturb

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from costmodel.published import Row, shipped_rows
 from studies.against_print.sheets import sheet_outcomes, sheets_section
 from studies.against_print.splits import mean_rank_correlation
-from zosim.published.audit import Finding
-from zosim.published.cells import cells_of, preset_machine
+from studies.published.audit import Finding
+from studies.published.cells import cells_of, preset_machine
+from studies.published.rows import Row, shipped_rows
 
 CELLS, _, _ = cells_of([row for row in shipped_rows() if row["model"] == "OPT-1.3B" and row["table"] == "1"])
 

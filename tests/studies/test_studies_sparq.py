@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from costmodel.published import shipped_rows
+from studies.published.rows import shipped_rows
+from studies.published.sparq import FORWARD
 from studies.sparq import timelines
 from studies.sparq.__main__ import main
 from studies.sparq.volumes import Interval, find, findings, printed, read_volumes, tokens
-from zosim.published.sparq import FORWARD
 
 VOLUMES = read_volumes()
 

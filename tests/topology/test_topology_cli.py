@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from topology import TopologyError, draw, load, load_preset, loads, preset_names, render_text
+from topology import TopologyError, draw, dump, load, load_preset, loads, preset_names, render_text
 from topology.cli import app
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -70,7 +70,7 @@ def test_the_tree_shows_every_link_once():
 def test_validate_accepts_presets_and_refuses_what_contradicts_physics(tmp_path):
     assert "dgx-h100 is valid" in run("validate", "dgx-h100")
     file = tmp_path / "fast.yaml"
-    file.write_text(load_preset("a100-80gb-milan").to_yaml().replace("31.508", "64"), encoding="utf-8")
+    file.write_text(dump(load_preset("a100-80gb-milan")).replace("31.508", "64"), encoding="utf-8")
     error = refused("validate", file)
     assert "faster than PCIe 4.0 x16" in error.message
     assert "both directions" in error.hint
@@ -80,7 +80,7 @@ def test_validate_accepts_presets_and_refuses_what_contradicts_physics(tmp_path)
 
 def test_validate_shows_warnings_and_accepts(tmp_path):
     file = tmp_path / "half.yaml"
-    text = load_preset("h200-1x").to_yaml().replace("kind: pcie\n", "kind: pcie\n    duplex: half\n")
+    text = dump(load_preset("h200-1x")).replace("kind: pcie\n", "kind: pcie\n    duplex: half\n")
     file.write_text(text, encoding="utf-8")
     printed = run("validate", file)
     assert "warning: root0--gpu0: half duplex" in printed
@@ -127,7 +127,7 @@ def test_import_tells_the_tool_from_the_content(tmp_path, name, options, devices
     file = tmp_path / "imported.yaml"
     data = json.loads(run("import", FIXTURES / name, *options, "-o", file, "--json"))
     assert len(data["host_to_device"]) == devices
-    assert load(file) == loads(load(file).to_yaml())
+    assert load(file) == loads(dump(load(file)))
 
 
 def test_import_reads_the_matrix_from_stdin():

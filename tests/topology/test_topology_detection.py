@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from topology import TopologyError, detect, lint, loads
+from topology import TopologyError, detect, dump, lint, loads
 from topology.detection.gpus import find_gpus, gpus_from_smi
 from topology.detection.host import cpu_spec, flop_per_cycle, measure_copy_bandwidth, read_host
 
@@ -241,7 +241,7 @@ def test_known_gpus_with_direct_nvlinks(server):
     assert machine.route("gpu0", "gpu1").bandwidth_bytes_per_s == 4 * 20e9
     assert machine.route("dram0", "gpu0").links[-1].type.name == "pcie4-x16"
     assert lint(machine) == ()
-    assert loads(machine.to_yaml()) == machine
+    assert loads(dump(machine)) == machine
 
 
 def test_nvlinks_that_end_nowhere_known_are_a_switch(server):
@@ -334,7 +334,7 @@ def test_this_machine_is_described_within_its_limits():
     assert 0 < sum(node.memory_bytes for node in machine.of_kind("memory")) <= total_bytes
     assert machine.compute_devices
     assert not [finding for finding in lint(machine) if finding.severity == "error"]
-    assert loads(machine.to_yaml()) == machine
+    assert loads(dump(machine)) == machine
 
 
 def test_the_bandwidth_measurement_is_bounded_and_plausible():

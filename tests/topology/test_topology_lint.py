@@ -2,11 +2,11 @@
 
 import pytest
 
-from topology import TopologyError, lint, load_preset, loads, refuse_errors
+from topology import TopologyError, dump, lint, load_preset, loads, refuse_errors
 
 
 def planted(preset, old, new, count=1):
-    text = load_preset(preset).to_yaml()
+    text = dump(load_preset(preset))
     assert old in text
     return loads(text.replace(old, new, count))
 

@@ -12,12 +12,12 @@ from costmodel.configs import read_model_spec
 from costmodel.prices import Range, job_costs, shipped_prices
 from topology import load_preset
 from topology.errors import PlanError
+from zosim.applications.buying.command import buy
+from zosim.applications.buying.levers import levers
+from zosim.applications.buying.machine import Job, machines_named, simulated
+from zosim.applications.buying.offers import Limits, Market, Refusal
+from zosim.applications.buying.sensitivity import effects, limiter, rooms
 from zosim.axes import Precision
-from zosim.buying.command import buy
-from zosim.buying.levers import levers
-from zosim.buying.machine import Job, machines_named, simulated
-from zosim.buying.offers import Limits, Market, Refusal
-from zosim.buying.sensitivity import effects, limiter, rooms
 from zosim.planning.planner import choose
 
 HALF = Precision(storage="float16", compute="float16", transfer="float16")

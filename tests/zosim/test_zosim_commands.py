@@ -10,9 +10,9 @@ from typer.testing import CliRunner, Result
 
 from topology import load_preset
 from zosim.cli import app
+from zosim.hardware.profiles import Profiles
 from zosim.options import subject_of
 from zosim.plan import Plan
-from zosim.profiles import Profiles
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 

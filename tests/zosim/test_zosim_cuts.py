@@ -10,15 +10,15 @@ from costmodel.codecs import codec_spec
 from costmodel.symbols import TensorSymbols
 from topology import load_preset
 from topology.errors import PlanError
-from zosim.analysis.pipelining import counts_of_print, pipelining
 from zosim.axes import Estimator, Mesh, Placement, Precision
-from zosim.machines import machines_for
+from zosim.hardware.machines import machines_for
+from zosim.hardware.profiles import Profiles
 from zosim.options import cutting_of, mesh_of
 from zosim.planning.cut_search import Ranking
 from zosim.planning.cuts import Cutting, read_densities, sparsest_near_the_middle
+from zosim.planning.pipelining import counts_of_print, pipelining
 from zosim.planning.planner import Request, candidates, choose
 from zosim.planning.segment_costs import Site
-from zosim.profiles import Profiles
 
 SINGLE = Precision(storage="float32", compute="float32", transfer="float32")
 MODEL = "opt-125m"

@@ -14,11 +14,11 @@ from costmodel.configs import spec_of_config
 from costmodel.datasheet import datasheet_profile
 from topology import load_preset
 from topology.signed import with_digest
+from zosim.applications.evidence.anonymous import MACHINE, refuse_private
+from zosim.applications.evidence.command import app
+from zosim.applications.evidence.file import Evidence, EvidenceError, Measured, check, evidence_of
+from zosim.applications.evidence.learning import learned, measurements_of
 from zosim.axes import Placement, Residency, Runtime
-from zosim.evidence.anonymous import MACHINE, refuse_private
-from zosim.evidence.command import app
-from zosim.evidence.file import Evidence, EvidenceError, Measured, check, evidence_of
-from zosim.evidence.learning import learned, measurements_of
 from zosim.plan import Plan
 from zosim.planning.predict import Subject
 from zosim.timeline import Timeline

@@ -16,15 +16,15 @@ from topology import load_preset
 from topology.errors import Hazard, PlanError
 from zosim.analysis.counts import step_counts
 from zosim.analysis.trace import chrome_trace
+from zosim.applications.first_order.programs import PRESETS, FirstOrder, lower_first_order
+from zosim.applications.first_order.report import baseline_subject
+from zosim.applications.first_order.settings import num_kept_at_once, turns
 from zosim.axes import Estimator, Mesh, Placement, Runtime, Split
 from zosim.cli import app
 from zosim.engines.fold import fold
 from zosim.engines.lockstep import steady_step_s
 from zosim.engines.recurrence import step_time_bound_of
 from zosim.engines.simulate import simulate_world
-from zosim.first_order.programs import PRESETS, FirstOrder, lower_first_order
-from zosim.first_order.report import baseline_subject
-from zosim.first_order.settings import num_kept_at_once, turns
 from zosim.instructions import Stream
 from zosim.operations import Backward, Forward, Recv, Send
 from zosim.plan import Plan

@@ -11,7 +11,7 @@ from zosim_builders import RATE, host_machine, make_profile, pipeline, rank_sets
 from zosim.engines.fold import fold, simulate_set
 from zosim.engines.lockstep import simulate_many, steady_step_s
 from zosim.engines.world import World
-from zosim.machine import Machine
+from zosim.hardware.machine import Machine
 from zosim.program_set import ProgramSet
 
 

@@ -8,10 +8,10 @@ from costmodel import read_model_spec
 from costmodel.memory import MemoryPart
 from topology import load_preset
 from zosim.axes import Mesh, Placement, Precision, Residency, Runtime
+from zosim.hardware.profiles import profile_for
 from zosim.plan import Plan
 from zosim.planning.footprint import ARENAS, Footprint, footprints
 from zosim.planning.predict import Subject
-from zosim.profiles import profile_for
 
 MIB = 2**20
 

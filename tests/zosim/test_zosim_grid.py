@@ -14,11 +14,11 @@ from topology.errors import PlanError
 from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
 from zosim.engines.grid import step_time_bounds
 from zosim.engines.recurrence import step_time_bound
+from zosim.hardware.machine import Machine
+from zosim.hardware.profiles import profile_for
+from zosim.hardware.scaling import LINKS, scaled
 from zosim.lowering import lower
-from zosim.machine import Machine
 from zosim.plan import Plan
-from zosim.profiles import profile_for
-from zosim.scaling import LINKS, scaled
 
 TOPOLOGY = load_preset("dgx-1v")
 MACHINE = Machine.from_topology(

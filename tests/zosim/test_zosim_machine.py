@@ -10,8 +10,8 @@ from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError
 from zosim.engines.recurrence import step_time_bound
 from zosim.engines.simulate import simulate
+from zosim.hardware.machine import Machine
 from zosim.instructions import Access, Buffer, Space
-from zosim.machine import Machine
 
 COPY = instruction("upload", "h2d", 1.0)
 SWEEP = instruction("sweep", "compute", 1.0)

@@ -16,8 +16,8 @@ from zosim.engines.lockstep import simulate_many
 from zosim.engines.recurrence import step_time_bound_of
 from zosim.engines.simulate import simulate_ranks
 from zosim.engines.world import World
-from zosim.machine import Machine
-from zosim.machines import machines_for
+from zosim.hardware.machine import Machine
+from zosim.hardware.machines import machines_for
 from zosim.operations import Collective
 from zosim.program_set import ProgramSet
 

@@ -16,7 +16,7 @@ from zosim.engines.lockstep import steady_step_s
 from zosim.engines.recurrence import step_time_bound, step_time_bound_of
 from zosim.engines.simulate import simulate, simulate_ranks
 from zosim.engines.world import World
-from zosim.machine import Hop
+from zosim.hardware.machine import Hop
 from zosim.operations import Collective, Recv, Send
 from zosim.program_set import ProgramSet
 

@@ -8,10 +8,10 @@ from costmodel import read_model_spec
 from topology import load_preset
 from topology.errors import DoesNotFit, PlanError
 from zosim.axes import Precision
+from zosim.hardware.profiles import profile_for, save_host_profile
 from zosim.plan import Plan
 from zosim.planning.planner import Request, choose, describe, placements
 from zosim.planning.predict import Subject
-from zosim.profiles import profile_for, save_host_profile
 
 GIB = 2**30
 

@@ -9,11 +9,11 @@ from topology import Topology, load_preset
 from topology.clusters import cluster
 from topology.errors import DoesNotFit, PlanError
 from zosim.axes import Estimator, Mesh, Precision
+from zosim.hardware.isomorphic_hosts import IsomorphicHosts
+from zosim.hardware.profiles import Profiles
 from zosim.options import mesh_of
 from zosim.planning.planner import Request, choose, placements
 from zosim.planning.space import layouts, meshes
-from zosim.profiles import Profiles
-from zosim.twins import Twins
 
 GIB = 2**30
 HALF = Precision(storage="float16", compute="float16", transfer="float16")
@@ -212,17 +212,22 @@ def test_hundreds_of_ranks_are_planned_as_one_host_is() -> None:
     assert decision.chosen.seconds == pytest.approx(small.chosen.seconds, rel=0.01)
 
 
-def test_twins_are_devices_that_are_placed_alike() -> None:
+def test_isomorphic_hosts_are_devices_that_are_placed_alike() -> None:
     topology = cluster(load_preset("dgx-1v"), 3)
-    twins = Twins(topology)
-    assert {twins.of(f"host{host}/gpu5") for host in range(3)} == {"host0/gpu5"}
+    hosts = IsomorphicHosts(topology)
+    assert {hosts.representative(f"host{host}/gpu5") for host in range(3)} == {"host0/gpu5"}
     changed = topology.nodes[0].host or "host0"
     slower = tuple(
         link.model_copy(update={"count": link.count + 1}) if link.source.startswith("host1/") else link
         for link in topology.links
     )
-    apart = Twins(topology.model_copy(update={"links": slower}))
-    assert apart.of("host1/gpu5") == "host1/gpu5" != apart.of("host2/gpu5") == f"{changed}/gpu5"
+    apart = IsomorphicHosts(topology.model_copy(update={"links": slower}))
+    assert (
+        apart.representative("host1/gpu5")
+        == "host1/gpu5"
+        != apart.representative("host2/gpu5")
+        == f"{changed}/gpu5"
+    )
 
 
 def test_hosts_may_have_unlike_numbers_of_gpus():

@@ -8,31 +8,31 @@ import typer
 from typer.testing import CliRunner
 
 from costmodel.estimate import combine_terms
-from costmodel.published import Row, read_rows, shipped_rows, write_rows
-from topology.errors import ProfileError
-from zosim.engines.recurrence import step_time_bound
-from zosim.engines.simulate import simulate
-from zosim.instructions import Stream
-from zosim.lowering import lower
-from zosim.machine import Machine
-from zosim.operations import Forward, Perturb, Update
-from zosim.published.audit import audit, set_apart
-from zosim.published.baselines import neighbours, regression
-from zosim.published.cells import cells_of
-from zosim.published.commands import predict
-from zosim.published.constants import MEMORY, SPEED
-from zosim.published.conventions import UnknownRow, case_of, method_of
-from zosim.published.fitted_profile import (
+from studies.published.audit import audit, set_apart
+from studies.published.baselines import neighbours, regression
+from studies.published.cells import cells_of
+from studies.published.commands import predict
+from studies.published.constants import MEMORY, SPEED
+from studies.published.conventions import UnknownRow, case_of, method_of
+from studies.published.fitted_profile import (
     PublishedProfile,
     calibrate_on,
     known_cells,
     load_published_profile,
 )
-from zosim.published.fitting import conformal_half_width, fit, refitted
-from zosim.published.grid import compiled
-from zosim.published.habits import as_published
-from zosim.published.memory import parts_of
-from zosim.published.predicting import answers
+from studies.published.fitting import conformal_half_width, fit, refitted
+from studies.published.grid import compiled
+from studies.published.memory import parts_of
+from studies.published.paper_code import as_published
+from studies.published.predicting import answers
+from studies.published.rows import Row, read_rows, shipped_rows, write_rows
+from topology.errors import ProfileError
+from zosim.engines.recurrence import step_time_bound
+from zosim.engines.simulate import simulate
+from zosim.hardware.machine import Machine
+from zosim.instructions import Stream
+from zosim.lowering import lower
+from zosim.operations import Forward, Perturb, Update
 
 ROWS = shipped_rows()
 BASE = {

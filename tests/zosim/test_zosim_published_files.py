@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from costmodel.published import Row, read_rows, shipped_rows, write_rows
+from studies.published.commands import predict
+from studies.published.dispatch import answers_of_all
+from studies.published.fitted_profile import calibrate_on, load_published_profile
+from studies.published.rows import Row, read_rows, shipped_rows, write_rows
 from topology.errors import ZosimError
-from zosim.published.commands import predict
-from zosim.published.dispatch import answers_of_all
-from zosim.published.fitted_profile import calibrate_on, load_published_profile
 
 ROWS = shipped_rows()
 PROFILE = load_published_profile()

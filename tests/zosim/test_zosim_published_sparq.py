@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from costmodel.published import Row, read_rows, shipped_rows
+from studies.published.dispatch import answers_of_all
+from studies.published.fitted_profile import PublishedProfile, calibrate_on, load_published_profile
+from studies.published.rows import Row, read_rows, shipped_rows
+from studies.published.sparq import VolumeCase, printed_volumes, volume_case
+from studies.published.sparq_fit import calibrate_sparq
+from studies.published.sparq_memory import fit_peaks, peak_case, peak_gib, printed_peaks
+from studies.published.sparq_volumes import fit_volumes, held_out_volumes, predicted_volume
 from zosim.cli import app
-from zosim.published.dispatch import answers_of_all
-from zosim.published.fitted_profile import PublishedProfile, calibrate_on, load_published_profile
-from zosim.published.sparq import VolumeCase, printed_volumes, volume_case
-from zosim.published.sparq_fit import calibrate_sparq
-from zosim.published.sparq_memory import fit_peaks, peak_case, peak_gib, printed_peaks
-from zosim.published.sparq_volumes import fit_volumes, held_out_volumes, predicted_volume
 
 ROWS = shipped_rows("SparQ")
 KNOWN = printed_volumes(ROWS)
@@ -178,7 +178,7 @@ def test_a_profile_keeps_and_lists_the_constants(tmp_path):
 
 
 def _csv(folder):
-    from costmodel.published import write_rows
+    from studies.published.rows import write_rows
 
     path = folder / "rows.csv"
     write_rows(path, ROWS, [{} for _ in ROWS])

@@ -12,8 +12,8 @@ from zosim_builders import RATE, instruction, make_profile, pipeline, program, p
 from costmodel.work import Work
 from topology.errors import ProgramError
 from zosim.engines.simulate import simulate, simulate_ranks
+from zosim.hardware.machine import Machine
 from zosim.instructions import Access, Buffer, Dependency, Space, Stream
-from zosim.machine import Machine
 from zosim.operations import Allocate, Copy, Free
 from zosim.places import Order, Place
 

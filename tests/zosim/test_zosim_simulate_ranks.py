@@ -8,8 +8,8 @@ from zosim_builders import RATE, instruction, make_profile, program, shared, uns
 from costmodel.work import Work
 from topology.errors import ProgramError
 from zosim.engines.simulate import simulate_ranks
+from zosim.hardware.machine import Machine, Ring
 from zosim.instructions import Dependency
-from zosim.machine import Machine, Ring
 from zosim.operations import Collective
 from zosim.program_set import ProgramSet
 

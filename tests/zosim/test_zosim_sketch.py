@@ -14,13 +14,13 @@ from zosim.axes import Estimator, Mesh, Placement, Precision, Residency, Runtime
 from zosim.engines.lockstep import steady_step_s
 from zosim.engines.recurrence import step_time_bound
 from zosim.engines.world import World
+from zosim.hardware.machine import Machine
+from zosim.hardware.machines import machines_for
+from zosim.hardware.profiles import profile_for
 from zosim.lowering import lower, lower_all
-from zosim.machine import Machine
-from zosim.machines import machines_for
 from zosim.plan import Plan
 from zosim.planning.footprint import footprint
 from zosim.planning.sketch import Sketcher
-from zosim.profiles import profile_for
 
 HALF = Precision(storage="float16", compute="float16", transfer="float16")
 MODELS = ["opt-125m", "opt-350m", "qwen3-0.6b"]

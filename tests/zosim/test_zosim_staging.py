@@ -8,11 +8,11 @@ from costmodel import read_model_spec
 from topology import load_preset
 from topology.errors import PlanError
 from zosim.axes import Estimator, Precision
+from zosim.hardware.profiles import Profiles
 from zosim.options import cutting_of
 from zosim.plan import Plan
 from zosim.planning.planner import Request, choose
 from zosim.planning.staging import staged_plans
-from zosim.profiles import Profiles
 
 HALF = Precision(storage="float16", compute="float16", transfer="float16")
 SINGLE = Precision()

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from topology.documents import load_preset
 from topology.errors import TrafficError, ZosimError
+from zosim.applications.traffic.command import read_scenario, scenario_on
 from zosim.cli import app
-from zosim.traffic.command import read_scenario, scenario_on
 
 GB = 10**9
 # Sums and quotients of float64: what flow-level simulators agree to.

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.work import Work
+from zosim.hardware.machine import Machine, Ring
 from zosim.instructions import Dependency, Instruction, Stream
-from zosim.machine import Machine, Ring
 from zosim.operations import Collective, Copy, Scalar
 from zosim.program import Program
 from zosim.program_set import ProgramSet

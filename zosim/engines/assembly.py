@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from zosim.analysis.memory_curve import memory_samples
+from zosim.engines.memory_curve import memory_samples
 from zosim.engines.steady import Cycle
 from zosim.engines.world import World
 from zosim.spans import Repeat, Span

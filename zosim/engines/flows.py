@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from zosim.engines.rows import Entries, Floats, Ints, Rows
 from zosim.engines.world import World
+from zosim.hardware.machine import Activity
 from zosim.instructions import Stream
-from zosim.machine import Activity
 
 Counts = npt.NDArray[np.int16]
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from zosim.engines.sharing import Array, Indices, fill
-from zosim.machine import Activity
+from zosim.hardware.machine import Activity
 
 # Ends closer than this, relative to the time, are one instant: rounding must not split what is simultaneous.
 SAME_INSTANT = 1e-14

@@ -9,7 +9,7 @@ import simpy
 from simpy.events import EventPriority
 
 from zosim.engines.fluid import SAME_INSTANT, Fluid
-from zosim.machine import Activity
+from zosim.hardware.machine import Activity
 
 # After everything else that happens at the same instant.
 _LAST = EventPriority(2)

@@ -27,8 +27,8 @@ from costmodel.profile import Bound
 from zosim.engines.lockstep import simulate_many
 from zosim.engines.simulate import without_garbage_collection
 from zosim.engines.world import Group, Template, World
+from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import Part
-from zosim.machine import Activity, Machine
 from zosim.places import channel_of
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline

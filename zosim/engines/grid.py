@@ -23,16 +23,16 @@ from costmodel.profile import Bound, Profile
 from costmodel.work import Work
 from topology.errors import PlanError
 from zosim.engines.recurrence import MAX_STEPS, Member, Node, Recurrence, second_half_s
+from zosim.engines.shortening import are_alike, shortened
 from zosim.engines.steady import MAX_CYCLE, TOLERANCE
 from zosim.engines.world import World
+from zosim.hardware.machine import Machine
+from zosim.hardware.scaling import LINKS, scaled
 from zosim.instructions import Instruction
 from zosim.lowering import lower
 from zosim.lowering.step import StepWriter
-from zosim.machine import Machine
 from zosim.plan import Plan
-from zosim.planning.shortening import are_alike, shortened
 from zosim.program import Program
-from zosim.scaling import LINKS, scaled
 
 Floats = npt.NDArray[np.float64]
 

@@ -30,8 +30,8 @@ from costmodel.profile import Bound
 from topology.errors import ProgramError
 from zosim.engines.steady import SteadyDetector
 from zosim.engines.world import World
+from zosim.hardware.machine import Machine
 from zosim.instructions import Part
-from zosim.machine import Machine
 from zosim.places import Order, Place
 from zosim.program import Program
 

@@ -31,8 +31,8 @@ from zosim.engines.fluid import Fluid
 from zosim.engines.fluid_process import FluidProcess
 from zosim.engines.steady import Cycle, SteadyDetector, shortened_steps
 from zosim.engines.world import World
+from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import Stream
-from zosim.machine import Activity, Machine
 from zosim.places import Order, Place
 from zosim.program import Program
 from zosim.program_set import ProgramSet

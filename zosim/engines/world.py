@@ -14,8 +14,8 @@ from types import MappingProxyType
 
 from costmodel.profile import Bound
 from topology.errors import ProgramError
+from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import Instruction, Part
-from zosim.machine import Activity, Machine
 from zosim.operations import Collective, Recv, Send
 from zosim.places import Meeting, channel_of
 from zosim.program import Program

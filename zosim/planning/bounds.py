@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from topology.units import format_bytes
 from zosim.axes import Mesh, Placement
-from zosim.machine import Machine
-from zosim.machines import Ways, machines_for
+from zosim.hardware.isomorphic_hosts import IsomorphicHosts
+from zosim.hardware.machine import Machine
+from zosim.hardware.machines import Ways, machines_for
 from zosim.plan import Plan
 from zosim.planning.footprint import Footprints, host_footprint
 from zosim.planning.request import Request, profiles_of
 from zosim.planning.sketch import Sketch, Sketcher
-from zosim.twins import Twins
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Bounds:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._sketcher = Sketcher(request.model)
-        self._twins = Twins(request.topology)
+        self._isomorphic = IsomorphicHosts(request.topology)
         self._sites: dict[tuple[Mesh, Placement], _Site] = {}
         self._ways = Ways()
         self._known: dict[tuple[Placement, int], tuple[Machine, ...]] = {}
@@ -126,8 +126,11 @@ class Bounds:
             on_host[topology.host_of(device).id].append((rank, found[kind]))
         alike: dict[Hashable, str] = {}
         for host, members in on_host.items():
-            twins = tuple((self._twins.of(plan.placement.devices[rank]), kind) for rank, kind in members)
-            alike.setdefault(twins, host)
+            built = tuple(
+                (self._isomorphic.representative(plan.placement.devices[rank]), kind)
+                for rank, kind in members
+            )
+            alike.setdefault(built, host)
         return _Site(tuple(ranks), {host: tuple(on_host[host]) for host in alike.values()})
 
     def _shared_s(self, plan: Plan, site: _Site, sketches: Sequence[Sketch]) -> float:

@@ -38,7 +38,7 @@ from costmodel.model_spec import ModelSpec
 from costmodel.symbols import SymbolStatistics, crossing_statistics
 from costmodel.work import DTYPE_BYTES
 from zosim.axes import INSIDE, Split
-from zosim.machine import Hop
+from zosim.hardware.machine import Hop
 from zosim.operations import Recv, Send
 from zosim.planning.cuts import Cutting, sparsest_near_the_middle
 from zosim.planning.segment_costs import Costs, Seconds, Site

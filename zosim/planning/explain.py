@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from topology.units import format_bytes, format_seconds
-from zosim.analysis.pipelining import about_stages
 from zosim.axes import Mesh
 from zosim.plan import Plan
+from zosim.planning.pipelining import about_stages
 from zosim.planning.predict import Contention, Prediction
 
 if TYPE_CHECKING:

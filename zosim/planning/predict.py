@@ -17,13 +17,13 @@ from zosim.analysis.critical_path import Bottleneck, bottleneck, step_path
 from zosim.engines.fold import fold
 from zosim.engines.lockstep import simulate_many, steady_step_s
 from zosim.engines.world import World
+from zosim.hardware.machine import Machine
+from zosim.hardware.machines import machines_for
+from zosim.hardware.profiles import Profiles
 from zosim.lowering import lower_all
-from zosim.machine import Machine
-from zosim.machines import machines_for
 from zosim.plan import Plan
 from zosim.planning.footprint import Footprint, Footprints, HostFootprint, footprint, footprints
 from zosim.planning.request import profiles_of
-from zosim.profiles import Profiles
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline

@@ -12,8 +12,8 @@ from costmodel.profile import Profile
 from topology.errors import PlanError
 from topology.graph import Topology
 from zosim.axes import Estimator, Mesh, Placement, Precision
+from zosim.hardware.profiles import Profiles
 from zosim.planning.cuts import Cutting
-from zosim.profiles import Profiles
 
 Method = Literal["auto", "mezo", "zo2", "pertp", "ddp", "2d", "sparq"]
 Blocks = Literal["resident", "offloaded"]

@@ -14,14 +14,14 @@ from costmodel.estimate import estimate
 from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
 from costmodel.work import DTYPE_BYTES
 from zosim.axes import INSIDE, Estimator, Mesh, Placement, Precision, last_before
+from zosim.engines.shortening import are_alike, shortened
+from zosim.hardware.machine import Machine
 from zosim.instructions import Stream
 from zosim.lowering.buffers import buffers_of
 from zosim.lowering.directions import passing_work
 from zosim.lowering.step import StepWriter
-from zosim.machine import Machine
 from zosim.plan import Plan
 from zosim.planning.cuts import Cutting
-from zosim.planning.shortening import are_alike, shortened
 from zosim.program import Program
 
 Seconds = NDArray[np.float64]

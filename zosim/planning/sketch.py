@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from costmodel.model_spec import ModelSpec, block_segment
+from zosim.engines.shortening import NUM_BLOCKS, are_alike, shortened, shortened_stages
+from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import Access, Buffer, Instruction
 from zosim.lowering.buffers import buffers_of
 from zosim.lowering.layout import Layout
 from zosim.lowering.step import StepWriter
-from zosim.machine import Activity, Machine
 from zosim.operations import Collective, Decode, Recv, Send
 from zosim.plan import Plan
 from zosim.planning.footprint import Footprint, footprint_of
-from zosim.planning.shortening import NUM_BLOCKS, are_alike, shortened, shortened_stages
 from zosim.planning.visits import STREAMS, Item, Stage, Visit, period_s, pipelined_s
 from zosim.program import Program
 

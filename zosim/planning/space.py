@@ -11,7 +11,7 @@ from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
 from topology.validation import readable
 from zosim.axes import Mesh, Placement, Precision, Residency, Runtime, Split, TransferDType
-from zosim.machines import machines_for
+from zosim.hardware.machines import machines_for
 from zosim.plan import Plan
 from zosim.planning.cut_search import splits
 from zosim.planning.request import Blocks, Request, profiles_of

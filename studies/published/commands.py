@@ -1,0 +1,88 @@
+"""``zosim predict``, and the half of ``zosim calibrate`` that reads rows instead of measuring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+
+from studies.published.dispatch import answers_of_all
+from studies.published.fitted_profile import PublishedProfile, calibrate_on, load_published_profile
+from studies.published.rows import read_rows, shipped_rows, write_rows
+from zosim.console import emit, progress, stderr, table
+from zosim.documents import check_writable
+
+SHIPPED = "shipped"
+
+
+def predict(
+    cases: Annotated[
+        Path, typer.Argument(help="Rows of the ZO2, DistZO2 and SparQ tables, `value` empty or not.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the rows with predictions here.")],
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="From `zosim calibrate --rows`; by default fitted to all rows that ship."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Predict cells of published tables: the same rows with a number, its 90 % interval, and what limits it."""
+    check_writable(output)
+    rows = read_rows(cases)
+    found = load_published_profile(profile)
+    with progress() as bar:
+        task = bar.add_task("predicting", total=None)
+        said = answers_of_all(rows, found, on_cell=lambda: bar.advance(task))
+    write_rows(output, rows, [answer.columns() for answer in said])
+    num_predicted = sum(answer.predicted is not None for answer in said)
+    stderr.print(f"wrote {output}", markup=False, soft_wrap=True)
+    data = {"rows": len(rows), "predicted": num_predicted, "output": str(output)}
+    emit(data, json=as_json, text=f"{num_predicted} of {len(rows)} rows predicted")
+
+
+def calibrate_rows(rows: str, output: Path | None, *, as_json: bool) -> None:
+    """Fit the constants that published rows may decide, and print them.
+
+    Parameters
+    ----------
+    rows : str
+        A CSV file, or ``"shipped"``.
+    output : Path, optional
+        Where to write the profile.
+    as_json : bool
+    """
+    found = calibrate_on(shipped_rows() if rows == SHIPPED else read_rows(rows))
+    if output is not None:
+        found.save(output)
+        stderr.print(f"wrote {output}", markup=False, soft_wrap=True)
+    emit(found, json=as_json, text=_view(found))
+
+
+def _view(profile: PublishedProfile) -> RenderableType:
+    views: list[RenderableType] = []
+    for fit in profile.fits:
+        rows = [
+            (c.name, f"{c.value:.4g}", f"{c.low:.4g} to {c.high:.4g}", c.unit, c.identified_by)
+            for c in fit.constants
+        ]
+        title = f"{fit.paper}, {fit.domain}: {len(rows)} constants from {fit.num_cells} cells"
+        views.append(table((title, "value", "interval", "unit", "identified by"), rows))
+    views += _sparq_views(profile)
+    return Group(*views)
+
+
+def _sparq_views(profile: PublishedProfile) -> list[RenderableType]:
+    """Return the constants of SparQ's tables, without the effects of single runs."""
+    views: list[RenderableType] = []
+    volumes, peaks = (profile.sparq.volumes, profile.sparq.peaks) if profile.sparq else (None, None)
+    for what, fit in (("volumes", volumes), ("memory", peaks)):
+        if fit is not None:
+            rows = [
+                (c.name, f"{c.value:.4g}", f"{c.low:.4g} to {c.high:.4g}", c.unit, c.meaning)
+                for c in fit.constants
+            ]
+            title = f"SparQ, {what}: {len(rows)} constants from {fit.num_cells} cells"
+            views.append(table((title, "value", "interval", "unit", "meaning"), rows))
+    return views

@@ -1,0 +1,309 @@
+"""Fitting few constants to published rows, and intervals from what was held out.
+
+Minimises, over the logarithms ``x`` of the constants,
+
+``Σ w_i ρ((log predicted_i(x) - log printed_i) / NOISE) + Σ ((x_j - x_j⁰) / σ_j)²``
+
+with a Cauchy loss ``ρ``, since some cells cannot be right and nobody knows all of them beforehand, and the prior
+``(x⁰, σ)`` of :mod:`studies.published.constants`. Methods of one setting are off together, so a setting's weight ``w`` grows
+with the square root of the number of its cells only; weights are 1 on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from studies.published.cells import Cell
+from studies.published.constants import Domain, Fitted, Values, constants_of
+from studies.published.grid import Array
+from studies.published.memory import predicted_mib
+from topology.errors import ProfileError
+
+NOISE = 0.02
+"""Relative error of a good row: what the prior is weighed against."""
+
+OUTLIER = 0.04
+"""Log residual from which a row counts less and less."""
+
+COVERAGE = 0.90
+_STEP = 1e-3
+_MAX_EVALUATIONS = 25
+_MAX_STEPS = 8
+_LEAST_STEP = 3e-3
+
+Predictor = Callable[[Cell, list[Values]], Array]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a fit found.
+
+    Attributes
+    ----------
+    constants : tuple of Fitted
+    x : array
+        Logarithms of their values.
+    cells : tuple of Cell
+        What was fitted.
+    residuals : array
+        ``log predicted - log printed`` of each.
+    jacobian : array
+        Derivatives of the log predictions, cells by constants.
+    covariance : array
+        Of `x`.
+    """
+
+    constants: tuple[Fitted, ...]
+    x: Array
+    cells: tuple[Cell, ...]
+    residuals: Array
+    jacobian: Array
+    covariance: Array
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Values by name."""
+        return _named(self.constants, self.x)
+
+    @property
+    def weights(self) -> Array:
+        """How much each cell counts, as an inverse variance of its logarithm."""
+        return np.asarray(setting_weights(self.cells) * _curvature(self.residuals) / NOISE**2)
+
+    def held_out(self) -> Array:
+        """Return the residual of each cell if its setting (all methods of its table row) were left out of the fit.
+
+        One Gauss-Newton step from the optimum without the setting's rows, which is exact for a linear model.
+        """
+        weights = self.weights
+        slopes = setting_weights(self.cells) * _slopes(self.residuals) / NOISE**2
+        prior = np.diag(np.array([constant.sigma for constant in self.constants]) ** -2)
+        hessian = (self.jacobian * weights[:, None]).T @ self.jacobian + prior
+        settings = np.array(["|".join(cell.row.setting) for cell in self.cells])
+        found = self.residuals.copy()
+        for setting in np.unique(settings):
+            mine = settings == setting
+            own = self.jacobian[mine]
+            # The gradient is zero at the optimum, so without these rows it is minus theirs.
+            step = np.linalg.solve(hessian - (own * weights[mine][:, None]).T @ own, own.T @ slopes[mine])
+            found[mine] += own @ step
+        return found
+
+
+def fit(cells: Sequence[Cell], paper: str, domain: Domain, *, start: Values | None = None) -> Solution:
+    """Return the constants of a paper that explain `cells` best.
+
+    Parameters
+    ----------
+    cells : sequence of Cell
+        Those with a printed value count.
+    paper : {"ZO2", "DistZO2"}
+    domain : {"speed", "memory"}
+    start : mapping of str to float, optional
+        Constants near the optimum, where they are known; by default it is searched for from the prior.
+
+    Raises
+    ------
+    ProfileError
+        If there is nothing to fit.
+    """
+    known = tuple(cell for cell in cells if cell.value is not None)
+    if not known:
+        raise ProfileError(f"no row prints a {domain} of {paper}", hint="give rows with values")
+    constants = constants_of(paper, domain)
+    problem = _Problem(known, constants, predictor(domain))
+    x = None if start is None else np.log([start[constant.name] for constant in constants])
+    return problem.solution(problem.solve(x))
+
+
+def refitted(solution: Solution, domain: Domain, group: Callable[[Cell], Hashable]) -> Array:
+    """Return the residual of each cell with the constants fitted anew without its group of cells.
+
+    Gauss-Newton steps from the optimum of all cells until they end, so that no outlier moves a fit to another minimum;
+    residuals are those of each step, derivatives those of the optimum.
+    """
+    predict = predictor(domain)
+    found = solution.residuals.copy()
+    groups = [group(cell) for cell in solution.cells]
+    for left_out in dict.fromkeys(groups):
+        is_mine = np.array([other == left_out for other in groups])
+        values = _named(solution.constants, _without(solution, is_mine, predict))
+        for index in np.flatnonzero(is_mine).tolist():
+            cell = solution.cells[index]
+            found[index] = np.log(float(predict(cell, [values])[0]) / cell.printed)
+    return found
+
+
+def _without(solution: Solution, is_left_out: NDArray[np.bool_], predict: Predictor) -> Array:
+    """Return the logarithms of the constants that explain the other cells best."""
+    cells = tuple(
+        cell for cell, is_out in zip(solution.cells, is_left_out.tolist(), strict=True) if not is_out
+    )
+    jacobian, residuals, x = solution.jacobian[~is_left_out], solution.residuals[~is_left_out], solution.x
+    weights = setting_weights(cells) / NOISE**2
+    prior = np.array([np.log(constant.prior) for constant in solution.constants])
+    precision = np.array([constant.sigma for constant in solution.constants]) ** -2
+    low, high = _bounds(solution.constants)
+    for _ in range(_MAX_STEPS):
+        curved = weights * _curvature(residuals)
+        hessian = (jacobian * curved[:, None]).T @ jacobian + np.diag(precision)
+        gradient = jacobian.T @ (weights * _slopes(residuals)) + precision * (x - prior)
+        step = np.clip(x - np.linalg.solve(hessian, gradient), low, high) - x
+        x = x + step
+        if np.abs(step).max() < _LEAST_STEP:
+            break
+        values = _named(solution.constants, x)
+        residuals = np.array([np.log(float(predict(cell, [values])[0]) / cell.printed) for cell in cells])
+    return np.asarray(x)
+
+
+def predictor(domain: Domain) -> Predictor:
+    """Return what predicts a cell for several sets of constants."""
+    return predicted_mib if domain == "memory" else lambda cell, sets: cell.predictions(sets)
+
+
+class _Problem:
+    """The fit as vectors."""
+
+    def __init__(self, cells: tuple[Cell, ...], constants: tuple[Fitted, ...], predict: Predictor) -> None:
+        self.cells, self.constants, self.predict = cells, constants, predict
+        self.start = np.log([constant.prior for constant in constants])
+        self.sigma = np.array([constant.sigma for constant in constants])
+        self.printed = np.log([cell.printed for cell in cells])
+        self.weights = setting_weights(cells)
+        self.loss = _SOFT
+        self._at: Array | None = None
+        self._found: tuple[Array, Array] | None = None
+
+    def solve(self, start: Array | None = None) -> Array:
+        """Return the optimum, or the one next to `start`."""
+        low, high = _bounds(self.constants)
+        x = np.clip(self.start if start is None else start, low + 1e-6, high - 1e-6)
+        # The Cauchy loss has many minima: the convex one leads to the right one.
+        for self.loss in (_SOFT, _CAUCHY) if start is None else (_CAUCHY,):
+            x = least_squares(
+                self._weighed,
+                x,
+                self._slope,
+                bounds=(low, high),
+                max_nfev=_MAX_EVALUATIONS,
+                xtol=1e-4,
+                ftol=1e-5,
+            ).x
+        return np.asarray(x, dtype=np.float64)
+
+    def solution(self, x: Array) -> Solution:
+        residuals, jacobian = self._linear(x)
+        weights = self.weights * _curvature(residuals) / NOISE**2
+        information = (jacobian * weights[:, None]).T @ jacobian + np.diag(self.sigma**-2)
+        return Solution(
+            self.constants,
+            x,
+            self.cells,
+            residuals,
+            jacobian,
+            np.asarray(np.linalg.inv(information), dtype=np.float64),
+        )
+
+    def _weighed(self, x: Array) -> Array:
+        residuals, _ = self._linear(x)
+        softened = self.loss.soften(residuals) * np.sqrt(self.weights) / NOISE
+        return np.concatenate([softened, (x - self.start) / self.sigma])
+
+    def _slope(self, x: Array) -> Array:
+        residuals, jacobian = self._linear(x)
+        slopes = self.loss.softening(residuals) * np.sqrt(self.weights) / NOISE
+        return np.vstack([slopes[:, None] * jacobian, np.diag(1 / self.sigma)])
+
+    def _linear(self, x: Array) -> tuple[Array, Array]:
+        """Return residuals and their derivatives at `x`; asked for twice in a row, so the last answer is kept."""
+        if self._found is None or self._at is None or not np.array_equal(self._at, x):
+            points = [x, *(x + _STEP * unit for unit in np.eye(len(x)))]
+            sets: list[Values] = [_named(self.constants, point) for point in points]
+            predicted = np.log(np.array([self.predict(cell, sets) for cell in self.cells]))
+            self._at = x.copy()
+            self._found = (
+                predicted[:, 0] - self.printed,
+                (predicted[:, 1:] - predicted[:, :1]) / _STEP,
+            )
+        return self._found
+
+
+def setting_weights(cells: Sequence[Cell]) -> Array:
+    """Return the weight of each cell: the inverse root of the number of cells of its setting, 1 on average."""
+    settings = ["|".join(cell.row.setting) for cell in cells]
+    counts = np.array([settings.count(setting) for setting in settings])
+    weights = 1 / np.sqrt(counts)
+    return np.asarray(weights / weights.mean())
+
+
+def _bounds(constants: Sequence[Fitted]) -> tuple[Array, Array]:
+    """Return the logarithms of the bounds that physics sets."""
+    with np.errstate(divide="ignore"):
+        low = np.log([constant.low for constant in constants])
+    return np.asarray(low), np.log([constant.high for constant in constants])
+
+
+def _named(constants: Sequence[Fitted], x: Array) -> dict[str, float]:
+    return dict(zip((constant.name for constant in constants), np.exp(x).tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """A robust loss: what squares to it, and the derivative of that."""
+
+    soften: Callable[[Array], Array]
+    softening: Callable[[Array], Array]
+
+
+def _soft(residual: Array) -> Array:
+    scaled = residual / OUTLIER
+    return np.asarray(np.sign(scaled) * OUTLIER * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1)))
+
+
+def _softening(residual: Array) -> Array:
+    scaled = np.maximum(np.abs(residual) / OUTLIER, 1e-6)
+    root = np.sqrt(1 + scaled**2)
+    return np.asarray(scaled / root / np.sqrt(2 * (root - 1)))
+
+
+def _cauchy(residual: Array) -> Array:
+    return np.asarray(np.sign(residual) * OUTLIER * np.sqrt(np.log1p((residual / OUTLIER) ** 2)))
+
+
+def _cauchying(residual: Array) -> Array:
+    scaled = np.maximum(np.abs(residual) / OUTLIER, 1e-6)
+    return np.asarray(scaled / (1 + scaled**2) / np.sqrt(np.log1p(scaled**2)))
+
+
+_SOFT, _CAUCHY = _Loss(_soft, _softening), _Loss(_cauchy, _cauchying)
+
+
+def _slopes(residual: Array) -> Array:
+    """Return half the derivative of the loss."""
+    return np.asarray(residual / (1 + (residual / OUTLIER) ** 2))
+
+
+def _curvature(residual: Array) -> Array:
+    """Return the weight of each row near the optimum."""
+    return np.asarray(1 / (1 + (residual / OUTLIER) ** 2))
+
+
+def conformal_half_width(residuals: Sequence[float]) -> float:
+    """Return the half width, in logs, that covers a new residual like these with probability :data:`COVERAGE`.
+
+    The ``⌈(n + 1) · coverage⌉``-th smallest absolute residual; the largest where there are too few.
+
+    Examples
+    --------
+    >>> conformal_half_width([0.01 * k for k in range(1, 20)])
+    0.18
+    """
+    ranked = np.sort(np.abs(np.asarray(residuals, dtype=np.float64)))
+    place = int(np.ceil((len(ranked) + 1) * COVERAGE))
+    return float(round(ranked[min(place, len(ranked)) - 1], 12))

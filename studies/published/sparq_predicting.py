@@ -1,0 +1,58 @@
+"""Answers to rows of SparQ's tables."""
+
+from __future__ import annotations
+
+import math
+
+from studies.published.predicting import Answer
+from studies.published.rows import Row
+from studies.published.sparq import (
+    KEPT,
+    MESSAGES,
+    VOLUME,
+    NotPredicted,
+    VolumeCase,
+    volume_case,
+)
+from studies.published.sparq_fit import SparqFit
+from studies.published.sparq_memory import PEAK, peak_case, peak_gib
+from studies.published.sparq_volumes import predicted_volume
+
+
+def sparq_answer(row: Row, fit: SparqFit) -> Answer:
+    """Return what is predicted for a row of SparQ's tables."""
+    try:
+        if row["quantity"] in (VOLUME, KEPT):
+            return _volume_answer(volume_case(row), fit)
+        if row["quantity"] == PEAK:
+            return _peak_answer(row, fit)
+    except NotPredicted as reason:
+        return Answer(note=reason.message)
+    return Answer(note=f"{row['quantity']} is not predicted, only communication volumes and memory")
+
+
+def _volume_answer(case: VolumeCase, fit: SparqFit) -> Answer:
+    if fit.volumes is None:
+        return Answer(note="the profile was fitted without communication volumes of SparQ")
+    found = predicted_volume(case, fit.volumes)
+    unit = "whole GB" if case.digits == 0 else f"{10.0**-case.digits:g} GB"
+    note = f"{found.exact:.3g} GB before it is printed in {unit}"
+    return Answer(found.printed, found.low, found.high, _CARRIED[case.method], note)
+
+
+_CARRIED = {
+    "FO-SGD": "activations and their gradients, 16 bits each",
+    "AQ-SGD": "gradients back, 8 of 12 bits",
+    "ZO-SGD": "activations of 2P points, 16 bits",
+    "SparQ": "activations of P + 1 points, quantised",
+    MESSAGES: "last messages of all samples",
+}
+
+
+def _peak_answer(row: Row, fit: SparqFit) -> Answer:
+    if fit.peaks is None:
+        return Answer(note="the profile was fitted without memory of SparQ")
+    gib, largest = peak_gib(peak_case(row), fit.peaks.values)
+    factor = math.exp(fit.peaks.half_width)
+    note = f"{gib:.3g} GiB before it is printed in whole ones"
+    return Answer(max(round(gib), 1), math.floor(gib / factor), math.ceil(gib * factor), largest, note)

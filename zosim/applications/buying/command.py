@@ -1,0 +1,189 @@
+"""``zosim buy``: what to buy or rent for a job, why, and what would change the answer."""
+
+from __future__ import annotations
+
+import enum
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from costmodel.prices import PriceTable, Way, load_prices, shipped_prices, shipped_prices_text
+from topology.errors import PlanError
+from topology.units import QuantityError, parse_quantity
+from zosim.applications.buying.machine import Job, machines_named
+from zosim.applications.buying.offers import Limits, Market
+from zosim.applications.buying.report import answer_data, answer_view
+from zosim.applications.buying.sensitivity import effects, limiter, rooms
+from zosim.applications.buying.shortfall import shortfall
+from zosim.console import emit, stderr
+from zosim.options import MethodName, model_spec, precision_of
+
+
+class RankName(enum.StrEnum):
+    """What offers are ranked by."""
+
+    MONEY = "money"
+    HOURS = "hours"
+    ENERGY = "energy"
+
+
+class WayName(enum.StrEnum):
+    """Ways to pay for a machine."""
+
+    EITHER = "either"
+    RENT = "rent"
+    OWN = "own"
+
+
+_WAYS: dict[WayName, Way | None] = {WayName.EITHER: None, WayName.RENT: "rent", WayName.OWN: "own"}
+
+
+def buy(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A shipped size (opt-66b), a model directory, a config.json, or a saved ModelSpec."
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 1,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the job.")] = 10_000,
+    machines: Annotated[
+        str | None,
+        typer.Option(help="Presets or topology files, as in a,b,c; by default all that the price table has."),
+    ] = None,
+    count: Annotated[
+        str, typer.Option(help="Devices to use at most, each tried; more than there are means all.")
+    ] = "1,8",
+    budget: Annotated[
+        str | None, typer.Option(help="Most that may be spent, such as 5000 or '5000 USD'.")
+    ] = None,
+    deadline: Annotated[str | None, typer.Option(help="Most that it may take, such as 48h or 3d.")] = None,
+    prices: Annotated[
+        Path | None, typer.Option(help="Your own price table; --show-prices prints one to start from.")
+    ] = None,
+    pay: Annotated[
+        WayName, typer.Option(help="Only machines that are rented, or only owned.")
+    ] = WayName.EITHER,
+    by: Annotated[RankName, typer.Option(help="What to rank by.")] = RankName.MONEY,
+    method: Annotated[
+        MethodName, typer.Option(help="Only placements of this method; by default any.")
+    ] = MethodName.AUTO,
+    dtype: Annotated[str, typer.Option(help="Format of weights, products and transfers.")] = "float16",
+    explain: Annotated[int, typer.Option(min=0, help="Offers to say of what would change them.")] = 2,
+    simulate: Annotated[
+        int, typer.Option(min=0, help="Offers to simulate, from the first on; the others are closed form.")
+    ] = 3,
+    show_prices: Annotated[
+        bool, typer.Option("--show-prices", help="Print the shipped price table, and do nothing else.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Rank machines by hours, money and energy for a job, and say what would change the answer."""
+    if show_prices:
+        typer.echo(shipped_prices_text(), nl=False)
+        return
+    if model is None:
+        raise PlanError("what is to be tuned was not said", hint="--model opt-66b, for instance")
+    table = shipped_prices() if prices is None else load_prices(prices)
+    market = Market(
+        job=Job(
+            model=model_spec(model),
+            batch=batch,
+            seq=seq,
+            num_steps=steps,
+            precision=precision_of(dtype),
+            method=method.value,
+        ),
+        prices=table,
+        limits=Limits(_money(budget, table), _hours(deadline)),
+        by=by.value,
+        pay=_WAYS[pay],
+    )
+    names = list(table.machines) if machines is None else _names(machines)
+    found_machines = dict(machines_named(names))
+    offers, refused = market.offers(found_machines.items(), _counts(count), num_simulated=simulate)
+    limiters = [limiter(market.job, offer.machine) for offer in offers]
+    machines_once = {id(offer.machine): offer for offer in reversed(offers)}
+    explained = [
+        (offer, effects(market, offer, offers), rooms(offer.machine))
+        for offer in [o for o in offers if machines_once[id(o.machine)] is o][:explain]
+    ]
+    _say_what_prices_are(table, names)
+    lacking = shortfall(market, found_machines, offers, refused)
+    found = (market, offers, refused, limiters, explained, lacking)
+    emit(answer_data(*found), json=as_json, text=answer_view(*found))
+
+
+def _say_what_prices_are(table: PriceTable, names: list[str]) -> None:
+    """Say on stderr what the prices are worth."""
+    assumed = sorted(
+        name
+        for name, entry in table.machines.items()
+        if name in names
+        for quote in (entry.rent_per_hour, entry.purchase)
+        if quote is not None and quote.basis in ("assumed", "estimated")
+    )
+    stderr.print(
+        f"prices of {table.date}, {table.currency}; owned machines are written off over {table.life_years.value:g} "
+        f"years at {table.utilisation.value:.0%} use",
+        markup=False,
+        soft_wrap=True,
+    )
+    if assumed:
+        stderr.print(
+            f"estimated rather than quoted: {', '.join(dict.fromkeys(assumed))}; use --prices for quotes of your own",
+            markup=False,
+            soft_wrap=True,
+        )
+    stderr.print(
+        "steps marked >= are the closed form; --simulate N simulates more", markup=False, soft_wrap=True
+    )
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise PlanError(f"--machines {text!r} names none", hint="such as h200-1x,dgx-h100")
+    return names
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        counts = []
+    if not counts or counts[0] < 1:
+        raise PlanError(f"--count {text} is no list of numbers of devices", hint="such as 1,2,4,8")
+    return counts
+
+
+def _money(text: str | None, table: PriceTable) -> float | None:
+    """Return a sum in the table's currency."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*([\d,]*\.?\d+)\s*([A-Za-z]*)\s*", text)
+    if found is None or float(found[1].replace(",", "")) <= 0:
+        raise PlanError(f"--budget {text} is no sum of money", hint=f"such as '5000 {table.currency}'")
+    if found[2] and found[2].upper() != table.currency:
+        raise PlanError(
+            f"--budget {text} is not in {table.currency}, the price table's currency",
+            hint="convert it, or give a table in that currency with --prices",
+        )
+    return float(found[1].replace(",", ""))
+
+
+def _hours(text: str | None) -> float | None:
+    """Return a time in hours."""
+    if text is None:
+        return None
+    days = re.fullmatch(r"\s*(\d*\.?\d+)\s*d(ays?)?\s*", text)
+    try:
+        hours = float(days[1]) * 24 if days else parse_quantity(text, "time") / 3600
+    except QuantityError as error:
+        raise PlanError(f"--deadline {text}: {error.message}", hint="such as 48h or 3d") from None
+    if hours <= 0:
+        raise PlanError(f"--deadline {text} is over already", hint="such as 48h")
+    return hours

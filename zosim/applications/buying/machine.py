@@ -1,0 +1,185 @@
+"""A job, and what a machine would take for it: bounded by the closed form, or simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from costmodel.model_spec import ModelSpec
+from costmodel.prices import Range
+from costmodel.profile import Bound, Profile
+from topology.errors import PlanError
+from topology.graph import Topology
+from topology.hardware import resolve
+from zosim.applications.buying.levers import Lever, levers
+from zosim.axes import Estimator, Mesh, Precision
+from zosim.hardware.profiles import Profiles
+from zosim.plan import Plan
+from zosim.planning.bounds import Bounds
+from zosim.planning.explain import ALIKE
+from zosim.planning.planner import Candidate
+from zosim.planning.predict import Prediction
+from zosim.planning.request import Method, Request
+
+_SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done.
+
+    Attributes
+    ----------
+    model : ModelSpec
+    batch, seq, num_steps : int
+    precision : Precision
+    method : str
+        As for the planner.
+    estimator : Estimator
+    """
+
+    model: ModelSpec
+    batch: int
+    seq: int
+    num_steps: int
+    precision: Precision = field(default_factory=Precision)
+    method: Method = "auto"
+    estimator: Estimator = field(default_factory=Estimator)
+
+    def __post_init__(self) -> None:
+        if self.seq > self.model.max_positions:
+            raise PlanError(
+                f"seq={self.seq} exceeds the {self.model.max_positions} positions of {self.model.name}",
+                hint=f"use --seq {self.model.max_positions} or less",
+            )
+
+    def request(
+        self, name: str, topology: Topology, num_devices: int, *, mesh: Mesh | None = None
+    ) -> Request:
+        """Return what the planner is asked for on a machine."""
+        device, profiles = topology.compute_devices[0].id, Profiles(topology)
+        return Request(
+            model=self.model,
+            topology=topology,
+            hardware=name,
+            device=device,
+            profile=profiles.of(device),
+            profiles=profiles,
+            batch=self.batch,
+            seq=self.seq,
+            estimator=self.estimator,
+            precision=self.precision,
+            method=self.method,
+            mesh=mesh,
+            max_ranks=num_devices,
+        )
+
+    def hours(self, step_s: Range) -> Range:
+        """Return what the job takes at so many seconds a step."""
+        return step_s * (self.num_steps / _SECONDS_PER_HOUR)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine with as many of its devices as a job may use, and what the job takes there.
+
+    Attributes
+    ----------
+    name : str
+        As the price table and the command line know it.
+    topology : Topology
+    num_devices : int
+        That the plan uses, at most those that were asked for.
+    candidates : tuple of Candidate
+        Every placement that was bounded, those that fit first, fastest first.
+    step_s : Range
+        Of the best that fits, from the closed form or simulated.
+    prediction : Prediction or None
+        If it was simulated.
+    """
+
+    name: str
+    topology: Topology
+    num_devices: int
+    candidates: tuple[Candidate, ...]
+    step_s: Range
+    prediction: Prediction | None = None
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest placement that fits."""
+        return self.candidates[0]
+
+    @property
+    def plan(self) -> Plan:
+        """That placement as a plan."""
+        return self.best.plan
+
+    @cached_property
+    def levers(self) -> tuple[Lever, ...]:
+        """Figures that its plan depends on."""
+        return levers(self.topology, self.plan.placement.devices)
+
+
+def interval(job: Job, name: str, topology: Topology, best: Candidate) -> Range:
+    """Return the closed form of a plan's step with every constant at its middle, and at either end of its interval."""
+    request = job.request(name, topology, best.plan.placement.world_size)
+    ends = [_bound_s(_at_end(request, end), best.plan) for end in ("central", "low", "high")]
+    central, low, high = ends
+    return Range(best.seconds, best.seconds * low / central, best.seconds * high / central)
+
+
+def _at_end(request: Request, end: Bound) -> Request:
+    """Return a request with the first device's constants, all at one end of their intervals, for every rank."""
+    return replace(request, profile=_fixed(request.profile, end), profiles=None)
+
+
+def _fixed(profile: Profile, end: Bound) -> Profile:
+    constants = [
+        constant.model_copy(update=dict.fromkeys(("value", "low", "high"), constant.at(end)))
+        for constant in profile.constants
+    ]
+    return profile.with_constants(*constants, origin=profile.origin)
+
+
+def _bound_s(request: Request, plan: Plan) -> float:
+    """Return the closed form of a plan's step."""
+    return Bounds(request).of(plan).seconds
+
+
+def simulated(machine: Machine) -> Machine:
+    """Return a machine with its best plan simulated, event by event, interval included.
+
+    Where the simulated step takes longer than another placement's bound, that one is simulated, too.
+    """
+    rest = [candidate for candidate in machine.candidates if not candidate.missing]
+    best, best_s = None, float("inf")
+    for candidate in rest:
+        if candidate.bound.seconds >= best_s * (1 - ALIKE):
+            break
+        seconds = candidate.subject.timeline.step_time_s
+        if seconds < best_s * (1 - ALIKE):
+            best, best_s = candidate, seconds
+    assert best is not None
+    prediction = best.subject.prediction
+    others = [candidate for candidate in machine.candidates if candidate is not best]
+    return replace(
+        machine,
+        num_devices=best.plan.placement.world_size,
+        candidates=(replace(best, seconds=best_s, is_simulated=True, prediction=prediction), *others),
+        step_s=Range(prediction.step_time_s, prediction.low_s, prediction.high_s),
+        prediction=prediction,
+    )
+
+
+def machines_named(names: Sequence[str]) -> Iterator[tuple[str, Topology]]:
+    """Yield the machines of these names.
+
+    Raises
+    ------
+    TopologyError
+        If a name is neither a preset nor a file.
+    """
+    for name in names:
+        yield name, resolve(name)

@@ -1,0 +1,213 @@
+"""What would change the answer: one figure of one machine doubled or halved, and memories at which faster plans fit.
+
+All of it is closed form: a step's ratio with the figure changed, over the placements of the same mesh, times what the step
+was predicted to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from topology.errors import PlanError
+from topology.graph import Topology
+from topology.units import format_bytes
+from zosim.applications.buying.levers import Lever
+from zosim.applications.buying.machine import Job, Machine
+from zosim.applications.buying.offers import Market, Offer
+from zosim.planning.bounds import Bounds
+from zosim.planning.explain import ALIKE
+from zosim.planning.planner import Candidate, candidates
+
+_DIGITS = 3
+_WORTH_SAYING = 0.01
+"""Part of a step that more memory must save to be mentioned."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A figure multiplied by a factor.
+
+    Attributes
+    ----------
+    factor : float
+    times : float or None
+        How many times as long a step then takes; None if nothing fits any more.
+    placement : str
+        The best placement then, if it is another one.
+    is_first : bool
+        Whether the offer is then the best of all.
+    """
+
+    factor: float
+    times: float | None
+    placement: str
+    is_first: bool
+
+    @property
+    def matters(self) -> bool:
+        """Whether the step takes another time."""
+        return self.times is None or abs(self.times - 1) > ALIKE
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one figure of an offer's machine decides.
+
+    Attributes
+    ----------
+    figure, now : str
+    doubled, halved : Change
+    changes_answer : bool
+        Whether the offer becomes the best when the figure is doubled, or ceases to be when it is halved.
+    """
+
+    figure: str
+    now: str
+    doubled: Change
+    halved: Change
+    changes_answer: bool
+
+
+@dataclass(frozen=True)
+class Room:
+    """A memory at which a faster placement fits.
+
+    Attributes
+    ----------
+    where : str
+        ``device`` or ``host``.
+    needed_bytes : int
+    placement : str
+    times : float
+        How many times as long its step takes, at least.
+    """
+
+    where: str
+    needed_bytes: int
+    placement: str
+    times: float
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.needed_bytes)} of {self.where} memory: {self.placement}, {percent(self.times)} a step"
+
+
+def percent(times: float) -> str:
+    """Return a factor as what it adds or takes away."""
+    change = times - 1
+    return f"{change:+.0%}" if abs(change) >= _WORTH_SAYING else f"{change:+.1%}"
+
+
+def limiter(job: Job, machine: Machine) -> str:
+    """Return the figure that shortens the machine's step most when it is doubled, and by how much.
+
+    Memory is left out: it limits which placements there are, not how long this one takes.
+    """
+    now = _best_s([machine.best])
+    gains = {
+        lever.name: _of_plan_s(job, machine, lever.apply(machine.topology, 2.0)) / now
+        for lever in machine.levers
+        if lever.kind != "memory"
+    }
+    if not gains:
+        return ""
+    name = min(gains, key=lambda key: gains[key])
+    return f"{name} (x2: {percent(gains[name])})" if gains[name] < 1 - ALIKE else "no single figure"
+
+
+def _of_plan_s(job: Job, machine: Machine, topology: Topology) -> float:
+    request = job.request(machine.name, topology, machine.num_devices)
+    return Bounds(request).of(machine.plan).seconds
+
+
+def effects(market: Market, offer: Offer, offers: Sequence[Offer]) -> tuple[Effect, ...]:
+    """Return what each figure of an offer's machine decides, those that decide most first.
+
+    Parameters
+    ----------
+    market : Market
+    offer : Offer
+        One of `offers`.
+    offers : sequence of Offer
+        All of them, best first.
+    """
+    rivals = [other for other in offers if other.machine.name != offer.machine.name]
+    best = min((market.key(other) for other in rivals), default=None)
+    was_first = best is None or market.key(offer) <= best
+    now = _altered(market.job, offer.machine, offer.machine.topology)
+    assert now is not None
+    found = []
+    for lever in offer.machine.levers:
+        doubled, halved = (_change(market, offer, lever, factor, now, best) for factor in (2.0, 0.5))
+        changes = halved.is_first < was_first or doubled.is_first > was_first
+        found.append(Effect(lever.name, lever.now, doubled, halved, changes and best is not None))
+    return tuple(sorted(found, key=lambda effect: -_span(effect)))
+
+
+def _change(
+    market: Market,
+    offer: Offer,
+    lever: Lever,
+    factor: float,
+    now: Candidate,
+    best: tuple[int, float] | None,
+) -> Change:
+    machine = offer.machine
+    then = _altered(market.job, machine, lever.apply(machine.topology, factor))
+    if then is None:
+        return Change(factor, None, "", False)
+    times = then.bound.seconds / now.bound.seconds
+    key = market.key(market.repriced(offer, times))
+    described = then.describe()
+    return Change(
+        factor,
+        times,
+        "" if described == now.describe() else described,
+        best is None or key <= best,
+    )
+
+
+def _altered(job: Job, machine: Machine, topology: Topology) -> Candidate | None:
+    """Return the fastest placement of the machine's mesh that fits a changed machine."""
+    try:
+        request = job.request(machine.name, topology, machine.num_devices, mesh=machine.plan.mesh)
+        fitting = [candidate for candidate in candidates(request) if not candidate.missing]
+    except PlanError:
+        return None
+    return min(fitting, key=lambda candidate: candidate.sort_key, default=None)
+
+
+def _span(effect: Effect) -> float:
+    times = [change.times for change in (effect.doubled, effect.halved)]
+    return float("inf") if None in times else max(times) - min(times)  # type: ignore[type-var, operator]
+
+
+def rooms(machine: Machine) -> tuple[Room, ...]:
+    """Return the memories at which faster placements fit, the smallest first; larger ones only if faster still."""
+    best: dict[tuple[str, str], Room] = {}
+    for room in _lacking(machine):
+        size = (room.where, format_bytes(room.needed_bytes, _DIGITS))
+        best[size] = min(best.get(size, room), room, key=lambda item: item.times)
+    found: list[Room] = []
+    for room in sorted(best.values(), key=lambda item: item.needed_bytes):
+        if all(room.times < known.times - ALIKE for known in found if known.where == room.where):
+            found.append(room)
+    return tuple(found)
+
+
+def _lacking(machine: Machine) -> Iterator[Room]:
+    """Yield what placements that are faster than the machine's best need, where one memory alone lacks."""
+    best_s = _best_s([machine.best])
+    for candidate in machine.candidates:
+        times = candidate.bound.seconds / best_s
+        if not candidate.missing or times > 1 - _WORTH_SAYING:
+            continue
+        parts = candidate.missing.split("; ")
+        if len(parts) == 1 and "of device memory" in parts[0]:
+            yield Room("device", candidate.footprints.largest.device_bytes, candidate.describe(), times)
+        elif len(parts) == 1:
+            yield Room("host", candidate.footprints.fullest.size_bytes, candidate.describe(), times)
+
+
+def _best_s(listed: Sequence[Candidate]) -> float:
+    return min(candidate.bound.seconds for candidate in listed)

@@ -1,0 +1,103 @@
+"""Why no machine does a job within its limits, which comes closest, and what would let one."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from topology.errors import PlanError
+from topology.graph import Topology
+from topology.units import format_bytes
+from zosim.applications.buying.machine import Job
+from zosim.applications.buying.offers import Cause, Market, Offer, Refusal
+from zosim.planning.planner import candidates
+
+_WORDS: dict[Cause, str] = {
+    "memory": "for want of memory",
+    "hours": "for want of time",
+    "money": "for want of money",
+    "way": "for want of a price",
+    "plan": "for want of a placement",
+}
+
+
+def shortfall(
+    market: Market, machines: Mapping[str, Topology], offers: Sequence[Offer], refused: Sequence[Refusal]
+) -> tuple[str, ...]:
+    """Return in words that nothing stays within the limits and what would; empty where something does.
+
+    Parameters
+    ----------
+    market : Market
+    machines : mapping of str to Topology
+        By name, those that were asked for.
+    offers : sequence of Offer
+    refused : sequence of Refusal
+    """
+    if any(offer.verdict != "no" for offer in offers):
+        return ()
+    kept_out = [*refused, *(_kept_out(market, offer) for offer in offers)]
+    counts = Counter(item.cause for item in kept_out)
+    why = ", ".join(f"{count} {_WORDS[cause]}" for cause, count in counts.most_common())
+    first = f"none of the {len(machines)} machines does the job as asked; {len(kept_out)} ways fail, {why}"
+    return (first, *_remedies(market, machines, kept_out))
+
+
+def _kept_out(market: Market, offer: Offer) -> Refusal:
+    """Return an offer beyond the limits as what it is refused for: time first, which money cannot mend."""
+    machine, limits = offer.machine, market.limits
+    hours, money = offer.cost.hours.value, offer.cost.spent.value
+    is_late = limits.deadline_hours is not None and hours > limits.deadline_hours
+    cause: Cause = "hours" if is_late else "money"
+    return Refusal(machine.name, machine.num_devices, "", "", cause, hours if is_late else money)
+
+
+def _remedies(market: Market, machines: Mapping[str, Topology], kept_out: Sequence[Refusal]) -> Iterator[str]:
+    """Yield, for each cause, what would let the machine in that comes closest."""
+    nearest: dict[Cause, Refusal] = {}
+    for item in kept_out:
+        nearest[item.cause] = min(nearest.get(item.cause, item), item, key=lambda found: found.least)
+    if "hours" in nearest:
+        found = nearest["hours"]
+        yield f"with --deadline {_enough(found.least)}h or more: {_named(found)}, the fastest that fits"
+    if "money" in nearest:
+        found = nearest["money"]
+        sum_of = f"{_enough(found.least)} {market.prices.currency}"
+        yield f"with --budget '{sum_of}' or more: {_named(found)}, the cheapest in time"
+    if "way" in nearest:
+        yield f"without --pay {market.pay}: {_named(nearest['way'])}"
+    if "memory" in nearest:
+        found = nearest["memory"]
+        lack = format_bytes(round(found.least))
+        yield f"with {lack} more memory: {_named(found)}, where least lacks; {found.remedy}"
+        yield _with_a_smaller_batch(market.job, found, machines[found.name])
+
+
+def _enough(least: float) -> str:
+    """Return a number in three digits, rounded up."""
+    unit = 10.0 ** (math.floor(math.log10(least)) - 2)
+    return f"{math.ceil(least / unit) * unit:.{max(0, -round(math.log10(unit)))}f}"
+
+
+def _named(found: Refusal) -> str:
+    return f"{found.name} with {found.num_devices} device{'s' if found.num_devices > 1 else ''}"
+
+
+def _with_a_smaller_batch(job: Job, found: Refusal, topology: Topology) -> str:
+    """Return the largest batch, halved again and again, that fits where least memory lacks."""
+    batch = job.batch
+    if batch == 1 or not _fits(replace(job, batch=1), found, topology):
+        return f"no smaller --batch helps there: one sequence of {job.seq} tokens does not fit either"
+    while not _fits(replace(job, batch=batch), found, topology):
+        batch //= 2
+    return f"with --batch {batch} it fits {_named(found)}"
+
+
+def _fits(job: Job, found: Refusal, topology: Topology) -> bool:
+    try:
+        listed = candidates(job.request(found.name, topology, found.num_devices))
+        return any(not candidate.missing for candidate in listed)
+    except PlanError:
+        return False

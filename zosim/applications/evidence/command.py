@@ -1,0 +1,67 @@
+"""``zosim evidence``: a run as one file, made and checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group
+
+from zosim.applications.evidence.file import Evidence, check, evidence_of, run_header
+from zosim.console import emit, stderr, table
+from zosim.options import Hardware, Json, ProfileFile, Threads, subject_of
+from zosim.plan import Plan
+
+app = typer.Typer(
+    help="Save a run as one file that others can check, or check such a file.", no_args_is_help=True
+)
+
+
+@app.command()
+def make(
+    run: Annotated[Path, typer.Argument(help="Directory that `zosim run` wrote.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the evidence here.")],
+    hardware: Hardware = None,
+    profile: ProfileFile = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Save a run with its plan, machine, profile and prediction; names, paths, weights and data stay out."""
+    ran = run / "program.json"
+    plan = Plan.load(run / "plan.json")
+    used = threads or int(run_header(run)["num_threads"])
+    subject = subject_of(plan, hardware, profile, used, ran if ran.exists() else None)
+    evidence = evidence_of(run, subject)
+    evidence.save(output)
+    stderr.print(f"wrote {output}", markup=False, soft_wrap=True)
+    comparison = evidence.comparison()
+    data = {"prediction": evidence.prediction, "measurement": evidence.measurement}
+    emit(data, json=as_json, text=comparison.summary_table())
+
+
+@app.command(name="check")
+def check_file(
+    file: Annotated[Path, typer.Argument(help="What `zosim evidence make` wrote.", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """Predict anew from an evidence file, and hold what it states against that; exit with 1 if it does not hold."""
+    evidence = Evidence.load(file)
+    findings = check(evidence)
+    rows = [(f.what, f"{f.stated}", f"{f.found}", "holds" if f.holds else "DOES NOT HOLD") for f in findings]
+    comparison = evidence.comparison()
+    inside = evidence.prediction.low_s <= evidence.measurement.step_time_s <= evidence.prediction.high_s
+    verdict = f"the measured step lies {'inside' if inside else 'outside'} of the predicted interval"
+    data = {
+        "holds": all(finding.holds for finding in findings),
+        "findings": list(findings),
+        "versions": evidence.versions,
+        "step_error": comparison.step_error,
+        "measured_inside_interval": inside,
+    }
+    shown = table(("statement", "in the file", "made again", ""), rows)
+    emit(data, json=as_json, text=Group(shown, comparison, verdict))
+    if not data["holds"]:
+        made_by = evidence.versions.get("zosim", "another version")
+        stderr.print(f"made by zosim {made_by}; another version may predict otherwise", markup=False)
+        raise typer.Exit(1)

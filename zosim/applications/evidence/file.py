@@ -1,0 +1,373 @@
+"""A run as one file that somebody else can check, and that a calibration can learn from.
+
+It holds the machine, the profile, the plan and the programs that ran, what was predicted from them, and the spans that were
+measured: enough to make the prediction again, and to hold it against the run, without the machine, the model's weights
+or its data. What could tell who ran it where is taken out (:mod:`zosim.applications.evidence.anonymous`).
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from costmodel.profile import Profile
+from topology.errors import ZosimError
+from topology.graph import Topology
+from topology.signed import with_digest, without_digest
+from topology.validation import FrozenModel, RuleError, readable
+from zosim.analysis.compare import Comparison, compare, slowest_rank
+from zosim.applications.evidence.anonymous import Anonymous, refuse_private
+from zosim.instructions import Space
+from zosim.lowering import lower_all
+from zosim.plan import Plan
+from zosim.planning.predict import Subject
+from zosim.program_set import ProgramSet
+from zosim.timeline import Timeline
+
+EVIDENCE_FORMAT: Literal["zosim-evidence"] = "zosim-evidence"
+EVIDENCE_VERSION: Literal[1] = 1
+
+SAME_PREDICTION = 1e-6
+"""Relative difference up to which a prediction counts as the same: sums of durations on another processor."""
+SAME_MEASUREMENT = 1e-9
+
+_HEADER_KEYS = ("torch", "instruction_set", "float32_matmul_precision")
+
+
+class EvidenceError(ZosimError):
+    """A file that is no evidence, or a run that none can be made of."""
+
+
+class Predicted(FrozenModel):
+    """What was predicted.
+
+    Attributes
+    ----------
+    step_time_s, low_s, high_s : float
+    device_bytes, host_bytes : int
+        Of the fullest device and host.
+    bottleneck : str
+    """
+
+    step_time_s: float = Field(gt=0)
+    low_s: float = Field(gt=0)
+    high_s: float = Field(gt=0)
+    device_bytes: int = Field(ge=0)
+    host_bytes: int = Field(ge=0)
+    bottleneck: str
+
+    @classmethod
+    def of(cls, subject: Subject) -> Predicted:
+        """Return the prediction of a plan on its hardware."""
+        found = subject.prediction
+        return cls(
+            step_time_s=found.step_time_s,
+            low_s=found.low_s,
+            high_s=found.high_s,
+            device_bytes=found.footprint.device_bytes,
+            host_bytes=found.host.size_bytes,
+            bottleneck=found.bottleneck.words,
+        )
+
+
+class Measured(FrozenModel):
+    """What was measured, in numbers that follow from the spans.
+
+    Attributes
+    ----------
+    step_time_s : float
+        Median of the steady steps.
+    num_steady_steps : int
+    device_bytes, host_bytes : int
+        Peaks of the first rank.
+    """
+
+    step_time_s: float = Field(gt=0)
+    num_steady_steps: int = Field(gt=0)
+    device_bytes: int = Field(ge=0)
+    host_bytes: int = Field(ge=0)
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Measured:
+        """Return what a measured timeline comes to."""
+        rank = timeline.ranks[0] if timeline.ranks else 0
+        return cls(
+            step_time_s=timeline.step_time_s,
+            num_steady_steps=len(timeline.steady_steps),
+            device_bytes=timeline.peak_memory(Space.DEVICE, rank).size_bytes,
+            host_bytes=timeline.peak_memory(Space.HOST, rank).size_bytes,
+        )
+
+
+class Evidence(FrozenModel):
+    """One run, checkable.
+
+    Attributes
+    ----------
+    versions : mapping of str to str
+        Of zosim, Python, torch and the like, and what bits and rates depend on.
+    num_threads : int
+        Threads of the kernels.
+    topology : Topology
+    profile : Profile
+        What operations were taken to cost on every rank's device.
+    plan : Plan
+    programs : mapping
+        What the ranks ran, as :class:`ProgramSet` writes it.
+    is_edited : bool
+        Whether these are other programs than the plan was lowered to by the zosim that made the file.
+    prediction : Predicted
+    measurement : Measured
+    timeline : Timeline
+        The measured spans.
+    """
+
+    format: Literal["zosim-evidence"] = EVIDENCE_FORMAT
+    version: Literal[1] = EVIDENCE_VERSION
+    versions: dict[str, str]
+    num_threads: int = Field(gt=0)
+    topology: Topology
+    profile: Profile
+    plan: Plan
+    programs: dict[str, Any]
+    is_edited: bool
+    prediction: Predicted
+    measurement: Measured
+    timeline: Timeline
+
+    @model_validator(mode="after")
+    def _is_a_run(self) -> Evidence:
+        if self.timeline.source != "measured":
+            message = f"its timeline is {self.timeline.source}, not measured"
+            raise RuleError(message, hint="evidence is made of a run: `zosim evidence make RUN`")
+        return self
+
+    @cached_property
+    def program_set(self) -> ProgramSet:
+        """The programs that ran."""
+        return ProgramSet.from_data(self.programs, "in the evidence")
+
+    @cached_property
+    def subject(self) -> Subject:
+        """Plan, hardware and programs, to predict anew."""
+        return Subject(self.plan, self.topology, self.profile, self.program_set)
+
+    def comparison(self) -> Comparison:
+        """Return prediction and measurement line by line, for the last rank to end its steps."""
+        rank = slowest_rank(self.timeline)
+        predicted = self.subject.timeline_of(rank)
+        at_pace = self.subject.at_pace_of(self.timeline)
+        return compare(predicted, self.timeline, self.program_set.program_of(rank), rank, at_pace)
+
+    def save(self, path: str | Path) -> None:
+        """Write the evidence as JSON, with a digest.
+
+        Raises
+        ------
+        EvidenceError
+            If something of this machine or its user is still in it.
+        """
+        content = self.model_dump(mode="json")
+        text = json.dumps(with_digest(content), indent=1)
+        refuse_private(text, EvidenceError)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Evidence:
+        """Read what :meth:`save` wrote.
+
+        Raises
+        ------
+        EvidenceError
+            If the file is missing, is something else, is of a newer version, was changed, or contradicts itself.
+        """
+        content, is_unchanged = without_digest(_read(path))
+        if not is_unchanged:
+            raise EvidenceError(
+                f"{path} was changed or is damaged: its digest does not match its content",
+                hint="get it again from whoever made it",
+            )
+        try:
+            with readable(f"evidence {path}", EvidenceError, model=cls):
+                return cls.model_validate(content)
+        except EvidenceError:
+            raise
+        except ZosimError as error:  # of a part that checks itself
+            raise EvidenceError(f"evidence {path} is not valid: {error.message}", hint=error.hint) from error
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One statement of an evidence file, held against what follows from the rest of it.
+
+    Attributes
+    ----------
+    what : str
+    stated, found : float or str
+    holds : bool
+    """
+
+    what: str
+    stated: float | str
+    found: float | str
+    holds: bool
+
+
+def check(evidence: Evidence) -> tuple[Finding, ...]:
+    """Return every statement of an evidence file with what comes of making it again.
+
+    Raises
+    ------
+    ZosimError
+        If plan, programs, profile and topology do not belong together.
+    """
+    spec = evidence.topology.device_spec(evidence.plan.placement.devices[0])
+    evidence.profile.check_device(device_name=spec.name, device_kind=spec.kind)
+    return (
+        *_compared(
+            "predicted",
+            evidence.prediction.model_dump(),
+            Predicted.of(evidence.subject).model_dump(),
+            SAME_PREDICTION,
+        ),
+        *_compared(
+            "measured",
+            evidence.measurement.model_dump(),
+            Measured.of(evidence.timeline).model_dump(),
+            SAME_MEASUREMENT,
+        ),
+        _spans_belong(evidence),
+        _programs_belong(evidence),
+    )
+
+
+def _compared(
+    whose: str, stated: Mapping[str, Any], found: Mapping[str, Any], tolerance: float
+) -> Iterator[Finding]:
+    for name, value in stated.items():
+        again = found[name]
+        is_number = isinstance(value, int | float)
+        same = abs(again - value) <= tolerance * abs(value) if is_number else again == value
+        yield Finding(f"{whose} {name}", value, again, same)
+
+
+def _spans_belong(evidence: Evidence) -> Finding:
+    """Return whether every measured span is of an instruction that its rank ran."""
+    known = {
+        (rank, part, item.id)
+        for rank in range(evidence.program_set.world_size)
+        for part, item in evidence.program_set.program_of(rank).instructions()
+    }
+    foreign = {
+        f"{span.part}/{span.instruction} of rank {span.rank}"
+        for span in evidence.timeline.spans
+        if (span.rank, span.part, span.instruction) not in known
+    }
+    found = f"{len(foreign)}, such as {min(foreign)}" if foreign else "none"
+    return Finding("spans of no instruction", "none", found, not foreign)
+
+
+def _programs_belong(evidence: Evidence) -> Finding:
+    """Return whether the programs are what the plan is lowered to, where they say so."""
+    if evidence.is_edited:
+        return Finding("programs", "edited by hand", "not compared with the plan", True)
+    same = lower_all(evidence.plan).to_json() == evidence.program_set.to_json()
+    return Finding("programs", "the plan's", "the plan's" if same else "others", same)
+
+
+def evidence_of(run: str | Path, subject: Subject) -> Evidence:
+    """Return the evidence of a run.
+
+    Parameters
+    ----------
+    run : path
+        A directory that `zosim run` wrote.
+    subject : Subject
+        The run's plan on its hardware, with the programs that ran.
+
+    Raises
+    ------
+    EvidenceError
+        If the directory lacks something, or ranks ran on unlike devices.
+    """
+    directory = Path(run)
+    header = run_header(directory)
+    profile, threads = subject.profile, int(header["num_threads"])
+    if profile.device_kind == "cpu" and profile.num_threads != threads:
+        raise EvidenceError(
+            f"the run had {threads} threads, the profile is for {profile.num_threads}",
+            hint=f"--threads {threads}, or a profile that was calibrated with so many",
+        )
+    if len(set(subject.rank_profiles)) > 1:
+        raise EvidenceError(
+            f"the ranks of {directory} ran on unlike devices, evidence holds one profile",
+            hint="make evidence of a run on like devices",
+        )
+    anonymous = Anonymous(subject)
+    timeline = anonymous.timeline(Timeline.load(directory / "timeline.json"))
+    plain = anonymous.subject
+    return Evidence(
+        versions={
+            "zosim": version("zosim"),
+            "python": platform.python_version(),
+            **{name: str(header[name]) for name in _HEADER_KEYS if name in header},
+        },
+        num_threads=threads,
+        topology=plain.topology,
+        profile=plain.profile,
+        plan=plain.plan,
+        programs=json.loads(plain.programs.to_json()),
+        is_edited=lower_all(plain.plan).to_json() != plain.programs.to_json(),
+        prediction=Predicted.of(plain),
+        measurement=Measured.of(timeline),
+        timeline=timeline,
+    )
+
+
+def run_header(directory: Path) -> dict[str, Any]:
+    """Return the header of a run.
+
+    Raises
+    ------
+    EvidenceError
+        If the directory holds no run.
+    """
+    try:
+        header = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise EvidenceError(
+            f"{directory} holds no run: {error}", hint="`zosim run --out DIR` writes one"
+        ) from None
+    if not isinstance(header, dict) or "num_threads" not in header:
+        raise EvidenceError(f"{directory / 'run.json'} is not the header of a run")
+    return header
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise EvidenceError(
+            f"{path} cannot be read as evidence: {error}", hint="`zosim evidence make RUN -o FILE` writes one"
+        ) from None
+    if not isinstance(content, dict) or content.get("format") != EVIDENCE_FORMAT:
+        raise EvidenceError(
+            f"{path} is not evidence of a run", hint="`zosim evidence make RUN -o FILE` writes one"
+        )
+    found = content.get("version")
+    if found != EVIDENCE_VERSION:
+        newer = isinstance(found, int) and found > EVIDENCE_VERSION
+        made_by = content.get("versions", {}).get("zosim", "another zosim")
+        raise EvidenceError(
+            f"{path} is evidence of version {found!r}, this zosim reads {EVIDENCE_VERSION}",
+            hint=f"install zosim {made_by} or later" if newer else "have it made again",
+        )
+    return content

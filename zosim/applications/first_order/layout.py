@@ -1,0 +1,272 @@
+"""Which buffers a first-order step takes, and what lies where in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from costmodel.backward import kept_bytes, optimizer_bytes
+from costmodel.forward import activation_bytes, shared_activation_bytes
+from costmodel.model_spec import ParameterGroup
+from costmodel.work import DType
+from zosim.applications.first_order.settings import FirstOrder, num_kept_at_once
+from zosim.instructions import Access, Buffer, Instruction, Space
+from zosim.lowering.layout import bucket_bytes
+from zosim.lowering.messages import most_message_bytes
+from zosim.plan import Plan
+
+Way = Literal["forward", "backward"]
+Side = Literal["in", "out"]
+
+ID_BYTES = 3 * 8
+_LOSS_BYTES = 8
+_NUM_WIRES = 2
+
+
+@dataclass(frozen=True)
+class FirstOrderLayout:
+    """Names, sizes and ranges of one rank's buffers.
+
+    Attributes
+    ----------
+    plan : Plan
+        Of a baseline: nothing in it is about directions or residency.
+    settings : FirstOrder
+    rank : int
+    """
+
+    plan: Plan
+    settings: FirstOrder
+    rank: int
+
+    @property
+    def stage(self) -> int:
+        """Stage of this rank."""
+        return self.plan.mesh.coordinates(self.rank).stage
+
+    @cached_property
+    def segments(self) -> tuple[str, ...]:
+        """Segments that this rank runs."""
+        return self.plan.segments_of(self.rank)
+
+    @cached_property
+    def groups(self) -> tuple[ParameterGroup, ...]:
+        """Parameter groups that this rank holds, in registration order."""
+        own = set(self.segments)
+        return tuple(group for group in self.plan.model.groups if own & set(group.segments))
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Sequences of each microbatch."""
+        num_parts = self.settings.num_microbatches
+        each, longer = divmod(len(self.plan.rows_of(self.rank)), num_parts)
+        return tuple(each + (number < longer) for number in range(num_parts))
+
+    # -- operands ----------------------------------------------------------------------------------------------
+
+    def weights(self, group: ParameterGroup, step: int = 0) -> Access:
+        """Return the access to the weights of `group`."""
+        return Access(f"device.{group.name}", group.name, step, self._bucket_bytes(group))
+
+    def gradient(self, group: ParameterGroup, left: str) -> Access:
+        """Return the access to its gradient, as the backward or sum called `left` leaves it."""
+        return Access(f"gradient.{group.name}", f"grad:{group.name}", 0, self._bucket_bytes(group), left)
+
+    def state(self, group: ParameterGroup, step: int) -> tuple[Access, ...]:
+        """Return the access to the optimizer's state for it, if there is any."""
+        size = optimizer_bytes(group.num_parameters, self.settings.optimizer, self._dtype)
+        return (Access(f"optimizer.{group.name}", f"state:{group.name}", step, size),) if size else ()
+
+    def kept(self, segment: str, number: int) -> tuple[Access, ...]:
+        """Return the access to what the forward of `segment` keeps for its backward, if anything."""
+        size, slot = self.kept_bytes(segment, number), number % self.num_kept
+        return (Access(f"kept.{segment}.{slot}", f"{segment}:kept", 0, size, f"m{number}"),) if size else ()
+
+    def kept_bytes(self, segment: str, number: int) -> int:
+        """Return the bytes of that."""
+        return kept_bytes(
+            self.plan.model,
+            segment,
+            batch=self.rows[number],
+            seq=self.plan.seq,
+            dtype=self.plan.precision.compute,
+            attention=self.plan.runtime.attention,
+            dropout=self.settings.dropout,
+        )
+
+    def hidden(self, segment: str, number: int) -> Access:
+        """Return the access to the hidden state that `segment` leaves."""
+        return Access("hidden", f"{segment}:out", 0, self._handed_bytes(segment, number), f"m{number}")
+
+    def hidden_gradient(self, segment: str, number: int) -> Access:
+        """Return the access to the gradient of that hidden state."""
+        size = self._handed_bytes(segment, number)
+        return Access("hidden.gradient", f"{segment}:out:gradient", 0, size, f"m{number}")
+
+    def _handed_bytes(self, segment: str, number: int) -> int:
+        return activation_bytes(
+            self.plan.model,
+            batch=self.rows[number],
+            seq=self.plan.seq,
+            dtype=self.plan.precision.compute,
+            segment=segment,
+        )
+
+    def wire(self, way: Way, side: Side, number: int) -> Access:
+        """Return the access to a message, of the largest size that it can have."""
+        is_next = (way == "forward") == (side == "out")
+        cut = self.stage if is_next else self.stage - 1
+        size = most_message_bytes(self.coded(way), cut, self.rows[number])
+        what = f"cut.{cut}:{way}"
+        return Access(f"wire.{way}.{side}.{number % self.num_wires}", what, 0, size, f"m{number}")
+
+    def known(self, side: Side, number: int) -> tuple[Access, Access]:
+        """Return where the last messages of a microbatch's samples are on the host, and on the device."""
+        cut = self.stage if side == "out" else self.stage - 1
+        width = self._width_of(cut)
+        begin, size = sum(self.rows[:number]) * width, self.rows[number] * width
+        host = Access(f"messages.{side}", f"messages.{side}", None, size, "", begin)
+        return host, Access(f"known.{side}.{number % self.num_wires}", f"known.{side}", 0, size, f"m{number}")
+
+    def _width_of(self, cut: int) -> int:
+        """Return the bytes of one sample's activation at a cut."""
+        first = self.plan.mesh.pipelines[0]
+        segment = self.plan.segments_of(first[cut])[-1]
+        return activation_bytes(
+            self.plan.model, batch=1, seq=self.plan.seq, dtype=self.plan.precision.compute, segment=segment
+        )
+
+    def loss(self, number: int) -> Access:
+        """Return the access to the loss of a microbatch."""
+        return Access("losses", "loss", 0, _LOSS_BYTES, f"m{number}", _LOSS_BYTES * number)
+
+    @property
+    def batch(self) -> Access:
+        """The access to the batch."""
+        return Access("batch", "batch", 0, ID_BYTES * sum(self.rows) * self.plan.seq)
+
+    # -- buffers -----------------------------------------------------------------------------------------------
+
+    def at_rest(self) -> Iterator[Access]:
+        """Yield what is there between steps."""
+        for group in self.groups:
+            yield self.weights(group)
+            yield from self.state(group, 0)
+        for side in self.sides if self.keeps("forward") else ():
+            for number in range(self.settings.num_microbatches):
+                yield self.known(side, number)[0]
+
+    def buffers(self, instructions: Iterable[Instruction]) -> tuple[Buffer, ...]:
+        """Return all buffers, each as large as the largest of what instructions put into it."""
+        sizes: dict[str, int] = {}
+        for instruction in instructions:
+            for access in (*instruction.reads, *instruction.writes):
+                sizes[access.buffer] = max(sizes.get(access.buffer, 0), access.end_bytes)
+        for side in self.sides if self.keeps("forward") else ():
+            cut = self.stage if side == "out" else self.stage - 1
+            least = self.settings.num_kept_samples * self._width_of(cut) // self.num_replicas
+            sizes[f"messages.{side}"] = max(sizes[f"messages.{side}"], least)
+        return (*(self._buffer(name, size) for name, size in sizes.items()), *self._shared_buffers())
+
+    def _buffer(self, name: str, size: int) -> Buffer:
+        role, space, dtype, dynamic = _ROLES[name.split(".", maxsplit=1)[0]]
+        return Buffer(name, space, size, role, dtype or self._dtype, dynamic=dynamic)
+
+    def _shared_buffers(self) -> Iterator[Buffer]:
+        size = shared_activation_bytes(
+            self.plan.model,
+            batch=max(self.rows),
+            seq=self.plan.seq,
+            dtype=self.plan.precision.compute,
+            attention=self.plan.runtime.attention,
+        )
+        if size:
+            yield Buffer("shared", Space.DEVICE, size, "activations", self._dtype)
+
+    def _bucket_bytes(self, group: ParameterGroup) -> int:
+        return bucket_bytes(group.num_parameters, group.num_tensors, self._dtype)
+
+    # -- places ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the head."""
+        return self.stage == self.plan.mesh.stage - 1
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """Which sides of this stage have a cut."""
+        return (*(("in",) if self.stage else ()), *(() if self.is_last else ("out",)))
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks of this stage."""
+        return self.plan.mesh.data
+
+    @property
+    def num_wires(self) -> int:
+        """Messages one way that the stage holds at one time."""
+        return min(_NUM_WIRES, self.settings.num_microbatches)
+
+    @cached_property
+    def num_kept(self) -> int:
+        """Microbatches whose activations the stage keeps at one time."""
+        settings = self.settings
+        return num_kept_at_once(
+            settings.schedule, settings.num_microbatches, self.plan.mesh.stage, self.stage
+        )
+
+    def before(self, segment: str) -> str:
+        """Return the segment before `segment`."""
+        segments = self.plan.model.segments
+        return segments[segments.index(segment) - 1]
+
+    def is_at_both_ends(self, group: ParameterGroup) -> bool:
+        """Whether another stage holds the same table."""
+        return self.plan.mesh.stage > 1 and not set(group.segments) <= set(self.segments)
+
+    def reader_of_last_gradient(self, group: ParameterGroup) -> str:
+        """Return the segment whose backward is the last of this rank's that adds to a gradient."""
+        return next(segment for segment in self.segments if segment in group.segments)
+
+    def shape_of(self, number: int) -> dict[str, Any]:
+        """Return what a forward or backward of a microbatch is like, as the cost model asks for it."""
+        precision = self.plan.precision
+        return {
+            "batch": self.rows[number],
+            "seq": self.plan.seq,
+            "dtype": precision.compute,
+            "storage_dtype": "tf32" if precision.compute == "tf32" else precision.storage,
+            "attention": self.plan.runtime.attention,
+        }
+
+    def keeps(self, way: Way) -> bool:
+        """Whether last messages are kept of what crosses that way."""
+        return way == "forward" and self.settings.num_kept_samples > 0
+
+    def coded(self, way: Way) -> Plan:
+        """Return the plan with the codec of what crosses that way."""
+        codec = self.settings.codec if way == "forward" else self.settings.gradient_codec
+        split = self.plan.split.model_copy(update={"codec": codec, "residual_codec": codec})
+        return self.plan.model_copy(update={"split": split})
+
+    @property
+    def _dtype(self) -> DType:
+        return self.plan.precision.storage
+
+
+_ROLES: dict[str, tuple[str, Space, str, bool]] = {
+    "device": ("weights", Space.DEVICE, "", False),
+    "gradient": ("gradients", Space.DEVICE, "", False),
+    "optimizer": ("optimizer state", Space.DEVICE, "float32", False),
+    "kept": ("activations", Space.DEVICE, "", True),
+    "hidden": ("activations", Space.DEVICE, "", True),
+    "wire": ("messages", Space.DEVICE, "uint8", True),
+    "known": ("messages", Space.DEVICE, "", True),
+    "messages": ("kept messages", Space.HOST, "", False),
+    "batch": ("batch", Space.DEVICE, "int64", False),
+    "losses": ("scalars", Space.DEVICE, "float64", False),
+}
+"""Role, place, format (that of the weights if empty) and whether it comes and goes, by the first part of a name."""

@@ -1,0 +1,235 @@
+"""One first-order step of one rank, instruction by instruction."""
+
+from __future__ import annotations
+
+from costmodel.backward import backward_work, optimizer_work
+from costmodel.forward import forward_work
+from costmodel.model_spec import EMBED, HEAD, ParameterGroup
+from costmodel.sweeps import copy_work
+from costmodel.work import Work
+from zosim.applications.first_order.layout import ID_BYTES, FirstOrderLayout, Side, Way
+from zosim.applications.first_order.settings import FirstOrder, turns
+from zosim.instructions import Access, Stream
+from zosim.lowering.listing import Instructions
+from zosim.lowering.messages import coding_work, expected_message_bytes
+from zosim.operations import Backward, Collective, Copy, Decode, Encode, Forward, Load, Optimize, Recv, Send
+from zosim.plan import Plan
+
+REPLICAS = "replicas"
+"""Ranks of one stage, which sum their gradients."""
+
+ENDS = "ends"
+"""First and last stage of a pipeline, which sum the gradients of a table that both hold."""
+
+PIPELINE = "pipeline"
+
+
+class FirstOrderWriter(Instructions):
+    """Writes a step in an order that would be right on a single stream.
+
+    Parameters
+    ----------
+    plan : Plan
+        Of a baseline: nothing in it is about directions or residency.
+    settings : FirstOrder
+    rank : int
+    """
+
+    def __init__(self, plan: Plan, settings: FirstOrder, rank: int) -> None:
+        super().__init__()
+        self.plan = plan
+        self.model = plan.model
+        self.settings = settings
+        self.layout = FirstOrderLayout(plan, settings, rank)
+        self._left: dict[str, str] = {}
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    def write_step(self) -> None:
+        """Write one step: load, microbatches there and back, sums of gradients, updates."""
+        load = copy_work(ID_BYTES * sum(self.layout.rows) * self.plan.seq)
+        self.emit("load", Load(), Stream.H2D, "load", EMBED, (), (self.layout.batch,), load)
+        for way, number in turns(
+            self.settings.schedule, self.settings.num_microbatches, self.plan.mesh.stage, self.layout.stage
+        ):
+            if way == "forward":
+                self._forward_model(number)
+            else:
+                self._backward_model(number)
+        for group in reversed(self.layout.groups):
+            if self.settings.sums_ends and self.layout.is_at_both_ends(group):
+                self._sum(group, ENDS, "ends")
+        for group in reversed(self.layout.groups):
+            self._optimize(group)
+
+    def _forward_model(self, number: int) -> None:
+        if self.layout.stage:
+            self._arrive("forward", number, self.layout.segments[0])
+        for segment in self.layout.segments:
+            self._forward(segment, number)
+        if not self.layout.is_last:
+            self._leave("forward", number, self.layout.segments[-1])
+
+    def _backward_model(self, number: int) -> None:
+        if not self.layout.is_last:
+            self._arrive("backward", number, self.layout.segments[-1])
+        for segment in reversed(self.layout.segments):
+            self._backward(segment, number)
+            if number == self.settings.num_microbatches - 1 and self.layout.num_replicas > 1:
+                for group in self.model.groups_of(segment):
+                    if self.layout.reader_of_last_gradient(group) == segment:
+                        self._sum(group, REPLICAS, "mean")
+        if self.layout.stage:
+            self._leave("backward", number, self.layout.segments[0])
+
+    def _forward(self, segment: str, number: int) -> None:
+        reads = [self.layout.weights(group) for group in self.model.groups_of(segment)]
+        reads += [self.layout.batch] if segment in (EMBED, HEAD) else []
+        reads += [self.layout.hidden(self.layout.before(segment), number)] if segment != EMBED else []
+        left = self.layout.loss(number) if segment == HEAD else self.layout.hidden(segment, number)
+        kept = self.layout.kept(segment, number)
+        work = forward_work(self.model, segment, **self.layout.shape_of(number))
+        # What the backward needs is kept, and counted there; temporaries that are not are alive beside it.
+        spare = max(0, work.workspace_bytes - self.layout.kept_bytes(segment, number))
+        self.emit(
+            f"{segment}/forward[m{number}]",
+            Forward(segment, f"m{number}"),
+            Stream.COMPUTE,
+            "forward",
+            segment,
+            tuple(reads),
+            (left, *kept),
+            work.model_copy(update={"workspace_bytes": spare}),
+        )
+
+    def _backward(self, segment: str, number: int) -> None:
+        groups = self.model.groups_of(segment)
+        reads = [*(self.layout.weights(group) for group in groups), *self.layout.kept(segment, number)]
+        reads += [self.layout.batch] if segment in (EMBED, HEAD) else []
+        reads += [self.layout.hidden_gradient(segment, number)] if segment != HEAD else []
+        writes = (
+            [self.layout.hidden_gradient(self.layout.before(segment), number)] if segment != EMBED else []
+        )
+        accumulates = any(group.name in self._left for group in groups)
+        for group in groups:
+            reads += [self.layout.gradient(group, self._left[group.name])] if group.name in self._left else []
+            self._left[group.name] = f"{segment}:m{number}"
+            writes.append(self.layout.gradient(group, self._left[group.name]))
+        work = backward_work(self.model, segment, accumulates=accumulates, **self.layout.shape_of(number))
+        self.emit(
+            f"{segment}/backward[m{number}]",
+            Backward(segment, number),
+            Stream.COMPUTE,
+            "backward",
+            segment,
+            tuple(reads),
+            tuple(writes),
+            work,
+        )
+
+    def _sum(self, group: ParameterGroup, among: str, left: str) -> None:
+        """Write the sum of a gradient over the ranks of a group."""
+        num_ranks = self.layout.num_replicas if among == REPLICAS else 2
+        read = self.layout.gradient(group, self._left[group.name])
+        self._left[group.name] = left
+        work = Work(link_bytes=2 * read.size_bytes * (num_ranks - 1) // num_ranks)
+        self.emit(
+            f"{group.name}/all_reduce[{among}]",
+            Collective("all_reduce", among),
+            Stream.LINK,
+            "all_reduce",
+            group.segments[-1],
+            (read,),
+            (self.layout.gradient(group, self._left[group.name]),),
+            work,
+        )
+
+    def _optimize(self, group: ParameterGroup) -> None:
+        optimizer, state = self.settings.optimizer, self.layout.state(group, 0)
+        work = optimizer_work(
+            group.num_parameters, optimizer, dtype=self.plan.precision.storage, num_tensors=group.num_tensors
+        )
+        self.emit(
+            f"{group.name}/optimize",
+            Optimize(group.name, optimizer),
+            Stream.COMPUTE,
+            "update",
+            group.segments[-1],
+            (self.layout.weights(group), self.layout.gradient(group, self._left[group.name]), *state),
+            (self.layout.weights(group, 1), *self.layout.state(group, 1)),
+            work,
+        )
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def _leave(self, way: Way, number: int, segment: str) -> None:
+        """Write how what a stage leaves becomes a message, and goes."""
+        cut, offset = (self.layout.stage, 1) if way == "forward" else (self.layout.stage - 1, -1)
+        plan, rows, wire = (
+            self.layout.coded(way),
+            self.layout.rows[number],
+            self.layout.wire(way, "out", number),
+        )
+        codec = plan.split.codec
+        tensor = self._crossing(way, segment, number, leaves=True)
+        coding = self._with_change(coding_work(plan, cut, rows, "encode"), tensor, way)
+        known = self._fetch(way, "out", number, segment)
+        self.emit(
+            f"encode/{way}[m{number}]", Encode(codec, codec), Stream.COMPUTE, "encode", segment,
+            (tensor, *known), (wire, *known), coding,
+        )  # fmt: skip
+        self._put_back(way, "out", number, segment)
+        link = Work(link_bytes=expected_message_bytes(plan, cut, rows))
+        send = Send(PIPELINE, offset)
+        self.emit(f"send/{way}[m{number}]", send, Stream.LINK, "send", segment, (wire,), (), link)
+
+    def _arrive(self, way: Way, number: int, segment: str) -> None:
+        """Write how a message comes, and becomes what it was."""
+        cut, offset = (self.layout.stage - 1, -1) if way == "forward" else (self.layout.stage, 1)
+        plan, rows, wire = (
+            self.layout.coded(way),
+            self.layout.rows[number],
+            self.layout.wire(way, "in", number),
+        )
+        link = Work(link_bytes=expected_message_bytes(plan, cut, rows))
+        recv = Recv(PIPELINE, offset)
+        self.emit(f"recv/{way}[m{number}]", recv, Stream.RECV, "recv", segment, (), (wire,), link)
+        tensor = self._crossing(way, segment, number, leaves=False)
+        coding = self._with_change(coding_work(plan, cut, rows, "decode"), tensor, way)
+        known = self._fetch(way, "in", number, segment)
+        self.emit(
+            f"decode/{way}[m{number}]", Decode(), Stream.COMPUTE, "decode", segment,
+            (wire, *known), (tensor, *known), coding,
+        )  # fmt: skip
+        self._put_back(way, "in", number, segment)
+
+    def _crossing(self, way: Way, segment: str, number: int, *, leaves: bool) -> Access:
+        """Return the access to what crosses at the edge of a stage that `segment` is at."""
+        is_before = (way == "forward") != leaves
+        edge = self.layout.before(segment) if is_before else segment
+        return (
+            self.layout.hidden(edge, number)
+            if way == "forward"
+            else self.layout.hidden_gradient(edge, number)
+        )
+
+    def _with_change(self, work: Work, tensor: Access, way: Way) -> Work:
+        """Return the work of a message; of changes, with reading, adding and writing what is known of them."""
+        if not self.layout.keeps(way):
+            return work
+        return work.model_copy(update={"elementwise_bytes": 3 * tensor.size_bytes, "num_kernels": 2})
+
+    def _fetch(self, way: Way, side: Side, number: int, segment: str) -> tuple[Access, ...]:
+        """Write how the last messages of a microbatch's samples come to the device; return where."""
+        if not self.layout.keeps(way):
+            return ()
+        host, here = self.layout.known(side, number)
+        name, work = f"messages/fetch/{side}[m{number}]", copy_work(host.size_bytes)
+        self.emit(name, Copy(), Stream.H2D, "fetch", segment, (host,), (here,), work)
+        return (here,)
+
+    def _put_back(self, way: Way, side: Side, number: int, segment: str) -> None:
+        if self.layout.keeps(way):
+            host, here = self.layout.known(side, number)
+            name, work = f"messages/keep/{side}[m{number}]", copy_work(host.size_bytes)
+            self.emit(name, Copy(), Stream.D2H, "keep", segment, (here,), (host,), work)

@@ -1,0 +1,364 @@
+"""What a rank runs on, as far as the simulator needs to know: what operations cost, and what they share.
+
+An operation becomes an :class:`Activity`: the seconds that it takes alone, and what it asks of shared resources
+meanwhile.
+
+* On a GPU a copy is a flow over its route, bounded by the profile's copy rate. With a single copy engine, copies in
+  both directions wait for each other. Kernels take the device as a whole: what two streams run at the same time
+  shares it, and so do allocations that no cache serves, because the driver makes the device wait for them. What
+  launches kernels takes host cores.
+  Where one process drives several devices, one thread issues the copies of all.
+* On a CPU everything, copies included, is threads: it asks for cores and for memory bandwidth. Threads of one
+  operation wait for each other at barriers, so an operation that loses part of one core slows down as a whole, and
+  the scheduler is taken to be fair among threads: all slow down alike.
+* A collective is what this rank sends to the next one of its ring: a flow over the route between their devices, or,
+  between CPU ranks of one host, a copy in its memory. A payload that takes less time than the messages' latency
+  occupies nothing. Between hosts of CPU ranks the cores carry the bytes in and out of the network, and what runs beside
+  them gets the rest: the kernel's own work comes first.
+* A message is a flow, too, and takes its way at the sender's; the receiver of one within a CPU's memory copies as much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from costmodel.collectives import all_gather_s, all_reduce_s, point_to_point_s
+from costmodel.estimate import CopyDirection, OperationCost, estimate
+from costmodel.profile import Bound, Profile
+from topology.errors import ProfileError
+from zosim.hardware.activity import Activity, Hop, Ring
+from zosim.instructions import Instruction, Space, Stream
+from zosim.operations import Collective, Recv, Send
+from zosim.program import Program
+
+if TYPE_CHECKING:
+    from topology.graph import Topology
+    from topology.routes import Route
+
+__all__ = ["Activity", "Hop", "Machine", "Ring"]
+
+_HOST_TERMS = ("dispatch", "overhead")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's hardware.
+
+    Attributes
+    ----------
+    profile : Profile
+        What its operations cost.
+    capacities : mapping of str to float
+        Shared resources, bytes/s or cores or 1 for a device as a whole. Ranks share those of equal names.
+    fifo : frozenset of str
+        Those that serve one activity at a time, in order of arrival.
+    routes : mapping of {"h2d", "d2h"} to tuple of str
+        Resources on the way of a copy; empty on a CPU.
+    wires : mapping of {"h2d", "d2h"} to str
+        Kind of the narrowest link of each route, such as ``pcie``, to say what limits a copy.
+    kernels : str
+        Resource that kernels take, the device as a whole; empty on a CPU, where they take cores.
+    cores : str
+        Resource of host cores.
+    memory : str
+        Resource of host memory bandwidth that a CPU's operations take; empty if it never limits.
+    issuer : str
+        Thread that issues the copies of several devices, where one process drives them; empty where a rank has its own.
+    rings : mapping of str to Ring
+        How the rank takes part in the collectives of each group.
+    channels : mapping of Send or Recv to Hop
+        How its messages go. Resources on the way count at the sender.
+    host_channels : mapping of Send or Recv to Hop
+        How those go that a codec has left in the host's memory, where that is another than the device's.
+    """
+
+    profile: Profile
+    capacities: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    fifo: frozenset[str] = frozenset()
+    routes: Mapping[CopyDirection, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    wires: Mapping[CopyDirection, str] = field(default_factory=lambda: MappingProxyType({}))
+    kernels: str = ""
+    cores: str = ""
+    memory: str = ""
+    issuer: str = ""
+    rings: Mapping[str, Ring] = field(default_factory=lambda: MappingProxyType({}))
+    channels: Mapping[Send | Recv, Hop] = field(default_factory=lambda: MappingProxyType({}))
+    host_channels: Mapping[Send | Recv, Hop] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        named = {self.kernels, self.cores, self.memory, self.issuer, *self.fifo} - {""}
+        named.update(name for route in self.routes.values() for name in route)
+        ways: list[Ring | Hop] = [
+            *self.rings.values(),
+            *self.channels.values(),
+            *self.host_channels.values(),
+        ]
+        named.update(name for way in ways for name, _ in way.uses)
+        missing = sorted(named - set(self.capacities))
+        if missing:
+            message = f"machine {self.profile.device_name} shares {missing[0]!r} but gives it no capacity"
+            raise ProfileError(
+                message, hint=f"resources with a capacity: {', '.join(self.capacities) or 'none'}"
+            )
+
+    @cached_property
+    def shape(self) -> tuple[object, ...]:
+        """The machine without the names of its resources: equal where machines differ in nothing else."""
+        place = {name: number for number, name in enumerate(self.capacities)}
+        return (
+            id(self.profile),
+            tuple(self.capacities.values()),
+            tuple(sorted(place[name] for name in self.fifo)),
+            tuple((way, tuple(place[name] for name in route)) for way, route in self.routes.items()),
+            tuple(self.wires.items()),
+            tuple(place.get(name) for name in (self.kernels, self.cores, self.memory, self.issuer)),
+            tuple(
+                (name, replace(way, uses=tuple((str(place[item]), part) for item, part in way.uses)))
+                for ways in (self.rings, self.channels, self.host_channels)
+                for name, way in ways.items()
+            ),
+        )
+
+    def among_ranks(self) -> Machine:
+        """Return the machine of a rank that has others on its host: cores that all work at once do less than one alone."""
+        slowdown = self.profile.values().get("ranks_slowdown", 1.0)
+        if self.kernels or slowdown <= 1:
+            return self
+        capacities = {**self.capacities, self.cores: self.profile.num_cores / slowdown}
+        return replace(self, capacities=MappingProxyType(capacities))
+
+    @classmethod
+    def from_topology(cls, topology: Topology, device: str, profile: Profile) -> Machine:
+        """Return the machine around one device of a topology.
+
+        A calibrated rate is a measurement: where a resource on a copy's way was declared smaller than the copy
+        was measured, its capacity is raised to it. A rate from a datasheet is not, so there the route limits.
+
+        Raises
+        ------
+        TopologyError
+            If there is no such device, or no way between it and its host's memory.
+        ProfileError
+            If the profile is of another kind of device.
+        """
+        spec = topology.device_spec(device)
+        if spec.kind != profile.device_kind:
+            message = f"device {device!r} is a {spec.kind}, the profile is of a {profile.device_kind}"
+            raise ProfileError(message, hint=f"use a profile of {spec.name}")
+        host, memory = topology.host_of(device).id, topology.host_memory(device).id
+        cores = f"{host}:cores"
+        capacities: dict[str, float] = {cores: float(profile.num_cores)}
+        if spec.kind == "cpu":
+            declared = topology.resources[memory].bandwidth_bytes_per_s
+            measured = profile.values()["elementwise_bandwidth"] if profile.origin == "calibrated" else 0.0
+            capacities[memory] = max(declared, measured)
+            # What threads of one operation take from each other is in its rates; what operations take from each other is not.
+            slowdown = profile.values().get("ranks_slowdown", 1.0)
+            capacities[cores] = max(float(profile.num_threads), profile.num_cores / max(1.0, slowdown))
+            return cls(profile, MappingProxyType(capacities), cores=cores, memory=memory)
+        routes = {"h2d": topology.route(memory, device), "d2h": topology.route(device, memory)}
+        return cls._gpu(topology, device, profile, routes, cores, spec.num_copy_engines)
+
+    @classmethod
+    def _gpu(
+        cls,
+        topology: Topology,
+        device: str,
+        profile: Profile,
+        routes: Mapping[str, Route],
+        cores: str,
+        num_copy_engines: int,
+    ) -> Machine:
+        kernels, engine = f"{device}:kernels", f"{device}:copy_engine"
+        capacities = {cores: float(profile.num_cores), kernels: 1.0}
+        ways: dict[CopyDirection, tuple[str, ...]] = {}
+        for direction in ("h2d", "d2h"):
+            ways[direction] = routes[direction].resource_ids
+            for name in ways[direction]:
+                declared = topology.resources[name].bandwidth_bytes_per_s
+                measured = _copy_rate(profile, direction) if profile.origin == "calibrated" else 0.0
+                capacities[name] = max(declared, measured, capacities.get(name, 0.0))
+        fifo = {name for way in ways.values() for name in way if topology.resources[name].sharing == "fifo"}
+        if num_copy_engines == 1:
+            capacities[engine] = math.inf
+            fifo.add(engine)
+            ways = {direction: (*way, engine) for direction, way in ways.items()}
+        return cls(
+            profile,
+            MappingProxyType(capacities),
+            frozenset(fifo),
+            MappingProxyType(ways),
+            MappingProxyType({direction: _narrowest(routes[direction]) for direction in ways}),
+            kernels=kernels,
+            cores=cores,
+        )
+
+    def activity(self, program: Program, instruction: Instruction, bound: Bound = "central") -> Activity:
+        """Return an instruction's activity.
+
+        Parameters
+        ----------
+        program : Program
+            Where the instruction's buffers are declared.
+        instruction : Instruction
+        bound : {"central", "low", "high"}
+            Which end of the profile's intervals.
+
+        Raises
+        ------
+        ProfileError
+            If the profile has no rate for the work's formats.
+        """
+        direction = self.direction(program, instruction)
+        cost = estimate(instruction.work, self.profile, bound=bound, direction=direction)
+        if cost.limiter == "copy":
+            cost = replace(cost, limiter=self.wires.get(direction, "memory"))
+        if isinstance(instruction.op, Collective):
+            return self._collective(cost, program, instruction, bound)
+        if isinstance(instruction.op, Send | Recv):
+            return self._message(cost, program, instruction, bound)
+        if self.profile.device_kind == "gpu" and instruction.work.copy_bytes:
+            return self._flow(cost, instruction.work.copy_bytes, direction, bound)
+        return self._threads(cost) if self.profile.device_kind == "cpu" else self._kernels(cost)
+
+    @staticmethod
+    def direction(program: Program, instruction: Instruction) -> CopyDirection:
+        """Return which way a copy's bytes go: by where it writes, or by its stream if it writes nothing."""
+        if instruction.writes:
+            return "d2h" if program.buffer(instruction.writes[0].buffer).space == Space.HOST else "h2d"
+        return "d2h" if instruction.stream == Stream.D2H else "h2d"
+
+    def step_s(self, bound: Bound = "central") -> float:
+        """Seconds of the host's own between two steps, before the next step's first computation."""
+        return self.profile.values(bound)["step_s"]
+
+    def _flow(self, cost: OperationCost, size_bytes: int, direction: CopyDirection, bound: Bound) -> Activity:
+        route = self.routes.get(direction, ())
+        # Latency is spread over the transfer, so that alone it takes exactly its cost.
+        limit = min((self.capacities[name] for name in route), default=math.inf)
+        seconds = max(cost.seconds, size_bytes / limit)
+        uses = tuple((name, 1.0) for name in route) + self._issued(size_bytes, bound)
+        return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, cost.limiter)
+
+    def _issued(self, size_bytes: int, bound: Bound) -> tuple[tuple[str, float], ...]:
+        """Return what a byte of a copy takes of the thread that issues it: all of it, or the time of the launch."""
+        if not self.issuer:
+            return ()
+        launch_s = self.profile.values(bound)["copy_latency_s"]
+        return ((self.issuer, 1.0 if self.issuer in self.fifo else launch_s / size_bytes),)
+
+    def issued_by(self, issuer: str) -> Machine:
+        """Return the machine of a rank whose copies a thread called `issuer` issues, with those of other ranks.
+
+        A copy that a core carries (``copy_cores``), as one from pageable memory is, keeps the thread until it ends: copies
+        of all devices queue. Others keep it for their launch (``copy_latency_s``).
+        """
+        waits = self.profile.values()["copy_cores"] > 0
+        capacities = {**self.capacities, issuer: math.inf if waits else 1.0}
+        fifo = self.fifo | {issuer} if waits else self.fifo
+        return replace(self, capacities=MappingProxyType(capacities), fifo=fifo, issuer=issuer)
+
+    def _collective(
+        self, cost: OperationCost, program: Program, instruction: Instruction, bound: Bound
+    ) -> Activity:
+        assert isinstance(instruction.op, Collective)
+        group, size_bytes = instruction.op.group, instruction.work.link_bytes
+        if program.groups.get(group, 1) == 1:
+            return Activity(cost.seconds, limiter=cost.limiter)
+        ring = self.rings.get(group)
+        if ring is None:
+            message = (
+                f"{instruction.id} is a collective of {group}, to which {self.profile.device_name} has no way"
+            )
+            raise ProfileError(message, hint="make the ranks' machines together, with machines_for")
+        # A rank receives what it lacks; with its own part that is the whole buffer. Of a sum it receives the parts of
+        # one share, and then the other shares.
+        whole = size_bytes * ring.num_ranks / (ring.num_ranks - 1)
+        is_sum = instruction.op.function == "all_reduce"
+        exchange_s = (all_reduce_s if is_sum else all_gather_s)(
+            whole / 2 if is_sum else whole,
+            ring.num_ranks,
+            latency_s=ring.latency_s,
+            bandwidth_bytes_per_s=ring.bandwidth_bytes_per_s,
+        )
+        return self._on_link(replace(cost, seconds=cost.seconds + exchange_s), size_bytes, ring, bound)
+
+    def _message(
+        self, cost: OperationCost, program: Program, instruction: Instruction, bound: Bound
+    ) -> Activity:
+        op, size_bytes = instruction.op, instruction.work.link_bytes
+        assert isinstance(op, Send | Recv)
+        wires = (*instruction.reads, *instruction.writes)
+        on_host = any(program.buffer(wire.buffer).space == Space.HOST for wire in wires)
+        hop = (self.host_channels if on_host and op in self.host_channels else self.channels).get(op)
+        if hop is None:
+            message = (
+                f"{instruction.id} goes {op.offset:+d} places along {op.group}, to which "
+                f"{self.profile.device_name} has no way"
+            )
+            raise ProfileError(
+                message, hint="make the ranks' machines together, with machines_for; it joins neighbours"
+            )
+        seconds = cost.seconds + point_to_point_s(
+            size_bytes, latency_s=hop.latency_s, bandwidth_bytes_per_s=hop.bandwidth_bytes_per_s
+        )
+        if isinstance(op, Recv) and hop.wire != "memory":
+            return Activity(seconds, limiter=hop.wire)
+        return self._on_link(replace(cost, seconds=seconds), size_bytes, hop, bound)
+
+    def _on_link(self, cost: OperationCost, size_bytes: int, way: Ring | Hop, bound: Bound) -> Activity:
+        """Return an exchange of so many bytes, which takes `cost` alone."""
+        seconds, transfer_s = cost.seconds, size_bytes / way.bandwidth_bytes_per_s
+        if transfer_s <= seconds - transfer_s:
+            return Activity(seconds, limiter="latency")
+        cost = replace(cost, seconds=(seconds := seconds + way.busy_latency_s))
+        # One thread sends and receives: a core at most, which does not slow the exchange down when nothing runs beside it.
+        core_s = min(way.core_s_per_byte, seconds / size_bytes)
+        if way.wire == "memory":
+            # A hop of a ring keeps pace with the others, and its thread waits meanwhile.
+            busy = core_s * size_bytes / seconds if core_s else 1.0
+            demands = {self.cores: busy, self.memory: 2 * size_bytes / seconds}
+            return self._asking(replace(cost, limiter="memory"), demands)
+        uses = (*way.uses, (self.cores, core_s)) if core_s else way.uses
+        return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, way.wire)
+
+    def _flow_weight(self, bound: Bound) -> float:
+        """Flows share links evenly whatever their own bounds, so all of a device's flows weigh the same."""
+        return max(_copy_rate(self.profile, "h2d", bound), _copy_rate(self.profile, "d2h", bound))
+
+    def _kernels(self, cost: OperationCost) -> Activity:
+        host_s = sum(cost.terms.get(name, 0.0) for name in _HOST_TERMS)
+        busy_s = max(sum(cost.terms.values()) - host_s, 0.0)
+        share = min(busy_s / cost.seconds, 1.0) if cost.seconds else 0.0
+        return self._asking(cost, {self.kernels: share, self.cores: cost.cores})
+
+    def _threads(self, cost: OperationCost) -> Activity:
+        traffic = cost.memory_bytes / cost.seconds if cost.seconds else 0.0
+        return self._asking(cost, {self.cores: cost.cores, self.memory: traffic})
+
+    def _asking(self, cost: OperationCost, demands: Mapping[str, float]) -> Activity:
+        """Return an activity that asks for these; alone it gets them, whatever the capacity says.
+
+        The profile's rates were reached on the machine, so a demand above the declared capacity means that
+        the capacity is understated (or that caches served it), not that the operation is slower.
+        """
+        uses = tuple(
+            (name, min(demand, self.capacities[name]))
+            for name, demand in demands.items()
+            if name and demand > 0
+        )
+        return Activity(cost.seconds, uses=uses, limiter=cost.limiter)
+
+
+def _narrowest(route: Route) -> str:
+    link = min(route.links, key=lambda link: link.bandwidth_bytes_per_s, default=None)
+    return "memory" if link is None else link.type.kind
+
+
+def _copy_rate(profile: Profile, direction: str, bound: Bound = "central") -> float:
+    return profile.values(bound)[f"copy_{direction}_bandwidth"]

@@ -1,0 +1,305 @@
+"""The machines of all ranks, with the rings that join them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from costmodel.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
+from costmodel.profile import Profile
+from topology.errors import TopologyError
+from topology.graph import Topology
+from topology.rings import RingSet, edge_disjoint_rings
+from topology.schema import Link
+from zosim.hardware.machine import Hop, Machine, Ring
+from zosim.operations import Recv, Send
+
+_Parts = Sequence[Sequence[int]]
+_NEIGHBOURS = (-1, 1)
+_Hops = tuple[Hop, ...]
+
+
+def machines_for(
+    topology: Topology,
+    devices: Sequence[str],
+    profiles: Profile | Sequence[Profile],
+    groups: Mapping[str, _Parts] = MappingProxyType({}),
+    lines: Collection[str] = ("pipeline",),
+    known: Ways | None = None,
+    processes: Sequence[int] | None = None,
+) -> tuple[Machine, ...]:
+    """Return the machine of every rank.
+
+    Parameters
+    ----------
+    topology : Topology
+    devices : sequence of str
+        Node of each rank's device. CPU ranks may share one.
+    profiles : Profile, or sequence of Profile
+        What operations cost, on all devices or of each rank.
+    groups : mapping of str to sequence of sequence of int
+        Partitions of the ranks into those that work together (see :attr:`~zosim.program_set.ProgramSet.groups`).
+    lines : collection of str
+        Groups whose neighbours send each other messages.
+    known : Ways, optional
+        What was found for other ranks on the same topology; more is added.
+    processes : sequence of int, optional
+        Number of the process that drives each rank's device, whose one thread issues the copies of all its GPUs; by default
+        ranks are processes, as in runs.
+
+    Raises
+    ------
+    TopologyError
+        If there is no such device, or no way between two that work together.
+    ProfileError
+        If a profile is of another kind of device.
+
+    Notes
+    -----
+    The members of a group form a ring in rank order, each sending to the next over the route between their
+    devices (between host memories for CPUs of several hosts; within one host's memory, a copy). GPUs of a group that
+    edge-disjoint rings of NVLinks join spread what they send over these, in both directions, as NCCL does. A message
+    takes the route between two devices alone.
+    """
+    builder = _Builder(topology, devices, profiles, known or Ways())
+    machines = [builder.alone(rank) for rank in range(len(devices))]
+    num_driven = Counter(processes or ())
+    for rank, process in enumerate(processes or ()):
+        if machines[rank].routes and num_driven[process] > 1:
+            machines[rank] = machines[rank].issued_by(f"process{process}:copies")
+    for name, parts in groups.items():
+        for part in parts:
+            if len(part) > 1:
+                for rank, ring in zip(part, builder.rings(part), strict=True):
+                    machines[rank] = _with_ring(machines[rank], name, ring, topology)
+            if name in lines:
+                for rank, offset, sent, received in builder.messages(part):
+                    machines[rank] = _with_way(machines[rank], name, offset, (sent, received), topology)
+    return tuple(machines)
+
+
+def _with_ring(machine: Machine, group: str, ring: Ring, topology: Topology) -> Machine:
+    machine = _reaching(machine, [name for name, _ in ring.uses], topology)
+    return replace(machine, rings=MappingProxyType({**machine.rings, group: ring}))
+
+
+def _with_way(
+    machine: Machine, group: str, offset: int, hops: tuple[_Hops, _Hops], topology: Topology
+) -> Machine:
+    """Return a machine with the ways to a neighbour and back, from device to device and from host to host."""
+    sent, received = hops
+    machine = _reaching(machine, [item for hop in sent for item, _ in hop.uses], topology)
+    ways: list[dict[Send | Recv, Hop]] = [
+        {Send(group, offset): there, Recv(group, offset): replace(back, uses=())}
+        for there, back in zip(sent, received, strict=True)
+    ]
+    channels = MappingProxyType({**machine.channels, **ways[0]})
+    if len(ways) == 1:
+        return replace(machine, channels=channels)
+    return replace(
+        machine, channels=channels, host_channels=MappingProxyType({**machine.host_channels, **ways[1]})
+    )
+
+
+def _reaching(machine: Machine, names: Sequence[str], topology: Topology) -> Machine:
+    """Return a machine that knows these resources as well."""
+    capacities = dict(machine.capacities)
+    for name in names:
+        capacities.setdefault(name, topology.resources[name].bandwidth_bytes_per_s)
+    fifo = machine.fifo | {name for name in names if topology.resources[name].sharing == "fifo"}
+    return replace(machine, capacities=MappingProxyType(capacities), fifo=fifo)
+
+
+@dataclass
+class Ways:
+    """Machines and hops of one topology, each looked up once; profiles must outlive it."""
+
+    machines: dict[tuple[str, int, bool], Machine] = field(default_factory=dict)
+    hops: dict[tuple[int, str, str], Hop] = field(default_factory=dict)
+    board_rings: dict[tuple[str, ...], list[Hop] | None] = field(default_factory=dict)
+    rings_alike: dict[Hashable, tuple[RingSet, tuple[Link, ...]]] = field(default_factory=dict)
+    nvlinks: dict[str, list[Link]] = field(default_factory=dict)
+
+
+class _Builder:
+    """Machines and hops of some ranks."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        devices: Sequence[str],
+        profiles: Profile | Sequence[Profile],
+        known: Ways,
+    ) -> None:
+        self._topology = topology
+        self._devices = devices
+        self._profiles = [profiles] * len(devices) if isinstance(profiles, Profile) else profiles
+        self._machines, self._hops, self._board_rings = known.machines, known.hops, known.board_rings
+        self._known = known
+        self._num_beside = Counter(topology.host_of(device).id for device in devices)
+
+    def alone(self, rank: int) -> Machine:
+        """Return the machine of a rank, without rings."""
+        device, profile = self._devices[rank], self._profiles[rank]
+        is_crowded = self._num_beside[self._topology.host_of(device).id] > 1
+        key = device, id(profile), is_crowded
+        if key not in self._machines:
+            machine = Machine.from_topology(self._topology, device, profile)
+            self._machines[key] = machine.among_ranks() if is_crowded else machine
+        return self._machines[key]
+
+    def rings(self, part: Sequence[int]) -> list[Ring]:
+        """Return the place of each member of a part in its ring."""
+        devices = [self._devices[rank] for rank in part]
+        hops = self._over_nvlinks(devices) or [
+            self._hop(self._profiles[rank], *ends)
+            for rank, ends in zip(part, itertools.pairwise((*devices, devices[0])), strict=True)
+        ]
+        latency_s = max(hop.latency_s for hop in hops)
+        bandwidth = min(hop.bandwidth_bytes_per_s for hop in hops)
+        return [
+            Ring(len(part), latency_s, bandwidth, hop.uses, hop.wire, hop.core_s_per_byte) for hop in hops
+        ]
+
+    def messages(self, part: Sequence[int]) -> Iterator[tuple[int, int, _Hops, _Hops]]:
+        """Yield every member with the offset of each neighbour, and the ways there and back, of each kind."""
+        for place, rank in enumerate(part):
+            for offset in _NEIGHBOURS:
+                if 0 <= place + offset < len(part):
+                    other = part[place + offset]
+                    here, there = self._devices[rank], self._devices[other]
+                    sent = self._ways(self._profiles[rank], here, there)
+                    yield rank, offset, sent, self._ways(self._profiles[other], there, here)
+
+    def _ways(self, profile: Profile, here: str, there: str) -> _Hops:
+        """Return the way from device to device, and for GPUs that from host memory to host memory, too."""
+        direct = self._hop(profile, here, there)
+        if profile.device_kind == "cpu":
+            return (direct,)
+        key = -id(profile), here, there
+        if key not in self._hops:
+            self._hops[key] = self._between_hosts(here, there)
+        return direct, self._hops[key]
+
+    def _between_hosts(self, here: str, there: str) -> Hop:
+        """Return the way of gloo's messages, whose ends are processes of the hosts."""
+        topology = self._topology
+        if topology.host_of(here) == topology.host_of(there):
+            return Hop(MESSAGE_S["cpu"], LOOPBACK_BYTES_PER_S)
+        route = topology.route(topology.host_memory(here).id, topology.host_memory(there).id)
+        uses = tuple((name, 1.0) for name in route.resource_ids)
+        narrowest = min(route.links, key=lambda link: link.bandwidth_bytes_per_s)
+        bandwidth = min(route.bandwidth_bytes_per_s, LOOPBACK_BYTES_PER_S)
+        return Hop(MESSAGE_S["cpu"] + route.latency_s, bandwidth, uses, narrowest.type.kind)
+
+    def _over_nvlinks(self, devices: Sequence[str]) -> list[Hop] | None:
+        """Return each GPU's sends over the rings of NVLinks that join them all, None where there are none."""
+        key = tuple(devices)
+        if key not in self._board_rings:
+            nodes = [self._topology.node(device) for device in devices]
+            is_board = all(node.kind == "gpu" and node.host == nodes[0].host for node in nodes)
+            is_apart = len(set(devices)) == len(devices)
+            self._board_rings[key] = self._spread(key) if is_board and is_apart else None
+        return self._board_rings[key]
+
+    def _spread(self, devices: tuple[str, ...]) -> list[Hop] | None:
+        found, links = self._rings_of(devices)
+        if not found.rings:
+            return None
+        sends: dict[str, dict[str, float]] = {device: {} for device in devices}
+        for ring in found.rings:
+            part = ring.bandwidth_bytes_per_s / found.both_ways_bytes_per_s
+            order = (*ring.gpu_ids, ring.gpu_ids[0])
+            hops = list(zip(itertools.pairwise(order), _link_ids(ring.link_ids, len(devices)), strict=True))
+            for (here, there), link_id in hops:
+                ways = ((here, there), (there, here))[: found.num_directions]
+                for sender, receiver in ways:
+                    name = self._topology.graph.edges[sender, receiver, link_id]["resource_id"]
+                    sends[sender][name] = sends[sender].get(name, 0.0) + part
+        latency_s = max(links[link_id].latency_s for ring in found.rings for link_id in ring.link_ids)
+        latency_s += MESSAGE_S["gpu"]
+        return [
+            Hop(latency_s, found.both_ways_bytes_per_s, tuple(sends[device].items()), "nvlink")
+            for device in devices
+        ]
+
+    def _rings_of(self, devices: tuple[str, ...]) -> tuple[RingSet, dict[str, Link]]:
+        """Return the rings over GPUs of one host with their links; boards that are joined alike are searched once."""
+        place = {device: number for number, device in enumerate(devices)}
+        links = tuple(
+            link
+            for link in self._nvlinks(self._topology.host_of(devices[0]).id)
+            if link.source in place and link.target in place
+        )
+        board = (
+            len(devices),
+            tuple(
+                (
+                    place[link.source],
+                    place[link.target],
+                    link.count,
+                    link.bandwidth_bytes_per_s,
+                    link.latency_s,
+                )
+                for link in links
+            ),
+        )
+        if board not in self._known.rings_alike:
+            self._known.rings_alike[board] = edge_disjoint_rings(self._topology, devices), links
+        found, alike = self._known.rings_alike[board]
+        gpu = dict(zip(found.gpu_ids, devices, strict=True))
+        link_id = {one.id: other.id for one, other in zip(alike, links, strict=True)}
+        rings = tuple(
+            replace(
+                ring,
+                gpu_ids=tuple(gpu[name] for name in ring.gpu_ids),
+                link_ids=tuple(link_id[name] for name in ring.link_ids),
+            )
+            for ring in found.rings
+        )
+        return RingSet(devices, rings), {link.id: link for link in links}
+
+    def _nvlinks(self, host: str) -> list[Link]:
+        """Return the NVLinks between GPUs of a host, in the topology's order."""
+        found = self._known.nvlinks
+        if not found:
+            for link in self._topology.links:
+                host_of = self._topology.node(link.source).host
+                if link.type.kind == "nvlink" and host_of is not None:
+                    found.setdefault(host_of, []).append(link)
+        return found.get(host, [])
+
+    def _hop(self, profile: Profile, here: str, there: str) -> Hop:
+        key = id(profile), here, there
+        if key not in self._hops:
+            self._hops[key] = self._found_hop(profile, here, there)
+        return self._hops[key]
+
+    def _found_hop(self, profile: Profile, here: str, there: str) -> Hop:
+        topology, message_s = self._topology, profile.values()["message_s"]
+        is_cpu = profile.device_kind == "cpu"
+        if here == there or (
+            profile.device_kind == "cpu" and topology.host_of(here) == topology.host_of(there)
+        ):
+            bandwidth = profile.values()["loopback_bandwidth"]
+            return Hop(message_s, bandwidth, core_s_per_byte=1 / bandwidth)
+        if is_cpu:
+            here, there = topology.host_memory(here).id, topology.host_memory(there).id
+        route = topology.route(here, there)
+        if not route.resource_ids:
+            message = f"the route from {here!r} to {there!r} has no bandwidth"
+            raise TopologyError(message, hint="give one of its links a bandwidth")
+        narrowest = min(route.links, key=lambda link: link.bandwidth_bytes_per_s)
+        uses = tuple((name, 1.0) for name in route.resource_ids)
+        # Sockets of two hosts cost what those of one do, and there they take a core.
+        core_s_per_byte = 1 / profile.values()["loopback_bandwidth"] if is_cpu else 0.0
+        latency_s = message_s + route.latency_s
+        return Hop(latency_s, route.bandwidth_bytes_per_s, uses, narrowest.type.kind, core_s_per_byte)
+
+
+def _link_ids(link_ids: tuple[str, ...], num_gpus: int) -> tuple[str, ...]:
+    """Return the link of each hop; two GPUs go there and back over one."""
+    return link_ids * 2 if num_gpus == 2 else link_ids

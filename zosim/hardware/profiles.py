@@ -1,0 +1,133 @@
+"""Which profile a prediction uses: the file named, else this machine's calibration, else the data sheet."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from costmodel.datasheet import datasheet_profile
+from costmodel.profile import Profile, load_profile
+from topology.errors import ProfileError, TopologyError
+from topology.graph import Topology
+from zosim.cache import cache_directory
+from zosim.console import stderr
+from zosim.hardware.isomorphic_hosts import IsomorphicHosts
+
+
+def host_profile_path(device_name: str, num_threads: int) -> Path:
+    """Return where the calibration of a device of this machine is kept."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    return cache_directory() / "profiles" / f"{slug}-{num_threads}.json"
+
+
+def save_host_profile(profile: Profile) -> Path:
+    """Keep the calibration of a device of this machine for later commands, and return where."""
+    path = host_profile_path(profile.device_name, profile.num_threads)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    profile.save(partial)
+    partial.replace(path)
+    return path
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """What operations cost on every device of a topology.
+
+    Attributes
+    ----------
+    topology : Topology
+    path, num_threads, is_host
+        As for :func:`profile_for`.
+    """
+
+    topology: Topology
+    path: str | Path | None = None
+    num_threads: int | None = None
+    is_host: bool = False
+    _known: dict[object, Profile] = field(default_factory=dict, compare=False, repr=False)
+
+    def of(self, device: str, num_ranks: int = 1) -> Profile:
+        """Return what operations cost on a device that `num_ranks` ranks share.
+
+        Ranks on one CPU have a part of its cores each, unless the number of threads was named.
+
+        Raises
+        ------
+        ProfileError, TopologyError
+            As for :func:`profile_for`.
+        """
+        spec = self.topology.device_spec(device)
+        threads = self.num_threads
+        if spec.kind == "cpu" and threads is None and num_ranks > 1:
+            threads = max(1, spec.num_cores // num_ranks)
+        key = (self._isomorphic.representative(device), threads)
+        if key not in self._known:
+            made = profile_for(
+                self.topology, device, path=self.path, num_threads=threads, is_host=self.is_host
+            )
+            # Equal profiles are one, so that machines with them are seen to be alike.
+            self._known[key] = next((known for known in self._known.values() if known == made), made)
+        return self._known[key]
+
+    @cached_property
+    def _isomorphic(self) -> IsomorphicHosts:
+        return IsomorphicHosts(self.topology)
+
+
+def profile_for(
+    topology: Topology,
+    device: str,
+    *,
+    path: str | Path | None = None,
+    num_threads: int | None = None,
+    is_host: bool = False,
+) -> Profile:
+    """Return the profile to predict `device` with.
+
+    Parameters
+    ----------
+    topology : Topology
+    device : str
+        A node of it.
+    path : path, optional
+        A profile to use whatever else there is.
+    num_threads : int, optional
+        Threads of a CPU's kernels.
+    is_host : bool
+        Whether `topology` is this machine, so that its own calibration may be used if there is one.
+
+    Raises
+    ------
+    ProfileError
+        If the file is damaged, or was made for another device.
+    TopologyError
+        If there is no such device, or it has fewer cores than there are to be threads.
+    """
+    spec = topology.device_spec(device)
+    if spec.kind == "cpu" and (num_threads or 1) > spec.num_cores:
+        raise TopologyError(
+            f"{num_threads} threads on {device}, which has {spec.num_cores} cores",
+            hint=f"use --threads {spec.num_cores} or less",
+        )
+    sheet = datasheet_profile(topology, device, num_threads=num_threads)
+    if path is not None:
+        profile = load_profile(path)
+        profile.check_device(device_name=sheet.device_name, device_kind=sheet.device_kind)
+        return profile
+    kept = host_profile_path(sheet.device_name, sheet.num_threads)
+    return _kept_or(sheet, kept) if is_host and kept.exists() else sheet
+
+
+def _kept_or(sheet: Profile, kept: Path) -> Profile:
+    """Return the calibration that was kept, or the data sheet's where it cannot be read any more."""
+    try:
+        return load_profile(kept)
+    except ProfileError as error:
+        reason = error.message.splitlines()[0]
+        stderr.print(
+            f"predicting from data-sheet figures: {reason}; `zosim calibrate` makes a new one", markup=False
+        )
+        return sheet

@@ -1,0 +1,56 @@
+"""A machine with other rates: what would change the prediction, and by how much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from costmodel.profile import CONSTANT_UNITS
+from topology.errors import PlanError
+from topology.validation import did_you_mean
+from zosim.hardware.machine import Machine
+
+LINKS = "links"
+"""Axis of the bandwidth of everything on the way of a copy."""
+
+
+def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
+    """Return a machine with some of its rates multiplied.
+
+    Parameters
+    ----------
+    machine : Machine
+    factors : mapping of str to float
+        By constant (:data:`~costmodel.profile.CONSTANT_UNITS`; all its formats alike), or ``"links"`` for the
+        capacities of whatever copies cross. Positive.
+
+    Raises
+    ------
+    PlanError
+        If there is no such constant, or a factor is not positive.
+    """
+    for name, factor in factors.items():
+        if name != LINKS and name not in CONSTANT_UNITS:
+            message = f"a grid cannot vary {name!r}"
+            raise PlanError(message, hint=did_you_mean(name, [LINKS, *CONSTANT_UNITS]))
+        if not 0 < factor < math.inf:
+            message = f"{name} is multiplied by {factor}"
+            raise PlanError(message, hint="factors must be positive and finite")
+    crossed = {name for route in machine.routes.values() for name in route}
+    capacities = {
+        name: capacity * (factors.get(LINKS, 1.0) if name in crossed else 1.0)
+        for name, capacity in machine.capacities.items()
+    }
+    changed = [
+        constant.model_copy(
+            update={end: getattr(constant, end) * factors[constant.kind] for end in ("value", "low", "high")}
+        )
+        for constant in machine.profile.constants
+        if constant.kind in factors
+    ]
+    profile = machine.profile
+    if changed:
+        profile = profile.with_constants(*changed, origin=profile.origin)
+    return replace(machine, profile=profile, capacities=MappingProxyType(capacities))
