@@ -73,6 +73,11 @@ def docs(_: Sequence[str]) -> int:
     return written or _tool(["pytest", "tests/repository/test_readme.py"])
 
 
+def fuzz(arguments: Sequence[str]) -> int:
+    """Break valid inputs of every reader and command (`fuzz --minutes 30 --workers 2 --keep`)."""
+    return _tool(["python", "-m", "tests.fuzz", *arguments])
+
+
 def clean(_: Sequence[str]) -> int:
     """Remove the environment and every cache."""
     caches = [".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache", "build"]
@@ -90,6 +95,7 @@ TASKS: dict[str, Callable[[Sequence[str]], int]] = {
     "types": types,
     "imports": imports,
     "docs": docs,
+    "fuzz": fuzz,
     "clean": clean,
 }
 

@@ -1,0 +1,296 @@
+"""Every command, as a target: its options and arguments are changed as its own declarations allow, and its files, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import click
+import typer
+
+from tests.fuzz import seeds
+from tests.fuzz.cases import Case, Target
+from tests.fuzz.mutations import STRINGS, mutated, resigned
+from topology.errors import ZosimError
+from zosim import cli, registry
+
+WORDS = (
+    "data=2", "stage=2", "data=2,perturb=2", "data=0", "data=999999", "stage=99", "20GiB", "0", "1e30GiB", "1,2", "3d", "1e-30h", "5000 USD",
+    "1e300", "block.0", "block.1.mlp", "block.99", "q4", "q4:affine-zero:token", "none,q8", "float16", "tf32", "mezo", "counter",
+    "gaussian", "resident", "offloaded", "sliced", "delayed", "sweep", "copies", "cpu0", "gpu0", "gpu1", "cuda:7", "cpu:9", "rtx4090-2x",
+    "cpu-laptop", "host", "plan.json", "run", ".", "missing.json", "0-1", "0-999999999", "{text} {label}", "0=a,1=b", "q_proj", "accuracy",
+    "os:system", "1f1b", "gpt2", "opt-125m", "rtx4090-2x,cpu-laptop", "shipped",
+)  # fmt: skip
+INTEGERS = (0, 1, -1, 2, 3, 4, 8, 64, 1000, 10**6, 10**9, 2**31, 2**63, 2**64, 10**18, 10**30)
+FLOATS = ("0", "-1", "1e-3", "1e-320", "1e308", "1e999", "nan", "inf", "-inf", "0.5", "1e9", "x")
+
+
+@cache
+def command_of(path: tuple[str, ...]) -> click.Command:
+    """Return a command by its words."""
+    name, *below = path
+    command: Any = cli.build(name, registry.load(registry.registered()[name]))
+    for word in below:
+        command = command.commands[word]
+    return command  # type: ignore[no-any-return]
+
+
+def words_of(path: tuple[str, ...], argv: Sequence[str]) -> list[list[str]]:
+    """Return arguments in pieces: an option with its value, or an argument."""
+    takes_value = {
+        name
+        for parameter in command_of(path).params
+        if isinstance(parameter, click.Option) and not parameter.is_flag
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+    pieces: list[list[str]] = []
+    for word in argv:
+        if pieces and len(pieces[-1]) == 1 and pieces[-1][0] in takes_value:
+            pieces[-1].append(word)
+        else:
+            pieces.append([word])
+    return pieces
+
+
+def mutated_argv(generator: Random, path: tuple[str, ...], argv: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the arguments of a command with some dropped, added or given other values."""
+    pieces = words_of(path, argv[len(path) :])
+    options = [p for p in command_of(path).params if isinstance(p, click.Option) and "--help" not in p.opts]
+    for _ in range(generator.choice((1, 1, 1, 2, 3))):
+        at = generator.randrange(len(pieces)) if pieces else 0
+        match generator.randrange(9):
+            case 0 if pieces:
+                del pieces[at]
+            case 1 if pieces:
+                pieces[at] = [*pieces[at][:-1], _word(generator)]
+            case 2 if pieces:
+                pieces.insert(at, [_word(generator)])
+            case _ if options:
+                option = generator.choice(options)
+                name = generator.choice((*option.opts, *option.secondary_opts))
+                given = [name] if option.is_flag else [name, _value(generator, option.type)]
+                pieces = [piece for piece in pieces if piece[0] not in option.opts or option.multiple]
+                pieces.append(given)
+    return (*path, *(word for piece in pieces for word in piece))
+
+
+def _value(generator: Random, kind: click.ParamType) -> str:
+    """Return a value of an option's type, valid or nearly so."""
+    if generator.random() < 0.08:
+        return _word(generator)
+    match kind:
+        case click.Choice():
+            return str(generator.choice(list(kind.choices)))
+        case click.types.IntParamType():
+            return str(generator.choice(INTEGERS))
+        case click.types.FloatParamType():
+            return generator.choice(FLOATS)
+        case _:
+            return _word(generator)
+
+
+def _word(generator: Random) -> str:
+    word = generator.choice((*WORDS, *WORDS, *STRINGS, *map(str, INTEGERS), *FLOATS))
+    return word.replace("\0", "0")  # no argument holds one
+
+
+def command(
+    words: str,
+    arguments: str,
+    files: Callable[[], Mapping[str, bytes]],
+    *,
+    kept: Callable[[], Mapping[str, bytes]] = dict,
+    signed: bool = False,
+    stop: Callable[[], None] = lambda: None,
+    quick: int = 12,
+) -> Target:
+    """Return a command as a target.
+
+    Parameters
+    ----------
+    words : str
+        The command, such as ``"topology show"``; what stands in brackets tells targets of one command apart.
+    arguments : str
+        What it is called with, to begin from.
+    files, kept : callable
+        Return its files, those that are broken and those that are not.
+    signed : bool
+        Whether files state a digest, which is made to fit.
+    stop : callable
+        Called before the first case: takes the minutes of work out of a command, so that what reads its options and files
+        is left.
+    quick : int
+    """
+    path = tuple(words.partition("(")[0].split())
+
+    def make_seeds() -> list[Case]:
+        stop()
+        return [Case(files(), (*path, *arguments.split()), kept())]
+
+    def mutate(generator: Random, case: Case) -> Case:
+        if not case.files or generator.random() < 0.6:
+            case = replace(case, argv=mutated_argv(generator, path, case.argv))
+            if generator.random() < 0.7:
+                return case
+        if not case.files:
+            return case
+        return (resigned if signed else mutated)(generator, case)
+
+    def call(case: Case, _folder: Path) -> None:
+        typer.main.get_command(cli.app).main(list(case.argv), prog_name="zosim")
+
+    return Target(f"zosim {words}", make_seeds, call, mutate, quick)
+
+
+class StoppedError(ZosimError):
+    """In place of minutes of work."""
+
+
+def _refuse(*_: object, **__: object) -> Iterator[Any]:
+    raise StoppedError("the work is left out here")
+
+
+def _no_demo() -> None:
+    import executors.demo
+
+    executors.demo.Stages.run = _refuse  # type: ignore[method-assign, assignment]
+
+
+def _no_claims() -> None:
+    import proofs_checks.cli
+
+    proofs_checks.cli._run_all = _refuse  # type: ignore[assignment]
+
+
+def _no_measuring() -> None:
+    import executors.calibration.calibrating
+
+    executors.calibration.calibrating.calibrated = _refuse  # type: ignore[assignment]
+
+
+def _no_ranks() -> None:
+    """One process stays one: several are started by what is tested elsewhere."""
+    import executors.ranks.launch
+
+    executors.ranks.launch.launch = _refuse  # type: ignore[assignment]
+
+
+def _model_and_data() -> dict[str, bytes]:
+    return {**seeds.model(), "data.jsonl": seeds.data()}
+
+
+def _run_files() -> dict[str, bytes]:
+    return {
+        name: content
+        for name, content in seeds.run().items()
+        if name.endswith(("run.json", ".jsonl", "program.json"))
+    }
+
+
+def _xml() -> dict[str, bytes]:
+    return {"nccl.xml": (seeds.FIXTURES / "nccl_a100x4.xml").read_bytes()}
+
+
+_BUY = "--model spec.json --batch 1 --seq 32 --steps 100 --machines rtx4090-2x,cpu-laptop --count 1,2 --simulate 1"
+
+COMMANDS: tuple[Target, ...] = (
+    command("topology list", "", dict, quick=3),
+    command("topology show", "machine.yaml", lambda: {"machine.yaml": seeds.topologies()[4]}, quick=20),
+    command("topology validate", "machine.yaml", lambda: {"machine.yaml": seeds.topologies()[2]}),
+    command("topology detect", "", dict, quick=3),
+    command(
+        "topology draw", "machine.yaml -o a.svg", lambda: {"machine.yaml": seeds.topologies()[1]}, quick=6
+    ),
+    command("topology rings", "machine.yaml", lambda: {"machine.yaml": seeds.topologies()[2]}),
+    command("topology import", "nccl.xml", _xml),
+    command(
+        "plan",
+        "--model spec.json --hardware rtx4090-2x --batch 2 --seq 32 --densities densities.json -o plan.json",
+        lambda: {"spec.json": seeds.model_spec(), "densities.json": seeds.densities()},
+        quick=40,
+    ),
+    command("lower", "plan.json -o program.json", lambda: {"plan.json": seeds.plan_of_ranks()}, quick=20),
+    command(
+        "lower (check)",
+        "plan.json --check p.json",
+        lambda: {"plan.json": seeds.plan(), "p.json": seeds.programs()},
+        quick=20,
+    ),
+    command(
+        "simulate",
+        "plan.json --profile profile.json --trace t.json",
+        lambda: {"plan.json": seeds.plan(), "profile.json": seeds.profile()},
+        signed=True,
+        quick=40,
+    ),
+    command(
+        "simulate (first order)",
+        "plan.json --first-order sgd --microbatches 2",
+        lambda: {"plan.json": seeds.plan_of_stages()},
+        quick=30,
+    ),
+    command(
+        "compare", "run", lambda: {n: c for n, c in seeds.run().items() if not n.endswith("l")}, quick=20
+    ),
+    command("traffic", "scenario.json", lambda: {"scenario.json": seeds.scenario()}),
+    command("traffic (topology)", "rtx4090-2x flows.json -o f.json", lambda: {"flows.json": seeds.flows()}),
+    command(
+        "buy",
+        _BUY + " --prices prices.yaml",
+        lambda: {"spec.json": seeds.model_spec(), "prices.yaml": seeds.prices()},
+        quick=30,
+    ),
+    command("evidence make", "run -o e.json", seeds.run),
+    command("evidence check", "evidence.json", lambda: {"evidence.json": seeds.evidence()}, signed=True),
+    command("predict", "rows.csv -o p.csv", lambda: {"rows.csv": seeds.rows()}, quick=6),
+    command(
+        "run",
+        "--model model --data data.jsonl --steps 2 --batch 2 --out out --no-launch --no-tensorboard",
+        lambda: {"data.jsonl": seeds.data()},
+        kept=seeds.model,
+        stop=_no_ranks,
+        quick=40,
+    ),
+    command(
+        "run (plan)",
+        "plan.json --model model --data data.jsonl --steps 2 --out out --no-launch --no-tensorboard",
+        lambda: {"plan.json": seeds.run()["run/plan.json"]},
+        kept=_model_and_data,
+        stop=_no_ranks,
+        quick=20,
+    ),
+    command(
+        "run (resume)",
+        "--resume --out run --steps 5 --no-launch --no-tensorboard",
+        _run_files,
+        kept=_model_and_data,
+        signed=True,
+        stop=_no_ranks,
+        quick=30,
+    ),
+    command("replay", "run --model model -o weights", _run_files, kept=seeds.model, signed=True, quick=20),
+    command("demo", "--out demo --steps 4", dict, stop=_no_demo, quick=4),
+    command(
+        "calibrate",
+        "--rows rows.csv -o profile.json",
+        lambda: {"rows.csv": seeds.rows()},
+        stop=_no_measuring,
+        quick=5,
+    ),
+    command(
+        "calibrate (evidence)",
+        "--evidence e.json -o p.json",
+        lambda: {"e.json": seeds.evidence()},
+        signed=True,
+        stop=_no_measuring,
+    ),
+    command(
+        "probe", "--model model --data data.jsonl", lambda: {"data.jsonl": seeds.data()}, kept=seeds.model
+    ),
+    command("check", "--quick", dict, stop=_no_claims, quick=4),
+    command("study", "first_steps", dict, quick=4),
+)

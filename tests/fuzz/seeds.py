@@ -1,0 +1,234 @@
+"""Valid documents of every kind, made once by the code that writes them."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import sys
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import resources
+from pathlib import Path
+
+import topology.detection
+from costmodel.configs import spec_of_config
+from costmodel.datasheet import datasheet_profile
+from costmodel.prices import shipped_prices_text
+from costmodel.published import shipped_rows, write_rows
+from topology.documents import load_preset
+from zosim.cli import main
+from zosim.plan import Plan
+from zosim.planning.predict import Subject
+
+TESTS = Path(__file__).parents[1]
+FIXTURES = TESTS / "topology" / "fixtures"
+PRESET = "rtx4090-2x"
+sys.path.append(str(TESTS / "executors"))  # its helpers know each other by bare names
+
+topology.detection.detect = functools.cache(topology.detection.detect)  # half a second each, otherwise
+
+CONFIG = {
+    "model_type": "opt",
+    "hidden_size": 64,
+    "ffn_dim": 256,
+    "word_embed_proj_dim": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "vocab_size": 500,
+    "max_position_embeddings": 64,
+}
+
+
+def zosim(*argv: object) -> None:
+    """Run one command in this process; it must succeed."""
+    before = sys.argv
+    sys.argv = ["zosim", *map(str, argv)]
+    said, code = io.StringIO(), None
+    try:
+        with redirect_stdout(said), redirect_stderr(said):
+            main()
+    except SystemExit as error:
+        code = error.code
+    finally:
+        sys.argv = before
+    assert not code, (argv, said.getvalue())
+
+
+@functools.cache
+def folder() -> Path:
+    """A folder that lasts as long as this process."""
+    kept = tempfile.TemporaryDirectory(prefix="zosim-seeds-")
+    folder.kept = kept  # type: ignore[attr-defined]
+    return Path(kept.name)
+
+
+def _made(name: str, *argv: object) -> bytes:
+    path = folder() / name
+    if not path.exists():
+        zosim(*argv, "-o", path)
+    return path.read_bytes()
+
+
+@functools.cache
+def model_spec() -> bytes:
+    """A saved ModelSpec."""
+    return spec_of_config(CONFIG, name="tiny").model_dump_json().encode()
+
+
+@functools.cache
+def plan(*options: str, name: str = "plan.json") -> bytes:
+    """A plan of a small model on two GPUs."""
+    (folder() / "spec.json").write_bytes(model_spec())
+    return _made(
+        name,
+        "plan",
+        "--model",
+        folder() / "spec.json",
+        "--hardware",
+        PRESET,
+        "--batch",
+        2,
+        "--seq",
+        32,
+        *options,
+    )
+
+
+def plan_of_ranks() -> bytes:
+    """A plan of two ranks that slice blocks."""
+    return plan("--mesh", "data=2", "--residency", "offloaded", "--transfers", "sliced", name="ranks.json")
+
+
+def plan_of_stages() -> bytes:
+    """A plan of two stages with a codec."""
+    return plan("--mesh", "stage=2", "--codec", "q4", "--allow-lossy", name="stages.json")
+
+
+def programs(of: bytes = b"", name: str = "program.json") -> bytes:
+    """The programs that a plan is lowered to."""
+    path = folder() / f"of-{name}"
+    path.write_bytes(of or plan())
+    return _made(name, "lower", path)
+
+
+@functools.cache
+def subject() -> Subject:
+    """A plan on its hardware."""
+    plan()
+    preset = load_preset(PRESET)
+    return Subject(Plan.load(folder() / "plan.json"), preset, datasheet_profile(preset, "gpu0"))
+
+
+@functools.cache
+def timeline() -> bytes:
+    """A simulated timeline."""
+    return subject().timeline.to_json().encode()
+
+
+@functools.cache
+def profile() -> bytes:
+    """A profile of the preset's GPU."""
+    path = folder() / "profile.json"
+    subject().profile.save(path)
+    return path.read_bytes()
+
+
+def topologies() -> list[bytes]:
+    """Presets, and one that defines its own devices."""
+    presets = resources.files("topology") / "data" / "presets"
+    texts = [
+        (presets / f"{name}.yaml").read_bytes()
+        for name in ("cpu-laptop", "rtx4090-2x", "dgx-1v", "cpu-cluster-1gbit")
+    ]
+    return [*texts, load_preset("rtx4090-2x").to_yaml().encode()]
+
+
+def prices() -> bytes:
+    """The price table that ships."""
+    return shipped_prices_text().encode()
+
+
+@functools.cache
+def rows() -> bytes:
+    """A few published rows of each table."""
+    kept, counted = [], dict[tuple[str, str], int]()
+    for row in shipped_rows():
+        key = row.where.rpartition(":")[0], row["table"]
+        counted[key] = counted.get(key, 0) + 1
+        kept += [row] if counted[key] <= 2 else []
+    write_rows(folder() / "rows.csv", kept, [{} for _ in kept])
+    return (folder() / "rows.csv").read_bytes()
+
+
+@functools.cache
+def model() -> dict[str, bytes]:
+    """The files of a tiny model directory."""
+    from command import saved_model
+
+    saved = saved_model("opt", folder())
+    return {f"model/{path.name}": path.read_bytes() for path in saved.iterdir()}
+
+
+@functools.cache
+def data() -> bytes:
+    """Lines of tokens."""
+    from command import saved_lines
+
+    saved_lines(folder() / "data.jsonl")
+    return (folder() / "data.jsonl").read_bytes()
+
+
+RUN_FILES = ("run.json", "steps.jsonl", "digests.jsonl", "plan.json", "program.json", "timeline.json")
+
+
+@functools.cache
+def run(*options: str) -> dict[str, bytes]:
+    """The readable files of a run of a few steps, of `model` on `data`, as paths below ``run``."""
+    out = folder() / f"run{''.join(options)}"
+    model(), data()
+    before = Path.cwd()
+    os.chdir(folder())  # so that the run names its model and data as cases have them
+    try:
+        (folder() / "model").exists() or (folder() / "opt").rename(folder() / "model")
+        zosim(
+            "run", "--model", "model", "--data", "data.jsonl", "--steps", 4, "--batch", 2, "--no-launch", "--no-tensorboard",
+            "--digest-every", 2, "--eval-data", "data.jsonl", "--residency", "offloaded", "--out", out, *options,
+        )  # fmt: skip
+    finally:
+        os.chdir(before)
+    return {f"run/{name}": (out / name).read_bytes() for name in RUN_FILES if (out / name).exists()}
+
+
+@functools.cache
+def evidence() -> bytes:
+    """A run as evidence."""
+    for name, content in run().items():
+        path = folder() / "evidence-of" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return _made("evidence.json", "evidence", "make", folder() / "evidence-of" / "run")
+
+
+def densities() -> bytes:
+    """Densities of cuts."""
+    return json.dumps({"block.0.mlp": 0.1, "block.1.mlp": 0.5, "block.2": 1.0}).encode()
+
+
+def flows() -> bytes:
+    """Flows on the preset."""
+    items = [
+        {"id": i, "source": "gpu0", "destination": "gpu1", "bytes": 1e9, "start": 0.1 * i} for i in range(3)
+    ]
+    return json.dumps({"flows": items}).encode()
+
+
+def scenario() -> bytes:
+    """Links and flows."""
+    links = {"a": {"bandwidth": 1e9, "latency": 1e-6, "sharing": "fifo"}, "b": 2e9}
+    items = [
+        {"id": "f1", "route": ["a", "b"], "bytes": 1e9},
+        {"id": 2, "route": ["b"], "bytes": 5, "start": 1.5},
+    ]
+    return json.dumps({"links": links, "flows": items}).encode()

@@ -1,0 +1,191 @@
+"""Every reader, as a target. To add one, write a :class:`Target` and list it in ``READERS``.
+
+Commands are in :mod:`tests.fuzz.commands`; readers of model directories, tokenizers and data in
+:mod:`tests.fuzz.model_targets`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from costmodel.configs import read_model_spec
+from costmodel.measurement import load_measurements
+from costmodel.prices import load_prices
+from costmodel.profile import load_profile
+from costmodel.published import read_rows
+from executors.runs.history import read_history
+from executors.runs.jsonlines import read_lines
+from executors.runs.programs import recorded_programs
+from executors.runs.runlog import read_header
+from tests.fuzz import seeds
+from tests.fuzz.cases import Case, Target
+from tests.fuzz.commands import COMMANDS
+from tests.fuzz.mutations import mutated, resigned
+from topology.documents import load
+from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo
+from topology.lint import lint
+from zosim.evidence.file import Evidence
+from zosim.options import model_spec
+from zosim.plan import Plan
+from zosim.planning.cuts import read_densities
+from zosim.program_set import ProgramSet
+from zosim.published.fitted_profile import load_published_profile
+from zosim.timeline import Timeline
+from zosim.traffic.command import _read, read_scenario, scenario_on
+from zosim.validate_set import validate_set
+
+
+def reader(
+    name: str,
+    file: str,
+    documents: Callable[[], list[bytes]],
+    read: Callable[[Path], Any],
+    mutate: Callable[[Random, Case], Case] = mutated,
+    quick: int = 20,
+) -> Target:
+    """Return the target of a reader of one file."""
+
+    def call(_case: Case, folder: Path) -> None:
+        read(folder / file)
+
+    return Target(name, lambda: [Case({file: content}) for content in documents()], call, mutate, quick)
+
+
+def run_reader(name: str, read: Callable[[Path], Any], changed: tuple[str, ...], quick: int = 30) -> Target:
+    """Return the target of what reads some of the files of a run's directory, stated digests made to fit."""
+
+    def call(_case: Case, folder: Path) -> None:
+        read(folder / "run")
+
+    def of_run(files: Mapping[str, bytes]) -> Case:
+        return Case({path: files[path] for path in changed}, kept=files)
+
+    adapters = ("--lora-rank", "2", "--lora-targets", "q_proj")
+    return Target(name, lambda: [of_run(seeds.run()), of_run(seeds.run(*adapters))], call, resigned, quick)
+
+
+def _topology(path: Path) -> None:
+    topology = load(path)
+    lint(topology)
+    load_again = path.with_name("again.yaml")
+    load_again.write_text(topology.to_yaml(), encoding="utf-8")
+    load(load_again)
+
+
+def _programs(path: Path) -> None:
+    programs = ProgramSet.load(path)
+    validate_set(programs)
+    programs.to_json()
+
+
+def _plan(path: Path) -> None:
+    plan = Plan.load(path)
+    plan.model_dump_json()
+    Plan.model_validate(plan.model_dump(mode="json"))
+
+
+def _timeline(path: Path) -> None:
+    timeline = Timeline.load(path)
+    timeline.to_json()
+
+
+def _recorded(run: Path) -> None:
+    recorded_programs(run, read_header(run))
+
+
+def _history(run: Path) -> None:
+    history = read_history(run)
+    history.plan  # noqa: B018
+    history.digest(history.num_steps)
+
+
+def _fixtures(*names: str) -> Callable[[], list[bytes]]:
+    return lambda: [(seeds.FIXTURES / name).read_bytes() for name in names]
+
+
+def _measurements() -> list[bytes]:
+    from costmodel.measurement import Measurement, save_measurements
+    from costmodel.work import Work
+
+    path = seeds.folder() / "measurements.jsonl"
+    rows = [
+        Measurement("draw 1", Work(num_normals=9), 2e-3, 1e-3, 3, 1),
+        Measurement("copy 2", Work(copy_bytes=5), 1e-3, 1e-3, 3, 1, "d2h", weight=0.5),
+    ]
+    save_measurements(rows, path)
+    return [path.read_bytes()]
+
+
+def _published_profile() -> list[bytes]:
+    folder = Path(__file__).parents[2] / "costmodel" / "data" / "published"
+    return [(folder / "default_profile.json").read_bytes()]
+
+
+def _smi(path: Path) -> None:
+    from_nvidia_smi_topo(path.read_text("utf-8", "replace"), gpu="a100-sxm4-80gb", memory="512 GiB")
+
+
+READERS: tuple[Target, ...] = (
+    reader("topology", "machine.yaml", seeds.topologies, _topology, quick=60),
+    reader("hwloc", "machine.xml", _fixtures("hwloc_workstation.xml"), from_hwloc_xml),
+    reader("nccl", "machine.xml", _fixtures("nccl_a100x4.xml", "nccl_vm_h100x2.xml"), from_nccl_xml),
+    reader("smi", "matrix.txt", _fixtures("dgx1v_topo.txt", "pcie_tree_topo.txt", "vm_topo.txt"), _smi),
+    reader("prices", "prices.yaml", lambda: [seeds.prices()], load_prices, quick=30),
+    reader(
+        "model spec", "spec.json", lambda: [seeds.model_spec()], lambda path: model_spec(str(path)), quick=30
+    ),
+    reader(
+        "model spec saved", "spec.json", lambda: [seeds.model_spec()], lambda path: read_model_spec(str(path))
+    ),
+    reader("profile", "profile.json", lambda: [seeds.profile()], load_profile, resigned, quick=30),
+    reader("published profile", "profile.json", _published_profile, load_published_profile, resigned),
+    reader("measurements", "measurements.jsonl", _measurements, load_measurements),
+    reader("rows", "rows.csv", lambda: [seeds.rows()], read_rows),
+    reader(
+        "plan",
+        "plan.json",
+        lambda: [seeds.plan(), seeds.plan_of_ranks(), seeds.plan_of_stages()],
+        _plan,
+        quick=60,
+    ),
+    reader(
+        "programs",
+        "program.json",
+        lambda: [seeds.programs(), seeds.programs(seeds.plan_of_ranks(), "sliced.json")],
+        _programs,
+        quick=40,
+    ),
+    reader("timeline", "timeline.json", lambda: [seeds.timeline()], _timeline, quick=30),
+    reader("densities", "densities.json", lambda: [seeds.densities()], read_densities),
+    reader(
+        "scenario",
+        "scenario.json",
+        lambda: [seeds.scenario()],
+        lambda path: read_scenario(_read(path)).finish_times(),
+    ),
+    reader(
+        "flows",
+        "flows.json",
+        lambda: [seeds.flows()],
+        lambda path: scenario_on(seeds.subject().topology, _read(path)).finish_times(),
+    ),
+    reader("evidence", "evidence.json", lambda: [seeds.evidence()], Evidence.load, resigned, quick=30),
+    reader("json lines", "log.jsonl", lambda: [seeds.run()["run/steps.jsonl"]], read_lines),
+    run_reader("run header", read_header, ("run/run.json",)),
+    run_reader("run history", _history, ("run/run.json", "run/steps.jsonl", "run/digests.jsonl"), quick=40),
+    run_reader("run programs", _recorded, ("run/run.json", "run/program.json")),
+)
+
+
+def all_targets() -> tuple[Target, ...]:
+    """Return every target, those of model directories included."""
+    more: tuple[Target, ...] = ()
+    if importlib.util.find_spec("tests.fuzz.model_targets") is not None:
+        from tests.fuzz.model_targets import MODEL_READERS
+
+        more = tuple(MODEL_READERS)
+    return (*READERS, *more, *COMMANDS)

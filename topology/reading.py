@@ -1,0 +1,328 @@
+"""Files that nobody vouches for: the one place where bytes become text, and text becomes JSON or YAML values.
+
+Readers of plans, programs, runs, logs, profiles and the rest call these functions and check what they get with their own
+types. What no such file can hold is refused here, in words: text that is not UTF-8, integers of thousands of digits, nesting of
+thousands of levels, keys that stand twice, infinity and NaN, YAML whose aliases multiply.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from topology.errors import ZosimError
+
+MAX_JSON_BYTES = 256 * 2**20
+MAX_YAML_BYTES = 8 * 2**20
+MAX_DEPTH = 64
+"""Levels of lists and objects; documents of this project have fewer than twenty."""
+MAX_DIGITS = 40
+"""Of an integer: more than any count or seed has, and few enough to become a float."""
+MAX_YAML_VALUES = 400_000
+"""Scalars, lists and mappings of a YAML file, each alias counted with all that it stands for."""
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_LONE_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the others stand for bytes of a file's name
+
+
+class _UnreadableError(ValueError):
+    """Why a text is not what it should be."""
+
+
+def read_bytes(
+    path: str | Path,
+    what: str,
+    error: type[ZosimError],
+    *,
+    hint: str | None = None,
+    max_bytes: int = MAX_JSON_BYTES,
+) -> bytes:
+    """Return the content of a file.
+
+    Parameters
+    ----------
+    path : path
+    what : str
+        What the file should be, such as ``"plan"``.
+    error : type
+        Raised with a message that names the file.
+    hint : str, optional
+        How to make such a file.
+    max_bytes : int
+        Larger files are refused.
+
+    Raises
+    ------
+    ZosimError
+        Of type `error`, if there is no such file, or it cannot be read or is too large.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise error(f"no {what} at {path}", hint=hint) from None
+    except OSError as problem:
+        raise error(f"the {what} {path} cannot be read: {problem.strerror}", hint=hint) from problem
+    except ValueError as problem:  # a zero byte in the name
+        raise error(f"the {what} {str(path)!r} cannot be read: {problem}", hint=hint) from problem
+    if len(content) > max_bytes:
+        raise error(f"{path} is not a {what}: it has more than {max_bytes // 2**20} MiB", hint=hint)
+    return content
+
+
+def read_text(
+    path: str | Path,
+    what: str,
+    error: type[ZosimError],
+    *,
+    hint: str | None = None,
+    max_bytes: int = MAX_JSON_BYTES,
+) -> str:
+    """Return the text of a file; parameters as of :func:`read_bytes`.
+
+    Raises
+    ------
+    ZosimError
+        Of type `error`, if it cannot be read, is too large, or is not UTF-8.
+    """
+    content = read_bytes(path, what, error, hint=hint, max_bytes=max_bytes)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as problem:
+        message = f"{path} is not a {what}: no UTF-8 text, {problem.reason} at byte {problem.start}"
+        raise error(message, hint=hint) from None
+
+
+def read_json(path: str | Path, what: str, error: type[ZosimError], *, hint: str | None = None) -> Any:
+    """Return the JSON value in a file; parameters as of :func:`read_bytes`.
+
+    Raises
+    ------
+    ZosimError
+        Of type `error`, if the file cannot be read or is not JSON.
+    """
+    return parse_json(read_text(path, what, error, hint=hint), f"{path} is not a {what}", error, hint=hint)
+
+
+def read_json_object(
+    path: str | Path, what: str, error: type[ZosimError], *, hint: str | None = None
+) -> dict[str, Any]:
+    """Return the JSON object in a file; parameters as of :func:`read_bytes`.
+
+    Raises
+    ------
+    ZosimError
+        Of type `error`, if the file cannot be read or holds no JSON object.
+    """
+    value = read_json(path, what, error, hint=hint)
+    if not isinstance(value, dict):
+        raise error(f"{path} is not a {what}: it holds no JSON object", hint=hint)
+    return value
+
+
+def parse_json(text: str, complaint: str, error: type[ZosimError], *, hint: str | None = None) -> Any:
+    """Return the JSON value that a text holds.
+
+    Parameters
+    ----------
+    text : str
+    complaint : str
+        What the message begins with, such as ``"plan.json is not a plan"``.
+    error : type
+    hint : str, optional
+
+    Raises
+    ------
+    ZosimError
+        Of type `error`, with the reason.
+
+    Examples
+    --------
+    >>> parse_json('{"a": 1, "a": 2}', "that is not a plan", ZosimError)
+    Traceback (most recent call last):
+    topology.errors.ZosimError: that is not a plan: the key 'a' stands twice in one object
+    """
+    try:
+        value = _DECODER.decode(text)
+        if text.count("[") + text.count("{") > MAX_DEPTH:
+            _refuse_depth(value)
+        if _SURROGATE.search(text) and _LONE_SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+            raise _UnreadableError("it holds half a character (a lone surrogate)")
+    except json.JSONDecodeError as problem:
+        reason = f"{problem.msg} in line {problem.lineno}, column {problem.colno}"
+        raise error(f"{complaint}: {reason}", hint=hint) from None
+    except _UnreadableError as problem:
+        raise error(f"{complaint}: {problem}", hint=hint) from None
+    except RecursionError:
+        raise error(f"{complaint}: {_TOO_DEEP}", hint=hint) from None
+    return value
+
+
+_TOO_DEEP = f"it nests more than {MAX_DEPTH} levels of lists and objects"
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise _UnreadableError(f"it holds an integer of {len(text.lstrip('-'))} digits, {text[:12]}…")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise _UnreadableError(f"{text[:20]} is too large for a number")
+    return value
+
+
+def _constant(text: str) -> NoReturn:
+    raise _UnreadableError(f"it holds {text}, where JSON has finite numbers alone")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = _first_twice(key for key, _ in pairs)
+        raise _UnreadableError(f"the key {twice!r} stands twice in one object")
+    return value
+
+
+def _first_twice(keys: Iterable[str]) -> str:
+    seen: set[str] = set()
+    return next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant
+)
+
+
+def _refuse_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return
+    raise _UnreadableError(_TOO_DEEP)
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def parse_yaml(
+    text: str, what: str, error: type[ZosimError], *, hint: str | None = None
+) -> tuple[Any, yaml.Node | None]:
+    """Return the value that a YAML text holds, and the tree that knows its lines.
+
+    Parameters
+    ----------
+    text : str
+    what : str
+        Names the text in messages.
+    error : type
+    hint : str, optional
+        For a text that is not YAML at all.
+
+    Raises
+    ------
+    ZosimError
+        Of type `error`, if it is no YAML, holds what is no plain value, or multiplies.
+    """
+    try:
+        if len(text) > MAX_YAML_BYTES:
+            raise _UnreadableError(f"it has more than {MAX_YAML_BYTES // 2**20} MiB")
+        _refuse_yaml_depth(text)
+        loader = _LOADER(text)
+        try:
+            root = loader.get_single_node()
+            if root is None:
+                return None, None
+            _refuse_multiplied(root)
+            value = loader.construct_document(root)
+        finally:
+            loader.dispose()
+        _refuse_numbers(value)
+    except yaml.MarkedYAMLError as problem:
+        mark = problem.problem_mark or problem.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        message = f"{what} is not YAML{where}: {problem.problem or problem.context}"
+        raise error(message, hint=hint) from problem
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as problem:
+        # ValueError and its like: months of 13 days, binary that is none, keys that cannot be hashed.
+        reason = str(problem).partition("\n")[0]
+        raise error(f"{what} is not YAML that can be read: {reason}", hint=hint) from problem
+    return value, root
+
+
+def _refuse_yaml_depth(text: str) -> None:
+    """Refuse a text before a tree is made of it, which would take a call of C code for each level."""
+    depth, num_values = 0, 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        num_values += isinstance(event, yaml.NodeEvent)
+        if depth > MAX_DEPTH:
+            raise _UnreadableError(f"line {event.start_mark.line + 1} lies more than {MAX_DEPTH} levels deep")
+        if num_values > MAX_YAML_VALUES:
+            raise _UnreadableError(f"it holds more than {MAX_YAML_VALUES} values")
+
+
+def _refuse_multiplied(root: yaml.Node) -> None:
+    """Refuse a tree with a key that stands twice, or whose aliases stand for themselves or for too many values."""
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size_of(node: yaml.Node) -> int:
+        known = sizes.get(id(node))
+        if known is not None:
+            return known
+        line = node.start_mark.line + 1
+        if id(node) in open_nodes:
+            raise _UnreadableError(f"the anchor in line {line} stands for something that holds itself")
+        open_nodes.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if len(set(keys)) < len(keys):
+                raise _UnreadableError(
+                    f"the key {_first_twice(keys)!r} stands twice in the mapping of line {line}"
+                )
+        size = 1 + sum(map(size_of, _nodes_below(node)))
+        if size > MAX_YAML_VALUES:
+            raise _UnreadableError(f"with its aliases, line {line} stands for more than {MAX_YAML_VALUES} values")
+        open_nodes.remove(id(node))
+        sizes[id(node)] = size
+        return size
+
+    size_of(root)
+
+
+def _nodes_below(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.SequenceNode):
+        yield from node.value
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield key
+            yield value
+
+
+def _refuse_numbers(root: Any) -> None:
+    """Refuse integers that do not become floats, which YAML writes with few characters."""
+    pending = [root]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
+            raise _UnreadableError(f"it holds an integer of more than {MAX_DIGITS} digits")
+        if isinstance(value, Mapping):
+            pending += value
+        pending += _children(value) if not isinstance(value, set | tuple) else value
