@@ -299,7 +299,9 @@ def _refuse_multiplied(root: yaml.Node) -> None:
                 )
         size = 1 + sum(map(size_of, _nodes_below(node)))
         if size > MAX_YAML_VALUES:
-            raise _UnreadableError(f"with its aliases, line {line} stands for more than {MAX_YAML_VALUES} values")
+            raise _UnreadableError(
+                f"with its aliases, line {line} stands for more than {MAX_YAML_VALUES} values"
+            )
         open_nodes.remove(id(node))
         sizes[id(node)] = size
         return size
