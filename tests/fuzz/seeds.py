@@ -12,12 +12,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from importlib import resources
 from pathlib import Path
 
-import topology.detection
+import topology.hardware
 from costmodel.configs import spec_of_config
 from costmodel.datasheet import datasheet_profile
 from costmodel.prices import shipped_prices_text
-from costmodel.published import shipped_rows, write_rows
-from topology.documents import load_preset
+from studies.published.rows import shipped_rows, write_rows
+from topology.documents import dump, load_preset
 from zosim.cli import main
 from zosim.plan import Plan
 from zosim.planning.predict import Subject
@@ -27,7 +27,7 @@ FIXTURES = TESTS / "topology" / "fixtures"
 PRESET = "rtx4090-2x"
 sys.path.append(str(TESTS / "executors"))  # its helpers know each other by bare names
 
-topology.detection.detect = functools.cache(topology.detection.detect)  # half a second each, otherwise
+topology.hardware.detect = functools.cache(topology.hardware.detect)  # half a second each, otherwise
 
 CONFIG = {
     "model_type": "opt",
@@ -142,7 +142,7 @@ def topologies() -> list[bytes]:
         (presets / f"{name}.yaml").read_bytes()
         for name in ("cpu-laptop", "rtx4090-2x", "dgx-1v", "cpu-cluster-1gbit")
     ]
-    return [*texts, load_preset("rtx4090-2x").to_yaml().encode()]
+    return [*texts, dump(load_preset("rtx4090-2x")).encode()]
 
 
 def prices() -> bytes:

@@ -16,26 +16,26 @@ from costmodel.configs import read_model_spec
 from costmodel.measurement import load_measurements
 from costmodel.prices import load_prices
 from costmodel.profile import load_profile
-from costmodel.published import read_rows
 from executors.runs.history import read_history
 from executors.runs.jsonlines import read_lines
 from executors.runs.programs import recorded_programs
 from executors.runs.runlog import read_header
+from studies.published.fitted_profile import load_published_profile
+from studies.published.rows import read_rows
 from tests.fuzz import seeds
 from tests.fuzz.cases import Case, Target
 from tests.fuzz.commands import COMMANDS
 from tests.fuzz.mutations import mutated, resigned
-from topology.documents import load
+from topology.documents import dump, load
 from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo
 from topology.lint import lint
-from zosim.evidence.file import Evidence
+from zosim.applications.evidence.file import Evidence
+from zosim.applications.traffic.command import _read, read_scenario, scenario_on
 from zosim.options import model_spec
 from zosim.plan import Plan
 from zosim.planning.cuts import read_densities
 from zosim.program_set import ProgramSet
-from zosim.published.fitted_profile import load_published_profile
 from zosim.timeline import Timeline
-from zosim.traffic.command import _read, read_scenario, scenario_on
 from zosim.validate_set import validate_set
 
 
@@ -72,7 +72,7 @@ def _topology(path: Path) -> None:
     topology = load(path)
     lint(topology)
     load_again = path.with_name("again.yaml")
-    load_again.write_text(topology.to_yaml(), encoding="utf-8")
+    load_again.write_text(dump(topology), encoding="utf-8")
     load(load_again)
 
 
@@ -121,7 +121,7 @@ def _measurements() -> list[bytes]:
 
 
 def _published_profile() -> list[bytes]:
-    folder = Path(__file__).parents[2] / "costmodel" / "data" / "published"
+    folder = Path(__file__).parents[2] / "studies" / "published" / "data"
     return [(folder / "default_profile.json").read_bytes()]
 
 
