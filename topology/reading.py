@@ -273,7 +273,7 @@ def _refuse_yaml_depth(text: str) -> None:
             depth -= 1
         num_values += isinstance(event, yaml.NodeEvent)
         if depth > MAX_DEPTH:
-            raise _UnreadableError(f"line {event.start_mark.line + 1} lies more than {MAX_DEPTH} levels deep")
+            raise _UnreadableError(f"line {_line(event.start_mark)} lies more than {MAX_DEPTH} levels deep")
         if num_values > MAX_YAML_VALUES:
             raise _UnreadableError(f"it holds more than {MAX_YAML_VALUES} values")
 
@@ -287,7 +287,7 @@ def _refuse_multiplied(root: yaml.Node) -> None:
         known = sizes.get(id(node))
         if known is not None:
             return known
-        line = node.start_mark.line + 1
+        line = _line(node.start_mark)
         if id(node) in open_nodes:
             raise _UnreadableError(f"the anchor in line {line} stands for something that holds itself")
         open_nodes.add(id(node))
@@ -307,6 +307,10 @@ def _refuse_multiplied(root: yaml.Node) -> None:
         return size
 
     size_of(root)
+
+
+def _line(mark: yaml.Mark | None) -> int:
+    return 0 if mark is None else mark.line + 1
 
 
 def _nodes_below(node: yaml.Node) -> Iterator[yaml.Node]:
