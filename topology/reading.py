@@ -279,38 +279,40 @@ def _refuse_yaml_depth(text: str) -> None:
 
 
 def _refuse_multiplied(root: yaml.Node) -> None:
-    """Refuse a tree with a key that stands twice, or whose aliases stand for themselves or for too many values."""
-    sizes: dict[int, int] = {}
-    open_nodes: set[int] = set()
+    """Refuse a tree with a key that stands twice, or whose aliases stand for themselves or for too much."""
+    measured: dict[int, tuple[int, int]] = {}
+    above: set[int] = set()
 
-    def size_of(node: yaml.Node) -> int:
-        known = sizes.get(id(node))
-        if known is not None:
-            return known
+    def size_and_depth(node: yaml.Node) -> tuple[int, int]:
+        if id(node) in measured:
+            return measured[id(node)]
         line = _line(node.start_mark)
-        if id(node) in open_nodes:
+        if id(node) in above:
             raise _UnreadableError(f"the anchor in line {line} stands for something that holds itself")
-        open_nodes.add(id(node))
         if isinstance(node, yaml.MappingNode):
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
             if len(set(keys)) < len(keys):
-                raise _UnreadableError(
-                    f"the key {_first_twice(keys)!r} stands twice in the mapping of line {line}"
-                )
-        size = 1 + sum(map(size_of, _nodes_below(node)))
+                twice = _first_twice(value for _, value in keys)
+                raise _UnreadableError(f"the key {twice!r} stands twice in the mapping of line {line}")
+        above.add(id(node))
+        below = [size_and_depth(child) for child in _nodes_below(node)]
+        above.remove(id(node))
+        size = 1 + sum(size for size, _ in below)
+        depth = 1 + max((depth for _, depth in below), default=0)
         if size > MAX_YAML_VALUES:
             raise _UnreadableError(
                 f"with its aliases, line {line} stands for more than {MAX_YAML_VALUES} values"
             )
-        open_nodes.remove(id(node))
-        sizes[id(node)] = size
-        return size
+        if depth > MAX_DEPTH + 1:
+            raise _UnreadableError(f"with its aliases, line {line} stands for more than {MAX_DEPTH} levels")
+        measured[id(node)] = size, depth
+        return size, depth
 
-    size_of(root)
+    size_and_depth(root)
 
 
-def _line(mark: yaml.Mark | None) -> int:
-    return 0 if mark is None else mark.line + 1
+def _line(mark: Any) -> int:
+    return 0 if mark is None else int(mark.line) + 1
 
 
 def _nodes_below(node: yaml.Node) -> Iterator[yaml.Node]:
