@@ -300,11 +300,11 @@ def run(
     given = {
         name: value.value if isinstance(value, enum.Enum) else value for name, value in dict(locals()).items()
     }
-    from executors.datasets.inputs import refuse_missing_data
     from executors.ranks.launch import launch as launch_ranks
     from executors.ranks.mesh import launch_lines
     from executors.ranks.notes import RankInfo, is_launched
     from executors.runs.asking import settings_from
+    from executors.runs.inputs import refuse_missing_data
     from executors.runs.run import run_in_rank
 
     settings, warnings = settings_from(given)

@@ -275,8 +275,8 @@ def _batches(
 ) -> list[Batch]:
     from executors.datasets.batches import Batches
     from executors.datasets.data import Limits, open_dataset
-    from executors.datasets.inputs import tokenizer_for
     from executors.datasets.prompts import PromptTemplate
+    from executors.runs.inputs import tokenizer_for
 
     config = model.config.get_text_config()
     limits = Limits(config.vocab_size, seq or getattr(config, "max_position_embeddings", None), truncate=True)

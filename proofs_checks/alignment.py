@@ -10,11 +10,11 @@ from scipy.stats import kstest, kstwobign
 from torch import Tensor
 
 from executors.randomness.counter import COUNTER_BLOCK_ELEMENTS, CounterDraws, CounterKey
-from executors.randomness.crew import Crew
 from executors.randomness.directions import DIRECTIONS, Direction
 from executors.randomness.rng import generator_on
 from executors.randomness.walks import draw_rows, walk_past
 from executors.runs.session import Session
+from executors.threads import DrawThreads
 from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
 from proofs_checks.placements import (
@@ -153,8 +153,8 @@ def _unlike_slices(direction: Direction, seed: int) -> int:
     width = 96
     numels = [33, 4 * block + width, 2 * width]
     numels[1] -= numels[1] % width
-    crew = Crew(2)
-    alone, threaded = CounterDraws(numels, _CPU), CounterDraws(numels, _CPU, crew=crew)
+    threads = DrawThreads(2)
+    alone, threaded = CounterDraws(numels, _CPU), CounterDraws(numels, _CPU, threads=threads)
     key = CounterKey.of(seed, 3, 1)
     whole = torch.empty(numels[1])
     alone.fill(whole, 1, 0, key, direction)
@@ -164,7 +164,7 @@ def _unlike_slices(direction: Direction, seed: int) -> int:
         alone.fill(pieces[begin:end], 1, begin, key, direction)
     at_once = torch.empty_like(whole)
     threaded.fill(at_once, 1, 0, key, direction)
-    crew.close()
+    threads.close()
     rows = torch.tensor([0, 1, block // width, numels[1] // width - 1])
     kept = torch.empty((len(rows), width))
     alone.fill_rows(kept, rows, 1, key, direction)

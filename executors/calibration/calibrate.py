@@ -18,9 +18,9 @@ import torch
 from costmodel.measurement import Measurement
 from costmodel.pace import Pace, WorkKind
 from executors.calibration.exchange_probes import exchange_probes
-from executors.calibration.pace import UNDISTURBED, Reference, full_pace_s, pace_of, windows_of
 from executors.calibration.probes import kernel_probes
 from executors.calibration.probing import Action, Probe
+from executors.pace import UNDISTURBED, Reference, full_pace_s, pace_of, windows_of
 from executors.steps.heap import keep_freed_memory
 from topology.errors import RunError
 

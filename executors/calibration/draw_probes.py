@@ -10,13 +10,13 @@ from torch import Tensor
 from costmodel.sweeps import cast_work, draw_work, perturb_work
 from costmodel.work import DType
 from executors.calibration.probing import MEMORY_BYTES, Probe, format_named, random_tensor
+from executors.formats import TORCH_DTYPES
 from executors.randomness.counter import CounterDraws, CounterKey
-from executors.randomness.crew import Crew
 from executors.randomness.directions import Direction, direction_named
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import generator_on
 from executors.randomness.walks import Walk, draw_rows
-from executors.steps.buffers import TORCH_DTYPES
+from executors.threads import DrawThreads
 from zosim.lowering.layout import COUNTER_BLOCK_ELEMENTS, JUMP_WORDS, NUM_RNG_MARKS
 
 
@@ -49,13 +49,13 @@ def _shared_draws(device: torch.device, dtype: str) -> Iterator[Probe]:
     """Yield draws by all threads at once, each with a sweep by torch's own threads, which must gather again."""
     if device.type != "cpu":
         return
-    crew, direction = Crew(torch.get_num_threads()), direction_named("gaussian")
+    threads, direction = DrawThreads(torch.get_num_threads()), direction_named("gaussian")
     generator = generator_on(device, 1)
     key = CounterKey.of(1, 0, 0)
     for num in (1 << 17, MEMORY_BYTES["cpu"] // 32):
         z, theta = (torch.zeros(num, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
-        counter = CounterDraws([num], device, crew=crew)
-        walk = Walk([num], direction, NUM_RNG_MARKS, crew)
+        counter = CounterDraws([num], device, threads=threads)
+        walk = Walk([num], direction, NUM_RNG_MARKS, threads)
         states = walk.fill([z], generator_on(device, 1))
 
         def by_blocks(z: Tensor = z, theta: Tensor = theta, counter: CounterDraws = counter) -> None:

@@ -23,8 +23,8 @@ from executors.calibration.probing import (
     format_named,
     random_tensor,
 )
+from executors.formats import TORCH_DTYPES
 from executors.steps.arithmetic import Sweeper
-from executors.steps.buffers import TORCH_DTYPES
 
 MATMUL_SHAPES = {
     "cpu": (

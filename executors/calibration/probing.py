@@ -10,9 +10,9 @@ from torch import Tensor
 
 from costmodel.estimate import CopyDirection
 from costmodel.work import DType, Work
+from executors.formats import TORCH_DTYPES
 from executors.models.model import Batch
 from executors.randomness.rng import generator_on
-from executors.steps.buffers import TORCH_DTYPES
 
 Action = Callable[[], object]
 

@@ -21,14 +21,14 @@ from scipy.stats import theilslopes
 
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.work import DType
-from executors.calibration.pace import UNDISTURBED, Reference
 from executors.calibration.probing import token_batch
 from executors.calibration.quiet import SLOWER
+from executors.formats import TORCH_DTYPES
 from executors.models.model import Batch
 from executors.models.random_models import random_model
 from executors.models.spec import spec_of_model
+from executors.pace import UNDISTURBED, Reference
 from executors.runs.session import Session
-from executors.steps.buffers import TORCH_DTYPES
 from topology.graph import Topology
 from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
 from zosim.engines.simulate import simulate
@@ -160,7 +160,7 @@ def measure_steps(
         Time for timed steps, of which each shape gets its part. Of the later shapes those are left out that a multiple of
         it has no time for.
     fast_s : float, optional
-        What the reference of :mod:`executors.calibration.pace` takes at full pace, to tell which steps were taken at it.
+        What the reference of :mod:`executors.pace` takes at full pace, to tell which steps were taken at it.
     on_share : callable, optional
         Told of the share of the shapes that are done.
     """

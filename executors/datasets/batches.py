@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 
 from executors.datasets.data import Dataset
-from executors.datasets.prompts import IGNORED, Example
+from executors.datasets.prompts import Example
+from executors.models.model import IGNORED_LABEL
 from topology.errors import DataError
 
 
@@ -92,7 +93,7 @@ def pad(examples: Sequence[Example], *, length: int | None = None, pad_token: in
         raise DataError(f"an example of {longest} tokens does not fit a batch of length {length}")
     shape = (len(examples), length or longest)
     input_ids = torch.full(shape, pad_token, dtype=torch.long)
-    labels = torch.full(shape, IGNORED, dtype=torch.long)
+    labels = torch.full(shape, IGNORED_LABEL, dtype=torch.long)
     mask = torch.zeros(shape, dtype=torch.long)
     for row, example in enumerate(examples):
         num = len(example)

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from executors.datasets.prompts import (
-    IGNORED,
     Example,
     JsonObject,
     OffsetTokenizer,
@@ -27,6 +26,7 @@ from executors.datasets.prompts import (
     Question,
     did_you_mean,
 )
+from executors.models.model import IGNORED_LABEL
 from topology.errors import DataError
 
 NUM_CHECKED_AT_START = 2000
@@ -163,7 +163,7 @@ class Limits:
             example = example.truncated(self.max_length, num_kept=num_kept)
         if self.vocab_size is not None:
             self._check_vocabulary("input_ids", example.input_ids, where)
-            self._check_vocabulary("labels", [x for x in example.labels if x != IGNORED], where)
+            self._check_vocabulary("labels", [x for x in example.labels if x != IGNORED_LABEL], where)
         if not any(at > 0 for at in example.asked):
             raise DataError(
                 f"{where} asks for nothing: no position after the first carries a label",
@@ -318,7 +318,7 @@ def _tokens_of(line: JsonObject, where: str) -> Example:
     _refuse_ignored(line, where)
     if line.get("labels") is None:
         return Example(input_ids, input_ids)
-    labels = _token_list(line, "labels", where, lowest=IGNORED)
+    labels = _token_list(line, "labels", where, lowest=IGNORED_LABEL)
     if len(labels) != len(input_ids):
         raise DataError(
             f"{where} has {len(input_ids)} input_ids and {len(labels)} labels",

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+from executors.models.model import IGNORED_LABEL
 from topology.errors import DataError
 
-IGNORED = -100
 """Label of a position that takes no part in the loss, transformers' convention."""
 
 LABEL_FIELD = "label"
@@ -55,7 +55,7 @@ class Example:
     @property
     def asked(self) -> tuple[int, ...]:
         """Positions that carry a label."""
-        return tuple(at for at, label in enumerate(self.labels) if label != IGNORED)
+        return tuple(at for at, label in enumerate(self.labels) if label != IGNORED_LABEL)
 
     def truncated(self, max_length: int, *, num_kept: int = 0) -> Example:
         """Return at most `max_length` tokens.
@@ -65,7 +65,7 @@ class Example:
         """
         if len(self) <= max_length:
             return self
-        if self.labels[0] != IGNORED:
+        if self.labels[0] != IGNORED_LABEL:
             return Example(self.input_ids[:max_length], self.labels[:max_length])
         num_kept = min(num_kept, max_length)
         rest = len(self) - (max_length - num_kept)
@@ -253,7 +253,7 @@ def _tokens(text: str, span: tuple[int, int], tokenizer: OffsetTokenizer) -> tup
     ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
     begin, end = span
     labels = [
-        token if start < end and stop > begin else IGNORED
+        token if start < end and stop > begin else IGNORED_LABEL
         for token, (start, stop) in zip(ids, offsets, strict=True)
     ]
     num_special = next((at for at, (start, stop) in enumerate(offsets) if stop > start), 0)

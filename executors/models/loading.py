@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from costmodel.configs import shipped_config
-from executors.steps.buffers import TORCH_DTYPES
+from executors.formats import TORCH_DTYPES
 from topology.errors import ModelError
 
 _UNSAFE = ("pytorch_model.bin", "pytorch_model.bin.index.json")

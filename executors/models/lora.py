@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.configs import LoRA
-from executors.runs.runlog import write_atomically, write_tensors
+from executors.files import write_atomically
+from executors.models.weight_files import write_tensors
 from topology.errors import ModelError
 
 _HOOK = "_zosim_lora_hook"

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.configs import Prefix
+from executors.files import write_atomically
 from executors.models.blocks import find_blocks
-from executors.runs.runlog import write_atomically, write_tensors
+from executors.models.weight_files import write_tensors
 from topology.errors import ModelError
 
 WEIGHTS_NAME = "prefix.safetensors"

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from executors.datasets import corpus as text
+from executors.models import corpus as text
 from topology.errors import ModelError
 from zosim.cache import CACHE_VARIABLE, cache_directory
 

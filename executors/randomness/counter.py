@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Generator, Tensor
 
-from executors.randomness.crew import Crew, shared
 from executors.randomness.directions import Direction
 from executors.randomness.rng import MASK32, drawn, mixed
 from executors.randomness.walks import keep_rows, rows_between
+from executors.threads import DrawThreads, even_ranges
 
 COUNTER_BLOCK_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
 """Length of a ``counter`` block, on a CPU times the direction's ``block_factor``: long enough that seeding costs
@@ -71,15 +71,17 @@ class CounterDraws:
     numels : sequence of int
         Elements of every trainable parameter, in registration order; the same on every rank.
     device : torch.device
-    crew : Crew, optional
+    threads : DrawThreads, optional
         Threads that draw blocks at once on a CPU, each with a generator of its own.
     """
 
-    def __init__(self, numels: Sequence[int], device: torch.device, *, crew: Crew | None = None) -> None:
+    def __init__(
+        self, numels: Sequence[int], device: torch.device, *, threads: DrawThreads | None = None
+    ) -> None:
         self._device = device
         self._numels = list(numels)
         self._first_blocks: dict[int, list[int]] = {}
-        self._crew = crew if crew is not None and device.type == "cpu" else Crew()
+        self._threads = threads if threads is not None and device.type == "cpu" else DrawThreads()
 
     def fill(
         self,
@@ -187,8 +189,8 @@ class CounterDraws:
 
     def _share(self, work: Callable[[range], None], num_items: int, direction: Direction) -> None:
         """Let all threads work through as many items together, where one alone would leave the others idle."""
-        num_shares = self._crew.num_threads if direction.is_drawn_alone else 1
-        self._crew.run([partial(work, share) for share in shared(num_items, num_shares)])
+        num_shares = self._threads.num_threads if direction.is_drawn_alone else 1
+        self._threads.run([partial(work, share) for share in even_ranges(num_items, num_shares)])
 
     def _jobs(
         self, out: Tensor, parameter: int, offset: int, key: CounterKey, direction: Direction

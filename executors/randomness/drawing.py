@@ -9,12 +9,12 @@ import torch
 from torch import Generator, Tensor
 
 from executors.randomness.counter import CounterDraws, CounterKey
-from executors.randomness.crew import Crew
 from executors.randomness.directions import Direction, direction_named
 from executors.randomness.walks import Walk
 from executors.steps.buffers import BufferStore, Part
 from executors.steps.frames import StepFrame
 from executors.steps.operands import Action, Unfit, one, place_of
+from executors.threads import DrawThreads
 from zosim.instructions import Access, Instruction
 from zosim.lowering.directions import SCALED
 from zosim.lowering.layout import NUM_RNG_MARKS, SHARED_DRAW_ELEMENTS
@@ -37,7 +37,7 @@ class Drawing:
     rows : callable
         Returns the rows of token tables that the batch at hand names.
     epsilon : float
-    crew : Crew
+    threads : DrawThreads
         Shares a CPU's draws, where it is known how.
     """
 
@@ -48,14 +48,14 @@ class Drawing:
         numels: Sequence[int],
         rows: Callable[[], Tensor],
         epsilon: float,
-        crew: Crew,
+        threads: DrawThreads,
     ) -> None:
         self._store = store
         self._device = device
-        self._counter = CounterDraws(numels, device, crew=crew)
+        self._counter = CounterDraws(numels, device, threads=threads)
         self._rows = rows
         self._epsilon = epsilon
-        self._crew = crew
+        self._threads = threads
 
     def of(self, instruction: Instruction) -> Action:
         """Return what draws, if there is a step whose seed it draws from."""
@@ -131,7 +131,7 @@ class Drawing:
         else:
             numels = [tensor.num_elements for tensor in self._part(op).tensors]
         is_cut = self._device.type == "cpu" and sum(numels) >= SHARED_DRAW_ELEMENTS
-        return Walk(numels, direction, NUM_RNG_MARKS if is_cut else 1, self._crew)
+        return Walk(numels, direction, NUM_RNG_MARKS if is_cut else 1, self._threads)
 
     def _fill(self, op: Draw, walk: Walk, wanted: Sequence[Access]) -> Fill:
         part = self._part(op)

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import Generator, Tensor
 
-from executors.randomness.crew import Crew, shared
 from executors.randomness.directions import Direction
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import drawn
+from executors.threads import DrawThreads, even_ranges
 from zosim.lowering.layout import JUMP_WORDS
 
 _WALK_ELEMENTS = 1 << 16
@@ -35,7 +35,7 @@ class Walk:
     direction : Direction
     num_marks : int
         Stretches, between marks, that the elements are shared among as evenly as draws can be cut.
-    crew : Crew, optional
+    threads : DrawThreads, optional
         Threads that walk the stretches of a CPU's draw at once, where its words can be counted.
 
     Notes
@@ -45,11 +45,15 @@ class Walk:
     """
 
     def __init__(
-        self, numels: Sequence[int], direction: Direction, num_marks: int = 1, crew: Crew | None = None
+        self,
+        numels: Sequence[int],
+        direction: Direction,
+        num_marks: int = 1,
+        threads: DrawThreads | None = None,
     ) -> None:
         self._direction = direction
         self._spans = list(_spans(numels, direction.granularity, num_marks))
-        self._crew = crew or Crew()
+        self._threads = threads or DrawThreads()
 
     def fill(
         self, views: Sequence[Tensor], generator: Generator, factor: float | None = None
@@ -69,9 +73,9 @@ class Walk:
         self, views: Sequence[Tensor], states: Sequence[Tensor], factor: float | None = None
     ) -> None:
         """Fill flat `views` as the walk that left `states` did."""
-        num_threads = self._crew.num_threads if self._direction.is_drawn_alone else 1
-        shares = shared(len(self._spans), num_threads)
-        self._crew.run([partial(self._from, share, views, states, factor) for share in shares])
+        num_threads = self._threads.num_threads if self._direction.is_drawn_alone else 1
+        shares = even_ranges(len(self._spans), num_threads)
+        self._threads.run([partial(self._from, share, views, states, factor) for share in shares])
 
     def skip(self, like: Tensor, generator: Generator) -> list[Tensor]:
         """Advance `generator` as drawing in the format of `like` does, and return its state before."""
@@ -130,18 +134,18 @@ class Walk:
                     visit(span, walking)
             ends[number] = walking.get_state()
 
-        self._crew.run([partial(walk, number) for number in range(len(shares))])
+        self._threads.run([partial(walk, number) for number in range(len(shares))])
         if len(shares) > 1:
             generator.set_state(ends[-1])
         return [state for of_share in states for state in of_share]
 
     def _shares(self, like: Tensor) -> tuple[list[range], list[int]]:
         """Return the stretches that each thread walks, and the words before each stretch, if there are several."""
-        most = self._crew.num_threads
+        most = self._threads.num_threads
         words = self._words(like) if most > 1 else None
         if words is None or words[-1] < 2 * JUMP_WORDS or not can_jump():
             return [range(len(self._spans))], []
-        return shared(len(self._spans), min(most, words[-1] // JUMP_WORDS)), words
+        return even_ranges(len(self._spans), min(most, words[-1] // JUMP_WORDS)), words
 
     def _words(self, like: Tensor) -> list[int] | None:
         """Return the words spent before each stretch, and by all of them; None where they cannot be counted."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from executors.runs.runlog import save_weights, update_digest, weights_digest
+from executors.models.weight_files import save_weights, update_digest, weights_digest
 from topology.errors import RunError
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from executors.models.adapters import PREFIX_NAME
 from executors.ranks.communicator import Communicator
 from executors.ranks.notes import launch_directory
+from executors.runs.adapters import PREFIX_NAME
 from executors.runs.checkpoint import Checkpoint, newest_checkpoint
 from executors.runs.history import DIGESTS_NAME, History, read_history
 from executors.runs.run_files import METRICS_NAME

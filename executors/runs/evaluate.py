@@ -19,7 +19,8 @@ from torch import Tensor
 
 from executors.datasets.batches import pad
 from executors.datasets.data import Dataset
-from executors.datasets.prompts import IGNORED, Example, Question
+from executors.datasets.prompts import Example, Question
+from executors.models.model import IGNORED_LABEL
 from topology.errors import DataError
 
 MOST_CLASSES = 64
@@ -210,7 +211,8 @@ def evaluate_generation(
         for tokens in _generate(model, prompts[start : start + batch_size], generation)
     ]
     expected = [
-        generation.decode([label for label in example.labels if label != IGNORED]) for example in examples
+        generation.decode([label for label in example.labels if label != IGNORED_LABEL])
+        for example in examples
     ]
     pairs = list(zip(answers, expected, strict=True))
     exact = _share([float(normalised(answer) == normalised(truth)) for answer, truth in pairs])
@@ -326,7 +328,9 @@ def _among(example: Example, answers: Sequence[tuple[int, ...]]) -> Question:
     begin, end = positions[0], positions[-1] + 1
     before, after = example.input_ids[:begin], example.input_ids[end:]
     candidates = tuple(
-        Example(before + answer + after, (IGNORED,) * len(before) + answer + (IGNORED,) * len(after))
+        Example(
+            before + answer + after, (IGNORED_LABEL,) * len(before) + answer + (IGNORED_LABEL,) * len(after)
+        )
         for answer in answers
     )
     return Question(candidates, answers.index(_answer(example)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from executors.datasets.inputs import copy_tokenizer
-from executors.models.adapters import save_tuned
+from executors.runs.adapters import save_tuned
 from executors.runs.history import read_history
+from executors.runs.inputs import copy_tokenizer
 from executors.runs.replay import advance, load_base, plan_alone, session_at
 from executors.runs.settings import RunSettings
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from executors.datasets.data import Dataset
-from executors.datasets.prompts import IGNORED
+from executors.models.model import IGNORED_LABEL
 from executors.runs.evaluate import Generation, evaluate_choices, evaluate_generation, evaluate_perplexity
 from executors.runs.session import Session
 from executors.runs.settings import TaskName
@@ -118,5 +118,5 @@ def _merit(metrics: Mapping[str, Any]) -> tuple[float, ...]:
 def _task_of(data: Dataset) -> TaskName:
     """Return a choice if the first line offers answers, or has a prompt before the one that it gives."""
     (question,) = data.questions([0])
-    asks = len(question.candidates) > 1 or question.candidates[0].labels[0] == IGNORED
+    asks = len(question.candidates) > 1 or question.candidates[0].labels[0] == IGNORED_LABEL
     return "choice" if asks else "perplexity"

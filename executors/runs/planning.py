@@ -332,9 +332,9 @@ def _spec_for(
     except ModelError:
         if not Path(model).is_dir() and not loading.get("allow_download"):
             raise
-    from executors.models.adapters import attach
     from executors.models.loading import load_model
     from executors.models.spec import spec_of_model
+    from executors.runs.adapters import attach
 
     loaded = load_model(model, **loading)
     if adapters is not None:

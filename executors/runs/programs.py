@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from executors.runs.runlog import write_atomically
+from executors.files import write_atomically
 from topology.errors import RunError
 from zosim.program_set import ProgramSet
 

@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from executors.models.adapters import Adapters, attach, recorded_adapters, save_tuned
+from executors.formats import TORCH_DTYPES
 from executors.models.loading import load_model
 from executors.models.mapped import moves_mapped, own_format
+from executors.models.weight_files import weights_digest
 from executors.ranks.mesh import alone
+from executors.runs.adapters import Adapters, attach, recorded_adapters, save_tuned
 from executors.runs.checkpoint import Checkpoint, newest_checkpoint
 from executors.runs.history import History, read_history
 from executors.runs.programs import recorded_programs
-from executors.runs.runlog import HEADER_NAME, weights_digest
+from executors.runs.runlog import HEADER_NAME
 from executors.runs.session import Session
-from executors.steps.buffers import TORCH_DTYPES
 from executors.steps.preparing import prepare, to_storage
 from topology.errors import RunError
 from zosim.plan import Plan

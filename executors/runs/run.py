@@ -19,17 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from executors.calibration.pace import reference_now_s
 from executors.datasets.batches import Batches
-from executors.datasets.inputs import copy_tokenizer, open_data, pad_token
 from executors.datasets.objectives import objective_named
-from executors.models.adapters import keep_beginning, save_tuned
+from executors.files import write_atomically
+from executors.models.weight_files import weights_digest
+from executors.pace import reference_now_s
 from executors.ranks.communicator import Communicator, default_communicator
 from executors.ranks.launch import process_group
 from executors.ranks.notes import is_launched
+from executors.runs.adapters import keep_beginning, save_tuned
 from executors.runs.checkpoint import save_checkpoint
 from executors.runs.earlier import EarlierRun
 from executors.runs.history import History
+from executors.runs.inputs import copy_tokenizer, open_data, pad_token
 from executors.runs.last_good import rebuild
 from executors.runs.programs import PROGRAM_DIGEST, program_digest, recorded_programs, save_programs
 from executors.runs.records import LossNotFinite, StepRecord
@@ -43,7 +45,7 @@ from executors.runs.replay import (
 from executors.runs.reporter import Reporter
 from executors.runs.run_evaluations import Evaluations
 from executors.runs.run_files import BEST_NAME, METRICS_NAME, NoFiles, RunFiles, remove_partial
-from executors.runs.runlog import RunLog, weights_digest, write_atomically, write_header
+from executors.runs.runlog import RunLog, write_header
 from executors.runs.session import Session
 from executors.runs.settings import RunSettings, refuse_other_identity
 from executors.runs.watch import DivergenceWatch

@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from executors.datasets.inputs import copy_tokenizer, evaluation_data, generation_of
-from executors.models.adapters import save_alone
+from executors.models.weight_files import save_pretrained
+from executors.runs.adapters import save_alone
+from executors.runs.inputs import copy_tokenizer, evaluation_data, generation_of
 from executors.runs.measure import Evaluator, is_better
 from executors.runs.run_files import BEST_NAME, METRICS_NAME, evaluations_of
-from executors.runs.runlog import save_pretrained
 from executors.runs.session import Session
 from executors.runs.settings import RunSettings
 from topology.errors import RunError

@@ -19,23 +19,24 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from executors.datasets.batches import check_batch
+from executors.formats import TORCH_DTYPES
 from executors.models.model import Batch, CutModel, LossDType, Objective
-from executors.models.whole import WholeModel
+from executors.models.weight_files import save_pretrained, weights_digest
 from executors.ranks.agreement import refuse_unlike_sums
 from executors.ranks.communicator import Communicator, default_communicator
 from executors.ranks.mesh import stage_of
 from executors.ranks.notes import progress_of_this_rank
+from executors.ranks.whole_model import WholeModel
 from executors.runs.closing import Closing
 from executors.runs.measured import measured_timeline, messages_per_step
 from executors.runs.records import StepRecord, record_of, refuse_nonfinite, seed_of
-from executors.runs.runlog import header_of, save_pretrained, weights_digest
-from executors.runs.update_watch import UpdateLoss
-from executors.steps.buffers import TORCH_DTYPES
+from executors.runs.runlog import header_of
 from executors.steps.interpreter import Hyperparameters, Interpreter, StepFrame
 from executors.steps.memory import MemoryReport, observed, report
 from executors.steps.preparing import autocast_dtype, move_module_buffers, own_device, prepare
 from executors.steps.present import PresentWeights
 from executors.steps.streams import backend_for
+from executors.steps.update_watch import UpdateLoss
 from topology.errors import RunError
 from zosim.lowering import lower
 from zosim.plan import Plan

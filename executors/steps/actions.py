@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from costmodel.model_spec import EMBED, HEAD
 from executors.models.halves import Handed
 from executors.models.model import Batch, CutModel
-from executors.randomness.crew import Crew
 from executors.randomness.drawing import Drawing
 from executors.ranks.exchanges import Exchange, Exchanges
 from executors.steps.arithmetic import gathered, projected_gradient
@@ -25,6 +24,7 @@ from executors.steps.operands import Action, Unfit, one, place_of
 from executors.steps.stages import Pipeline, Stages
 from executors.steps.streams import Backend
 from executors.steps.sweeping import Sweeping
+from executors.threads import DrawThreads
 from topology.errors import ProgramError
 from zosim.instructions import Access, Instruction, Part
 from zosim.operations import Allocate, Cast, Forward, Free, Perturb, Scalar
@@ -68,9 +68,9 @@ class Actions:
         self.hyperparameters = hyperparameters
         self.backend = backend
         trainable = [t.num_elements for t in cut.tensors if t.trainable]
-        self._crew = Crew(num_draw_threads)
+        self._threads = DrawThreads(num_draw_threads)
         self._drawing = Drawing(
-            store, backend.device, trainable, self._rows, hyperparameters.epsilon, self._crew
+            store, backend.device, trainable, self._rows, hyperparameters.epsilon, self._threads
         )
         self._sweeping = Sweeping(program, store, hyperparameters)
         self._bound: dict[str, Placed] = {}
@@ -83,7 +83,7 @@ class Actions:
 
     def close(self) -> None:
         """End the threads."""
-        self._crew.close()
+        self._threads.close()
 
     @property
     def num_queries(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from costmodel.work import DTYPE_BYTES
+from executors.formats import TORCH_DTYPES
 from executors.models.model import CutModel
 from executors.models.parameters import NamedTensor
 from topology.errors import ProgramError
@@ -27,15 +28,6 @@ FROZEN = ":frozen"
 """Suffix of the contents' name of a group's frozen part."""
 
 _DIRECTION = "z:"
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "tf32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3": torch.float8_e4m3fn,
-}
 
 Allocator = Callable[[Buffer, int, torch.dtype], Tensor]
 """Takes a buffer, a number of elements and their format, and returns zeroed memory in the buffer's space."""

@@ -20,13 +20,13 @@ from executors.models.parameters import stand_in
 from executors.ranks.agreement import ReplicaWatch
 from executors.ranks.communicator import Communicator
 from executors.ranks.host_memory import HOST, HostMemory, PeersTicket
-from executors.runs.update_watch import UpdateWatch
 from executors.steps.actions import Actions
 from executors.steps.buffers import BufferStore
 from executors.steps.frames import Hyperparameters, StepFrame
 from executors.steps.operands import Action
 from executors.steps.stages import Stages
 from executors.steps.streams import Backend, Task, Ticket
+from executors.steps.update_watch import UpdateWatch
 from topology.errors import ModelError, ProgramError, RunError
 from zosim.instructions import Buffer, Dependency, Instruction, Part
 from zosim.operations import Backward, Collective, Forward, Optimize

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from costmodel.work import DTYPE_BYTES
+from executors.formats import TORCH_DTYPES
 from executors.models.mapped import moves_mapped
 from executors.ranks.notes import RankInfo
-from executors.steps.buffers import TORCH_DTYPES
 from topology.errors import PlanError
 from zosim.plan import Plan
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from executors.models.halves import Handed
 from executors.models.model import Batch, CutModel
 from executors.models.stand_ins import StepCache
-from executors.models.whole import WholeModel
+from executors.ranks.whole_model import WholeModel
 
 
 class PresentWeights:

@@ -10,8 +10,8 @@ from statistics import fmean, median
 
 import torch
 
-from executors.calibration.pace import reference_now_s
 from executors.calibration.quiet import OtherLoad
+from executors.pace import reference_now_s
 from executors.ranks.launch import launch, process_group
 from studies.prediction.cases import Case
 from studies.prediction.setting import batch_of, session_of

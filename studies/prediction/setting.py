@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from executors.formats import TORCH_DTYPES
 from executors.models.model import Batch
 from executors.models.random_models import random_model
 from executors.models.spec import spec_of_model
 from executors.runs.session import Session
-from executors.steps.buffers import TORCH_DTYPES
 from studies.prediction.cases import Case, Shape
 from zosim.axes import Estimator, Mesh, Placement, Precision, Residency, Runtime
 from zosim.plan import Plan

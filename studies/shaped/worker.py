@@ -15,11 +15,11 @@ from statistics import median
 import psutil
 import torch
 
-from executors.calibration.pace import reference_now_s
+from executors.formats import TORCH_DTYPES
+from executors.pace import reference_now_s
 from executors.ranks.communicator import Communicator
 from executors.ranks.launch import process_group
 from executors.runs.session import Session
-from executors.steps.buffers import TORCH_DTYPES
 from studies.prediction.cases import Case
 from studies.prediction.setting import batch_of, model_of
 from studies.shaped.cases import NETWORKS, ShapedCase, cases_of

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from executors.datasets.batches import Batches
 from executors.datasets.data import Dataset, Limits, LineFile, open_dataset
-from executors.datasets.prompts import IGNORED, Example, PromptTemplate, parse_label_words
+from executors.datasets.prompts import Example, PromptTemplate, parse_label_words
+from executors.models.model import IGNORED_LABEL
 from topology.errors import DataError
 
 
@@ -97,7 +98,10 @@ class TestBatches:
 class TestLines:
     def test_labels_default_to_the_tokens(self, tmp_path: Path) -> None:
         path = write_lines(tmp_path, [{"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": [-100, 5]}])
-        assert open_dataset(path).examples([0, 1]) == [Example((1, 2), (1, 2)), Example((1, 2), (IGNORED, 5))]
+        assert open_dataset(path).examples([0, 1]) == [
+            Example((1, 2), (1, 2)),
+            Example((1, 2), (IGNORED_LABEL, 5)),
+        ]
 
     def test_blank_lines_and_byte_order_marks_do_not_count(self, tmp_path: Path) -> None:
         path = tmp_path / "data.jsonl"
@@ -172,7 +176,7 @@ class TestLines:
         data = open_dataset(path, limits=Limits(max_length=4, truncate=True))
         assert data.examples([0, 1]) == [
             Example((0, 1, 2, 3), (0, 1, 2, 3)),
-            Example((6, 7, 8, 9), (IGNORED, IGNORED, IGNORED, 9)),
+            Example((6, 7, 8, 9), (IGNORED_LABEL, IGNORED_LABEL, IGNORED_LABEL, 9)),
         ]
 
 
@@ -180,7 +184,7 @@ class TestPrompts:
     TEMPLATE = PromptTemplate("{text} It was {label}.", {"0": "bad", "1": "good"})
 
     def asked(self, example: Example, tokenizer: PreTrainedTokenizerFast) -> str:
-        return tokenizer.decode([label for label in example.labels if label != IGNORED])
+        return tokenizer.decode([label for label in example.labels if label != IGNORED_LABEL])
 
     def test_only_the_label_word_carries_labels(
         self, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
@@ -205,7 +209,7 @@ class TestPrompts:
         path = write_lines(tmp_path, [{"text": "It", "label": 1}])
         (example,) = open_dataset(path, template=template, tokenizer=words).examples([0])
         assert example.input_ids == (0, 0, 1, 2, 4)
-        assert example.labels == (IGNORED, IGNORED, IGNORED, 2, IGNORED)
+        assert example.labels == (IGNORED_LABEL, IGNORED_LABEL, IGNORED_LABEL, 2, IGNORED_LABEL)
 
     def test_multiple_choice_by_index_and_by_text(
         self, tmp_path: Path, tokenizer: PreTrainedTokenizerFast

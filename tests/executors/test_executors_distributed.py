@@ -16,9 +16,9 @@ from distributed import DECAY, FOURS, PAIRS, RATE, SEED
 from reference_mezo import LiteralMezo
 from tiny import model_of
 
+from executors.models.weight_files import weights_digest
 from executors.ranks.launch import launch
 from executors.runs.records import seed_of
-from executors.runs.runlog import weights_digest
 from executors.steps.micro_batches import accumulated
 
 pytestmark = pytest.mark.dist

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from executors.formats import TORCH_DTYPES
 from executors.models.parameters import NamedTensor
 from executors.randomness.directions import DIRECTIONS
 from executors.randomness.rng import generator_on
-from executors.steps.buffers import TORCH_DTYPES, Part
+from executors.steps.buffers import Part
 
 CPU = torch.device("cpu")
 FORMATS = ("float32", "bfloat16", "float64")

@@ -11,10 +11,10 @@ import pytest
 from command import saved_lines, saved_model
 
 from executors import load_model, plan_of_model
+from executors.files import write_atomically
 from executors.ranks.launch import launch
 from executors.runs.jsonlines import JsonLines
 from executors.runs.run import Run
-from executors.runs.runlog import write_atomically
 from executors.runs.schedule import Schedule
 from executors.runs.settings import DataSettings, RunSettings
 from topology.errors import RunError

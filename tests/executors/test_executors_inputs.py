@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from executors.datasets.inputs import pad_token
 from executors.models.loading import load_config, load_model
+from executors.runs.inputs import pad_token
 from topology.errors import ModelError
 
 

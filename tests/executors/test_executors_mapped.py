@@ -16,8 +16,8 @@ from command import saved_lines, saved_model, zosim
 from tiny import plan_of
 
 from executors.models.mapped import own_format
+from executors.models.weight_files import weights_digest
 from executors.ranks.launch import launch
-from executors.runs.runlog import weights_digest
 from zosim.plan import Plan
 
 

@@ -17,12 +17,12 @@ from reference_mezo import LiteralMezo, differing
 from tiny import batches, model_of, plan_of
 
 from executors.randomness import drawing, mersenne, walks
-from executors.randomness.crew import Crew
 from executors.randomness.directions import Gaussian, Rademacher
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import generator_on
 from executors.randomness.walks import Walk
 from executors.runs.session import Session
+from executors.threads import DrawThreads
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -96,12 +96,12 @@ def drawn_by(numels, dtype, generator):
 def test_walks_of_several_threads_have_the_bits_of_one_draw(monkeypatch, jumps, num_threads, dtype):
     monkeypatch.setattr(walks, "JUMP_WORDS", 500)
     monkeypatch.setattr(walks, "can_jump", lambda: jumps)
-    crew, numels = Crew(num_threads), [1008, 16, 4096, 16, 3008]
+    threads, numels = DrawThreads(num_threads), [1008, 16, 4096, 16, 3008]
     if dtype.itemsize > 2:
         numels += [17, 1003]
     generator = generator_on(CPU, 6)
     whole, after = drawn_by(numels, dtype, generator), drawn_by([100], dtype, generator)
-    walk = Walk(numels, Gaussian(), 8, crew)
+    walk = Walk(numels, Gaussian(), 8, threads)
     for factor in (None, 1e-3):
         generator, views = generator_on(CPU, 6), [torch.empty_like(tensor) for tensor in whole]
         states = walk.fill(views, generator, factor)
@@ -114,35 +114,35 @@ def test_walks_of_several_threads_have_the_bits_of_one_draw(monkeypatch, jumps, 
     generator = generator_on(CPU, 6)
     walk.skip(whole[0], generator)
     assert torch.equal(*drawn_by([100], dtype, generator), *after)
-    crew.close()
+    threads.close()
 
 
 @pytest.mark.parametrize("shape", [(500, 32), (400, 33)])
 def test_rows_kept_by_several_threads_are_those_of_the_whole(monkeypatch, shape):
     monkeypatch.setattr(walks, "JUMP_WORDS", 500)
-    crew, generator = Crew(2), generator_on(CPU, 7)
+    threads, generator = DrawThreads(2), generator_on(CPU, 7)
     table, after = torch.empty(shape).normal_(generator=generator), drawn_by([64], torch.float32, generator)
     for rows in ([], [0, shape[0] - 1], [3, 4, 249, 250, 251], list(range(shape[0]))):
-        walk, generator = Walk([table.numel()], Gaussian(), 8, crew), generator_on(CPU, 7)
+        walk, generator = Walk([table.numel()], Gaussian(), 8, threads), generator_on(CPU, 7)
         kept = torch.empty(len(rows), shape[1])
         walk.rows(kept, torch.tensor(rows, dtype=torch.long), generator)
         assert torch.equal(kept, table[rows])
         assert torch.equal(*drawn_by([64], torch.float32, generator), *after)
-    crew.close()
+    threads.close()
 
 
 def test_draws_whose_words_cannot_be_counted_are_walked_by_one(monkeypatch):
     monkeypatch.setattr(walks, "JUMP_WORDS", 16)
     monkeypatch.setattr(walks, "jumped", None)
-    crew = Crew(2)
+    threads = DrawThreads(2)
     for numels, direction in (([1000, 9], Gaussian()), ([4096], Rademacher())):
         whole, views = ([torch.empty(numel) for numel in numels] for _ in range(2))
         generator = generator_on(CPU, 8)
         for tensor in whole:
             direction.fill(tensor, generator)
-        Walk(numels, direction, 8, crew).fill(views, generator_on(CPU, 8))
+        Walk(numels, direction, 8, threads).fill(views, generator_on(CPU, 8))
         assert all(map(torch.equal, views, whole))
-    crew.close()
+    threads.close()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -200,7 +200,7 @@ def test_a_replay_begins_with_the_prefix_that_the_run_began_with(inputs, tmp_pat
     def another(*_args, **_options):
         raise AssertionError
 
-    monkeypatch.setattr("executors.models.adapters.attach_prefix", another)
+    monkeypatch.setattr("executors.runs.adapters.attach_prefix", another)
     assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0
     assert all(torch.equal(prefix_in(run)[n], p) for n, p in prefix_in(tmp_path / "again").items())
     path = run / "prefix" / "initial" / WEIGHTS_NAME

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executors.randomness.counter import COUNTER_BLOCK_ELEMENTS, CounterDraws, CounterKey
-from executors.randomness.crew import Crew
 from executors.randomness.directions import DIRECTIONS, Gaussian, Rademacher, direction_named
 from executors.randomness.rng import generator_on
 from executors.randomness.walks import Walk, draw_rows, walk_past
+from executors.threads import DrawThreads
 from topology.errors import PlanError
 
 CPU = torch.device("cpu")
@@ -61,8 +61,8 @@ def test_walks_with_marks_have_the_bits_of_whole_draws(dtype, direction, numels,
     whole = [torch.empty(numel, dtype=dtype) for numel in numels]
     for tensor in whole:
         direction.fill(tensor, generator)
-    crew = Crew(2)
-    walk = Walk(numels, direction, num_marks, crew)
+    threads = DrawThreads(2)
+    walk = Walk(numels, direction, num_marks, threads)
     marked, skipped = generator_on(CPU, 3), generator_on(CPU, 3)
     views = [torch.empty_like(tensor) for tensor in whole]
     states = walk.fill(views, marked)
@@ -72,7 +72,7 @@ def test_walks_with_marks_have_the_bits_of_whole_draws(dtype, direction, numels,
     assert torch.equal(skipped.get_state(), generator.get_state())
     again = [torch.empty_like(tensor) for tensor in whole]
     walk.fill_again(again, states)
-    crew.close()
+    threads.close()
     assert all(map(torch.equal, again, whole))
 
 
@@ -139,8 +139,8 @@ def test_counter_rows_and_threads_give_the_same_bits(direction, width):
     num_rows = 2000
     numels = [10, width * num_rows]
     key = CounterKey.of(1, 2, 0)
-    crew = Crew(3)
-    alone, threaded = CounterDraws(numels, CPU), CounterDraws(numels, CPU, crew=crew)
+    threads = DrawThreads(3)
+    alone, threaded = CounterDraws(numels, CPU), CounterDraws(numels, CPU, threads=threads)
     first, second = torch.empty(numels[1]), torch.empty(numels[1])
     alone.fill(first, 1, 0, key, direction)
     threaded.fill(second, 1, 0, key, direction)
@@ -150,7 +150,7 @@ def test_counter_rows_and_threads_give_the_same_bits(direction, width):
     for draws in (alone, threaded):
         draws.fill_rows(kept, rows, 1, key, direction)
         assert torch.equal(kept, first.view(num_rows, width)[rows])
-    crew.close()
+    threads.close()
 
 
 def test_counter_streams_differ_in_every_part_of_the_key():

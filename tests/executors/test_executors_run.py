@@ -16,8 +16,8 @@ from command import batch_of, loaded, rows_of, saved_lines, saved_model, zosim
 from reference_mezo import LiteralMezo, differing
 from safetensors.torch import load_file
 
-from executors.models.adapters import recorded_adapters
 from executors.models.lora import attach_lora
+from executors.runs.adapters import recorded_adapters
 from executors.runs.runlog import read_header
 from zosim.plan import Plan
 from zosim.program import Program
@@ -280,7 +280,7 @@ def share_of_even_answers(logits, batch):
 def test_text_goes_through_a_template_and_moves(tmp_path):
     from transformers import OPTConfig, OPTForCausalLM
 
-    from executors.datasets.corpus import byte_tokenizer
+    from executors.models.corpus import byte_tokenizer
 
     torch.manual_seed(0)
     config = OPTConfig(vocab_size=258, hidden_size=32, ffn_dim=64, word_embed_proj_dim=32, num_hidden_layers=2,

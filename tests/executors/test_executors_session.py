@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from costmodel.configs import LoRA, spec_of_config
 from executors.models.loading import load_model
 from executors.models.lora import attach_lora, merge_lora
-from executors.runs.runlog import HEADER_NAME, RunLog, read_steps, weights_digest
+from executors.models.weight_files import weights_digest
+from executors.runs.runlog import HEADER_NAME, RunLog, read_steps
 from executors.runs.session import Session
 from executors.steps.memory import LiveTensors
 from topology.errors import ModelError, PlanError, RunError

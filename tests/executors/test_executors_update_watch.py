@@ -77,7 +77,7 @@ def test_the_share_is_that_of_a_count_by_hand():
 def test_a_sample_tells_the_share_of_all(monkeypatch):
     plan = OFFLOADED | {"precision": {"transfer": "bfloat16"}}
     every = lost(model_of("opt"), 1e-4, **plan)
-    monkeypatch.setattr("executors.runs.update_watch.SAMPLED_ELEMENTS", 500)
+    monkeypatch.setattr("executors.steps.update_watch.SAMPLED_ELEMENTS", 500)
     sampled = lost(model_of("opt"), 1e-4, **plan)
     assert sampled.num_sampled < every.num_sampled / 10
     error = (every.lost * (1 - every.lost) / sampled.num_sampled) ** 0.5

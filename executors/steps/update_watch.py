@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from costmodel.work import DTYPE_BYTES
-from executors.steps.buffers import FROZEN, TORCH_DTYPES, BufferStore, Placed
+from executors.formats import TORCH_DTYPES
+from executors.steps.buffers import FROZEN, BufferStore, Placed
 from executors.steps.frames import StepFrame
 from zosim.instructions import Access, Instruction
 from zosim.operations import Update

@@ -11,7 +11,7 @@ from torch import nn
 from costmodel.configs import LoRA, Prefix
 from executors.models.lora import attach_lora, merge_lora, save_adapters
 from executors.models.prefix import WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
-from executors.runs.runlog import save_pretrained
+from executors.models.weight_files import save_pretrained
 from executors.runs.session import Session
 
 Adapters = LoRA | Prefix

@@ -1,16 +1,46 @@
-"""Threads that share what torch does on one thread alone."""
+"""Threads beside torch's own: several that draw at once, and torch's ended before others need their cores.
+
+libgomp's threads wait for their next piece of work in a loop, for milliseconds: on a machine of few cores they take
+from whatever runs beside them what it needs.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from pathlib import Path
 
-from executors.steps.openmp import end_waiting_threads
+_SOFT = 1
+"""``omp_pause_soft``: threads may end, all else is kept."""
+
+
+def end_waiting_threads() -> None:
+    """Let the threads that wait for the caller's next parallel operation end; it starts them anew.
+
+    Notes
+    -----
+    OpenMP 5.0's ``omp_pause_resource_all``. Where torch brings another runtime than libgomp, or lives on another
+    system than Linux, nothing happens.
+    """
+    pause = _pause()
+    if pause is not None:
+        pause(_SOFT)
+
+
+@cache
+def _pause() -> Callable[[int], int] | None:
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text().split() if maps.exists() else []
+    library = next((word for word in loaded if Path(word).name.startswith("libgomp")), None)
+    return getattr(ctypes.CDLL(library), "omp_pause_resource_all", None) if library else None
+
 
 Task = Callable[[], object]
 
 
-class Crew:
+class DrawThreads:
     """The caller and a few threads beside it.
 
     Parameters
@@ -21,12 +51,12 @@ class Crew:
     Notes
     -----
     A task must keep its torch operations below 32768 elements, or to operations that torch never shares among
-    threads (random numbers on a CPU): torch would start as many threads again for each of the crew's.
+    threads (random numbers on a CPU): torch would start as many threads again for each of the others.
     """
 
     def __init__(self, num_threads: int = 1) -> None:
         self.num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads - 1, "zosim-crew") if num_threads > 1 else None
+        self._pool = ThreadPoolExecutor(num_threads - 1, "zosim-draw") if num_threads > 1 else None
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Do all tasks; where some fail, raise what one of them raised once all have ended."""
@@ -49,7 +79,7 @@ class Crew:
             self._pool.shutdown()
 
 
-def shared(num_items: int, num_shares: int) -> list[range]:
+def even_ranges(num_items: int, num_shares: int) -> list[range]:
     """Return `num_items` positions in at most `num_shares` consecutive ranges, none of them empty."""
     length = max(1, -(-num_items // num_shares))
     return [range(begin, min(begin + length, num_items)) for begin in range(0, num_items, length)]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from executors.datasets.prompts import IGNORED
+from executors.models.model import IGNORED_LABEL
 from topology.errors import DataError
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _task_lines(
         start = rng.integers(len(chunk) - WINDOW_BYTES + 1)
         window = chunk[start : start + WINDOW_BYTES]
         tokens = [*window, *QUESTION, *LABEL_WORDS[kind].encode()]
-        labels = [IGNORED] * (len(tokens) - 1) + tokens[-1:]
+        labels = [IGNORED_LABEL] * (len(tokens) - 1) + tokens[-1:]
         text = window.decode("utf-8", "replace")
         yield {"input_ids": tokens, "labels": labels, "text": text, "label": str(kind)}
 
