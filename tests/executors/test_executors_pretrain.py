@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from executors.datasets import corpus
+from executors.models import corpus
 from executors.datasets.data import Limits, open_dataset
 from executors.datasets.prompts import PromptTemplate
 from executors.models import pretrain
