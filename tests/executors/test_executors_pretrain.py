@@ -15,10 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from executors.models import corpus
 from executors.datasets.data import Limits, open_dataset
 from executors.datasets.prompts import PromptTemplate
-from executors.models import pretrain
+from executors.models import corpus, pretrain
 from executors.runs.evaluate import evaluate_choices
 from topology.errors import DataError, ModelError
 
