@@ -21,7 +21,8 @@ from executors.models.model import Batch, CutModel
 from executors.randomness.directions import Gaussian
 from executors.randomness.rng import generator_on
 from topology.errors import CodecError, PlanError
-from zosim.console import emit, stderr, table
+from zosim.console import emit, stderr
+from zosim.report import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,4 +312,4 @@ def _view(report: ProbeReport) -> Any:
         "least ε", "loss",
     )  # fmt: skip
     title = f"loss {report.loss:.4f} without a codec; differences at ε = {report.epsilon:g}"
-    return table(columns, rows, title=title, numeric=[*columns[3:9], *columns[10:]])
+    return Table(columns, rows, title=title, numeric=[*columns[3:9], *columns[10:]])

@@ -83,11 +83,9 @@ class Outcome:
 
     def view(self) -> Any:
         """Return the outcome as a person reads it."""
-        from rich.console import Group
+        from zosim.report import Report, Table
 
-        from zosim.console import table
-
-        learned = table(
+        learned = Table(
             ("held-out questions", "before", "after"),
             [
                 ("accuracy", f"{self.before['accuracy']:.1%}", f"{self.after['accuracy']:.1%}"),
@@ -95,7 +93,7 @@ class Outcome:
             ],
             numeric=("before", "after"),
         )
-        return Group(self.comparison, f"bottleneck, predicted: {self.bottleneck}", "", learned)
+        return Report("", self.comparison.report(), f"bottleneck, predicted: {self.bottleneck}", learned)
 
 
 class Stages:
@@ -185,7 +183,7 @@ class Stages:
     def _plan(self, topology: Topology, profile: Profile, pretrained: Pretrained) -> Decision:
         from zosim.console import stderr
         from zosim.planning.planner import choose
-        from zosim.report import decision_view
+        from zosim.planning.views import decision_view
 
         self._heading("plans: first with all the memory there is, then with a limit between the two methods")
         free = choose(self._request(topology, profile, pretrained, None))

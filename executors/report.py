@@ -6,16 +6,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from topology.units import format_bytes, format_seconds
-from zosim.console import table
+from zosim.report import Report, Table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from costmodel.calibration import FitReport, Residual
     from costmodel.profile import Profile
 
 
-def summary_view(summary: dict[str, Any]) -> RenderableType:
+def summary_view(summary: dict[str, Any]) -> Table:
     """Return what a run came to."""
     rows = [
         ("steps", f"{summary['num_steps']}"),
@@ -33,7 +31,7 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
     for name, title in (("evaluation", "last evaluation"), ("best_evaluation", "best evaluation")):
         if summary[name] is not None:
             rows.append((title, _evaluation_words(summary[name])))
-    return table(("run", summary["out"]), rows)
+    return Table(("run", summary["out"]), rows)
 
 
 def _lost_words(lost: dict[str, Any]) -> str:
@@ -55,10 +53,8 @@ def _residual_row(row: Residual) -> tuple[str, str, str, str]:
     return row.name, measured, predicted, f"{row.relative_error:+.1%}"
 
 
-def calibration_view(profile: Profile, fit: FitReport) -> RenderableType:
+def calibration_view(profile: Profile, fit: FitReport) -> Report:
     """Return the constants of a fitted profile, and how well they explain what was measured."""
-    from rich.console import Group
-
     constants = [
         (c.name, f"{c.value:.4g}", f"{c.low:.4g} to {c.high:.4g}", c.unit, fit.unidentified.get(c.name, ""))
         for c in profile.constants
@@ -71,20 +67,21 @@ def calibration_view(profile: Profile, fit: FitReport) -> RenderableType:
         ("least well explained", "fitted", fit.worst()),
         ("whole steps, not fitted", "predicted", fit.steps),
     ]
-    return Group(
-        table(
+    return Report(
+        "",
+        Table(
             ("constant", "value", "interval", "unit", "not identified because"),
             constants,
             title=f"{profile.device_name}, {profile.num_threads} threads",
             numeric=("value",),
         ),
-        table(
+        Table(
             ("measured, by kind", "number", "median error", "largest error"),
             kinds,
             numeric=("number", "median error", "largest error"),
         ),
         *(
-            table(
+            Table(
                 (title, "measured", verb, "error"),
                 [_residual_row(row) for row in rows],
                 numeric=("measured", verb, "error"),

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zosim.console import emit, progress, stdout, table
+from zosim.console import emit, progress, stdout
+from zosim.report import Table
 
 if TYPE_CHECKING:
     from proofs_checks.claims import Claim, Context, MutantResult, Outcome
@@ -115,7 +116,7 @@ def _listing(chosen: tuple[Claim, ...]) -> Any:
     rows = [
         (claim.name, claim.source, "; ".join(mutant.name for mutant in claim.mutants)) for claim in chosen
     ]
-    return table(("claim", "source", "planted faults"), rows)
+    return Table(("claim", "source", "planted faults"), rows)
 
 
 def _lines(claim: Claim, outcome: Outcome, mutants: list[MutantResult]) -> list[str]:

@@ -11,7 +11,8 @@ import typer
 
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
-from zosim.console import emit, stdout, table
+from zosim.console import emit, stdout
+from zosim.report import Table
 
 _ROOT = Path(__file__).parent
 
@@ -100,7 +101,7 @@ def _study_named(name: str) -> Study:
 
 def _show_list(*, json: bool) -> None:
     rows = [(item.name, item.subject, item.script, "yes" if item.has_exercise else "") for item in STUDIES]
-    shown = table(("study", "subject", "script", "exercise"), rows)
+    shown = Table(("study", "subject", "script", "exercise"), rows)
     emit([_described(item) for item in STUDIES], json=json, text=shown)
 
 

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Group
 
 from topology.errors import PlanError, TimelineError
 from topology.graph import Topology
 from topology.hardware import resolve
 from topology.units import format_seconds
-from zosim import report
 from zosim.analysis.compare import compare as compare_timelines
 from zosim.analysis.compare import slowest_rank
 from zosim.analysis.trace import save_trace
@@ -42,7 +40,9 @@ from zosim.options import (
 )
 from zosim.plan import Plan
 from zosim.planning.planner import Request, choose
+from zosim.planning.views import decision_data, decision_view, prediction_data, simulation_view, stages_data
 from zosim.planning.visibility import about_epsilon
+from zosim.report import Report
 from zosim.timeline import Timeline
 
 
@@ -198,7 +198,7 @@ def plan(
     if output is not None:
         decision.chosen.plan.save(output)
         stderr.print(f"wrote {output}")
-    emit(report.decision_data(decision), json=as_json, text=report.decision_view(decision))
+    emit(decision_data(decision), json=as_json, text=decision_view(decision))
 
 
 def _max_ranks(ranks: int | None, mesh: Mesh | None, topology: Topology, device: str | None) -> int:
@@ -299,14 +299,14 @@ def simulate(
         stderr.print(f"wrote {trace}")
     prediction = subject.prediction
     data = (
-        report.prediction_data(prediction)
-        | report.stages_data(subject)
+        prediction_data(prediction)
+        | stages_data(subject)
         | {
             "num_steps": timeline.num_steps,
             "makespan_s": timeline.makespan_s,
         }
     )
-    view = report.simulation_view(subject, prediction)
+    view = simulation_view(subject, prediction)
     if first_order is not None:
         settings = first_order_of(first_order, microbatches, schedule, samples)
         baseline = baseline_subject(subject, settings)
@@ -314,7 +314,7 @@ def simulate(
             save_trace(baseline.timeline, first_order_trace)
             stderr.print(f"wrote {first_order_trace}")
         data |= comparison_data(subject, baseline, settings)
-        view = Group(view, "", comparison_view(subject, baseline, settings))
+        view = Report("", view, comparison_view(subject, baseline, settings))
     emit(data, json=as_json, text=view)
     if steps is not None and not as_json:
         stderr.print(f"{steps} steps and the flush: {format_seconds(timeline.makespan_s)}")

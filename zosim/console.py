@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json as jsonlib
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
-from rich import box
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 stdout = Console(highlight=False)
@@ -72,33 +69,6 @@ def to_jsonable(value: Any) -> Any:
         return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
     message = f"{type(value).__name__} has no form in JSON: {value!r}"
     raise TypeError(message)
-
-
-def table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[Any]],
-    *,
-    title: str | None = None,
-    numeric: Sequence[str] = (),
-) -> Table:
-    """Build a plain table whose cells are shown as they are; a ``rich.text.Text`` brings its own style.
-
-    Parameters
-    ----------
-    columns : sequence of str
-        Headings, with their units.
-    rows : iterable of sequence
-        Cells, one for each column.
-    title : str, optional
-    numeric : sequence of str
-        Headings whose cells are aligned to the right.
-    """
-    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        result.add_column(column, justify="right" if column in numeric else "left")
-    for row in rows:
-        result.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
-    return result
 
 
 def progress() -> Progress:

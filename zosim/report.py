@@ -1,191 +1,185 @@
-"""Decisions and predictions as people read them."""
+"""What is said about a result, once: shown in a terminal, written as Markdown, handed on as data.
+
+A report is a sequence of parts: paragraphs (plain strings), :class:`Table`, :class:`Bullets`, :class:`Code`, and
+reports again, which are its sections::
+
+    >>> made = Report("Steps", "Two plans:", Table(("plan", "ms"), [("zo2", 1.5), ("mezo", 2)], numeric=("ms",)))
+    >>> print(made.to_markdown(), end="")
+    # Steps
+    <BLANKLINE>
+    Two plans:
+    <BLANKLINE>
+    | plan | ms |
+    | --- | ---: |
+    | zo2 | 1.5 |
+    | mezo | 2 |
+    >>> made.to_data()
+    {'title': 'Steps', 'parts': ['Two plans:', [{'plan': 'zo2', 'ms': 1.5}, {'plan': 'mezo', 'ms': 2}]]}
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
-
-from topology.units import format_bytes, format_seconds
-from zosim.analysis.counts import step_counts
-from zosim.console import table
-from zosim.plan import Plan
-from zosim.planning.explain import about_ranks, contention_words, describe, host_memory_words
-from zosim.planning.footprint import HostFootprint
-from zosim.planning.pipelining import about_stages, pipelining
-from zosim.planning.planner import Candidate, Decision
-from zosim.planning.predict import Contention, Prediction, Subject
-
-_NUM_SHARED = 3
-_WORTH_SAYING = 0.05
-_NUM_FITTING = 16
-_NUM_REJECTED = 8
+from rich import box
+from rich.console import Group
+from rich.table import Table as RichTable
+from rich.text import Text
 
 
-def decision_view(decision: Decision) -> RenderableType:
-    """Return a decision: the candidates, the prediction of the best, and the reasons."""
-    return Group(
-        _candidates_table(decision),
-        "",
-        prediction_view(decision.chosen.subject, _prediction(decision.chosen)),
-        "",
-        *[f"- {reason}" for reason in decision.reasons],
-    )
+class Table:
+    """Rows under headings.
+
+    Parameters
+    ----------
+    columns : sequence of str
+        Headings, with their units.
+    rows : iterable of sequence
+        Cells, one for each column, shown as they are; a ``rich.text.Text`` brings its own style.
+    title : str, optional
+    numeric : collection of str
+        Headings whose cells are aligned to the right.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[Any]],
+        *,
+        title: str | None = None,
+        numeric: Collection[str] = (),
+    ) -> None:
+        self.columns = tuple(columns)
+        self.rows = [tuple(row) for row in rows]
+        self.title = title
+        self.numeric = frozenset(numeric)
+
+    @classmethod
+    def of(cls, rows: Iterable[Any], columns: dict[str, Callable[[Any], Any]], **more: Any) -> Table:
+        """Return a table of one row for each item, whose cells functions of the item give, by heading.
+
+        All columns but the first are aligned to the right, unless `numeric` says otherwise.
+        """
+        cells = [[cell(row) for cell in columns.values()] for row in rows]
+        return cls(tuple(columns), cells, **{"numeric": tuple(columns)[1:], **more})
+
+    def __rich__(self) -> RichTable:
+        shown = RichTable(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in self.columns:
+            shown.add_column(column, justify="right" if column in self.numeric else "left")
+        for row in self.rows:
+            shown.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+        return shown
+
+    def to_markdown(self) -> str:
+        """Return the table as Markdown, under its title in bold."""
+        marks = ["---:" if column in self.numeric else "---" for column in self.columns]
+        lines = [self.columns, marks, *([_plain(cell) for cell in row] for row in self.rows)]
+        title = f"**{self.title}**\n\n" if self.title else ""
+        return title + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def to_data(self) -> list[dict[str, Any]]:
+        """Return a mapping from heading to cell for each row."""
+        return [
+            {
+                column: cell.plain if isinstance(cell, Text) else cell
+                for column, cell in zip(self.columns, row, strict=False)
+            }
+            for row in self.rows
+        ]
 
 
-def decision_data(decision: Decision) -> dict[str, Any]:
-    """Return a decision as JSON knows it."""
-    prediction = _prediction(decision.chosen)
-    stages = stages_data(decision.chosen.subject)
-    return stages | {
-        "plan": decision.chosen.plan.model_dump(mode="json"),
-        "prediction": prediction_data(prediction),
-        "reasons": list(decision.reasons),
-        "others": [_candidate_data(candidate) for candidate in decision.others],
-        "rejected": [
-            _candidate_data(candidate) | {"missing": candidate.missing} for candidate in decision.rejected
-        ],
-    }
+class Bullets:
+    """A list of sentences."""
+
+    def __init__(self, items: Iterable[str]) -> None:
+        self.items = tuple(items)
+
+    def __rich__(self) -> Group:
+        return Group(*(Text(f"- {item}") for item in self.items))
+
+    def to_markdown(self) -> str:
+        """Return the list as Markdown."""
+        return "\n".join(f"- {item}" for item in self.items)
+
+    def to_data(self) -> list[str]:
+        """Return the sentences."""
+        return list(self.items)
 
 
-def prediction_view(subject: Subject, prediction: Prediction) -> RenderableType:
-    """Return a prediction: time, throughput, bottleneck, memory by parts, seconds by label."""
-    plan = subject.plan
-    limit, device = prediction.bottleneck, prediction.footprint
-    several = plan.placement.world_size > 1
-    facts = [
-        ("plan", f"{plan.model.name}, batch {plan.batch} x {plan.seq} tokens, {describe(plan)}"),
-        ("devices" if several else "device", f"{_devices(plan)} ({prediction.profile_origin} figures)"),
-        ("step time", prediction.interval),
-        ("throughput", f"{prediction.tokens_per_s:,.4g} tokens/s"),
-        (
-            "bottleneck",
-            f"{limit.words}, {limit.share:.0%} of the critical path{_of_rank(prediction, several)}",
-        ),
-        (
-            "device memory",
-            f"{format_bytes(device.device_bytes)}  ({device.describe()}{_of_largest(prediction, several)})",
-        ),
-        ("host memory", host_memory_words(prediction)),
-        (
-            "busy per step",
-            ", ".join(f"{name} {format_seconds(s)}" for name, s in prediction.seconds_by_label),
-        ),
-    ]
-    busy = [item for item in prediction.contention if item.share >= _WORTH_SAYING]
-    shared = [contention_words(item) for item in busy[:_NUM_SHARED]]
-    facts += [("shared" if not number else "", words) for number, words in enumerate(shared)]
-    return table(("predicted", ""), facts)
+class Code:
+    """Commands or data, as they are typed."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __rich__(self) -> Text:
+        return Text(self.text)
+
+    def to_markdown(self) -> str:
+        """Return the text as an indented block."""
+        return "\n".join(f"    {line}".rstrip() for line in self.text.splitlines())
+
+    def to_data(self) -> str:
+        """Return the text."""
+        return self.text
 
 
-def simulation_view(subject: Subject, prediction: Prediction) -> RenderableType:
-    """Return a prediction, and what several ranks cost each other."""
-    alone = subject.plan.placement.world_size == 1
-    notes = [] if alone else [f"- {line}" for line in about_ranks(subject.plan, prediction)]
-    if subject.plan.mesh.stage > 1:
-        notes += [f"- {line}" for line in about_stages(subject)]
-    return Group(prediction_view(subject, prediction), *notes)
+class Report:
+    """Parts under a title.
+
+    Parameters
+    ----------
+    title : str
+        Heading; empty for parts that need none.
+    parts
+        What there is to say, in order. Empty strings, lists and tables without rows are left out.
+    """
+
+    def __init__(self, title: str, *parts: Part) -> None:
+        self.title = title
+        self.parts = tuple(part for part in parts if _says_something(part))
+
+    def __rich__(self) -> Group:
+        title = [Text(self.title, style="bold")] if self.title else []
+        return Group(*title, *(Text(part) if isinstance(part, str) else part for part in self.parts))
+
+    def to_markdown(self, level: int = 1) -> str:
+        """Return the report as Markdown; its sections are headed one `level` deeper."""
+        blocks = [f"{'#' * level} {self.title}"] if self.title else []
+        for part in self.parts:
+            if isinstance(part, Report):
+                blocks.append(part.to_markdown(level + 1 if self.title else level).rstrip("\n"))
+            else:
+                blocks.append(part if isinstance(part, str) else part.to_markdown())
+        return "\n\n".join(blocks) + "\n"
+
+    def to_data(self) -> dict[str, Any]:
+        """Return title and parts in the terms of JSON."""
+        return {
+            "title": self.title,
+            "parts": [part if isinstance(part, str) else part.to_data() for part in self.parts],
+        }
 
 
-def stages_data(subject: Subject) -> dict[str, Any]:
-    """Return bubbles and traffic as JSON knows them; nothing for a plan of one stage."""
-    if subject.plan.mesh.stage == 1:
-        return {}
-    return {"stages": pipelining(subject), "counts": step_counts(subject.programs).to_data()}
+Part = str | Table | Bullets | Code | Report
 
 
-def prediction_data(prediction: Prediction) -> dict[str, Any]:
-    """Return a prediction as JSON knows it."""
-    return {
-        "step_time_s": prediction.step_time_s,
-        "step_time_low_s": prediction.low_s,
-        "step_time_high_s": prediction.high_s,
-        "tokens_per_s": prediction.tokens_per_s,
-        "bottleneck": prediction.bottleneck,
-        "device_bytes": prediction.footprint.device_bytes,
-        "host_bytes": prediction.host.size_bytes,
-        "memory_parts": list(prediction.footprint.parts),
-        "seconds_by_label": dict(prediction.seconds_by_label),
-        "profile_origin": prediction.profile_origin,
-        "num_ranks": len(prediction.footprints.ranks),
-        "slowest_rank": prediction.slowest_rank,
-        "exchange_s": prediction.exchange_s,
-        "shared": [_contention_data(item) for item in prediction.contention],
-        "ranks": [{"device_bytes": taken.device_bytes} for taken in prediction.footprints.ranks],
-        "hosts": [_host_data(host) for host in prediction.footprints.hosts],
-    }
+def _says_something(part: Part) -> bool:
+    match part:
+        case str():
+            return bool(part)
+        case Table():
+            return bool(part.rows)
+        case Bullets():
+            return bool(part.items)
+        case Report():
+            return bool(part.parts)
+    return True
 
 
-def _prediction(candidate: Candidate) -> Prediction:
-    assert candidate.prediction is not None
-    return candidate.prediction
-
-
-def _devices(plan: Plan) -> str:
-    placement = plan.placement
-    first, *others = placement.devices
-    hosts = len(placement.ranks_by_host)
-    listed = (
-        ", ".join(placement.devices)
-        if len(others) < 4
-        else f"{first} .. {others[-1]}, {len(others) + 1} ranks"
-    )
-    return f"{listed} of {placement.topology}" + (f", {hosts} hosts" if hosts > 1 else "")
-
-
-def _of_rank(prediction: Prediction, several: bool) -> str:
-    return f" of rank {prediction.slowest_rank}" if several else ""
-
-
-def _of_largest(prediction: Prediction, several: bool) -> str:
-    return f"; rank {prediction.footprints.largest_rank}, the most of any" if several else ""
-
-
-def _contention_data(item: Contention) -> dict[str, Any]:
-    return {"resource": item.resource, "ranks": list(item.ranks), "share": item.share}
-
-
-def _host_data(host: HostFootprint) -> dict[str, Any]:
-    return {
-        "host": host.host,
-        "ranks": list(host.ranks),
-        "host_bytes": host.size_bytes,
-        "parts": list(host.parts),
-    }
-
-
-def _candidates_table(decision: Decision) -> RenderableType:
-    """Return the candidates, of many only the first of each kind."""
-    rows = [
-        *[
-            _row(candidate, "chosen" if candidate is decision.chosen else "fits")
-            for candidate in (decision.chosen, *decision.others[: _NUM_FITTING - 1])
-        ],
-        *[_row(candidate, "does not fit") for candidate in decision.rejected[:_NUM_REJECTED]],
-    ]
-    left_out = len(decision.others) + 1 + len(decision.rejected) - len(rows)
-    shown = table(("placement", "step", "device", "host", ""), rows, numeric=("step", "device", "host"))
-    return Group(shown, *([f"and {left_out} others, all of them slower or too large"] if left_out else []))
-
-
-def _row(candidate: Candidate, verdict: str) -> tuple[str, ...]:
-    taken = candidate.footprints
-    sign = "" if candidate.is_simulated else ">= "
-    return (
-        candidate.describe(),
-        sign + format_seconds(candidate.seconds),
-        format_bytes(taken.largest.device_bytes),
-        format_bytes(taken.fullest.size_bytes),
-        verdict,
-    )
-
-
-def _candidate_data(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "placement": candidate.describe(),
-        "devices": list(candidate.plan.placement.devices),
-        "step_time_s": candidate.seconds,
-        "is_simulated": candidate.is_simulated,
-        "device_bytes": candidate.footprints.largest.device_bytes,
-        "host_bytes": candidate.footprints.fullest.size_bytes,
-    }
+def _plain(cell: Any) -> str:
+    """Return a cell as Markdown has it: on one line, its bars escaped."""
+    text = cell.plain if isinstance(cell, Text) else str(cell)
+    return " ".join(text.split("\n")).replace("|", "\\|")

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Group, RenderableType
 
 from studies.published.dispatch import answers_of_all
 from studies.published.fitted_profile import PublishedProfile, calibrate_on, load_published_profile
 from studies.published.rows import read_rows, shipped_rows, write_rows
-from zosim.console import emit, progress, stderr, table
+from zosim.console import emit, progress, stderr
 from zosim.documents import check_writable
+from zosim.report import Report, Table
 
 SHIPPED = "shipped"
 
@@ -60,22 +60,22 @@ def calibrate_rows(rows: str, output: Path | None, *, as_json: bool) -> None:
     emit(found, json=as_json, text=_view(found))
 
 
-def _view(profile: PublishedProfile) -> RenderableType:
-    views: list[RenderableType] = []
+def _view(profile: PublishedProfile) -> Report:
+    views: list[Table] = []
     for fit in profile.fits:
         rows = [
             (c.name, f"{c.value:.4g}", f"{c.low:.4g} to {c.high:.4g}", c.unit, c.identified_by)
             for c in fit.constants
         ]
         title = f"{fit.paper}, {fit.domain}: {len(rows)} constants from {fit.num_cells} cells"
-        views.append(table((title, "value", "interval", "unit", "identified by"), rows))
+        views.append(Table((title, "value", "interval", "unit", "identified by"), rows))
     views += _sparq_views(profile)
-    return Group(*views)
+    return Report("", *views)
 
 
-def _sparq_views(profile: PublishedProfile) -> list[RenderableType]:
+def _sparq_views(profile: PublishedProfile) -> list[Table]:
     """Return the constants of SparQ's tables, without the effects of single runs."""
-    views: list[RenderableType] = []
+    views: list[Table] = []
     volumes, peaks = (profile.sparq.volumes, profile.sparq.peaks) if profile.sparq else (None, None)
     for what, fit in (("volumes", volumes), ("memory", peaks)):
         if fit is not None:
@@ -84,5 +84,5 @@ def _sparq_views(profile: PublishedProfile) -> list[RenderableType]:
                 for c in fit.constants
             ]
             title = f"SparQ, {what}: {len(rows)} constants from {fit.num_cells} cells"
-            views.append(table((title, "value", "interval", "unit", "meaning"), rows))
+            views.append(Table((title, "value", "interval", "unit", "meaning"), rows))
     return views

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from executors.steps.arithmetic import Sweeper
-from zosim.console import stdout, table
+from zosim.console import stdout
+from zosim.report import Table
 
 NUM_WEIGHTS = 100_000
 WEIGHT_STD = 0.02
@@ -53,9 +54,9 @@ def main() -> None:
     for dtype in FORMATS:
         changed, found = drift(dtype)
         rows.append((_name(dtype), f"{changed:.0%}", *(f"{found[steps]:.1e}" for steps in STEPS)))
-    stdout.print(table(("format", "changed by one step", *(f"drift after {steps}" for steps in STEPS)), rows))
+    stdout.print(Table(("format", "changed by one step", *(f"drift after {steps}" for steps in STEPS)), rows))
     kept = [(_name(dtype), *(f"{surviving(dtype, size):.0%}" for size in SIZES)) for dtype in KEPT_IN]
-    stdout.print(table(("kept in", *(f"updates of {size:g}·z that leave a trace" for size in SIZES)), kept))
+    stdout.print(Table(("kept in", *(f"updates of {size:g}·z that leave a trace" for size in SIZES)), kept))
 
 
 def _name(dtype: torch.dtype) -> str:

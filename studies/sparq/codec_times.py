@@ -11,7 +11,8 @@ from costmodel.codec_time import CodecWork, Crossing, Link, crossing, fastest_cr
 from costmodel.codecs import CodecSpec, codec_spec
 from costmodel.symbols import statistics_of_density
 from executors.calibration.codec_probes import NUM_COLUMNS, NUM_ROWS, measure_codecs, whole_probes
-from zosim.console import stdout, table
+from zosim.console import stdout
+from zosim.report import Table
 
 CODECS = (
     "none",
@@ -59,7 +60,7 @@ def _times() -> object:
         )
     columns = ("codec", "bytes", "encode, ms", "predicted/measured", "decode, ms", "predicted/measured")
     title = f"{NUM_ROWS} × {NUM_COLUMNS} float32 numbers, {DENSITY:.0%} of them not 0"
-    return table(columns, rows, title=title, numeric=columns[1:])
+    return Table(columns, rows, title=title, numeric=columns[1:])
 
 
 def _links() -> object:
@@ -76,7 +77,7 @@ def _links() -> object:
         )
     columns = ("link, MB/s", "fastest encoding of 4 bits", "takes, ms", "plain 16 bits, ms")
     title = f"{' × '.join(map(str, LINK_SHAPE))} numbers, {LINK_DENSITY:.0%} kept, shipped constants"
-    return table(columns, rows, title=title, numeric=columns[2:])
+    return Table(columns, rows, title=title, numeric=columns[2:])
 
 
 def main() -> None:

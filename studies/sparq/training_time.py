@@ -29,9 +29,10 @@ from executors.runs.planning import HOST
 from executors.runs.session import Session
 from studies.sparq.training import BETWEEN, INSIDE, Case, batches_of, plan_of, tensors_of
 from topology.hardware import resolve
-from zosim.console import stderr, stdout, table
+from zosim.console import stderr, stdout
 from zosim.plan import Plan
 from zosim.planning.predict import Subject
+from zosim.report import Table
 
 RESULTS = Path(__file__).with_name("training_time.csv")
 CASES = (
@@ -163,7 +164,7 @@ def main() -> None:
         for row in rows
     ]
     columns = ("case", "encoding", "predicted, ms", "measured, ms", "error", "bytes a step", "others' cores")
-    stdout.print(table(columns, shown, title="Two gloo stages on this machine", numeric=columns[2:]))
+    stdout.print(Table(columns, shown, title="Two gloo stages on this machine", numeric=columns[2:]))
     stderr.print(f"wrote {RESULTS}", markup=False)
 
 

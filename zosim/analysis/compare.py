@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-
-from rich.console import Group
-from rich.table import Table
 
 from topology.errors import TimelineError
 from zosim.analysis.critical_path import CriticalPath, PathSegment, bottleneck, step_path
 from zosim.instructions import Space
 from zosim.program import Program
+from zosim.report import Report, Table
 from zosim.spans import Span
 from zosim.timeline import Timeline
 
@@ -131,39 +129,38 @@ class Comparison:
                 row["error"] = line.error
         return json.dumps(data | {"step_error": self.step_error}, indent=2)
 
-    def __rich__(self) -> Group:
-        return Group(self.summary_table(), self.line_table("label", self.labels))
+    def __rich__(self) -> Report:
+        return self.report()
+
+    def report(self) -> Report:
+        """Return the comparison as people read it: the step, and what its error is made of."""
+        return Report("", self.summary_table(), self.line_table("label", self.labels))
 
     def summary_table(self) -> Table:
         """Return step time, bottleneck and peak memory as a table."""
-        table = Table(title=f"{self.program}, rank {self.rank}: median of {self.num_steps} steady steps")
-        for column in ("", "predicted", "measured", "error"):
-            table.add_column(column, justify="left" if not column else "right")
         step = (_ms(self.predicted_step_s), _ms(self.measured_step_s), _percent(self.step_error))
-        table.add_row("step time (ms)", *step)
+        rows = [("step time (ms)", *step)]
         if self.at_pace is not None:
             error = _error(self.at_pace.step_s, self.measured_step_s)
-            table.add_row(self.at_pace.words, _ms(self.at_pace.step_s), "", _percent(error))
+            rows.append((self.at_pace.words, _ms(self.at_pace.step_s), "", _percent(error)))
         for line in self.memory:
             sizes = f"{line.predicted_bytes / _MIB:.1f}", f"{line.measured_bytes / _MIB:.1f}"
-            table.add_row(f"peak {line.space} memory (MiB)", *sizes, _percent(line.error))
-        table.add_row("bottleneck", self.predicted_bottleneck, self.measured_bottleneck, "")
-        return table
+            rows.append((f"peak {line.space} memory (MiB)", *sizes, _percent(line.error)))
+        rows.append(("bottleneck", self.predicted_bottleneck, self.measured_bottleneck, ""))
+        title = f"{self.program}, rank {self.rank}: median of {self.num_steps} steady steps"
+        columns = ("", "predicted", "measured", "error")
+        return Table(columns, rows, title=title, numeric=columns[1:])
 
-    def line_table(self, kind: str, lines: Iterable[Line], limit: int | None = None) -> Table:
+    def line_table(self, kind: str, lines: Sequence[Line], limit: int | None = None) -> Table:
         """Return lines as a table, the `limit` first of them."""
-        table = Table(title=f"per {kind}, ms per step")
-        for column in (kind, "predicted", "measured", "error", "of the step's error"):
-            table.add_column(column, justify="left" if column == kind else "right")
-        for line in list(lines)[:limit]:
-            table.add_row(
-                line.name,
-                _ms(line.predicted_s),
-                _ms(line.measured_s),
-                _percent(line.error),
-                f"{line.contribution_s * _MS:+.3f}",
-            )
-        return table
+        columns: dict[str, Callable[[Line], str]] = {
+            kind: lambda line: line.name,
+            "predicted": lambda line: _ms(line.predicted_s),
+            "measured": lambda line: _ms(line.measured_s),
+            "error": lambda line: _percent(line.error),
+            "of the step's error": lambda line: f"{line.contribution_s * _MS:+.3f}",
+        }
+        return Table.of(lines[:limit], columns, title=f"per {kind}, ms per step")
 
 
 def compare(

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
-
 from costmodel.prices import Range
 from topology.units import format_seconds
 from zosim.applications.buying.machine import Machine
 from zosim.applications.buying.offers import Market, Offer, Refusal, plain
 from zosim.applications.buying.sensitivity import Change, Effect, Room, percent
-from zosim.console import table
+from zosim.report import Bullets, Part, Report, Table
 
 _NUMERIC = ("step", "hours", "money", "kWh", "outlay")
 
@@ -24,18 +22,18 @@ def answer_view(
     limiters: Sequence[str],
     explained: Sequence[tuple[Offer, tuple[Effect, ...], tuple[Room, ...]]],
     lacking: Sequence[str] = (),
-) -> RenderableType:
+) -> Report:
     """Return offers, what is none, and what would change the answer; what would let one in where none stays in limits."""
-    parts: list[RenderableType] = [_offers_table(market, offers, limiters)] if offers else []
+    parts: list[Part] = [_offers_table(market, offers, limiters)] if offers else []
     if lacking:
         first, *others = lacking
-        parts += [first, *(f"- {line}" for line in others)]
+        parts += [first, Bullets(others)]
     if refused:
         rows = [(item.name, str(item.num_devices), item.reason, item.remedy) for item in refused]
-        parts.append(table(("no offer", "devices", "because", "if not for that"), rows))
+        parts.append(Table(("no offer", "devices", "because", "if not for that"), rows))
     for offer, effects, rooms in explained:
-        parts += [_effects_table(offer, effects), *(f"- {line}" for line in _sayings(offer, effects, rooms))]
-    return Group(*parts)
+        parts += [_effects_table(offer, effects), Bullets(_sayings(offer, effects, rooms))]
+    return Report("", *parts)
 
 
 def answer_data(
@@ -77,7 +75,7 @@ def answer_data(
     }
 
 
-def _offers_table(market: Market, offers: Sequence[Offer], limiters: Sequence[str]) -> RenderableType:
+def _offers_table(market: Market, offers: Sequence[Offer], limiters: Sequence[str]) -> Table:
     job, limits = market.job, market.limits
     money = f"money ({market.prices.currency})"
     asked = limits.budget is not None or limits.deadline_hours is not None
@@ -102,14 +100,14 @@ def _offers_table(market: Market, offers: Sequence[Offer], limiters: Sequence[st
         f"{job.num_steps:,} steps of {job.model.name}, {job.batch} x {job.seq} tokens, ranked by {market.by}"
     )
     headings = (*columns, "within limits") if asked else columns
-    return table(headings, rows, title=title, numeric=(*_NUMERIC, money))
+    return Table(headings, rows, title=title, numeric=(*_NUMERIC, money))
 
 
 def _range(found: Range) -> str:
     return f"{plain(found.value)} ({plain(found.low)} - {plain(found.high)})"
 
 
-def _effects_table(offer: Offer, effects: Sequence[Effect]) -> RenderableType:
+def _effects_table(offer: Offer, effects: Sequence[Effect]) -> Table:
     shown = [effect for effect in effects if effect.doubled.matters or effect.halved.matters]
     rows = [
         (
@@ -123,7 +121,7 @@ def _effects_table(offer: Offer, effects: Sequence[Effect]) -> RenderableType:
     ]
     machine = offer.machine
     title = f"{machine.name}, {machine.num_devices} device{'s' if machine.num_devices > 1 else ''}, {offer.way}: a step with one figure changed"
-    return table(("figure", "now", "x2", "/2", "changes which is first"), rows, title=title)
+    return Table(("figure", "now", "x2", "/2", "changes which is first"), rows, title=title)
 
 
 def _change(change: Change) -> str:

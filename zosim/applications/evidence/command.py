@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Group
 
 from zosim.applications.evidence.file import Evidence, check, evidence_of, run_header
-from zosim.console import emit, stderr, table
+from zosim.console import emit, stderr
 from zosim.options import Hardware, Json, ProfileFile, Threads, subject_of
 from zosim.plan import Plan
+from zosim.report import Report, Table
 
 app = typer.Typer(
     help="Save a run as one file that others can check, or check such a file.", no_args_is_help=True
@@ -59,8 +59,8 @@ def check_file(
         "step_error": comparison.step_error,
         "measured_inside_interval": inside,
     }
-    shown = table(("statement", "in the file", "made again", ""), rows)
-    emit(data, json=as_json, text=Group(shown, comparison, verdict))
+    shown = Table(("statement", "in the file", "made again", ""), rows)
+    emit(data, json=as_json, text=Report("", shown, comparison.report(), verdict))
     if not data["holds"]:
         made_by = evidence.versions.get("zosim", "another version")
         stderr.print(f"made by zosim {made_by}; another version may predict otherwise", markup=False)

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Group, RenderableType
-
 from topology.units import format_bytes
 from zosim.analysis.counts import StepCounts, step_counts
 from zosim.applications.first_order.programs import FirstOrder, baseline_plan, lower_first_order
-from zosim.console import table
 from zosim.planning.explain import describe
 from zosim.planning.predict import Subject
-from zosim.report import prediction_data
+from zosim.planning.views import prediction_data
+from zosim.report import Bullets, Report, Table
 
 
 def baseline_subject(subject: Subject, settings: FirstOrder) -> Subject:
@@ -50,13 +48,13 @@ def comparison_data(subject: Subject, baseline: Subject, settings: FirstOrder) -
     }
 
 
-def comparison_view(subject: Subject, baseline: Subject, settings: FirstOrder) -> RenderableType:
+def comparison_view(subject: Subject, baseline: Subject, settings: FirstOrder) -> Report:
     """Return both side by side: time, what is sent, memory by parts."""
     settings = with_samples(settings, subject.plan.batch)
     columns = ("per step", describe(subject.plan), settings.describe())
     sides = [_facts(side) for side in (subject, baseline)]
     rows = [(name, mine, sides[1][name]) for name, mine in sides[0].items()]
-    return Group(table(columns, rows), *(f"- {line}" for line in _remarks(subject, baseline)))
+    return Report("", Table(columns, rows), Bullets(_remarks(subject, baseline)))
 
 
 def _facts(subject: Subject) -> dict[str, str]:

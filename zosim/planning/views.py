@@ -1,0 +1,184 @@
+"""Decisions and predictions as people read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from topology.units import format_bytes, format_seconds
+from zosim.analysis.counts import step_counts
+from zosim.plan import Plan
+from zosim.planning.explain import about_ranks, contention_words, describe, host_memory_words
+from zosim.planning.footprint import HostFootprint
+from zosim.planning.pipelining import about_stages, pipelining
+from zosim.planning.planner import Candidate, Decision
+from zosim.planning.predict import Contention, Prediction, Subject
+from zosim.report import Bullets, Report, Table
+
+_NUM_SHARED = 3
+_WORTH_SAYING = 0.05
+_NUM_FITTING = 16
+_NUM_REJECTED = 8
+
+
+def decision_view(decision: Decision) -> Report:
+    """Return a decision: the candidates, the prediction of the best, and the reasons."""
+    prediction = prediction_view(decision.chosen.subject, _prediction(decision.chosen))
+    return Report("", *_candidates(decision), prediction, Bullets(decision.reasons))
+
+
+def decision_data(decision: Decision) -> dict[str, Any]:
+    """Return a decision as JSON knows it."""
+    prediction = _prediction(decision.chosen)
+    stages = stages_data(decision.chosen.subject)
+    return stages | {
+        "plan": decision.chosen.plan.model_dump(mode="json"),
+        "prediction": prediction_data(prediction),
+        "reasons": list(decision.reasons),
+        "others": [_candidate_data(candidate) for candidate in decision.others],
+        "rejected": [
+            _candidate_data(candidate) | {"missing": candidate.missing} for candidate in decision.rejected
+        ],
+    }
+
+
+def prediction_view(subject: Subject, prediction: Prediction) -> Table:
+    """Return a prediction: time, throughput, bottleneck, memory by parts, seconds by label."""
+    plan = subject.plan
+    limit, device = prediction.bottleneck, prediction.footprint
+    several = plan.placement.world_size > 1
+    facts = [
+        ("plan", f"{plan.model.name}, batch {plan.batch} x {plan.seq} tokens, {describe(plan)}"),
+        ("devices" if several else "device", f"{_devices(plan)} ({prediction.profile_origin} figures)"),
+        ("step time", prediction.interval),
+        ("throughput", f"{prediction.tokens_per_s:,.4g} tokens/s"),
+        (
+            "bottleneck",
+            f"{limit.words}, {limit.share:.0%} of the critical path{_of_rank(prediction, several)}",
+        ),
+        (
+            "device memory",
+            f"{format_bytes(device.device_bytes)}  ({device.describe()}{_of_largest(prediction, several)})",
+        ),
+        ("host memory", host_memory_words(prediction)),
+        (
+            "busy per step",
+            ", ".join(f"{name} {format_seconds(s)}" for name, s in prediction.seconds_by_label),
+        ),
+    ]
+    busy = [item for item in prediction.contention if item.share >= _WORTH_SAYING]
+    shared = [contention_words(item) for item in busy[:_NUM_SHARED]]
+    facts += [("shared" if not number else "", words) for number, words in enumerate(shared)]
+    return Table(("predicted", ""), facts)
+
+
+def simulation_view(subject: Subject, prediction: Prediction) -> Report:
+    """Return a prediction, and what several ranks cost each other."""
+    alone = subject.plan.placement.world_size == 1
+    notes = [] if alone else list(about_ranks(subject.plan, prediction))
+    if subject.plan.mesh.stage > 1:
+        notes += about_stages(subject)
+    return Report("", prediction_view(subject, prediction), Bullets(notes))
+
+
+def stages_data(subject: Subject) -> dict[str, Any]:
+    """Return bubbles and traffic as JSON knows them; nothing for a plan of one stage."""
+    if subject.plan.mesh.stage == 1:
+        return {}
+    return {"stages": pipelining(subject), "counts": step_counts(subject.programs).to_data()}
+
+
+def prediction_data(prediction: Prediction) -> dict[str, Any]:
+    """Return a prediction as JSON knows it."""
+    return {
+        "step_time_s": prediction.step_time_s,
+        "step_time_low_s": prediction.low_s,
+        "step_time_high_s": prediction.high_s,
+        "tokens_per_s": prediction.tokens_per_s,
+        "bottleneck": prediction.bottleneck,
+        "device_bytes": prediction.footprint.device_bytes,
+        "host_bytes": prediction.host.size_bytes,
+        "memory_parts": list(prediction.footprint.parts),
+        "seconds_by_label": dict(prediction.seconds_by_label),
+        "profile_origin": prediction.profile_origin,
+        "num_ranks": len(prediction.footprints.ranks),
+        "slowest_rank": prediction.slowest_rank,
+        "exchange_s": prediction.exchange_s,
+        "shared": [_contention_data(item) for item in prediction.contention],
+        "ranks": [{"device_bytes": taken.device_bytes} for taken in prediction.footprints.ranks],
+        "hosts": [_host_data(host) for host in prediction.footprints.hosts],
+    }
+
+
+def _prediction(candidate: Candidate) -> Prediction:
+    assert candidate.prediction is not None
+    return candidate.prediction
+
+
+def _devices(plan: Plan) -> str:
+    placement = plan.placement
+    first, *others = placement.devices
+    hosts = len(placement.ranks_by_host)
+    listed = (
+        ", ".join(placement.devices)
+        if len(others) < 4
+        else f"{first} .. {others[-1]}, {len(others) + 1} ranks"
+    )
+    return f"{listed} of {placement.topology}" + (f", {hosts} hosts" if hosts > 1 else "")
+
+
+def _of_rank(prediction: Prediction, several: bool) -> str:
+    return f" of rank {prediction.slowest_rank}" if several else ""
+
+
+def _of_largest(prediction: Prediction, several: bool) -> str:
+    return f"; rank {prediction.footprints.largest_rank}, the most of any" if several else ""
+
+
+def _contention_data(item: Contention) -> dict[str, Any]:
+    return {"resource": item.resource, "ranks": list(item.ranks), "share": item.share}
+
+
+def _host_data(host: HostFootprint) -> dict[str, Any]:
+    return {
+        "host": host.host,
+        "ranks": list(host.ranks),
+        "host_bytes": host.size_bytes,
+        "parts": list(host.parts),
+    }
+
+
+def _candidates(decision: Decision) -> tuple[Table, str]:
+    """Return the candidates, of many only the first of each kind."""
+    rows = [
+        *[
+            _row(candidate, "chosen" if candidate is decision.chosen else "fits")
+            for candidate in (decision.chosen, *decision.others[: _NUM_FITTING - 1])
+        ],
+        *[_row(candidate, "does not fit") for candidate in decision.rejected[:_NUM_REJECTED]],
+    ]
+    left_out = len(decision.others) + 1 + len(decision.rejected) - len(rows)
+    shown = Table(("placement", "step", "device", "host", ""), rows, numeric=("step", "device", "host"))
+    return shown, f"and {left_out} others, all of them slower or too large" if left_out else ""
+
+
+def _row(candidate: Candidate, verdict: str) -> tuple[str, ...]:
+    taken = candidate.footprints
+    sign = "" if candidate.is_simulated else ">= "
+    return (
+        candidate.describe(),
+        sign + format_seconds(candidate.seconds),
+        format_bytes(taken.largest.device_bytes),
+        format_bytes(taken.fullest.size_bytes),
+        verdict,
+    )
+
+
+def _candidate_data(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "placement": candidate.describe(),
+        "devices": list(candidate.plan.placement.devices),
+        "step_time_s": candidate.seconds,
+        "is_simulated": candidate.is_simulated,
+        "device_bytes": candidate.footprints.largest.device_bytes,
+        "host_bytes": candidate.footprints.fullest.size_bytes,
+    }
