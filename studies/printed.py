@@ -13,6 +13,7 @@ from studies.published.fitted_profile import load_published_profile
 from studies.published.memory import parts_of
 from studies.published.predicting import Answer, answers
 from studies.published.rows import Row, shipped_rows
+from zosim.report import Bullets, Report, Table
 
 _TITLES = {
     "throughput": "throughput in tokens/s",
@@ -37,51 +38,49 @@ def write(paper: str, out: Path) -> Path:
 def _report(
     paper: str, pairs: Sequence[tuple[Row, Answer]], findings: Sequence[Finding], plots: Sequence[Path]
 ) -> str:
-    head = (
-        f"# The tables of {paper}, published and predicted\n\nMade by `python -m studies.{paper.lower()}`. Predictions come "
+    words = (
+        f"Made by `python -m studies.{paper.lower()}`. Predictions come "
         "from the profile that ships, which was fitted to these rows; what rows that were left out say is in the report "
         "against print. A verdict says whether the printed number lies within the 90 % interval, or why nothing is "
         "predicted."
     )
-    tables = dict.fromkeys(row["table"] for row, _ in pairs)
-    parts = [
-        head,
+    return Report(
+        f"The tables of {paper}, published and predicted",
+        words,
         *(f"![{plot.stem}]({plot.name})" for plot in plots),
-        "## Conventions found\n\n" + "\n".join(_conventions(paper, [row for row, _ in pairs])),
+        Report("Conventions found", Bullets(_conventions(paper, [row for row, _ in pairs]))),
         *(
             _table(number, [pair for pair in pairs if pair[0]["table"] == number], findings)
-            for number in tables
+            for number in dict.fromkeys(row["table"] for row, _ in pairs)
         ),
-    ]
-    parts.append(findings_table(findings).replace("## Cells", "## Audit: cells", 1))
-    parts.append("## Audit: text against tables\n\n" + "\n".join(f"* {item}" for item in TEXT[paper]))
-    return "\n\n".join(parts) + "\n"
+        findings_table("Audit: cells that cannot be right, or cannot all be", findings),
+        Report("Audit: text against tables", Bullets(TEXT[paper])),
+    ).to_markdown()
 
 
-def _table(number: str, pairs: Sequence[tuple[Row, Answer]], findings: Sequence[Finding]) -> str:
+def _table(number: str, pairs: Sequence[tuple[Row, Answer]], findings: Sequence[Finding]) -> Report:
     rules = {
         place: finding.rule for finding in findings if finding.sets_apart for place in finding.places[:1]
     }
-    lines = [
-        f"## Table {number}",
-        "",
-        "| cell | model | method | BS | s | format | what | published | predicted | 90 % | error | verdict |",
-        "| --- | --- | --- | ---: | ---: | --- | --- | ---: | ---: | --- | ---: | --- |",
-    ]
-    lines += [_line(row, answer, rules) for row, answer in pairs]
-    return "\n".join(lines)
+    columns = (
+        *("cell", "model", "method", "BS", "s", "format", "what", "published", "predicted", "90 %", "error"),
+        "verdict",
+    )
+    rows = [_line(row, answer, rules) for row, answer in pairs]
+    return Report(
+        f"Table {number}", Table(columns, rows, numeric=("BS", "s", "published", "predicted", "error"))
+    )
 
 
-def _line(row: Row, answer: Answer, rules: dict[str, str]) -> str:
+def _line(row: Row, answer: Answer, rules: dict[str, str]) -> tuple[str, ...]:
     printed = row["value"] or ("out of memory" if row.is_out_of_memory else "")
     predicted = "" if answer.predicted is None else f"{answer.predicted:.4g}"
     interval = "" if answer.low is None else f"{answer.low:.4g} to {answer.high:.4g}"
     error = f"{answer.predicted / row.value - 1:+.1%}" if answer.predicted and row.value else ""
-    columns = (
+    return (
         row["cell"], row["model"], row["method"], row["batch_size"], row["seq_len"], row["precision"], row["quantity"],
         printed, predicted, interval, error, _verdict(row, answer, rules),
     )  # fmt: skip
-    return "| " + " | ".join(columns) + " |"
 
 
 def _verdict(row: Row, answer: Answer, rules: dict[str, str]) -> str:
@@ -108,16 +107,16 @@ def _conventions(paper: str, rows: Sequence[Row]) -> Iterator[str]:
         )
         rate = _rate(one) / 1e12
         yield (
-            f"* A token counts once a step: {one.printed:g} tokens/s for OPT-13B at batch 8 is {rate:.1f} Tflop/s over both "
+            f"A token counts once a step: {one.printed:g} tokens/s for OPT-13B at batch 8 is {rate:.1f} Tflop/s over both "
             "forwards, within the A100's 19.5 in float32; were tokens counted at both forwards, half of that."
         )
         yield (
-            f'* "FP32" is float32, not TF32: {rate:.1f} Tflop/s at batch 8 is nearly all of 19.5 and 11 % of the 156 that '
+            f'"FP32" is float32, not TF32: {rate:.1f} Tflop/s at batch 8 is nearly all of 19.5 and 11 % of the 156 that '
             "TF32 has."
         )
     else:
         yield (
-            "* The batch is that of the whole step. On two GPUs, DDP at batch 8 prints 36744 tokens/s for OPT-1.3B, twice "
+            "The batch is that of the whole step. On two GPUs, DDP at batch 8 prints 36744 tokens/s for OPT-1.3B, twice "
             "the 18625 of one GPU at batch 4: as much work for each GPU in the same time. Were the batch that of one "
             "GPU, the pair would be DDP at batch 4, which prints 31585."
         )
@@ -128,14 +127,14 @@ def _conventions(paper: str, rows: Sequence[Row]) -> Iterator[str]:
         )
         rate = _rate(one) / 1e12
         yield (
-            f"* A token counts once a step, although both signs forward it: {one.printed:g} tokens/s for OPT-30B under "
+            f"A token counts once a step, although both signs forward it: {one.printed:g} tokens/s for OPT-30B under "
             f"{one.case.method.describe()} is then {rate:.0f} of the 148 Tflop/s of each GPU; counted at both forwards it would be "
             f"{rate / 2:.0f}, far less than such products reach."
         )
     lightest = next(c for c in cells if c.row.kind == "memory" and c.case.method.base == "MeZO")
     weights = parts_of(lightest.case).kept
     yield (
-        f"* A megabyte is taken as 2^20 bytes, as nvidia-smi prints them: {lightest.row['model']} {lightest.row['precision']} "
+        f"A megabyte is taken as 2^20 bytes, as nvidia-smi prints them: {lightest.row['model']} {lightest.row['precision']} "
         f"weights are {weights / MEBIBYTE:.0f} of these ({weights / 1e6:.0f} of 10^6 bytes) in {lightest.printed:g} printed."
     )
 

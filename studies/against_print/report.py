@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from studies.against_print.intervals import Coverage
 from studies.against_print.sheets import sheet_outcomes, sheets_section
 from studies.against_print.splits import OURS, SPLITS, Outcome, outcomes
 from studies.checkout import commit
 from studies.published.audit import Finding, audit
 from studies.published.cells import cells_of
-from studies.published.fitted_profile import PublishedProfile, known_cells, load_published_profile
+from studies.published.fitted_profile import known_cells, load_published_profile
 from studies.published.rows import shipped_rows
+from zosim.report import Report, Table
 
-_HEAD = """# Predictions against print: ZO2 and DistZO2
-
-Commit `{commit}`. Made by `python -m studies.against_print` from the rows that ship with the project.
+_HEAD = """Commit `{commit}`. Made by `python -m studies.against_print` from the rows that ship with the project.
 
 Constants are fitted to printed rows through the closed form of the simulator: the plan of each row is lowered to a
 program on the preset hardware, the works are those of the papers' code (`studies/published/paper_code.py`), and the fit moves
@@ -25,18 +26,12 @@ only the constants listed below. Rows are kept back by setting: all methods of o
 at once, in whichever table they are printed; or by model, all rows of one that lies between others. Every left-out
 figure is of constants fitted anew without those rows. Errors are absolute, in percent. Cells that the audit sets apart
 are fitted like all others, under a loss that gives up on outliers, and are not in the figures; the last column of the
-table has them.
+table has them."""
 
-## Errors
-
-Leaving out the smallest or the largest model asks for more than what lies between known rows; "between" are the figures
+_ERRORS = """Leaving out the smallest or the largest model asks for more than what lies between known rows; "between" are the figures
 without those two ends. The rank correlation is Spearman's, of the methods in a printed row, four or more of them that are
 not set apart, as a mean over rows; what print does not tell apart counts as in the order predicted. In brackets: all cells
-in, and equal numbers share the mean of their ranks.
-
-| split | predictor | cells | median | 90 % | goal | met | between: median / 90 % | rank correlation | median of those apart |
-| --- | --- | ---: | ---: | ---: | --- | --- | ---: | ---: | ---: |
-"""
+in, and equal numbers share the mean of their ranks."""
 
 
 def written() -> str:
@@ -48,13 +43,31 @@ def written() -> str:
     for split in SPLITS:
         mine = [cell for cell in known_cells(cells, split.paper, split.domain) if cell.value is not None]
         found += outcomes(split, mine, findings)
-    head = _HEAD.format(commit=commit())
-    parts = [head + "\n".join(_error_rows(found)), _misses(found), *_constants(load_published_profile())]
-    sheets = sheets_section(sheet_outcomes(cells, findings))
-    return "\n\n".join([*parts, _coverage(found), sheets, findings_table(findings)]) + "\n"
+    return Report(
+        "Predictions against print: ZO2 and DistZO2",
+        _HEAD.format(commit=commit()),
+        Report("Errors", _ERRORS, _errors(found), _misses(found)),
+        Report(
+            "Constants",
+            "Every number chosen after seeing a result row. Intervals are 95 %.",
+            *_constants(),
+            CHOICES,
+        ),
+        _coverage(found),
+        sheets_section(sheet_outcomes(cells, findings)),
+        findings_table("Cells that cannot be right, or cannot all be", findings),
+    ).to_markdown()
 
 
-def _error_rows(found: Sequence[Outcome]) -> Iterator[str]:
+def _errors(found: Sequence[Outcome]) -> Table:
+    columns = (
+        *("split", "predictor", "cells", "median", "90 %", "goal", "met", "between: median / 90 %"),
+        *("rank correlation", "median of those apart"),
+    )
+    return Table(columns, _error_rows(found), numeric=("cells", "median", "90 %", *columns[-3:]))
+
+
+def _error_rows(found: Sequence[Outcome]) -> Iterator[tuple[str, ...]]:
     for item in found:
         is_ours = item.predictor == OURS
         has_goal = is_ours and item.split.goal is not None
@@ -75,11 +88,8 @@ def _error_rows(found: Sequence[Outcome]) -> Iterator[str]:
         if len(item.inner):
             size = np.abs(item.inner)
             inner = f"{100 * np.median(size):.2f} / {100 * np.percentile(size, 90):.2f}"
-        figures = f"{item.median:.2f} | {item.p90:.2f}" if len(item.errors) else " | "
-        yield (
-            f"| {item.split.name} | {item.predictor} | {count} | {figures} | {goal} | {met} | {inner} | "
-            f"{rank} | {apart} |"
-        )
+        figures = (f"{item.median:.2f}", f"{item.p90:.2f}") if len(item.errors) else ("", "")
+        yield item.split.name, item.predictor, count, *figures, goal, met, inner, rank, apart
 
 
 def _misses(found: Sequence[Outcome]) -> str:
@@ -87,21 +97,26 @@ def _misses(found: Sequence[Outcome]) -> str:
     return "Goals missed: " + ("; ".join(missed) if missed else "none") + "."
 
 
-def _constants(profile: PublishedProfile) -> Iterator[str]:
-    yield "## Constants\n\nEvery number chosen after seeing a result row. Intervals are 95 %."
-    for fit in profile.fits:
-        lines = [
-            f"{fit.paper}, {fit.domain}: {len(fit.constants)} constants, {fit.num_cells} cells",
-            "",
-            "| constant | value | interval | unit | meaning | identified by |",
-            "| --- | ---: | --- | --- | --- | --- |",
-        ]
-        lines += [
-            f"| {c.name} | {c.value:.4g} | {c.low:.4g} to {c.high:.4g} | {c.unit} | {c.meaning} | {c.identified_by} |"
-            for c in fit.constants
-        ]
-        yield "\n".join(lines)
-    yield CHOICES
+def _constants() -> Iterator[Table]:
+    for fit in load_published_profile().fits:
+        title = f"{fit.paper}, {fit.domain}: {len(fit.constants)} constants, {fit.num_cells} cells"
+        yield constants_table(
+            fit.constants, title, {"identified by": lambda constant: constant.identified_by}
+        )
+
+
+def constants_table(
+    constants: Iterable[Any], title: str | None = None, more: dict[str, Callable[[Any], str]] | None = None
+) -> Table:
+    """Return fitted constants with their intervals, units and meanings, and `more` columns by heading."""
+    columns: dict[str, Callable[[Any], str]] = {
+        "constant": lambda constant: constant.name,
+        "value": lambda constant: f"{constant.value:.4g}",
+        "interval": lambda constant: f"{constant.low:.4g} to {constant.high:.4g}",
+        "unit": lambda constant: constant.unit,
+        "meaning": lambda constant: constant.meaning,
+    }
+    return Table.of(constants, columns | (more or {}), title=title, numeric=("value",))
 
 
 CHOICES = """Choices that are no numbers, made after seeing rows, each with its reason in the code:
@@ -116,40 +131,36 @@ CHOICES = """Choices that are no numbers, made after seeing rows, each with its 
 * a communicator per axis of a mesh of two axes, and two more."""
 
 
-def _coverage(found: Sequence[Outcome]) -> str:
-    lines = [
-        "## Intervals",
-        "",
-        "Conformal by group of cells: the half width in logs covers nine tenths of the residuals of left-out settings (the",
-        "`⌈0.9 (n + 1)⌉`-th smallest), with the uncertainty of the constants added in quadrature, and for float32 products of",
-        "hidden sizes between 5120 and 9216 what no row decides. Below, half widths come from",
-        "other settings (or models) than the one asked for, and for the extrapolations from known rows alone. The band is where",
-        "95 % of outcomes lie if configurations held with probability 0.9 each; methods of one configuration hold or fail",
-        "together, so it counts configurations. Width: median of high over low, less 1.",
-        "",
-        "| split | cells | within | configurations | within | band | in band | width |",
-        "| --- | ---: | ---: | ---: | ---: | --- | --- | ---: |",
-    ]
-    for item in found:
-        if item.coverage is not None:
-            c = item.coverage
-            lines.append(
-                f"| {item.split.name} | {c.num_cells} | {c.cells:.0%} | {c.num_configurations} | {c.configurations:.0%} | "
-                f"{c.band[0]:.0%} to {c.band[1]:.0%} | {'yes' if c.is_in_band else 'no'} | {c.width:.0%} |"
-            )
-    return "\n".join(lines)
+def _coverage(found: Sequence[Outcome]) -> Report:
+    columns: dict[str, Callable[[tuple[Outcome, Coverage]], str]] = {
+        "split": lambda item: item[0].split.name,
+        "cells": lambda item: f"{item[1].num_cells}",
+        "within": lambda item: f"{item[1].cells:.0%}",
+        "configurations": lambda item: f"{item[1].num_configurations}",
+        "of these within": lambda item: f"{item[1].configurations:.0%}",
+        "band": lambda item: f"{item[1].band[0]:.0%} to {item[1].band[1]:.0%}",
+        "in band": lambda item: "yes" if item[1].is_in_band else "no",
+        "width": lambda item: f"{item[1].width:.0%}",
+    }
+    rows = [(item, item.coverage) for item in found if item.coverage is not None]
+    numeric = [name for name in columns if name not in ("split", "band", "in band")]
+    return Report("Intervals", _INTERVALS, Table.of(rows, columns, numeric=numeric))
 
 
-def findings_table(findings: Sequence[Finding]) -> str:
-    """Return the audit as a table."""
-    lines = [
-        "## Cells that cannot be right, or cannot all be",
-        "",
-        "| what | cells | apart | arithmetic |",
-        "| --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| {item.rule} | {'; '.join(item.places)} | {'yes' if item.sets_apart else 'no'} | {item.arithmetic} |"
-        for item in findings
-    ]
-    return "\n".join(lines)
+_INTERVALS = """Conformal by group of cells: the half width in logs covers nine tenths of the residuals of left-out settings (the
+`⌈0.9 (n + 1)⌉`-th smallest), with the uncertainty of the constants added in quadrature, and for float32 products of
+hidden sizes between 5120 and 9216 what no row decides. Below, half widths come from
+other settings (or models) than the one asked for, and for the extrapolations from known rows alone. The band is where
+95 % of outcomes lie if configurations held with probability 0.9 each; methods of one configuration hold or fail
+together, so it counts configurations. Width: median of high over low, less 1."""
+
+
+def findings_table(title: str, findings: Sequence[Finding]) -> Report:
+    """Return the audit as a section with that title."""
+    columns: dict[str, Callable[[Finding], str]] = {
+        "what": lambda finding: finding.rule,
+        "cells": lambda finding: "; ".join(finding.places),
+        "apart": lambda finding: "yes" if finding.sets_apart else "no",
+        "arithmetic": lambda finding: finding.arithmetic,
+    }
+    return Report(title, Table.of(findings, columns, numeric=()))

@@ -13,6 +13,7 @@ from studies.published.cells import Cell, preset_machine
 from studies.published.constants import PAPERS
 from zosim.engines.recurrence import step_time_bound
 from zosim.lowering import lower
+from zosim.report import Report, Table
 
 GOAL = 25.0
 """Median absolute error in percent."""
@@ -62,25 +63,23 @@ def _outcome(cell: Cell) -> SheetOutcome:
     return SheetOutcome(cell.group, cell.printed, predicted, low, high, planned)
 
 
-def sheets_section(outcomes: Sequence[SheetOutcome]) -> str:
+def sheets_section(outcomes: Sequence[SheetOutcome]) -> Report:
     """Return the report's section on them."""
-    lines = [
-        "## With data sheets alone",
-        "",
-        "No constant is fitted: the machine is the preset's data sheet, with the fractions of peaks that",
-        "`costmodel/datasheet.py` states, as for a machine that nobody has measured. The programs have the works of the",
-        "papers' code; the last two columns are of the programs that `zosim plan` would run instead. What was chosen after",
-        f"seeing rows without being a number (listed above) is kept. Goal: a median of at most {GOAL:g} %. The interval has every",
-        "constant at the same end of its own, so it is wide, and meant to hold.",
-        "",
-        "| cells | count | median | 90 % | signed median | interval holds | high / low, median | planned: median | 90 % |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        *_rows(outcomes),
-    ]
-    return "\n".join(lines)
+    words = f"""No constant is fitted: the machine is the preset's data sheet, with the fractions of peaks that
+`costmodel/datasheet.py` states, as for a machine that nobody has measured. The programs have the works of the
+papers' code; the last two columns are of the programs that `zosim plan` would run instead. What was chosen after
+seeing rows without being a number (listed above) is kept. Goal: a median of at most {GOAL:g} %. The interval has every
+constant at the same end of its own, so it is wide, and meant to hold."""
+    columns = ("cells", "count", "median", "90 %", "signed median", "interval holds", "high / low, median")
+    planned = ("planned: median", "planned: 90 %")
+    return Report(
+        "With data sheets alone",
+        words,
+        Table((*columns, *planned), _rows(outcomes), numeric=(*columns[1:], *planned)),
+    )
 
 
-def _rows(outcomes: Sequence[SheetOutcome]) -> Iterator[str]:
+def _rows(outcomes: Sequence[SheetOutcome]) -> Iterator[tuple[str, ...]]:
     for paper in PAPERS:
         mine = [item for item in outcomes if item.group.split()[0] == paper]
         yield _row(f"**{paper} throughput**", mine)
@@ -89,14 +88,20 @@ def _rows(outcomes: Sequence[SheetOutcome]) -> Iterator[str]:
     yield _row("**both**", outcomes)
 
 
-def _row(name: str, items: Sequence[SheetOutcome]) -> str:
+def _row(name: str, items: Sequence[SheetOutcome]) -> tuple[str, ...]:
     printed = np.array([item.printed for item in items])
     errors = 100 * (np.array([item.predicted for item in items]) / printed - 1)
     planned = 100 * np.abs(np.array([item.planned for item in items]) / printed - 1)
     holds = np.mean([item.low <= item.printed <= item.high for item in items])
     width = np.median([item.high / item.low for item in items])
     size = np.abs(errors)
+    mine = (f"{np.median(size):.1f}", f"{np.percentile(size, 90):.1f}", f"{np.median(errors):+.1f}")
+    interval = (f"{100 * holds:.0f} %", f"{width:.2f}")
     return (
-        f"| {name} | {len(items)} | {np.median(size):.1f} | {np.percentile(size, 90):.1f} | {np.median(errors):+.1f} | "
-        f"{100 * holds:.0f} % | {width:.2f} | {np.median(planned):.1f} | {np.percentile(planned, 90):.1f} |"
+        name,
+        f"{len(items)}",
+        *mine,
+        *interval,
+        f"{np.median(planned):.1f}",
+        f"{np.percentile(planned, 90):.1f}",
     )

@@ -6,7 +6,7 @@ import json
 import platform
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from statistics import median
@@ -18,6 +18,7 @@ from scipy.stats import binom
 from costmodel.calibration import FitReport
 from costmodel.profile import Profile
 from studies.prediction.predicting import PACE_CHANGED, Choice, Row
+from zosim.report import Code, Part, Report, Table
 
 STEP_GOAL = (0.08, 0.20)
 MEMORY_GOAL = (0.05, 0.10)
@@ -156,31 +157,30 @@ class Benchmark:
 
     def to_markdown(self) -> str:
         """Return the report."""
-        parts = [self._head(), self._figures(), self._groups(), self._culprits(), self._calibration()]
-        if self.choices:
-            parts.insert(2, self._regret())
-        parts.append("## Held-out cases, worst first\n\n" + _table(self.held_out))
-        if self.ranks:
-            parts.append("## Several ranks, worst first\n\n" + _table(self.ranks))
-        if self.tuning:
-            parts.append("## Tuning cases, worst first\n\n" + _table(self.tuning))
-        return "\n\n".join(parts) + "\n"
+        return Report(
+            f"Predicted against measured on {self.machine}",
+            *self._head(),
+            self._figures(),
+            self._regret(),
+            self._groups(),
+            self._culprits(),
+            self._calibration(),
+            Report("Held-out cases, worst first", _cases(self.held_out)),
+            Report("Several ranks, worst first", _cases(self.ranks)),
+            Report("Tuning cases, worst first", _cases(self.tuning)),
+        ).to_markdown()
 
-    def _head(self) -> str:
+    def _head(self) -> Iterator[Part]:
         listed = ", ".join(f"{name} {number}" for name, number in versions().items())
-        return f"""# Predicted against measured on {self.machine}
-
-{self.date}, commit `{self.commit}`. {listed}.
-
-    {self.command}
-
-The machine is calibrated as `zosim calibrate` does it, once per number of threads; then each case is lowered,
+        yield f"{self.date}, commit `{self.commit}`. {listed}."
+        yield Code(self.command)
+        yield """The machine is calibrated as `zosim calibrate` does it, once per number of threads; then each case is lowered,
 simulated and run, several ranks as processes of one thread each. Models have random weights, batches random tokens. The held-out list is drawn by a seed, and no shape, batch
 size or placement of it was looked at while the cost model was made; the calibration runs single kernels and whole
 steps of models of other widths. Measured step times are medians over the half of the rounds in which other processes used
 least of the processors; memory is arena plus live tensors, peaks over the first steps."""
 
-    def _figures(self) -> str:
+    def _figures(self) -> Report:
         lists = {
             "all": self.rows,
             "held out": self.held_out,
@@ -192,11 +192,6 @@ least of the processors; memory is arena plus live tensors, peaks over the first
         columns = {name: Summary.of(rows) for name, rows in lists.items() if rows}
         whole = columns["all"]
         band = " to ".join(f"{end:.0%}" for end in whole.coverage_band)
-        lines = [
-            "## Figures\n",
-            f"| | goal | {' | '.join(f'{name} ({s.num_cases})' for name, s in columns.items())} |",
-            "| --- | ---: |" + " ---: |" * len(columns),
-        ]
         goals = (
             ("step time, median absolute error", "step_median", f"≤ {STEP_GOAL[0]:.0%}"),
             ("step time, 90th percentile", "step_p90", f"≤ {STEP_GOAL[1]:.0%}"),
@@ -210,13 +205,14 @@ least of the processors; memory is arena plus live tensors, peaks over the first
             ("measured step time inside the interval of 90 %", "covered", f"{band} of all"),
             ("median width of the interval", "interval_width", ""),
         )
-        for words, name, goal in goals:
-            values = " | ".join(f"{getattr(summary, name):.1%}" for summary in columns.values())
-            lines.append(f"| {words} | {goal} | {values} |")
+        headings = ("", "goal", *(f"{name} ({summary.num_cases})" for name, summary in columns.items()))
+        figures = [
+            (words, goal, *(f"{getattr(summary, name):.1%}" for summary in columns.values()))
+            for words, name, goal in goals
+        ]
         verdict = "met" if whole.meets_goals else "**missed**"
-        lines.append(f"\nGoals for step time and memory over all: {verdict}.")
         disturbed = sum(row.foreign_cores > _DISTURBED for row in self.held_out)
-        lines.append(
+        disturbance = (
             f"In {disturbed} of the {len(self.held_out)} held-out cases other processes used more than "
             f"{_DISTURBED} of a processor even in the quieter rounds."
         )
@@ -225,88 +221,91 @@ least of the processors; memory is arena plus live tensors, peaks over the first
             for threads, profile in self.profiles.items()
             if "pace" in profile.values()
         )
-        lines.append(
+        pace = (
             f"Pace is what a reference computation takes over what it takes when no stranger shares the core's hardware: "
             f"{own or 'unknown'} while calibrating, {median(row.pace_before for row in self.rows):.2f} in the median before "
             f"cases. Undisturbed are cases after which it differed by at most {PACE_CHANGED:.0%} from that before them."
         )
-        return "\n".join(lines)
+        goals_met = f"Goals for step time and memory over all: {verdict}."
+        return Report("Figures", Table(headings, figures, numeric=headings[1:]), goals_met, disturbance, pace)
 
-    def _regret(self) -> str:
+    def _regret(self) -> Report:
+        if not self.choices:
+            return Report("")
         regrets = [choice.regret for choice in self.choices]
         goals = " and ".join(f"{goal:.2f}" for goal in REGRET_GOAL)
         kept = sum(choice.keeps_limit for choice in self.choices)
-        lines = [
-            "## What the predicted choice costs\n",
-            (
-                f"Measured time of the placement predicted to be the fastest, over that of the fastest: median "
-                f"{median(regrets):.3f}, worst {max(regrets):.3f} (goals {goals}). All placements compute the same on two "
-                "cores: two threads, or two ranks of one. With a memory limit, which half of them keep as predicted, "
-                "the choice is among those that were predicted to fit, the best among those that did; "
-                f"{kept} of {len(self.choices)} choices did. All plans of a configuration take turns, round after round; "
-                "one of them is measured twice, as two sessions: `twice` is the slower over the faster.\n"
+        words = (
+            f"Measured time of the placement predicted to be the fastest, over that of the fastest: median "
+            f"{median(regrets):.3f}, worst {max(regrets):.3f} (goals {goals}). All placements compute the same on two "
+            "cores: two threads, or two ranks of one. With a memory limit, which half of them keep as predicted, "
+            "the choice is among those that were predicted to fit, the best among those that did; "
+            f"{kept} of {len(self.choices)} choices did. All plans of a configuration take turns, round after round; "
+            "one of them is measured twice, as two sessions: `twice` is the slower over the faster."
+        )
+        columns: dict[str, Callable[[Choice], str]] = {
+            "configuration": lambda choice: choice.best.name.partition(" thread")[0][:-2],
+            "limit (MiB)": lambda choice: (
+                "none" if choice.limit_bytes is None else f"{choice.limit_bytes / 2**20:.1f}"
             ),
-            "| configuration | limit (MiB) | chosen | best | chosen (ms) | best (ms) | slowest (ms) | regret | twice |",
-            "| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |",
-        ]
-        for choice in self.choices:
-            slowest = max(row.measured_s for row in choice.rows)
-            limit = "none" if choice.limit_bytes is None else f"{choice.limit_bytes / 2**20:.1f}"
-            lines.append(
-                f"| {choice.best.name.partition(' thread')[0][:-2]} | {limit} | {choice.chosen.placement} | "
-                f"{choice.best.placement} | {choice.chosen.measured_s * 1e3:.1f} | {choice.best.measured_s * 1e3:.1f} | "
-                f"{slowest * 1e3:.1f} | {choice.regret:.3f} | {_ratio(choice.noise)} |"
-            )
-        return "\n".join(lines)
+            "chosen": lambda choice: choice.chosen.placement,
+            "best": lambda choice: choice.best.placement,
+            "chosen (ms)": lambda choice: f"{choice.chosen.measured_s * 1e3:.1f}",
+            "best (ms)": lambda choice: f"{choice.best.measured_s * 1e3:.1f}",
+            "slowest (ms)": lambda choice: f"{max(row.measured_s for row in choice.rows) * 1e3:.1f}",
+            "regret": lambda choice: f"{choice.regret:.3f}",
+            "twice": lambda choice: "-" if choice.noise is None else f"{choice.noise:.3f}",
+        }
+        numeric = [name for name in columns if name not in ("configuration", "chosen", "best")]
+        return Report(
+            "What the predicted choice costs", words, Table.of(self.choices, columns, numeric=numeric)
+        )
 
-    def _groups(self) -> str:
-        lines = [
-            "## Held-out step time by group\n",
-            "| group | cases | median error | 90th percentile | median signed |",
-            "| --- | ---: | ---: | ---: | ---: |",
-        ]
-        for name, rows in _grouped(self.held_out):
-            errors = [row.step_error for row in rows]
-            absolute = np.abs(errors)
-            lines.append(
-                f"| {name} | {len(rows)} | {np.median(absolute):.1%} | {np.percentile(absolute, 90):.1%} | "
-                f"{median(errors):+.1%} |"
-            )
-        return "\n".join(lines)
-
-    def _culprits(self) -> str:
-        lines = [
-            "## Which instructions were wrong\n",
-            (
-                "Seconds on the predicted critical path less those on the measured one, as parts of the measured step; "
-                "means over the held-out cases. The size says how much a label matters, the signed mean whether it is "
-                "too slow (+) or too fast (-).\n"
+    def _groups(self) -> Report:
+        columns: dict[str, Callable[[tuple[str, list[Row]]], str]] = {
+            "group": lambda group: group[0],
+            "cases": lambda group: f"{len(group[1])}",
+            "median error": lambda group: f"{np.median(np.abs([row.step_error for row in group[1]])):.1%}",
+            "90th percentile": lambda group: (
+                f"{np.percentile(np.abs([row.step_error for row in group[1]]), 90):.1%}"
             ),
-            "| label | mean size | signed mean |",
-            "| --- | ---: | ---: |",
-        ]
+            "median signed": lambda group: f"{median(row.step_error for row in group[1]):+.1%}",
+        }
+        return Report("Held-out step time by group", Table.of(_grouped(self.held_out), columns))
+
+    def _culprits(self) -> Report:
         shares: dict[str, list[float]] = defaultdict(list)
         for row in self.held_out:
             for line in row.lines:
                 shares[line.name].append(line.contribution_s / row.measured_s)
         count = len(self.held_out)
         ranked = sorted(shares.items(), key=lambda item: -sum(map(abs, item[1])))
-        for name, values in ranked[:8]:
-            lines.append(f"| {name} | {sum(map(abs, values)) / count:.1%} | {sum(values) / count:+.1%} |")
-        return "\n".join(lines)
+        columns: dict[str, Callable[[tuple[str, list[float]]], str]] = {
+            "label": lambda item: item[0],
+            "mean size": lambda item: f"{sum(map(abs, item[1])) / count:.1%}",
+            "signed mean": lambda item: f"{sum(item[1]) / count:+.1%}",
+        }
+        return Report(
+            "Which instructions were wrong",
+            "Seconds on the predicted critical path less those on the measured one, as parts of the measured step; "
+            "means over the held-out cases. The size says how much a label matters, the signed mean whether it is "
+            "too slow (+) or too fast (-).",
+            Table.of(ranked[:8], columns),
+        )
 
-    def _calibration(self) -> str:
-        lines = [
-            "## Calibration\n",
-            "| threads | measurements | median residual | identified constants | not identified |",
-            "| ---: | ---: | ---: | ---: | --- |",
-        ]
-        for threads, fit in self.fits.items():
-            open_names = ", ".join(f"`{name}`" for name in fit.unidentified if name.count(".") < 2) or "none"
-            lines.append(
-                f"| {threads} | {len(fit.residuals)} | {fit.median_error:.1%} | {len(fit.identified)} | {open_names} |"
-            )
-        return "\n".join(lines)
+    def _calibration(self) -> Report:
+        columns: dict[str, Callable[[tuple[int, FitReport]], str]] = {
+            "threads": lambda item: f"{item[0]}",
+            "measurements": lambda item: f"{len(item[1].residuals)}",
+            "median residual": lambda item: f"{item[1].median_error:.1%}",
+            "identified constants": lambda item: f"{len(item[1].identified)}",
+            "not identified": lambda item: _open_names(item[1]),
+        }
+        return Report("Calibration", Table.of(self.fits.items(), columns, numeric=list(columns)[:4]))
+
+
+def _open_names(fit: FitReport) -> str:
+    return ", ".join(f"`{name}`" for name in fit.unidentified if name.count(".") < 2) or "none"
 
 
 _DISTURBED = 0.1
@@ -331,27 +330,23 @@ def _grouped(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
             yield name, chosen
 
 
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _table(rows: Sequence[Row]) -> str:
-    lines = [
-        (
-            "| case | predicted (ms) | interval | measured (ms) | error | pace before | after | at that pace | memory (MiB): predicted | "
-            "measured | error | limited by |"
-        ),
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
-    ]
-    lines += [
-        f"| {row.name} | {row.predicted_s * 1e3:.1f} | {row.low_s * 1e3:.1f}–{row.high_s * 1e3:.1f} | "
-        f"{row.measured_s * 1e3:.1f} | {row.step_error:+.1%} | {row.pace_before:.2f} | {row.pace_after:.2f} | "
-        f"{row.paced_error:+.1%} | "
-        f"{row.predicted_bytes / 2**20:.2f} | {row.measured_bytes / 2**20:.2f} | {row.memory_error:+.2%} | "
-        f"{row.limiter} |"
-        for row in sorted(rows, key=lambda row: -abs(row.step_error))
-    ]
-    return "\n".join(lines)
+def _cases(rows: Sequence[Row]) -> Table:
+    columns: dict[str, Callable[[Row], str]] = {
+        "case": lambda row: row.name,
+        "predicted (ms)": lambda row: f"{row.predicted_s * 1e3:.1f}",
+        "interval": lambda row: f"{row.low_s * 1e3:.1f}–{row.high_s * 1e3:.1f}",
+        "measured (ms)": lambda row: f"{row.measured_s * 1e3:.1f}",
+        "error": lambda row: f"{row.step_error:+.1%}",
+        "pace before": lambda row: f"{row.pace_before:.2f}",
+        "after": lambda row: f"{row.pace_after:.2f}",
+        "at that pace": lambda row: f"{row.paced_error:+.1%}",
+        "memory (MiB): predicted": lambda row: f"{row.predicted_bytes / 2**20:.2f}",
+        "memory (MiB): measured": lambda row: f"{row.measured_bytes / 2**20:.2f}",
+        "memory: error": lambda row: f"{row.memory_error:+.2%}",
+        "limited by": lambda row: row.limiter,
+    }
+    worst_first = sorted(rows, key=lambda row: -abs(row.step_error))
+    return Table.of(worst_first, columns, numeric=list(columns)[1:-1])
 
 
 def versions() -> dict[str, str]:

@@ -16,20 +16,23 @@ def main(out: Annotated[Path, typer.Option(help="Folder of the report and its pi
     from studies.published.sparq import PAPER, printed_volumes
     from studies.sparq import timelines
     from studies.sparq.tables import held_out, written
+    from zosim.report import Report
 
     out.mkdir(parents=True, exist_ok=True)
     steps = list(timelines.steps())
     picture = timelines.draw(steps, out)
-    parts = (
-        written(),
-        timelines.HEAD,
-        timelines.table(steps),
-        timelines.compared(steps),
-        f"![One step of each method]({picture.name})",
+    report = written(
+        Report(
+            "Fig. 3 with numbers",
+            timelines.HEAD,
+            timelines.table(steps),
+            timelines.compared(steps),
+            f"![One step of each method]({picture.name})",
+        )
     )
     path = out / "tables.md"
-    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    print(held_out(printed_volumes(shipped_rows(PAPER))))
+    path.write_text(report.to_markdown(), encoding="utf-8")
+    print(held_out(printed_volumes(shipped_rows(PAPER))).to_markdown())
     print(f"report: {path}")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from zosim.console import stderr, stdout
 from zosim.instructions import Stream
 from zosim.plan import Plan
 from zosim.planning.predict import Subject
+from zosim.report import Table
 
 RESULTS = Path(__file__).with_name("pipelining.csv")
 NUM_QUERIES = 4
@@ -139,18 +140,21 @@ def main() -> None:
             writer.writerow(field.name for field in fields(Idle))
             writer.writerows(vars(row).values() for row in rows)
         stderr.print(f"wrote {RESULTS}", markup=False)
-    stdout.print("\n".join(lines(read_rows())), markup=False, soft_wrap=True)
+    stdout.print(table(read_rows()).to_markdown(), markup=False, soft_wrap=True)
 
 
-def lines(rows: list[Idle]) -> Iterator[str]:
-    """Yield a table: of every case, what is predicted and what was measured."""
-    yield f"| {NUM_QUERIES} queries, central | step, ms | measured | first stage idle, % | measured | second, % | measured |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
-    for row in rows:
-        step = f"{1e3 * row.predicted_s:.0f} | {1e3 * row.measured_s:.0f}"
-        first = f"{100 * row.predicted_first:.0f} | {100 * row.measured_first:.0f}"
-        second = f"{100 * row.predicted_second:.0f} | {100 * row.measured_second:.0f}"
-        yield f"| {row.case} | {step} | {first} | {second} |"
+def table(rows: list[Idle]) -> Table:
+    """Return, of every case, what is predicted and what was measured."""
+    columns: dict[str, Callable[[Idle], str]] = {
+        f"{NUM_QUERIES} queries, central": lambda row: row.case,
+        "step, ms": lambda row: f"{1e3 * row.predicted_s:.0f}",
+        "step measured": lambda row: f"{1e3 * row.measured_s:.0f}",
+        "first stage idle, %": lambda row: f"{100 * row.predicted_first:.0f}",
+        "first measured": lambda row: f"{100 * row.measured_first:.0f}",
+        "second, %": lambda row: f"{100 * row.predicted_second:.0f}",
+        "second measured": lambda row: f"{100 * row.measured_second:.0f}",
+    }
+    return Table.of(rows, columns)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,17 @@ import numpy as np
 
 from costmodel.backward import kept_bytes
 from costmodel.configs import read_model_spec
+from studies.against_print.report import constants_table
 from studies.published.fitted_profile import load_published_profile
 from studies.published.predicting import Answer
 from studies.published.rows import Row, shipped_rows
 from studies.published.sparq import DATASETS, FORWARD, KEPT, PAPER, VOLUME, WIDTHS, Printed, printed_volumes
 from studies.published.sparq_fit import SparqFit
-from studies.published.sparq_memory import PEAK
+from studies.published.sparq_memory import PEAK, MemoryFit
 from studies.published.sparq_predicting import sparq_answer
-from studies.published.sparq_volumes import fit_volumes, predicted_volume
-from studies.sparq.volumes import find, findings, printed, read_volumes, tokens
+from studies.published.sparq_volumes import VolumeFit, fit_volumes, predicted_volume
+from studies.sparq.volumes import Finding, find, findings, printed, read_volumes, tokens
+from zosim.report import Bullets, Report, Table
 
 GOAL = (5.0, 15.0)
 """Median and 90th percentile of the absolute error on OPT's volumes, in percent."""
@@ -24,25 +26,26 @@ GOAL = (5.0, 15.0)
 _OPT = "OPT"
 
 
-def written() -> str:
-    """Return the report without its timelines."""
+def written(timelines: Report) -> Report:
+    """Return the report, with the section on timelines at its end."""
     rows, fit = shipped_rows(PAPER), load_published_profile().sparq
     assert fit is not None, "the profile that ships has a part of every paper"
     pairs = [(row, sparq_answer(row, fit)) for row in rows if row["quantity"] in (VOLUME, KEPT, PEAK)]
-    parts = [
+    return Report(
+        "The tables of SparQ, published and predicted",
         _HEAD,
-        "## Conventions\n\n" + "\n".join(f"* {line}" for line in conventions()),
-        "## Cells that were left out\n\n" + held_out(printed_volumes(rows)) + "\n\n" + _CHOICES,
+        Report("Conventions", Bullets(conventions())),
+        Report("Cells that were left out", held_out(printed_volumes(rows)), _CHOICES),
         *(_table(number, [pair for pair in pairs if pair[0]["table"] == number]) for number in ("1", "2")),
-        "## Which encodings the printed bytes are consistent with\n\n" + encodings(),
-        "## What cannot be right, or cannot all be\n\n" + "\n".join(f"* {line}" for line in anomalies(rows)),
-        "## Constants\n\n" + _constants(fit),
-    ]
-    return "\n\n".join(parts)
+        Report("Which encodings the printed bytes are consistent with", _ENCODINGS, encodings(), _DENSE),
+        Report("What cannot be right, or cannot all be", Bullets(anomalies(rows))),
+        Report("Constants", constants_table([*_volumes(fit).constants, *_peaks(fit).constants])),
+        timelines,
+    )
 
 
 _HEAD = (
-    "# The tables of SparQ, published and predicted\n\nMade by `python -m studies.sparq`. Predictions come from constants fitted "
+    "Made by `python -m studies.sparq`. Predictions come from constants fitted "
     "to these rows, and are of the printed number: rounded as its table rounds. A verdict says whether the printed number lies "
     "within the 90 % interval. Accuracies are not predicted."
 )
@@ -56,13 +59,21 @@ _CHOICES = (
 )
 
 
-def _table(number: str, pairs: Sequence[tuple[Row, Answer]]) -> str:
-    lines = [
-        f"## Table {number}",
-        "",
-        "| cell | model | data | method | bits | what | published | predicted | 90 % | error | verdict |",
-        "| --- | --- | --- | --- | --- | --- | ---: | ---: | --- | ---: | --- |",
-    ]
+def _table(number: str, pairs: Sequence[tuple[Row, Answer]]) -> Report:
+    headings = (
+        "cell",
+        "model",
+        "data",
+        "method",
+        "bits",
+        "what",
+        "published",
+        "predicted",
+        "90 %",
+        "error",
+        "verdict",
+    )
+    lines = []
     for row, answer in pairs:
         error, verdict = "", f"not predicted: {answer.note}"
         if answer.predicted is not None and row.value is not None:
@@ -81,8 +92,8 @@ def _table(number: str, pairs: Sequence[tuple[Row, Answer]]) -> str:
             row["quantity"],
             row["value"],
         )
-        lines.append("| " + " | ".join((*columns, *numbers, error, verdict)) + " |")
-    return "\n".join(lines)
+        lines.append((*columns, *numbers, error, verdict))
+    return Report(f"Table {number}", Table(headings, lines, numeric=("published", "predicted", "error")))
 
 
 # -- held out --------------------------------------------------------------------------------------------------
@@ -91,7 +102,7 @@ def _table(number: str, pairs: Sequence[tuple[Row, Answer]]) -> str:
 Known = Sequence[Printed]
 
 
-def held_out(known: Known) -> str:
+def held_out(known: Known) -> Table:
     """Return errors of cells that the fit did not see, by what was left out together."""
     volumes = [item for item in known if item.case.method != "messages"]
     splits = {
@@ -101,10 +112,7 @@ def held_out(known: Known) -> str:
             _as_wic_ships(volumes, dataset) for dataset in ("SST-2", "RTE")
         ],
     }
-    lines = [
-        "| left out together | models | cells | median | 90 % | goal | met | in the 90 % interval |",
-        "| --- | --- | ---: | ---: | ---: | --- | --- | ---: |",
-    ]
+    lines = []
     for name, pairs in splits.items():
         found = [
             (item, predicted_volume(item.case, fit_volumes(seen))) for seen, asked in pairs for item in asked
@@ -115,16 +123,26 @@ def held_out(known: Known) -> str:
             errors = [said.printed / item.value - 1 for item, said in mine]
             lines.append(_errors_line(name, models, errors, f"{inside:.0%}"))
     lines.append(_errors_line("4 bits, between 1 and 8 of the same run", "all", list(_between(volumes)), ""))
-    return "\n".join(lines)
+    columns = (
+        "left out together",
+        "models",
+        "cells",
+        "median",
+        "90 %",
+        "goal",
+        "met",
+        "in the 90 % interval",
+    )
+    return Table(columns, lines, numeric=("cells", "median", "90 %", columns[-1]))
 
 
-def _errors_line(name: str, models: str, errors: Sequence[float], inside: str) -> str:
+def _errors_line(name: str, models: str, errors: Sequence[float], inside: str) -> tuple[str, ...]:
     size = np.abs(errors) * 100
     median, most = float(np.median(size)), float(np.percentile(size, 90))
     is_scored = models == _OPT
     goal = f"{GOAL[0]:g} / {GOAL[1]:g}" if is_scored else ""
     met = ("yes" if median <= GOAL[0] and most <= GOAL[1] else "no") if is_scored else ""
-    return f"| {name} | {models} | {len(size)} | {median:.1f} % | {most:.1f} % | {goal} | {met} | {inside} |"
+    return name, models, f"{len(size)}", f"{median:.1f} %", f"{most:.1f} %", goal, met, inside
 
 
 def without(known: Known, left_out: Known) -> list[Printed]:
@@ -205,33 +223,19 @@ def conventions() -> Iterator[str]:
     )
 
 
-def encodings() -> str:
+def encodings() -> Table:
     """Return bits per element, and the densities that encodings would need for them."""
-    lines = [
-        _ENCODINGS,
-        "",
-        "| ZO-SGD sent | model | data | b | bits per element | dense b bits | ρ, log2 W | ρ, 32 bits |",
-        "| --- | --- | --- | ---: | --- | --- | --- | --- |",
-    ]
-    for item in findings(read_volumes()):
-        indices = list(item.density.values())
-        volume, is_dense = item.volume, "yes" if item.is_dense else "no"
-        columns = (
-            item.baseline,
-            volume.model,
-            volume.dataset,
-            str(volume.bits),
-            str(item.bits),
-            is_dense,
-            str(indices[0]),
-            str(indices[-1]),
-        )
-        lines.append("| " + " | ".join(columns) + " |")
-    lines += [
-        "",
-        _DENSE,
-    ]
-    return "\n".join(lines)
+    columns: dict[str, Callable[[Finding], str]] = {
+        "ZO-SGD sent": lambda item: item.baseline,
+        "model": lambda item: item.volume.model,
+        "data": lambda item: item.volume.dataset,
+        "b": lambda item: f"{item.volume.bits}",
+        "bits per element": lambda item: f"{item.bits}",
+        "dense b bits": lambda item: "yes" if item.is_dense else "no",
+        "ρ, log2 W": lambda item: f"{next(iter(item.density.values()))}",
+        "ρ, 32 bits": lambda item: f"{list(item.density.values())[-1]}",
+    }
+    return Table.of(findings(read_volumes()), columns, numeric=("b",))
 
 
 _ENCODINGS = (
@@ -349,13 +353,11 @@ def _text_against_tables() -> Iterator[str]:
     )
 
 
-def _constants(fit: SparqFit) -> str:
-    lines = ["| constant | value | 95 % | unit | meaning |", "| --- | ---: | --- | --- | --- |"]
+def _volumes(fit: SparqFit) -> VolumeFit:
     assert fit.volumes is not None
+    return fit.volumes
+
+
+def _peaks(fit: SparqFit) -> MemoryFit:
     assert fit.peaks is not None
-    rows = [(c.name, c.value, c.low, c.high, c.unit, c.meaning) for c in fit.volumes.constants]
-    rows += [(c.name, c.value, c.low, c.high, c.unit, c.meaning) for c in fit.peaks.constants]
-    for name, value, low, high, unit, meaning in rows:
-        words = name.replace("|", " ")
-        lines.append(f"| {words} | {value:.4g} | {low:.4g} to {high:.4g} | {unit} | {meaning} |")
-    return "\n".join(lines)
+    return fit.peaks

@@ -6,7 +6,7 @@ inside a block (activation and residual stream cross), half precision. What a st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from zosim.applications.first_order.report import baseline_subject
 from zosim.axes import Estimator, Mesh, Placement, Precision, Runtime, Split
 from zosim.plan import Plan
 from zosim.planning.predict import Subject
+from zosim.report import Bullets, Table
 from zosim.spans import Span
 
 PRESET = "a100-80gb-3x4"
@@ -35,9 +36,7 @@ LINKS: dict[str, float] = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "10 Gbit/s":
 """Bytes/s of the network, each way."""
 
 
-HEAD = f"""## Fig. 3 with numbers
-
-One step of OPT-1.3B, {BATCH} sequences of {SEQ} tokens, half precision, P = {NUM_QUERIES}, on two A100s of two hosts whose network is as fast
+HEAD = f"""One step of OPT-1.3B, {BATCH} sequences of {SEQ} tokens, half precision, P = {NUM_QUERIES}, on two A100s of two hosts whose network is as fast
 as named; data-sheet figures. All are cut at `{CUT}`, and the residual stream crosses too. First-order steps pass in
 {NUM_MICROBATCHES} microbatches, one forward and one backward in turn. OPT ties its head to its token table, which both stages then hold:
 `sums` are its gradients, which Fig. 3 leaves out and the other first-order rows do, too, as if there were two tables.
@@ -155,42 +154,37 @@ def steps() -> Iterator[Step]:
             yield Step(link, method, subject)
 
 
-def table(found: list[Step]) -> str:
+def table(steps: list[Step]) -> Table:
     """Return the steps as a table."""
-    lines = [
-        "| link | method | step | between | forward | back | sums | scalars | both devices | limited by |",
-        "| --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | --- |",
-    ]
-    for step in found:
-        prediction, counts = step.subject.prediction, step.counts
-        columns = (
-            step.link,
-            step.method.name,
-            format_seconds(prediction.step_time_s),
-            f"{format_seconds(prediction.low_s)} and {format_seconds(prediction.high_s)}",
-            _messages(counts.num_activations, counts.activation_bytes),
-            _messages(counts.num_gradients, counts.gradient_bytes),
-            format_bytes(counts.reduced_bytes),
-            str(counts.num_scalars),
-            format_bytes(step.memory_bytes),
-            prediction.bottleneck.words,
-        )
-        lines.append("| " + " | ".join(columns) + " |")
-    return "\n".join(lines)
+    columns: dict[str, Callable[[Step], str]] = {
+        "link": lambda step: step.link,
+        "method": lambda step: step.method.name,
+        "step": lambda step: format_seconds(step.subject.prediction.step_time_s),
+        "between": lambda step: (
+            f"{format_seconds(step.subject.prediction.low_s)} and {format_seconds(step.subject.prediction.high_s)}"
+        ),
+        "forward": lambda step: _messages(step.counts.num_activations, step.counts.activation_bytes),
+        "back": lambda step: _messages(step.counts.num_gradients, step.counts.gradient_bytes),
+        "sums": lambda step: format_bytes(step.counts.reduced_bytes),
+        "scalars": lambda step: f"{step.counts.num_scalars}",
+        "both devices": lambda step: format_bytes(step.memory_bytes),
+        "limited by": lambda step: step.subject.prediction.bottleneck.words,
+    }
+    return Table.of(steps, columns, numeric=("step", "forward", "back", "sums", "scalars", "both devices"))
 
 
-def compared(found: list[Step]) -> str:
+def compared(steps: list[Step]) -> Bullets:
     """Return how many times as long SparQ's steps take as first-order ones, link by link."""
     lines = []
-    for link in dict.fromkeys(step.link for step in found):
-        seconds = {step.method.name: step.subject.step_time_s for step in found if step.link == link}
+    for link in dict.fromkeys(step.link for step in steps):
+        seconds = {step.method.name: step.subject.step_time_s for step in steps if step.link == link}
         words = [
             f"{ours}: {seconds[ours] / seconds['FO-SGD']:.2f} times FO-SGD's, "
             f"{seconds[ours] / seconds['AQ-SGD, 4 and 8 bits']:.2f} times AQ-SGD's"
             for ours in ("SparQ, 4 bits, P + 1", "SparQ, 4 bits, P = 1")
         ]
-        lines.append(f"* {link}: a step takes, with {'; '.join(words)}.")
-    return "\n".join(lines)
+        lines.append(f"{link}: a step takes, with {'; '.join(words)}.")
+    return Bullets(lines)
 
 
 def _messages(count: int, size_bytes: int) -> str:

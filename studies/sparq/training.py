@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
@@ -33,6 +33,7 @@ from executors.runs.session import Session
 from zosim.axes import Estimator, Mesh, Placement, Split
 from zosim.console import stderr, stdout
 from zosim.plan import Plan
+from zosim.report import Table
 
 RESULTS = Path(__file__).with_name("training.csv")
 CURVES = Path(__file__).with_name("training_curves.csv")
@@ -279,20 +280,23 @@ def _sent_bytes(
     return messages["bytes_per_step"]
 
 
-def summary(rows: list[Row]) -> Iterator[str]:
-    """Yield a line per case: seeds, means over them, and how far its loss is from that without a codec, seed by seed."""
+def summary(rows: list[Row]) -> Table:
+    """Return a row per case: seeds, means over them, and how far its loss is from that without a codec, seed by seed."""
     plain = {row.seed: row.loss for row in rows if row.case == "none"}
-    yield "| case | seeds | accuracy, % | ... through the codec | loss | less that without | rms g | kB a step |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
-    for case in CASES:
-        of = [row for row in rows if row.case == case.name]
-        if of:
-            apart = ", ".join(f"{row.loss - plain[row.seed]:+.2f}" for row in of if row.seed in plain)
-            yield (
-                f"| {case.name} | {len(of)} | {100 * fmean(r.accuracy for r in of):.1f} | "
-                f"{100 * fmean(r.accuracy_through for r in of):.1f} | {fmean(r.loss for r in of):.2f} | {apart} | "
-                f"{fmean(r.g_rms for r in of):.0f} | {fmean(r.bytes_after for r in of) / 1e3:.0f} |"
-            )
+    by_case = {case.name: [row for row in rows if row.case == case.name] for case in CASES}
+    columns: dict[str, Callable[[list[Row]], str]] = {
+        "case": lambda of: of[0].case,
+        "seeds": lambda of: f"{len(of)}",
+        "accuracy, %": lambda of: f"{100 * fmean(row.accuracy for row in of):.1f}",
+        "... through the codec": lambda of: f"{100 * fmean(row.accuracy_through for row in of):.1f}",
+        "loss": lambda of: f"{fmean(row.loss for row in of):.2f}",
+        "less that without": lambda of: ", ".join(
+            f"{row.loss - plain[row.seed]:+.2f}" for row in of if row.seed in plain
+        ),
+        "rms g": lambda of: f"{fmean(row.g_rms for row in of):.0f}",
+        "kB a step": lambda of: f"{fmean(row.bytes_after for row in of) / 1e3:.0f}",
+    }
+    return Table.of([of for of in by_case.values() if of], columns)
 
 
 def main() -> None:
@@ -309,7 +313,7 @@ def main() -> None:
         wanted = [
             row for row in read_rows(given.out) if (row.num_steps, row.epsilon) == (given.steps, given.eps)
         ]
-        stdout.print("\n".join(summary(wanted)), markup=False, soft_wrap=True)
+        stdout.print(summary(wanted).to_markdown(), markup=False, soft_wrap=True)
         return
     torch.set_num_threads(1)
     pretrained = pretrained_model()
