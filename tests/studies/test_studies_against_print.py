@@ -8,6 +8,7 @@ from studies.against_print.splits import mean_rank_correlation
 from studies.published.audit import Finding
 from studies.published.cells import cells_of, preset_machine
 from studies.published.rows import Row, shipped_rows
+from zosim.report import Table
 
 CELLS, _, _ = cells_of([row for row in shipped_rows() if row["model"] == "OPT-1.3B" and row["table"] == "1"])
 
@@ -32,11 +33,8 @@ def test_cells_without_a_throughput_and_those_apart_are_left_out(outcomes):
 
 
 def test_the_section_counts_cells_of_both_papers(outcomes):
-    rows = {
-        line.split("|")[1].strip(): line.split("|")[2].strip()
-        for line in sheets_section(outcomes).splitlines()
-        if line.startswith("| **")
-    }
+    (table,) = (part for part in sheets_section(outcomes).parts if isinstance(part, Table))
+    rows = {row[0]: row[1] for row in table.rows if row[0].startswith("**")}
     assert (
         int(rows["**ZO2 throughput**"]) + int(rows["**DistZO2 throughput**"])
         == int(rows["**both**"])

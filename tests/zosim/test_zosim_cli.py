@@ -192,5 +192,5 @@ def test_emit_refuses_what_json_cannot_say() -> None:
 
 def test_a_table_in_a_pipe_is_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
     cell = "x[0]" * 100
-    console.emit([], json=False, text=console.table(["name", "time_s"], [[cell, 1.0]], numeric=["time_s"]))
+    console.emit([], json=False, text=Table(["name", "time_s"], [[cell, 1.0]], numeric=["time_s"]))
     assert cell in capsys.readouterr().out
