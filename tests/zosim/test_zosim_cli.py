@@ -13,6 +13,7 @@ import typer
 
 from topology.errors import PlanError
 from zosim import cli, console, registry
+from zosim.report import Table
 
 
 def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
