@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+pytest.register_assert_rewrite("tests.support")
+
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("nightly", max_examples=2000, deadline=None, print_blob=True)

@@ -1,19 +1,13 @@
 """What a codec costs as part of an instruction's work."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "zosim"))
-
-from zosim_builders import make_profile
 
 from costmodel.codec_time import Link, crossing, decode_work, encode_work, load_codec_profile
 from costmodel.codecs import codec_spec
 from costmodel.estimate import estimate
 from costmodel.symbols import statistics_of_density
 from costmodel.work import Work
+from tests.support.builders import make_profile
 
 SHAPE = (4, 64, 512)
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from command import zosim
-
 from costmodel.profile import load_profile
+from tests.support.command import zosim
 
 
 def test_listing_the_commands_imports_no_torch():

@@ -1,19 +1,14 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from reference_mezo import LiteralMezo, differing
-from tiny import batches, model_of, plan_of
-
 from executors.runs.session import Session
 from executors.steps.streams import Ticket, backend_for
+from tests.support.reference_mezo import LiteralMezo, differing
+from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import RunError
 
 PLACEMENTS = {

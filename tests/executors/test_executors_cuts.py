@@ -6,7 +6,6 @@ from dataclasses import asdict
 import pytest
 import torch
 import typer
-from tiny import CONFIGS, batches, model_of, plan_of
 from typer.testing import CliRunner
 
 from costmodel.codecs import CodecSpec, codec_spec
@@ -14,6 +13,7 @@ from executors.cut_probe import probe, probe_cuts
 from executors.models.cuts import Cut, crossings, cuts_of, loss_through
 from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
+from tests.support.tiny import CONFIGS, batches, model_of, plan_of
 from topology.errors import PlanError
 from zosim.axes import Split
 from zosim.lowering.messages import expected_message_bytes

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from command import rows_of, zosim
-from recorded import OFFLOADED, cut, options, same, saved_inputs, whole_run
 from safetensors.torch import load_file, save_file
 
 from executors.runs.runlog import read_header, write_header
+from tests.support.command import rows_of, zosim
+from tests.support.recorded import OFFLOADED, cut, options, same, saved_inputs, whole_run
 from zosim.lowering import lower_all
 from zosim.plan import Plan
 from zosim.program_set import ProgramSet

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import distributed
-from distributed import DECAY, FOURS, PAIRS, RATE, SEED
-from reference_mezo import LiteralMezo
-from tiny import model_of
 
 from executors.models.weight_files import weights_digest
 from executors.ranks.launch import launch
 from executors.runs.records import seed_of
 from executors.steps.micro_batches import accumulated
+from tests.support import distributed
+from tests.support.distributed import DECAY, FOURS, PAIRS, RATE, SEED
+from tests.support.reference_mezo import LiteralMezo
+from tests.support.tiny import model_of
 
 pytestmark = pytest.mark.dist
 

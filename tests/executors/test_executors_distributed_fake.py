@@ -6,18 +6,11 @@ wire.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from distributed import SLICED, plan_for
-from tiny import batches, model_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from executors.models.model import CutModel
@@ -25,6 +18,8 @@ from executors.ranks import communicator as communicator_module
 from executors.ranks.communicator import Communicator
 from executors.steps.interpreter import Hyperparameters, Interpreter
 from executors.steps.streams import backend_for
+from tests.support.distributed import SLICED, plan_for
+from tests.support.tiny import batches, model_of
 from zosim.lowering import lower
 from zosim.operations import Collective
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import socket
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import distributed
 from torch.distributed import DistNetworkError
 
 from executors.ranks import communicator
 from executors.ranks.absence import RollCall
 from executors.ranks.communicator import Communicator
 from executors.ranks.launch import launch, process_group
+from tests.support import distributed
 from topology.errors import RunError
 
 pytestmark = pytest.mark.dist

@@ -10,21 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import distributed
-from command import rows_of, saved_lines, saved_model, zosim
 
 from executors.ranks.launch import launch
 from executors.ranks.mesh import spread
 from executors.runs.runlog import read_header
 from executors.runs.schedule import Schedule
 from executors.runs.settings import DataSettings, RunSettings
+from tests.support import distributed
+from tests.support.command import rows_of, saved_lines, saved_model, zosim
 from zosim.plan import Plan
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import launched
-
 from executors.ranks.launch import launch
+from tests.support import launched
 
 
 @pytest.mark.dist

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from command import saved_lines, saved_model
 
 from executors import load_model, plan_of_model
 from executors.files import write_atomically
@@ -17,6 +16,7 @@ from executors.runs.jsonlines import JsonLines
 from executors.runs.run import Run
 from executors.runs.schedule import Schedule
 from executors.runs.settings import DataSettings, RunSettings
+from tests.support.command import saved_lines, saved_model
 from topology.errors import RunError
 
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from command import saved_lines, saved_model, zosim
-from tiny import model_of
-
 from executors.runs.evaluate import normalised, word_f1
+from tests.support.command import saved_lines, saved_model, zosim
+from tests.support.tiny import model_of
 
 TEMPLATE = "{question}?{label}"
 

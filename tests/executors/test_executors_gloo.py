@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-import launched
 import pytest
 import torch
 
 from executors.ranks.launch import launch
+from tests.support import launched
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have names in /proc")
 

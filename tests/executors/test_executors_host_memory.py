@@ -3,15 +3,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from distributed import DDP, OFFLOADED, SHARED, SLICED, plan_for
-
 from executors.ranks.host_memory import awaited, made_in_memory, remove_leftovers
+from tests.support.distributed import DDP, OFFLOADED, SHARED, SLICED, plan_for
 from topology.errors import DoesNotFit
 from zosim.lowering import lower
 

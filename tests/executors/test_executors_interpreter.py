@@ -1,20 +1,15 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from reference_mezo import LiteralMezo, differing
-from tiny import batches, model_of, plan_of
-
 from executors.models.model import CutModel
 from executors.steps.interpreter import Hyperparameters, Interpreter
 from executors.steps.streams import CpuBackend
+from tests.support.reference_mezo import LiteralMezo, differing
+from tests.support.tiny import batches, model_of, plan_of
 from zosim.lowering import lower
 
 RESIDENT = {"residency": {"blocks": "resident"}, "runtime": {"update": "immediate"}}

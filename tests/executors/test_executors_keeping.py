@@ -5,27 +5,22 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from command import rows_of, saved_lines, saved_model, zosim
-from reference_mezo import LiteralMezo, differing
 from test_executors_parity import execution_order
-from tiny import batches, model_of, plan_of
 
 from costmodel.configs import LoRA, Prefix
 from executors.models.lora import attach_lora
 from executors.models.prefix import attach_prefix
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
+from tests.support.command import rows_of, saved_lines, saved_model, zosim
+from tests.support.reference_mezo import LiteralMezo, differing
+from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import Hazard
 from zosim.instructions import Space
 from zosim.lowering import lower

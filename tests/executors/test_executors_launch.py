@@ -5,13 +5,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import launched
 
 from executors.ranks.launch import launch
 from executors.ranks.notes import (
@@ -23,6 +18,7 @@ from executors.ranks.notes import (
     progress_of_this_rank,
     remove_leftovers,
 )
+from tests.support import launched
 from topology.errors import RunError
 
 pytestmark = pytest.mark.dist

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import launched
-from command import saved_lines, saved_model, zosim
-from tiny import plan_of
-
 from executors.models.mapped import own_format
 from executors.models.weight_files import weights_digest
 from executors.ranks.launch import launch
+from tests.support import launched
+from tests.support.command import saved_lines, saved_model, zosim
+from tests.support.tiny import plan_of
 from zosim.plan import Plan
 
 

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from reference_mezo import LiteralMezo, differing
-from tiny import batches, model_of, plan_of
 
 from executors.randomness import drawing, mersenne, walks
 from executors.randomness.directions import Gaussian, Rademacher
@@ -23,6 +16,8 @@ from executors.randomness.rng import generator_on
 from executors.randomness.walks import Walk
 from executors.runs.session import Session
 from executors.threads import DrawThreads
+from tests.support.reference_mezo import LiteralMezo, differing
+from tests.support.tiny import batches, model_of, plan_of
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

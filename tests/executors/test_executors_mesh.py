@@ -2,16 +2,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from distributed import FOURS, PAIRS, plan_for
-
 from executors.ranks.mesh import alone, launch_lines, mesh_named, spread
 from executors.runs.planning import Asked, even_cuts
+from tests.support.distributed import FOURS, PAIRS, plan_for
 from topology.errors import PlanError
 from zosim.plan import Plan
 

@@ -1,22 +1,16 @@
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 from transformers import AlbertConfig, AlbertForMaskedLM, T5Config, T5ForConditionalGeneration
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from tiny import CONFIGS, batches, model_of
 
 from costmodel.configs import spec_of_config
 from executors.models.model import CutModel
 from executors.models.parameters import decays
 from executors.models.spec import spec_of_model
 from executors.models.stand_ins import StepCache
+from tests.support.tiny import CONFIGS, batches, model_of
 from topology.errors import ModelError
 
 

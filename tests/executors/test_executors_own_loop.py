@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from reference_mezo import LiteralMezo, differing
-from tiny import batches, model_of
-
 from executors import Session, plan_of_model
+from tests.support.reference_mezo import LiteralMezo, differing
+from tests.support.tiny import batches, model_of
 from topology.errors import DataError
 from zosim import Residency
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from staged import Case, assert_equal
-
 from executors.ranks.packed import Packed, pack, stays_on, unpack
+from tests.support.staged import Case, assert_equal
 from topology.errors import CodecError
 
 

@@ -8,22 +8,17 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from reference_mezo import CachedPrefix, LiteralMezo, differing
-from tiny import batches, model_of, plan_of
 
 from costmodel.configs import LoRA, Prefix
 from executors.models.lora import attach_lora
 from executors.models.prefix import attach_prefix
 from executors.runs.schedule import Schedule
 from executors.runs.session import Session
+from tests.support.reference_mezo import CachedPrefix, LiteralMezo, differing
+from tests.support.tiny import batches, model_of, plan_of
 
 NUM_STEPS = 52
 AXES = {

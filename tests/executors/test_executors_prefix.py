@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from command import rows_of, saved_lines, saved_model, zosim
-from reference_mezo import CachedPrefix, LiteralMezo, differing
 from safetensors.torch import load_file
-from tiny import _SHAPE, _SPECIAL, CONFIGS, batches, model_of, plan_of
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from costmodel.configs import Prefix, spec_of_config
 from executors.models.loading import load_model
 from executors.models.prefix import CONFIG_NAME, WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
 from executors.models.spec import spec_of_model
 from executors.runs.session import Session
+from tests.support.command import rows_of, saved_lines, saved_model, zosim
+from tests.support.reference_mezo import CachedPrefix, LiteralMezo, differing
+from tests.support.tiny import CONFIGS, SHAPE, SPECIAL, batches, model_of, plan_of
 from topology.errors import ModelError
 
 QWEN3 = Qwen3Config(
-    hidden_size=32, intermediate_size=48, num_key_value_heads=1, head_dim=24, **_SHAPE, **_SPECIAL
+    hidden_size=32, intermediate_size=48, num_key_value_heads=1, head_dim=24, **SHAPE, **SPECIAL
 )
 SHAPES = {
     **{name: CONFIGS[name] for name in ("opt", "llama", "llama-tied", "gpt2")},

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from reference_mezo import differing
-from tiny import batches, model_of, plan_of
-
 from executors.runs.session import Session
+from tests.support.reference_mezo import differing
+from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import Hazard, ProgramError, RunError
 from zosim.applications.first_order.programs import PRESETS, lower_first_order
 from zosim.instructions import Stream

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from command import loaded, saved_model, zosim
-from recorded import OFFLOADED, RESIDENT, options, saved_inputs, whole_run
-from reference_mezo import differing
 from safetensors.torch import load_file
 
 from executors.runs.runlog import read_header, write_header
+from tests.support.command import loaded, saved_model, zosim
+from tests.support.recorded import OFFLOADED, RESIDENT, options, saved_inputs, whole_run
+from tests.support.reference_mezo import differing
 
 
 @pytest.fixture(scope="module")

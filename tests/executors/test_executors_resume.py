@@ -13,15 +13,12 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from command import loaded, saved_lines, zosim
-from recorded import OFFLOADED, RESIDENT, STEPS, cut, options, same, saved_inputs, whole_run
-from reference_mezo import differing
-
 from executors.runs.history import read_history
 from executors.runs.jsonlines import JsonLines, read_lines
 from executors.runs.watch import DivergenceWatch
+from tests.support.command import loaded, saved_lines, zosim
+from tests.support.recorded import OFFLOADED, RESIDENT, STEPS, cut, options, same, saved_inputs, whole_run
+from tests.support.reference_mezo import differing
 from topology.errors import RunError
 
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from command import batch_of, loaded, rows_of, saved_lines, saved_model, zosim
-from reference_mezo import LiteralMezo, differing
 from safetensors.torch import load_file
 
 from executors.models.lora import attach_lora
 from executors.runs.adapters import recorded_adapters
 from executors.runs.runlog import read_header
+from tests.support.command import batch_of, loaded, rows_of, saved_lines, saved_model, zosim
+from tests.support.reference_mezo import LiteralMezo, differing
 from zosim.plan import Plan
 from zosim.program import Program
 from zosim.timeline import Timeline

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from command import loaded, rows_of, saved_lines, saved_model, zosim
-from reference_mezo import differing
 from safetensors.torch import load_file, save_file
+
+from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
+from tests.support.reference_mezo import differing
 
 STEPS, BATCH = 5, 3
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import batches, model_of, plan_of
 
 from executors.runs.session import Session
 from executors.steps.arithmetic import PIECE_ELEMENTS, Sweeper
+from tests.support.tiny import batches, model_of, plan_of
 from zosim.instructions import Space
 from zosim.lowering.buffers import SCRATCH_ELEMENTS
 

@@ -2,16 +2,9 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from reference_mezo import LiteralMezo, differing
-from tiny import CONFIGS, batches, model_of, plan_of
 from transformers import AutoModelForCausalLM
 
 from costmodel.configs import LoRA, spec_of_config
@@ -21,6 +14,8 @@ from executors.models.weight_files import weights_digest
 from executors.runs.runlog import HEADER_NAME, RunLog, read_steps
 from executors.runs.session import Session
 from executors.steps.memory import LiveTensors
+from tests.support.reference_mezo import LiteralMezo, differing
+from tests.support.tiny import CONFIGS, batches, model_of, plan_of
 from topology.errors import ModelError, PlanError, RunError
 from zosim.instructions import Space, Stream
 

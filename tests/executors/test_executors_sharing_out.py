@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from command import rows_of, saved_lines, saved_model, zosim
 
 from costmodel.configs import read_model_spec
 from costmodel.datasheet import datasheet_profile
 from executors.ranks.sharing_out import fastest_of
+from tests.support.command import rows_of, saved_lines, saved_model, zosim
 from topology import load_preset
 from topology.errors import PlanError
 from zosim.plan import Plan

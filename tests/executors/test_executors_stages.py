@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from staged import Case, assert_equal
+
+from tests.support.staged import Case, assert_equal
 
 COUNTER = (("rng", "counter"),)
 INSIDE, BETWEEN = ("block.1.mlp",), ("block.0",)

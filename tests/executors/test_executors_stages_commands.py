@@ -5,18 +5,13 @@ Without a codec the device is whole; with one, it encodes and decodes at the sam
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from command import saved_lines, saved_model
 from test_executors_distributed_run import digests_of, numbers_of, train
 
 from executors.runs.runlog import read_header
+from tests.support.command import saved_lines, saved_model
 from zosim.plan import Plan
 
 pytestmark = pytest.mark.dist

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import CONFIGS, batches, model_of
 
 from costmodel.configs import LoRA, spec_of_config
 from executors.models.halves import Halfway, HalvedBlock
@@ -12,6 +11,7 @@ from executors.models.lora import attach_lora
 from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
 from executors.models.stand_ins import StepCache
+from tests.support.tiny import CONFIGS, batches, model_of
 from topology.errors import ModelError
 
 FAMILIES = ("opt", "opt-untied", "opt-projected", "gpt2", "llama", "llama-tied", "qwen3")

@@ -6,8 +6,6 @@ import re
 
 import pytest
 import torch
-from staged import SETTINGS, Case, on_one_device, on_stages
-from tiny import batches
 
 from costmodel.codecs import codec_spec, most_bytes
 from executors.codecs import codec_of
@@ -18,6 +16,8 @@ from executors.ranks.mesh import alone, uncut
 from executors.ranks.messages import check_length
 from executors.runs.session import Session
 from proofs_checks.ranks import InProcess, on_all_ranks
+from tests.support.staged import SETTINGS, Case, on_one_device, on_stages
+from tests.support.tiny import batches
 from topology.errors import CodecError, ModelError, RunError, ZosimError
 from zosim.instructions import Access
 from zosim.plan import Plan

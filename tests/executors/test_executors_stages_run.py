@@ -5,22 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import staged
-from command import saved_lines, saved_model, zosim
-from staged import Case
 from test_executors_distributed_run import digests_of, numbers_of, rank_of, shorten, started, train
 
 from executors.ranks.launch import launch
 from executors.runs.runlog import read_header
+from tests.support import staged
+from tests.support.command import saved_lines, saved_model, zosim
+from tests.support.staged import Case
 from topology.errors import RunError
 from zosim.plan import Plan
 from zosim.program_set import ProgramSet

@@ -9,15 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from command import saved_lines, saved_model
-
 from executors.ranks.heart import Silent, answered, wait_while_beating
+from tests.support.command import saved_lines, saved_model
 
 pytestmark = pytest.mark.dist
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from command import saved_lines, saved_model, zosim
-from tiny import batches, model_of, plan_of
-
 from executors.runs.session import Session
+from tests.support.command import saved_lines, saved_model, zosim
+from tests.support.tiny import batches, model_of, plan_of
 
 OFFLOADED = {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}}
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from reference_mezo import LiteralMezo, differing
 from test_executors_parity import execution_order
-from tiny import batches, model_of, plan_of
 
 from costmodel.configs import LoRA
 from executors.models.lora import attach_lora
 from executors.runs.session import Session
+from tests.support.reference_mezo import LiteralMezo, differing
+from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import ProgramError
 from zosim.instructions import Dependency, Space, Stream
 from zosim.lowering import lower

@@ -25,8 +25,6 @@ from zosim.planning.predict import Subject
 TESTS = Path(__file__).parents[1]
 FIXTURES = TESTS / "topology" / "fixtures"
 PRESET = "rtx4090-2x"
-sys.path.append(str(TESTS / "executors"))  # its helpers know each other by bare names
-
 topology.hardware.detect = functools.cache(topology.hardware.detect)  # half a second each, otherwise
 
 CONFIG = {
@@ -165,7 +163,7 @@ def rows() -> bytes:
 @functools.cache
 def model() -> dict[str, bytes]:
     """The files of a tiny model directory."""
-    from command import saved_model
+    from tests.support.command import saved_model
 
     saved = saved_model("opt", folder())
     return {f"model/{path.name}": path.read_bytes() for path in saved.iterdir()}
@@ -174,7 +172,7 @@ def model() -> dict[str, bytes]:
 @functools.cache
 def data() -> bytes:
     """Lines of tokens."""
-    from command import saved_lines
+    from tests.support.command import saved_lines
 
     saved_lines(folder() / "data.jsonl")
     return (folder() / "data.jsonl").read_bytes()

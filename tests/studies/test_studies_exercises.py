@@ -1,4 +1,4 @@
-"""Exercises tell right from wrong: the solutions are in the modules ``solved_<study>``, one for every study that has one."""
+"""Exercises tell right from wrong; the solutions are in ``tests.support.solved``, for every study that has an exercise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from studies.exercises import function_in, tried
 
 STUBS = Path(__file__).parents[2] / "studies"
 EXERCISES = [item.name for item in STUDIES if item.has_exercise]
-SOLVED = {name: import_module(f"solved_{name}") for name in EXERCISES}
+SOLVED = {name: import_module(f"tests.support.solved.{name}") for name in EXERCISES}
 MISTAKES = [(name, *mistake) for name in EXERCISES for mistake in SOLVED[name].WRONG]
 
 

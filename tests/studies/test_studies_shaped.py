@@ -74,13 +74,11 @@ def test_ranks_are_told_what_torchrun_tells():
 
 @needs_namespaces
 @pytest.mark.dist
-def test_the_lines_that_a_run_prints_for_ssh_start_it_on_two_hosts(tmp_path, monkeypatch):
+def test_the_lines_that_a_run_prints_for_ssh_start_it_on_two_hosts(tmp_path):
     """What ssh would run on either host, run in its namespace; Slurm's line differs in where the host's number is from."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "executors"))
-    from command import rows_of, saved_lines, saved_model
-    from distributed import FOURS, plan_for
-
     from executors.ranks.mesh import launch_lines
+    from tests.support.command import rows_of, saved_lines, saved_model
+    from tests.support.distributed import FOURS, plan_for
 
     model, lines = saved_model("opt", tmp_path), tmp_path / "data.jsonl"
     saved_lines(lines)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from rich.console import Console
-from zosim_builders import RATE, instruction, pipeline, program, shared, unshared
 
 from costmodel.configs import read_model_spec
 from costmodel.datasheet import datasheet_profile
 from costmodel.pace import Pace, at_pace, with_pace
+from tests.support.builders import RATE, instruction, pipeline, program, shared, unshared
 from topology import load_preset
 from topology.errors import TimelineError
 from zosim.analysis.compare import compare

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zosim_builders import RATE, instruction, pipeline, program, programs, shared, unshared
 
+from tests.support.builders import RATE, instruction, pipeline, program, programs, shared, unshared
 from topology.errors import TimelineError
 from zosim.analysis.critical_path import bottleneck, run_path, step_path
 from zosim.engines.simulate import simulate

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zosim_builders import RATE, host_machine, make_profile, pipeline, rank_sets
 
+from tests.support.builders import RATE, host_machine, make_profile, pipeline, rank_sets
 from zosim.engines.fold import fold, simulate_set
 from zosim.engines.lockstep import simulate_many, steady_step_s
 from zosim.engines.world import World

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zosim_builders import make_profile
 
 from costmodel import read_model_spec
+from tests.support.builders import make_profile
 from topology.documents import load_preset
 from topology.errors import PlanError
 from zosim.axes import Estimator, Placement, Precision, Residency, Runtime

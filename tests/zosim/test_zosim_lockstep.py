@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zosim_builders import RATE, programs, rank_sets, shared, unshared
 
+from tests.support.builders import RATE, programs, rank_sets, shared, unshared
 from zosim.engines.lockstep import simulate_many, steady_step_s
 from zosim.engines.simulate import simulate_world
 from zosim.engines.world import World

@@ -3,9 +3,9 @@
 import math
 
 import pytest
-from zosim_builders import RATE, instruction, make_profile, pipeline, program, shared
 
 from costmodel.work import Work
+from tests.support.builders import RATE, instruction, make_profile, pipeline, program, shared
 from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError
 from zosim.engines.recurrence import step_time_bound

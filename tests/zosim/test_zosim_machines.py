@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from zosim_builders import RATE, instruction, make_profile, program
 
 from costmodel.collectives import all_gather_s
 from costmodel.work import Work
+from tests.support.builders import RATE, instruction, make_profile, program
 from topology.clusters import cluster
 from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError, TopologyError

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_zosim_lockstep import assert_same_run, assert_same_step
-from zosim_builders import RATE, host_machine, instruction, program
 
 from costmodel.work import Work
+from tests.support.builders import RATE, host_machine, instruction, program
 from topology.errors import ProgramError
 from zosim.analysis.critical_path import bottleneck, step_path
 from zosim.engines.fold import fold, simulate_set

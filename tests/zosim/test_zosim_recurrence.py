@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zosim_builders import RATE, instruction, pipeline, program, programs, rank_sets, shared, unshared
 
+from tests.support.builders import RATE, instruction, pipeline, program, programs, rank_sets, shared, unshared
 from topology.errors import ProgramError
 from zosim.engines.fold import fold
 from zosim.engines.lockstep import simulate_many

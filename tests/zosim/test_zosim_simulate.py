@@ -7,9 +7,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zosim_builders import RATE, instruction, make_profile, pipeline, program, programs, shared, unshared
 
 from costmodel.work import Work
+from tests.support.builders import (
+    RATE,
+    instruction,
+    make_profile,
+    pipeline,
+    program,
+    programs,
+    shared,
+    unshared,
+)
 from topology.errors import ProgramError
 from zosim.engines.simulate import simulate, simulate_ranks
 from zosim.hardware.machine import Machine

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from zosim_builders import RATE, instruction, make_profile, program, shared, unshared
 
 from costmodel.work import Work
+from tests.support.builders import RATE, instruction, make_profile, program, shared, unshared
 from topology.errors import ProgramError
 from zosim.engines.simulate import simulate_ranks
 from zosim.hardware.machine import Machine, Ring

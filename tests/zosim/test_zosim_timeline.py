@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from zosim_builders import instruction, pipeline, program, unshared
 
+from tests.support.builders import instruction, pipeline, program, unshared
 from topology.errors import TimelineError
 from zosim.engines.simulate import simulate
 from zosim.instructions import Space, Stream

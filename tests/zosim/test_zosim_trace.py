@@ -6,8 +6,8 @@ from collections import defaultdict
 from itertools import pairwise
 
 import pytest
-from zosim_builders import instruction, pipeline, program, unshared
 
+from tests.support.builders import instruction, pipeline, program, unshared
 from topology.errors import TimelineError
 from zosim.analysis.trace import HOST_THREAD, STREAM_THREADS, chrome_trace, save_trace
 from zosim.engines.simulate import simulate, simulate_ranks

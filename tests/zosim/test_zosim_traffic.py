@@ -5,11 +5,11 @@ import random
 from fractions import Fraction
 
 import pytest
-import traffic_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tests.support import traffic_reference
 from topology.documents import load_preset
 from topology.errors import TrafficError, ZosimError
 from zosim.applications.traffic.command import read_scenario, scenario_on

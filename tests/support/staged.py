@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from tiny import batches, model_of, plan_of
 
 from costmodel.configs import LoRA
 from executors.models.lora import attach_lora
@@ -19,6 +13,7 @@ from executors.models.spec import spec_of_model
 from executors.ranks.mesh import alone
 from executors.runs.session import Session
 from proofs_checks.ranks import on_all_ranks
+from tests.support.tiny import batches, model_of, plan_of
 from zosim.axes import Split
 from zosim.plan import Plan
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 import typer
-from tiny import model_of
 from transformers import AutoModelForCausalLM
 
+from tests.support.tiny import model_of
 from zosim import cli
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 def add_ranks(offset):
@@ -48,9 +45,8 @@ def die():
 
 
 def die_in_training():
-    from tiny import batches, model_of, plan_of
-
     from executors.runs.session import Session
+    from tests.support.tiny import batches, model_of, plan_of
 
     model = model_of("opt")
     session = Session(plan_of(model), model)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 STEPS, RATE, DECAY, SEED = 4, 1e-2, 0.1, 5
 
@@ -92,8 +89,7 @@ FOURS = {
 
 def plan_for(case, *, alone=False):
     """Return the plan of a case, or what a rank alone does in its place."""
-    from tiny import model_of, plan_of
-
+    from tests.support.tiny import model_of, plan_of
     from zosim.plan import Plan
 
     axes = {key: dict(case.get(key, {})) for key in ("estimator", "residency", "runtime", "precision")}
@@ -115,7 +111,7 @@ def plan_for(case, *, alone=False):
 
 
 def lines_for(case, steps=STEPS):
-    from tiny import batches
+    from tests.support.tiny import batches
 
     return batches(steps, size=case.get("batch", 4))
 
@@ -123,9 +119,9 @@ def lines_for(case, steps=STEPS):
 def trained(case, plan, **options):
     """Train, flushing on the way, and return what the steps found and the weights' hash; a rank alone accumulates."""
     import torch
-    from tiny import model_of
 
     from executors.runs.session import Session
+    from tests.support.tiny import model_of
 
     model = model_of(case.get("model", "opt"), getattr(torch, case.get("dtype", "float32")))
     with Session(plan, model, learning_rate=RATE, weight_decay=DECAY, seed=SEED, **options) as session:
@@ -183,10 +179,9 @@ def plant_bits():
 
 
 def _planted(axes, communicator):
-    from reference_mezo import bits
-    from tiny import model_of
-
     from executors.runs.session import Session
+    from tests.support.reference_mezo import bits
+    from tests.support.tiny import model_of
     from topology.errors import RunError
 
     case = {"mesh": {"data": 3}, "batch": 3, **axes}
@@ -212,11 +207,10 @@ def _planted(axes, communicator):
 
 def start_unlike():
     """Begin with other weights on rank 1, and return what is said."""
-    from tiny import model_of
-
     from executors.ranks.launch import process_group
     from executors.ranks.notes import RankInfo
     from executors.runs.session import Session
+    from tests.support.tiny import model_of
     from topology.errors import RunError
 
     with process_group("cpu"):
@@ -265,11 +259,10 @@ def wait_for_peer():
 
 def forget_the_plan():
     """Make a session of one rank among two, and leave a refusal."""
-    from tiny import model_of, plan_of
-
     from executors.ranks.communicator import Communicator
     from executors.ranks.launch import process_group
     from executors.runs.session import Session
+    from tests.support.tiny import model_of, plan_of
     from topology.errors import RunError
 
     with process_group("cpu"):

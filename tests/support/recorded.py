@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 
-from command import loaded, rows_of, saved_lines, saved_model, zosim
-from reference_mezo import differing
-
 from executors.runs.jsonlines import read_lines
 from executors.runs.runlog import read_header, write_header
+from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
+from tests.support.reference_mezo import differing
 
 STEPS, BATCH = 12, 3
 OFFLOADED = ("--residency", "offloaded")

@@ -12,28 +12,28 @@ from executors.models.spec import spec_of_model
 from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
 from zosim.plan import Plan
 
-_SHAPE = {"vocab_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}
-_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SHAPE = {"vocab_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 CONFIGS = {
-    "opt": OPTConfig(hidden_size=32, ffn_dim=52, word_embed_proj_dim=32, **_SHAPE, **_SPECIAL),
+    "opt": OPTConfig(hidden_size=32, ffn_dim=52, word_embed_proj_dim=32, **SHAPE, **SPECIAL),
     "opt-untied": OPTConfig(
-        hidden_size=32, ffn_dim=48, word_embed_proj_dim=32, tie_word_embeddings=False, **_SHAPE, **_SPECIAL
+        hidden_size=32, ffn_dim=48, word_embed_proj_dim=32, tie_word_embeddings=False, **SHAPE, **SPECIAL
     ),
     "opt-projected": OPTConfig(
-        hidden_size=32, ffn_dim=48, word_embed_proj_dim=16, do_layer_norm_before=False, **_SHAPE, **_SPECIAL
+        hidden_size=32, ffn_dim=48, word_embed_proj_dim=16, do_layer_norm_before=False, **SHAPE, **SPECIAL
     ),
-    "llama": LlamaConfig(hidden_size=40, intermediate_size=36, **_SHAPE, **_SPECIAL),
+    "llama": LlamaConfig(hidden_size=40, intermediate_size=36, **SHAPE, **SPECIAL),
     "llama-tied": LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_key_value_heads=1, tie_word_embeddings=True, **_SHAPE, **_SPECIAL
+        hidden_size=32, intermediate_size=48, num_key_value_heads=1, tie_word_embeddings=True, **SHAPE, **SPECIAL
     ),
     "gpt2": GPT2Config(
         vocab_size=96, n_embd=32, n_layer=3, n_head=2, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        **_SPECIAL,
+        **SPECIAL,
     ),
     "qwen3": Qwen3Config(
-        hidden_size=32, intermediate_size=44, num_key_value_heads=1, head_dim=20, tie_word_embeddings=False, **_SHAPE,
-        **_SPECIAL,
+        hidden_size=32, intermediate_size=44, num_key_value_heads=1, head_dim=20, tie_word_embeddings=False, **SHAPE,
+        **SPECIAL,
     ),
 }  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""Tests by package; what several of them need is in ``tests.support``."""
