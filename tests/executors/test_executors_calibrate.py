@@ -12,7 +12,8 @@ import torch
 
 from costmodel.measurement import load_measurements, save_measurements
 from costmodel.work import Work
-from executors.calibration import calibrate, draw_probes, pace, probes, probing
+from executors import pace
+from executors.calibration import calibrate, draw_probes, probes, probing
 from executors.calibration.exchange_probes import exchange_probes
 from topology.errors import RunError
 
