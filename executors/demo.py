@@ -200,7 +200,6 @@ class Stages:
         from costmodel.configs import read_model_spec
         from executors.models.pretrain import TaskSettings
         from executors.runs.planning import longest_example
-        from zosim.axes import Estimator
         from zosim.planning.planner import Request
 
         task = TaskSettings()
@@ -213,8 +212,8 @@ class Stages:
             profile=profile,
             batch=task.batch,
             seq=longest_example(pretrained.train) or model.max_positions,
-            estimator=Estimator(epsilon=task.epsilon),
             max_device_bytes=limit,
+            fixed={"estimator": {"epsilon": task.epsilon}},
         )
 
     def _train(self, plan: Plan, pretrained: Pretrained) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from scipy.stats import kstest, kstwobign
@@ -30,7 +31,7 @@ from proofs_checks.placements import (
     train,
 )
 from proofs_checks.statistics import FALSE_ALARMS
-from zosim.axes import Estimator
+from zosim.plan import Directions, Estimator
 
 _CPU = torch.device("cpu")
 _QUICK_PLACEMENTS = ("resident, swept", "resident, delayed", "offloaded, delayed")
@@ -41,12 +42,12 @@ def check_placements(context: Context) -> Outcome:
     differing, details = 0, []
     for name in ("tied", "untied") if context.size == "full" else ("tied",):
         for rng in ("mezo", "counter"):
-            estimator = Estimator(rng=rng, num_queries=2)
+            draws: dict[str, Any] = {"estimator": Estimator(num_queries=2), "directions": Directions(rng=rng)}
             traces = {
                 placement: train(
                     name,
                     num_steps=context.samples(4, 2),
-                    estimator=estimator,
+                    **draws,
                     seed=context.seed,
                     num_draw_threads=1 + number % 2,
                     **axes,
@@ -106,7 +107,7 @@ def check_orders(context: Context) -> Outcome:
         train(
             "tied",
             num_steps=context.samples(12, 3),
-            estimator=Estimator(order=order),
+            directions=Directions(order=order),
             seed=context.seed,
             **OFFLOADED,
         ).drawn
@@ -140,7 +141,7 @@ def check_slices(context: Context) -> Outcome:
     ]
     resumed = 0
     for rng in ("mezo", "counter"):
-        found = _unlike_resumed(Estimator(rng=rng), context)
+        found = _unlike_resumed(Directions(rng=rng), context)
         details.append(f"{rng}: {found} tensors of runs resumed under another placement differ")
         resumed += found
     return Outcome(
@@ -208,14 +209,14 @@ def _unlike_walks(direction: Direction, seed: int) -> int:
     return sum(not same_bits(*pair) for pair in pairs)
 
 
-def _unlike_resumed(estimator: Estimator, context: Context) -> int:
+def _unlike_resumed(directions: Directions, context: Context) -> int:
     """Stop a run after two steps, go on from its log under another placement, and compare the ends."""
     batches = tiny_batches(4)
     found = 0
     for first, second in ((BLOCKWISE, OFFLOADED), (OFFLOADED, BLOCKWISE)):
-        ended = train("tied", num_steps=4, estimator=estimator, seed=context.seed, **first)
+        ended = train("tied", num_steps=4, directions=directions, seed=context.seed, **first)
         model = tiny_model("tied")
-        plan = tiny_plan(model, estimator=estimator, **second)
+        plan = tiny_plan(model, directions=directions, **second)
         with Session(
             plan,
             model,
@@ -279,8 +280,8 @@ CLAIMS = (
             Mutant(
                 "the order ignored",
                 "zosim.lowering.directions:walk_order",
-                'plan.estimator.order == "registration"',
-                "plan.estimator.order",
+                'plan.directions.order == "registration"',
+                "plan.directions.order",
             ),
             Mutant(
                 "normals of the wrong width",

@@ -17,8 +17,7 @@ from transformers import LlamaConfig
 from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
 from executors.runs.session import Session
-from zosim.axes import Estimator, Placement, Precision
-from zosim.plan import Plan
+from zosim.plan import Directions, Estimator, Placement, Plan, Weights
 
 NUM_BLOCKS = 2
 PER_SEGMENT = 2
@@ -89,13 +88,21 @@ def plan_of(model: AnalyticModel, **axes: Any) -> Plan:
     usual = {"placement": Placement(topology="none", devices=("cpu0",)), "batch": 1, "seq": 1}
     return Plan(
         model=spec_of_model(CutModel(model), name="analytic"),
-        precision=Precision(storage="float64", compute="float64", transfer="float64"),
+        weights=Weights(dtype="float64"),
         **{**usual, **axes},
     )
 
 
 def estimates(
-    loss: Loss, theta: Tensor, num_steps: int, *, seed: int, num_queries: int = 1, **estimator: Any
+    loss: Loss,
+    theta: Tensor,
+    num_steps: int,
+    *,
+    seed: int,
+    num_queries: int = 1,
+    direction: str = "gaussian",
+    rng: str = "mezo",
+    **estimator: Any,
 ) -> Tensor:
     """Return gradient estimates as the shipped executor applies them.
 
@@ -111,8 +118,12 @@ def estimates(
         Sample size ``n``.
     seed : int
     num_queries : int
+    direction : str
+        Distribution of the directions.
+    rng : str
+        What they are drawn from.
     **estimator
-        Fields of the plan's estimator.
+        Other fields of the plan's estimator.
 
     Returns
     -------
@@ -120,7 +131,11 @@ def estimates(
         Shape (n, d), float64.
     """
     model = AnalyticModel(loss)
-    plan = plan_of(model, estimator=Estimator(num_queries=num_queries, **estimator))
+    plan = plan_of(
+        model,
+        estimator=Estimator(num_queries=num_queries, **estimator),
+        directions=Directions.model_validate({"distribution": direction, "rng": rng}),
+    )
     found = torch.empty((num_steps, DIMENSION), dtype=torch.float64)
     with Session(plan, model, learning_rate=1.0, seed=seed, num_timed_steps=0) as session:
         session.flush()

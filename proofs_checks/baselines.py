@@ -14,12 +14,11 @@ from proofs_checks.mutation import Mutant
 from topology import load_preset
 from zosim.analysis.counts import step_counts
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
-from zosim.axes import Mesh, Placement, Precision, Runtime, Split
 from zosim.engines.recurrence import step_time_bound_of
 from zosim.engines.world import World
 from zosim.hardware.machines import machines_for
 from zosim.operations import Backward, Forward, Recv, Send
-from zosim.plan import Plan
+from zosim.plan import ForwardPass, Mesh, Placement, Plan, Split, Weights
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 
@@ -44,8 +43,8 @@ def _plan(cuts: tuple[str, ...], data: int = 1) -> Plan:
         seq=_SEQ,
         mesh=mesh,
         split=Split(cuts=cuts),
-        precision=Precision(storage="float16", compute="float16", transfer="float16"),
-        runtime=Runtime(attention="eager"),
+        weights=Weights(dtype="float16"),
+        forward=ForwardPass(attention="eager"),
     )
 
 
@@ -164,9 +163,9 @@ def _wrong_parameters(details: list[str]) -> int:
     """Return for how many formats Adam does not take 16 bytes a parameter."""
     wrong, plan = 0, _plan(())
     for dtype in ("float32", "float16"):
-        precision = Precision.model_validate({"storage": dtype, "compute": dtype, "transfer": dtype})
+        weights = Weights.model_validate({"dtype": dtype})
         program = lower_first_order(
-            plan.model_copy(update={"precision": precision}), _settings(optimizer="adam")
+            plan.model_copy(update={"weights": weights}), _settings(optimizer="adam")
         ).program_of(0)
         roles = ("weights", "gradients", "optimizer state")
         size = sum(buffer.size_bytes for buffer in program.buffers if buffer.role in roles)

@@ -21,12 +21,11 @@ from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
 from topology import load_preset
 from topology.errors import DoesNotFit
-from zosim.axes import Placement, Residency, Runtime
 from zosim.engines.recurrence import step_time_bound
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
-from zosim.plan import Plan
+from zosim.plan import Placement, Plan, Residency, Schedule
 from zosim.planning.planner import Request, choose
 from zosim.program import Program
 
@@ -186,15 +185,15 @@ def programs() -> Iterator[tuple[str, Program]]:
     offloaded = Residency(blocks="offloaded")
     points: Mapping[str, dict[str, object]] = {
         "resident": {},
-        "swept": {"runtime": Runtime(traversal="sweep")},
-        "offloaded": {"residency": offloaded, "runtime": Runtime(update="delayed")},
+        "swept": {"schedule": Schedule(traversal="sweep")},
+        "offloaded": {"residency": offloaded, "schedule": Schedule(update="delayed")},
         "one slot": {
             "residency": offloaded.model_copy(update={"num_slots": 1}),
-            "runtime": Runtime(update="delayed"),
+            "schedule": Schedule(update="delayed"),
         },
         "no overlap": {
             "residency": offloaded.model_copy(update={"overlap": False}),
-            "runtime": Runtime(update="delayed"),
+            "schedule": Schedule(update="delayed"),
         },
     }
     for name, fields in points.items():

@@ -26,24 +26,23 @@ from proofs_checks.placements import (
 )
 from proofs_checks.ranks import on_all_ranks
 from proofs_checks.statistics import compare_means
-from zosim.axes import Estimator, Mesh, Placement, Residency, Runtime
-from zosim.plan import Plan
+from zosim.plan import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule
 
-_DELAYED = Runtime(update="delayed")
+_DELAYED = Schedule(update="delayed")
 MESHES: Mapping[str, tuple[Mesh, dict[str, Any]]] = {
     "ddp, resident": (Mesh(data=2), {}),
-    "pertp, offloaded": (Mesh(perturb=2), {"residency": Residency(blocks="offloaded"), "runtime": _DELAYED}),
+    "pertp, offloaded": (Mesh(perturb=2), {"residency": Residency(blocks="offloaded"), "schedule": _DELAYED}),
     "pertp, shared": (
         Mesh(perturb=2),
-        {"residency": Residency(blocks="offloaded", transfers="shared"), "runtime": _DELAYED},
+        {"residency": Residency(blocks="offloaded", transfers="shared"), "schedule": _DELAYED},
     ),
     "2d, sliced": (
         Mesh(data=2, perturb=2),
-        {"residency": Residency(blocks="offloaded", transfers="sliced"), "runtime": _DELAYED},
+        {"residency": Residency(blocks="offloaded", transfers="sliced"), "schedule": _DELAYED},
     ),
     "2d the other way round, swept": (
         Mesh(data=2, perturb=2, inner="data"),
-        {"runtime": Runtime(traversal="sweep")},
+        {"schedule": Schedule(traversal="sweep")},
     ),
     "two queries on four ranks": (Mesh(perturb=4), {}),
 }
@@ -67,23 +66,24 @@ def check_ranks(context: Context) -> Outcome:
         if context.size == "quick" and name not in _QUICK:
             continue
         for rng in ("mezo", "counter") if context.size == "full" else ("counter",):
-            estimator = Estimator(rng=rng, num_queries=_NUM_QUERIES)
+            draws: dict[str, Any] = {
+                "estimator": Estimator(num_queries=_NUM_QUERIES),
+                "directions": Directions(rng=rng),
+            }
             # Shards are the micro-batches of one device, whose losses it adds up in the same order.
-            alone = train(
-                "tied", estimator=estimator, seed=context.seed, num_micro_batches=mesh.data, **_SETTINGS
-            )
-            traces = _trained(mesh, estimator, context.seed, axes)
+            alone = train("tied", **draws, seed=context.seed, num_micro_batches=mesh.data, **_SETTINGS)
+            traces = _trained(mesh, context.seed, {**axes, **draws})
             found = sum(_differences(trace, alone) for trace in traces)
-            found += _resumed(mesh, estimator, context.seed, axes, alone)
+            found += _resumed(mesh, context.seed, {**axes, **draws}, alone)
             differing += found
             details.append(f"{name}, {rng}: {found} differences over {mesh.world_size} ranks")
     return Outcome(differing, 0, "directions, losses and weights that differ in a bit", tuple(details))
 
 
-def _trained(mesh: Mesh, estimator: Estimator, seed: int, axes: Mapping[str, Any]) -> list[Trace]:
+def _trained(mesh: Mesh, seed: int, axes: Mapping[str, Any]) -> list[Trace]:
     """Return what every rank did in three steps."""
     models = [tiny_model("tied") for _ in range(mesh.world_size)]
-    plan = tiny_plan(models[0], estimator=estimator, **{**axes, **_on(mesh)})
+    plan = tiny_plan(models[0], **{**axes, **_on(mesh)})
 
     def rank(number: int, communicator: Communicator) -> Trace:
         trace = Trace()
@@ -98,10 +98,10 @@ def _trained(mesh: Mesh, estimator: Estimator, seed: int, axes: Mapping[str, Any
     return list(on_all_ranks(plan, rank))
 
 
-def _resumed(mesh: Mesh, estimator: Estimator, seed: int, axes: Mapping[str, Any], alone: Trace) -> int:
+def _resumed(mesh: Mesh, seed: int, axes: Mapping[str, Any], alone: Trace) -> int:
     """Count what differs when the ranks go on where one device stopped after two steps."""
     models = [tiny_model("tied") for _ in range(mesh.world_size)]
-    plan = tiny_plan(models[0], estimator=estimator, **{**axes, **_on(mesh)})
+    plan = tiny_plan(models[0], **{**axes, **_on(mesh)})
 
     def rank(number: int, communicator: Communicator) -> int:
         with Session(
@@ -167,7 +167,8 @@ def estimates_on(mesh: Mesh, num_steps: int, seed: int) -> Tensor:
         models[0],
         batch=NUM_SEQUENCES,
         seq=2,
-        estimator=Estimator(epsilon=EPSILON, rng="counter"),
+        estimator=Estimator(epsilon=EPSILON),
+        directions=Directions(rng="counter"),
         **_on(mesh),
     )
 

@@ -15,11 +15,10 @@ from executors.models.spec import spec_of_model
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
 from executors.steps.interpreter import StepFrame
-from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
 from zosim.instructions import Access, Instruction
 from zosim.lowering.directions import SCALED
 from zosim.operations import Perturb, Update
-from zosim.plan import Plan
+from zosim.plan import Directions, Placement, Plan, Residency, Schedule, Weights
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 48,
@@ -36,9 +35,9 @@ _CONFIGS = {
     "untied": lambda: LlamaConfig(intermediate_size=24, **_SHAPE),
 }
 
-SWEEP: dict[str, Any] = {"runtime": Runtime(traversal="sweep")}
+SWEEP: dict[str, Any] = {"schedule": Schedule(traversal="sweep")}
 BLOCKWISE: dict[str, Any] = {}
-DELAYED: dict[str, Any] = {"runtime": Runtime(update="delayed")}
+DELAYED: dict[str, Any] = {"schedule": Schedule(update="delayed")}
 OFFLOADED: dict[str, Any] = {"residency": Residency(blocks="offloaded"), **DELAYED}
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "resident, swept": SWEEP,
@@ -47,7 +46,11 @@ PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "offloaded, delayed": OFFLOADED,
     "offloaded, one slot": {"residency": Residency(blocks="offloaded", num_slots=1), **DELAYED},
     "offloaded, immediate": {"residency": Residency(blocks="offloaded")},
-    "offloaded, drawn ahead": {**OFFLOADED, "runtime": Runtime(update="delayed", draw_ahead=True)},
+    "offloaded, drawn ahead": {
+        **OFFLOADED,
+        "directions": Directions(drawn_ahead=True),
+        "schedule": Schedule(update="delayed"),
+    },
 }
 
 Key = tuple[int, int, str]
@@ -127,8 +130,11 @@ def tiny_plan(model: nn.Module, *, dtype: str = "float32", **axes: Any) -> Plan:
         model=spec_of_model(CutModel(model), name="tiny"),
         batch=2,
         seq=7,
-        precision=Precision(storage=dtype, compute=dtype, transfer=dtype),  # type: ignore[arg-type]
-        **{"placement": alone, **axes},
+        **{
+            "placement": alone,
+            **axes,
+            "weights": axes.get("weights", Weights()).model_copy(update={"dtype": dtype}),
+        },
     )
 
 
@@ -137,7 +143,6 @@ def train(
     *,
     num_steps: int = 3,
     dtype: str = "float32",
-    estimator: Estimator | None = None,
     learning_rate: Callable[[int], float] = lambda step: 1e-2 / (step + 1),
     weight_decay: float = 0.1,
     seed: int = 0,
@@ -147,7 +152,7 @@ def train(
 ) -> Trace:
     """Train a tiny model under one placement and return what happened."""
     model = tiny_model(name, getattr(torch, dtype))
-    plan = tiny_plan(model, dtype=dtype, estimator=estimator or Estimator(), **axes)
+    plan = tiny_plan(model, dtype=dtype, **axes)
     trace = Trace()
     with Session(
         plan,

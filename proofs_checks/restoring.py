@@ -25,7 +25,7 @@ from proofs_checks.placements import (
     tiny_model,
     train,
 )
-from zosim.axes import Estimator, Runtime
+from zosim.plan import Directions, Estimator, Weights
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 EPSILON = 1e-3
@@ -92,11 +92,12 @@ def check_copies(context: Context) -> Outcome:
     still: dict[str, Any] = {"learning_rate": lambda _step: 0.0, "weight_decay": 0.0}
     for dtype in DTYPES:
         for name, axes in (("swept", SWEEP), ("block by block", BLOCKWISE), ("offloaded", OFFLOADED)):
-            runtime = axes.get("runtime", Runtime()).model_copy(
-                update={"weights": "copies", "draw_ahead": True}
-            )
+            copies: dict[str, Any] = {
+                "weights": Weights(perturbation="copies"),
+                "directions": Directions(drawn_ahead=True),
+            }
             options = {"num_steps": context.samples(4, 2), "dtype": dtype, "seed": context.seed, **still}
-            trace = train("tied", **{**axes, "runtime": runtime}, **options)
+            trace = train("tied", **axes, **copies, **options)
             start = {
                 name: value.detach()
                 for name, value in tiny_model("tied", getattr(torch, dtype)).named_parameters()
@@ -150,7 +151,9 @@ def _unlike_decay(axes: Mapping[str, Any]) -> int:
         for parameter, values in zip(model.parameters(), expected.view(-1, 2), strict=True):
             parameter.view(-1).copy_(values)
     # Powers of two, and no random bit in what they multiply: perturbations restore exactly.
-    plan = plan_of(model, estimator=Estimator(direction="rademacher", epsilon=2.0**-10), **axes)
+    plan = plan_of(
+        model, estimator=Estimator(epsilon=2.0**-10), directions=Directions(distribution="rademacher"), **axes
+    )
     with Session(
         plan, model, learning_rate=rates.__getitem__, weight_decay=0.1, num_timed_steps=0
     ) as session:

@@ -11,11 +11,10 @@ from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
 from proofs_checks.placements import tiny_model, tiny_plan
 from topology.errors import Hazard, PlanError, ProgramError
-from zosim.axes import Residency, Runtime
 from zosim.instructions import Access, Dependency, Instruction, Part, Stream
 from zosim.lowering import lower
 from zosim.order import HappensBefore
-from zosim.plan import Plan
+from zosim.plan import Plan, Residency, Schedule
 from zosim.program import Program
 from zosim.unrolling import Placed
 from zosim.validate import validate
@@ -42,16 +41,18 @@ def plans() -> Iterator[Plan]:
         traversal, update, draw_ahead, weights = runtime
         overlap, reuse_slots, transfer = switch
         chosen = {
-            "estimator": {"difference": difference, "num_queries": num_queries, "rng": rng, "order": order},
-            "residency": {"blocks": blocks, "edges": edges, "num_slots": num_slots, "overlap": overlap}
-            | {"reuse_slots": reuse_slots},
-            "runtime": {
-                "traversal": traversal,
-                "update": update,
-                "draw_ahead": draw_ahead,
-                "weights": weights,
+            "estimator": {"difference": difference, "num_queries": num_queries},
+            "directions": {"rng": rng, "order": order, "drawn_ahead": draw_ahead},
+            "weights": {"perturbation": weights},
+            "residency": {
+                "blocks": blocks,
+                "edges": edges,
+                "num_slots": num_slots,
+                "overlap": overlap,
+                "reuse_slots": reuse_slots,
+                "transfer_dtype": transfer,
             },
-            "precision": {"transfer": transfer},
+            "schedule": {"traversal": traversal, "update": update},
         }
         try:
             yield Plan.model_validate(base.model_dump() | chosen)
@@ -62,7 +63,7 @@ def plans() -> Iterator[Plan]:
 def zo2_program(num_slots: int = 3) -> Program:
     """Return the offloaded program with delayed updates of a tiny model."""
     residency = Residency(blocks="offloaded", num_slots=num_slots)
-    return lower(tiny_plan(tiny_model("untied"), residency=residency, runtime=Runtime(update="delayed")))
+    return lower(tiny_plan(tiny_model("untied"), residency=residency, schedule=Schedule(update="delayed")))
 
 
 def check_rules(context: Context) -> Outcome:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
 from proofs_checks.step_time import NUM_BLOCKS, block_bytes, machine, model, seconds
-from zosim.axes import Mesh, Placement, Residency, Runtime
 from zosim.engines.fold import simulate_set
 from zosim.hardware.machine import Machine, Ring
 from zosim.lowering import lower_all
-from zosim.plan import Plan
+from zosim.plan import Mesh, Placement, Plan, Residency, Schedule
 from zosim.program_set import ProgramSet
 
 NUM_SLOTS = 6
@@ -72,7 +71,7 @@ def programs(num_ranks: int, transfers: str) -> ProgramSet:
             residency=Residency.model_validate(
                 {"blocks": "offloaded", "num_slots": NUM_SLOTS, "transfers": transfers}
             ),
-            runtime=Runtime(update="delayed"),
+            schedule=Schedule(update="delayed"),
         )
     )
 

@@ -26,10 +26,9 @@ from proofs_checks.placements import (
 from proofs_checks.ranks import on_all_ranks
 from proofs_checks.statistics import compare_means
 from zosim.analysis.counts import step_counts
-from zosim.axes import Estimator, Mesh, Placement, Runtime, Split
 from zosim.lowering import lower_all
 from zosim.operations import Send
-from zosim.plan import Plan
+from zosim.plan import Directions, Estimator, Mesh, Placement, Plan, Schedule, Split
 
 _SETTINGS: dict[str, Any] = {"learning_rate": lambda step: 1e-2 / (step + 1), "weight_decay": 0.1}
 CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -41,11 +40,11 @@ _QUICK = ("inside a block, query by query",)
 _NUM_QUERIES = 2
 
 
-def staged(cuts: tuple[str, ...], traversal: str, estimator: Estimator) -> Plan:
+def staged(cuts: tuple[str, ...], traversal: str, **axes: Any) -> Plan:
     """Return the plan of a tiny tied model cut there."""
     model = tiny_model("tied")
     split, mesh = Split(cuts=cuts), Mesh(stage=len(cuts) + 1)
-    whole = tiny_plan(model, estimator=estimator, runtime=Runtime.model_validate({"traversal": traversal}))
+    whole = tiny_plan(model, schedule=Schedule.model_validate({"traversal": traversal}), **axes)
     spec = spec_of_model(model, "tiny", cut_blocks=split.cut_blocks)
     devices = tuple(f"cpu{rank}" for rank in range(mesh.world_size))
     changed = {
@@ -81,9 +80,12 @@ def check_one_direction(context: Context) -> Outcome:
         if context.size == "quick" and name not in _QUICK:
             continue
         for rng in ("mezo", "counter"):
-            estimator = Estimator.model_validate({"rng": rng, "num_queries": _NUM_QUERIES})
-            alone = train("tied", estimator=estimator, seed=context.seed, **_SETTINGS)
-            traces = _trained(staged(cuts, traversal, estimator), context.seed, 3)
+            draws: dict[str, Any] = {
+                "estimator": Estimator(num_queries=_NUM_QUERIES),
+                "directions": Directions.model_validate({"rng": rng}),
+            }
+            alone = train("tied", **draws, seed=context.seed, **_SETTINGS)
+            traces = _trained(staged(cuts, traversal, **draws), context.seed, 3)
             found = sum(_unlike(trace, alone) for trace in traces)
             found += _unlike_directions(traces, alone)
             differing += found
@@ -122,7 +124,7 @@ def check_independent(context: Context) -> Outcome:
     """
     outcomes = []
     for rng in ("mezo", "counter"):
-        plan = staged(("block.0",), "blockwise", Estimator.model_validate({"rng": rng}))
+        plan = staged(("block.0",), "blockwise", directions=Directions.model_validate({"rng": rng}))
         traces = _trained(plan, context.seed, context.samples(60, 12))
         products = []
         for step in range(len(traces[0].records)):
@@ -153,7 +155,7 @@ def check_counts(_context: Context) -> Outcome:
     for difference, per_cut in (("forward", _NUM_QUERIES + 1), ("central", 2 * _NUM_QUERIES)):
         for cuts, traversal in CASES.values():
             estimator = Estimator.model_validate({"difference": difference, "num_queries": _NUM_QUERIES})
-            programs = lower_all(staged(cuts, traversal, estimator)).programs
+            programs = lower_all(staged(cuts, traversal, estimator=estimator)).programs
             sent = sum(isinstance(item.op, Send) for program in programs for item in program.step)
             wrong += sent != per_cut * len(cuts)
             details.append(f"{difference}, {len(cuts) + 1} stages, {traversal}: {sent} activations a step")
@@ -166,7 +168,7 @@ def check_scalars(_context: Context) -> Outcome:
     for difference, points in (("forward", _NUM_QUERIES + 1), ("central", 2 * _NUM_QUERIES)):
         for cuts, traversal in CASES.values():
             estimator = Estimator.model_validate({"difference": difference, "num_queries": _NUM_QUERIES})
-            counts = step_counts(lower_all(staged(cuts, traversal, estimator)))
+            counts = step_counts(lower_all(staged(cuts, traversal, estimator=estimator)))
             num_stages = len(cuts) + 1
             wrong += counts.num_scalars != points * (num_stages - 1)
             wrong += counts.num_activations != points * (num_stages - 1)

@@ -9,11 +9,10 @@ from costmodel.model_spec import ModelSpec
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from proofs_checks.claims import Claim, Context, Outcome
 from proofs_checks.mutation import Mutant
-from zosim.axes import Estimator, Placement, Residency, Runtime
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
-from zosim.plan import Plan
+from zosim.plan import Estimator, Placement, Plan, Residency, Schedule
 from zosim.program import Program
 
 NUM_BLOCKS = 9
@@ -87,7 +86,7 @@ def program(*, num_queries: int = 1, update: str = "delayed", overlap: bool = Tr
             seq=64,
             estimator=Estimator(num_queries=num_queries),
             residency=Residency(blocks="offloaded", overlap=overlap),
-            runtime=Runtime.model_validate({"update": update}),
+            schedule=Schedule.model_validate({"update": update}),
         )
     )
 
@@ -232,7 +231,7 @@ CLAIMS = (
             Mutant(
                 "updates that do not wait for their block's turn",
                 "zosim.lowering.layout:Layout.is_delayed",
-                'self.plan.runtime.update == "delayed" and',
+                'self.plan.schedule.update == "delayed" and',
                 "False and",
             ),
             Mutant(

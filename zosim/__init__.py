@@ -20,11 +20,21 @@ if TYPE_CHECKING:
     from topology.errors import ZosimError
     from zosim.analysis.compare import Comparison
     from zosim.analysis.trace import save_trace
-    from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
     from zosim.engines.recurrence import step_time_bound
     from zosim.hardware.machine import Machine
     from zosim.lowering import lower
-    from zosim.plan import Plan
+    from zosim.plan import (
+        Directions,
+        Estimator,
+        ForwardPass,
+        Mesh,
+        Placement,
+        Plan,
+        Residency,
+        Schedule,
+        Split,
+        Weights,
+    )
     from zosim.planning.planner import Decision, Request, choose
     from zosim.planning.predict import Prediction, Subject
     from zosim.program import Program
@@ -33,18 +43,22 @@ if TYPE_CHECKING:
 _HOMES = {
     "Comparison": "zosim.analysis.compare",
     "Decision": "zosim.planning.planner",
+    "Directions": "zosim.plan",
     "Estimator": "zosim.plan",
+    "ForwardPass": "zosim.plan",
     "Machine": "zosim.hardware.machine",
+    "Mesh": "zosim.plan",
     "Placement": "zosim.plan",
     "Plan": "zosim.plan",
-    "Precision": "zosim.plan",
     "Prediction": "zosim.planning.predict",
     "Program": "zosim.program",
     "Request": "zosim.planning.planner",
     "Residency": "zosim.plan",
-    "Runtime": "zosim.plan",
+    "Schedule": "zosim.plan",
+    "Split": "zosim.plan",
     "Subject": "zosim.planning.predict",
     "Timeline": "zosim.timeline",
+    "Weights": "zosim.plan",
     "ZosimError": "topology.errors",
     "choose": "zosim.planning.planner",
     "lower": "zosim.lowering",
@@ -60,18 +74,22 @@ except PackageNotFoundError:  # a source tree that was never installed
 __all__ = [
     "Comparison",
     "Decision",
+    "Directions",
     "Estimator",
+    "ForwardPass",
     "Machine",
+    "Mesh",
     "Placement",
     "Plan",
-    "Precision",
     "Prediction",
     "Program",
     "Request",
     "Residency",
-    "Runtime",
+    "Schedule",
+    "Split",
     "Subject",
     "Timeline",
+    "Weights",
     "ZosimError",
     "__version__",
     "choose",

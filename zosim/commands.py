@@ -17,7 +17,6 @@ from zosim.analysis.compare import slowest_rank
 from zosim.analysis.trace import save_trace
 from zosim.applications.first_order.options import FirstOrderName, first_order_of, no_first_order
 from zosim.applications.first_order.report import baseline_subject, comparison_data, comparison_view
-from zosim.axes import Estimator, Mesh, Runtime
 from zosim.console import emit, stderr
 from zosim.hardware.profiles import Profiles
 from zosim.options import (
@@ -29,16 +28,15 @@ from zosim.options import (
     ProfileFile,
     ProgramFile,
     Threads,
-    axis,
     cutting_of,
+    formats_of,
     given,
     memory_limit,
     mesh_of,
     model_spec,
-    precision_of,
     subject_of,
 )
-from zosim.plan import Plan
+from zosim.plan import Mesh, Plan
 from zosim.planning.planner import Request, choose
 from zosim.planning.views import decision_data, decision_view, prediction_data, simulation_view, stages_data
 from zosim.planning.visibility import about_epsilon
@@ -144,6 +142,7 @@ def plan(
     node = device or topology.compute_devices[0].id
     shape = None if mesh is None else mesh_of(mesh)
     profiles = Profiles(topology, path=profile, num_threads=threads, is_host=hardware == HOST)
+    formats = formats_of(dtype, compute_dtype, transfer_dtype)
     request = Request(
         model=model_spec(model),
         topology=topology,
@@ -153,27 +152,28 @@ def plan(
         profiles=profiles,
         batch=batch,
         seq=seq,
-        estimator=axis(
-            Estimator,
-            direction=direction,
-            difference=difference,
-            num_queries=queries,
-            epsilon=eps,
-            rng=rng,
-            order=order,
-        ),
-        precision=precision_of(dtype, compute_dtype, transfer_dtype),
         method=method.value,
         mesh=shape,
         cutting=cutting_of(model, cut or (), codec, residual_codec, densities),
         max_ranks=_max_ranks(ranks, shape, topology, device),
-        attention=axis(Runtime, attention=attention).attention,
         max_device_bytes=memory_limit("--max-device-memory", max_device_memory),
         max_host_bytes=memory_limit("--max-host-memory", max_host_memory),
         allow_lossy=allow_lossy,
         any_weights=weights == "any",
         fixed={
-            "residency": given(
+            "estimator": {"difference": difference, "num_queries": queries, "epsilon": eps},
+            "directions": {
+                "distribution": direction,
+                "rng": rng,
+                "order": order,
+                **given(kept=keep_directions, drawn_ahead=draw_ahead),
+            },
+            "weights": {
+                **formats["weights"],
+                **given(perturbation=None if weights == "any" else weights),
+            },
+            "residency": formats.get("residency", {})
+            | given(
                 blocks=residency,
                 num_slots=slots,
                 overlap=overlap,
@@ -182,14 +182,12 @@ def plan(
                 transfers=transfers,
                 share_group=share_group,
             ),
-            "runtime": given(
-                update=update,
-                traversal=traversal,
-                weights=None if weights == "any" else weights,
-                draw_ahead=draw_ahead,
-                keep_directions=keep_directions,
-                loss_chunk_tokens=loss_chunk,
-            ),
+            "schedule": given(update=update, traversal=traversal),
+            "forward": {
+                **formats["forward"],
+                "attention": attention,
+                **given(loss_chunk_tokens=loss_chunk),
+            },
         },
     )
     decision = choose(request)

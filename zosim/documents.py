@@ -12,7 +12,13 @@ from topology.errors import MachineError, ZosimError
 
 
 def read_document(
-    path: str | Path, what: str, version: int, error: type[ZosimError], *, make: str
+    path: str | Path,
+    what: str,
+    version: int,
+    error: type[ZosimError],
+    *,
+    make: str,
+    oldest: int | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object in a file.
 
@@ -22,11 +28,13 @@ def read_document(
     what : str
         What the file should be, such as ``"plan"``.
     version : int
-        The one that can be read.
+        The newest that can be read.
     error : type
         Raised with a message and a hint.
     make : str
         How to make such a file, for a path that is empty.
+    oldest : int, optional
+        That can be read; by default `version` alone.
 
     Raises
     ------
@@ -41,7 +49,7 @@ def read_document(
         raise error(f"{path} is not a {what}: {problem}", hint=make) from None
     if not isinstance(data, dict):
         raise error(f"{path} is not a {what}: it holds no JSON object", hint=make)
-    if data.get("version") != version:
+    if data.get("version") not in range(version if oldest is None else oldest, version + 1):
         raise error(
             f"{path} is a {what} of version {data.get('version')!r}, this zosim reads {version}",
             hint=make,

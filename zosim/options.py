@@ -17,9 +17,8 @@ from topology.errors import PlanError
 from topology.hardware import resolve
 from topology.units import QuantityError, parse_bytes
 from topology.validation import did_you_mean, readable
-from zosim.axes import Mesh, Precision, StorageDType, TransferDType
 from zosim.hardware.profiles import Profiles
-from zosim.plan import Plan
+from zosim.plan import Mesh, Plan, StorageDType, TransferDType
 from zosim.planning.cuts import Cutting, read_densities
 from zosim.planning.predict import Subject
 from zosim.program_set import ProgramSet
@@ -162,30 +161,44 @@ def _codecs(text: str) -> tuple[str, ...]:
     return () if names == ("none",) else names
 
 
-def precision_of(dtype: str, compute: str | None = None, transfer: str | None = None) -> Precision:
-    """Return the formats that options name.
+def dtype_named(option: str, value: str, known: tuple[str, ...] = get_args(StorageDType)) -> str:
+    """Return the format that an option names, its aliases resolved.
+
+    Raises
+    ------
+    PlanError
+        If the name is unknown.
+    """
+    name = _DTYPE_ALIASES.get(value.lower(), value.lower())
+    if name not in known:
+        raise PlanError(f"--{option} {value} is no format that zosim knows", hint=did_you_mean(name, known))
+    return name
+
+
+def formats_of(
+    dtype: str | None, compute_dtype: str | None, transfer_dtype: str | None
+) -> dict[str, dict[str, object]]:
+    """Return the formats that options name, by axis; without a name of their own products and transfers have the weights'.
 
     Raises
     ------
     PlanError
         If a name is unknown.
     """
-    storage = _dtype("dtype", dtype, get_args(StorageDType))
-    return axis(
-        Precision,
-        storage=storage,
-        compute=storage
-        if compute is None
-        else _dtype("compute-dtype", compute, (*get_args(StorageDType), "tf32")),
-        transfer=storage if transfer is None else _dtype("transfer-dtype", transfer, get_args(TransferDType)),
-    )
-
-
-def _dtype(option: str, value: str, known: tuple[str, ...]) -> str:
-    name = _DTYPE_ALIASES.get(value.lower(), value.lower())
-    if name not in known:
-        raise PlanError(f"--{option} {value} is no format that zosim knows", hint=did_you_mean(name, known))
-    return name
+    fixed: dict[str, dict[str, object]] = {}
+    if dtype is not None:
+        fixed = {
+            "weights": {"dtype": dtype_named("dtype", dtype)},
+            "forward": {"compute_dtype": None},
+            "residency": {"transfer_dtype": None},
+        }
+    if compute_dtype is not None:
+        known = (*get_args(StorageDType), "tf32")
+        fixed["forward"] = {"compute_dtype": dtype_named("compute-dtype", compute_dtype, known)}
+    if transfer_dtype is not None:
+        named = dtype_named("transfer-dtype", transfer_dtype, get_args(TransferDType))
+        fixed["residency"] = {"transfer_dtype": named}
+    return fixed
 
 
 def given(**options: object) -> dict[str, object]:

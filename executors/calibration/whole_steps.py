@@ -30,12 +30,11 @@ from executors.models.spec import spec_of_model
 from executors.pace import UNDISTURBED, Reference
 from executors.runs.session import Session
 from topology.graph import Topology
-from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.instructions import Stream
 from zosim.lowering import lower
-from zosim.plan import Plan
+from zosim.plan import Placement, Plan
 from zosim.planning.explain import describe
 from zosim.program import Program
 from zosim.spans import Span
@@ -80,12 +79,12 @@ class StepShape:
     num_blocks: int = 2
 
 
-_IMMEDIATE = {"runtime": {"update": "immediate"}}
-_DELAYED = {"runtime": {"update": "delayed"}}
-_OFFLOADED = {"runtime": {"update": "delayed"}, "residency": {"blocks": "offloaded"}}
-_SWEEP = {"runtime": {"traversal": "sweep"}}
-_COUNTER = {"runtime": {"update": "immediate"}, "estimator": {"rng": "counter"}}
-_SIGNS = {"runtime": {"update": "delayed"}, "estimator": {"direction": "rademacher"}}
+_IMMEDIATE = {"schedule": {"update": "immediate"}}
+_DELAYED = {"schedule": {"update": "delayed"}}
+_OFFLOADED = {"schedule": {"update": "delayed"}, "residency": {"blocks": "offloaded"}}
+_SWEEP = {"schedule": {"traversal": "sweep"}}
+_COUNTER = {"directions": {"rng": "counter"}, "schedule": {"update": "immediate"}}
+_SIGNS = {"directions": {"distribution": "rademacher"}, "schedule": {"update": "delayed"}}
 
 STEP_SHAPES = (
     StepShape("opt", 96, 32, 700, 3, 48, "float32", _DELAYED),
@@ -186,15 +185,15 @@ def _measured(
         vocab=shape.vocab,
         max_positions=shape.seq,
     ).to(TORCH_DTYPES[shape.dtype])
-    plan = Plan(
-        model=spec_of_model(model, name=f"{shape.family}-{shape.hidden}"),
-        placement=Placement(topology=topology, devices=(node,)),
-        batch=shape.batch,
-        seq=shape.seq,
-        estimator=Estimator(**shape.axes.get("estimator", {})),
-        residency=Residency(**shape.axes.get("residency", {})),
-        precision=Precision(storage=shape.dtype, compute=shape.dtype, transfer=shape.dtype),  # type: ignore[arg-type]
-        runtime=Runtime(**shape.axes.get("runtime", {})),
+    plan = Plan.model_validate(
+        {
+            "model": spec_of_model(model, name=f"{shape.family}-{shape.hidden}"),
+            "placement": Placement(topology=topology, devices=(node,)),
+            "batch": shape.batch,
+            "seq": shape.seq,
+            "weights": {"dtype": shape.dtype},
+            **shape.axes,
+        }
     )
     batch = token_batch(shape.batch, shape.seq, shape.vocab)
     with Session(

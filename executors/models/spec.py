@@ -10,8 +10,7 @@ from costmodel.configs import spec_of_config
 from costmodel.model_spec import ModelSpec
 from executors.models.model import CutModel
 from topology.errors import ModelError
-from zosim.axes import Placement, Precision, Runtime
-from zosim.plan import Plan
+from zosim.plan import ForwardPass, Placement, Plan, Weights
 
 
 def spec_of_model(
@@ -79,12 +78,11 @@ def plan_of_model(model: nn.Module, *, batch: int, seq: int, **axes: Any) -> Pla
     """
     spec = spec_of_model(model)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    formats = {"storage": dtype, "compute": dtype, "transfer": dtype}
     is_eager = getattr(model.config, "_attn_implementation", "") == "eager"
     chosen = {
         "placement": Placement(topology="host", devices=("cpu0",)),
-        "precision": Precision.model_validate(formats),
-        "runtime": Runtime(attention="eager" if is_eager else "sdpa"),
+        "weights": Weights.model_validate({"dtype": dtype}),
+        "forward": ForwardPass(attention="eager" if is_eager else "sdpa"),
     }
     return Plan(model=spec, batch=batch, seq=seq, **(chosen | axes))
 

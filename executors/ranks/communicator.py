@@ -29,7 +29,7 @@ from executors.ranks.messages import Messages
 from executors.ranks.notes import is_launched
 from executors.ranks.packed import Packed
 from topology.errors import RunError, ZosimError
-from zosim.axes import Mesh
+from zosim.plan import Mesh
 
 WORLD = "world"
 PIPELINE = "pipeline"

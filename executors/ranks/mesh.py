@@ -10,8 +10,7 @@ from typing import Any
 
 from costmodel.groups import joined_halves
 from costmodel.model_spec import ModelSpec
-from zosim.axes import Estimator, Mesh, Split
-from zosim.plan import Plan
+from zosim.plan import Directions, Mesh, Plan, Split
 
 
 def alone(plan: Plan) -> Plan:
@@ -22,7 +21,7 @@ def alone(plan: Plan) -> Plan:
     if plan.placement.world_size == 1:
         return plan
     data = plan.model_dump(mode="json")
-    if not draws_by_halves(plan.estimator):
+    if not draws_by_halves(plan.directions):
         data["model"] = uncut(plan.model).model_dump(mode="json")
     data["mesh"], data["split"] = {}, {}
     data["placement"] |= {
@@ -33,9 +32,9 @@ def alone(plan: Plan) -> Plan:
     return Plan.model_validate(data)
 
 
-def draws_by_halves(estimator: Estimator) -> bool:
+def draws_by_halves(directions: Directions) -> bool:
     """Whether the order of draws depends on which blocks are cut inside: one generator passes halves in turn."""
-    return (estimator.rng, estimator.order) == ("mezo", "execution")
+    return (directions.rng, directions.order) == ("mezo", "execution")
 
 
 def uncut(model: ModelSpec) -> ModelSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from topology.errors import DoesNotFit, PlanError
-from zosim.plan import Plan
+from zosim.plan import Estimator, Plan
 from zosim.planning.planner import Candidate, Request, choose
 from zosim.planning.space import shares
 
@@ -34,7 +34,7 @@ def fastest_of(request: Request, num_ranks: int) -> Plan:
     if refused is not None:
         raise refused
     raise PlanError(
-        f"{num_ranks} ranks cannot share out a batch of {request.batch} and {request.estimator.num_queries} directions "
+        f"{num_ranks} ranks cannot share out a batch of {request.batch} and {request.axis(Estimator).num_queries} directions "
         f"by --method {request.method}",
         hint="use fewer ranks, or a larger --batch; data shards have a sequence at least, and points of evaluation a rank",
     )

@@ -72,7 +72,7 @@ def save_tuned(out: str | Path, session: Session, adapters: Adapters | None) -> 
     plain one. A prefix has no place among a model's weights: it is written alone.
     """
     session.flush()
-    model, storage = session.model, session.plan.precision.storage
+    model, storage = session.model, session.plan.weights.dtype
     if isinstance(adapters, Prefix):
         save_prefix(model, Path(out) / PREFIX_NAME, storage)
     elif adapters is not None:

@@ -23,7 +23,7 @@ from executors.runs.schedule import Schedule
 from executors.runs.settings import DataSettings, EvaluationSettings, RunSettings
 from topology.errors import PlanError, RunError
 from topology.validation import readable
-from zosim.options import memory_limit, precision_of
+from zosim.options import formats_of, memory_limit
 from zosim.plan import Plan
 from zosim.planning.visibility import about_epsilon
 from zosim.program_set import ProgramSet
@@ -168,33 +168,40 @@ def _asked(given: Given, num_threads: int, ranks: int | None) -> Asked:
         mesh=given["mesh"],
         ranks=ranks,
         cuts=tuple(cut.strip() for cut in (given["cut"] or "").split(",") if cut.strip()),
-        axes={
-            "split": {"codec": given["codec"], "residual_codec": given["residual_codec"]},
-            "estimator": {
-                "rng": given["rng"],
-                "order": given["order"],
-                "direction": given["direction"],
-                "difference": given["difference"],
-                "num_queries": given["queries"],
-                "epsilon": given["eps"],
-            },
-            "residency": {
-                "num_slots": given["slots"],
-                "transfers": given["transfers"],
-                "share_group": given["share_group"],
-            },
-            "precision": _formats(given),
-            "runtime": {
-                "attention": given["attention"],
-                "loss_chunk_tokens": given["loss_chunk_tokens"],
-                "traversal": given["traversal"],
-                "update": given["update"],
-                "weights": given["weights"],
-                "draw_ahead": given["draw_ahead"],
-                "keep_directions": given["keep_directions"],
-            },
-        },
+        axes=_axes(given),
     )
+
+
+def _axes(given: Given) -> dict[str, dict[str, Any]]:
+    """Return the fields that were given, by axis."""
+    formats = formats_of(given["dtype"], given["compute_dtype"], given["transfer_dtype"])
+    named = {
+        "split": {"codec": given["codec"], "residual_codec": given["residual_codec"]},
+        "estimator": {
+            "difference": given["difference"],
+            "num_queries": given["queries"],
+            "epsilon": given["eps"],
+        },
+        "directions": {
+            "rng": given["rng"],
+            "order": given["order"],
+            "distribution": given["direction"],
+            "drawn_ahead": given["draw_ahead"],
+            "kept": given["keep_directions"],
+        },
+        "weights": {"perturbation": given["weights"]},
+        "residency": {
+            "num_slots": given["slots"],
+            "transfers": given["transfers"],
+            "share_group": given["share_group"],
+        },
+        "schedule": {"traversal": given["traversal"], "update": given["update"]},
+        "forward": {"attention": given["attention"], "loss_chunk_tokens": given["loss_chunk_tokens"]},
+    }
+    return {
+        axis: {name: value for name, value in fields.items() if value is not None} | formats.get(axis, {})
+        for axis, fields in named.items()
+    }
 
 
 def _implied_residency(given: Given) -> str | None:
@@ -206,19 +213,6 @@ def _implied_residency(given: Given) -> str | None:
         and not given["resume"]
     )
     return "offloaded" if shares and is_open else None
-
-
-def _formats(given: Given) -> dict[str, Any]:
-    """Return the formats that were named, their aliases resolved."""
-    names = {
-        "storage": given["dtype"],
-        "compute": given["compute_dtype"],
-        "transfer": given["transfer_dtype"],
-    }
-    spelled = precision_of(
-        names["storage"] or "float64", names["compute"] or "float32", names["transfer"] or "float32"
-    ).model_dump()
-    return {axis: spelled[axis] for axis, name in names.items() if name is not None}
 
 
 def _data(given: Given, run: Given) -> DataSettings:

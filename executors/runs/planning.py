@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,12 +17,11 @@ from executors.ranks.sharing_out import fastest_of
 from topology.errors import DoesNotFit, ModelError, PlanError
 from topology.hardware import resolve
 from topology.validation import readable
-from zosim.axes import Estimator, Precision, Runtime, Split
 from zosim.hardware.profiles import Profiles
 from zosim.instructions import Space
 from zosim.lowering import lower_all
 from zosim.options import mesh_of
-from zosim.plan import Plan
+from zosim.plan import Plan, Split
 from zosim.planning.planner import Method, Request, choose
 from zosim.program_set import ProgramSet
 
@@ -30,6 +29,16 @@ if TYPE_CHECKING:
     from topology.graph import Topology
 
 HOST = "host"
+
+_KEPT: dict[str, tuple[str, ...]] = {
+    "estimator": ("difference", "num_queries", "epsilon"),
+    "directions": ("distribution", "rng", "order", "kept"),
+    "weights": ("dtype", "perturbation"),
+    "residency": ("transfer_dtype",),
+    "schedule": (),
+    "forward": ("compute_dtype", "attention"),
+}
+"""What of the plan that options are laid over a new placement keeps, by axis."""
 
 _SHARING = ("pertp", "ddp", "2d", "sparq")
 """Methods that share a step out among ranks, wherever blocks reside."""
@@ -56,7 +65,7 @@ class Asked:
     cuts : tuple of str
         Where the model is cut; empty for even cuts inside blocks.
     axes : mapping
-        Fields by axis: ``estimator``, ``residency``, ``precision``, ``runtime``, ``split``.
+        Fields by axis and name.
     """
 
     method: str | None = None
@@ -74,7 +83,7 @@ class Asked:
 
     def given(self, axis: str) -> dict[str, Any]:
         """Return the fields of an axis that were given."""
-        return {name: value for name, value in self.axes.get(axis, {}).items() if value is not None}
+        return dict(self.axes.get(axis, {}))
 
     @property
     def placing(self) -> Method | None:
@@ -162,10 +171,10 @@ def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
             "it losses and updates",
             hint="add --allow-lossy if that is meant; `zosim probe` measures what is lost",
         )
-    may_lose = asked.allow_lossy or (base is not None and base.precision.is_lossy)
-    if plan.precision.is_lossy and plan.residency.blocks == "offloaded" and not may_lose:
+    may_lose = asked.allow_lossy or (base is not None and base.is_transfer_lossy)
+    if plan.is_transfer_lossy and plan.residency.blocks == "offloaded" and not may_lose:
         raise PlanError(
-            f"transfer format {plan.precision.transfer} is narrower than storage format {plan.precision.storage} "
+            f"transfer format {plan.transfer_dtype} is narrower than storage format {plan.weights.dtype} "
             "and loses precision at every offload",
             hint="add --allow-lossy if that is meant",
         )
@@ -183,10 +192,13 @@ def _laid_over(base: Plan, asked: Asked, model: ModelSpec) -> Plan:
                 f"--method {asked.method} places the blocks otherwise than --residency {asked.residency}",
                 hint="one of the two is enough",
             )
-        data["residency"] = {"blocks": asked.residency}
-        data["runtime"] |= _runtime_beside(asked.residency)
-    for axis in ("estimator", "residency", "precision", "runtime", "split"):
-        data[axis] = data[axis] | _formats(asked, axis)
+        data["residency"] = {
+            "blocks": asked.residency,
+            "transfer_dtype": base.residency.transfer_dtype,
+        }
+        data["schedule"] = _schedule_beside(asked.residency)
+    for axis, fields in asked.axes.items():
+        data[axis] = data[axis] | fields
     cuts = asked.wanted_cuts(model.num_blocks, base)
     if list(cuts) != list(data["split"].get("cuts", ())):
         data["split"] |= {"cuts": cuts, "densities": ()}
@@ -205,17 +217,9 @@ def _num_devices(device: str) -> int:
     return torch.cuda.device_count()
 
 
-def _runtime_beside(residency: str) -> dict[str, Any]:
+def _schedule_beside(residency: str) -> dict[str, Any]:
     """Return how blocks are visited that reside there: an offloaded one is updated at its next visit."""
     return {"traversal": "blockwise", "update": "delayed" if residency == "offloaded" else "immediate"}
-
-
-def _formats(asked: Asked, axis: str) -> dict[str, Any]:
-    """Return an axis's options; a storage format alone is the format of everything."""
-    given = asked.given(axis)
-    if axis == "precision" and "storage" in given:
-        return {"compute": given["storage"], "transfer": given["storage"], **given}
-    return given
 
 
 def _named_placement(asked: Asked, model: ModelSpec, longest: int | None) -> Plan:
@@ -230,7 +234,7 @@ def _named_placement(asked: Asked, model: ModelSpec, longest: int | None) -> Pla
                 "batch": asked.batch or 1,
                 "seq": _sequence_length(asked, model, longest),
                 "residency": {"blocks": residency},
-                "runtime": _runtime_beside(residency),
+                "schedule": _schedule_beside(residency),
             }
         )
 
@@ -240,10 +244,17 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
     topology, node = host_node(asked.device)
     profiles = Profiles(topology, num_threads=asked.num_threads, is_host=True)
     kept = {} if base is None else base.model_dump(mode="json")
+    fixed = {
+        axis: {name: value for name, value in kept.get(axis, {}).items() if name in names} | asked.given(axis)
+        for axis, names in _KEPT.items()
+    }
+    if not asked.seeks_mesh:
+        fixed["residency"] = {
+            name: value for name, value in fixed["residency"].items() if name == "transfer_dtype"
+        }
+    elif asked.residency is not None:
+        fixed["residency"]["blocks"] = asked.residency
     with readable("options of zosim run", PlanError):
-        estimator = Estimator.model_validate(kept.get("estimator", {}) | asked.given("estimator"))
-        precision = Precision.model_validate(kept.get("precision", {}) | _formats(asked, "precision"))
-        runtime = Runtime.model_validate(kept.get("runtime", {}) | asked.given("runtime"))
         request = Request(
             model=uncut(model),
             topology=topology,
@@ -253,25 +264,14 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
             profiles=profiles,
             batch=asked.batch or kept.get("batch", 1),
             seq=kept.get("seq", 0) if base and not asked.seq else _sequence_length(asked, model, longest),
-            estimator=estimator,
-            precision=precision,
             method=cast("Method", asked.method or "auto") if asked.seeks_mesh else asked.placing or "auto",
-            attention=runtime.attention,
             max_device_bytes=asked.max_device_bytes,
             allow_lossy=asked.allow_lossy,
-            fixed={
-                "runtime": runtime.model_dump(include={"weights", "keep_directions"}) | asked.given("runtime")
-            },
+            fixed=fixed,
         )
         if not asked.seeks_mesh:
             return choose(request).chosen.plan
-        return fastest_of(replace(request, fixed=_fixed(asked, request)), asked.ranks or 1)
-
-
-def _fixed(asked: Asked, request: Request) -> dict[str, Mapping[str, object]]:
-    """Return what the planner may not change, the options that say where blocks reside and when they are visited."""
-    blocks = {} if asked.residency is None else {"blocks": asked.residency}
-    return {**request.fixed, "residency": {**blocks, **asked.given("residency")}}
+        return fastest_of(request, asked.ranks or 1)
 
 
 def _sequence_length(asked: Asked, model: ModelSpec, longest: int | None) -> int:
@@ -301,7 +301,7 @@ def spec_for(
     spec = _spec_for(model, adapters, (), **loading)
     cuts = asked.wanted_cuts(spec.num_blocks, base)
     cut_blocks = Split(cuts=cuts).cut_blocks
-    if not cuts and base is not None and draws_by_halves(base.estimator):
+    if not cuts and base is not None and draws_by_halves(base.directions):
         cut_blocks = base.model.cut_blocks
     return _spec_for(model, adapters, cut_blocks, **loading) if cut_blocks else spec
 
@@ -369,7 +369,7 @@ def refuse_too_large(plan: Plan, programs: ProgramSet | None, *, random_weights:
     held = [b for rank in ranks for b in programs.program_of(rank).buffers if on_cpu or b.space is Space.HOST]
     once = {b.name: b.size_bytes for b in held if b.shared}
     size = sum(b.size_bytes for b in held if not b.shared) + sum(once.values())
-    width = DTYPE_BYTES[plan.precision.storage]
+    width = DTYPE_BYTES[plan.weights.dtype]
     # While they move into their buffers, the weights of one group stand twice. All ranks map them from the same files;
     # random ones every rank makes for itself.
     moving = len(ranks) * max(group.num_parameters for group in plan.model.groups) * 4

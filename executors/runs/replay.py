@@ -123,12 +123,12 @@ def load_base(
     allow_download: bool = False,
 ) -> nn.Module:
     """Return the base weights as a run begins with them, adapters attached: in its format, or mapped in their own."""
-    storage = plan.precision.storage
+    storage = plan.weights.dtype
     is_mapped = run is None and adapters is None and not random_weights and moves_mapped(plan)
     model = load_model(
         source,
         dtype=(own_format(source) if is_mapped else None) or storage,
-        attention=plan.runtime.attention,
+        attention=plan.forward.attention,
         random_weights=random_weights,
         allow_download=allow_download,
     )
@@ -214,15 +214,15 @@ def session_at(
     """
     if plan is None:
         program = program or recorded_programs(history.directory, history.header)
-    elif alone(plan) != alone(history.plan) and (plan.precision.is_lossy or history.plan.precision.is_lossy):
+    elif alone(plan) != alone(history.plan) and (plan.is_transfer_lossy or history.plan.is_transfer_lossy):
         raise RunError(
             f"{history.directory} and the placement asked for differ, and one of them rounds weights in transfer",
             hint="replay it as it was run",
         )
-    elif plan.runtime.weights != history.plan.runtime.weights:
+    elif plan.weights.perturbation != history.plan.weights.perturbation:
         raise RunError(
-            f"{history.directory} went to its points by weights={history.plan.runtime.weights}, the placement asked for "
-            f"by {plan.runtime.weights}: their bits differ",
+            f"{history.directory} went to its points by weights={history.plan.weights.perturbation}, the placement asked for "
+            f"by {plan.weights.perturbation}: their bits differ",
             hint="replay it as it was run",
         )
     if checkpoint is not None:
@@ -279,7 +279,7 @@ def advance(
 def _flush_points(history: History) -> Callable[[int], bool]:
     """Return whether the run flushed after so many steps; it matters only where flushing rounds weights."""
     run = history.settings
-    if not history.plan.precision.is_lossy or not run:
+    if not history.plan.is_transfer_lossy or not run:
         return lambda _num_steps: False
     evaluation = run["evaluation"] or {}
     periods = [run["digest_every"], run["checkpoint_every"], evaluation.get("every", 0)]

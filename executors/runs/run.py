@@ -210,7 +210,7 @@ class Run:
 
     def _first_session(self, model: nn.Module, options: dict[str, Any]) -> Session:
         settings = self.settings
-        storage = settings.plan.precision.storage
+        storage = settings.plan.weights.dtype
         session = self._opened.enter_context(
             Session(
                 settings.plan,
@@ -321,7 +321,7 @@ class Run:
             save_checkpoint(
                 session.model,
                 self.out,
-                dtype=self.settings.plan.precision.storage,
+                dtype=self.settings.plan.weights.dtype,
                 num_steps=done,
                 base_digest=self.header["base_digest"],
                 history_digest=history.digest(done),

@@ -94,7 +94,7 @@ class Evaluations:
 
     def _keep(self, session: Session) -> None:
         folder, adapters = Path(self._settings.out) / BEST_NAME, self._settings.adapters
-        storage = self._settings.plan.precision.storage
+        storage = self._settings.plan.weights.dtype
         if adapters is not None:
             save_alone(session.model, folder, adapters, storage)
             return

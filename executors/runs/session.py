@@ -132,10 +132,10 @@ class Session(Closing):
             epsilon=plan.estimator.epsilon,
             weight_decay=weight_decay,
             device=str(self.device),
-            attention=plan.runtime.attention,
+            attention=plan.forward.attention,
             loss_dtype=loss_dtype,
             seed=seed,
-            base_digest=base_digest or weights_digest(model, plan.precision.storage),
+            base_digest=base_digest or weights_digest(model, plan.weights.dtype),
         )
         if self.communicator is not None:
             same = ("base_digest", "plan", "epsilon", "weight_decay", "seed", "loss_dtype", "trainable")
@@ -143,7 +143,7 @@ class Session(Closing):
         self.cut = CutModel(
             model,
             loss_dtype=loss_dtype,
-            loss_chunk_tokens=plan.runtime.loss_chunk_tokens,
+            loss_chunk_tokens=plan.forward.loss_chunk_tokens,
             autocast_dtype=autocast_dtype(plan),
             objective=objective,
             cut_blocks=plan.model.cut_blocks,
@@ -155,12 +155,12 @@ class Session(Closing):
             backend,
             num_draw_threads=num_draw_threads,
             num_micro_batches=num_micro_batches,
-            watch_updates=plan.precision.loses_updates,
+            watch_updates=plan.loses_updates,
             communicator=self.communicator,
         )
         move_module_buffers(model, self.device)
         self.cut.device = self.device
-        storage = TORCH_DTYPES[plan.precision.storage]
+        storage = TORCH_DTYPES[plan.weights.dtype]
         self._whole = WholeModel(plan, self.cut, self.communicator, storage, self.device)
         self._present = PresentWeights(self.cut, storage, self.device, self._whole)
         self._live_bytes = 0
@@ -263,7 +263,7 @@ class Session(Closing):
         """Flush, and return a hash over names, formats, shapes and bits of all parameters."""
         self.flush()
         with self._whole.here():
-            return weights_digest(self.model, self.plan.precision.storage)
+            return weights_digest(self.model, self.plan.weights.dtype)
 
     def compare_replicas(self) -> None:
         """Flush, and make sure that all ranks hold, and have computed, the same parameters.
@@ -329,7 +329,7 @@ class Session(Closing):
     def save_pretrained(self, directory: str | Path) -> None:
         """Flush, and write a directory that transformers loads, in the run's format."""
         self.flush()
-        storage = self.plan.precision.storage
+        storage = self.plan.weights.dtype
         self.first_does(lambda: save_pretrained(self.model, directory, storage), "writing the weights")
 
     # -- measurements ------------------------------------------------------------------------------------------

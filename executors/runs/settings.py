@@ -171,7 +171,7 @@ class RunSettings:
             raise RunError(f"seed={self.seed} must be at least 0")
         if self.weight_decay < 0:
             raise RunError(f"weight_decay={self.weight_decay} must be at least 0")
-        if self.objective != "loss" and (self.loss_dtype != "model" or self.plan.runtime.loss_chunk_tokens):
+        if self.objective != "loss" and (self.loss_dtype != "model" or self.plan.forward.loss_chunk_tokens):
             raise PlanError(
                 f"objective={self.objective} is made of all logits at once, in a format of its own",
                 hint="leave --loss-dtype and a chunked loss out",
@@ -213,11 +213,14 @@ class RunSettings:
         plan, schedule = self.plan, self.schedule
         same = {
             **plan.estimator.model_dump(mode="json"),
-            "dtype": plan.precision.storage,
-            "compute_dtype": plan.precision.compute,
+            "direction": plan.directions.distribution,
+            "rng": plan.directions.rng,
+            "order": plan.directions.order,
+            "dtype": plan.weights.dtype,
+            "compute_dtype": plan.compute_dtype,
             "batch": plan.batch,
-            "attention": plan.runtime.attention,
-            "loss_chunk_tokens": plan.runtime.loss_chunk_tokens,
+            "attention": plan.forward.attention,
+            "loss_chunk_tokens": plan.forward.loss_chunk_tokens,
             "loss_dtype": self.loss_dtype,
             "objective": self.objective,
             "accumulate": self._accumulate_beside(earlier or plan),
@@ -237,13 +240,13 @@ class RunSettings:
         }
         if self.prefix is not None:
             same["prefix"] = self.prefix.num_tokens
-        if plan.runtime.weights != "serial":
-            same["weights"] = plan.runtime.weights
-        if plan.model.cut_blocks and draws_by_halves(plan.estimator):
+        if plan.weights.perturbation != "serial":
+            same["weights"] = plan.weights.perturbation
+        if plan.model.cut_blocks and draws_by_halves(plan.directions):
             same["cut_blocks"] = list(plan.model.cut_blocks)  # their halves are drawn one after the other
         if plan.split.is_lossy:
             same["split"] = plan.split.model_dump(mode="json", exclude={"densities"})
-        return same | (self._lossy_identity() if plan.precision.is_lossy else {})
+        return same | (self._lossy_identity() if plan.is_transfer_lossy else {})
 
     def _accumulate_beside(self, earlier: Plan) -> int:
         num_parts = self.accumulate * self.plan.mesh.data
@@ -253,11 +256,13 @@ class RunSettings:
         """Return what decides the numbers where offloading rounds weights: when and where it happens."""
         every = self.evaluation.every if self.evaluation else 0
         return {
-            "transfer_dtype": self.plan.precision.transfer,
+            "transfer_dtype": self.plan.transfer_dtype,
             # How ranks share a copy does not matter.
-            "residency": self.plan.residency.model_dump(mode="json", exclude={"transfers", "share_group"}),
-            "update": self.plan.runtime.update,
-            "traversal": self.plan.runtime.traversal,
+            "residency": self.plan.residency.model_dump(
+                mode="json", exclude={"transfers", "share_group", "transfer_dtype"}
+            ),
+            "update": self.plan.schedule.update,
+            "traversal": self.plan.schedule.traversal,
             "digest_every": self.digest_every,
             "checkpoint_every": self.checkpoint_every,
             "eval_every": every,

@@ -20,7 +20,7 @@ def own_device(device: str) -> str:
 
 def to_storage(model: nn.Module, plan: Plan) -> None:
     """Give the model's parameters the plan's format."""
-    storage = TORCH_DTYPES[plan.precision.storage]
+    storage = TORCH_DTYPES[plan.weights.dtype]
     for parameter in model.parameters():
         if parameter.dtype != storage:
             parameter.data = parameter.data.to(storage)
@@ -31,18 +31,18 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
     if not moves_mapped(plan):
         to_storage(model, plan)
     config = getattr(model, "config", None)
-    wanted = plan.runtime.attention
+    wanted = plan.forward.attention
     if getattr(config, "_attn_implementation", wanted) != wanted:
         model.set_attn_implementation(wanted)  # type: ignore[operator]
-    if plan.precision.compute == "tf32" and device.type != "cuda":
+    if plan.compute_dtype == "tf32" and device.type != "cuda":
         raise PlanError("compute=tf32 needs a CUDA device", hint="use compute=float32")
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if plan.precision.compute == "tf32" else "highest")
+        torch.set_float32_matmul_precision("high" if plan.compute_dtype == "tf32" else "highest")
 
 
 def autocast_dtype(plan: Plan) -> torch.dtype | None:
     """Return the format of matrix products where it is not that of the weights."""
-    compute, storage = plan.precision.compute, plan.precision.storage
+    compute, storage = plan.compute_dtype, plan.weights.dtype
     if compute in (storage, "tf32"):
         return None
     if compute not in ("float16", "bfloat16") or DTYPE_BYTES[compute] > DTYPE_BYTES[storage]:

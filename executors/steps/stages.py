@@ -26,10 +26,10 @@ from executors.steps.frames import LoadedBatch, MicroBatch, StepFrame
 from executors.steps.operands import Action, Unfit, one, place_of
 from executors.steps.streams import Backend
 from topology.errors import CodecError, ProgramError
-from zosim.axes import INSIDE
 from zosim.instructions import Access, Instruction, Space
 from zosim.lowering.layout import BATCH
 from zosim.operations import Decode, Encode, Recv, Send
+from zosim.plan import INSIDE
 from zosim.program import Program
 
 _OUT = ":out"

@@ -16,14 +16,13 @@ from proofs_checks.step_time import block_bytes, machine
 from topology import Topology, load_preset
 from topology.documents import catalogue
 from topology.schema import Link, Node
-from zosim.axes import Estimator, Mesh, Placement, Precision, Residency, Runtime
 from zosim.engines.fold import simulate_set
 from zosim.hardware.machine import Machine, Ring
 from zosim.lowering import lower_all
-from zosim.plan import Plan
+from zosim.plan import Estimator, Mesh, Placement, Plan, Residency, Schedule, Weights
 from zosim.planning.predict import Subject
 
-_HALF = Precision(storage="float16", compute="float16", transfer="float16")
+_HALF = Weights(dtype="float16")
 TRANSFERS = ("private", "shared", "sliced")
 
 
@@ -56,8 +55,8 @@ def offloaded(
         model,
         batch * num_ranks,
         residency=Residency.model_validate({"blocks": "offloaded", "transfers": transfers}),
-        runtime=Runtime(update="delayed"),
-        precision=_HALF,
+        schedule=Schedule(update="delayed"),
+        weights=_HALF,
     )
 
 
@@ -65,9 +64,7 @@ def perturbed(num_queries: int, num_ranks: int, *, model: str = "opt-125m") -> S
     """Return a step of this many directions, their evaluation points shared out among hosts without GPUs."""
     topology = load_preset("cpu-cluster-1gbit")
     mesh = Mesh(perturb=num_ranks)
-    return _subject(
-        topology, mesh, model, 1, seq=256, estimator=Estimator(num_queries=num_queries), runtime=Runtime()
-    )
+    return _subject(topology, mesh, model, 1, seq=256, estimator=Estimator(num_queries=num_queries))
 
 
 def _subject(
@@ -218,5 +215,5 @@ def _plan(num_blocks: int, board: Board, transfers: str) -> Plan:
         residency=Residency.model_validate(
             {"blocks": "offloaded", "num_slots": _NUM_SLOTS, "transfers": transfers}
         ),
-        runtime=Runtime(update="delayed"),
+        schedule=Schedule(update="delayed"),
     )

@@ -14,67 +14,70 @@ from typing import Any
 from costmodel.work import DType
 
 PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "sweep": {"runtime": {"traversal": "sweep"}},
-    "blockwise": {"runtime": {"update": "immediate"}},
-    "delayed": {"runtime": {"update": "delayed"}},
-    "delayed, counter": {"runtime": {"update": "delayed"}, "estimator": {"rng": "counter"}},
-    "delayed, rademacher": {"runtime": {"update": "delayed"}, "estimator": {"direction": "rademacher"}},
-    "delayed, draw ahead": {"runtime": {"update": "delayed", "draw_ahead": True}},
-    "delayed, forward difference": {"runtime": {"update": "delayed"}, "estimator": {"difference": "forward"}},
+    "sweep": {"schedule": {"traversal": "sweep"}},
+    "blockwise": {"schedule": {"update": "immediate"}},
+    "delayed": {"schedule": {"update": "delayed"}},
+    "delayed, counter": {"directions": {"rng": "counter"}, "schedule": {"update": "delayed"}},
+    "delayed, rademacher": {"directions": {"distribution": "rademacher"}, "schedule": {"update": "delayed"}},
+    "delayed, draw ahead": {"directions": {"drawn_ahead": True}, "schedule": {"update": "delayed"}},
+    "delayed, forward difference": {
+        "schedule": {"update": "delayed"},
+        "estimator": {"difference": "forward"},
+    },
     "offloaded, 1 slot": {
-        "runtime": {"update": "delayed"},
+        "schedule": {"update": "delayed"},
         "residency": {"blocks": "offloaded", "num_slots": 1},
     },
     "offloaded, 2 slots": {
-        "runtime": {"update": "delayed"},
+        "schedule": {"update": "delayed"},
         "residency": {"blocks": "offloaded", "num_slots": 2},
     },
     "offloaded, 3 slots": {
-        "runtime": {"update": "delayed"},
+        "schedule": {"update": "delayed"},
         "residency": {"blocks": "offloaded", "num_slots": 3},
     },
     "offloaded, no overlap": {
-        "runtime": {"update": "delayed"},
+        "schedule": {"update": "delayed"},
         "residency": {"blocks": "offloaded", "overlap": False},
     },
     "offloaded, no reuse": {
-        "runtime": {"update": "delayed"},
+        "schedule": {"update": "delayed"},
         "residency": {"blocks": "offloaded", "reuse_slots": False},
     },
-    "offloaded, immediate": {"runtime": {"update": "immediate"}, "residency": {"blocks": "offloaded"}},
+    "offloaded, immediate": {"schedule": {"update": "immediate"}, "residency": {"blocks": "offloaded"}},
     "offloaded, lossy": {
-        "runtime": {"update": "delayed"},
-        "residency": {"blocks": "offloaded"},
-        "precision": {"transfer": "narrower"},
+        "residency": {"blocks": "offloaded", "transfer_dtype": "narrower"},
+        "schedule": {"update": "delayed"},
     },
     "offloaded, draw ahead": {
-        "runtime": {"update": "delayed", "draw_ahead": True},
+        "directions": {"drawn_ahead": True},
+        "schedule": {"update": "delayed"},
         "residency": {"blocks": "offloaded"},
     },
     "offloaded, counter": {
-        "runtime": {"update": "delayed"},
+        "directions": {"rng": "counter"},
+        "schedule": {"update": "delayed"},
         "residency": {"blocks": "offloaded"},
-        "estimator": {"rng": "counter"},
     },
 }
 """Axes of the plan that each placement sets; the others keep their defaults."""
 
-_SHARED_OUT = {"runtime": {"update": "delayed"}, "residency": {"blocks": "offloaded", "transfers": "shared"}}
-_SLICED = {"runtime": {"update": "delayed"}, "residency": {"blocks": "offloaded", "transfers": "sliced"}}
+_SHARED_OUT = {"schedule": {"update": "delayed"}, "residency": {"blocks": "offloaded", "transfers": "shared"}}
+_SLICED = {"schedule": {"update": "delayed"}, "residency": {"blocks": "offloaded", "transfers": "sliced"}}
 
 RANK_PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "pertp": {"mesh": {"perturb": 2}, "runtime": {"update": "immediate"}},
-    "ddp": {"mesh": {"data": 2}, "runtime": {"update": "immediate"}},
-    "pertp, delayed": {"mesh": {"perturb": 2}, "runtime": {"update": "delayed"}},
+    "pertp": {"mesh": {"perturb": 2}, "schedule": {"update": "immediate"}},
+    "ddp": {"mesh": {"data": 2}, "schedule": {"update": "immediate"}},
+    "pertp, delayed": {"mesh": {"perturb": 2}, "schedule": {"update": "delayed"}},
     "ddp, offloaded": {
         "mesh": {"data": 2},
-        "runtime": {"update": "delayed"},
+        "schedule": {"update": "delayed"},
         "residency": {"blocks": "offloaded"},
     },
     "pertp, shared": {"mesh": {"perturb": 2}, **_SHARED_OUT},
     "pertp, sliced": {"mesh": {"perturb": 2}, **_SLICED},
     "ddp, sliced": {"mesh": {"data": 2}, **_SLICED},
-    "2d": {"mesh": {"data": 2, "perturb": 2}, "runtime": {"update": "immediate"}},
+    "2d": {"mesh": {"data": 2, "perturb": 2}, "schedule": {"update": "immediate"}},
 }
 """The same for placements of several ranks, of one thread each."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,8 +12,7 @@ from executors.models.random_models import random_model
 from executors.models.spec import spec_of_model
 from executors.runs.session import Session
 from studies.prediction.cases import Case, Shape
-from zosim.axes import Estimator, Mesh, Placement, Precision, Residency, Runtime
-from zosim.plan import Plan
+from zosim.plan import Placement, Plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,19 +23,17 @@ _NARROWER = {"float32": "bfloat16", "bfloat16": "float8_e4m3"}
 def plan_of(case: Case, model: nn.Module, *, topology: str, device: str) -> Plan:
     """Return the plan of a case for its model."""
     axes = {axis: dict(fields) for axis, fields in case.axes.items()}
-    precision: dict[str, Any] = {"storage": case.dtype, "compute": case.dtype, "transfer": case.dtype}
-    if axes.get("precision", {}).get("transfer") == "narrower":
-        precision["transfer"] = _NARROWER[case.dtype]
-    return Plan(
-        model=spec_of_model(model, name=case.shape.name),
-        placement=Placement(topology=topology, devices=(device,) * case.num_ranks),
-        mesh=Mesh(**axes.get("mesh", {})),
-        batch=case.batch,
-        seq=case.seq,
-        estimator=Estimator(**axes.get("estimator", {})),
-        residency=Residency(**axes.get("residency", {})),
-        precision=Precision(**precision),
-        runtime=Runtime(**axes.get("runtime", {})),
+    if axes.get("residency", {}).get("transfer_dtype") == "narrower":
+        axes["residency"]["transfer_dtype"] = _NARROWER[case.dtype]
+    return Plan.model_validate(
+        {
+            "model": spec_of_model(model, name=case.shape.name),
+            "placement": Placement(topology=topology, devices=(device,) * case.num_ranks),
+            "batch": case.batch,
+            "seq": case.seq,
+            "weights": {"dtype": case.dtype},
+            **axes,
+        }
     )
 
 

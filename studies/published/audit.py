@@ -99,7 +99,7 @@ def _faster_than_bus(cells: Sequence[Cell]) -> Iterator[Finding]:
         if not cell.case.method.is_offloaded:
             continue
         plan = cell.case.plan
-        size = _block_parameters(cell) * DTYPE_BYTES[plan.precision.transfer] / plan.placement.world_size
+        size = _block_parameters(cell) * DTYPE_BYTES[plan.transfer_dtype] / plan.placement.world_size
         rate = size / _step_s(cell)
         if rate > _PCIE4_X16 * (1 + SPREAD):
             yield Finding(
@@ -277,7 +277,7 @@ def _memory(cells: Sequence[Cell]) -> Iterator[Finding]:
         if cell.row.kind != "memory" or cell.value is None:
             continue
         plan = cell.case.plan
-        width = DTYPE_BYTES[plan.precision.storage]
+        width = DTYPE_BYTES[plan.weights.dtype]
         edges = sum(g.num_parameters for g in plan.model.groups if g.segments[0] in (EMBED, HEAD))
         block = _block_parameters(cell) / plan.model.num_blocks
         least = (plan.model.num_parameters if not cell.case.method.is_offloaded else edges + block) * width

@@ -75,7 +75,7 @@ class Cell:
         """What tells measurements apart."""
         plan, row = self.case.plan, self.row
         return (row["paper"], row["quantity"], row["gpu_type"], self.case.method, plan.mesh, plan.model.name, plan.batch,
-                plan.seq, plan.precision, plan.residency, plan.placement.world_size)  # fmt: skip
+                plan.seq, plan.weights, plan.compute_dtype, plan.residency, plan.placement.world_size)  # fmt: skip
 
     @property
     def group(self) -> str:

@@ -17,13 +17,22 @@ from typing import Literal
 
 from costmodel.configs import read_model_spec
 from costmodel.model_spec import ModelSpec
-from costmodel.work import DTYPE_BYTES
+from costmodel.work import DTYPE_BYTES, DType
 from studies.published.rows import Row
 from topology.documents import load_preset
 from topology.errors import PlanError, ZosimError
 from topology.graph import Topology
-from zosim.axes import Mesh, Placement, Precision, Residency, Runtime, TransferDType
-from zosim.plan import Plan
+from zosim.plan import (
+    ForwardPass,
+    Mesh,
+    Placement,
+    Plan,
+    Residency,
+    Schedule,
+    StorageDType,
+    TransferDType,
+    Weights,
+)
 
 MEBIBYTE = 2**20
 
@@ -34,12 +43,12 @@ PRESETS = {
 }
 """Hardware preset by the table's name of the GPU and the number of nodes."""
 
-PRECISIONS = {
-    "fp32": Precision(),
-    "fp16": Precision(storage="float16", compute="float16", transfer="float16"),
-    "bf16": Precision(storage="bfloat16", compute="bfloat16", transfer="bfloat16"),
-    "amp-fp16": Precision(compute="float16"),
-    "amp-bf16": Precision(compute="bfloat16"),
+PRECISIONS: dict[str, tuple[StorageDType, DType]] = {
+    "fp32": ("float32", "float32"),
+    "fp16": ("float16", "float16"),
+    "bf16": ("bfloat16", "bfloat16"),
+    "amp-fp16": ("float32", "float16"),
+    "amp-bf16": ("float32", "bfloat16"),
 }
 
 TRANSFERS: dict[str, TransferDType] = {
@@ -166,7 +175,7 @@ def case_of(row: Row) -> Case:
     preset = PRESETS.get((row["gpu_type"], num_nodes))
     if preset is None:
         raise UnknownRow(f"no hardware preset for {num_nodes} nodes of {row['gpu_type']!r}")
-    precision = _precision(row["precision"], method)
+    stored, computed, transfer = _formats(row["precision"], method)
     mesh = _mesh(method, num_ranks)
     devices = tuple(device.id for device in _topology(preset).compute_devices if device.kind == "gpu")[
         :num_ranks
@@ -180,13 +189,13 @@ def case_of(row: Row) -> Case:
             batch=batch,
             seq=seq,
             mesh=mesh,
-            residency=_residency(method, num_ranks),
-            precision=precision,
-            runtime=Runtime(
+            weights=Weights(dtype=stored),
+            residency=_residency(method, num_ranks, transfer),
+            schedule=Schedule(
                 traversal="blockwise" if method.is_offloaded else "sweep",
                 update="delayed" if method.is_offloaded and method.option != ABLATIONS[2] else "immediate",
-                attention=_attention(row["paper"], row["model"]),
             ),
+            forward=ForwardPass(compute_dtype=computed, attention=_attention(row["paper"], row["model"])),
         )
     except PlanError as error:
         raise UnknownRow(error.message) from error
@@ -243,16 +252,16 @@ def stretched(model: ModelSpec, seq: int) -> ModelSpec:
     return model.model_copy(update={"max_positions": seq})
 
 
-def _precision(name: str, method: Method) -> Precision:
-    precision = PRECISIONS.get(name)
-    if precision is None:
+def _formats(name: str, method: Method) -> tuple[StorageDType, DType, TransferDType | None]:
+    """Return the formats of weights, products and transfers; None where transfers have that of the weights."""
+    formats = PRECISIONS.get(name)
+    if formats is None:
         raise UnknownRow(f"precision {name!r} is none of {', '.join(PRECISIONS)}")
+    stored, computed = formats
     transfer = TRANSFERS.get(method.option.removeprefix("compress="))
-    if transfer is None:
-        return precision
-    if DTYPE_BYTES[transfer] > DTYPE_BYTES[precision.storage]:
-        raise UnknownRow(f"{method.option} would widen weights stored as {precision.storage}")
-    return precision.model_copy(update={"transfer": transfer})
+    if transfer is not None and DTYPE_BYTES[transfer] > DTYPE_BYTES[stored]:
+        raise UnknownRow(f"{method.option} would widen weights stored as {stored}")
+    return stored, computed, transfer
 
 
 def _mesh(method: Method, num_ranks: int) -> Mesh:
@@ -269,14 +278,15 @@ def _mesh(method: Method, num_ranks: int) -> Mesh:
     return Mesh(data=num_ranks // perturb, perturb=perturb, inner=inner)
 
 
-def _residency(method: Method, num_ranks: int) -> Residency:
+def _residency(method: Method, num_ranks: int, transfer: TransferDType | None) -> Residency:
     if not method.is_offloaded:
-        return Residency()
+        return Residency(transfer_dtype=transfer)
     return Residency(
         blocks="offloaded",
         overlap=method.option != ABLATIONS[0],
         reuse_slots=method.option != ABLATIONS[1],
         transfers="sliced" if num_ranks > 1 else "private",
+        transfer_dtype=transfer,
     )
 
 

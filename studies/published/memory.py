@@ -97,7 +97,7 @@ def parts_of(case: Case) -> Parts:
     """
     plan, model = case.plan, case.plan.model
     layout = Layout(plan, 0)
-    width = DTYPE_BYTES[plan.precision.storage]
+    width = DTYPE_BYTES[plan.weights.dtype]
     tokens = len(plan.rows_of(0)) * plan.seq
     is_early = case.paper == "ZO2" and model.family == "opt"
     kept = sum(b.size_bytes for b in buffers_of(layout) if b.space is Space.DEVICE and b.role in KEPT_ROLES)
@@ -106,9 +106,9 @@ def parts_of(case: Case) -> Parts:
         block_segment(0),
         batch=len(plan.rows_of(0)),
         seq=plan.seq,
-        dtype=plan.precision.compute,
-        storage_dtype=plan.precision.storage,
-        attention=plan.runtime.attention,
+        dtype=plan.compute_dtype,
+        storage_dtype=plan.weights.dtype,
+        attention=plan.forward.attention,
     ).workspace_bytes
     is_offloaded = case.method.is_offloaded
     cache = 2 * model.num_blocks * tokens * model.num_key_value_heads * model.head_dim * width

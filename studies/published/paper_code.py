@@ -78,7 +78,7 @@ class _Writer:
         self.plan = plan
         self.decays = decays
         self.model = plan.model
-        self.dtype: DType = plan.precision.storage
+        self.dtype: DType = plan.weights.dtype
         self.cast: set[str] = set()
 
     def work(self, item: Instruction, later: Sequence[Instruction]) -> Work:
@@ -99,10 +99,10 @@ class _Writer:
         return item.work
 
     def _forwarded(self, segment: str, work: Work) -> Work:
-        if self.plan.precision.compute == "float16":
+        if self.plan.compute_dtype == "float16":
             work = _with_fused_softmax(work)
         work = _with_padded_heads(work)
-        if self.plan.precision.compute != self.dtype:
+        if self.plan.compute_dtype != self.dtype:
             work = self._under_autocast(segment, work)
         return work
 
@@ -117,7 +117,7 @@ class _Writer:
             segment in self.cast or segment == EMBED
         ):  # a lookup is no product: autocast leaves its table alone
             groups = self.model.groups_of(segment)
-            width = DTYPE_BYTES[self.dtype] + DTYPE_BYTES[self.plan.precision.compute]
+            width = DTYPE_BYTES[self.dtype] + DTYPE_BYTES[self.plan.compute_dtype]
             changes["sweep_bytes"] = work.sweep_bytes - width * sum(group.num_parameters for group in groups)
             changes["num_kernels"] -= sum(group.num_tensors for group in groups)
         self.cast.add(segment)

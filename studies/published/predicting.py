@@ -129,7 +129,7 @@ def _undecided_half_width(cell: Cell, fit: FoundFit, predicted: float) -> float:
         return 0.0
     plan = cell.case.plan
     others = undecided(
-        cell.row["paper"], fit.values, hidden_size=plan.model.hidden_size, compute=plan.precision.compute
+        cell.row["paper"], fit.values, hidden_size=plan.model.hidden_size, compute=plan.compute_dtype
     )
     found = [float(cell.predictions([values])[0]) for values in others]
     return float(max((abs(np.log(other / predicted)) for other in found), default=0.0))

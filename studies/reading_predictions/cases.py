@@ -12,8 +12,7 @@ from costmodel.datasheet import datasheet_profile
 from costmodel.estimate import estimate
 from costmodel.profile import Profile
 from topology import load_preset
-from zosim.axes import Placement, Precision, Residency, Runtime
-from zosim.plan import Plan
+from zosim.plan import Placement, Plan, Residency, Schedule, Weights
 from zosim.planning.predict import Subject
 from zosim.timeline import Timeline
 
@@ -51,15 +50,15 @@ class Row:
 
 def offloaded(model: str = "opt-13b", *, seq: int = 512) -> Subject:
     """Return a model that passes through a desktop GPU block by block."""
-    half = Precision(storage="float16", compute="float16", transfer="float16")
+    half = Weights(dtype="float16")
     return _subject(
         "rtx4090-2x",
         "gpu0",
         model,
         seq,
-        precision=half,
+        weights=half,
         residency=Residency(blocks="offloaded"),
-        runtime=Runtime(update="delayed"),
+        schedule=Schedule(update="delayed"),
     )
 
 

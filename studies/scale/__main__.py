@@ -24,7 +24,6 @@ from costmodel.configs import read_model_spec
 from studies.scale.naive import naive_step
 from topology.clusters import cluster
 from topology.documents import load_preset
-from zosim.axes import Estimator, Mesh, Placement, Precision, Residency, Runtime
 from zosim.engines.fold import fold
 from zosim.engines.grid import step_time_bounds
 from zosim.engines.lockstep import Lockstep, steady_step_s
@@ -34,7 +33,7 @@ from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import profile_for
 from zosim.lowering import lower_all
-from zosim.plan import Plan
+from zosim.plan import Directions, Mesh, Placement, Plan, Residency, Schedule, Weights
 
 # What folding may change: rounding.
 AGREEMENT = 1e-9
@@ -113,10 +112,10 @@ def setting(model: str, preset: str, num_hosts: int) -> tuple[World, Plan, Machi
         batch=size,
         seq=2048,
         mesh=Mesh(data=size // 2, perturb=2),
-        estimator=Estimator(rng="counter"),
+        directions=Directions(rng="counter"),
+        weights=Weights(dtype="float16"),
+        schedule=Schedule(update="delayed", traversal="blockwise"),
         residency=Residency(blocks="offloaded", transfers="sliced"),
-        precision=Precision(storage="float16", compute="float16", transfer="float16"),
-        runtime=Runtime(update="delayed", traversal="blockwise"),
     )
     profile = profile_for(topology, devices[0], path=None, num_threads=None, is_host=False)
     machines = machines_for(topology, devices, profile, plan.groups)

@@ -19,7 +19,6 @@ from costmodel.configs import read_model_spec
 from studies.scale.__main__ import timed
 from topology.clusters import cluster
 from topology.documents import load_preset
-from zosim.axes import Precision
 from zosim.hardware.profiles import Profiles
 from zosim.planning.planner import Candidate, Decision, Request, choose
 
@@ -61,7 +60,7 @@ def request_named(name: str) -> Request:
         profiles=profiles,
         batch=len(devices),
         seq=2048,
-        precision=Precision(storage="float16", compute="float16", transfer="float16"),
+        fixed={"weights": {"dtype": "float16"}},
         max_ranks=len(devices),
     )
 

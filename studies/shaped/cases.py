@@ -16,13 +16,13 @@ from costmodel.work import DType
 from studies.prediction.cases import Shape
 
 RATES = ("1gbit", "100mbit")
-_RESIDENT: Mapping[str, Any] = MappingProxyType({"runtime": {"update": "immediate"}})
+_RESIDENT: Mapping[str, Any] = MappingProxyType({"schedule": {"update": "immediate"}})
 _OFFLOADED: Mapping[str, Any] = MappingProxyType(
-    {"runtime": {"update": "delayed"}, "residency": {"blocks": "offloaded"}}
+    {"schedule": {"update": "delayed"}, "residency": {"blocks": "offloaded"}}
 )
 _SLICED: Mapping[str, Any] = MappingProxyType(
     {
-        "runtime": {"update": "delayed"},
+        "schedule": {"update": "delayed"},
         "residency": {"blocks": "offloaded", "transfers": "sliced", "share_group": "world"},
     }
 )
@@ -72,7 +72,7 @@ def _stages(
     cut = "block.1.mlp" if inside else "block.1"
     split = {"cuts": [cut], "residual_codec": codec, "codec": codec if inside else "none"}
     axes = {
-        "runtime": {"traversal": traversal},
+        "schedule": {"traversal": traversal},
         "split": split,
         "estimator": {"num_queries": queries, "difference": difference},
         "densities": densities,

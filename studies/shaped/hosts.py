@@ -22,10 +22,9 @@ from topology.clusters import cluster
 from topology.documents import catalogue
 from topology.figures import Figure
 from topology.schema import Link, LinkType, Node
-from zosim.axes import Estimator, Mesh, Placement, Precision, Residency, Runtime, Split
 from zosim.hardware.machine import Hop, Machine, Ring
 from zosim.hardware.machines import machines_for
-from zosim.plan import Plan
+from zosim.plan import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Split, Weights
 
 _CORES = "machine:cores"
 _Way = TypeVar("_Way", Ring, Hop)
@@ -91,7 +90,6 @@ def plan_of(case: ShapedCase, topology: str = "shaped", device: str = "cpu0") ->
     densities = () if density is None else (density,)
     split = Split.model_validate({"cuts": cuts, "densities": densities, **case.axes.get("split", {})})
     hosts = [rank // layout.ranks_per_host for rank in range(layout.world_size)]
-    dtype = setting.dtype
     return Plan(
         model=spec_of_model(model_of(setting.shape), name=setting.shape.name, cut_blocks=split.cut_blocks),
         placement=Placement(
@@ -103,10 +101,11 @@ def plan_of(case: ShapedCase, topology: str = "shaped", device: str = "cpu0") ->
         seq=setting.seq,
         mesh=mesh,
         split=split,
-        estimator=Estimator(rng="counter", **case.axes.get("estimator", {})),
+        estimator=Estimator(**case.axes.get("estimator", {})),
+        directions=Directions(rng="counter"),
         residency=Residency(**case.axes.get("residency", {})),
-        precision=Precision.model_validate(dict.fromkeys(("storage", "compute", "transfer"), dtype)),
-        runtime=Runtime(**case.axes.get("runtime", {})),
+        weights=Weights.model_validate({"dtype": setting.dtype}),
+        schedule=Schedule(**case.axes.get("schedule", {})),
     )
 
 

@@ -35,15 +35,16 @@ from zosim.report import Table
 
 RESULTS = Path(__file__).with_name("pipelining.csv")
 NUM_QUERIES = 4
+_COPIES_AHEAD = {"weights": {"perturbation": "copies"}, "directions": {"drawn_ahead": True}}
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("blockwise", {"traversal": "blockwise"}),
-    ("querywise", {"traversal": "querywise"}),
-    ("sweep", {"traversal": "sweep"}),
-    ("querywise, directions kept", {"traversal": "querywise", "keep_directions": True}),
-    ("sweep, directions kept", {"traversal": "sweep", "keep_directions": True}),
-    ("querywise, copies ahead", {"traversal": "querywise", "weights": "copies", "draw_ahead": True}),
-    ("sweep, copies", {"traversal": "sweep", "weights": "copies"}),
-    ("sweep, copies ahead", {"traversal": "sweep", "weights": "copies", "draw_ahead": True}),
+    ("blockwise", {"schedule": {"traversal": "blockwise"}}),
+    ("querywise", {"schedule": {"traversal": "querywise"}}),
+    ("sweep", {"schedule": {"traversal": "sweep"}}),
+    ("querywise, directions kept", {"schedule": {"traversal": "querywise"}, "directions": {"kept": True}}),
+    ("sweep, directions kept", {"schedule": {"traversal": "sweep"}, "directions": {"kept": True}}),
+    ("querywise, copies ahead", {"schedule": {"traversal": "querywise"}, **_COPIES_AHEAD}),
+    ("sweep, copies", {"schedule": {"traversal": "sweep"}, "weights": {"perturbation": "copies"}}),
+    ("sweep, copies ahead", {"schedule": {"traversal": "sweep"}, **_COPIES_AHEAD}),
 )
 _WORK = (Stream.COMPUTE, Stream.DRAW)
 _CALIBRATION_S = 12.0
@@ -81,7 +82,10 @@ def plans() -> list[Plan]:
     made = plan_of(model, split, epsilon=TaskSettings().epsilon, num_stages=2).model_dump(mode="json")
     made["seq"] = batch["input_ids"].shape[1]
     made["estimator"]["num_queries"] = NUM_QUERIES
-    return [Plan.model_validate(made | {"runtime": made["runtime"] | runtime}) for _, runtime in CASES]
+    return [
+        Plan.model_validate(made | {axis: made[axis] | fields for axis, fields in axes.items()})
+        for _, axes in CASES
+    ]
 
 
 def _measured(chosen: list[Plan], path: str) -> list[tuple[float, float, float]]:

@@ -19,8 +19,7 @@ from topology.units import format_bytes, format_seconds
 from zosim.analysis.counts import StepCounts, step_counts
 from zosim.applications.first_order.programs import PRESETS
 from zosim.applications.first_order.report import baseline_subject
-from zosim.axes import Estimator, Mesh, Placement, Precision, Runtime, Split
-from zosim.plan import Plan
+from zosim.plan import Directions, Estimator, Mesh, Placement, Plan, Schedule, Split, Weights
 from zosim.planning.predict import Subject
 from zosim.report import Bullets, Table
 from zosim.spans import Span
@@ -128,10 +127,11 @@ def plan_of(method: Method) -> Plan:
         mesh=Mesh(stage=2),
         split=Split(cuts=(CUT,), codec=method.codec, residual_codec=method.codec),
         estimator=Estimator.model_validate(
-            {"difference": method.difference, "num_queries": method.num_queries, "rng": "counter"}
+            {"difference": method.difference, "num_queries": method.num_queries}
         ),
-        precision=Precision(storage="float16", compute="float16", transfer="float16"),
-        runtime=Runtime(traversal="querywise"),
+        directions=Directions.model_validate({"rng": "counter"}),
+        weights=Weights.model_validate({"dtype": "float16"}),
+        schedule=Schedule.model_validate({"traversal": "querywise"}),
     )
 
 

@@ -30,9 +30,8 @@ from executors.models.spec import spec_of_model
 from executors.randomness.rng import generator_on
 from executors.runs.evaluate import ChoiceResult, evaluate_choices
 from executors.runs.session import Session
-from zosim.axes import Estimator, Mesh, Placement, Split
 from zosim.console import stderr, stdout
-from zosim.plan import Plan
+from zosim.plan import Estimator, Mesh, Placement, Plan, Split
 from zosim.report import Table
 
 RESULTS = Path(__file__).with_name("training.csv")

@@ -24,8 +24,7 @@ from torch import nn
 from executors.models.spec import spec_of_model
 from executors.runs.session import Session
 from studies.speed.reference import literal_step, two_forwards
-from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
-from zosim.plan import Plan
+from zosim.plan import Directions, Estimator, Placement, Plan, Residency, Schedule, Weights
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1m": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},
@@ -150,35 +149,34 @@ def _contenders(model: nn.Module, data: Batch, dtype: str) -> list[tuple[str, St
         ("literal loop", lambda step: literal_step(literal, data, step, _RATE, _EPSILON)),
         ("two forwards", lambda _step: two_forwards(forwards, data)),
     ]
-    delayed, kept = Runtime(update="delayed"), Runtime(keep_directions=True)
-    points = {
-        "mezo (default)": (Estimator(), Residency(), Runtime()),
-        "mezo, delayed": (Estimator(), Residency(), delayed),
-        "mezo, offloaded": (Estimator(), Residency(blocks="offloaded"), delayed),
-        "counter, gaussian": (Estimator(rng="counter"), Residency(), Runtime()),
-        "counter, rademacher": (Estimator(rng="counter", direction="rademacher"), Residency(), Runtime()),
-        "mezo, directions kept": (Estimator(), Residency(), kept),
-        "counter, gaussian kept": (Estimator(rng="counter"), Residency(), kept),
+    delayed, kept = Schedule(update="delayed"), Directions(kept=True)
+    counter, signs = Directions(rng="counter"), Directions(rng="counter", distribution="rademacher")
+    counter_kept = Directions(rng="counter", kept=True)
+    points: dict[str, dict[str, Any]] = {
+        "mezo (default)": {},
+        "mezo, delayed": {"schedule": delayed},
+        "mezo, offloaded": {"residency": Residency(blocks="offloaded"), "schedule": delayed},
+        "counter, gaussian": {"directions": counter},
+        "counter, rademacher": {"directions": signs},
+        "mezo, directions kept": {"directions": kept},
+        "counter, gaussian kept": {"directions": counter_kept},
     }
-    for name, (estimator, residency, runtime) in points.items():
-        session = _session(copy.deepcopy(model), data, dtype, estimator, residency, runtime)
+    for name, axes in points.items():
+        session = _session(copy.deepcopy(model), data, dtype, **axes)
         found.append((name, lambda _step, session=session: session.step(data)))  # type: ignore[misc]
     return found
 
 
-def _session(
-    model: nn.Module, data: Batch, dtype: str, estimator: Estimator, residency: Residency, runtime: Runtime
-) -> Session:
+def _session(model: nn.Module, data: Batch, dtype: str, **axes: Any) -> Session:
     batch, seq = data["input_ids"].shape
     plan = Plan(
         model=spec_of_model(model),
         placement=Placement(topology="host", devices=("cpu0",)),
         batch=batch,
         seq=seq,
-        estimator=estimator.model_copy(update={"epsilon": _EPSILON}),
-        residency=residency,
-        precision=Precision.model_validate({"storage": dtype, "compute": dtype, "transfer": dtype}),
-        runtime=runtime,
+        estimator=Estimator(epsilon=_EPSILON),
+        weights=Weights.model_validate({"dtype": dtype}),
+        **axes,
     )
     return Session(plan, model, learning_rate=_RATE, num_draw_threads=torch.get_num_threads())
 

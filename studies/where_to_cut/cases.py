@@ -10,10 +10,9 @@ import numpy as np
 
 from costmodel.codecs import codec_spec, overhead_bytes
 from costmodel.configs import spec_of_config
-from zosim.axes import Estimator, Mesh, Placement, Split
 from zosim.lowering import lower_all
 from zosim.operations import Send
-from zosim.plan import Plan
+from zosim.plan import Estimator, Mesh, Placement, Plan, Split
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
-from zosim.axes import Estimator, Placement, Residency, Runtime
-from zosim.plan import Plan
+from zosim.plan import Estimator, Placement, Plan, Residency, Schedule
 
 EPSILON = 1e-3
 
@@ -84,7 +83,7 @@ def session_of(model: nn.Module, *, offloaded: bool, seed: int = 0) -> Session:
         seq=16,
         estimator=Estimator(epsilon=EPSILON),
         residency=Residency(blocks="offloaded" if offloaded else "resident"),
-        runtime=Runtime(update="delayed" if offloaded else "immediate"),
+        schedule=Schedule(update="delayed" if offloaded else "immediate"),
     )
     return Session(plan, model, learning_rate=lambda step: 1e-2 / (1 + step), seed=seed, num_timed_steps=0)
 

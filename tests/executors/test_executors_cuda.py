@@ -13,14 +13,15 @@ from topology.errors import RunError
 
 PLACEMENTS = {
     "resident": {},
-    "offloaded": {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}},
+    "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
     "draw-ahead": {
         "residency": {"blocks": "offloaded"},
-        "runtime": {"update": "delayed", "draw_ahead": True},
+        "directions": {"drawn_ahead": True},
+        "schedule": {"update": "delayed"},
     },
     "fresh-slots": {
         "residency": {"blocks": "offloaded", "reuse_slots": False},
-        "runtime": {"update": "delayed"},
+        "schedule": {"update": "delayed"},
     },
 }
 
@@ -52,7 +53,7 @@ def test_counter_directions_on_cuda_do_not_depend_on_the_placement():
     found = []
     for placement in PLACEMENTS.values():
         model = model_of("llama-tied")
-        plan = plan_of(model, estimator={"rng": "counter"}, **placement)
+        plan = plan_of(model, directions={"rng": "counter"}, **placement)
         with Session(plan, model, learning_rate=1e-3, device="cuda:0") as session:
             found.append([session.step(batch).projected_gradients for batch in batches(4)])
     assert all(gradients == found[0] for gradients in found)

@@ -143,7 +143,7 @@ def test_programs_that_the_header_does_not_speak_of_are_made_again(inputs, run, 
     program = run / "program.json"
     if left == "of another placement":
         other = Plan.load(run / "plan.json").model_dump(mode="json")
-        other["runtime"]["update"] = "immediate" if other["runtime"]["update"] == "delayed" else "delayed"
+        other["schedule"]["update"] = "immediate" if other["schedule"]["update"] == "delayed" else "delayed"
         lower_all(Plan.model_validate(other)).save(program)
     elif left == "spoilt":
         program.write_text(program.read_text().replace('"scale": -2', '"scale": -4'))

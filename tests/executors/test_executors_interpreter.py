@@ -12,31 +12,32 @@ from tests.support.reference_mezo import LiteralMezo, differing
 from tests.support.tiny import batches, model_of, plan_of
 from zosim.lowering import lower
 
-RESIDENT = {"residency": {"blocks": "resident"}, "runtime": {"update": "immediate"}}
-SWEEP = {"residency": {"blocks": "resident"}, "runtime": {"update": "immediate", "traversal": "sweep"}}
-OFFLOADED = {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}}
+RESIDENT = {"residency": {"blocks": "resident"}, "schedule": {"update": "immediate"}}
+SWEEP = {"residency": {"blocks": "resident"}, "schedule": {"update": "immediate", "traversal": "sweep"}}
+OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
 PLACEMENTS = {
     "sweep": SWEEP,
     "resident": RESIDENT,
-    "resident-delayed": {"residency": {"blocks": "resident"}, "runtime": {"update": "delayed"}},
+    "resident-delayed": {"residency": {"blocks": "resident"}, "schedule": {"update": "delayed"}},
     "offloaded": OFFLOADED,
     "offloaded-draw-ahead": {
         "residency": {"blocks": "offloaded"},
-        "runtime": {"update": "delayed", "draw_ahead": True},
+        "directions": {"drawn_ahead": True},
+        "schedule": {"update": "delayed"},
     },
     "offloaded-one-slot": {
         "residency": {"blocks": "offloaded", "num_slots": 1},
-        "runtime": {"update": "delayed"},
+        "schedule": {"update": "delayed"},
     },
     "offloaded-serial": {
         "residency": {"blocks": "offloaded", "overlap": False},
-        "runtime": {"update": "delayed"},
+        "schedule": {"update": "delayed"},
     },
     "offloaded-fresh-slots": {
         "residency": {"blocks": "offloaded", "reuse_slots": False},
-        "runtime": {"update": "delayed"},
+        "schedule": {"update": "delayed"},
     },
-    "offloaded-immediate": {"residency": {"blocks": "offloaded"}, "runtime": {"update": "immediate"}},
+    "offloaded-immediate": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "immediate"}},
 }
 DTYPES = {
     "float32": torch.float32,

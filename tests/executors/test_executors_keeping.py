@@ -30,15 +30,15 @@ from zosim.program import Program
 from zosim.validate import validate
 
 PLACEMENTS = {
-    "sweep": {"runtime": {"traversal": "sweep"}},
+    "sweep": {"schedule": {"traversal": "sweep"}},
     "resident": {},
-    "querywise": {"runtime": {"traversal": "querywise"}},
-    "draw-ahead": {"runtime": {"draw_ahead": True}},
-    "delayed": {"runtime": {"update": "delayed"}},
-    "delayed-draw-ahead": {"runtime": {"update": "delayed", "draw_ahead": True}},
-    "offloaded": {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}},
+    "querywise": {"schedule": {"traversal": "querywise"}},
+    "draw-ahead": {"directions": {"drawn_ahead": True}},
+    "delayed": {"schedule": {"update": "delayed"}},
+    "delayed-draw-ahead": {"directions": {"drawn_ahead": True}, "schedule": {"update": "delayed"}},
+    "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
     "offloaded-immediate": {"residency": {"blocks": "offloaded", "num_slots": 1}},
-    "copies": {"runtime": {"weights": "copies"}},
+    "copies": {"weights": {"perturbation": "copies"}},
 }
 
 
@@ -52,11 +52,13 @@ DECAY, RATE = 0.1, 1e-2
 
 
 def keeping(placement, kept=True):
-    return placement | {"runtime": placement.get("runtime", {}) | {"keep_directions": kept}}
+    return placement | {"directions": placement.get("directions", {}) | {"kept": kept}}
 
 
-def plan_for(placement, model, *, kept=True, **estimator):
-    return plan_of(model, estimator=estimator, **keeping(PLACEMENTS[placement], kept))
+def plan_for(placement, model, *, kept=True, estimator=None, directions=None):
+    axes = keeping(PLACEMENTS[placement], kept)
+    axes["directions"] |= directions or {}
+    return plan_of(model, estimator=estimator or {}, **axes)
 
 
 def trained(plan: Plan, model, *, steps=3, flush_at=(), **options) -> list[tuple[object, ...]]:
@@ -87,10 +89,10 @@ def test_kept_directions_equal_the_literal_loop(name, placement, order):
     reference = model_of(name)
     model, start = copy.deepcopy(reference), copy.deepcopy(reference)
     walk = execution_order if order == "execution" and name != "gpt2" else None
-    weights = PLACEMENTS[placement].get("runtime", {}).get("weights", "serial")
+    weights = PLACEMENTS[placement].get("weights", {}).get("perturbation", "serial")
     loop = LiteralMezo(reference, epsilon=1e-3, weight_decay=DECAY, walk=walk, weights=weights)
     order = order if walk else "registration"
-    plan = plan_for(placement, model, order=order)
+    plan = plan_for(placement, model, directions={"order": order})
     with Session(plan, model, learning_rate=lambda step: RATE / (step + 1), weight_decay=DECAY) as session:
         for step, batch in enumerate(batches(4)):
             record = session.step(batch)
@@ -106,12 +108,12 @@ def test_kept_directions_equal_the_literal_loop(name, placement, order):
 
 
 ESTIMATORS = {
-    "two-queries": {"num_queries": 2},
-    "forward": {"difference": "forward", "num_queries": 2},
-    "counter": {"rng": "counter"},
-    "counter-queries": {"rng": "counter", "num_queries": 3},
-    "signs": {"rng": "counter", "direction": "rademacher"},
-    "walked-signs": {"direction": "rademacher", "num_queries": 2},
+    "two-queries": {"estimator": {"num_queries": 2}},
+    "forward": {"estimator": {"difference": "forward", "num_queries": 2}},
+    "counter": {"directions": {"rng": "counter"}},
+    "counter-queries": {"estimator": {"num_queries": 3}, "directions": {"rng": "counter"}},
+    "signs": {"directions": {"rng": "counter", "distribution": "rademacher"}},
+    "walked-signs": {"estimator": {"num_queries": 2}, "directions": {"distribution": "rademacher"}},
 }
 
 
@@ -123,10 +125,10 @@ ESTIMATORS = {
     ],
 )
 def test_kept_directions_equal_those_drawn_again(placement, name):
-    kept, again, estimator = model_of("opt"), model_of("opt"), ESTIMATORS[name]
+    kept, again, axes = model_of("opt"), model_of("opt"), ESTIMATORS[name]
     options = {"num_draw_threads": 2, "flush_at": (1,)}
-    found = trained(plan_for(placement, kept, **estimator), kept, **options)
-    assert found == trained(plan_for(placement, again, kept=False, **estimator), again, **options)
+    found = trained(plan_for(placement, kept, **axes), kept, **options)
+    assert found == trained(plan_for(placement, again, kept=False, **axes), again, **options)
     assert differing(kept, again) == []
 
 
@@ -174,10 +176,14 @@ def test_micro_batches_share_a_kept_direction():
 def test_a_replay_with_kept_directions_rebuilds_a_run_without(placement, rng):
     ran, replayed = model_of("opt"), model_of("opt")
     records: list[StepRecord] = []
-    with Session(plan_for(placement, ran, kept=False, rng=rng), ran, learning_rate=RATE, seed=3) as session:
+    with Session(
+        plan_for(placement, ran, kept=False, directions={"rng": rng}), ran, learning_rate=RATE, seed=3
+    ) as session:
         records += [session.step(batch) for batch in batches(4)]
         session.flush()
-    with Session(plan_for(placement, replayed, rng=rng), replayed, learning_rate=RATE, seed=3) as session:
+    with Session(
+        plan_for(placement, replayed, directions={"rng": rng}), replayed, learning_rate=RATE, seed=3
+    ) as session:
         for record in records:
             session.replay(record)
         session.flush()
@@ -192,7 +198,7 @@ def draws(program: Program) -> Counter[tuple[str, int]]:
 @pytest.mark.parametrize(("queries", "rng"), [(1, "mezo"), (3, "mezo"), (1, "counter")])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_direction_is_drawn_once(model, placement, queries, rng):
-    program = lower(plan_for(placement, model, num_queries=queries, rng=rng))
+    program = lower(plan_for(placement, model, estimator={"num_queries": queries}, directions={"rng": rng}))
     validate(program)
     groups = [group for group in plan_of(model).model.groups if group.num_trainable]
     assert draws(program) == {(group.name, query): 1 for group in groups for query in range(queries)}
@@ -211,7 +217,7 @@ def test_every_direction_is_drawn_once(model, placement, queries, rng):
 @pytest.mark.parametrize("placement", ["resident", "delayed", "offloaded"])
 def test_the_memory_that_is_planned_is_what_is_taken(placement):
     model = model_of("opt")
-    plan = plan_for(placement, model, num_queries=2)
+    plan = plan_for(placement, model, estimator={"num_queries": 2})
     planned = sum(buffer.size_bytes for buffer in lower(plan).buffers if buffer.role == "directions")
     weights = sum(4 * group.num_trainable for group in plan.model.groups)
     with Session(plan, model) as session:
@@ -224,7 +230,7 @@ def test_the_memory_that_is_planned_is_what_is_taken(placement):
 
 @pytest.mark.parametrize("placement", ["resident", "delayed"])
 def test_a_direction_that_is_overwritten_before_its_last_reader_is_a_hazard(placement):
-    program = lower(plan_for(placement, model_of("opt"), rng="counter"))
+    program = lower(plan_for(placement, model_of("opt"), directions={"rng": "counter"}))
     step = list(program.step)
     update = next(k for k, i in enumerate(step) if isinstance(i.op, Update) and i.op.group == "block.1")
     redraw = next(i for i in step if isinstance(i.op, Draw) and i.op.group == "block.1")
@@ -266,7 +272,7 @@ def test_a_run_that_keeps_directions_goes_on_without_and_is_replayed(tmp_path):
     assert zosim(*common, *offloaded, "--out", plain, "--steps", 6) == 0
     assert zosim(*common, *offloaded, "--out", out, "--steps", 3, "--keep-directions") == 0
     header = json.loads((out / "run.json").read_text())
-    assert header["plan"]["runtime"]["keep_directions"] is True
+    assert header["plan"]["directions"]["kept"] is True
     assert zosim("run", "--out", out, "--resume", "--steps", 6, "--no-keep-directions", "--no-launch") == 0
     assert [row["loss_plus"] for row in rows_of(out)] == [row["loss_plus"] for row in rows_of(plain)]
     assert zosim("replay", out, "--model", model, "-o", tmp_path / "again") == 0

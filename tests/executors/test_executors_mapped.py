@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     )
     folder = tmp_path_factory.mktemp("mapped")
     model.save_pretrained(folder)
-    plan = plan_of(model, dtype="bfloat16", residency={"blocks": "offloaded"}, runtime={"update": "delayed"})
+    plan = plan_of(model, dtype="bfloat16", residency={"blocks": "offloaded"}, schedule={"update": "delayed"})
     data = plan.model_dump(mode="json")
     data["residency"]["transfers"] = "sliced"
     data["mesh"] = {"perturb": 2}

@@ -165,7 +165,7 @@ def test_steps_whose_draws_begin_by_jumps_equal_the_literal_loop(monkeypatch, na
     reference = model_of(name, getattr(torch, dtype))
     model = copy.deepcopy(reference)
     loop = LiteralMezo(reference, epsilon=1e-3, weight_decay=0.1)
-    plan = plan_of(model, dtype=dtype, runtime={"update": update})
+    plan = plan_of(model, dtype=dtype, schedule={"update": update})
     with Session(plan, model, learning_rate=1e-2, weight_decay=0.1, num_draw_threads=2) as session:
         for batch in batches(3):
             record = session.step(batch)

@@ -32,9 +32,9 @@ AXES = {
     "rate": ("constant", "linear", "cosine"),
 }
 PLACEMENTS = {
-    "sweep": {"runtime": {"traversal": "sweep"}},
+    "sweep": {"schedule": {"traversal": "sweep"}},
     "resident": {},
-    "offloaded": {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}},
+    "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
 }
 LORA = LoRA(rank=2, target_modules=("q_proj", "v_proj"), seed=3)
 BASE_RATE = 1e-3
@@ -104,9 +104,8 @@ def assert_parity(shape, dtype, tuned, placement, order, weights, decay, rate):
         weights=weights,
         walk=execution_order if order == "execution" else None,
     )
-    placed = {"runtime": {}} | PLACEMENTS[placement]
-    placed = placed | {"runtime": placed["runtime"] | {"weights": weights}}
-    plan = plan_of(model, size=2, seq=6, dtype=dtype, estimator={"order": order}, **placed)
+    placed = PLACEMENTS[placement] | {"weights": {"perturbation": weights}}
+    plan = plan_of(model, size=2, seq=6, dtype=dtype, directions={"order": order}, **placed)
     schedule = Schedule(rate, BASE_RATE, NUM_STEPS, warmup_steps=5 if rate == "cosine" else 0)
     with Session(plan, model, learning_rate=schedule.at, weight_decay=decay, seed=11) as session:
         for step, batch in enumerate(batches(NUM_STEPS, size=2, seq=6)):

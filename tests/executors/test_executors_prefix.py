@@ -27,7 +27,7 @@ SHAPES = {
     **{name: CONFIGS[name] for name in ("opt", "llama", "llama-tied", "gpt2")},
     "qwen3": QWEN3,
 }
-OFFLOADED = {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}}
+OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
 PREFIX = Prefix(num_tokens=4)
 
 
@@ -89,7 +89,7 @@ def test_the_configuration_alone_tells_the_same_specification(name):
 
 
 @pytest.mark.parametrize(
-    "placement", [{}, {"runtime": {"traversal": "sweep"}}, OFFLOADED], ids=["res", "sweep", "off"]
+    "placement", [{}, {"schedule": {"traversal": "sweep"}}, OFFLOADED], ids=["res", "sweep", "off"]
 )
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
 def test_a_tuned_prefix_equals_the_literal_loop(name, placement):

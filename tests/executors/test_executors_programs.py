@@ -19,7 +19,7 @@ from zosim.lowering import lower
 from zosim.operations import Perturb
 from zosim.program import Program
 
-OFFLOADED = {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}}
+OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
 
 
 def edited(program, name, **changes):

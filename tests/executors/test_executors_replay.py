@@ -76,7 +76,7 @@ def test_copies_leave_no_drift_and_are_replayed_as_such(inputs, tmp_path, capsys
     assert zosim(*options(inputs, out, *OFFLOADED, *still)) == 0
     assert differing(loaded(out), loaded(inputs[0])) == []
     header = json.loads((out / "run.json").read_text())
-    assert (header["plan"]["runtime"]["weights"], header["run"]["identity"]["weights"]) == (
+    assert (header["plan"]["weights"]["perturbation"], header["run"]["identity"]["weights"]) == (
         "copies",
         "copies",
     )

@@ -85,7 +85,7 @@ def test_a_run_leaves_files_that_the_other_commands_read(inputs, tmp_path):
     out = tmp_path / "out"
     assert train(model, data, out, "--residency", "offloaded", "--eval-data", data, "--eval-every", 2) == 0
     plan, program = Plan.load(out / "plan.json"), Program.load(out / "program.json")
-    assert (plan.batch, plan.seq, plan.residency.blocks, plan.runtime.update) == (
+    assert (plan.batch, plan.seq, plan.residency.blocks, plan.schedule.update) == (
         3,
         9,
         "offloaded",

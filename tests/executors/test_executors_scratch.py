@@ -13,10 +13,10 @@ from zosim.lowering.buffers import SCRATCH_ELEMENTS
 
 ALIGNMENT_BYTES = 64
 ESTIMATORS = (
-    {"rng": "mezo"},
-    {"rng": "counter"},
-    {"rng": "counter", "direction": "rademacher"},
-    {"rng": "mezo", "num_queries": 2},
+    {},
+    {"directions": {"rng": "counter"}},
+    {"directions": {"rng": "counter", "distribution": "rademacher"}},
+    {"estimator": {"num_queries": 2}},
 )
 
 
@@ -35,7 +35,7 @@ def _segment_bytes(plan) -> int:
 @pytest.mark.parametrize("name", ["opt", "opt-untied", "gpt2", "llama"])
 def test_a_resident_step_keeps_the_direction_of_one_segment(name, update, estimator):
     model = model_of(name)
-    plan = plan_of(model, estimator=estimator, runtime={"update": update})
+    plan = plan_of(model, **estimator, schedule={"update": update})
     with Session(plan, model, weight_decay=0.1, num_draw_threads=2) as session:
         for batch in batches(3):
             session.step(batch)

@@ -19,8 +19,8 @@ from tests.support.tiny import CONFIGS, batches, model_of, plan_of
 from topology.errors import ModelError, PlanError, RunError
 from zosim.instructions import Space, Stream
 
-OFFLOADED = {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}}
-COUNTER = {"estimator": {"rng": "counter"}}
+OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
+COUNTER = {"directions": {"rng": "counter"}}
 
 
 def trained(placement, *, steps=4, model=None, **options):
@@ -54,7 +54,7 @@ def test_execution_order_draws_the_final_norm_last():
         late = [pair for pair in named if "decoder.final_layer_norm" in pair[0] or "lm_head" in pair[0]]
         return [pair for pair in named if pair not in late] + late
 
-    plan = plan_of(tuned, estimator={"order": "execution"}, **OFFLOADED)
+    plan = plan_of(tuned, directions={"order": "execution"}, **OFFLOADED)
     loop = LiteralMezo(reference, epsilon=1e-3, walk=walk)
     with Session(plan, tuned, learning_rate=1e-3) as session:
         for batch in batches(4):
@@ -67,10 +67,10 @@ def test_execution_order_draws_the_final_norm_last():
 @pytest.mark.parametrize("direction", ["gaussian", "rademacher"])
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_counter_directions_do_not_depend_on_the_placement(name, direction):
-    estimator = {"rng": "counter", "direction": direction}
+    directions = {"rng": "counter", "distribution": direction}
     resident, offloaded = model_of(name), model_of(name)
-    first, _ = trained({"estimator": estimator, "runtime": {"traversal": "sweep"}}, model=resident)
-    second, _ = trained({"estimator": estimator, **OFFLOADED}, model=offloaded, num_draw_threads=2)
+    first, _ = trained({"directions": directions, "schedule": {"traversal": "sweep"}}, model=resident)
+    second, _ = trained({"directions": directions, **OFFLOADED}, model=offloaded, num_draw_threads=2)
     assert [r.projected_gradients for r in first] == [r.projected_gradients for r in second]
     assert differing(resident, offloaded) == []
 
@@ -104,16 +104,20 @@ def test_a_saved_model_is_loaded_by_transformers_with_the_same_bits(tmp_path, dt
 def test_transfer_in_a_narrower_format_loses_bits_but_runs():
     exact, _ = trained(OFFLOADED)
     for transfer in ("bfloat16", "float16", "float8_e4m3"):
-        lossy, _ = trained(OFFLOADED | {"precision": {"transfer": transfer}})
+        lossy, _ = trained(OFFLOADED | {"residency": {"blocks": "offloaded", "transfer_dtype": transfer}})
         assert all(r.loss == pytest.approx(e.loss, rel=0.1) for r, e in zip(lossy, exact, strict=True))
         assert lossy[-1].loss != exact[-1].loss
 
 
 def test_autocast_and_chunked_loss_stay_close():
     exact, _ = trained(OFFLOADED)
-    cast, _ = trained(OFFLOADED | {"precision": {"compute": "bfloat16"}})
+    cast, _ = trained(OFFLOADED | {"forward": {"compute_dtype": "bfloat16"}})
     chunked, _ = trained(
-        {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed", "loss_chunk_tokens": 4}}
+        {
+            "residency": {"blocks": "offloaded"},
+            "schedule": {"update": "delayed"},
+            "forward": {"loss_chunk_tokens": 4},
+        }
     )
     assert cast[0].loss == pytest.approx(exact[0].loss, rel=1e-2)
     assert cast[0].loss != exact[0].loss
@@ -134,7 +138,7 @@ def test_loss_in_float64_resolves_smaller_differences():
 def test_tf32_is_refused_on_a_cpu():
     model = model_of("opt")
     with pytest.raises(PlanError, match="tf32"):
-        Session(plan_of(model, precision={"compute": "tf32"}), model)
+        Session(plan_of(model, forward={"compute_dtype": "tf32"}), model)
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run_with_advice():
@@ -247,7 +251,7 @@ def test_random_weights_need_the_configuration_alone(tmp_path):
 
 @pytest.mark.parametrize("name", ["opt", "llama", "gpt2"])
 @pytest.mark.parametrize(
-    "placement", [OFFLOADED, {}, {"runtime": {"traversal": "sweep"}}], ids=["off", "res", "sweep"]
+    "placement", [OFFLOADED, {}, {"schedule": {"traversal": "sweep"}}], ids=["off", "res", "sweep"]
 )
 def test_adapters_alone_equal_the_literal_loop(name, placement):
     reference = model_of(name)

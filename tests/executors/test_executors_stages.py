@@ -6,7 +6,6 @@ import pytest
 
 from tests.support.staged import Case, assert_equal
 
-COUNTER = (("rng", "counter"),)
 INSIDE, BETWEEN = ("block.1.mlp",), ("block.0",)
 THREE, FOUR = ("block.0", "block.1.mlp"), ("block.0.mlp", "block.1", "block.2.mlp")
 
@@ -22,62 +21,79 @@ CASES = {
     "three": Case(THREE),
     "four": Case(FOUR),
     "block-between-its-halves": Case(("block.1.mlp", "block.1")),
-    "untied-counter": Case(THREE, "opt-untied", axes=axes(estimator={"rng": "counter"})),
-    "norm-behind": Case(FOUR, "opt-projected", axes=axes(estimator={"rng": "counter"})),
-    "gpt2-sweep": Case(THREE, "gpt2", axes=axes(runtime={"traversal": "sweep"})),
+    "untied-counter": Case(THREE, "opt-untied", axes=axes(directions={"rng": "counter"})),
+    "norm-behind": Case(FOUR, "opt-projected", axes=axes(directions={"rng": "counter"})),
+    "gpt2-sweep": Case(THREE, "gpt2", axes=axes(schedule={"traversal": "sweep"})),
     "llama-querywise": Case(
-        THREE, "llama", axes=axes(runtime={"traversal": "querywise"}, estimator={"num_queries": 2})
+        THREE, "llama", axes=axes(schedule={"traversal": "querywise"}, estimator={"num_queries": 2})
     ),
     "llama-tied-forward": Case(
         FOUR, "llama-tied", axes=axes(estimator={"difference": "forward", "num_queries": 2})
     ),
     "sweep-forward-counter": Case(
         INSIDE,
-        axes=axes(estimator={"difference": "forward", "rng": "counter"}, runtime={"traversal": "sweep"}),
+        axes=axes(
+            estimator={"difference": "forward"},
+            directions={"rng": "counter"},
+            schedule={"traversal": "sweep"},
+        ),
     ),
     "two-queries-delayed": Case(
-        THREE, axes=axes(estimator={"num_queries": 2}, runtime={"update": "delayed"})
+        THREE, axes=axes(estimator={"num_queries": 2}, schedule={"update": "delayed"})
     ),
-    "rademacher": Case(THREE, axes=axes(estimator={"direction": "rademacher"})),
-    "copies": Case(THREE, axes=axes(runtime={"weights": "copies"})),
+    "rademacher": Case(THREE, axes=axes(directions={"distribution": "rademacher"})),
+    "copies": Case(THREE, axes=axes(weights={"perturbation": "copies"})),
     "copies-ahead-offloaded": Case(
         THREE,
         axes=axes(
             residency={"blocks": "offloaded"},
-            runtime={"update": "delayed", "weights": "copies", "draw_ahead": True},
+            directions={"drawn_ahead": True},
+            weights={"perturbation": "copies"},
+            schedule={"update": "delayed"},
             estimator={"num_queries": 2},
         ),
     ),
     "copies-swept-ahead": Case(
         INSIDE,
         axes=axes(
-            runtime={"traversal": "sweep", "weights": "copies", "draw_ahead": True},
+            directions={"drawn_ahead": True},
+            weights={"perturbation": "copies"},
+            schedule={"traversal": "sweep"},
             estimator={"num_queries": 3},
         ),
     ),
     "copies-querywise-tied-bfloat16": Case(
         INSIDE,
         dtype="bfloat16",
-        axes=axes(estimator={"num_queries": 3}, runtime={"traversal": "querywise", "weights": "copies"}),
+        axes=axes(
+            estimator={"num_queries": 3},
+            weights={"perturbation": "copies"},
+            schedule={"traversal": "querywise"},
+        ),
     ),
     "copies-counter-forward": Case(
         THREE,
         "llama-tied",
         axes=axes(
-            estimator={"difference": "forward", "num_queries": 2, "rng": "counter"},
-            runtime={"weights": "copies", "draw_ahead": True},
+            estimator={"difference": "forward", "num_queries": 2},
+            directions={"rng": "counter", "drawn_ahead": True},
+            weights={"perturbation": "copies"},
         ),
     ),
-    "copies-lora": Case(THREE, lora=True, axes=axes(runtime={"weights": "copies"})),
+    "copies-lora": Case(THREE, lora=True, axes=axes(weights={"perturbation": "copies"})),
     "copies-perturb": Case(
-        INSIDE, mesh=(("perturb", 2),), axes=axes(runtime={"weights": "copies"}, estimator={"num_queries": 2})
+        INSIDE,
+        mesh=(("perturb", 2),),
+        axes=axes(weights={"perturbation": "copies"}, estimator={"num_queries": 2}),
     ),
     "copies-perturb-delayed-uneven": Case(
         INSIDE,
         mesh=(("perturb", 3),),
         axes=axes(
             estimator={"num_queries": 4, "difference": "forward"},
-            runtime={"weights": "copies", "update": "delayed", "draw_ahead": True},
+            directions={"drawn_ahead": True},
+            weights={"perturbation": "copies"},
+            schedule={"update": "delayed"},
         ),
     ),
     "copies-perturb-kept": Case(
@@ -85,16 +101,18 @@ CASES = {
         mesh=(("perturb", 2),),
         axes=axes(
             estimator={"num_queries": 2},
-            runtime={"weights": "copies", "keep_directions": True, "traversal": "sweep"},
+            directions={"kept": True},
+            weights={"perturbation": "copies"},
+            schedule={"traversal": "sweep"},
         ),
     ),
-    "copies-data": Case(THREE, mesh=(("data", 2),), axes=axes(runtime={"weights": "copies"})),
-    "offloaded": Case(THREE, axes=axes(residency={"blocks": "offloaded"}, runtime={"update": "delayed"})),
-    "drawn-ahead": Case(THREE, axes=axes(runtime={"draw_ahead": True})),
-    "kept": Case(THREE, axes=axes(runtime={"keep_directions": True})),
+    "copies-data": Case(THREE, mesh=(("data", 2),), axes=axes(weights={"perturbation": "copies"})),
+    "offloaded": Case(THREE, axes=axes(residency={"blocks": "offloaded"}, schedule={"update": "delayed"})),
+    "drawn-ahead": Case(THREE, axes=axes(directions={"drawn_ahead": True})),
+    "kept": Case(THREE, axes=axes(directions={"kept": True})),
     "kept-delayed-queries": Case(
         FOUR,
-        axes=axes(runtime={"update": "delayed", "keep_directions": True}, estimator={"num_queries": 2}),
+        axes=axes(directions={"kept": True}, schedule={"update": "delayed"}, estimator={"num_queries": 2}),
     ),
     "bfloat16": Case(THREE, dtype="bfloat16"),
     "float64": Case(INSIDE, dtype="float64"),
@@ -102,7 +120,7 @@ CASES = {
     "querywise-tied-bfloat16": Case(
         INSIDE,
         dtype="bfloat16",
-        axes=axes(estimator={"num_queries": 3}, runtime={"traversal": "querywise"}),
+        axes=axes(estimator={"num_queries": 3}, schedule={"traversal": "querywise"}),
     ),
     "lora": Case(THREE, lora=True),
     "accumulated": Case(THREE, accumulate=2),
@@ -125,7 +143,7 @@ CODED = {
         "llama-tied",
         codec="q4",
         residual_codec="q8:affine:token",
-        axes=axes(estimator={"num_queries": 3}, runtime={"traversal": "querywise"}),
+        axes=axes(estimator={"num_queries": 3}, schedule={"traversal": "querywise"}),
     ),
     "copies": Case(
         THREE,
@@ -133,11 +151,13 @@ CODED = {
         residual_codec="q4",
         axes=axes(
             estimator={"num_queries": 2},
-            runtime={"traversal": "querywise", "weights": "copies", "draw_ahead": True},
+            directions={"drawn_ahead": True},
+            weights={"perturbation": "copies"},
+            schedule={"traversal": "querywise"},
         ),
     ),
     "queries": Case(
-        INSIDE, codec="q3", axes=axes(estimator={"num_queries": 2}, runtime={"traversal": "querywise"})
+        INSIDE, codec="q3", axes=axes(estimator={"num_queries": 2}, schedule={"traversal": "querywise"})
     ),
 }
 

@@ -158,7 +158,7 @@ def test_messages_are_no_longer_than_the_program_says():
 
 
 def test_autocast_stays_within_the_program_and_equals_one_device():
-    case = Case(("block.1.mlp",), axes=(("precision", (("compute", "bfloat16"),)),))
+    case = Case(("block.1.mlp",), axes=(("forward", (("compute_dtype", "bfloat16"),)),))
     found, wanted = on_stages(case), on_one_device(case)
     assert all(rank[:3] == wanted[:3] for rank in found)
 
@@ -189,5 +189,5 @@ def test_one_rank_does_it_with_whole_blocks():
     assert uncut(plan.model) == spec_of_model(Case((), lora=True).made(), "tiny")
     assert alone(plan).model == uncut(plan.model)
     executed = plan.model_dump(mode="json")
-    executed["estimator"]["order"] = "execution"
+    executed["directions"]["order"] = "execution"
     assert alone(Plan.model_validate(executed)).model == plan.model

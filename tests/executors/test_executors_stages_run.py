@@ -27,7 +27,7 @@ FOURS = {
     "four": Case(("block.0.mlp", "block.1", "block.2.mlp")),
     "two-with-shards": Case(("block.1.mlp",), mesh=(("data", 2),), codec="q4"),
     "two-with-signs": Case(
-        ("block.0",), mesh=(("perturb", 2),), axes=(("estimator", (("rng", "counter"),)),)
+        ("block.0",), mesh=(("perturb", 2),), axes=(("directions", (("rng", "counter"),)),)
     ),
 }
 THREES = {"three": Case(("block.0", "block.1.mlp"), "llama", accumulate=2)}

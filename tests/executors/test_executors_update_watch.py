@@ -12,7 +12,7 @@ from executors.runs.session import Session
 from tests.support.command import saved_lines, saved_model, zosim
 from tests.support.tiny import batches, model_of, plan_of
 
-OFFLOADED = {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}}
+OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
 
 
 def lost(model, rate, *, steps=3, **plan):
@@ -25,7 +25,7 @@ def lost(model, rate, *, steps=3, **plan):
 
 @pytest.mark.parametrize("transfer", ["float16", "bfloat16", "float8_e4m3"])
 def test_a_narrow_transfer_loses_small_updates_and_keeps_large_ones(transfer):
-    plan = OFFLOADED | {"precision": {"transfer": transfer}}
+    plan = OFFLOADED | {"residency": {"transfer_dtype": transfer}}
     small, large = (lost(model_of("opt"), rate, **plan) for rate in (1e-8, 1e-1))
     assert (small.storage, small.transfer) == ("float32", transfer)
     assert small.lost_in_transfer + small.lost_in_storage > 0.95
@@ -43,7 +43,7 @@ def test_the_share_is_that_of_a_count_by_hand():
         parameter.data = parameter.data.bfloat16().float()
     tuned = copy.deepcopy(model)
     with Session(
-        plan_of(tuned, **OFFLOADED, precision={"transfer": "bfloat16"}), tuned, learning_rate=rate
+        plan_of(tuned, **OFFLOADED, residency={"transfer_dtype": "bfloat16"}), tuned, learning_rate=rate
     ) as session:
         record = session.step(batches(1)[0])
         session.flush()
@@ -70,7 +70,7 @@ def test_the_share_is_that_of_a_count_by_hand():
 
 
 def test_a_sample_tells_the_share_of_all(monkeypatch):
-    plan = OFFLOADED | {"precision": {"transfer": "bfloat16"}}
+    plan = OFFLOADED | {"residency": {"transfer_dtype": "bfloat16"}}
     every = lost(model_of("opt"), 1e-4, **plan)
     monkeypatch.setattr("executors.steps.update_watch.SAMPLED_ELEMENTS", 500)
     sampled = lost(model_of("opt"), 1e-4, **plan)
@@ -100,4 +100,4 @@ def test_half_precision_storage_is_watched_too_and_float32_is_not():
 
 
 def test_steps_that_update_nothing_do_not_count():
-    assert lost(model_of("opt"), 0.0, **OFFLOADED, precision={"transfer": "bfloat16"}) is None
+    assert lost(model_of("opt"), 0.0, **OFFLOADED, residency={"transfer_dtype": "bfloat16"}) is None

@@ -22,26 +22,26 @@ from zosim.operations import Draw, Perturb, Update
 from zosim.validate import validate
 
 PLACEMENTS = {
-    "sweep": {"runtime": {"traversal": "sweep"}},
+    "sweep": {"schedule": {"traversal": "sweep"}},
     "resident": {},
-    "querywise": {"runtime": {"traversal": "querywise"}},
-    "resident-delayed": {"runtime": {"update": "delayed"}},
-    "offloaded": {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}},
+    "querywise": {"schedule": {"traversal": "querywise"}},
+    "resident-delayed": {"schedule": {"update": "delayed"}},
+    "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
     "offloaded-immediate": {"residency": {"blocks": "offloaded", "num_slots": 1}},
     "offloaded-fresh-slots": {"residency": {"blocks": "offloaded", "reuse_slots": False}},
-    "kept": {"runtime": {"keep_directions": True}},
-    "sweep-kept": {"runtime": {"traversal": "sweep", "keep_directions": True}},
+    "kept": {"directions": {"kept": True}},
+    "sweep-kept": {"directions": {"kept": True}, "schedule": {"traversal": "sweep"}},
 }
-AHEAD = {f"{name}-ahead": placement | {"runtime": placement.get("runtime", {}) | {"draw_ahead": True}}
+AHEAD = {f"{name}-ahead": placement | {"directions": placement.get("directions", {}) | {"drawn_ahead": True}}
          for name, placement in PLACEMENTS.items()}  # fmt: skip
 PLACEMENTS |= AHEAD
-EDGES = {"residency": {"blocks": "offloaded", "edges": "offloaded"}, "runtime": {"update": "delayed"}}
+EDGES = {"residency": {"blocks": "offloaded", "edges": "offloaded"}, "schedule": {"update": "delayed"}}
 QUICK = ("sweep", "resident-delayed", "offloaded-ahead", "sweep-kept-ahead")
 DECAY, RATE = 0.1, 1e-2
 
 
 def weighing(placement, how="copies"):
-    return placement | {"runtime": placement.get("runtime", {}) | {"weights": how}}
+    return placement | {"weights": {"perturbation": how}}
 
 
 def some(*values, quick=False):
@@ -120,8 +120,9 @@ def test_copies_equal_the_literal_loop(shape, placement, estimator, order):
         central="difference" not in estimator,
         weights="copies",
     )
-    named = estimator | {"order": order if is_walked else "registration"}
-    assert_literal(plan_of(model, estimator=named, **weighing(PLACEMENTS[placement])), model, loop)
+    axes = weighing(PLACEMENTS[placement])
+    walked = axes.get("directions", {}) | {"order": order if is_walked else "registration"}
+    assert_literal(plan_of(model, **axes | {"estimator": estimator, "directions": walked}), model, loop)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
@@ -142,10 +143,9 @@ def test_a_keyed_stream_gives_the_same_copies_under_every_placement(direction):
     found = []
     for placement in map(PLACEMENTS.get, QUICK):
         model = model_of("opt")
-        estimator = {"rng": "counter", "direction": direction, "num_queries": 2}
-        with Session(
-            plan_of(model, estimator=estimator, **weighing(placement)), model, learning_rate=RATE
-        ) as s:
+        axes = weighing(placement)
+        axes["directions"] = axes.get("directions", {}) | {"rng": "counter", "distribution": direction}
+        with Session(plan_of(model, estimator={"num_queries": 2}, **axes), model, learning_rate=RATE) as s:
             losses = [(r.losses_plus, r.losses_minus) for r in map(s.step, batches(2))]
             found.append((losses, s.digest()))
     assert all(one == found[0] for one in found)
@@ -177,8 +177,8 @@ def test_programs_hold_the_copies_that_they_name_and_one_sweep_less(placement, q
     validate(copied)
     assert all(buffer.role != "copies" for buffer in serial.buffers)
     sizes = {buffer.name: buffer.size_bytes for buffer in copied.buffers if buffer.role == "copies"}
-    is_sweep = plans[1].runtime.traversal == "sweep"
-    assert len(sizes) == 2 if is_sweep or plans[1].runtime.draw_ahead else 1
+    is_sweep = plans[1].schedule.traversal == "sweep"
+    assert len(sizes) == 2 if is_sweep or plans[1].directions.drawn_ahead else 1
     touched = {a.buffer for i in copied.step for a in (*i.reads, *i.writes) if a.buffer in sizes}
     assert touched == set(sizes)
     bytes_of = {group.name: 4 * group.num_trainable for group in plans[1].model.groups}

@@ -73,7 +73,7 @@ def test_every_placement_is_a_valid_plan(family, placement):
     assert plan.placement.world_size == case.num_ranks
     validate_set(lower_all(plan))
     assert plan.tokens_per_step == 16
-    assert plan.precision.is_lossy == ("lossy" in placement)
+    assert plan.is_transfer_lossy == ("lossy" in placement)
 
 
 def test_models_are_the_same_every_time():

@@ -8,22 +8,33 @@ from pathlib import Path
 
 STEPS, RATE, DECAY, SEED = 4, 1e-2, 0.1, 5
 
-OFFLOADED = {"residency": {"blocks": "offloaded"}, "runtime": {"update": "delayed"}}
-SHARED = {"residency": {"blocks": "offloaded", "transfers": "shared"}, "runtime": {"update": "delayed"}}
-SLICED = {"residency": {"blocks": "offloaded", "transfers": "sliced"}, "runtime": {"update": "delayed"}}
+OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
+SHARED = {"residency": {"blocks": "offloaded", "transfers": "shared"}, "schedule": {"update": "delayed"}}
+SLICED = {"residency": {"blocks": "offloaded", "transfers": "sliced"}, "schedule": {"update": "delayed"}}
 PERTP, DDP = {"perturb": 2}, {"data": 2}
 COUNTER = {"rng": "counter"}
 
 PAIRS = {
     "pertp": {"mesh": PERTP},
-    "pertp-sweep": {"mesh": PERTP, "runtime": {"traversal": "sweep"}},
-    "pertp-kept": {"mesh": PERTP, "runtime": {"keep_directions": True}},
-    "ddp-kept-sliced": {"mesh": DDP, **SLICED, "runtime": {"update": "delayed", "keep_directions": True}},
-    "pertp-copies": {"mesh": PERTP, "runtime": {"traversal": "sweep", "weights": "copies"}},
+    "pertp-sweep": {"mesh": PERTP, "schedule": {"traversal": "sweep"}},
+    "pertp-kept": {"mesh": PERTP, "directions": {"kept": True}},
+    "ddp-kept-sliced": {
+        "mesh": DDP,
+        **SLICED,
+        "directions": {"kept": True},
+        "schedule": {"update": "delayed"},
+    },
+    "pertp-copies": {
+        "mesh": PERTP,
+        "weights": {"perturbation": "copies"},
+        "schedule": {"traversal": "sweep"},
+    },
     "ddp-copies-sliced": {
         "mesh": DDP,
         **SLICED,
-        "runtime": {"update": "delayed", "weights": "copies", "draw_ahead": True},
+        "directions": {"drawn_ahead": True},
+        "weights": {"perturbation": "copies"},
+        "schedule": {"update": "delayed"},
     },
     "pertp-bfloat16": {"mesh": PERTP, "dtype": "bfloat16"},
     "pertp-forward": {"mesh": PERTP, "estimator": {"difference": "forward"}},
@@ -38,31 +49,32 @@ PAIRS = {
         "mesh": PERTP,
         "hosts": ("a", "b"),
         "residency": {"blocks": "offloaded", "transfers": "sliced", "share_group": "world"},
-        "runtime": {"update": "delayed"},
+        "schedule": {"update": "delayed"},
     },
     "pertp-edges-offloaded": {
         "mesh": PERTP,
         "model": "opt-untied",
         "residency": {"blocks": "offloaded", "edges": "offloaded", "transfers": "sliced"},
-        "runtime": {"update": "delayed"},
-        "estimator": COUNTER,
+        "schedule": {"update": "delayed"},
+        "directions": COUNTER,
     },
     "pertp-lossy": {
         "mesh": PERTP,
-        "precision": {"transfer": "bfloat16"},
         **SLICED,
+        "residency": SLICED["residency"] | {"transfer_dtype": "bfloat16"},
     },
     "ddp": {"mesh": DDP},
-    "ddp-shared": {"mesh": DDP, "estimator": COUNTER, **SHARED},
+    "ddp-shared": {"mesh": DDP, "directions": COUNTER, **SHARED},
     "ddp-shared-fresh-slots": {
         "mesh": DDP,
         "residency": {"blocks": "offloaded", "transfers": "shared", "reuse_slots": False},
-        "runtime": {"update": "delayed"},
+        "schedule": {"update": "delayed"},
     },
     "ddp-sliced-one-slot": {
         "mesh": DDP,
         "residency": {"blocks": "offloaded", "transfers": "sliced", "num_slots": 1},
-        "runtime": {"update": "delayed", "draw_ahead": True},
+        "directions": {"drawn_ahead": True},
+        "schedule": {"update": "delayed"},
     },
     "ddp-unequal": {"mesh": DDP, "batch": 5, **SLICED},
     "ddp-unequal-resident": {"mesh": DDP, "batch": 3},
@@ -70,18 +82,20 @@ PAIRS = {
 
 FOURS = {
     "2d": {"mesh": {"data": 2, "perturb": 2}},
-    "2d-data-inner": {"mesh": {"data": 2, "perturb": 2, "inner": "data"}, "estimator": COUNTER, **SHARED},
+    "2d-data-inner": {"mesh": {"data": 2, "perturb": 2, "inner": "data"}, "directions": COUNTER, **SHARED},
     "2d-sliced": {"mesh": {"data": 2, "perturb": 2}, "model": "llama-tied", **SLICED},
     "2d-two-hosts": {"mesh": {"data": 2, "perturb": 2}, "hosts": ("a", "a", "b", "b"), **SLICED},
     "queries": {"mesh": {"perturb": 4}, "estimator": {"num_queries": 2}, **SHARED},
     "queries-forward-unequal": {
         "mesh": {"perturb": 4},
-        "estimator": {"num_queries": 4, "difference": "forward", "rng": "counter"},
+        "estimator": {"num_queries": 4, "difference": "forward"},
+        "directions": {"rng": "counter"},
     },
     "queries-copies-unequal": {
         "mesh": {"perturb": 4},
         "estimator": {"num_queries": 3},
-        "runtime": {"update": "delayed", "weights": "copies"},
+        "weights": {"perturbation": "copies"},
+        "schedule": {"update": "delayed"},
     },
     "ddp-of-4": {"mesh": {"data": 4}, "batch": 8, **OFFLOADED},
 }
@@ -90,13 +104,13 @@ FOURS = {
 def plan_for(case, *, alone=False):
     """Return the plan of a case, or what a rank alone does in its place."""
     from tests.support.tiny import model_of, plan_of
-    from zosim.plan import Plan
+    from zosim.plan import AXES, Plan
 
-    axes = {key: dict(case.get(key, {})) for key in ("estimator", "residency", "runtime", "precision")}
+    axes = {key: dict(case[key]) for key in AXES if key in case and key != "mesh"}
     shared_out = {
         name: axes["residency"].pop(name)
         for name in ("transfers", "share_group")
-        if name in axes["residency"]
+        if name in axes.get("residency", {})
     }
     size = case.get("batch", 4)
     dtype = case.get("dtype", "float32")

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfi
 
 from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
-from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
-from zosim.plan import Plan
+from zosim.plan import Placement, Plan
 
 SHAPE = {"vocab_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -62,17 +61,12 @@ def batches(count, *, size=3, seq=9, seed=1):
     return found
 
 
-def plan_of(
-    model, *, size=3, seq=9, dtype="float32", estimator=None, residency=None, runtime=None, precision=None
-):
+def plan_of(model, *, size=3, seq=9, dtype="float32", **axes):
     spec = spec_of_model(CutModel(copy.deepcopy(model)), name="tiny")
     return Plan(
         model=spec,
         placement=Placement(topology="test", devices=("cpu0",)),
         batch=size,
         seq=seq,
-        estimator=Estimator(**(estimator or {})),
-        residency=Residency(**(residency or {})),
-        precision=Precision(**({"storage": dtype, "compute": dtype, "transfer": dtype} | (precision or {}))),
-        runtime=Runtime(**(runtime or {})),
+        **(axes | {"weights": {"dtype": dtype, **axes.get("weights", {})}}),
     )

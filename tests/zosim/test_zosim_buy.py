@@ -17,16 +17,16 @@ from zosim.applications.buying.levers import levers
 from zosim.applications.buying.machine import Job, machines_named, simulated
 from zosim.applications.buying.offers import Limits, Market, Refusal
 from zosim.applications.buying.sensitivity import effects, limiter, rooms
-from zosim.axes import Precision
+from zosim.plan import Weights
 from zosim.planning.planner import choose
 
-HALF = Precision(storage="float16", compute="float16", transfer="float16")
+HALF = Weights(dtype="float16")
 PRICES = shipped_prices()
 
 
 def job(model="opt-1.3b", **more):
     return Job(
-        read_model_spec(model), **({"batch": 2, "seq": 256, "num_steps": 1000, "precision": HALF} | more)
+        read_model_spec(model), **({"batch": 2, "seq": 256, "num_steps": 1000, "weights": HALF} | more)
     )
 
 

@@ -50,7 +50,7 @@ def test_plan_as_json_is_one_document() -> None:
 def test_copies_of_weights_are_planned_with_their_memory(tmp_path: Path) -> None:
     call(*PLAN, "--method", "zo2", "--weights", "copies", "--no-draw-ahead", "-o", tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
-    assert (plan.runtime.weights, plan.runtime.draw_ahead) == ("copies", False)
+    assert (plan.weights.perturbation, plan.directions.drawn_ahead) == ("copies", False)
     call("lower", tmp_path / "plan.json", "-o", tmp_path / "program.json")
     (copy,) = [b for b in Program.load(tmp_path / "program.json").buffers if b.role == "copies"]
     largest = max(group.num_trainable for group in plan.model.groups) * 2  # bytes of a float16
@@ -62,7 +62,7 @@ def test_copies_are_chosen_only_where_they_are_asked_for_and_never_slow_a_step()
         json.loads(call(*PLAN, *options, "--json").stdout)
         for options in ([], ["--weights", "copies"], ["--weights", "any"])
     )
-    ways = [found["plan"]["runtime"]["weights"] for found in (serial, copies)]
+    ways = [found["plan"]["weights"]["perturbation"] for found in (serial, copies)]
     assert ways == ["serial", "copies"]
     times = [found["prediction"]["step_time_s"] for found in (serial, copies, either)]
     assert times[2] == min(times)
@@ -74,7 +74,7 @@ def test_directions_are_kept_where_that_is_asked_for_and_fits() -> None:
         for options in (["--keep-directions"], [])
     )
     plans = [Plan.model_validate(found["plan"]) for found in (kept, again)]
-    assert [plan.runtime.keep_directions for plan in plans] == [True, False]
+    assert [plan.directions.kept for plan in plans] == [True, False]
     assert all(text.startswith("mezo, sweep, directions kept") for text in kept["reasons"][:1])
     trainable = 2 * sum(group.num_trainable for group in plans[0].model.groups)  # bytes of a float16
     sizes = [

@@ -10,17 +10,15 @@ from costmodel.codecs import codec_spec
 from costmodel.symbols import TensorSymbols
 from topology import load_preset
 from topology.errors import PlanError
-from zosim.axes import Estimator, Mesh, Placement, Precision
-from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import Profiles
 from zosim.options import cutting_of, mesh_of
+from zosim.plan import Mesh, Placement
 from zosim.planning.cut_search import Ranking
 from zosim.planning.cuts import Cutting, read_densities, sparsest_near_the_middle
 from zosim.planning.pipelining import counts_of_print, pipelining
 from zosim.planning.planner import Request, candidates, choose
-from zosim.planning.segment_costs import Site
+from zosim.planning.space import site_of
 
-SINGLE = Precision(storage="float32", compute="float32", transfer="float32")
 MODEL = "opt-125m"
 
 
@@ -37,13 +35,15 @@ def request(hardware, cutting=None, *, mesh=None, queries=2, **fields):
         profiles=profiles,
         batch=4,
         seq=64,
-        precision=SINGLE,
         method="sparq",
         mesh=mesh,
         max_ranks=mesh.world_size,
-        estimator=Estimator(num_queries=queries, rng="counter"),
         cutting=cutting or cutting_of(MODEL),
-        fixed=fields.pop("fixed", {"residency": {"blocks": "resident"}}),
+        fixed={
+            "estimator": {"num_queries": queries},
+            "directions": {"rng": "counter"},
+            **fields.pop("fixed", {"residency": {"blocks": "resident"}}),
+        },
         **fields,
     )
 
@@ -51,15 +51,12 @@ def request(hardware, cutting=None, *, mesh=None, queries=2, **fields):
 def ranking(hardware, cutting, mesh):
     asked = request(hardware, cutting, mesh=mesh)
     devices = tuple(node.id for node in asked.topology.compute_devices[: mesh.world_size])
-    groups = {"pipeline": mesh.pipelines}
-    machines = machines_for(asked.topology, devices, asked.profile, groups)
     placement = Placement(topology=asked.hardware, devices=devices)
-    site = Site(asked.model, mesh, placement, machines, 4, 64, asked.estimator, SINGLE)
-    return Ranking(site, cutting)
+    return Ranking(site_of(asked, mesh, placement), cutting)
 
 
 def test_without_a_cut_the_stages_are_balanced():
-    fixed = {"residency": {"blocks": "resident"}, "runtime": {"traversal": "sweep"}}
+    fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
     decision = choose(request("dgx-h100", fixed=fixed))
     (cut,) = decision.chosen.plan.split.cuts
     assert cut in {"block.4", "block.5", "block.6"}
@@ -69,14 +66,14 @@ def test_without_a_cut_the_stages_are_balanced():
 
 def test_bounds_of_candidates_are_below_what_is_simulated():
     listed = list(candidates(request("cpu-cluster-1gbit", cutting_of(MODEL, ("block.5.mlp",)))))
-    assert {candidate.plan.runtime.traversal for candidate in listed} == {"sweep", "blockwise", "querywise"}
+    assert {candidate.plan.schedule.traversal for candidate in listed} == {"sweep", "blockwise", "querywise"}
     for candidate in listed:
         assert candidate.seconds <= candidate.subject.step_time_s * (1 + 1e-9)
 
 
 def test_a_codec_pays_on_a_slow_link_and_not_on_a_fast_one():
     cutting = cutting_of(MODEL, ("block.5.mlp",), codec="q4", residual_codec="q4")
-    fixed = {"residency": {"blocks": "resident"}, "runtime": {"traversal": "sweep"}}
+    fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
     slow = choose(request("cpu-cluster-1gbit", cutting, allow_lossy=True, fixed=fixed)).chosen.plan.split
     assert slow.codec.startswith("q4")
     fast = choose(request("dgx-h100", cutting, allow_lossy=True, fixed=fixed))
@@ -119,7 +116,7 @@ def test_each_stage_takes_its_own_memory():
 
 def test_stages_stand_beside_data_and_perturb():
     for text in ("data=2,stage=2", "perturb=2,stage=2"):
-        fixed = {"residency": {"blocks": "resident"}, "runtime": {"traversal": "sweep"}}
+        fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
         cutting = cutting_of(MODEL, ("block.5",))
         plan = choose(request("dgx-h100", cutting, mesh=mesh_of(text), fixed=fixed)).chosen.plan
         assert plan.placement.world_size == 4
@@ -195,9 +192,9 @@ def test_a_saved_model_is_cut_between_its_blocks():
 
 @pytest.mark.parametrize(("difference", "per_cut"), [("forward", 3), ("central", 4)])
 def test_a_step_sends_as_many_activations_as_print_counts(difference, per_cut):
-    fixed = {"residency": {"blocks": "resident"}, "runtime": {"traversal": "sweep"}}
+    fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
     asked = request("dgx-h100", cutting_of(MODEL, ("block.3,block.7",)), mesh=Mesh(stage=3), fixed=fixed)
-    asked = replace(asked, estimator=Estimator(num_queries=2, difference=difference, rng="counter"))
+    asked = replace(asked, fixed={**asked.fixed, "estimator": {"num_queries": 2, "difference": difference}})
     decision = choose(asked)
     subject = decision.chosen.subject
     found = pipelining(subject)
@@ -213,7 +210,7 @@ def test_a_step_sends_as_many_activations_as_print_counts(difference, per_cut):
 
 def test_the_papers_choice_is_held_against_the_chosen_one():
     densities = {"block.5.mlp": 0.5, "block.6.mlp": 0.1}
-    fixed = {"residency": {"blocks": "resident"}, "runtime": {"traversal": "sweep"}}
+    fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
     cutting = replace(cutting_of(MODEL), densities=densities)
     decision = choose(request("cpu-cluster-1gbit", cutting, fixed=fixed))
     assert decision.printed_cuts == ("block.6.mlp",)

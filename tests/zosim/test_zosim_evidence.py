@@ -18,8 +18,7 @@ from zosim.applications.evidence.anonymous import MACHINE, refuse_private
 from zosim.applications.evidence.command import app
 from zosim.applications.evidence.file import Evidence, EvidenceError, Measured, check, evidence_of
 from zosim.applications.evidence.learning import learned, measurements_of
-from zosim.axes import Placement, Residency, Runtime
-from zosim.plan import Plan
+from zosim.plan import Placement, Plan, Residency, Schedule
 from zosim.planning.predict import Subject
 from zosim.timeline import Timeline
 
@@ -257,7 +256,7 @@ def test_what_does_not_hold_or_is_of_another_device_teaches_nothing(file, tmp_pa
 
 
 def test_spans_that_met_others_are_marked_and_not_learned_from(tmp_path):
-    offloaded = {"residency": Residency(blocks="offloaded"), "runtime": Runtime(update="delayed")}
+    offloaded = {"residency": Residency(blocks="offloaded"), "schedule": Schedule(update="delayed")}
     subject = subject_of(**offloaded)
     evidence = evidence_of(run_of(subject, tmp_path / "run"), subject)
     found = {measurement.name.split()[0]: measurement for measurement in measurements_of(evidence)}

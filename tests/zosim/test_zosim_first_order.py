@@ -19,7 +19,6 @@ from zosim.analysis.trace import chrome_trace
 from zosim.applications.first_order.programs import PRESETS, FirstOrder, lower_first_order
 from zosim.applications.first_order.report import baseline_subject
 from zosim.applications.first_order.settings import num_kept_at_once, turns
-from zosim.axes import Estimator, Mesh, Placement, Runtime, Split
 from zosim.cli import app
 from zosim.engines.fold import fold
 from zosim.engines.lockstep import steady_step_s
@@ -27,7 +26,7 @@ from zosim.engines.recurrence import step_time_bound_of
 from zosim.engines.simulate import simulate_world
 from zosim.instructions import Stream
 from zosim.operations import Backward, Forward, Recv, Send
-from zosim.plan import Plan
+from zosim.plan import Estimator, ForwardPass, Mesh, Placement, Plan, Split, Weights
 from zosim.planning.predict import Subject
 from zosim.program import Program
 from zosim.program_set import ProgramSet
@@ -232,10 +231,8 @@ def test_adam_takes_sixteen_bytes_a_parameter():
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_activations_are_those_of_korthikanti_et_al(schedule):
     """Four blocks of s·b·h·(34 + 5·a·s/h), for all four microbatches or, on one stage, for one."""
-    plan = plan_of(model="gpt2", seq=64, runtime=Runtime(attention="eager"))
-    half = plan.model_copy(
-        update={"precision": plan.precision.model_copy(update={"storage": "float16", "compute": "float16"})}
-    )
+    plan = plan_of(model="gpt2", seq=64, forward=ForwardPass(attention="eager"))
+    half = plan.model_copy(update={"weights": Weights(dtype="float16")})
     program = lower_first_order(half, settings_of(schedule, 4)).program_of(0)
     kept = sum(b.size_bytes for b in program.buffers if b.name.startswith("kept.block"))
     b, s, h, a = 2, 64, WIDTH, HEADS

@@ -7,9 +7,8 @@ import pytest
 from costmodel import read_model_spec
 from costmodel.memory import MemoryPart
 from topology import load_preset
-from zosim.axes import Mesh, Placement, Precision, Residency, Runtime
 from zosim.hardware.profiles import profile_for
-from zosim.plan import Plan
+from zosim.plan import Mesh, Placement, Plan, Residency, Schedule, Weights
 from zosim.planning.footprint import ARENAS, Footprint, footprints
 from zosim.planning.predict import Subject
 
@@ -52,9 +51,9 @@ def offloaded(transfers: str) -> Subject:
         batch=2,
         seq=64,
         mesh=Mesh(perturb=2),
-        precision=Precision(storage="float16", compute="float16", transfer="float16"),
+        weights=Weights(dtype="float16"),
+        schedule=Schedule(update="delayed"),
         residency=Residency(blocks="offloaded", transfers=transfers),
-        runtime=Runtime(update="delayed"),
     )
     return Subject(plan, topology, profile_for(topology, "gpu0"))
 

@@ -11,14 +11,13 @@ from costmodel import read_model_spec
 from tests.support.builders import make_profile
 from topology.documents import load_preset
 from topology.errors import PlanError
-from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
 from zosim.engines.grid import step_time_bounds
 from zosim.engines.recurrence import step_time_bound
 from zosim.hardware.machine import Machine
 from zosim.hardware.profiles import profile_for
 from zosim.hardware.scaling import LINKS, scaled
 from zosim.lowering import lower
-from zosim.plan import Plan
+from zosim.plan import Directions, Estimator, Placement, Plan, Residency, Schedule, Weights
 
 TOPOLOGY = load_preset("dgx-1v")
 MACHINE = Machine.from_topology(
@@ -32,14 +31,14 @@ def plan(model="opt-125m", **axes):
         placement=Placement(topology="dgx-1v", devices=("gpu0",)),
         batch=2,
         seq=64,
-        precision=Precision(storage="float16", compute="float16", transfer="float16"),
+        weights=Weights(dtype="float16"),
         **axes,
     )
 
 
 OFFLOADED = {
     "residency": Residency(blocks="offloaded"),
-    "runtime": Runtime(update="delayed", traversal="blockwise"),
+    "schedule": Schedule(update="delayed", traversal="blockwise"),
 }
 
 
@@ -61,7 +60,7 @@ def assert_equal_everywhere(whole, machine, batches, seqs, factors):
         OFFLOADED,
         OFFLOADED | {"residency": Residency(blocks="offloaded", num_slots=1)},
         OFFLOADED | {"residency": Residency(blocks="offloaded", overlap=False)},
-        OFFLOADED | {"estimator": Estimator(rng="counter", num_queries=2)},
+        OFFLOADED | {"estimator": Estimator(num_queries=2), "directions": Directions(rng="counter")},
     ],
 )
 def test_every_point_equals_its_closed_form(axes):
@@ -89,7 +88,7 @@ def test_any_constants_may_vary(names, values, seq):
 def test_a_cpu_and_its_host_time_between_steps():
     machine = Machine(make_profile("cpu", step_s=0.25))
     assert_equal_everywhere(
-        Plan(**{**dict(plan(**OFFLOADED)), "precision": Precision()}),
+        Plan(**{**dict(plan(**OFFLOADED)), "weights": Weights()}),
         machine,
         [1, 2],
         [8, 9],

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from costmodel import LoRA, Work, read_model_spec
 from topology.errors import Hazard, PlanError, ProgramError
-from zosim.axes import Estimator, Placement, Precision, Residency, Runtime
 from zosim.instructions import Instruction, Stream
 from zosim.lowering import lower
 from zosim.lowering.directions import passing_work
 from zosim.lowering.layout import COUNTER_BLOCK_ELEMENTS, JUMP_WORDS
 from zosim.operations import Draw, Update
 from zosim.order import HappensBefore
-from zosim.plan import Plan
+from zosim.plan import Directions, Estimator, ForwardPass, Placement, Plan, Residency, Schedule, Weights
 from zosim.program import Program
 from zosim.validate import validate
 
@@ -37,7 +36,7 @@ def plan_of(model: str = "tied", **axes: object) -> Plan:
 
 def zo2(model: str = "tied", **residency: object) -> Plan:
     offloaded = Residency(blocks="offloaded", **residency)  # type: ignore[arg-type]
-    return plan_of(model, residency=offloaded, runtime=Runtime(update="delayed"))
+    return plan_of(model, residency=offloaded, schedule=Schedule(update="delayed"))
 
 
 @st.composite
@@ -51,30 +50,27 @@ def plans(draw: st.DrawFn) -> Plan:
     return plan_of(
         model,
         estimator=Estimator(
-            direction=draw(st.sampled_from(["gaussian", "rademacher"])),
-            difference=draw(st.sampled_from(["central", "forward"])),
-            num_queries=draw(st.integers(1, 3)),
+            difference=draw(st.sampled_from(["central", "forward"])), num_queries=draw(st.integers(1, 3))
+        ),
+        directions=Directions(
+            distribution=draw(st.sampled_from(["gaussian", "rademacher"])),
             rng=draw(st.sampled_from(["mezo", "counter"])),
             order=draw(st.sampled_from(["registration", "execution"])),
+            drawn_ahead=draw(st.booleans()),
+            kept=draw(st.booleans()),
         ),
+        weights=Weights(dtype=storage, perturbation=draw(st.sampled_from(["serial", "copies"]))),
         residency=Residency(
             blocks=blocks,
             edges="offloaded" if may_offload_edges and draw(st.booleans()) else "resident",
             num_slots=draw(st.integers(1, 4)),
             overlap=draw(st.booleans()),
             reuse_slots=draw(st.booleans()),
+            transfer_dtype=draw(st.sampled_from([storage, "bfloat16", "float8_e4m3"])),
         ),
-        precision=Precision(
-            storage=storage,
-            compute=storage,
-            transfer=draw(st.sampled_from([storage, "bfloat16", "float8_e4m3"])),
-        ),
-        runtime=Runtime(
+        schedule=Schedule(
             traversal="sweep" if sweeps else "blockwise",
             update="immediate" if sweeps else draw(st.sampled_from(["immediate", "delayed"])),
-            draw_ahead=draw(st.booleans()),
-            keep_directions=draw(st.booleans()),
-            weights=draw(st.sampled_from(["serial", "copies"])),
         ),
     )
 
@@ -104,11 +100,13 @@ def draws_per_group(plan: Plan) -> set[int]:
 
 
 def test_the_reference_sweep_draws_four_times_and_blockwise_twice() -> None:
-    assert draws_per_group(plan_of(runtime=Runtime(traversal="sweep"))) == {4}
+    assert draws_per_group(plan_of(schedule=Schedule(traversal="sweep"))) == {4}
     assert draws_per_group(plan_of()) == {2}
     assert draws_per_group(zo2()) == {2}
-    assert draws_per_group(plan_of(runtime=Runtime(traversal="sweep", keep_directions=True))) == {1}
-    assert draws_per_group(plan_of(runtime=Runtime(keep_directions=True))) == {1}
+    assert draws_per_group(
+        plan_of(directions=Directions(kept=True), schedule=Schedule(traversal="sweep"))
+    ) == {1}
+    assert draws_per_group(plan_of(directions=Directions(kept=True))) == {1}
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 5])
@@ -217,7 +215,7 @@ def test_an_unknown_dependency_is_refused() -> None:
 
 
 def test_draws_ahead_leave_the_compute_stream() -> None:
-    program = lower(plan_of(runtime=Runtime(draw_ahead=True)))
+    program = lower(plan_of(directions=Directions(drawn_ahead=True)))
     assert {i.stream for i in program.step if isinstance(i.op, Draw)} == {Stream.DRAW}
 
 
@@ -231,14 +229,14 @@ def test_frozen_weights_are_uploaded_and_not_offloaded() -> None:
     ("axes", "complaint"),
     [
         (
-            {"residency": Residency(blocks="offloaded"), "runtime": Runtime(traversal="sweep")},
+            {"residency": Residency(blocks="offloaded"), "schedule": Schedule(traversal="sweep")},
             "traversal=sweep",
         ),
-        ({"runtime": Runtime(traversal="sweep", update="delayed")}, "update=delayed"),
+        ({"schedule": Schedule(traversal="sweep", update="delayed")}, "update=delayed"),
         ({"residency": Residency(blocks="offloaded", edges="offloaded")}, "ties its head"),
         ({"residency": Residency(edges="offloaded")}, "blocks=resident"),
-        ({"precision": Precision(storage="float16", compute="float16", transfer="float32")}, "wider"),
-        ({"precision": Precision(storage="float16", compute="tf32", transfer="float16")}, "tf32"),
+        ({"weights": Weights(dtype="float16"), "residency": Residency(transfer_dtype="float32")}, "wider"),
+        ({"weights": Weights(dtype="float16"), "forward": ForwardPass(compute_dtype="tf32")}, "tf32"),
     ],
 )
 def test_axes_that_contradict_each_other_are_refused(axes: dict[str, object], complaint: str) -> None:
@@ -250,7 +248,7 @@ def test_draws_say_who_makes_how_many_numbers():
     def draws(**axes):
         return {i.id: i.work for i in lower(plan_of(**axes)).step if isinstance(i.op, Draw)}
 
-    walked, counted = draws(), draws(estimator=Estimator(rng="counter"))
+    walked, counted = draws(), draws(directions=Directions(rng="counter"))
     first, norm = walked["block.0/draw[q0]"], walked["head/draw[q0]"]
     again = next(
         work for name, work in walked.items() if name.startswith("block.0/") and name.endswith(":update")
@@ -270,17 +268,17 @@ def test_draws_say_who_makes_how_many_numbers():
     assert counted_rows.num_seeds <= counted_rows.num_kernels == rows.num_kept_rows
     assert counted["block.0/draw[q0]"].num_seeds >= first.num_normals / COUNTER_BLOCK_ELEMENTS
     assert first.num_split_walks == 1 > again.num_split_walks == first.num_seeds
-    signs = draws(estimator=Estimator(direction="rademacher", rng="counter"))
+    signs = draws(directions=Directions(distribution="rademacher", rng="counter"))
     assert all(work.num_shared_normals == 0 for work in signs.values())
 
 
 def test_a_walk_past_many_numbers_is_one_jump_and_past_few_or_signs_none():
-    estimators = Estimator(), Estimator(direction="rademacher"), Estimator(rng="counter")
-    far, signs, counted = (passing_work(JUMP_WORDS, estimator, "float32") for estimator in estimators)
+    axes = Directions(), Directions(distribution="rademacher"), Directions(rng="counter")
+    far, signs, counted = (passing_work(JUMP_WORDS, directions, "float32") for directions in axes)
     assert (far.num_jumps, far.num_jumped, far.num_skipped) == (1, JUMP_WORDS, JUMP_WORDS)
     assert (signs.num_jumps, signs.num_skipped) == (0, JUMP_WORDS)
     assert counted == Work()
-    near = passing_work(JUMP_WORDS - 1, Estimator(), "float32")
+    near = passing_work(JUMP_WORDS - 1, Directions(), "float32")
     assert (near.num_jumps, near.num_jumped, near.num_skipped) == (0, 0, JUMP_WORDS - 1)
 
 
@@ -289,5 +287,5 @@ def test_updates_in_narrow_formats_are_watched_at_the_cost_of_a_few_kernels():
         return [i.work for i in lower(plan_of(**axes)).step if i.label == "update"]
 
     wide = updates()
-    narrow = updates(precision=Precision(storage="bfloat16", compute="bfloat16", transfer="bfloat16"))
+    narrow = updates(weights=Weights(dtype="bfloat16"))
     assert {n.num_kernels - w.num_kernels for n, w in zip(narrow, wide, strict=True)} == {8}

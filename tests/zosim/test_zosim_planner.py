@@ -7,9 +7,8 @@ import pytest
 from costmodel import read_model_spec
 from topology import load_preset
 from topology.errors import DoesNotFit, PlanError
-from zosim.axes import Precision
 from zosim.hardware.profiles import profile_for, save_host_profile
-from zosim.plan import Plan
+from zosim.plan import AXES, ForwardPass, Plan, Residency, Weights
 from zosim.planning.planner import Request, choose, describe, placements
 from zosim.planning.predict import Subject
 
@@ -21,6 +20,11 @@ def request(
 ) -> Request:
     topology = load_preset(hardware)
     device = topology.compute_devices[0].id
+    fields.setdefault("weights", Weights(dtype=dtype))
+    axes = {name: fields.pop(name) for name in list(fields) if name in AXES and name != "mesh"}
+    fixed = {name: axis.model_dump(exclude_unset=True) for name, axis in axes.items()}
+    for axis, values in fields.pop("fixed", {}).items():
+        fixed[axis] = fixed.get(axis, {}) | values
     return Request(
         model=read_model_spec(model),
         topology=topology,
@@ -29,7 +33,7 @@ def request(
         profile=profile_for(topology, device),
         batch=fields.pop("batch", 1),
         seq=fields.pop("seq", 512),
-        precision=fields.pop("precision", Precision(storage=dtype, compute=dtype, transfer=dtype)),
+        fixed=fixed,
         **fields,
     )
 
@@ -53,14 +57,14 @@ def weights_of(asked: Request) -> dict[tuple[str, bool], float]:
     decision = choose(asked)
     found: dict[tuple[str, bool], float] = {}
     for candidate in (decision.chosen, *decision.others):
-        runtime = candidate.plan.runtime
-        found.setdefault((runtime.weights, runtime.draw_ahead), candidate.seconds)
+        plan = candidate.plan
+        found.setdefault((plan.weights.perturbation, plan.directions.drawn_ahead), candidate.seconds)
     return found
 
 
 def test_copies_are_looked_at_where_they_are_asked_for_and_chosen_where_they_are_faster() -> None:
     assert set(weights_of(request())) == {("serial", False)}
-    assert set(weights_of(request(fixed={"runtime": {"weights": "copies"}}))) == {
+    assert set(weights_of(request(fixed={"weights": {"perturbation": "copies"}}))) == {
         ("copies", False),
         ("copies", True),
     }
@@ -68,7 +72,7 @@ def test_copies_are_looked_at_where_they_are_asked_for_and_chosen_where_they_are
     assert set(found) == {("serial", False), ("copies", False), ("copies", True)}
     assert found["copies", True] < found["serial", False]
     chosen = choose(request(any_weights=True)).chosen
-    assert (chosen.plan.runtime.weights, chosen.seconds) == ("copies", min(found.values()))
+    assert (chosen.plan.weights.perturbation, chosen.seconds) == ("copies", min(found.values()))
 
 
 def test_copies_are_chosen_only_where_memory_admits_them() -> None:
@@ -124,31 +128,36 @@ def test_nothing_fits_names_the_closest_and_what_it_lacks() -> None:
 
 def test_a_chunked_loss_is_used_only_where_it_is_needed() -> None:
     asked = request(batch=8, seq=2048)
-    assert choose(asked).chosen.plan.runtime.loss_chunk_tokens is None
+    assert choose(asked).chosen.plan.forward.loss_chunk_tokens is None
     tight = choose(request(batch=8, seq=2048, max_device_bytes=int(5.0 * GIB)))
-    assert tight.chosen.plan.runtime.loss_chunk_tokens is not None
+    assert tight.chosen.plan.forward.loss_chunk_tokens is not None
 
 
 def test_plans_compute_the_same_thing_unless_loss_is_allowed() -> None:
     asked = request(dtype="float32", method="zo2")
-    assert all(not plan.precision.is_lossy for plan in placements(asked))
+    assert all(not plan.is_transfer_lossy for plan in placements(asked))
     lossy = {
-        plan.precision.transfer
-        for plan in placements(request(dtype="float32", method="zo2", allow_lossy=True))
+        plan.transfer_dtype for plan in placements(request(dtype="float32", method="zo2", allow_lossy=True))
     }
     assert lossy == {"float32", "float16", "bfloat16", "float8_e4m3"}
 
 
 def test_a_narrower_transfer_needs_permission() -> None:
-    narrow = Precision(storage="float32", compute="float32", transfer="float16")
+    narrow = Residency(transfer_dtype="float16")
     with pytest.raises(PlanError, match="loses precision"):
-        choose(request(precision=narrow))
+        choose(request(dtype="float32", residency=narrow))
 
 
 def test_narrower_transfers_help_exactly_where_the_bus_limits() -> None:
-    wide = choose(request(dtype="float32", method="zo2", precision=Precision(compute="tf32"), seq=128))
+    wide = choose(request(dtype="float32", method="zo2", forward=ForwardPass(compute_dtype="tf32"), seq=128))
     lossy = choose(
-        request(dtype="float32", method="zo2", precision=Precision(compute="tf32"), seq=128, allow_lossy=True)
+        request(
+            dtype="float32",
+            method="zo2",
+            forward=ForwardPass(compute_dtype="tf32"),
+            seq=128,
+            allow_lossy=True,
+        )
     )
     assert "pcie" in wide.reasons[0]
     assert "lossy" in describe(lossy.chosen.plan)
@@ -167,20 +176,20 @@ def test_ablations_are_fixed_fields_and_each_costs_what_it_removes() -> None:
     whole = seconds()
     assert seconds(residency={"overlap": False}) > 1.5 * whole
     assert seconds(residency={"reuse_slots": False}) > whole
-    assert seconds(runtime={"update": "immediate"}) > 1.3 * whole
+    assert seconds(schedule={"update": "immediate"}) > 1.3 * whole
     assert seconds(residency={"num_slots": 1}) > 1.5 * whole
 
 
 def test_what_is_fixed_is_never_traded_away() -> None:
-    asked = request(fixed={"runtime": {"traversal": "sweep"}})
-    assert {plan.runtime.traversal for plan in placements(asked)} == {"sweep"}
+    asked = request(fixed={"schedule": {"traversal": "sweep"}})
+    assert {plan.schedule.traversal for plan in placements(asked)} == {"sweep"}
 
 
 def test_a_fixed_field_that_no_plan_can_have_is_refused() -> None:
     with pytest.raises(PlanError, match="traversal=sweep"):
-        choose(request(method="zo2", fixed={"runtime": {"traversal": "sweep"}}))
+        choose(request(method="zo2", fixed={"schedule": {"traversal": "sweep"}}))
     with pytest.raises(PlanError, match=r"must be one of 'immediate' or 'delayed'"):
-        choose(request(fixed={"runtime": {"update": "later"}}))
+        choose(request(fixed={"schedule": {"update": "later"}}))
 
 
 def test_a_calibration_that_cannot_be_read_any_more_is_said_and_passed_over(

@@ -8,15 +8,15 @@ from costmodel import read_model_spec
 from topology import Topology, load_preset
 from topology.clusters import cluster
 from topology.errors import DoesNotFit, PlanError
-from zosim.axes import Estimator, Mesh, Precision
 from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.hardware.profiles import Profiles
 from zosim.options import mesh_of
+from zosim.plan import AXES, Estimator, Mesh, Weights
 from zosim.planning.planner import Request, choose, placements
 from zosim.planning.space import layouts, meshes
 
 GIB = 2**30
-HALF = Precision(storage="float16", compute="float16", transfer="float16")
+HALF = Weights(dtype="float16")
 
 
 def request(
@@ -24,12 +24,16 @@ def request(
     model: str = "opt-125m",
     *,
     num_hosts: int = 1,
-    precision: Precision = HALF,
     **fields,
 ) -> Request:
     topology = load_preset(hardware) if isinstance(hardware, str) else hardware
     topology = cluster(topology, num_hosts) if num_hosts > 1 else topology
     profiles, device = Profiles(topology), topology.compute_devices[0].id
+    fields.setdefault("weights", HALF)
+    axes = {name: fields.pop(name) for name in list(fields) if name in AXES and name != "mesh"}
+    fixed = {name: axis.model_dump(exclude_unset=True) for name, axis in axes.items()}
+    for axis, values in fields.pop("fixed", {}).items():
+        fixed[axis] = fixed.get(axis, {}) | values
     return Request(
         model=read_model_spec(model),
         topology=topology,
@@ -39,7 +43,7 @@ def request(
         profiles=profiles,
         batch=fields.pop("batch", 8),
         seq=fields.pop("seq", 128),
-        precision=precision,
+        fixed=fixed,
         max_ranks=fields.pop("max_ranks", len(topology.compute_devices)),
         **fields,
     )
@@ -144,9 +148,9 @@ def test_ranks_lie_on_one_host_if_they_fit_and_on_like_numbers_of_devices_otherw
 
 
 def test_several_ranks_share_a_cpu_and_its_cores_only_where_asked() -> None:
-    alone = request("cpu-laptop", precision=Precision())
+    alone = request("cpu-laptop")
     assert [mesh.world_size for mesh in meshes(alone)] == [1]
-    two = choose(request("cpu-laptop", precision=Precision(), mesh=Mesh(data=2))).chosen
+    two = choose(request("cpu-laptop", mesh=Mesh(data=2))).chosen
     assert two.plan.placement.devices == ("cpu0", "cpu0")
     assert {profile.num_threads for profile in two.subject.rank_profiles} == {4}
 
@@ -184,7 +188,7 @@ def test_private_copies_may_not_fit_a_host_that_holds_a_shared_one() -> None:
 
 
 def test_hosts_on_a_slow_network_share_the_forwards_and_say_what_that_costs() -> None:
-    decision = choose(request("cpu-cluster-1gbit", precision=Precision()))
+    decision = choose(request("cpu-cluster-1gbit"))
     plan, words = decision.chosen.plan, " ".join(decision.reasons)
     assert len(plan.placement.ranks_by_host) == plan.placement.world_size > 1
     for phrase in ("on one device:", "the exchange of losses", "up to rounding", "torchrun"):

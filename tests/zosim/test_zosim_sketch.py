@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 
 from costmodel import read_model_spec
 from costmodel.model_spec import ModelSpec
 from topology import load_preset
-from zosim.axes import Estimator, Mesh, Placement, Precision, Residency, Runtime
 from zosim.engines.lockstep import steady_step_s
 from zosim.engines.recurrence import step_time_bound
 from zosim.engines.world import World
@@ -18,45 +18,48 @@ from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import profile_for
 from zosim.lowering import lower, lower_all
-from zosim.plan import Plan
+from zosim.plan import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Weights
 from zosim.planning.footprint import footprint
 from zosim.planning.sketch import Sketcher
 
-HALF = Precision(storage="float16", compute="float16", transfer="float16")
+HALF = Weights(dtype="float16")
 MODELS = ["opt-125m", "opt-350m", "qwen3-0.6b"]
 
 
-def plan(model: ModelSpec, residency: Residency, runtime: Runtime, **fields: object) -> Plan:
+def plan(model: ModelSpec, residency: Residency, **axes: object) -> Plan:
     return Plan.model_validate(
         {
             "model": model,
             "placement": Placement(topology="a100-80gb-milan", devices=("gpu0",)),
             "batch": 2,
             "seq": 64,
-            "precision": HALF,
+            "weights": HALF,
             "residency": residency,
-            "runtime": runtime,
-            **fields,
+            **axes,
         }
     )
 
 
-def points() -> Iterator[tuple[Residency, Runtime]]:
+def points() -> Iterator[dict[str, Any]]:
+    offloaded, delayed = Residency(blocks="offloaded"), Schedule(update="delayed")
+    ahead, kept = Directions(drawn_ahead=True), Directions(kept=True)
+    sweep, copies = Schedule(traversal="sweep"), Weights(dtype="float16", perturbation="copies")
     for update in ("immediate", "delayed"):
-        yield Residency(), Runtime(update=update)
+        schedule = Schedule(update=update)
+        yield {"residency": Residency(), "schedule": schedule}
         for slots in (1, 2, 3):
-            yield Residency(blocks="offloaded", num_slots=slots), Runtime(update=update)
-    yield Residency(), Runtime(traversal="sweep")
-    yield Residency(blocks="offloaded", overlap=False), Runtime(update="delayed")
-    yield Residency(blocks="offloaded", reuse_slots=False), Runtime(update="delayed")
-    yield Residency(blocks="offloaded"), Runtime(update="delayed", draw_ahead=True)
-    yield Residency(), Runtime(keep_directions=True)
-    for ahead in (False, True):
-        yield Residency(), Runtime(weights="copies", draw_ahead=ahead)
-        yield Residency(), Runtime(weights="copies", draw_ahead=ahead, traversal="sweep")
-        yield Residency(blocks="offloaded"), Runtime(update="delayed", weights="copies", draw_ahead=ahead)
-    yield Residency(blocks="offloaded"), Runtime(update="delayed", keep_directions=True)
-    yield Residency(), Runtime(traversal="sweep", keep_directions=True)
+            yield {"residency": Residency(blocks="offloaded", num_slots=slots), "schedule": schedule}
+    yield {"residency": Residency(), "schedule": sweep}
+    yield {"residency": Residency(blocks="offloaded", overlap=False), "schedule": delayed}
+    yield {"residency": Residency(blocks="offloaded", reuse_slots=False), "schedule": delayed}
+    yield {"residency": offloaded, "schedule": delayed, "directions": ahead}
+    yield {"residency": Residency(), "directions": kept}
+    for directions in (Directions(), ahead):
+        yield {"residency": Residency(), "weights": copies, "directions": directions}
+        yield {"residency": Residency(), "weights": copies, "directions": directions, "schedule": sweep}
+        yield {"residency": offloaded, "weights": copies, "directions": directions, "schedule": delayed}
+    yield {"residency": offloaded, "schedule": delayed, "directions": kept}
+    yield {"residency": Residency(), "schedule": sweep, "directions": kept}
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +73,15 @@ def machine() -> Machine:
     list(product(MODELS[:1], points())) + [(m, p) for m in MODELS[1:] for p in list(points())[2:4]],
 )
 def test_a_sketch_bounds_the_closed_form_and_knows_the_memory(
-    machine: Machine, name: str, point: tuple[Residency, Runtime]
+    machine: Machine, name: str, point: dict[str, Any]
 ) -> None:
-    whole = plan(read_model_spec(name), *point)
+    whole = plan(read_model_spec(name), **point)
     made, program = Sketcher(whole.model).sketch(whole, 0, machine), lower(whole)
     closed_s = step_time_bound(program, machine)
     # Equal but for the dependencies between distant visits that a sketch leaves out: draws and copies ahead of their turn.
-    share = (0.5 if whole.runtime.weights == "copies" else 0.8) if whole.runtime.draw_ahead else 1 - 1e-9
+    share = (
+        (0.5 if whole.weights.perturbation == "copies" else 0.8) if whole.directions.drawn_ahead else 1 - 1e-9
+    )
     assert share * closed_s <= made.period_s <= closed_s * (1 + 1e-9)
     assert made.footprint == footprint(program, machine.profile)
     assert made.num_instructions == len(program.step)
@@ -89,7 +94,7 @@ def test_it_holds_for_other_estimators(machine: Machine, queries: int, differenc
     whole = plan(
         read_model_spec("opt-125m"),
         Residency(blocks="offloaded"),
-        Runtime(update="delayed"),
+        schedule=Schedule(update="delayed"),
         estimator=estimator,
     )
     made = Sketcher(whole.model).sketch(whole, 0, machine)
@@ -105,7 +110,7 @@ def test_blocks_that_are_unlike_are_written_out(machine: Machine) -> None:
         for g in model.groups
     )
     unlike = ModelSpec(**{**dict(model), "groups": frozen})
-    whole = plan(unlike, Residency(blocks="offloaded"), Runtime(update="delayed"))
+    whole = plan(unlike, Residency(blocks="offloaded"), schedule=Schedule(update="delayed"))
     made, program = Sketcher(unlike).sketch(whole, 0, machine), lower(whole)
     assert made.num_instructions == len(program.step)
     assert made.period_s == pytest.approx(step_time_bound(program, machine), rel=1e-9)
@@ -118,7 +123,7 @@ def test_ranks_are_sketched_with_their_exchanges(transfers: str) -> None:
     whole = plan(
         read_model_spec("opt-125m"),
         Residency(blocks="offloaded", transfers=transfers),
-        Runtime(update="delayed"),
+        schedule=Schedule(update="delayed"),
         mesh=Mesh(data=2, perturb=2),
         placement=Placement(topology="h20-4x-milan", devices=devices),
         batch=3,

@@ -7,21 +7,25 @@ import pytest
 from costmodel import read_model_spec
 from topology import load_preset
 from topology.errors import PlanError
-from zosim.axes import Estimator, Precision
 from zosim.hardware.profiles import Profiles
 from zosim.options import cutting_of
-from zosim.plan import Plan
+from zosim.plan import AXES, Directions, Estimator, Plan, Weights
 from zosim.planning.planner import Request, choose
 from zosim.planning.staging import staged_plans
 
-HALF = Precision(storage="float16", compute="float16", transfer="float16")
-SINGLE = Precision()
-COUNTER = Estimator(rng="counter", num_queries=4)
+HALF = Weights(dtype="float16")
+SINGLE = Weights()
+COUNTER = {"estimator": Estimator(num_queries=4), "directions": Directions(rng="counter")}
 
 
 def request(hardware: str, model: str = "opt-125m", *, codec: str = "none", **fields) -> Request:
     topology = load_preset(hardware)
     profiles, device = Profiles(topology), topology.compute_devices[0].id
+    fields.setdefault("weights", HALF)
+    axes = {name: fields.pop(name) for name in list(fields) if name in AXES and name != "mesh"}
+    fixed = {name: axis.model_dump(exclude_unset=True) for name, axis in axes.items()}
+    for axis, values in fields.pop("fixed", {}).items():
+        fixed[axis] = fixed.get(axis, {}) | values
     return Request(
         model=read_model_spec(model),
         topology=topology,
@@ -31,7 +35,7 @@ def request(hardware: str, model: str = "opt-125m", *, codec: str = "none", **fi
         profiles=profiles,
         batch=fields.pop("batch", 4),
         seq=fields.pop("seq", 64),
-        precision=fields.pop("precision", HALF),
+        fixed=fixed,
         max_ranks=fields.pop("max_ranks", len(topology.compute_devices)),
         cutting=cutting_of(model, codec=codec, residual_codec=codec),
         **fields,
@@ -42,7 +46,7 @@ def test_a_model_too_large_for_one_device_is_cut_in_place_of_offloaded() -> None
     """26 GB of weights on two cards of 24 GB each, which are fed over PCIe."""
     decision = choose(request("rtx4090-2x", "opt-13b", batch=1, seq=512))
     plan = decision.chosen.plan
-    assert (plan.mesh.stage, plan.residency.blocks, plan.runtime.traversal) == (2, "resident", "sweep")
+    assert (plan.mesh.stage, plan.residency.blocks, plan.schedule.traversal) == (2, "resident", "sweep")
     whole = min(c.seconds for c in decision.others if c.plan.mesh.stage == 1)
     assert whole > 2 * decision.chosen.seconds
     assert not plan.split.is_lossy
@@ -58,7 +62,13 @@ def test_stages_are_told_of_where_they_lose() -> None:
 @pytest.mark.parametrize("rng", ["mezo", "counter"])
 @pytest.mark.parametrize("hardware", ["dgx-h100", "cpu-cluster-1gbit"])
 def test_bounds_of_pipelines_hold_and_are_close(hardware: str, rng: str) -> None:
-    asked = request(hardware, estimator=Estimator(rng=rng, num_queries=2), precision=SINGLE, max_ranks=4)
+    asked = request(
+        hardware,
+        estimator=Estimator(num_queries=2),
+        directions=Directions(rng=rng),
+        weights=SINGLE,
+        max_ranks=4,
+    )
     decision = choose(asked)
     staged = [c for c in (decision.chosen, *decision.others) if c.plan.mesh.stage > 1]
     assert staged
@@ -81,18 +91,18 @@ def splits(plans: list[Plan]) -> set[str]:
 
 
 def test_a_codec_is_tried_only_if_it_is_asked_for() -> None:
-    asked = request("cpu-cluster-1gbit", estimator=COUNTER, precision=SINGLE, allow_lossy=True)
+    asked = request("cpu-cluster-1gbit", **COUNTER, weights=SINGLE, allow_lossy=True)
     assert splits(list(staged_plans(asked))) == {"none"}
     with pytest.raises(PlanError, match="change what arrives"):
-        choose(request("cpu-cluster-1gbit", codec="q8", precision=SINGLE))
+        choose(request("cpu-cluster-1gbit", codec="q8", weights=SINGLE))
 
 
 def test_of_several_codecs_the_link_decides() -> None:
     slow = request(
         "cpu-cluster-1gbit",
         codec="q8,q4",
-        estimator=COUNTER,
-        precision=SINGLE,
+        **COUNTER,
+        weights=SINGLE,
         batch=16,
         allow_lossy=True,
     )

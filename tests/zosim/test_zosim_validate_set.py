@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from costmodel import read_model_spec
 from topology.errors import Hazard, PlanError, ProgramError, ZosimError
-from zosim.axes import Estimator, Mesh, Placement, Residency, Runtime, Split
 from zosim.instructions import Dependency, Instruction
 from zosim.lowering import lower_all
 from zosim.operations import Collective, Recv, Scalar, Send
-from zosim.plan import Plan
+from zosim.plan import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Split
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 from zosim.validate_set import validate_set
@@ -43,7 +42,7 @@ def plan(mesh: Mesh, transfers: str = "shared", *, ranks_per_host: int = 0, **ax
         seq=8,
         mesh=mesh,
         residency=Residency.model_validate(residency),
-        runtime=Runtime(update=axes.pop("update", "delayed")),
+        schedule=Schedule(update=axes.pop("update", "delayed")),
         **axes,
     )
 
@@ -256,7 +255,7 @@ def staged(*cuts: str, data: int = 1, traversal: str = "sweep", **axes: object) 
             seq=8,
             mesh=mesh,
             split=Split(cuts=cuts, **axes.pop("split", {})),
-            runtime=Runtime(traversal=traversal),
+            schedule=Schedule(traversal=traversal),
             **axes,
         )
     )
@@ -270,8 +269,11 @@ def test_stages_are_valid_and_send_what_the_paper_counts(
     cuts: tuple[str, ...], traversal: str, difference: str, rng: str
 ) -> None:
     """``(P + 1)(M - 1)`` activations per step for a forward difference, ``2P(M - 1)`` for a central one."""
-    estimator = Estimator(difference=difference, rng=rng, num_queries=3)
-    programs = staged(*cuts, traversal=traversal, estimator=estimator)
+    draws = {
+        "estimator": Estimator(difference=difference, num_queries=3),
+        "directions": Directions(rng=rng),
+    }
+    programs = staged(*cuts, traversal=traversal, **draws)
     validate_set(programs)
     sent = sum(isinstance(item.op, Send) for program in programs.programs for item in program.step)
     assert sent == (4 if difference == "forward" else 6) * len(cuts)

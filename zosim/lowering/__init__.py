@@ -86,7 +86,7 @@ def _at_rest(layout: Layout, *, delayed_by: int) -> Iterator[Access]:
     """Yield what the home of every group holds between steps: before the first all of it, later perhaps a share."""
     for group in layout.groups:
         home = layout.home(group)
-        dtype = layout.plan.precision.transfer if layout.is_offloaded(group) else None
+        dtype = layout.plan.transfer_dtype if layout.is_offloaded(group) else None
         step = -delayed_by if layout.is_delayed(group) else 0
         held = layout.weights(group, home, step, dtype=dtype)
         yield from layout.shared_out(held) if layout.is_offloaded(group) and not delayed_by else held
@@ -95,11 +95,11 @@ def _at_rest(layout: Layout, *, delayed_by: int) -> Iterator[Access]:
 def _initial(layout: Layout) -> Iterator[Access]:
     """Yield what is there before the first step; what belongs to the step before it is there and void."""
     yield from _at_rest(layout, delayed_by=1)
-    estimator = layout.plan.estimator
+    plan = layout.plan
     delayed = [group for group in layout.groups if layout.is_delayed(group) and group.num_trainable]
-    for query in range(estimator.num_queries if delayed else 0):
+    for query in range(plan.estimator.num_queries if delayed else 0):
         yield layout.gradient(query, -1)
-        if layout.plan.runtime.keep_directions:
+        if plan.directions.kept:
             yield from (layout.direction(group, query, -1, offset_bytes=0) for group in delayed)
-        elif estimator.rng == "mezo":
+        elif plan.directions.rng == "mezo":
             yield from (layout.rng_before(group, query, -1) for group in delayed)

@@ -47,10 +47,10 @@ def buffers_of(layout: Layout) -> tuple[Buffer, ...]:
 
 
 def _weight_buffers(layout: Layout) -> Iterator[Buffer]:
-    precision = layout.plan.precision
+    plan = layout.plan
     for group in layout.groups:
         offloaded = layout.is_offloaded(group)
-        dtype = precision.transfer if offloaded else precision.storage
+        dtype = plan.transfer_dtype if offloaded else plan.weights.dtype
         space = Space.HOST if offloaded else Space.DEVICE
         shared = offloaded and bool(layout.share)
         yield Buffer(
@@ -59,7 +59,7 @@ def _weight_buffers(layout: Layout) -> Iterator[Buffer]:
 
 
 def _slot_buffers(layout: Layout) -> Iterator[Buffer]:
-    precision = layout.plan.precision
+    plan = layout.plan
     sizes: dict[str, int] = {}
     staging: dict[str, int] = {}
     for segment in layout.segments:
@@ -67,20 +67,20 @@ def _slot_buffers(layout: Layout) -> Iterator[Buffer]:
         if not groups:
             continue
         slot, side = layout.slot(segment), layout.staging(segment)
-        size = sum(layout.group_bytes(group, precision.storage) for group in groups)
+        size = sum(layout.group_bytes(group, plan.weights.dtype) for group in groups)
         sizes[slot] = max(sizes.get(slot, 0), size)
-        if precision.is_lossy:
-            size = sum(layout.group_bytes(group, precision.transfer) for group in groups)
+        if plan.is_transfer_lossy:
+            size = sum(layout.group_bytes(group, plan.transfer_dtype) for group in groups)
             staging[side] = max(staging.get(side, 0), size)
     for name, size in sizes.items():
-        yield Buffer(name, Space.DEVICE, size, "slots", precision.storage)
+        yield Buffer(name, Space.DEVICE, size, "slots", plan.weights.dtype)
     for name, size in staging.items():
-        yield Buffer(name, Space.DEVICE, size, "staging", precision.transfer)
+        yield Buffer(name, Space.DEVICE, size, "staging", plan.transfer_dtype)
 
 
 def _direction_buffers(layout: Layout) -> Iterator[Buffer]:
-    dtype = layout.plan.precision.storage
-    if layout.plan.runtime.keep_directions:
+    dtype = layout.plan.weights.dtype
+    if layout.plan.directions.kept:
         yield from (
             Buffer(
                 kept_direction(group, query),
@@ -104,7 +104,7 @@ def _direction_buffers(layout: Layout) -> Iterator[Buffer]:
 
 
 def _copy_buffers(layout: Layout) -> Iterator[Buffer]:
-    dtype = layout.plan.precision.storage
+    dtype = layout.plan.weights.dtype
     for number in range(layout.num_copies):
         sizes = [
             sum(layout.trainable_bytes(group, dtype) for group in layout.copied(segment))
@@ -124,7 +124,7 @@ def _largest_hidden_bytes(layout: Layout) -> int:
 
 def _activation_buffers(layout: Layout) -> Iterator[Buffer]:
     plan = layout.plan
-    dtype = "float32" if plan.precision.compute == "tf32" else plan.precision.compute
+    dtype = "float32" if plan.compute_dtype == "tf32" else plan.compute_dtype
     for point in layout.own_points:
         name = f"hidden.{point or 'base'}"
         size = _largest_hidden_bytes(layout)
@@ -140,8 +140,8 @@ def _activation_buffers(layout: Layout) -> Iterator[Buffer]:
         plan.model,
         batch=layout.num_sequences,
         seq=plan.seq,
-        dtype=plan.precision.compute,
-        attention=plan.runtime.attention,
+        dtype=plan.compute_dtype,
+        attention=plan.forward.attention,
     )
     if shared:
         yield Buffer("shared", Space.DEVICE, shared, "activations", dtype)
@@ -158,13 +158,13 @@ def _crossings(layout: Layout) -> Iterator[tuple[int, Side]]:
 
 
 def _scalar_buffers(layout: Layout) -> Iterator[Buffer]:
-    estimator = layout.plan.estimator
-    is_sign = estimator.direction == "rademacher"
+    estimator, directions = layout.plan.estimator, layout.plan.directions
+    is_sign = directions.distribution == "rademacher"
     most = SIGN_SCRATCH_ELEMENTS if is_sign else SCRATCH_ELEMENTS
     largest = max((layout.direction_bytes(group) for group in layout.groups), default=0)
-    scratch = min(largest, most * DTYPE_BYTES[layout.plan.precision.storage])
+    scratch = min(largest, most * DTYPE_BYTES[layout.plan.weights.dtype])
     if scratch:
-        yield Buffer("scratch", Space.DEVICE, scratch, "scratch", layout.plan.precision.storage)
+        yield Buffer("scratch", Space.DEVICE, scratch, "scratch", layout.plan.weights.dtype)
     yield Buffer(BATCH, Space.DEVICE, layout.batch().size_bytes, "batch", "int64")
     yield Buffer(LOSSES, Space.DEVICE, SCALAR_BYTES * len(layout.plan.points), "scalars", "float64")
     if layout.plan.placement.world_size > 1:
@@ -173,7 +173,7 @@ def _scalar_buffers(layout: Layout) -> Iterator[Buffer]:
         for access in (layout.packed_losses(), layout.gathered_losses()):
             yield Buffer(access.buffer, Space.DEVICE, access.size_bytes, "scalars", "float64")
     yield Buffer(GRADIENTS, Space.HOST, SCALAR_BYTES * estimator.num_queries, "scalars", "float64")
-    if estimator.rng == "mezo":
+    if directions.rng == "mezo":
         for query in range(estimator.num_queries):
             yield Buffer(f"{WALK}.q{query}", Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
             for group in layout.kept_states:

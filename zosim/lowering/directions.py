@@ -8,7 +8,6 @@ from typing import Literal
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import Distribution, draw_work
 from costmodel.work import DType, Work
-from zosim.axes import Estimator
 from zosim.instructions import Access, Stream
 from zosim.lowering.layout import (
     COUNTER_BLOCK_ELEMENTS,
@@ -19,6 +18,7 @@ from zosim.lowering.layout import (
 from zosim.lowering.listing import Listing
 from zosim.lowering.walk import walk_order
 from zosim.operations import Draw
+from zosim.plan import Directions as DirectionsAxis
 
 Keep = Literal["all", "rows", "none"]
 
@@ -49,7 +49,7 @@ class Directions:
         self._places = {group.name: place for place, group in enumerate(self.walk_order)}
         self._kept_states = frozenset(group.name for group in listing.layout.kept_states)
         self._listing = listing
-        self._kept = listing.plan.runtime.keep_directions
+        self._kept = listing.plan.directions.kept
         self._at_hand: list[Access] = []
         self._walked: dict[int, int] = {}
         self._halves = 0
@@ -117,19 +117,21 @@ class Directions:
     @property
     def _can_scale(self) -> bool:
         """Whether ``(s·z)·ε`` is ``s·w`` to the last bit: no ``w`` may be subnormal. Signs are as fast without."""
-        estimator = self.plan.estimator
-        smallest = estimator.epsilon * _SMALLEST_DRAWN
-        return estimator.direction == "gaussian" and smallest >= _SMALLEST_NORMAL[self.plan.precision.storage]
+        smallest = self.plan.estimator.epsilon * _SMALLEST_DRAWN
+        return (
+            self.plan.directions.distribution == "gaussian"
+            and smallest >= _SMALLEST_NORMAL[self.plan.weights.dtype]
+        )
 
     def _operation(self, group: ParameterGroup, query: int, step: int, keep: Keep) -> Draw:
-        estimator = self.plan.estimator
-        return Draw(group.name, step, query, keep, estimator.rng, estimator.direction)
+        directions = self.plan.directions
+        return Draw(group.name, step, query, keep, directions.rng, directions.distribution)
 
     def _generator_accesses(
         self, group: ParameterGroup, query: int, step: int
     ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
         """Return the generator states that drawing `group` reads and writes, walking up to it if need be."""
-        if self.plan.estimator.rng == "counter":
+        if self.plan.directions.rng == "counter":
             return (), ()
         position = self._places[group.name]
         if step < 0 or position < self._walked.get(query, 0):
@@ -161,18 +163,18 @@ class Directions:
         walk has kept its states, and where a walk is so long that a jump into its middle pays. Signs are made by torch's own
         threads in any case.
         """
-        estimator, total = self.plan.estimator, group.num_trainable
+        directions, total = self.plan.directions, group.num_trainable
         if keep == "none":
-            return passing_work(total, estimator, self.plan.precision.storage)
-        if estimator.rng == "counter":
+            return passing_work(total, directions, self.plan.weights.dtype)
+        if directions.rng == "counter":
             return self._counted_work(group, keep, is_scaled=is_scaled)
-        is_normal = estimator.direction == "gaussian"
+        is_normal = directions.distribution == "gaussian"
         is_cut = is_normal and total >= (SHARED_DRAW_ELEMENTS if is_again else 2 * JUMP_WORDS)
         num_rows, made, skipped = self._rows_of(total) if keep == "rows" else (0, total, 0)
         return draw_work(
             made,
-            dtype=self.plan.precision.storage,
-            distribution=_DISTRIBUTIONS[estimator.direction],
+            dtype=self.plan.weights.dtype,
+            distribution=_DISTRIBUTIONS[directions.distribution],
             num_tensors=group.num_trainable_tensors,
             num_skipped=skipped,
             num_kept_rows=num_rows,
@@ -183,8 +185,8 @@ class Directions:
 
     def _counted_work(self, group: ParameterGroup, keep: Keep, *, is_scaled: bool) -> Work:
         """Return the work of a ``counter`` draw, each of whose blocks has a generator of its own."""
-        estimator, total = self.plan.estimator, group.num_trainable
-        is_normal = estimator.direction == "gaussian"
+        directions, total = self.plan.directions, group.num_trainable
+        is_normal = directions.distribution == "gaussian"
         length = COUNTER_BLOCK_ELEMENTS * (1 if is_normal else COUNTER_SIGN_BLOCKS)
         num_kernels, made, skipped = group.num_trainable_tensors, total, 0
         num_blocks = float(-(-total // length) + num_kernels - 1)
@@ -192,8 +194,8 @@ class Directions:
             num_kernels, num_blocks, made, skipped = self._counted_rows(total, length)
         return draw_work(
             made,
-            dtype=self.plan.precision.storage,
-            distribution=_DISTRIBUTIONS[estimator.direction],
+            dtype=self.plan.weights.dtype,
+            distribution=_DISTRIBUTIONS[directions.distribution],
             num_tensors=num_kernels,
             num_skipped=skipped,
             is_shared=is_normal and keep == "all" and total > COUNTER_BLOCK_ELEMENTS,
@@ -208,7 +210,7 @@ class Directions:
         """
         width = self.layout.model.embed_dim
         num_rows = self._num_rows(table_elements)
-        if self.plan.estimator.direction != "gaussian" or width % _GROUP_OF_NORMALS:
+        if self.plan.directions.distribution != "gaussian" or width % _GROUP_OF_NORMALS:
             # The whole table is drawn piece by piece, and rows are gathered from each.
             return 0, table_elements, 0
         wanted = min(round(num_rows * width), table_elements)
@@ -221,7 +223,7 @@ class Directions:
         per_block = num_rows / num_blocks
         # Rows part a block in as many pieces and one more, the last of which nobody needs.
         to_last = round(min(table_elements, num_blocks * length * per_block / (per_block + 1)))
-        if self.plan.estimator.direction != "gaussian":
+        if self.plan.directions.distribution != "gaussian":
             return round(num_rows), num_blocks, to_last, 0
         before_first = round(to_last / per_block)
         wanted = round(num_rows * self.layout.model.embed_dim)
@@ -234,7 +236,7 @@ class Directions:
 
     @property
     def _stream(self) -> Stream:
-        return Stream.DRAW if self.plan.runtime.draw_ahead else Stream.COMPUTE
+        return Stream.DRAW if self.plan.directions.drawn_ahead else Stream.COMPUTE
 
     def fresh_offset(self, segment: str) -> int:
         """Return where the next direction goes: alternate halves for blocks that are drawn ahead."""
@@ -244,15 +246,15 @@ class Directions:
         return self.layout.block_direction_bytes * (self._halves % 2)
 
 
-def passing_work(num_elements: int, estimator: Estimator, dtype: DType) -> Work:
+def passing_work(num_elements: int, directions: DirectionsAxis, dtype: DType) -> Work:
     """Return the work of passing over a group's numbers, in one jump where they are many: nothing for ``counter``."""
-    if estimator.rng == "counter":
+    if directions.rng == "counter":
         return Work()
-    is_long = estimator.direction == "gaussian" and num_elements >= JUMP_WORDS
+    is_long = directions.distribution == "gaussian" and num_elements >= JUMP_WORDS
     return draw_work(
         0,
         dtype=dtype,
-        distribution=_DISTRIBUTIONS[estimator.direction],
+        distribution=_DISTRIBUTIONS[directions.distribution],
         num_skipped=num_elements,
         num_jumped=num_elements if is_long else 0,
     )

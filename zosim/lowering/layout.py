@@ -119,7 +119,7 @@ class Layout:
     def kept_states(self) -> tuple[ParameterGroup, ...]:
         """Groups before which the ``mezo`` generator's state is kept, because they are drawn (again) behind others."""
         trainable = tuple(group for group in self.groups if group.num_trainable)
-        if not self.plan.runtime.keep_directions:
+        if not self.plan.directions.kept:
             return trainable
         late = {group.name for group in drawn_late(self.plan, self.segments)}
         return tuple(group for group in trainable if group.name in late)
@@ -149,7 +149,7 @@ class Layout:
 
     def is_delayed(self, group: ParameterGroup) -> bool:
         """Whether the update of `group` waits for its turn in the next step."""
-        return self.plan.runtime.update == "delayed" and not self.is_edge(group.segments[0])
+        return self.plan.schedule.update == "delayed" and not self.is_edge(group.segments[0])
 
     def home(self, group: ParameterGroup) -> str:
         """Return the buffer that holds `group` between steps."""
@@ -173,14 +173,14 @@ class Layout:
         self, group: ParameterGroup, buffer: str, step: int, point: str = "", dtype: str | None = None
     ) -> Access:
         """Return the access to the trainable part of `group` in `buffer`."""
-        dtype = dtype or self.plan.precision.storage
+        dtype = dtype or self.plan.weights.dtype
         size = self.trainable_bytes(group, dtype)
         offset = self._frozen_bytes(group, dtype)
         return Access(buffer, group.name, step, size, point, offset + self._offset_in(buffer, group, dtype))
 
     def frozen(self, group: ParameterGroup, buffer: str, dtype: str | None = None) -> tuple[Access, ...]:
         """Return the access to the frozen part of `group` in `buffer`, if it has one."""
-        dtype = dtype or self.plan.precision.storage
+        dtype = dtype or self.plan.weights.dtype
         size = self._frozen_bytes(group, dtype)
         offset = self._offset_in(buffer, group, dtype)
         return (Access(buffer, f"{group.name}:frozen", None, size, "", offset),) if size else ()
@@ -210,7 +210,7 @@ class Layout:
 
         A direction that is kept has a buffer of its own, and whoever wants rows of it finds them there.
         """
-        kept = self.plan.runtime.keep_directions
+        kept = self.plan.directions.kept
         if rows and not kept:
             size = self.rows_bytes
             return Access(ROWS, f"z:{group.name}:rows", step, size, f"q{query}", query * size)
@@ -221,22 +221,22 @@ class Layout:
     @property
     def is_swept(self) -> bool:
         """Whether all parameters are at one point together."""
-        return self.plan.runtime.traversal == "sweep"
+        return self.plan.schedule.traversal == "sweep"
 
     @cached_property
     def num_copies(self) -> int:
         """Copies of a group that exist at one time, each at another point."""
         perturbed = [point for point in self.own_points if point]
-        if self.plan.runtime.weights == "serial" or not perturbed:
+        if self.plan.weights.perturbation == "serial" or not perturbed:
             return 0
         if not self.is_swept:
-            return 2 if self.plan.runtime.draw_ahead else 1
+            return 2 if self.plan.directions.drawn_ahead else 1
         of_query = max(Counter(point[:-1] for point in perturbed).values())
-        return min(len(perturbed), 2) if self.plan.runtime.draw_ahead else of_query
+        return min(len(perturbed), 2) if self.plan.directions.drawn_ahead else of_query
 
     def copy(self, group: ParameterGroup, segment: str, point: str, number: int) -> Access:
         """Return the access to the copy of `group` at `point` in one of the buffers for them."""
-        dtype = self.plan.precision.storage
+        dtype = self.plan.weights.dtype
         copied = self.copied(segment)
         before = copied[: copied.index(group)]
         offset = sum(self.trainable_bytes(other, dtype) for other in before)
@@ -254,12 +254,12 @@ class Layout:
 
     def direction_bytes(self, group: ParameterGroup) -> int:
         """Return the bytes of a direction of `group`."""
-        return bucket_bytes(group.num_trainable, group.num_trainable_tensors, self.plan.precision.storage)
+        return bucket_bytes(group.num_trainable, group.num_trainable_tensors, self.plan.weights.dtype)
 
     @property
     def draws_in_halves(self) -> bool:
         """Whether a block's direction is drawn while that of the block before is used: by another stream."""
-        return self.plan.runtime.draw_ahead and self.plan.runtime.weights == "serial"
+        return self.plan.directions.drawn_ahead and self.plan.weights.perturbation == "serial"
 
     @cached_property
     def block_direction_bytes(self) -> int:
@@ -367,14 +367,14 @@ class Layout:
             self.model,
             batch=self.num_sequences,
             seq=self.plan.seq,
-            dtype=self.plan.precision.compute,
+            dtype=self.plan.compute_dtype,
             segment=segment,
         )
 
     @cached_property
     def rows_bytes(self) -> int:
         """Bytes of the rows of a direction that the batch names."""
-        return self.num_tokens * self.model.embed_dim * DTYPE_BYTES[self.plan.precision.storage]
+        return self.num_tokens * self.model.embed_dim * DTYPE_BYTES[self.plan.weights.dtype]
 
     def segment_direction_bytes(self, segment: str) -> int:
         """Return the bytes of the directions of `segment` that are at hand together."""

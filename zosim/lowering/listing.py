@@ -55,8 +55,8 @@ class Listing(Instructions):
     @property
     def sweeps(self) -> Stream:
         """The stream that perturbs and updates: compute, which reads what it changes, unless that reads copies."""
-        runtime = self.plan.runtime
-        return Stream.DRAW if runtime.draw_ahead and runtime.weights == "copies" else Stream.COMPUTE
+        are_copies = self.plan.weights.perturbation == "copies"
+        return Stream.DRAW if self.plan.directions.drawn_ahead and are_copies else Stream.COMPUTE
 
     def own(self, segment: str) -> tuple[ParameterGroup, ...]:
         """Return the groups that are updated with `segment`: a tied one with the last segment that reads it."""

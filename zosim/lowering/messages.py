@@ -15,8 +15,7 @@ from costmodel.codecs import (
 )
 from costmodel.symbols import SymbolStatistics, crossing_statistics
 from costmodel.work import DTYPE_BYTES, Work
-from zosim.axes import INSIDE
-from zosim.plan import Plan
+from zosim.plan import INSIDE, Plan
 
 Side = Literal["encode", "decode"]
 
@@ -52,7 +51,7 @@ def coding_work(plan: Plan, cut: int, num_sequences: int, side: Side) -> Work:
 
 def _element_bytes(plan: Plan) -> int:
     """Return the bytes of one number; under autocast the residual stream keeps the format of the weights."""
-    return max(DTYPE_BYTES[plan.precision.compute], DTYPE_BYTES[plan.precision.storage])
+    return max(DTYPE_BYTES[plan.compute_dtype], DTYPE_BYTES[plan.weights.dtype])
 
 
 def _crossing(

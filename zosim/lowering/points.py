@@ -43,8 +43,7 @@ class Points:
         self.layout = listing.layout
         self._listing = listing
         self._directions = directions
-        self._runtime = listing.plan.runtime
-        self._estimator = listing.plan.estimator
+        self._plan = listing.plan
         self._perturbed = [point for point in self.layout.own_points if point]
         self._copies: dict[tuple[str, str], Access] = {}
         self._turn = 0
@@ -52,7 +51,7 @@ class Points:
     @property
     def are_copies(self) -> bool:
         """Whether each point is written beside the weights, which evaluations leave alone."""
-        return self._runtime.weights == "copies"
+        return self._plan.weights.perturbation == "copies"
 
     def way(self, query: int) -> tuple[tuple[Leg, ...], ...]:
         """Return the perturbations of `query`, those together that one draw serves under a sweep.
@@ -64,9 +63,9 @@ class Points:
         if self.are_copies:
             legs = (Leg("", plus, 1), Leg("", minus, -1))
             own = tuple(leg for leg in legs if leg.point in self._perturbed)
-            is_recorded = self._runtime.update == "delayed" and self._estimator.rng == "mezo"
-            return (own,) if own or is_recorded or self._runtime.keep_directions else ()
-        if self._estimator.difference == "central":
+            is_recorded = self._plan.schedule.update == "delayed" and self._plan.directions.rng == "mezo"
+            return (own,) if own or is_recorded or self._plan.directions.kept else ()
+        if self._plan.estimator.difference == "central":
             return (Leg("", plus, 1),), (Leg(plus, minus, -2),), (Leg(minus, "", 1),)
         return (Leg("", plus, 1),), (Leg(plus, "", -1),)
 
@@ -106,7 +105,7 @@ class Points:
         self, group: ParameterGroup, segment: str, query: int, leg: Leg, read: Access, left: Access
     ) -> None:
         direction = self._directions.held(group, query)
-        is_fused = self._estimator.direction == "rademacher" or direction.point.endswith(SCALED)
+        is_fused = self._plan.directions.distribution == "rademacher" or direction.point.endswith(SCALED)
         label = "perturb" if leg.point else "restore"
         self._listing.emit(
             f"{group.name}/{label}[{leg.point or f'q{query}'}]",
@@ -118,7 +117,7 @@ class Points:
             (left,),
             perturb_work(
                 group.num_trainable,
-                dtype=self._listing.plan.precision.storage,
+                dtype=self._plan.weights.dtype,
                 arithmetic="fused" if is_fused else "pieces",
             ),
         )

@@ -50,7 +50,7 @@ class StepWriter:
             "load", Load(), Stream.H2D, "load", EMBED, (), (self.layout.batch(),), _load_work(self.layout)
         )
         {"sweep": self._sweep, "blockwise": self._blockwise, "querywise": self._querywise}[
-            self.plan.runtime.traversal
+            self.plan.schedule.traversal
         ]()
         if self.plan.placement.world_size > 1:
             self._exchanges.exchange_losses()
@@ -191,10 +191,10 @@ class StepWriter:
             reads = (read, direction, self.layout.gradient(query, step))
             work = update_work(
                 group.num_trainable,
-                dtype=self.plan.precision.storage,
+                dtype=self.plan.weights.dtype,
                 num_tensors=group.num_trainable_tensors,
                 arithmetic="fused" if self._is_sign else "pieces",
-                is_watched=self.plan.precision.loses_updates,
+                is_watched=self.plan.loses_updates,
             )
             name = f"{group.name}/update[q{query}]"
             op, stream = Update(group.name, step, query), self.listing.sweeps
@@ -202,7 +202,7 @@ class StepWriter:
 
     @property
     def _is_sign(self) -> bool:
-        return self.plan.estimator.direction == "rademacher"
+        return self.plan.directions.distribution == "rademacher"
 
     # -- single instructions -----------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class StepWriter:
         query = int(point[1:-1]) if point else 0
         # Rows go through what the table itself goes through later in the step: earlier queries leave their rounding,
         # unless they are over, or leave the table alone.
-        by_query = self.plan.runtime.traversal == "querywise"
+        by_query = self.plan.schedule.traversal == "querywise"
         first = query if by_query or self._points.are_copies else 0
         reads += [
             self.layout.direction(group, visited, 0, offset_bytes=0, rows=True)
@@ -262,10 +262,10 @@ class StepWriter:
             segment,
             batch=self.layout.num_sequences,
             seq=plan.seq,
-            dtype=plan.precision.compute,
-            storage_dtype="tf32" if plan.precision.compute == "tf32" else plan.precision.storage,
-            attention=plan.runtime.attention,
-            loss_chunk=plan.runtime.loss_chunk_tokens,
+            dtype=plan.compute_dtype,
+            storage_dtype="tf32" if plan.compute_dtype == "tf32" else plan.weights.dtype,
+            attention=plan.forward.attention,
+            loss_chunk=plan.forward.loss_chunk_tokens,
         )
         if segment == HEAD:
             return work
@@ -274,7 +274,7 @@ class StepWriter:
             self.model,
             batch=self.layout.num_sequences,
             seq=plan.seq,
-            dtype=plan.precision.compute,
+            dtype=plan.compute_dtype,
             segment=segment,
         )
         return work.model_copy(update={"workspace_bytes": work.workspace_bytes + output})

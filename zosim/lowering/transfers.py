@@ -33,10 +33,10 @@ class Transfers:
             return
         if not self.plan.residency.reuse_slots:
             self._allocate(segment, suffix)
-        lossy = self.plan.precision.is_lossy
+        lossy = self.plan.is_transfer_lossy
         for group in groups:
             step = -1 if self.layout.is_delayed(group) else 0
-            dtype = self.plan.precision.transfer
+            dtype = self.plan.transfer_dtype
             target = self.layout.staging(segment) if lossy else self.layout.slot(segment)
             home = self.layout.weights(group, self.layout.home(group), step, dtype=dtype)
             here = self.layout.weights(group, target, step, dtype=dtype)
@@ -86,14 +86,14 @@ class Transfers:
         groups = self._listing.offloaded(segment)
         if not groups:
             return
-        lossy = self.plan.precision.is_lossy
+        lossy = self.plan.is_transfer_lossy
         for group in groups:
             if not (changed and group.num_trainable):
                 continue
             step = 1 if suffix and not self.layout.is_delayed(group) else 0
             if lossy:
                 self._cast(group, segment, step, f"{group.name}/narrow{suffix}", widen=False)
-            dtype = self.plan.precision.transfer
+            dtype = self.plan.transfer_dtype
             source = self.layout.staging(segment) if lossy else self.layout.slot(segment)
             read = self.layout.trainable(group, source, step, dtype=dtype)
             left = self.layout.trainable(group, self.layout.home(group), step, dtype=dtype)
@@ -105,16 +105,16 @@ class Transfers:
             self._free(segment, suffix)
 
     def _cast(self, group: ParameterGroup, segment: str, step: int, name: str, *, widen: bool) -> None:
-        precision = self.plan.precision
+        plan = self.plan
         slot, staging = self.layout.slot(segment), self.layout.staging(segment)
         if widen:
-            reads = self.layout.weights(group, staging, step, dtype=precision.transfer)
+            reads = self.layout.weights(group, staging, step, dtype=plan.transfer_dtype)
             writes = self.layout.weights(group, slot, step)
-            work = cast_work(group.num_parameters, source=precision.transfer, target=precision.storage)
+            work = cast_work(group.num_parameters, source=plan.transfer_dtype, target=plan.weights.dtype)
         else:
             reads = (self.layout.trainable(group, slot, step),)
-            writes = (self.layout.trainable(group, staging, step, dtype=precision.transfer),)
-            work = cast_work(group.num_trainable, source=precision.storage, target=precision.transfer)
+            writes = (self.layout.trainable(group, staging, step, dtype=plan.transfer_dtype),)
+            work = cast_work(group.num_trainable, source=plan.weights.dtype, target=plan.transfer_dtype)
         label = "widen" if widen else "narrow"
         self._listing.emit(name, Cast(), Stream.COMPUTE, label, segment, reads, writes, work)
 

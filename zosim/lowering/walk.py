@@ -11,7 +11,7 @@ from zosim.plan import Plan
 def walk_order(plan: Plan) -> list[ParameterGroup]:
     """Return the trainable groups in the order in which the ``mezo`` generator visits them."""
     groups = [group for group in plan.model.groups if group.num_trainable]
-    if plan.estimator.order == "registration":
+    if plan.directions.order == "registration":
         return groups
     return sorted(groups, key=lambda group: plan.model.segments.index(group.segments[0]))
 
@@ -21,7 +21,7 @@ def drawn_late(plan: Plan, segments: Sequence[str]) -> list[ParameterGroup]:
 
     They are those behind which the walk goes on to a group that an earlier segment needs.
     """
-    if plan.runtime.traversal == "sweep":
+    if plan.schedule.traversal == "sweep":
         return []
     turns = {
         group.name: min(segments.index(segment) for segment in group.segments if segment in segments)

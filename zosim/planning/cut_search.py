@@ -37,9 +37,9 @@ from costmodel.codecs import (
 from costmodel.model_spec import ModelSpec
 from costmodel.symbols import SymbolStatistics, crossing_statistics
 from costmodel.work import DTYPE_BYTES
-from zosim.axes import INSIDE, Split
 from zosim.hardware.machine import Hop
 from zosim.operations import Recv, Send
+from zosim.plan import INSIDE, Split
 from zosim.planning.cuts import Cutting, sparsest_near_the_middle
 from zosim.planning.segment_costs import Costs, Seconds, Site
 
@@ -76,7 +76,7 @@ class Ranking:
     def __init__(self, site: Site, cutting: Cutting, costs: Costs | None = None) -> None:
         self._site = site
         self._cutting = cutting
-        self._costs = costs or Costs(site.model, cutting)
+        self._costs = costs or Costs(site.plan.model, cutting)
         self._crossings: dict[tuple[str, Codecs], tuple[float, float, float]] = {}
 
     @property
@@ -216,9 +216,9 @@ class Ranking:
         self, cut: str, spec: CodecSpec, *, residual: bool
     ) -> tuple[tuple[int, ...], SymbolStatistics]:
         """Return the shape of the residual stream or of the activation at a cut, and its symbols as they are known."""
-        model, other = self._site.model, CodecSpec()
+        model, other = self._site.plan.model, CodecSpec()
         width = model.hidden_size if residual else model.intermediate_size
-        shape = self._site.num_sequences, self._site.seq, width
+        shape = self._site.num_sequences, self._site.plan.seq, width
         known = self._cutting.symbols(cut, *((other, spec) if residual else (spec, other)))
         beside = residual and cut.endswith(INSIDE)
         return shape, crossing_statistics(known, shape, bits=spec.bits or 1, is_beside=beside)
@@ -259,8 +259,8 @@ class Ranking:
 
     @property
     def _element_bytes(self) -> int:
-        precision = self._site.precision
-        return max(DTYPE_BYTES[precision.compute], DTYPE_BYTES[precision.storage])
+        plan = self._site.plan
+        return max(DTYPE_BYTES[plan.compute_dtype], DTYPE_BYTES[plan.weights.dtype])
 
 
 def _slowest(channels: Iterable[Mapping[Send | Recv, Hop]]) -> Hop:
@@ -293,4 +293,4 @@ def splits(site: Site, cutting: Cutting, costs: Costs) -> Iterator[tuple[ModelSp
             split = ranking.split(cuts, codecs)
             if split not in seen:
                 seen.add(split)
-                yield cutting.cut(site.model, cuts), split
+                yield cutting.cut(site.plan.model, cuts), split

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from topology.units import format_bytes, format_seconds
-from zosim.axes import Mesh
-from zosim.plan import Plan
+from zosim.plan import Mesh, Plan
 from zosim.planning.pipelining import about_stages
 from zosim.planning.predict import Contention, Prediction
 
@@ -42,18 +41,18 @@ def describe(plan: Plan) -> str:
             words.append("slots allocated anew")
         if plan.residency.edges == "offloaded":
             words.append("embedding and head offloaded")
-        if plan.precision.is_lossy:
-            words.append(f"{plan.precision.transfer} transfers (lossy)")
+        if plan.is_transfer_lossy:
+            words.append(f"{plan.transfer_dtype} transfers (lossy)")
     else:
-        words.append(plan.runtime.traversal)
-    if plan.runtime.weights == "copies":
-        words.append("copies written ahead" if plan.runtime.draw_ahead else "copies of weights")
-    elif plan.runtime.draw_ahead:
+        words.append(plan.schedule.traversal)
+    if plan.weights.perturbation == "copies":
+        words.append("copies written ahead" if plan.directions.drawn_ahead else "copies of weights")
+    elif plan.directions.drawn_ahead:
         words.append("draws ahead")
-    if plan.runtime.keep_directions:
+    if plan.directions.kept:
         words.append("directions kept")
-    if plan.runtime.loss_chunk_tokens:
-        words.append(f"loss in chunks of {plan.runtime.loss_chunk_tokens}")
+    if plan.forward.loss_chunk_tokens:
+        words.append(f"loss in chunks of {plan.forward.loss_chunk_tokens}")
     return ", ".join(words)
 
 

@@ -13,9 +13,8 @@ from math import inf
 
 from costmodel.model_spec import block_segment
 from topology.errors import DoesNotFit
-from zosim.axes import INSIDE
 from zosim.engines.simulate import without_garbage_collection
-from zosim.plan import Plan
+from zosim.plan import INSIDE, Plan
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.cuts import sparsest_near_the_middle
 from zosim.planning.explain import ALIKE, about_cuts, describe, reasons
@@ -169,13 +168,13 @@ def candidates(request: Request, bounds: Bounds | None = None) -> Iterator[Candi
 
 
 def _bounded(request: Request, bounds: Bounds, plans: Iterable[Plan]) -> Iterator[Candidate]:
-    is_open = "loss_chunk_tokens" not in request.fixed.get("runtime", {})
+    is_open = "loss_chunk_tokens" not in request.fixed.get("forward", {})
     for plan in plans:
         whole = _candidate(request, bounds, plan)
         yield whole
         if whole.missing and is_open and plan.tokens_per_step > _LOSS_CHUNK_TOKENS:
-            runtime = plan.runtime.model_copy(update={"loss_chunk_tokens": _LOSS_CHUNK_TOKENS})
-            chunked = _candidate(request, bounds, plan.model_copy(update={"runtime": runtime}))
+            forward = plan.forward.model_copy(update={"loss_chunk_tokens": _LOSS_CHUNK_TOKENS})
+            chunked = _candidate(request, bounds, plan.model_copy(update={"forward": forward}))
             if not chunked.missing:
                 yield chunked
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from costmodel.model_spec import ModelSpec
 from costmodel.profile import Profile
 from topology.errors import PlanError
 from topology.graph import Topology
-from zosim.axes import Estimator, Mesh, Placement, Precision
+from topology.validation import readable
 from zosim.hardware.profiles import Profiles
+from zosim.plan import AXES, Axis, Mesh, Placement
 from zosim.planning.cuts import Cutting
 
 Method = Literal["auto", "mezo", "zo2", "pertp", "ddp", "2d", "sparq"]
 Blocks = Literal["resident", "offloaded"]
+AnyAxis = TypeVar("AnyAxis", bound=Axis)
 
 _BLOCKS: dict[Method, tuple[Blocks, ...]] = {"mezo": ("resident",), "zo2": ("offloaded",)}
 _AXES: dict[Method, tuple[bool, bool]] = {
@@ -43,8 +45,6 @@ class Request:
     profile : Profile
         What operations cost there.
     batch, seq : int
-    estimator : Estimator
-    precision : Precision
     method : str
         ``"mezo"`` keeps all blocks on one device, ``"zo2"`` offloads them from one; ``"pertp"``, ``"ddp"`` and
         ``"2d"`` share the forwards of a step out among several, with blocks resident or offloaded; ``"auto"`` tries
@@ -56,7 +56,6 @@ class Request:
         Devices that a plan may use. Several ranks may run on one CPU, on a GPU one.
     profiles : Profiles or None
         What operations cost on the other devices, or where ranks share one; by default what they cost on `device`.
-    attention : str
     max_device_bytes, max_host_bytes : int or None
         Limits below what the hardware has.
     allow_lossy : bool
@@ -67,8 +66,9 @@ class Request:
     cutting : Cutting
         Where a mesh of several stages may cut the model, and with which codecs.
     fixed : mapping
-        Fields of ``residency`` and ``runtime`` that every plan must have, whatever the planner would choose:
-        how an ablation is asked for.
+        Values of fields that every plan must have, by axis and name, such as ``{"weights": {"dtype": "float16"}}``. What the
+        planner would choose gives way to them, which is how an ablation is asked for; what it does not choose, such as the
+        estimator and the formats, has its defaults without them.
     """
 
     model: ModelSpec
@@ -78,13 +78,10 @@ class Request:
     profile: Profile
     batch: int
     seq: int
-    estimator: Estimator = field(default_factory=Estimator)
-    precision: Precision = field(default_factory=Precision)
     method: Method = "auto"
     mesh: Mesh | None = None
     max_ranks: int = 1
     profiles: Profiles | None = None
-    attention: Literal["eager", "sdpa"] = "sdpa"
     max_device_bytes: int | None = None
     max_host_bytes: int | None = None
     allow_lossy: bool = False
@@ -107,6 +104,18 @@ class Request:
             )
         if self.max_ranks < 1:
             raise PlanError(f"--ranks {self.max_ranks} leaves no device", hint="use at least 1")
+
+    def axis(self, kind: type[AnyAxis]) -> AnyAxis:
+        """Return an axis with the fields that are fixed, and defaults.
+
+        Raises
+        ------
+        PlanError
+            If a field is unknown, or its value is.
+        """
+        name = next(name for name, axis in AXES.items() if axis is kind)
+        with readable("what the plan is asked to fix", PlanError, model=kind):
+            return kind.model_validate(self.fixed.get(name, {}))
 
     @property
     def blocks(self) -> tuple[Blocks, ...]:

@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 from costmodel.estimate import estimate
 from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
 from costmodel.work import DTYPE_BYTES
-from zosim.axes import INSIDE, Estimator, Mesh, Placement, Precision, last_before
 from zosim.engines.shortening import are_alike, shortened
 from zosim.hardware.machine import Machine
 from zosim.instructions import Stream
 from zosim.lowering.buffers import buffers_of
 from zosim.lowering.directions import passing_work
 from zosim.lowering.step import StepWriter
-from zosim.plan import Plan
+from zosim.plan import INSIDE, Mesh, Plan, last_before
 from zosim.planning.cuts import Cutting
 from zosim.program import Program
 
@@ -29,28 +28,21 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Site:
-    """What cuts are ranked for: the first pipeline of a mesh on its devices."""
+    """What cuts are ranked for: the first pipeline of a mesh on its devices, and what one device would do alone."""
 
-    model: ModelSpec
     mesh: Mesh
-    placement: Placement
     machines: tuple[Machine, ...]
-    batch: int
-    seq: int
-    estimator: Estimator
-    precision: Precision
+    plan: Plan
 
     @property
     def num_sequences(self) -> int:
         """Sequences that the fullest pipeline forwards."""
-        return -(-self.batch // self.mesh.data)
+        return -(-self.plan.batch // self.mesh.data)
 
     @property
     def num_points(self) -> int:
         """Evaluation points that the fullest pipeline forwards."""
-        queries = self.estimator.num_queries
-        points = 2 * queries if self.estimator.difference == "central" else queries + 1
-        return -(-points // self.mesh.perturb)
+        return -(-self.plan.estimator.num_points // self.mesh.perturb)
 
 
 @dataclass(frozen=True)
@@ -107,21 +99,14 @@ class Costs:
 
     def seconds(self, site: Site) -> SegmentSeconds:
         """Return the seconds of every segment on the site's first device."""
-        key = (id(site.machines[0].profile), site.num_sequences, site.estimator, site.precision.storage)
+        key = (id(site.machines[0].profile), site.num_sequences)
         if key not in self._known:
             self._known[key] = self._worked_out(site)
         return self._known[key]
 
     def _worked_out(self, site: Site) -> SegmentSeconds:
         small = self._small
-        plan = Plan(
-            model=small,
-            placement=Placement(topology=site.placement.topology, devices=site.placement.devices[:1]),
-            batch=site.num_sequences,
-            seq=site.seq,
-            estimator=site.estimator,
-            precision=site.precision,
-        )
+        plan = site.plan.model_copy(update={"model": small, "batch": site.num_sequences})
         forward, once = _compute_seconds(plan, site.machines[0])
         # Blocks that were left out are like the last of those that were not.
         like = [_standing_for(segment, small) for segment in self.whole.segments]
@@ -140,7 +125,7 @@ class Costs:
             np.array([forward[segment] / points for segment in like]),
             np.array([once[segment] for segment in like]),
             np.array([_walk_s(number, site) for number in trainable]),
-            np.array(stored, dtype=np.float64) * DTYPE_BYTES[site.precision.storage],
+            np.array(stored, dtype=np.float64) * DTYPE_BYTES[site.plan.weights.dtype],
         )
 
     @cached_property
@@ -175,7 +160,7 @@ def _compute_seconds(plan: Plan, machine: Machine) -> tuple[dict[str, float], di
 
 def _walk_s(num_trainable: int, site: Site) -> float:
     """Return the seconds in which a generator passes over so many numbers, for every query."""
-    work = passing_work(num_trainable, site.estimator, site.precision.storage)
+    work = passing_work(num_trainable, site.plan.directions, site.plan.weights.dtype)
     if not work.num_skipped:
         return 0.0
-    return site.estimator.num_queries * estimate(work, site.machines[0].profile).seconds
+    return site.plan.estimator.num_queries * estimate(work, site.machines[0].profile).seconds

@@ -145,7 +145,7 @@ def _part(plan: Plan, rank: int) -> Hashable:
         plan.placement.world_size,
         stage,
         num_shares,
-        repr((residency, plan.runtime, plan.precision)),
+        repr((residency, plan.schedule, plan.directions, plan.weights, plan.forward)),
     )
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from math import ceil
 from typing import Literal, get_args
 
 from costmodel.model_spec import ModelSpec
+from costmodel.work import DTYPE_BYTES
 from topology.errors import PlanError
 from topology.validation import readable
-from zosim.axes import Mesh, Placement, Precision, Residency, Runtime, Split, TransferDType
 from zosim.hardware.machines import machines_for
-from zosim.plan import Plan
+from zosim.plan import Estimator, Mesh, Placement, Plan, Residency, Split, TransferDType, Weights
 from zosim.planning.cut_search import splits
 from zosim.planning.request import Blocks, Request, profiles_of
 from zosim.planning.segment_costs import Costs, Site
 
 Transfers = Literal["private", "shared", "sliced"]
+Point = Mapping[str, Mapping[str, object]]
+"""Values of fields, by axis and name."""
 _SLOTS = (1, 2, 3)
 _LOSSY_TRANSFERS: tuple[TransferDType, ...] = ("float16", "bfloat16", "float8_e4m3")
 # Up to here every number of ranks is tried, beyond only those that fill one host or whole hosts.
@@ -72,10 +75,11 @@ def check(request: Request) -> None:
     ------
     PlanError
     """
-    if request.precision.is_lossy and not request.allow_lossy:
+    stored, transferred = request.axis(Weights).dtype, request.axis(Residency).transfer_dtype
+    if transferred not in (None, stored) and not request.allow_lossy:
         raise PlanError(
-            f"transfer format {request.precision.transfer} is narrower than storage format "
-            f"{request.precision.storage} and loses precision at every offload",
+            f"transfer format {transferred} is narrower than storage format "
+            f"{stored} and loses precision at every offload",
             hint="add --allow-lossy if that is meant",
         )
     request.cutting.check_loss(allowed=request.allow_lossy)
@@ -92,16 +96,16 @@ class _Points:
         self.contradiction: PlanError | None = None
 
     def plans(self, mesh: Mesh, placement: Placement, cut: tuple[ModelSpec, Split]) -> Iterator[Plan]:
-        """Yield the plans that differ in residency, runtime and precision."""
+        """Yield the plans that differ in residency, schedule and how weights come to a point."""
         points = _points(self._request, mesh, placement)
-        for (residency, runtime, precision), way in product(points, _ways(self._request)):
+        for point, perturbed in product(points, _perturbations(self._request)):
             try:
-                walked = runtime.model_copy(update=way)
-                plan = _plan(self._request, cut, mesh, placement, residency, walked, precision)
+                plan = _plan(self._request, cut, mesh, placement, {**point, **perturbed})
             except PlanError as error:
                 self.contradiction = error
                 continue
-            key = repr((mesh, placement, cut[1], plan.residency, plan.runtime, plan.precision))
+            chosen = plan.residency, plan.schedule, plan.directions, plan.weights, plan.forward
+            key = repr((mesh, placement, cut[1], chosen))
             if key not in self.seen:
                 self.seen.add(key)
                 yield plan
@@ -155,24 +159,19 @@ def _splits(
 
 def site_of(request: Request, mesh: Mesh, placement: Placement) -> Site:
     """Return what cuts are ranked for: the first pipeline of a mesh on its devices."""
-    first = placement.devices[: mesh.stage]
-    hosts = placement.hosts[: mesh.stage]
-    alone = Placement(topology=placement.topology, devices=first, hosts=hosts)
+    pipeline = placement.model_copy(
+        update={"devices": placement.devices[: mesh.stage], "hosts": placement.hosts[: mesh.stage]}
+    )
     machines = machines_for(
         request.topology,
-        first,
-        profiles_of(alone, request.profile, request.profiles),
+        pipeline.devices,
+        profiles_of(pipeline, request.profile, request.profiles),
         {"pipeline": (tuple(range(mesh.stage)),)},
     )
+    alone = Placement(topology=placement.topology, devices=placement.devices[:1])
+    fixed = {axis: request.fixed.get(axis, {}) for axis in ("estimator", "directions", "weights", "forward")}
     return Site(
-        request.model,
-        mesh,
-        alone,
-        machines,
-        request.batch,
-        request.seq,
-        request.estimator,
-        request.precision,
+        mesh, machines, _plan(replace(request, fixed=fixed), (request.model, Split()), Mesh(), alone, {})
     )
 
 
@@ -268,8 +267,7 @@ def _with_shared_cpus(hosts: dict[str, list[str]], num_ranks: int) -> dict[str, 
 
 def num_points(request: Request) -> int:
     """Return the evaluation points of a step."""
-    queries = request.estimator.num_queries
-    return 2 * queries if request.estimator.difference == "central" else queries + 1
+    return request.axis(Estimator).num_points
 
 
 def _sizes(request: Request) -> frozenset[int]:
@@ -308,66 +306,63 @@ def _too_few_devices(request: Request) -> PlanError:
 
 
 def _plan(
-    request: Request,
-    cut: tuple[ModelSpec, Split],
-    mesh: Mesh,
-    placement: Placement,
-    residency: Residency,
-    runtime: Runtime,
-    precision: Precision,
+    request: Request, cut: tuple[ModelSpec, Split], mesh: Mesh, placement: Placement, point: Point
 ) -> Plan:
     """Return one point as a plan, with the fields that the request fixes."""
+    axes = {
+        axis: {**point.get(axis, {}), **request.fixed.get(axis, {})} for axis in {**point, **request.fixed}
+    }
+    if axes.get("residency", {}).get("blocks") != "offloaded":
+        axes.get("residency", {}).pop("transfer_dtype", None)
     with readable("what the plan is asked to fix", PlanError):
-        return Plan(
-            model=cut[0],
-            split=cut[1],
-            placement=placement,
-            batch=request.batch,
-            seq=request.seq,
-            mesh=mesh,
-            estimator=request.estimator,
-            residency=Residency.model_validate(dict(residency) | dict(request.fixed.get("residency", {}))),
-            precision=precision,
-            runtime=Runtime.model_validate(
-                dict(runtime) | {"attention": request.attention} | dict(request.fixed.get("runtime", {}))
-            ),
+        return Plan.model_validate(
+            {
+                **axes,
+                "model": cut[0],
+                "split": cut[1],
+                "placement": placement,
+                "batch": request.batch,
+                "seq": request.seq,
+                "mesh": mesh,
+            }
         )
 
 
-def _points(
-    request: Request, mesh: Mesh, placement: Placement
-) -> Iterator[tuple[Residency, Runtime, Precision]]:
-    same = request.precision.model_copy(update={"transfer": request.precision.storage})
+def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Point]:
+    """Yield what may be chosen of residency and schedule."""
     allowed = request.fixed.get("residency", {}).get("blocks")
     if "resident" in request.blocks and allowed != "offloaded":
         for update in ("immediate", "delayed"):
-            yield Residency(), Runtime(update=update), same
-        yield Residency(), Runtime(traversal="sweep"), same
-        if mesh.stage > 1 and request.estimator.num_queries > 1:
-            yield Residency(), Runtime(traversal="querywise"), same
+            yield {"schedule": {"update": update}}
+        yield {"schedule": {"traversal": "sweep"}}
+        if mesh.stage > 1 and request.axis(Estimator).num_queries > 1:
+            yield {"schedule": {"traversal": "querywise"}}
     if "offloaded" in request.blocks and allowed != "resident":
-        for precision in _transfer_formats(request):
+        for transfer_dtype in _transfer_formats(request):
             for residency in _offloaded(request, mesh, placement):
-                yield residency, Runtime(update="delayed"), precision
+                yield {
+                    "residency": {**residency, "transfer_dtype": transfer_dtype},
+                    "schedule": {"update": "delayed"},
+                }
 
 
-def _ways(request: Request) -> Iterator[dict[str, object]]:
+def _perturbations(request: Request) -> Iterator[Point]:
     """Yield the ways in which weights may come to their points: in place, or as copies written in turn or ahead."""
-    are_copies = request.fixed.get("runtime", {}).get("weights") == "copies"
+    are_copies = request.fixed.get("weights", {}).get("perturbation") == "copies"
     if not are_copies:
         yield {}
     if are_copies or request.any_weights:
-        yield {"weights": "copies"}
-        yield {"weights": "copies", "draw_ahead": True}
+        yield {"weights": {"perturbation": "copies"}}
+        yield {"weights": {"perturbation": "copies"}, "directions": {"drawn_ahead": True}}
 
 
-def _offloaded(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Residency]:
+def _offloaded(request: Request, mesh: Mesh, placement: Placement) -> Iterator[dict[str, object]]:
     for transfers in _transfers(request, mesh, placement):
         for slots in _SLOTS:
-            residency = Residency(blocks="offloaded", num_slots=slots, transfers=transfers)
+            residency = {"blocks": "offloaded", "num_slots": slots, "transfers": transfers}
             yield residency
             if not request.model.tied_head:
-                yield residency.model_copy(update={"edges": "offloaded"})
+                yield {**residency, "edges": "offloaded"}
 
 
 def _transfers(request: Request, mesh: Mesh, placement: Placement) -> tuple[Transfers, ...]:
@@ -381,10 +376,9 @@ def _transfers(request: Request, mesh: Mesh, placement: Placement) -> tuple[Tran
     return ("private", "shared", "sliced") if shares else ("private",)
 
 
-def _transfer_formats(request: Request) -> Iterator[Precision]:
-    yield request.precision
-    if request.allow_lossy and not request.precision.is_lossy:
-        for transfer in _LOSSY_TRANSFERS:
-            narrower = request.precision.model_copy(update={"transfer": transfer})
-            if narrower.narrows:
-                yield narrower
+def _transfer_formats(request: Request) -> Iterator[TransferDType | None]:
+    """Yield the formats of transfers: the one that is fixed, else that of the weights, and if loss is allowed, narrower ones."""
+    fixed, stored = request.axis(Residency).transfer_dtype, request.axis(Weights).dtype
+    yield fixed
+    if request.allow_lossy and fixed in (None, stored):
+        yield from (dtype for dtype in _LOSSY_TRANSFERS if DTYPE_BYTES[dtype] < DTYPE_BYTES[stored])

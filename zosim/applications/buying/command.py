@@ -18,7 +18,8 @@ from zosim.applications.buying.report import answer_data, answer_view
 from zosim.applications.buying.sensitivity import effects, limiter, rooms
 from zosim.applications.buying.shortfall import shortfall
 from zosim.console import emit, stderr
-from zosim.options import MethodName, model_spec, precision_of
+from zosim.options import MethodName, axis, dtype_named, model_spec
+from zosim.plan import Weights
 
 
 class RankName(enum.StrEnum):
@@ -94,7 +95,7 @@ def buy(
             batch=batch,
             seq=seq,
             num_steps=steps,
-            precision=precision_of(dtype),
+            weights=axis(Weights, dtype=dtype_named("dtype", dtype)),
             method=method.value,
         ),
         prices=table,

@@ -13,9 +13,8 @@ from topology.errors import PlanError
 from topology.graph import Topology
 from topology.hardware import resolve
 from zosim.applications.buying.levers import Lever, levers
-from zosim.axes import Estimator, Mesh, Precision
 from zosim.hardware.profiles import Profiles
-from zosim.plan import Plan
+from zosim.plan import Mesh, Plan, Weights
 from zosim.planning.bounds import Bounds
 from zosim.planning.explain import ALIKE
 from zosim.planning.planner import Candidate
@@ -33,19 +32,17 @@ class Job:
     ----------
     model : ModelSpec
     batch, seq, num_steps : int
-    precision : Precision
+    weights : Weights
     method : str
         As for the planner.
-    estimator : Estimator
     """
 
     model: ModelSpec
     batch: int
     seq: int
     num_steps: int
-    precision: Precision = field(default_factory=Precision)
+    weights: Weights = field(default_factory=Weights)
     method: Method = "auto"
-    estimator: Estimator = field(default_factory=Estimator)
 
     def __post_init__(self) -> None:
         if self.seq > self.model.max_positions:
@@ -68,8 +65,7 @@ class Job:
             profiles=profiles,
             batch=self.batch,
             seq=self.seq,
-            estimator=self.estimator,
-            precision=self.precision,
+            fixed={"weights": self.weights.model_dump()},
             method=self.method,
             mesh=mesh,
             max_ranks=num_devices,

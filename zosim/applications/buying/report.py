@@ -53,7 +53,7 @@ def answer_data(
             "seq": job.seq,
             "num_steps": job.num_steps,
             "method": job.method,
-            "precision": job.precision,
+            "weights": job.weights,
         },
         "currency": prices.currency,
         "prices_date": prices.date.isoformat(),

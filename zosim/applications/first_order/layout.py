@@ -91,8 +91,8 @@ class FirstOrderLayout:
             segment,
             batch=self.rows[number],
             seq=self.plan.seq,
-            dtype=self.plan.precision.compute,
-            attention=self.plan.runtime.attention,
+            dtype=self.plan.compute_dtype,
+            attention=self.plan.forward.attention,
             dropout=self.settings.dropout,
         )
 
@@ -110,7 +110,7 @@ class FirstOrderLayout:
             self.plan.model,
             batch=self.rows[number],
             seq=self.plan.seq,
-            dtype=self.plan.precision.compute,
+            dtype=self.plan.compute_dtype,
             segment=segment,
         )
 
@@ -135,7 +135,7 @@ class FirstOrderLayout:
         first = self.plan.mesh.pipelines[0]
         segment = self.plan.segments_of(first[cut])[-1]
         return activation_bytes(
-            self.plan.model, batch=1, seq=self.plan.seq, dtype=self.plan.precision.compute, segment=segment
+            self.plan.model, batch=1, seq=self.plan.seq, dtype=self.plan.compute_dtype, segment=segment
         )
 
     def loss(self, number: int) -> Access:
@@ -179,8 +179,8 @@ class FirstOrderLayout:
             self.plan.model,
             batch=max(self.rows),
             seq=self.plan.seq,
-            dtype=self.plan.precision.compute,
-            attention=self.plan.runtime.attention,
+            dtype=self.plan.compute_dtype,
+            attention=self.plan.forward.attention,
         )
         if size:
             yield Buffer("shared", Space.DEVICE, size, "activations", self._dtype)
@@ -233,13 +233,13 @@ class FirstOrderLayout:
 
     def shape_of(self, number: int) -> dict[str, Any]:
         """Return what a forward or backward of a microbatch is like, as the cost model asks for it."""
-        precision = self.plan.precision
+        plan = self.plan
         return {
             "batch": self.rows[number],
             "seq": self.plan.seq,
-            "dtype": precision.compute,
-            "storage_dtype": "tf32" if precision.compute == "tf32" else precision.storage,
-            "attention": self.plan.runtime.attention,
+            "dtype": plan.compute_dtype,
+            "storage_dtype": "tf32" if plan.compute_dtype == "tf32" else plan.weights.dtype,
+            "attention": self.plan.forward.attention,
         }
 
     def keeps(self, way: Way) -> bool:
@@ -254,7 +254,7 @@ class FirstOrderLayout:
 
     @property
     def _dtype(self) -> DType:
-        return self.plan.precision.storage
+        return self.plan.weights.dtype
 
 
 _ROLES: dict[str, tuple[str, Space, str, bool]] = {

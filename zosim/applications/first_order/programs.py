@@ -20,9 +20,8 @@ from __future__ import annotations
 from topology.errors import PlanError
 from zosim.applications.first_order.settings import PRESETS, FirstOrder
 from zosim.applications.first_order.step import ENDS, REPLICAS, FirstOrderWriter
-from zosim.axes import Mesh, Precision, Residency, Runtime
 from zosim.lowering.hazards import connect, without_implied
-from zosim.plan import Plan
+from zosim.plan import ForwardPass, Mesh, Plan, Residency, Weights
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 
@@ -50,10 +49,8 @@ def baseline_plan(plan: Plan) -> Plan:
         mesh=Mesh(data=plan.mesh.data * plan.mesh.perturb, stage=plan.mesh.stage),
         split=plan.split.model_copy(update={"codec": "none", "residual_codec": "none", "densities": ()}),
         residency=Residency(),
-        precision=Precision(
-            storage=plan.precision.storage, compute=plan.precision.compute, transfer=plan.precision.storage
-        ),
-        runtime=Runtime(attention=plan.runtime.attention),
+        weights=Weights(dtype=plan.weights.dtype),
+        forward=ForwardPass(compute_dtype=plan.compute_dtype, attention=plan.forward.attention),
     )
 
 

@@ -147,7 +147,7 @@ class FirstOrderWriter(Instructions):
     def _optimize(self, group: ParameterGroup) -> None:
         optimizer, state = self.settings.optimizer, self.layout.state(group, 0)
         work = optimizer_work(
-            group.num_parameters, optimizer, dtype=self.plan.precision.storage, num_tensors=group.num_tensors
+            group.num_parameters, optimizer, dtype=self.plan.weights.dtype, num_tensors=group.num_tensors
         )
         self.emit(
             f"{group.name}/optimize",

@@ -1,24 +1,57 @@
 """A plan: one point in the space of placements, as data.
 
-Every axis is a field. The strategies that papers name are points of this space (:attr:`Plan.method`), not classes;
-what an axis means is decided once, in :mod:`zosim.lowering`.
+Every axis is a class in a module of its own, which says what its values mean and what contradicts them; every choice is
+a field. The strategies that papers name are points of this space (:attr:`Plan.method`), not classes; what an axis does
+to a step is decided once, in :mod:`zosim.lowering`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import PositiveInt, ValidationError, model_validator
 
 from costmodel.model_spec import ModelSpec
+from costmodel.work import DTYPE_BYTES, DType
 from topology.errors import PlanError
 from topology.validation import raise_readable
-from zosim.axes import Axis, Estimator, Mesh, Placement, Precision, Residency, Runtime, Split, last_before
-from zosim.contradictions import contradictions
 from zosim.documents import read_document
+from zosim.plan.axis import Axis, Conflict
+from zosim.plan.directions import Directions
+from zosim.plan.estimator import Estimator
+from zosim.plan.forward import ForwardPass
+from zosim.plan.mesh import Coordinates, Mesh
+from zosim.plan.placement import Placement
+from zosim.plan.residency import Residency, TransferDType
+from zosim.plan.schedule import Schedule
+from zosim.plan.split import INSIDE, Split, check_cut_names, last_before
+from zosim.plan.upgrade import PLAN_VERSION, upgrade
+from zosim.plan.weights import StorageDType, Weights
 
-PLAN_VERSION: Literal[1] = 1
+__all__ = [
+    "AXES",
+    "INSIDE",
+    "PLAN_VERSION",
+    "Axis",
+    "Coordinates",
+    "Directions",
+    "Estimator",
+    "ForwardPass",
+    "Mesh",
+    "Placement",
+    "Plan",
+    "Residency",
+    "Schedule",
+    "Split",
+    "StorageDType",
+    "TransferDType",
+    "Weights",
+    "check_cut_names",
+    "last_before",
+    "upgrade",
+]
 
 
 class Plan(Axis):
@@ -33,7 +66,7 @@ class Plan(Axis):
         Tokens per sequence, padding included.
     """
 
-    version: Literal[1] = PLAN_VERSION
+    version: Literal[2] = PLAN_VERSION
     model: ModelSpec
     placement: Placement
     batch: PositiveInt
@@ -41,15 +74,52 @@ class Plan(Axis):
     mesh: Mesh = Mesh()
     split: Split = Split()
     estimator: Estimator = Estimator()
+    directions: Directions = Directions()
+    weights: Weights = Weights()
     residency: Residency = Residency()
-    precision: Precision = Precision()
-    runtime: Runtime = Runtime()
+    schedule: Schedule = Schedule()
+    forward: ForwardPass = ForwardPass()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_one_spelling(cls, data: Any) -> Any:
+        return _without_usual_formats(upgrade(data)) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _axes_agree(self) -> Plan:
-        for complaint, hint in contradictions(self):
+        for complaint, hint in self._all_conflicts():
             raise PlanError(complaint, hint=hint)
         return self
+
+    def _all_conflicts(self) -> Iterator[Conflict]:
+        if self.seq > self.model.max_positions:
+            yield (
+                f"seq={self.seq} exceeds the {self.model.max_positions} positions of {self.model.name}",
+                f"use --seq {self.model.max_positions} or less",
+            )
+        for name in AXES:
+            yield from getattr(self, name).conflicts(self)
+
+    @property
+    def compute_dtype(self) -> DType:
+        """Format of the matrix products."""
+        return self.forward.compute_dtype or self.weights.dtype
+
+    @property
+    def transfer_dtype(self) -> TransferDType:
+        """Format in which offloaded blocks are kept on the host and cross the bus."""
+        return self.residency.transfer_dtype or self.weights.dtype
+
+    @property
+    def is_transfer_lossy(self) -> bool:
+        """Whether offloaded blocks are kept in another format than the weights."""
+        return self.transfer_dtype != self.weights.dtype
+
+    @property
+    def loses_updates(self) -> bool:
+        """Whether weights are kept in a format that is too coarse for many updates, so that runs count those lost."""
+        width = DTYPE_BYTES[self.weights.dtype]
+        return DTYPE_BYTES[self.transfer_dtype] < width or width < DTYPE_BYTES["float32"]
 
     @property
     def tokens_per_step(self) -> int:
@@ -106,7 +176,7 @@ class Plan(Axis):
     @property
     def method(self) -> str:
         """Name of the preset that this plan is a point of, or a description of the point."""
-        point = (self.residency.blocks, self.runtime.update)
+        point = (self.residency.blocks, self.schedule.update)
         alone = {
             ("resident", "immediate"): "mezo",
             ("resident", "delayed"): "mezo+delayed",
@@ -135,7 +205,12 @@ class Plan(Axis):
             If the file is missing, is not JSON, is of another version, or contradicts itself.
         """
         data = read_document(
-            path, "plan", PLAN_VERSION, PlanError, make="make one with `zosim plan ... -o plan.json`"
+            path,
+            "plan",
+            PLAN_VERSION,
+            PlanError,
+            make="make one with `zosim plan ... -o plan.json`",
+            oldest=1,
         )
         try:
             return cls.model_validate(data)
@@ -143,8 +218,27 @@ class Plan(Axis):
             raise_readable(error, f"plan {path}", PlanError)
 
 
+AXES: Mapping[str, type[Axis]] = {
+    name: kind
+    for name, field in Plan.model_fields.items()
+    if isinstance(kind := field.annotation, type) and issubclass(kind, Axis)
+}
+"""Axes by the names of the fields that hold them."""
+
+
 def _share(count: int, num_parts: int, part: int) -> range:
     """Return a part of ``range(count)``, the first parts longer by one where they cannot be alike."""
     each, longer = divmod(count, num_parts)
     begin = part * each + min(part, longer)
     return range(begin, begin + each + (part < longer))
+
+
+def _without_usual_formats(data: dict[str, Any]) -> dict[str, Any]:
+    """Leave out formats of products and transfers that are the weights', so that the same plan has one spelling."""
+    stated = dict(data.get("weights", {})).get("dtype", "float32")
+    usual = {}
+    for axis, name in (("forward", "compute_dtype"), ("residency", "transfer_dtype")):
+        fields = data.get(axis)
+        if fields is not None and dict(fields).get(name) == stated:
+            usual[axis] = {**dict(fields), name: None}
+    return data | usual

@@ -1,0 +1,92 @@
+"""The ranks as a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import PositiveInt
+
+from zosim.plan.axis import Axis, Conflict
+
+if TYPE_CHECKING:
+    from zosim.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Place of a rank on the mesh, counted from 0 along each axis."""
+
+    data: int
+    perturb: int
+    stage: int = 0
+
+
+class Mesh(Axis):
+    """The ranks as a grid: how the forwards of one step are shared out.
+
+    Attributes
+    ----------
+    data : int
+        Shards of the batch. All see the same directions; what they exchange are losses (DistZO2's DDP).
+    perturb : int
+        Parts of a step's evaluation points: with 2 the two signs of one query (DistZO2's PertP), with more the
+        queries too.
+    stage : int
+        Parts of the model, one after the other: see :class:`~zosim.plan.Split`. Neighbouring ranks are neighbouring stages.
+    inner : str
+        Of the other two axes, the one along which neighbours differ. Only where ranks are joined by unlike links does
+        it matter.
+    """
+
+    data: PositiveInt = 1
+    perturb: PositiveInt = 1
+    stage: PositiveInt = 1
+    inner: Literal["perturb", "data"] = "perturb"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.data * self.perturb * self.stage
+
+    @property
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold one model between them, in the order of their stages."""
+        firsts = range(0, self.world_size, self.stage)
+        return tuple(tuple(range(first, first + self.stage)) for first in firsts)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return the place of `rank`."""
+        pipeline, stage = divmod(rank, self.stage)
+        if self.inner == "perturb":
+            data, perturb = divmod(pipeline, self.perturb)
+        else:
+            perturb, data = divmod(pipeline, self.data)
+        return Coordinates(data, perturb, stage)
+
+    def describe(self) -> str:
+        """Return the axes of more than one rank, such as ``data=2,perturb=2``, the outer one first."""
+        names = (*(("data", "perturb") if self.inner == "perturb" else ("perturb", "data")), "stage")
+        return ",".join(f"{name}={size}" for name in names if (size := getattr(self, name)) > 1)
+
+    def conflicts(self, plan: Plan) -> Iterator[Conflict]:
+        """Yield what the mesh has no devices, sequences, points or cuts for."""
+        if self.world_size != plan.placement.world_size:
+            yield (
+                f"data={self.data} x perturb={self.perturb} x stage={self.stage} needs {self.world_size} ranks, not "
+                + str(plan.placement.world_size),
+                "name one device per rank, or change the mesh",
+            )
+        if self.data > plan.batch:
+            yield (
+                f"a batch of {plan.batch} cannot be shared by data={self.data}: some rank would have none",
+                f"use data={plan.batch} or less, or a larger batch",
+            )
+        if self.perturb > len(plan.points):
+            yield (
+                f"perturb={self.perturb} shares out {len(plan.points)} evaluation points: some rank has none",
+                f"use perturb={len(plan.points)} or less, or more queries",
+            )
+        if self.stage > 1 and len(plan.split.cuts) != self.stage - 1:
+            yield f"stage={self.stage} needs {self.stage - 1} cuts, not {len(plan.split.cuts)}", "see --cut"

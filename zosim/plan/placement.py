@@ -1,0 +1,47 @@
+"""The devices that a plan runs on."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from topology.errors import PlanError
+from zosim.plan.axis import Axis
+
+
+class Placement(Axis):
+    """The hardware that one plan uses.
+
+    Attributes
+    ----------
+    topology : str
+        Name of the topology that it was planned for.
+    devices : tuple of str
+        Node of each rank's device, in rank order.
+    hosts : tuple of str
+        Host of each rank's device, in rank order; empty if all are on one.
+    """
+
+    topology: str
+    devices: tuple[str, ...] = Field(min_length=1)
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.devices)
+
+    @property
+    def ranks_by_host(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each host, hosts in the order of their first rank."""
+        by_host: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.hosts or ("",) * len(self.devices)):
+            by_host.setdefault(host, []).append(rank)
+        return tuple(map(tuple, by_host.values()))
+
+    @model_validator(mode="after")
+    def _every_device_has_its_host(self) -> Placement:
+        if self.hosts and len(self.hosts) != self.world_size:
+            raise PlanError(
+                f"{len(self.hosts)} hosts for {self.world_size} devices", hint="name one per device"
+            )
+        return self

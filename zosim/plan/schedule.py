@@ -1,0 +1,50 @@
+"""In which order a step visits segments and points, and when it updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from zosim.plan.axis import Axis, Conflict
+
+if TYPE_CHECKING:
+    from zosim.plan import Plan
+
+
+class Schedule(Axis):
+    """The order of a step.
+
+    Attributes
+    ----------
+    traversal : str
+        ``"sweep"`` perturbs all parameters, then runs the whole model (the reference loop: four draws of
+        every direction). ``"blockwise"`` runs both signs of one segment before the next, so that one draw
+        serves all three perturbations. ``"querywise"`` does so for one query after the other, so that the next stage
+        can begin with the first while this one runs the second.
+    update : str
+        ``"immediate"`` after the projected gradient is known, or ``"delayed"`` until each segment's turn in
+        the next step (ZO2's efficient update), with a flush at the end.
+    """
+
+    traversal: Literal["sweep", "blockwise", "querywise"] = "blockwise"
+    update: Literal["immediate", "delayed"] = "immediate"
+
+    def conflicts(self, plan: Plan) -> Iterator[Conflict]:
+        """Yield what the traversal cannot do."""
+        if plan.residency.blocks == "offloaded" and self.traversal == "sweep":
+            yield (
+                "traversal=sweep needs every block at once, but residency.blocks=offloaded",
+                "use traversal=blockwise",
+            )
+        if self.traversal == "sweep" and self.update == "delayed":
+            yield (
+                "update=delayed is fused into a segment's turn, which traversal=sweep does not have",
+                "use traversal=blockwise or update=immediate",
+            )
+        if self.traversal == "querywise" and self.update == "delayed":
+            yield (
+                "traversal=querywise visits a block once per query, so update=delayed has no one turn",
+                "use update=immediate",
+            )
+        if self.traversal == "querywise" and plan.residency.blocks == "offloaded":
+            yield "traversal=querywise would upload every block once per query", "use traversal=blockwise"

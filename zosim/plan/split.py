@@ -1,0 +1,119 @@
+"""Where the model is cut, and how what crosses is encoded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from pydantic import model_validator
+
+from costmodel.codecs import codec_spec
+from costmodel.model_spec import BACK, FRONT, block_index
+from costmodel.symbols import CutSymbols, TensorSymbols
+from topology.errors import PlanError
+from zosim.plan.axis import Axis, Conflict
+
+if TYPE_CHECKING:
+    from zosim.plan import Plan
+
+INSIDE = ".mlp"
+"""Ends the name of a cut inside a block."""
+
+
+class Split(Axis):
+    """Where the model is cut into stages, and how what crosses is encoded.
+
+    With one stage, what crosses a cut is encoded and decoded where it is: the same numbers as with stages, from
+    one process.
+
+    Attributes
+    ----------
+    cuts : tuple of str
+        One between neighbouring stages, in the model's order; any number of them with one stage. ``"block.5"`` is
+        behind block 5: the hidden state crosses. ``"block.5.mlp"`` is inside it, at the input of the MLP's second
+        linear: the activation and the residual stream cross. Such a block is two segments of the plan's model.
+    codec : str
+        Of MLP activations, as :func:`costmodel.codecs.codec_spec` reads it.
+    residual_codec : str
+        Of the residual stream, which is what crosses behind a block.
+    densities : tuple of float or CutSymbols
+        For each cut, what is known of the symbols that cross, on which sizes and times of sparse encodings depend: a
+        number is the part of the activation's (behind a block, of the hidden state's) that is not the most frequent
+        one. Empty takes all symbols to be equally frequent.
+    """
+
+    cuts: tuple[str, ...] = ()
+    codec: str = "none"
+    residual_codec: str = "none"
+    densities: tuple[float | CutSymbols, ...] = ()
+
+    @model_validator(mode="after")
+    def _cuts_have_names(self) -> Split:
+        check_cut_names(self.cuts)
+        return self
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether what arrives is another number than what was sent."""
+        return not (codec_spec(self.codec).is_lossless and codec_spec(self.residual_codec).is_lossless)
+
+    def symbols(self, cut: int) -> CutSymbols | None:
+        """Return what is known of the symbols that cross cut number `cut`."""
+        if not self.densities:
+            return None
+        known = self.densities[cut]
+        return CutSymbols(first=TensorSymbols(density=known)) if isinstance(known, float) else known
+
+    @property
+    def cut_blocks(self) -> tuple[int, ...]:
+        """Blocks that are cut inside."""
+        return tuple(block_index(cut) for cut in self.cuts if cut.endswith(INSIDE))
+
+    def conflicts(self, plan: Plan) -> Iterator[Conflict]:
+        """Yield what the model has no such cuts for, and what is known of too few of them."""
+        segments = plan.model.segments
+        unknown = [cut for cut in self.cuts if last_before(cut, segments) not in segments[1:-1]]
+        if unknown:
+            inside = unknown[0].endswith(INSIDE)
+            yield (
+                f"there is no cut {unknown[0]!r} in {plan.model.name}",
+                "read the model with that block cut"
+                if inside
+                else f"cuts are block.0.mlp to block.{plan.model.num_blocks - 1}",
+            )
+        elif list(self.cuts) != sorted(
+            set(self.cuts), key=lambda cut: segments.index(last_before(cut, segments))
+        ):
+            yield f"cuts {', '.join(self.cuts)} are not in the model's order", "sort them, name each once"
+        if self.densities and len(self.densities) != len(self.cuts):
+            yield f"{len(self.densities)} densities for {len(self.cuts)} cuts", "give one per cut"
+        if any(isinstance(density, float) and not 0 <= density <= 1 for density in self.densities):
+            yield f"densities={self.densities} must be from 0 to 1", "the part that is not zero"
+        for name in (self.codec, self.residual_codec):
+            codec_spec(name)
+
+
+_CUT_NAME = re.compile(r"block\.\d+(\.mlp)?", re.ASCII)
+
+
+def check_cut_names(names: Iterable[str]) -> None:
+    """Raise unless all are names of cuts, of whatever model.
+
+    Raises
+    ------
+    PlanError
+    """
+    for name in names:
+        if not _CUT_NAME.fullmatch(name):
+            raise PlanError(
+                f"{name!r} is the name of no cut",
+                hint="block.5 is the cut behind block 5, block.5.mlp the one inside it",
+            )
+
+
+def last_before(cut: str, segments: Container[str]) -> str:
+    """Return the segment that a cut is behind; where a block is two segments, its end is that of the second."""
+    if cut.endswith(INSIDE):
+        return cut.removesuffix(INSIDE) + FRONT
+    return cut + BACK if cut + BACK in segments else cut
