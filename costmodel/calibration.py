@@ -103,11 +103,11 @@ class FitReport:
 
     def errors_by_kind(self) -> dict[str, list[float]]:
         """Return the relative errors of what was fitted, by the first word of its name."""
-        found: dict[str, list[float]] = {}
+        errors: dict[str, list[float]] = {}
         for row in self.residuals:
             if not row.contended:
-                found.setdefault(row.name.split(" ", 1)[0].split(".", 1)[0], []).append(row.relative_error)
-        return found
+                errors.setdefault(row.name.split(" ", 1)[0].split(".", 1)[0], []).append(row.relative_error)
+        return errors
 
     def worst(self, count: int = 5) -> tuple[Residual, ...]:
         """Return the rows with the largest log errors."""
@@ -229,7 +229,7 @@ class _Problem:
 
     def jacobian(self, x: Array, step: float = 1e-3) -> Array:
         """Return the central differences of the log predictions, measurements by constants."""
-        found, kind = np.zeros((len(self.measurements), len(x))), self.profile.device_kind
+        derivatives, kind = np.zeros((len(self.measurements), len(x))), self.profile.device_kind
         for index, rows in enumerate(self._rows_of):
             shift = np.zeros_like(x)
             shift[index] = step
@@ -237,8 +237,8 @@ class _Problem:
             for row in rows:
                 measurement = self.measurements[row]
                 ratio = _predicted_s(measurement, above, kind) / _predicted_s(measurement, below, kind)
-                found[row, index] = math.log(ratio) / (2 * step)
-        return found
+                derivatives[row, index] = math.log(ratio) / (2 * step)
+        return derivatives
 
     @cached_property
     def _rows_of(self) -> list[list[int]]:
@@ -248,13 +248,11 @@ class _Problem:
             return [every] * len(self.names)
         values = self.values(self.start)
         before = [_predicted_s(m, values, "cpu") for m in self.measurements]
-        found = []
+        rows = []
         for name in self.names:
             changed = {**values, name: 2 * values[name]}
-            found.append(
-                [i for i in every if _predicted_s(self.measurements[i], changed, "cpu") != before[i]]
-            )
-        return found
+            rows.append([i for i in every if _predicted_s(self.measurements[i], changed, "cpu") != before[i]])
+        return rows
 
 
 def _prior_sigma(constant: Constant, kind: DeviceKind) -> float:

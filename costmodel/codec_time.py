@@ -151,8 +151,10 @@ MEASURED = "codec_s."
 def codec_profile_of(values: Mapping[str, float]) -> CodecProfile:
     """Return the codecs' constants among those of a device's profile, and those that come with the package for the rest."""
     shipped = load_codec_profile()
-    found = {name: values.get(MEASURED + name, seconds) for name, seconds in shipped.seconds.items()}
-    return CodecProfile(shipped.source, found)
+    seconds_by_name = {
+        name: values.get(MEASURED + name, seconds) for name, seconds in shipped.seconds.items()
+    }
+    return CodecProfile(shipped.source, seconds_by_name)
 
 
 def coding_terms(coding: CodecWork, values: Mapping[str, float], device_kind: DeviceKind) -> dict[str, float]:
@@ -190,8 +192,8 @@ def fit_codec_profile(measured: Sequence[tuple[CodecWork, float]], source: str) 
     names = sorted({name for work, _ in measured for name in work})
     rows = np.array([[work.get(name, 0) / seconds for name in names] for work, seconds in measured])
     scale = rows.max(axis=0)  # counts differ by seven orders of magnitude
-    found, _ = nnls(rows / scale, np.ones(len(rows)))
-    return CodecProfile(source, dict(zip(names, (float(x) for x in found / scale), strict=True)))
+    solution, _ = nnls(rows / scale, np.ones(len(rows)))
+    return CodecProfile(source, dict(zip(names, (float(x) for x in solution / scale), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,5 +258,5 @@ def fastest_crossing(
     The values that arrive do not depend on the encoding. Plain numbers are not among the choices, since they do.
     """
     specs = (replace(spec, encoding=encoding) for encoding in ENCODINGS)
-    crossings = [crossing(found, shape, element_bytes, stats, over) for found in specs]
-    return min(crossings, key=lambda found: found.seconds)
+    crossings = [crossing(spec, shape, element_bytes, stats, over) for spec in specs]
+    return min(crossings, key=lambda crossed: crossed.seconds)

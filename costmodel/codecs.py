@@ -233,10 +233,12 @@ def frequencies(counts: Sequence[float]) -> list[int]:
     """
     total, whole = sum(counts), 2**FREQUENCY_BITS
     present = sum(1 for count in counts if count)
-    found = [1 + int(count * (whole - present) // total) if count else 0 for count in counts]
+    frequencies_by_symbol = [1 + int(count * (whole - present) // total) if count else 0 for count in counts]
     if present:
-        found[max(range(len(counts)), key=lambda symbol: counts[symbol])] += whole - sum(found)
-    return found
+        frequencies_by_symbol[max(range(len(counts)), key=lambda symbol: counts[symbol])] += whole - sum(
+            frequencies_by_symbol
+        )
+    return frequencies_by_symbol
 
 
 def expected_entropy_bytes(stats: SymbolStatistics) -> int:

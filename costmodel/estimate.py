@@ -219,8 +219,8 @@ def _cast_s(work: Work, values: Mapping[str, float]) -> float:
 
 def _by_format(kind: str, name: str, values: Mapping[str, float]) -> float:
     """Return a constant for a format or a kind of code, or the one for all of them."""
-    found = values.get(f"{kind}.{name}")
-    return values[kind] if found is None else found
+    rate = values.get(f"{kind}.{name}")
+    return values[kind] if rate is None else rate
 
 
 def _rate(kind: str, dtype: str, values: Mapping[str, float]) -> float:

@@ -106,14 +106,14 @@ def group_parameters(entries: Iterable[ParameterEntry]) -> tuple[ParameterGroup,
 def joined_halves(groups: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...]:
     """Return the groups of a model some of whose blocks were cut inside, as they are in the uncut model."""
     whole = [(tuple(_uncut(segment) for segment in group.segments), group) for group in groups]
-    found = []
+    whole_groups = []
     for segments, run in groupby(whole, key=lambda pair: pair[0]):
         parts = [group for _, group in run]
         if parts[0].segments == segments:
-            found += parts
+            whole_groups += parts
             continue
         counts = ("num_parameters", "num_trainable", "num_tensors", "num_trainable_tensors")
-        found.append(
+        whole_groups.append(
             ParameterGroup(
                 name=segments[0],
                 segments=segments,
@@ -121,7 +121,7 @@ def joined_halves(groups: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...
                 **{count: sum(getattr(part, count) for part in parts) for count in counts},
             )
         )
-    return tuple(found)
+    return tuple(whole_groups)
 
 
 def _uncut(segment: str) -> str:

@@ -191,10 +191,10 @@ def _shared_finding(shared: int, limits: HostLimits) -> Finding | None:
     free = limits.shared_memory_bytes
     if shared == 0 or (free is not None and shared <= free):
         return None
-    found = "there is none" if free is None else f"{format_bytes(free)} are free"
+    available = "there is none" if free is None else f"{format_bytes(free)} are free"
     return Finding(
         "shared memory",
-        f"the plan puts {format_bytes(shared)} into {SHARED_MEMORY_PATH}, {found}",
+        f"the plan puts {format_bytes(shared)} into {SHARED_MEMORY_PATH}, {available}",
         f"enlarge it with `mount -o remount,size=... {SHARED_MEMORY_PATH}`, or start the container with --shm-size",
     )
 

@@ -48,11 +48,11 @@ def segments_of(num_blocks: int, cut_blocks: tuple[int, ...] = ()) -> tuple[str,
     if unknown:
         message = f"there is no block {unknown[0]} to cut: blocks run from 0 to {num_blocks - 1}"
         raise ModelError(message)
-    found = [EMBED]
+    segments = [EMBED]
     for i in range(num_blocks):
         name = block_segment(i)
-        found += [name + FRONT, name + BACK] if i in cut_blocks else [name]
-    return (*found, HEAD)
+        segments += [name + FRONT, name + BACK] if i in cut_blocks else [name]
+    return (*segments, HEAD)
 
 
 class ParameterGroup(BaseModel):
@@ -190,11 +190,11 @@ class ModelSpec(BaseModel):
 
     @cached_property
     def _by_segment(self) -> dict[str, tuple[ParameterGroup, ...]]:
-        found: dict[str, list[ParameterGroup]] = {}
+        by_segment: dict[str, list[ParameterGroup]] = {}
         for group in self.groups:
             for segment in group.segments:
-                found.setdefault(segment, []).append(group)
-        return {segment: tuple(groups) for segment, groups in found.items()}
+                by_segment.setdefault(segment, []).append(group)
+        return {segment: tuple(groups) for segment, groups in by_segment.items()}
 
     def group(self, name: str) -> ParameterGroup:
         """Return the group called `name`.

@@ -86,9 +86,11 @@ class Quote(FrozenModel):
 
     @model_validator(mode="after")
     def _is_an_interval(self) -> Quote:
-        found = self.range
-        if not found.low <= found.value <= found.high:
-            message = f"{found.value:g} does not lie between low {found.low:g} and high {found.high:g}"
+        interval = self.range
+        if not interval.low <= interval.value <= interval.high:
+            message = (
+                f"{interval.value:g} does not lie between low {interval.low:g} and high {interval.high:g}"
+            )
             raise RuleError(message, hint="low <= value <= high")
         return self
 
@@ -276,18 +278,18 @@ def job_costs(
     prices, total = table.machine(name), len(topology.compute_devices)
     site = prices.power_usage_effectiveness or table.power_usage_effectiveness
     site_w = rated_power_w(table, name, topology) * site.range
-    found = []
+    costs = []
     if (rent := prices.rent_per_hour) is not None:
         units, held = (num_devices, num_devices) if rent.per == "device" else (1, total)
         energy = _energy_kwh(table, site_w * (held / total), hours, num_devices / held)
-        found.append(JobCost("rent", hours, hours * rent.range * float(units), energy))
+        costs.append(JobCost("rent", hours, hours * rent.range * float(units), energy))
     if (purchase := prices.purchase) is not None:
         energy = _energy_kwh(table, site_w, hours, num_devices / total)
         worked_hours = table.life_years.range * table.utilisation.range * HOURS_PER_YEAR
         wear = purchase.range * hours / worked_hours
         money = wear + energy * table.electricity_per_kwh.range
-        found.append(JobCost("own", hours, money, energy, purchase.range))
-    return tuple(found)
+        costs.append(JobCost("own", hours, money, energy, purchase.range))
+    return tuple(costs)
 
 
 def rated_power_w(table: PriceTable, name: str, topology: Topology) -> Range:

@@ -151,8 +151,8 @@ def activation_statistics(
     kept = statistics_of_density(shape, bits=bits, density=density).num_kept
     counts = [int(kept * mass / tails[0] / signs) for mass in masses for _ in range(signs)]
     counts[0] += kept - sum(counts)
-    found = statistics_of_density(shape, bits=bits, density=density, histogram=(numel - kept, *counts))
-    return replace(found, measured_entropy_bits=entropy_bits)
+    statistics = statistics_of_density(shape, bits=bits, density=density, histogram=(numel - kept, *counts))
+    return replace(statistics, measured_entropy_bits=entropy_bits)
 
 
 def crossing_statistics(

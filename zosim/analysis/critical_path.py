@@ -285,12 +285,12 @@ def _walk(lookup: Lookup, order: Order, start: Place) -> Iterator[tuple[Place, S
     while place is not None:
         span = lookup(place)
         assert span is not None, f"{place} is on the path but has no span"
-        known = [(item, found) for item in order.predecessors(place) if (found := lookup(item)) is not None]
-        before_s = max((found.end_s for _, found in known), default=-math.inf)
+        known = [(item, before) for item in order.predecessors(place) if (before := lookup(item)) is not None]
+        before_s = max((before.end_s for _, before in known), default=-math.inf)
         yield place, span, before_s
         # Among equals the first: the stream's own predecessor.
         tolerance_s = _SAME_INSTANT * abs(before_s)
-        place = next((item for item, found in known if found.end_s >= before_s - tolerance_s), None)
+        place = next((item for item, before in known if before.end_s >= before_s - tolerance_s), None)
 
 
 def _tiles(walked: list[tuple[Place, Span, float]], begin_s: float, end_s: float) -> tuple[PathSegment, ...]:

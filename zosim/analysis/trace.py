@@ -61,7 +61,7 @@ def chrome_trace(
     TimelineError
         If the timeline has no spans of the rank, or spans of another program.
     """
-    ranks = timeline.ranks if rank is None else tuple(found for found in timeline.ranks if found == rank)
+    ranks = timeline.ranks if rank is None else tuple(known for known in timeline.ranks if known == rank)
     if not ranks:
         message = f"timeline of {timeline.program} has no spans of rank {'any' if rank is None else rank}"
         raise TimelineError(message, hint=f"it has ranks {', '.join(map(str, timeline.ranks)) or 'none'}")

@@ -106,12 +106,12 @@ class FlowTable(Rows):
         if self._is_fifo.any():
             return super()._speeds(considered)
         key = considered.tobytes() + self._kind[considered].tobytes()
-        found = self._remembered.get(key)
-        if found is None:
+        speeds = self._remembered.get(key)
+        if speeds is None:
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
-            found = self._remembered[key] = super()._speeds(considered)
-        return found
+            speeds = self._remembered[key] = super()._speeds(considered)
+        return speeds
 
     def _bounds_and_weights(self, rows: Ints) -> tuple[Floats, Floats]:
         kinds = self._kind[rows]

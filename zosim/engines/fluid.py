@@ -205,9 +205,9 @@ class Fluid:
         """Return who is joined with an activity through used-up resources; they are no longer changed."""
         self._num_searches += 1
         search = first.search = self._num_searches
-        found = [first]
+        component = [first]
         # The list grows while it is walked.
-        for item in found:
+        for item in component:
             for resource, _ in item.kind.uses:
                 if resource.search != search:
                     resource.search = search
@@ -215,10 +215,10 @@ class Fluid:
                         for other in resource.asked:
                             if other.search != search:
                                 other.search = search
-                                found.append(other)
-        for item in found:
+                                component.append(other)
+        for item in component:
             self._changed.pop(item, None)
-        return found
+        return component
 
     def _solve(self, items: list[_Running], now_s: float) -> None:
         if len(items) == 1:

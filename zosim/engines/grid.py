@@ -80,11 +80,11 @@ def step_time_bounds(
     order = _Order.of(lower(plan, rank), machine)
     works = _Works(plan, rank, order.program)
     costs = _Costs(machine, factors, order.program, bound)
-    found = np.empty((len(batches), len(seqs), *shape))
+    seconds_per_step = np.empty((len(batches), len(seqs), *shape))
     for (i, batch), (j, seq) in itertools.product(enumerate(batches), enumerate(seqs)):
         seconds = costs.of(works.at(batch, seq))
-        found[i, j] = order.step_times(seconds, costs.step_s).reshape(shape)
-    return found
+        seconds_per_step[i, j] = order.step_times(seconds, costs.step_s).reshape(shape)
+    return seconds_per_step
 
 
 class _Works:

@@ -88,11 +88,11 @@ def step_time_bound_of(world: World) -> float:
     ends = []
     recurrence.advance()
     for _ in range(MAX_STEPS):
-        found = np.array(list(recurrence.advance().values())).ravel()
-        cycle = detector.completed(found)
+        times = np.array(list(recurrence.advance().values())).ravel()
+        cycle = detector.completed(times)
         if cycle is not None:
             return cycle.period_s / cycle.num_steps
-        ends.append(float(found.max()))
+        ends.append(float(times.max()))
     return second_half_s(ends[-1], ends[MAX_STEPS // 2 - 1])
 
 
@@ -196,12 +196,12 @@ class Recurrence:
         is_like_others = self.max_distance < position <= self.num_steps
         if is_like_others and self._steady_nodes:
             return self._steady_nodes
-        found = self._found_nodes(position)
+        nodes_here = self._ordered_nodes(position)
         if is_like_others:
-            self._steady_nodes = found
-        return found
+            self._steady_nodes = nodes_here
+        return nodes_here
 
-    def _found_nodes(self, position: int) -> list[Node]:
+    def _ordered_nodes(self, position: int) -> list[Node]:
         together: dict[Hashable, list[Member]] = {}
         for rank, order in enumerate(self.orders):
             for item in order.instructions(position):
@@ -232,9 +232,9 @@ class Recurrence:
         part = self.orders[0].part(position)
         earliest_s, edges = 0.0, []
         for member in members:
-            host_s, found = self._waits(member, position)
+            host_s, own_edges = self._waits(member, position)
             earliest_s = max(earliest_s, host_s)
-            edges += found
+            edges += own_edges
         seconds = max(
             self.world.template(rank).activities[part, instruction].seconds for rank, instruction in members
         )

@@ -90,12 +90,12 @@ def shortened_stages(plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
     cuts = tuple(_renamed(cut, kept, number) for cut in plan.split.cuts)
     split = plan.split.model_copy(update={"cuts": cuts})
     small = plan.model_copy(update={"model": with_blocks(plan.model, kept), "split": split})
-    found = {block_segment(number[block]): blocks for block, blocks in standing.items()}
+    stands_for = {block_segment(number[block]): blocks for block, blocks in standing.items()}
     for half in halves:
         block = block_index(half)
         name = half.replace(block_segment(block), block_segment(number[block]), 1)
-        found[name] = range(block, block + 1)
-    return small, found
+        stands_for[name] = range(block, block + 1)
+    return small, stands_for
 
 
 def _renamed(cut: str, kept: Sequence[int], number: dict[int, int]) -> str:

@@ -185,9 +185,9 @@ class _Run:
         return [other for other in party if other not in there] if rank in there else []
 
     def _meeting(self, rank: int, place: Place, phase: str) -> tuple[tuple[int, ...], tuple[object, ...]]:
-        found = self.ranks[rank].order.meeting(place)
-        assert found is not None
-        party, key = self.world.party(rank, found)
+        meeting = self.ranks[rank].order.meeting(place)
+        assert meeting is not None
+        party, key = self.world.party(rank, meeting)
         return party, (key, place.position, phase)
 
     def step_completed(self, step: int) -> None:
@@ -371,9 +371,9 @@ def _undone(run: _Run, rank: _Rank, place: Place) -> list[tuple[_Rank, Place]]:
         (other, here)
         for other in partners
         for item in other.order.instructions(place.position)
-        if (found := other.order.meeting(here := Place(place.position, item.id)))
-        and found.shared == wanted.shared
-        and (not wanted.offset or found.sends != wanted.sends)
+        if (met := other.order.meeting(here := Place(place.position, item.id)))
+        and met.shared == wanted.shared
+        and (not wanted.offset or met.sends != wanted.sends)
     ]
 
 

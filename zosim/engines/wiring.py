@@ -156,29 +156,29 @@ class Wiring:
         # Positions that the flush reaches back to are told apart by what it needs there.
         key = -1 if is_inside and position not in self._flush_needs else position
         if key not in self._followers:
-            self._followers[key] = self._found_followers(position)
+            self._followers[key] = self._followers_at(position)
         return self._followers[key]
 
     @cached_property
     def _flush_needs(self) -> dict[int, list[tuple[int, int]]]:
         """By position, (number there, number in the flush) of what the flush waits for."""
         last = self.num_steps + 1
-        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        needs: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for number, before in enumerate(self.needs(last).own):
             for distance, source in before:
-                found[last - distance].append((source, number))
-        return found
+                needs[last - distance].append((source, number))
+        return needs
 
-    def _found_followers(self, position: int) -> list[list[Follower]]:
-        found: list[list[Follower]] = [[] for _ in range(self.num_instructions(position))]
+    def _followers_at(self, position: int) -> list[list[Follower]]:
+        followers_of: list[list[Follower]] = [[] for _ in range(self.num_instructions(position))]
         for later in range(position, min(position + self._reach, self.num_steps) + 1):
             for number, before in enumerate(self.needs(later).own):
                 for distance, source in before:
                     if later - distance == position:
-                        found[source].append((distance, number))
+                        followers_of[source].append((distance, number))
         for source, number in self._flush_needs.get(position, ()):
-            found[source].append((self.num_steps + 1 - position, number))
-        return found
+            followers_of[source].append((self.num_steps + 1 - position, number))
+        return followers_of
 
     def chains(self, is_fixed: Sequence[bool]) -> list[list[int]]:
         """Return runs of a step's instructions of which each waits for the one before alone, and nobody else does.
@@ -217,21 +217,21 @@ class Wiring:
     @cached_property
     def watchers(self) -> dict[str, list[Watcher]]:
         """By the id of a peer's instruction, who waits for it."""
-        found: dict[str, list[Watcher]] = defaultdict(list)
+        by_instruction: dict[str, list[Watcher]] = defaultdict(list)
         for part in _PARTS:
             for number, item in enumerate(getattr(self.order.program, part)):
                 for edge in item.after:
                     watcher = edge.group, part, edge.distance, number
-                    if edge.group and watcher not in found[edge.instruction]:
-                        found[edge.instruction].append(watcher)
-        return found
+                    if edge.group and watcher not in by_instruction[edge.instruction]:
+                        by_instruction[edge.instruction].append(watcher)
+        return by_instruction
 
     @cached_property
     def meeting_of(self) -> dict[Part, list[Meeting | None]]:
         """Per part, where each instruction meets those of other ranks; the host's own part of a step meets nobody."""
-        found = {part: [self.order.meeting_at(part, name) for name in self.ids[part]] for part in _PARTS}
-        found["step"].append(None)
-        return found
+        meetings = {part: [self.order.meeting_at(part, name) for name in self.ids[part]] for part in _PARTS}
+        meetings["step"].append(None)
+        return meetings
 
     @cached_property
     def meetings(self) -> dict[Part, dict[Meeting, int]]:
@@ -243,7 +243,7 @@ class Wiring:
 
 
 def _run(links: Mapping[int, int], first: int) -> list[int]:
-    found = [first]
-    while found[-1] in links:
-        found.append(links[found[-1]])
-    return found
+    run = [first]
+    while run[-1] in links:
+        run.append(links[run[-1]])
+    return run

@@ -151,15 +151,15 @@ class World:
         if len(machines) != programs.world_size or not machines:
             message = f"{len(machines)} machines for {programs.world_size} ranks"
             raise ProgramError(message, hint="give one machine per rank")
-        found: dict[object, int] = {}
+        numbers_by_key: dict[object, int] = {}
         templates: list[Template] = []
         template_of = []
         for role, machine in zip(programs.roles, machines, strict=True):
             key = role, machine.shape
-            if key not in found:
-                found[key] = len(templates)
+            if key not in numbers_by_key:
+                numbers_by_key[key] = len(templates)
                 templates.append(_template(programs.programs[role], machine, bound))
-            template_of.append(found[key])
+            template_of.append(numbers_by_key[key])
         groups = {name: Group(tuple(parts)) for name, parts in programs.groups.items()}
         world_size = programs.world_size
         world = cls(

@@ -206,23 +206,23 @@ class _Builder:
         return self._board_rings[key]
 
     def _spread(self, devices: tuple[str, ...]) -> list[Hop] | None:
-        found, links = self._rings_of(devices)
-        if not found.rings:
+        rings, links = self._rings_of(devices)
+        if not rings.rings:
             return None
         sends: dict[str, dict[str, float]] = {device: {} for device in devices}
-        for ring in found.rings:
-            part = ring.bandwidth_bytes_per_s / found.both_ways_bytes_per_s
+        for ring in rings.rings:
+            part = ring.bandwidth_bytes_per_s / rings.both_ways_bytes_per_s
             order = (*ring.gpu_ids, ring.gpu_ids[0])
             hops = list(zip(itertools.pairwise(order), _link_ids(ring.link_ids, len(devices)), strict=True))
             for (here, there), link_id in hops:
-                ways = ((here, there), (there, here))[: found.num_directions]
+                ways = ((here, there), (there, here))[: rings.num_directions]
                 for sender, receiver in ways:
                     name = self._topology.graph.edges[sender, receiver, link_id]["resource_id"]
                     sends[sender][name] = sends[sender].get(name, 0.0) + part
-        latency_s = max(links[link_id].latency_s for ring in found.rings for link_id in ring.link_ids)
+        latency_s = max(links[link_id].latency_s for ring in rings.rings for link_id in ring.link_ids)
         latency_s += MESSAGE_S["gpu"]
         return [
-            Hop(latency_s, found.both_ways_bytes_per_s, tuple(sends[device].items()), "nvlink")
+            Hop(latency_s, rings.both_ways_bytes_per_s, tuple(sends[device].items()), "nvlink")
             for device in devices
         ]
 
@@ -249,8 +249,8 @@ class _Builder:
         )
         if board not in self._known.rings_alike:
             self._known.rings_alike[board] = edge_disjoint_rings(self._topology, devices), links
-        found, alike = self._known.rings_alike[board]
-        gpu = dict(zip(found.gpu_ids, devices, strict=True))
+        alike_rings, alike = self._known.rings_alike[board]
+        gpu = dict(zip(alike_rings.gpu_ids, devices, strict=True))
         link_id = {one.id: other.id for one, other in zip(alike, links, strict=True)}
         rings = tuple(
             replace(
@@ -258,19 +258,19 @@ class _Builder:
                 gpu_ids=tuple(gpu[name] for name in ring.gpu_ids),
                 link_ids=tuple(link_id[name] for name in ring.link_ids),
             )
-            for ring in found.rings
+            for ring in alike_rings.rings
         )
         return RingSet(devices, rings), {link.id: link for link in links}
 
     def _nvlinks(self, host: str) -> list[Link]:
         """Return the NVLinks between GPUs of a host, in the topology's order."""
-        found = self._known.nvlinks
-        if not found:
+        by_host = self._known.nvlinks
+        if not by_host:
             for link in self._topology.links:
                 host_of = self._topology.node(link.source).host
                 if link.type.kind == "nvlink" and host_of is not None:
-                    found.setdefault(host_of, []).append(link)
-        return found.get(host, [])
+                    by_host.setdefault(host_of, []).append(link)
+        return by_host.get(host, [])
 
     def _hop(self, profile: Profile, here: str, there: str) -> Hop:
         key = id(profile), here, there

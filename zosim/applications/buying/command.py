@@ -114,8 +114,8 @@ def buy(
     ]
     _say_what_prices_are(table, names)
     lacking = shortfall(market, found_machines, offers, refused)
-    found = (market, offers, refused, limiters, explained, lacking)
-    emit(answer_data(*found), json=as_json, text=answer_view(*found))
+    answer = (market, offers, refused, limiters, explained, lacking)
+    emit(answer_data(*answer), json=as_json, text=answer_view(*answer))
 
 
 def _say_what_prices_are(table: PriceTable, names: list[str]) -> None:
@@ -165,15 +165,15 @@ def _money(text: str | None, table: PriceTable) -> float | None:
     """Return a sum in the table's currency."""
     if text is None:
         return None
-    found = re.fullmatch(r"\s*([\d,]*\.?\d+)\s*([A-Za-z]*)\s*", text)
-    if found is None or float(found[1].replace(",", "")) <= 0:
+    match = re.fullmatch(r"\s*([\d,]*\.?\d+)\s*([A-Za-z]*)\s*", text)
+    if match is None or float(match[1].replace(",", "")) <= 0:
         raise PlanError(f"--budget {text} is no sum of money", hint=f"such as '5000 {table.currency}'")
-    if found[2] and found[2].upper() != table.currency:
+    if match[2] and match[2].upper() != table.currency:
         raise PlanError(
             f"--budget {text} is not in {table.currency}, the price table's currency",
             hint="convert it, or give a table in that currency with --prices",
         )
-    return float(found[1].replace(",", ""))
+    return float(match[1].replace(",", ""))
 
 
 def _hours(text: str | None) -> float | None:

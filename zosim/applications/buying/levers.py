@@ -97,8 +97,8 @@ def _device_levers(topology: Topology, devices: Sequence[str]) -> Iterator[Lever
             f"{spec.peak_dense[peak]} in {peak}",
             _specs_changed(
                 spec.id,
-                lambda found, factor: {
-                    "peak_dense": {key: _times(value, factor) for key, value in found.peak_dense.items()}
+                lambda device, factor: {
+                    "peak_dense": {key: _times(value, factor) for key, value in device.peak_dense.items()}
                 },
             ),
         )
@@ -110,14 +110,14 @@ def _device_levers(topology: Topology, devices: Sequence[str]) -> Iterator[Lever
             format_bandwidth(spec.memory_bandwidth_bytes_per_s),
             _specs_changed(
                 spec.id,
-                lambda found, factor: {"memory_bandwidth": _times(found.memory_bandwidth, factor)},
+                lambda device, factor: {"memory_bandwidth": _times(device.memory_bandwidth, factor)},
             ),
         )
         yield Lever(
             "memory",
             f"memory of {spec.name}",
             format_bytes(spec.memory_bytes),
-            _specs_changed(spec.id, lambda found, factor: {"memory": _times(found.memory, factor)}),
+            _specs_changed(spec.id, lambda device, factor: {"memory": _times(device.memory, factor)}),
         )
 
 

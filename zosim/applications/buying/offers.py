@@ -38,10 +38,10 @@ class Limits:
     def verdict(self, cost: JobCost) -> Verdict:
         """Return whether a job on a machine stays within both: perhaps, if only some of its interval does."""
         pairs = [(self.budget, cost.spent), (self.deadline_hours, cost.hours)]
-        stated = [(limit, found) for limit, found in pairs if limit is not None]
-        if any(found.value > limit for limit, found in stated):
+        stated = [(limit, cost) for limit, cost in pairs if limit is not None]
+        if any(cost.value > limit for limit, cost in stated):
             return "no"
-        return "perhaps" if any(found.high > limit for limit, found in stated) else "yes"
+        return "perhaps" if any(cost.high > limit for limit, cost in stated) else "yes"
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Offer:
 
     def metric(self, by: RankBy) -> float:
         """Return the number that offers are ranked by."""
-        found = {"money": self.cost.money, "hours": self.cost.hours, "energy": self.cost.energy_kwh}
-        return found[by].value
+        figures = {"money": self.cost.money, "hours": self.cost.hours, "energy": self.cost.energy_kwh}
+        return figures[by].value
 
 
 @dataclass(frozen=True)
@@ -134,16 +134,16 @@ class Market:
         PriceError
             If a machine has no price.
         """
-        found: list[Offer] = []
+        priced: list[Offer] = []
         refused: list[Refusal] = []
         for name, topology in machines:
             for count in dict.fromkeys(min(count, len(topology.compute_devices)) for count in counts):
                 result = self._bounded(name, topology, count)
                 if isinstance(result, Refusal):
                     refused.append(result)
-                elif not any(_is_same(result, offer.machine) for offer in found):
-                    found += self._priced(result)
-        return self._simulated(self._ranked(found), num_simulated), refused
+                elif not any(_is_same(result, offer.machine) for offer in priced):
+                    priced += self._priced(result)
+        return self._simulated(self._ranked(priced), num_simulated), refused
 
     def _bounded(self, name: str, topology: Topology, count: int) -> Machine | Refusal:
         try:

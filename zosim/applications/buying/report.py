@@ -103,8 +103,8 @@ def _offers_table(market: Market, offers: Sequence[Offer], limiters: Sequence[st
     return Table(headings, rows, title=title, numeric=(*_NUMERIC, money))
 
 
-def _range(found: Range) -> str:
-    return f"{plain(found.value)} ({plain(found.low)} - {plain(found.high)})"
+def _range(interval: Range) -> str:
+    return f"{plain(interval.value)} ({plain(interval.low)} - {plain(interval.high)})"
 
 
 def _effects_table(offer: Offer, effects: Sequence[Effect]) -> Table:
@@ -133,16 +133,16 @@ def _change(change: Change) -> str:
 
 def _sayings(offer: Offer, effects: Sequence[Effect], rooms: Sequence[Room]) -> list[str]:
     """Return in words what simulating found, and what memory would buy."""
-    found = []
+    sentences = []
     prediction = offer.machine.prediction
     if prediction is not None:
         limit = prediction.bottleneck
-        found.append(f"its critical path: {limit.share:.0%} {limit.words}")
+        sentences.append(f"its critical path: {limit.share:.0%} {limit.words}")
     idle = [effect.figure for effect in effects if not (effect.doubled.matters or effect.halved.matters)]
     if idle:
-        found.append(f"changes nothing, twice or half as large: {', '.join(idle)}")
-    found += [f"with {room}" for room in rooms]
-    return found
+        sentences.append(f"changes nothing, twice or half as large: {', '.join(idle)}")
+    sentences += [f"with {room}" for room in rooms]
+    return sentences
 
 
 def _offer_data(offer: Offer, limiter: str) -> dict[str, Any]:

@@ -136,12 +136,12 @@ def effects(market: Market, offer: Offer, offers: Sequence[Offer]) -> tuple[Effe
     was_first = best is None or market.key(offer) <= best
     now = _altered(market.job, offer.machine, offer.machine.topology)
     assert now is not None
-    found = []
+    all_effects = []
     for lever in offer.machine.levers:
         doubled, halved = (_change(market, offer, lever, factor, now, best) for factor in (2.0, 0.5))
         changes = halved.is_first < was_first or doubled.is_first > was_first
-        found.append(Effect(lever.name, lever.now, doubled, halved, changes and best is not None))
-    return tuple(sorted(found, key=lambda effect: -_span(effect)))
+        all_effects.append(Effect(lever.name, lever.now, doubled, halved, changes and best is not None))
+    return tuple(sorted(all_effects, key=lambda effect: -_span(effect)))
 
 
 def _change(
@@ -188,11 +188,11 @@ def rooms(machine: Machine) -> tuple[Room, ...]:
     for room in _lacking(machine):
         size = (room.where, format_bytes(room.needed_bytes, _DIGITS))
         best[size] = min(best.get(size, room), room, key=lambda item: item.times)
-    found: list[Room] = []
+    useful: list[Room] = []
     for room in sorted(best.values(), key=lambda item: item.needed_bytes):
-        if all(room.times < known.times - ALIKE for known in found if known.where == room.where):
-            found.append(room)
-    return tuple(found)
+        if all(room.times < known.times - ALIKE for known in useful if known.where == room.where):
+            useful.append(room)
+    return tuple(useful)
 
 
 def _lacking(machine: Machine) -> Iterator[Room]:

@@ -58,21 +58,21 @@ def _remedies(market: Market, machines: Mapping[str, Topology], kept_out: Sequen
     """Yield, for each cause, what would let the machine in that comes closest."""
     nearest: dict[Cause, Refusal] = {}
     for item in kept_out:
-        nearest[item.cause] = min(nearest.get(item.cause, item), item, key=lambda found: found.least)
+        nearest[item.cause] = min(nearest.get(item.cause, item), item, key=lambda refusal: refusal.least)
     if "hours" in nearest:
-        found = nearest["hours"]
-        yield f"with --deadline {_enough(found.least)}h or more: {_named(found)}, the fastest that fits"
+        refusal = nearest["hours"]
+        yield f"with --deadline {_enough(refusal.least)}h or more: {_named(refusal)}, the fastest that fits"
     if "money" in nearest:
-        found = nearest["money"]
-        sum_of = f"{_enough(found.least)} {market.prices.currency}"
-        yield f"with --budget '{sum_of}' or more: {_named(found)}, the cheapest in time"
+        refusal = nearest["money"]
+        sum_of = f"{_enough(refusal.least)} {market.prices.currency}"
+        yield f"with --budget '{sum_of}' or more: {_named(refusal)}, the cheapest in time"
     if "way" in nearest:
         yield f"without --pay {market.pay}: {_named(nearest['way'])}"
     if "memory" in nearest:
-        found = nearest["memory"]
-        lack = format_bytes(round(found.least))
-        yield f"with {lack} more memory: {_named(found)}, where least lacks; {found.remedy}"
-        yield _with_a_smaller_batch(market.job, found, machines[found.name])
+        refusal = nearest["memory"]
+        lack = format_bytes(round(refusal.least))
+        yield f"with {lack} more memory: {_named(refusal)}, where least lacks; {refusal.remedy}"
+        yield _with_a_smaller_batch(market.job, refusal, machines[refusal.name])
 
 
 def _enough(least: float) -> str:
@@ -81,23 +81,23 @@ def _enough(least: float) -> str:
     return f"{math.ceil(least / unit) * unit:.{max(0, -round(math.log10(unit)))}f}"
 
 
-def _named(found: Refusal) -> str:
-    return f"{found.name} with {found.num_devices} device{'s' if found.num_devices > 1 else ''}"
+def _named(refusal: Refusal) -> str:
+    return f"{refusal.name} with {refusal.num_devices} device{'s' if refusal.num_devices > 1 else ''}"
 
 
-def _with_a_smaller_batch(job: Job, found: Refusal, topology: Topology) -> str:
+def _with_a_smaller_batch(job: Job, refusal: Refusal, topology: Topology) -> str:
     """Return the largest batch, halved again and again, that fits where least memory lacks."""
     batch = job.batch
-    if batch == 1 or not _fits(replace(job, batch=1), found, topology):
+    if batch == 1 or not _fits(replace(job, batch=1), refusal, topology):
         return f"no smaller --batch helps there: one sequence of {job.seq} tokens does not fit either"
-    while not _fits(replace(job, batch=batch), found, topology):
+    while not _fits(replace(job, batch=batch), refusal, topology):
         batch //= 2
-    return f"with --batch {batch} it fits {_named(found)}"
+    return f"with --batch {batch} it fits {_named(refusal)}"
 
 
-def _fits(job: Job, found: Refusal, topology: Topology) -> bool:
+def _fits(job: Job, refusal: Refusal, topology: Topology) -> bool:
     try:
-        listed = candidates(job.request(found.name, topology, found.num_devices))
+        listed = candidates(job.request(refusal.name, topology, refusal.num_devices))
         return any(not candidate.missing for candidate in listed)
     except PlanError:
         return False

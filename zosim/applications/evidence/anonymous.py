@@ -154,5 +154,5 @@ def refuse_private(text: str, error: type[ZosimError]) -> None:
         raise error(f"the file would hold this machine's name, {name!r}", hint=hint)
     if (home := str(Path.home())) != "/" and home in text:
         raise error(f"the file would hold the path {home!r}", hint=hint)
-    if found := _PATH.search(text):
-        raise error(f"the file would hold the path {found[0].strip()!r}", hint=hint)
+    if match := _PATH.search(text):
+        raise error(f"the file would hold the path {match[0].strip()!r}", hint=hint)

@@ -67,14 +67,14 @@ class Predicted(FrozenModel):
     @classmethod
     def of(cls, subject: Subject) -> Predicted:
         """Return the prediction of a plan on its hardware."""
-        found = subject.prediction
+        prediction = subject.prediction
         return cls(
-            step_time_s=found.step_time_s,
-            low_s=found.low_s,
-            high_s=found.high_s,
-            device_bytes=found.footprint.device_bytes,
-            host_bytes=found.host.size_bytes,
-            bottleneck=found.bottleneck.words,
+            step_time_s=prediction.step_time_s,
+            low_s=prediction.low_s,
+            high_s=prediction.high_s,
+            device_bytes=prediction.footprint.device_bytes,
+            host_bytes=prediction.host.size_bytes,
+            bottleneck=prediction.bottleneck.words,
         )
 
 
@@ -250,10 +250,10 @@ def check(evidence: Evidence) -> tuple[Finding, ...]:
 
 
 def _compared(
-    whose: str, stated: Mapping[str, Any], found: Mapping[str, Any], tolerance: float
+    whose: str, stated: Mapping[str, Any], predicted: Mapping[str, Any], tolerance: float
 ) -> Iterator[Finding]:
     for name, value in stated.items():
-        again = found[name]
+        again = predicted[name]
         is_number = isinstance(value, int | float)
         same = abs(again - value) <= tolerance * abs(value) if is_number else again == value
         yield Finding(f"{whose} {name}", value, again, same)
@@ -271,8 +271,8 @@ def _spans_belong(evidence: Evidence) -> Finding:
         for span in evidence.timeline.spans
         if (span.rank, span.part, span.instruction) not in known
     }
-    found = f"{len(foreign)}, such as {min(foreign)}" if foreign else "none"
-    return Finding("spans of no instruction", "none", found, not foreign)
+    words = f"{len(foreign)}, such as {min(foreign)}" if foreign else "none"
+    return Finding("spans of no instruction", "none", words, not foreign)
 
 
 def _programs_belong(evidence: Evidence) -> Finding:
@@ -362,12 +362,12 @@ def _read(path: str | Path) -> dict[str, Any]:
         raise EvidenceError(
             f"{path} is not evidence of a run", hint="`zosim evidence make RUN -o FILE` writes one"
         )
-    found = content.get("version")
-    if found != EVIDENCE_VERSION:
-        newer = isinstance(found, int) and found > EVIDENCE_VERSION
+    version = content.get("version")
+    if version != EVIDENCE_VERSION:
+        newer = isinstance(version, int) and version > EVIDENCE_VERSION
         made_by = content.get("versions", {}).get("zosim", "another zosim")
         raise EvidenceError(
-            f"{path} is evidence of version {found!r}, this zosim reads {EVIDENCE_VERSION}",
+            f"{path} is evidence of version {version!r}, this zosim reads {EVIDENCE_VERSION}",
             hint=f"install zosim {made_by} or later" if newer else "have it made again",
         )
     return content

@@ -105,11 +105,11 @@ def measurements_of_spans(
         What stands for the samples of one kind. Means of parts add up to the mean of their sum; medians fall short of it
         where parts are now and then held up.
     """
-    found = []
+    measurements = []
     for (_, work, direction), (name, spans) in _grouped(timeline, program_set, profile).items():
         alone = [seconds for seconds, is_alone in spans if is_alone]
         samples = alone or [seconds for seconds, _ in spans]
-        found.append(
+        measurements.append(
             Measurement(
                 name=f"{name}, {len(samples)} spans of a run",
                 work=work,
@@ -122,7 +122,7 @@ def measurements_of_spans(
                 is_instruction=True,
             )
         )
-    return found
+    return measurements
 
 
 def _grouped(

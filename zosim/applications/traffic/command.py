@@ -125,12 +125,12 @@ def _read(path: str | Path) -> Any:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in by_key:
             raise TrafficError(f"the key {key!r} stands twice in one object", hint="remove one of them")
-        found[key] = value
-    return found
+        by_key[key] = value
+    return by_key
 
 
 def _object(where: str, value: Any, required: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -157,13 +157,13 @@ def _flows(value: Any, own_keys: tuple[str, ...]) -> list[tuple[str, str | int, 
     """Return flows as (words for messages, id, object), each with the keys that it needs."""
     if not isinstance(value, list):
         raise TrafficError(f"flows must be a list, got {_shown(value)}")
-    found: dict[str | int, tuple[str, str | int, dict[str, Any]]] = {}
+    flows: dict[str | int, tuple[str, str | int, dict[str, Any]]] = {}
     for position, item in enumerate(value):
         name = item.get("id") if isinstance(item, dict) else None
         if not isinstance(name, str | int) or isinstance(name, bool):
             raise TrafficError(f"flow number {position} has no id: {_shown(item)}", hint='give it an "id"')
         where = f"flow {name!r}"
-        if name in found:
+        if name in flows:
             raise TrafficError(f"two flows have the id {name!r}", hint="ids must be unique")
         _refuse_unknown(where, item, (*_FLOW_KEYS, *own_keys))
         for key in ("bytes", *own_keys):
@@ -171,8 +171,8 @@ def _flows(value: Any, own_keys: tuple[str, ...]) -> list[tuple[str, str | int, 
                 raise TrafficError(
                     f"{where}: {key!r} is missing", hint=f"keys: id, bytes, {', '.join(own_keys)}"
                 )
-        found[name] = where, name, item
-    return list(found.values())
+        flows[name] = where, name, item
+    return list(flows.values())
 
 
 def _link(name: str, value: Any) -> NetworkLink:
