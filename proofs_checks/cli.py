@@ -129,9 +129,9 @@ def _lines(claim: Claim, outcome: Outcome, mutants: list[MutantResult]) -> list[
         *(f"       - {line}" for line in outcome.details),
     ]
     for result in mutants:
-        found = "" if result.outcome is None else f" ({result.outcome.statistic:.4g})"
+        statistic = "" if result.outcome is None else f" ({result.outcome.statistic:.4g})"
         verdict = result.verdict if result.verdict == "caught" else result.verdict.upper()
-        lines.append(f"       {verdict}: {result.mutant.name}{found}, {result.mutant.description}")
+        lines.append(f"       {verdict}: {result.mutant.name}{statistic}, {result.mutant.description}")
         lines += [f"         {result.reason}"] if result.reason else []
     return lines
 

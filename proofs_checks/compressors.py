@@ -55,9 +55,9 @@ def check_contraction(context: Context) -> Outcome:
                 squared = (received(tensor, spec) - tensor).square().sum()
                 largest = _largest_by_group(tensor, scope)
                 bound = tensor.square().sum() - largest.square().sum()
-                found = float(squared / bound) if float(bound) else float(squared > 0)
-                if found > ratio:
-                    ratio, name = found, f"{spec.name}, {kind}"
+                share = float(squared / bound) if float(bound) else float(squared > 0)
+                if share > ratio:
+                    ratio, name = share, f"{spec.name}, {kind}"
     return Outcome(
         ratio, 1 + 1e-6, "‖x - C(x)‖² against its bound", (f"closest to the bound, {ratio:.6f}: {name}",)
     )
@@ -107,9 +107,9 @@ def check_expansion(context: Context) -> Outcome:
         lines.append(
             f"{bits} bits: κ = {random:.3f} at random, {nearest:.3f} to the nearest, of {given.numel()} normals"
         )
-    found = worst(outcomes)
-    statistic = found.statistic if kappas[0] > 1 else math.inf
-    return Outcome(statistic, found.bound, found.measured, (*found.details, *lines))
+    outcome = worst(outcomes)
+    statistic = outcome.statistic if kappas[0] > 1 else math.inf
+    return Outcome(statistic, outcome.bound, outcome.measured, (*outcome.details, *lines))
 
 
 def check_lossless(context: Context) -> Outcome:
@@ -163,8 +163,8 @@ def check_gradient_noise(context: Context) -> Outcome:
         lines.append(
             f"{bits} bits, {how}: deviation {variance**0.5:.3g} of a gradient of {true:.3g}, at ε = {EPSILON:g}"
         )
-    found = worst(outcomes)
-    return Outcome(found.statistic, found.bound, found.measured, (*found.details, *lines))
+    outcome = worst(outcomes)
+    return Outcome(outcome.statistic, outcome.bound, outcome.measured, (*outcome.details, *lines))
 
 
 def _gradient(cut: _Cut, plus: Tensor, minus: Tensor, spec: CodecSpec, seed: int, shared: bool) -> float:

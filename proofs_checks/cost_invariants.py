@@ -152,7 +152,7 @@ def _enlarged(work: Work) -> Iterator[Work]:
 
 def _largest_fall_of_forwards(context: Context) -> float:
     """Return by how much a forward over more sequences, or longer ones, gets shorter."""
-    spec, found = read_model_spec("opt-125m"), 0.0
+    spec, largest = read_model_spec("opt-125m"), 0.0
     profile = next(profiles())
     for segment in ("embed", "block.0", "head"):
         for shapes in (((1, 64), (2, 64), (16, 64)), ((1, 64), (1, 128), (1, 1024))):
@@ -160,8 +160,8 @@ def _largest_fall_of_forwards(context: Context) -> float:
                 estimate(forward_work(spec, segment, batch=batch, seq=seq), profile).seconds
                 for batch, seq in shapes[: context.samples(3, 2)]
             ]
-            found = max(found, *(_rise(later, before) for before, later in pairwise(seconds)))
-    return found
+            largest = max(largest, *(_rise(later, before) for before, later in pairwise(seconds)))
+    return largest
 
 
 def programs() -> Iterator[tuple[str, Program]]:

@@ -34,10 +34,10 @@ def families() -> tuple[Direction, ...]:
 def drawn(direction: Direction, count: int, seed: int) -> Tensor:
     """Return independent directions of `SHAPE`, as shape (count, elements), in float64."""
     generator = generator_on(torch.device("cpu"), seed)
-    found = torch.empty((count, *SHAPE), dtype=torch.float64)
-    for tensor in found:
+    draws = torch.empty((count, *SHAPE), dtype=torch.float64)
+    for tensor in draws:
         direction.fill(tensor, generator)
-    return found.view(count, -1)
+    return draws.view(count, -1)
 
 
 def check_families(context: Context) -> Outcome:

@@ -59,17 +59,17 @@ class Mutant:
 def _function(target: str) -> FunctionType:
     module, _, path = target.partition(":")
     try:
-        found: Any = import_module(module)
+        owner: Any = import_module(module)
         for name in path.split("."):
-            found = inspect.getattr_static(found, name) if inspect.isclass(found) else getattr(found, name)
+            owner = inspect.getattr_static(owner, name) if inspect.isclass(owner) else getattr(owner, name)
     except (ModuleNotFoundError, AttributeError):
         raise MutantError(
             f"there is no {target}", hint="point the planted fault at where the code went"
         ) from None
-    if isinstance(found, property):
-        found = found.fget
-    found = getattr(found, "__func__", found)
-    return inspect.unwrap(found)  # type: ignore[no-any-return]
+    if isinstance(owner, property):
+        owner = owner.fget
+    owner = getattr(owner, "__func__", owner)
+    return inspect.unwrap(owner)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -92,11 +92,11 @@ def _changed(function: FunctionType, mutant: Mutant) -> CodeType:
         )
     lazy = "from __future__ import annotations\n"  # as every module here: annotations are not evaluated
     module = compile(lazy + source.replace(mutant.old, mutant.new), mutant.target, "exec", dont_inherit=True)
-    found = [
+    codes = [
         code for code in module.co_consts if isinstance(code, CodeType) and code.co_name == function.__name__
     ]
-    assert len(found) == 1
-    assert found[0].co_freevars == function.__code__.co_freevars, (
+    assert len(codes) == 1
+    assert codes[0].co_freevars == function.__code__.co_freevars, (
         "a fault must not change what a function closes over"
     )
-    return found[0]
+    return codes[0]

@@ -113,14 +113,14 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 def tiny_batches(count: int) -> list[Batch]:
     """Return batches of two sequences, one of them padded."""
     generator = torch.Generator().manual_seed(11)
-    found: list[Batch] = []
+    batches: list[Batch] = []
     for _ in range(count):
         ids = torch.randint(3, 48, (2, 7), generator=generator)
         mask = torch.ones_like(ids)
         mask[1, 5:] = 0
         ids[mask == 0] = 0
-        found.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
-    return found
+        batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    return batches
 
 
 def tiny_plan(model: nn.Module, *, dtype: str = "float32", **axes: Any) -> Plan:

@@ -120,8 +120,8 @@ def _lemma(seed: int, bits: int, hessian: Tensor, *, slope: float) -> tuple[floa
         return both @ hessian @ both / 2
 
     def gradient(shift: Tensor) -> Tensor:
-        found = torch.autograd.grad(rest(slope * (turn @ x) + shift), (x, y))
-        return torch.cat(found)
+        parts = torch.autograd.grad(rest(slope * (turn @ x) + shift), (x, y))
+        return torch.cat(parts)
 
     error = received(activation, CodecSpec(bits)) - activation
     off = float((gradient(error) - gradient(torch.zeros_like(error))).square().sum())
@@ -291,8 +291,8 @@ def check_radius(context: Context) -> Outcome:
         )
         if rounding == "nearest":
             lines.append(f"μ = {radius:g} steps, {place:g} off a code: {expected:.3g} of the gradient")
-    found = worst(outcomes)
-    return Outcome(found.statistic, found.bound, found.measured, (*lines, *found.details))
+    outcome = worst(outcomes)
+    return Outcome(outcome.statistic, outcome.bound, outcome.measured, (*lines, *outcome.details))
 
 
 _SHORT = Mutant(

@@ -36,11 +36,11 @@ class _Meeting:
             self.barrier.wait(_TIMEOUT_S)
             self.laid[position] = own
             self.barrier.wait(_TIMEOUT_S)
-            found = list(self.laid)
+            messages = list(self.laid)
             self.barrier.wait(_TIMEOUT_S)
         except threading.BrokenBarrierError:
             raise RunError("another rank stopped") from None
-        return found
+        return messages
 
 
 class Room:

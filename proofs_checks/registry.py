@@ -50,8 +50,8 @@ def claims_named(name: str | None) -> tuple[Claim, ...]:
     """
     if name is None:
         return CLAIMS
-    found = tuple(claim for claim in CLAIMS if claim.name == name)
-    if not found:
+    matching = tuple(claim for claim in CLAIMS if claim.name == name)
+    if not matching:
         hint = did_you_mean(name, [claim.name for claim in CLAIMS])
         raise ZosimError(f"there is no claim {name!r}", hint=hint)
-    return found
+    return matching

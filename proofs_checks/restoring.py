@@ -34,10 +34,10 @@ _ROUND_TRIP = (1, -2, 1)
 
 def _visits(trace: Trace) -> dict[Key, list[Sweep]]:
     """Return the perturbations of each step, query and group, in the order in which they ran."""
-    found: dict[Key, list[Sweep]] = {}
+    by_key: dict[Key, list[Sweep]] = {}
     for sweep in trace.sweeps:
-        found.setdefault(sweep.key, []).append(sweep)
-    return found
+        by_key.setdefault(sweep.key, []).append(sweep)
+    return by_key
 
 
 def check_sequence(context: Context) -> Outcome:
@@ -132,9 +132,11 @@ def check_delayed(context: Context) -> Outcome:
             }
             reference = train("tied", **BLOCKWISE, **options)
             for name, axes in (("resident", DELAYED), ("offloaded", OFFLOADED)):
-                found = num_unlike(train("tied", **axes, **options).weights, reference.weights)
-                details.append(f"{name}, {queries} queries, decay {decay}: {found} tensors differ")
-                differing += found
+                num_unlike_tensors = num_unlike(train("tied", **axes, **options).weights, reference.weights)
+                details.append(
+                    f"{name}, {queries} queries, decay {decay}: {num_unlike_tensors} tensors differ"
+                )
+                differing += num_unlike_tensors
     still = sum(_unlike_decay(axes) for axes in (BLOCKWISE, DELAYED, OFFLOADED))
     details.append(f"g = 0: {still} weights differ from θ - η_t·(0 + wd·θ)")
     return Outcome(
@@ -160,8 +162,8 @@ def _unlike_decay(axes: Mapping[str, Any]) -> int:
         for rate in rates:
             session.step(BATCH)
             expected = expected - rate * (0.1 * expected)
-        found = torch.cat([tensor.flatten() for tensor in session.state_dict().values()])
-    return int((found - expected).abs().gt(1e-12).sum())
+        weights = torch.cat([tensor.flatten() for tensor in session.state_dict().values()])
+    return int((weights - expected).abs().gt(1e-12).sum())
 
 
 CLAIMS = (

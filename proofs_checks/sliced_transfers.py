@@ -105,11 +105,11 @@ def check_sliced(context: Context) -> Outcome:
             errors, over = [], []
             for ratio in _TRANSFERS:
                 parts = parts_of(num_ranks, ratio * compute, link)
-                found = simulated(num_ranks, "sliced", ratio * compute, link)
-                errors.append(abs(found / parts.pipelined - 1))
-                over.append(parts.paper / (found - parts.fill + max(parts.upload, parts.exchange)))
+                step_s = simulated(num_ranks, "sliced", ratio * compute, link)
+                errors.append(abs(step_s / parts.pipelined - 1))
+                over.append(parts.paper / (step_s - parts.fill + max(parts.upload, parts.exchange)))
                 # Equation 4 bounds the step from above once the pipeline is filled.
-                errors.append(max(0.0, found / (parts.paper + parts.fill) - 1))
+                errors.append(max(0.0, step_s / (parts.paper + parts.fill) - 1))
             largest = max(largest, *errors)
             details.append(
                 f"{num_ranks} ranks, links {link:g} times a lane: off by {max(errors):.1e}; equation 4 says up to "

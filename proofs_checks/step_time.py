@@ -147,8 +147,8 @@ def check_step_time(context: Context) -> Outcome:
                 transfer = ratio * seconds(2, 0.0).block
                 expected = seconds(2 * num_queries, transfer)
                 wanted = expected.overlapped if overlap else expected.serial
-                found = simulate(shape, machine(block_bytes() / transfer)).step_time_s
-                errors.append(abs(found / wanted - 1))
+                step_s = simulate(shape, machine(block_bytes() / transfer)).step_time_s
+                errors.append(abs(step_s / wanted - 1))
             largest = max(largest, *errors)
             kind = "overlapped" if overlap else "serial"
             details.append(

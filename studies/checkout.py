@@ -10,7 +10,7 @@ def commit() -> str:
     """Return the commit of this checkout, marked where files differ from it; ``unknown`` outside of one."""
     words = ["git", "describe", "--always", "--dirty"]
     try:
-        found = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        output = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return found.stdout.strip()
+    return output.stdout.strip()

@@ -37,8 +37,8 @@ class Study:
     @property
     def page(self) -> Path | None:
         """The page to read, if there is one."""
-        found = _ROOT / self.name / "page.md"
-        return found if found.is_file() else None
+        path = _ROOT / self.name / "page.md"
+        return path if path.is_file() else None
 
     @property
     def script(self) -> str:
@@ -91,9 +91,9 @@ def study(
 
 
 def _study_named(name: str) -> Study:
-    for found in STUDIES:
-        if found.name == name.replace("-", "_"):
-            return found
+    for study in STUDIES:
+        if study.name == name.replace("-", "_"):
+            return study
     raise ZosimError(
         f"there is no study {name!r}", hint=did_you_mean(name, [study.name for study in STUDIES])
     )

@@ -42,10 +42,10 @@ def function_in(path: Path, name: str) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ZosimError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         raise ZosimError(f"{path} defines no function {name!r}", hint="keep the name that the stub gives it")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def tried(check: Callable[[Callable[..., Any]], Verdict], solution: Callable[..., Any]) -> Verdict:

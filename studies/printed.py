@@ -156,13 +156,13 @@ def _plot(kind: str, pairs: Sequence[tuple[Row, Answer]], out: Path) -> Path:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
-    found = [
+    points = [
         (row["table"], row.value or 0.0, answer.predicted or 0.0) for row, answer in _answered(pairs, kind)
     ]
-    for table in dict.fromkeys(name for name, _, _ in found):
-        mine = [(printed, predicted) for name, printed, predicted in found if name == table]
+    for table in dict.fromkeys(name for name, _, _ in points):
+        mine = [(printed, predicted) for name, printed, predicted in points if name == table]
         axes.plot(*zip(*mine, strict=True), linestyle="", marker=".", label=f"Table {table}")
-    ends = [min(printed for _, printed, _ in found), max(printed for _, printed, _ in found)]
+    ends = [min(printed for _, printed, _ in points), max(printed for _, printed, _ in points)]
     axes.plot(ends, ends, color="black", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel=f"printed {_TITLES[kind]}", ylabel="predicted")
     axes.legend()

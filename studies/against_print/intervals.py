@@ -11,7 +11,7 @@ from scipy.stats import binom
 
 from studies.published.cells import Cell
 from studies.published.constants import Domain
-from studies.published.fitted_profile import LEAST_IN_GROUP, found_fit, load_published_profile
+from studies.published.fitted_profile import LEAST_IN_GROUP, fitted_with_intervals, load_published_profile
 from studies.published.fitting import COVERAGE, Solution, conformal_half_width, fit, refitted
 from studies.published.grid import Array
 from studies.published.predicting import Z90, interval
@@ -105,8 +105,8 @@ def beyond(
     known: Sequence[Cell], asked: Sequence[Cell], paper: str, domain: Domain, apart: frozenset[str]
 ) -> Said:
     """Return what a profile of the `known` cells says about `asked`."""
-    found = found_fit(fit(known, paper, domain), paper, domain, apart)
-    said = [interval(cell, found) for cell in asked]
+    fitted = fitted_with_intervals(fit(known, paper, domain), paper, domain, apart)
+    said = [interval(cell, fitted) for cell in asked]
     return Said(np.array([item[0] for item in said]), np.array([item[1] for item in said]))
 
 

@@ -39,36 +39,36 @@ def written() -> str:
     rows = shipped_rows()
     cells, _, _ = cells_of(rows)
     findings = audit(rows)
-    found: list[Outcome] = []
+    all_outcomes: list[Outcome] = []
     for split in SPLITS:
         mine = [cell for cell in known_cells(cells, split.paper, split.domain) if cell.value is not None]
-        found += outcomes(split, mine, findings)
+        all_outcomes += outcomes(split, mine, findings)
     return Report(
         "Predictions against print: ZO2 and DistZO2",
         _HEAD.format(commit=commit()),
-        Report("Errors", _ERRORS, _errors(found), _misses(found)),
+        Report("Errors", _ERRORS, _errors(all_outcomes), _misses(all_outcomes)),
         Report(
             "Constants",
             "Every number chosen after seeing a result row. Intervals are 95 %.",
             *_constants(),
             CHOICES,
         ),
-        _coverage(found),
+        _coverage(all_outcomes),
         sheets_section(sheet_outcomes(cells, findings)),
         findings_table("Cells that cannot be right, or cannot all be", findings),
     ).to_markdown()
 
 
-def _errors(found: Sequence[Outcome]) -> Table:
+def _errors(results: Sequence[Outcome]) -> Table:
     columns = (
         *("split", "predictor", "cells", "median", "90 %", "goal", "met", "between: median / 90 %"),
         *("rank correlation", "median of those apart"),
     )
-    return Table(columns, _error_rows(found), numeric=("cells", "median", "90 %", *columns[-3:]))
+    return Table(columns, _error_rows(results), numeric=("cells", "median", "90 %", *columns[-3:]))
 
 
-def _error_rows(found: Sequence[Outcome]) -> Iterator[tuple[str, ...]]:
-    for item in found:
+def _error_rows(results: Sequence[Outcome]) -> Iterator[tuple[str, ...]]:
+    for item in results:
         is_ours = item.predictor == OURS
         has_goal = is_ours and item.split.goal is not None
         goal = "{:g} / {:g}".format(*item.split.goal or ()) if has_goal else ""
@@ -92,8 +92,8 @@ def _error_rows(found: Sequence[Outcome]) -> Iterator[tuple[str, ...]]:
         yield item.split.name, item.predictor, count, *figures, goal, met, inner, rank, apart
 
 
-def _misses(found: Sequence[Outcome]) -> str:
-    missed = [item.split.name for item in found if item.predictor == OURS and not item.meets_goal]
+def _misses(results: Sequence[Outcome]) -> str:
+    missed = [item.split.name for item in results if item.predictor == OURS and not item.meets_goal]
     return "Goals missed: " + ("; ".join(missed) if missed else "none") + "."
 
 
@@ -131,7 +131,7 @@ CHOICES = """Choices that are no numbers, made after seeing rows, each with its 
 * a communicator per axis of a mesh of two axes, and two more."""
 
 
-def _coverage(found: Sequence[Outcome]) -> Report:
+def _coverage(results: Sequence[Outcome]) -> Report:
     columns: dict[str, Callable[[tuple[Outcome, Coverage]], str]] = {
         "split": lambda item: item[0].split.name,
         "cells": lambda item: f"{item[1].num_cells}",
@@ -142,7 +142,7 @@ def _coverage(found: Sequence[Outcome]) -> Report:
         "in band": lambda item: "yes" if item[1].is_in_band else "no",
         "width": lambda item: f"{item[1].width:.0%}",
     }
-    rows = [(item, item.coverage) for item in found if item.coverage is not None]
+    rows = [(item, item.coverage) for item in results if item.coverage is not None]
     numeric = [name for name in columns if name not in ("split", "band", "in band")]
     return Report("Intervals", _INTERVALS, Table.of(rows, columns, numeric=numeric))
 

@@ -158,7 +158,7 @@ def outcomes(split: Split, cells: Sequence[Cell], findings: Sequence[Finding]) -
         said = left_out(cells, asked, split.paper, split.domain, split.group, apart)
     else:
         said = beyond([cell for cell in cells if split.knows(cell)], asked, split.paper, split.domain, apart)
-    found = [
+    results = [
         replace(
             _outcome(split, OURS, asked, said.predicted, apart),
             coverage=coverage_of(said, asked, apart),
@@ -166,21 +166,21 @@ def outcomes(split: Split, cells: Sequence[Cell], findings: Sequence[Finding]) -
     ]
     if split.domain == "speed":
         for name, baseline in BASELINES.items():
-            found.append(_outcome(split, name, asked, _theirs(split, cells, asked, baseline), apart))
-    return found
+            results.append(_outcome(split, name, asked, _theirs(split, cells, asked, baseline), apart))
+    return results
 
 
 def _theirs(split: Split, cells: Sequence[Cell], asked: Sequence[Cell], baseline: Baseline) -> Array:
     rates = [cell for cell in cells if not cell.is_transfer]
     if split.knows is not None:
         return baseline([cell for cell in rates if split.knows(cell)], asked)
-    found = np.full(len(asked), np.nan)
+    predictions = np.full(len(asked), np.nan)
     groups = [split.group(cell) for cell in asked]
     for group in dict.fromkeys(groups):
         mine = [index for index, other in enumerate(groups) if other == group]
         known = [cell for cell in rates if split.group(cell) != group]
-        found[mine] = baseline(known, [asked[index] for index in mine])
-    return found
+        predictions[mine] = baseline(known, [asked[index] for index in mine])
+    return predictions
 
 
 def _outcome(
@@ -228,12 +228,12 @@ def mean_rank_correlation(
             for row in cell.rows:
                 assert row.value is not None
                 rows.setdefault(_printed_row(row), []).append((row.value, value))
-    found = [
+    correlations = [
         _correlation(np.array(pairs), is_strict=is_strict)
         for pairs in rows.values()
         if len(pairs) >= LEAST_METHODS and all(len(set(column)) > 1 for column in zip(*pairs, strict=True))
     ]
-    return float(np.mean(found)) if found else float("nan")
+    return float(np.mean(correlations)) if correlations else float("nan")
 
 
 def _printed_row(row: Row) -> tuple[str, ...]:

@@ -184,14 +184,14 @@ def _compute_s() -> float:
 def _machines(board: Board) -> list[Machine]:
     one = machine(board.host_bytes_per_s)
     rings = {name: Ring(board.num_gpus, 0.0, board.peer_bytes_per_s) for name in ("host", "world")}
-    found = []
+    machines = []
     for gpu in range(board.num_gpus):
         lane = "root" if board.one_root else f"root{gpu}"
         ways: dict[CopyDirection, tuple[str, ...]] = {"h2d": (f"{lane}:up",), "d2h": (f"{lane}:down",)}
         lanes = {name: board.host_bytes_per_s for way in ways.values() for name in way}
         capacities: Mapping[str, float] = MappingProxyType({**one.capacities, **lanes})
-        found.append(replace(one, capacities=capacities, routes=MappingProxyType(ways), rings=rings))
-    return found
+        machines.append(replace(one, capacities=capacities, routes=MappingProxyType(ways), rings=rings))
+    return machines
 
 
 def _plan(num_blocks: int, board: Board, transfers: str) -> Plan:

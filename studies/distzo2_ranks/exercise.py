@@ -43,27 +43,29 @@ def check(seconds_per_block: Seconds) -> Verdict:
     return Verdict(True, f"{count} boards agree with the simulator within {_TOLERANCE:.0%}")
 
 
-def _complaint(found: object, made: Board, transfers: str) -> str:
+def _complaint(answer: object, made: Board, transfers: str) -> str:
     """Return what is wrong with an answer, or nothing."""
-    if isinstance(found, bool) or not isinstance(found, int | float):
+    if isinstance(answer, bool) or not isinstance(answer, int | float):
         return "return seconds, a number"
     expected = block_seconds(made, transfers)
-    if _near(found, expected):
+    if _near(answer, expected):
         return ""
     whole = made.block_bytes / made.host_bytes_per_s
     n = made.num_gpus
     exchange = (n - 1) * made.block_bytes / n / made.peer_bytes_per_s
-    if transfers == "sliced" and _near(found, max(whole / n + exchange, made.compute_s)):
-        return f"{found:.3g} s is upload and exchange one after the other, as equation 3 has it; different blocks' do overlap"
-    if made.one_root and _near(found, max(made.compute_s, whole)):
-        return f"{found:.3g} s, where the simulator takes {expected:.3g}: how many GPUs use the root at once?"
-    if found <= made.compute_s < expected:
-        return f"{found:.3g} s, where the simulator takes {expected:.3g}: something on the way is busy for longer"
+    if transfers == "sliced" and _near(answer, max(whole / n + exchange, made.compute_s)):
+        return f"{answer:.3g} s is upload and exchange one after the other, as equation 3 has it; different blocks' do overlap"
+    if made.one_root and _near(answer, max(made.compute_s, whole)):
+        return (
+            f"{answer:.3g} s, where the simulator takes {expected:.3g}: how many GPUs use the root at once?"
+        )
+    if answer <= made.compute_s < expected:
+        return f"{answer:.3g} s, where the simulator takes {expected:.3g}: something on the way is busy for longer"
     return (
-        f"{found:.3g} s, where the simulator takes {expected:.3g}: for upload, exchange, compute and offload, how long is "
+        f"{answer:.3g} s, where the simulator takes {expected:.3g}: for upload, exchange, compute and offload, how long is "
         "each busy with one block? The busiest sets the pace"
     )
 
 
-def _near(found: float, wanted: float) -> bool:
-    return abs(found - wanted) <= _TOLERANCE * wanted
+def _near(value: float, wanted: float) -> bool:
+    return abs(value - wanted) <= _TOLERANCE * wanted

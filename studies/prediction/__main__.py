@@ -64,12 +64,12 @@ def main(
         print("there is more to do: run the same command again", file=sys.stderr)
         raise typer.Exit(_MORE_TO_DO) from None
     path = write(benchmark, out)
-    found = Summary.of(benchmark.rows)
+    summary = Summary.of(benchmark.rows)
     worst = max((choice.regret for choice in benchmark.choices), default=1.0)
     print(
-        f"{found.num_cases} cases, step time: median error {found.step_median:.1%}, 90th percentile {found.step_p90:.1%}; "
-        f"peak memory: {found.memory_median:.1%}, {found.memory_p90:.1%}; "
-        f"coverage {found.covered:.0%}, median width {found.interval_width:.0%}; worst regret {worst:.3f}; report: {path}"
+        f"{summary.num_cases} cases, step time: median error {summary.step_median:.1%}, 90th percentile {summary.step_p90:.1%}; "
+        f"peak memory: {summary.memory_median:.1%}, {summary.memory_p90:.1%}; "
+        f"coverage {summary.covered:.0%}, median width {summary.interval_width:.0%}; worst regret {worst:.3f}; report: {path}"
     )
 
 

@@ -121,20 +121,20 @@ class _Run:
     def rows(self, name: str, cases: Sequence[Case]) -> list[Row]:
         """Return the rows of cases of one process, as many at a time as take turns."""
         cases = [case for case in cases if case.num_threads in self.profiles]
-        found: list[Row] = []
+        all_rows: list[Row] = []
         for begin in range(0, len(cases), SESSIONS_AT_ONCE):
             chosen = cases[begin : begin + SESSIONS_AT_ONCE]
-            found += self._kept_rows(f"{name}-{begin}", chosen, self._alone)
-        return found
+            all_rows += self._kept_rows(f"{name}-{begin}", chosen, self._alone)
+        return all_rows
 
     def rows_of_ranks(self, cases: Sequence[Case]) -> list[Row]:
         """Return the rows of cases of several ranks, in their order; those that cannot be run here are left out."""
-        found: dict[Case, Row] = {}
+        row_of: dict[Case, Row] = {}
         for num_ranks in sorted({case.num_ranks for case in cases}):
             alike = [case for case in cases if case.num_ranks == num_ranks]
             rows = self._kept_rows(f"ranks-{num_ranks}", alike, self._of_ranks)
-            found |= dict(zip(alike, rows, strict=False))
-        return [found[case] for case in cases if case in found]
+            row_of |= dict(zip(alike, rows, strict=False))
+        return [row_of[case] for case in cases if case in row_of]
 
     def choices(self, name: str, cases: Sequence[Case]) -> tuple[Choice, ...]:
         """Return what there was to choose from in one configuration, with and without a limit of memory."""
@@ -167,13 +167,13 @@ class _Run:
 
     def _in_turn(self, cases: Sequence[Case]) -> list[Row]:
         measured = measure_in_turn(cases, topology=self.topology.name, device=self.device)
-        found = []
+        predicted = []
         for item in measured:
             if item.case.num_ranks == 1:
-                found += predict([item], self.profiles, self.topology, self.device)
+                predicted += predict([item], self.profiles, self.topology, self.device)
             else:
-                found += predict_ranks([item], self.profiles[1], self.topology)
-        return found
+                predicted += predict_ranks([item], self.profiles[1], self.topology)
+        return predicted
 
 
 def _most_alike(cases: Sequence[Case]) -> Case:

@@ -218,15 +218,15 @@ def held_out_cases(num_cases: int = 24, *, seed: int = 20261121, longest_step_s:
     generator = random.Random(seed)
     seen = set(tuning_cases())
     names = list(PLACEMENTS)
-    found: list[Case] = []
+    drawn: list[Case] = []
     for case in _random_cases(generator, names):
         if case not in seen and case.rough_step_s <= longest_step_s:
             seen.add(case)
-            found.append(case)
+            drawn.append(case)
             names.remove(case.placement)
             names.extend(PLACEMENTS if not names else ())
-        if len(found) == num_cases:
-            return found
+        if len(drawn) == num_cases:
+            return drawn
     raise AssertionError
 
 
@@ -250,8 +250,8 @@ def development_cases(
     """
     generator = random.Random(seed)
     names = list(PLACEMENTS)
-    found: list[Case] = []
-    while len(found) < num_cases:
+    drawn: list[Case] = []
+    while len(drawn) < num_cases:
         shape = Shape(
             generator.choice(["opt", "gpt2", "llama"]),
             generator.choice(DEVELOPMENT_WIDTHS),
@@ -265,8 +265,8 @@ def development_cases(
         if case.rough_step_s <= longest_step_s:
             names.remove(case.placement)
             names.extend(PLACEMENTS if not names else ())
-            found.append(case)
-    return found
+            drawn.append(case)
+    return drawn
 
 
 def choice_cases(num: int = 4, *, seed: int = 20261122, longest_step_s: float = 0.15) -> list[list[Case]]:

@@ -107,15 +107,15 @@ def measure(
     step leaves behind slow the next. torch's number of threads is as before afterwards.
     """
     before = torch.get_num_threads()
-    found: list[Measured] = []
+    measurements: list[Measured] = []
     try:
         for begin in range(0, len(cases), SESSIONS_AT_ONCE):
             chosen = cases[begin : begin + SESSIONS_AT_ONCE]
             on_case(f"{begin + 1}-{begin + len(chosen)} of {len(cases)}")
-            found += _take_turns(chosen, topology, device)
+            measurements += _take_turns(chosen, topology, device)
     finally:
         torch.set_num_threads(before)
-    return found
+    return measurements
 
 
 def measure_ranks(cases: Sequence[Case], *, topology: str, device: str) -> list[Measured]:
@@ -195,7 +195,7 @@ class Turn:
         memory = session.memory()
         # Rounds of other cases lie between rounds, so lines are compared within the last one.
         timeline = replace(session.timeline(), first_steady_step=session.num_steps - len(taken[-1].step_s))
-        found = Measured(
+        measurement = Measured(
             self.case,
             session.plan,
             timeline,
@@ -205,4 +205,4 @@ class Turn:
             taken,
         )
         session.close()
-        return found
+        return measurement

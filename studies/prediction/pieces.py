@@ -53,27 +53,27 @@ class Pieces:
         """
         path = None if self._folder is None else self._folder / f"{name}.json"
         if path is not None and path.exists():
-            found = _read(path)
+            content = _read(path)
         else:
             if time.monotonic() > self._until:
                 raise OutOfTimeError
             text = json.dumps({"commit": commit(), **make()})
             if path is not None:
                 path.write_text(text + "\n", encoding="utf-8")
-            found = json.loads(text)
-        self.commits.add(found["commit"])
-        return found
+            content = json.loads(text)
+        self.commits.add(content["commit"])
+        return content
 
 
 def _read(path: Path) -> Content:
     try:
-        found: Content = json.loads(path.read_text(encoding="utf-8"))
-        found["commit"]
+        content: Content = json.loads(path.read_text(encoding="utf-8"))
+        content["commit"]
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ZosimError(
             f"{path} is no piece of a benchmark: {error}", hint="remove it, and it is made again"
         ) from error
-    return found
+    return content
 
 
 def content_of_rows(rows: list[Row]) -> list[Content]:

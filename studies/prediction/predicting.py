@@ -125,19 +125,19 @@ def predict_ranks(measured: Sequence[Measured], profile: Profile, topology: Topo
 
 def _row_of_ranks(item: Measured, topology: Topology, profile: Profile) -> Row:
     subject, paces = Subject(item.plan, topology, profile), _paces(item, profile)
-    found = subject.prediction
+    prediction = subject.prediction
     compared = compare(subject.timeline, item.timeline, subject.program)
     return Row(
         name=item.case.name,
         placement=item.case.placement,
-        predicted_s=found.step_time_s,
-        low_s=found.low_s,
-        high_s=found.high_s,
+        predicted_s=prediction.step_time_s,
+        low_s=prediction.low_s,
+        high_s=prediction.high_s,
         measured_s=item.step_s,
         foreign_cores=item.foreign_cores,
         predicted_bytes=subject.footprints.ranks[0].device_bytes,
         measured_bytes=item.device_bytes,
-        limiter=found.bottleneck.words,
+        limiter=prediction.bottleneck.words,
         lines=compared.labels,
         paced_s=Subject(item.plan, topology, at_pace(profile, paces[0])).timeline.step_time_s,
         pace_before=paces[0],

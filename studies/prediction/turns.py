@@ -66,8 +66,10 @@ def measure_in_turn(cases: Sequence[Case], *, topology: str, device: str) -> lis
         ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
     ):
         future = pool.submit(_alone, alone, topology, device, folder)
-        found: list[Measured] = launch(_in_rank, of_ranks, topology, device, folder, world_size=num_ranks)
-        rest = {"alone": iter(future.result()), "ranks": iter(found)}
+        from_ranks: list[Measured] = launch(
+            _in_rank, of_ranks, topology, device, folder, world_size=num_ranks
+        )
+        rest = {"alone": iter(future.result()), "ranks": iter(from_ranks)}
     return [next(rest["alone" if case.num_ranks == 1 else "ranks"]) for case in cases]
 
 

@@ -56,13 +56,13 @@ def audit(rows: Sequence[Row]) -> list[Finding]:
     cells, _, _ = cells_of(rows)
     known = [cell for cell in cells if cell.value is not None]
     speeds = [cell for cell in known if cell.row.kind == "throughput"]
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for rule in _RULES:
-        found += rule(speeds)
-    found += _transfers(known)
-    found += _memory(known)
-    found += _ratios(rows)
-    return found
+        findings += rule(speeds)
+    findings += _transfers(known)
+    findings += _memory(known)
+    findings += _ratios(rows)
+    return findings
 
 
 def set_apart(findings: Sequence[Finding]) -> frozenset[str]:

@@ -70,9 +70,9 @@ def regression(known: Sequence[Cell], asked: Sequence[Cell]) -> Array:
     matrix = np.array([_features(cell, columns) for cell in known])
     start = np.linalg.lstsq(matrix, printed, rcond=None)[0]
     solution = least_squares(lambda x: matrix @ x - printed, start, loss="cauchy", f_scale=_SCALE)
-    found = np.exp(np.array([_features(cell, columns) for cell in asked]) @ solution.x)
+    predictions = np.exp(np.array([_features(cell, columns) for cell in asked]) @ solution.x)
     is_known = [_dummies(cell) <= set(columns) for cell in asked]
-    return np.where(is_known, found, np.nan)
+    return np.where(is_known, predictions, np.nan)
 
 
 def _dummies(cell: Cell) -> set[str]:
@@ -94,9 +94,9 @@ def neighbours(known: Sequence[Cell], asked: Sequence[Cell]) -> Array:
 def _between(cell: Cell, known: Sequence[Cell]) -> float:
     for axis in range(3):
         same = [other for other in known if _same_but(cell, other, axis)]
-        found = _interpolated(_place(cell)[axis], same, axis)
-        if found is not None:
-            return found
+        value = _interpolated(_place(cell)[axis], same, axis)
+        if value is not None:
+            return value
     return float("nan")
 
 

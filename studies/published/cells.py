@@ -144,7 +144,7 @@ class Cell:
 
 def cells_of(rows: Iterable[Row]) -> tuple[list[Cell], dict[int, Cell], dict[int, str]]:
     """Return the measurements behind `rows`, the one behind each row by index, and why the others have none."""
-    found: dict[tuple[object, ...], Cell] = {}
+    by_key: dict[tuple[object, ...], Cell] = {}
     of_row: dict[int, tuple[object, ...]] = {}
     reasons: dict[int, str] = {}
     for index, row in enumerate(rows):
@@ -153,11 +153,11 @@ def cells_of(rows: Iterable[Row]) -> tuple[list[Cell], dict[int, Cell], dict[int
         except ZosimError as error:
             reasons[index] = error.message
             continue
-        known = found.setdefault(cell.key, cell)
+        known = by_key.setdefault(cell.key, cell)
         if row.value is not None:
-            found[cell.key] = known.printed_in(row)
+            by_key[cell.key] = known.printed_in(row)
         of_row[index] = cell.key
-    return list(found.values()), {index: found[key] for index, key in of_row.items()}, reasons
+    return list(by_key.values()), {index: by_key[key] for index, key in of_row.items()}, reasons
 
 
 def _cell(row: Row) -> Cell:
@@ -197,7 +197,7 @@ def _machine(
     isolated: str,
 ) -> Machine:
     frame = preset_machine(preset, devices)
-    found = profile_values(
+    constants = profile_values(
         paper,
         dict(values),
         hidden_size=hidden_size,
@@ -205,7 +205,7 @@ def _machine(
         waits=waits,
         isolated=isolated,
     )
-    return replace(frame, profile=_with_values(frame.profile, found))
+    return replace(frame, profile=_with_values(frame.profile, constants))
 
 
 def _with_values(profile: Profile, values: Values) -> Profile:

@@ -31,10 +31,10 @@ def predict(
     """Predict cells of published tables: the same rows with a number, its 90 % interval, and what limits it."""
     check_writable(output)
     rows = read_rows(cases)
-    found = load_published_profile(profile)
+    fitted = load_published_profile(profile)
     with progress() as bar:
         task = bar.add_task("predicting", total=None)
-        said = answers_of_all(rows, found, on_cell=lambda: bar.advance(task))
+        said = answers_of_all(rows, fitted, on_cell=lambda: bar.advance(task))
     write_rows(output, rows, [answer.columns() for answer in said])
     num_predicted = sum(answer.predicted is not None for answer in said)
     stderr.print(f"wrote {output}", markup=False, soft_wrap=True)
@@ -53,11 +53,11 @@ def calibrate_rows(rows: str, output: Path | None, *, as_json: bool) -> None:
         Where to write the profile.
     as_json : bool
     """
-    found = calibrate_on(shipped_rows() if rows == SHIPPED else read_rows(rows))
+    fitted = calibrate_on(shipped_rows() if rows == SHIPPED else read_rows(rows))
     if output is not None:
-        found.save(output)
+        fitted.save(output)
         stderr.print(f"wrote {output}", markup=False, soft_wrap=True)
-    emit(found, json=as_json, text=_view(found))
+    emit(fitted, json=as_json, text=_view(fitted))
 
 
 def _view(profile: PublishedProfile) -> Report:

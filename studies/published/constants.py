@@ -134,33 +134,33 @@ def profile_values(
     """
     if hidden_size > _WIDTHS[1]:
         values = _at_pace(values, paper)
-    found = {
+    constants = {
         "matmul_half_dim": values["product_half_dim"],
         "kernel_s": values["kernel_s"],
         "instruction_s": 0.0,
     }
     for name in ("memory", "elementwise", "sweep", "scratch"):
-        found[f"{name}_bandwidth"] = values["memory_rate"]
-    found["elementwise_bandwidth"] = values.get("activation_rate", values["memory_rate"])
+        constants[f"{name}_bandwidth"] = values["memory_rate"]
+    constants["elementwise_bandwidth"] = values.get("activation_rate", values["memory_rate"])
     for name in ("elementwise", "sweep"):
-        found[f"{name}_cache_bandwidth"] = 2 * found[f"{name}_bandwidth"]
+        constants[f"{name}_cache_bandwidth"] = 2 * constants[f"{name}_bandwidth"]
     for dtype in ("float32", "float16", "bfloat16"):
-        found[f"draw_rate.normal.{dtype}"] = values["draw_rate"]
+        constants[f"draw_rate.normal.{dtype}"] = values["draw_rate"]
     for dtype in ("float16", "bfloat16"):
-        found[f"matmul_rate.{dtype}"] = values["product_rate_half"]
+        constants[f"matmul_rate.{dtype}"] = values["product_rate_half"]
     if paper == "ZO2":
         rate = values["copy_rate_waiting" if waits else "copy_rate"]
-        return found | {
+        return constants | {
             "matmul_rate.float32": _fp32_rate(values, hidden_size),
             "copy_h2d_bandwidth": rate,
             "copy_d2h_bandwidth": rate,
             "copy_cache_bandwidth": rate,
             "allocation_s_per_byte": values["allocation_s_per_byte"],
         }
-    found |= {f"attention_rate.{dtype}": values["attention_rate"] for dtype in ("float16", "bfloat16")}
+    constants |= {f"attention_rate.{dtype}": values["attention_rate"] for dtype in ("float16", "bfloat16")}
     upload = min(values["host_upload_rate"] / ranks, LANE)
     offload = min(values["host_offload_rate"] / ranks, LANE) if isolated else LANE
-    return found | {
+    return constants | {
         "copy_h2d_bandwidth": upload,
         "copy_d2h_bandwidth": offload,
         "copy_cache_bandwidth": offload if isolated == "offload_rate" else upload,

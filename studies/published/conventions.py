@@ -108,10 +108,10 @@ def method_of(row: Row) -> Method:
         If its name is none that these tables use.
     """
     text = row["method"]
-    found = re.fullmatch(r"(Dist)?(MeZO|ZO2)\s*(?:\(([^)]*)\))?((?:\+\w+)*)", text)
-    if found is None:
+    match = re.fullmatch(r"(Dist)?(MeZO|ZO2)\s*(?:\(([^)]*)\))?((?:\+\w+)*)", text)
+    if match is None:
         raise UnknownRow(f"method {text!r} is not one of these tables'")
-    _, base, inside, behind = found.groups()
+    _, base, inside, behind = match.groups()
     words = [*(inside or "").split("+"), *behind.split("+")]
     parallel, option = [], ""
     for word in filter(None, (word.strip() for word in words)):

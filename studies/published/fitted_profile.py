@@ -132,7 +132,7 @@ def calibrate_on(rows: Sequence[Row]) -> PublishedProfile:
         for domain in ("speed", "memory"):
             mine = [cell for cell in known_cells(cells, paper, domain) if cell.value is not None]
             if mine:
-                fits.append(found_fit(fit(mine, paper, domain), paper, domain, apart))
+                fits.append(fitted_with_intervals(fit(mine, paper, domain), paper, domain, apart))
     sparq = calibrate_sparq(rows)
     if not fits and sparq is None:
         hint = next(iter(reasons.values()), "give rows with values")
@@ -149,7 +149,7 @@ def known_cells(cells: Sequence[Cell], paper: str, domain: Domain) -> list[Cell]
     ]
 
 
-def found_fit(
+def fitted_with_intervals(
     solution: Solution, paper: str, domain: Domain, apart: frozenset[str] = frozenset()
 ) -> FoundFit:
     """Return a solution as it is kept. Cells at the places `apart` say nothing about how far others may be off."""

@@ -85,14 +85,14 @@ class Solution:
         prior = np.diag(np.array([constant.sigma for constant in self.constants]) ** -2)
         hessian = (self.jacobian * weights[:, None]).T @ self.jacobian + prior
         settings = np.array(["|".join(cell.row.setting) for cell in self.cells])
-        found = self.residuals.copy()
+        residuals = self.residuals.copy()
         for setting in np.unique(settings):
             mine = settings == setting
             own = self.jacobian[mine]
             # The gradient is zero at the optimum, so without these rows it is minus theirs.
             step = np.linalg.solve(hessian - (own * weights[mine][:, None]).T @ own, own.T @ slopes[mine])
-            found[mine] += own @ step
-        return found
+            residuals[mine] += own @ step
+        return residuals
 
 
 def fit(cells: Sequence[Cell], paper: str, domain: Domain, *, start: Values | None = None) -> Solution:
@@ -128,15 +128,15 @@ def refitted(solution: Solution, domain: Domain, group: Callable[[Cell], Hashabl
     residuals are those of each step, derivatives those of the optimum.
     """
     predict = predictor(domain)
-    found = solution.residuals.copy()
+    residuals = solution.residuals.copy()
     groups = [group(cell) for cell in solution.cells]
     for left_out in dict.fromkeys(groups):
         is_mine = np.array([other == left_out for other in groups])
         values = _named(solution.constants, _without(solution, is_mine, predict))
         for index in np.flatnonzero(is_mine).tolist():
             cell = solution.cells[index]
-            found[index] = np.log(float(predict(cell, [values])[0]) / cell.printed)
-    return found
+            residuals[index] = np.log(float(predict(cell, [values])[0]) / cell.printed)
+    return residuals
 
 
 def _without(solution: Solution, is_left_out: NDArray[np.bool_], predict: Predictor) -> Array:

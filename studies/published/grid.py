@@ -62,12 +62,12 @@ class Compiled:
         first = self._activities(machines[0], range(len(self.representatives)))
         weights, num_prepared = self._critical(first, machines[0].step_s())
         used = np.flatnonzero(weights)
-        found = []
+        seconds_per_step = []
         for machine in machines:
             activities = first if machine is machines[0] else self._activities(machine, used.tolist())
             seconds = sum(float(weights[kind]) * activities[kind].seconds for kind in used.tolist())
-            found.append(seconds + num_prepared * machine.step_s())
-        return np.array(found)
+            seconds_per_step.append(seconds + num_prepared * machine.step_s())
+        return np.array(seconds_per_step)
 
     def seconds_by_cause(self, machine: Machine) -> dict[str, float]:
         """Return the seconds of the critical instructions of one step, by what each consists of mostly."""
@@ -136,8 +136,8 @@ class Compiled:
         for kind, activity in activities.items():
             for name, share in activity.uses:
                 if name.endswith(":kernels"):
-                    found = shares.setdefault(name, np.zeros(len(self.representatives)))
-                    found[kind] += share * self.counts[kind]
+                    kernel_share = shares.setdefault(name, np.zeros(len(self.representatives)))
+                    kernel_share[kind] += share * self.counts[kind]
         seconds = np.array([activities[kind].seconds for kind in range(len(self.representatives))])
         return max(shares.values(), key=lambda share: float(share @ seconds))
 

@@ -78,13 +78,13 @@ def answers(
         Told of each measurement that was predicted.
     """
     cells, of_row, reasons = cells_of([replace(row, fields={**row.fields, "value": ""}) for row in rows])
-    found: dict[tuple[object, ...], Answer] = {}
+    by_key: dict[tuple[object, ...], Answer] = {}
     for cell in cells:
-        found[cell.key] = _answer(cell, profile)
+        by_key[cell.key] = _answer(cell, profile)
         if on_cell is not None:
             on_cell()
     return [
-        found[of_row[index].key] if index in of_row else Answer(note=reasons[index])
+        by_key[of_row[index].key] if index in of_row else Answer(note=reasons[index])
         for index in range(len(rows))
     ]
 
@@ -131,8 +131,8 @@ def _undecided_half_width(cell: Cell, fit: FoundFit, predicted: float) -> float:
     others = undecided(
         cell.row["paper"], fit.values, hidden_size=plan.model.hidden_size, compute=plan.compute_dtype
     )
-    found = [float(cell.predictions([values])[0]) for values in others]
-    return float(max((abs(np.log(other / predicted)) for other in found), default=0.0))
+    predictions = [float(cell.predictions([values])[0]) for values in others]
+    return float(max((abs(np.log(other / predicted)) for other in predictions), default=0.0))
 
 
 def _lacking(cell: Cell, profile: PublishedProfile) -> str:

@@ -150,10 +150,10 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def _fields(columns: Sequence[str], line: Sequence[str]) -> Mapping[str, str]:
-    found = dict(zip_longest(columns, line[: len(columns)], fillvalue=""))
+    fields = dict(zip_longest(columns, line[: len(columns)], fillvalue=""))
     if len(line) > len(columns):
-        found[_SURPLUS] = ",".join(line[len(columns) :])
-    return MappingProxyType(found)
+        fields[_SURPLUS] = ",".join(line[len(columns) :])
+    return MappingProxyType(fields)
 
 
 def shipped_rows(paper: str | None = None) -> list[Row]:
@@ -190,7 +190,7 @@ def write_rows(path: str | Path, rows: Sequence[Row], added: Sequence[Mapping[st
 
 
 def _columns(items: Iterable[Mapping[str, str]]) -> list[str]:
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for item in items:
-        found.update(dict.fromkeys(item))
-    return list(found)
+        names.update(dict.fromkeys(item))
+    return list(names)

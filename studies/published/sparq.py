@@ -96,29 +96,29 @@ class VolumeCase:
     def effects(self) -> dict[str, float]:
         """Exponent of each constant."""
         if self.method == MESSAGES:
-            found = {f"kept|{self.dataset}": 1.0}
+            factors = {f"kept|{self.dataset}": 1.0}
             if WIDTHS[self.model] < _NARROW:
-                found[f"kept_part|{self.model}|{self.dataset}"] = 1.0
-            return found
-        found = {f"tokens|{self.dataset}": 1.0}
+                factors[f"kept_part|{self.model}|{self.dataset}"] = 1.0
+            return factors
+        factors = {f"tokens|{self.dataset}": 1.0}
         if self.model == "GPT2":
-            found[f"first_order_part|{self.model}|{self.dataset}"] = 1.0
+            factors[f"first_order_part|{self.model}|{self.dataset}"] = 1.0
         if self.method == "AQ-SGD" and self.activation != "ReLU":
-            found[f"compressed_part|{self.activation}"] = 1.0
-            found[f"compressed_effect|{self.model}|{self.dataset}"] = 1.0
+            factors[f"compressed_part|{self.activation}"] = 1.0
+            factors[f"compressed_effect|{self.model}|{self.dataset}"] = 1.0
         if self.method in ("ZO-SGD", "SparQ"):
-            found[f"zeroth_order_part|{self.model}"] = 1.0
-            found[f"data_effect|{self.dataset}"] = 1.0
-            found[f"run_effect|{self.model}|{self.dataset}"] = 1.0
+            factors[f"zeroth_order_part|{self.model}"] = 1.0
+            factors[f"data_effect|{self.dataset}"] = 1.0
+            factors[f"run_effect|{self.model}|{self.dataset}"] = 1.0
         if self.method == "SparQ":
             for anchor, weight in _weights(self.bits).items():
-                found[f"bits|{self.activation}|{anchor}"] = weight
+                factors[f"bits|{self.activation}|{anchor}"] = weight
                 kind = "one_bit_effect" if anchor == 1 else "bits_effect"
-                found[f"{kind}|{self.activation}|{anchor}|{self.dataset}"] = weight
-            found[f"density_effect|{self.activation}|{self.dataset}"] = 1.0
+                factors[f"{kind}|{self.activation}|{anchor}|{self.dataset}"] = weight
+            factors[f"density_effect|{self.activation}|{self.dataset}"] = 1.0
             if self.bits not in _BITS_ANCHORS:
-                found[f"between_effect|{self.activation}|{self.bits}|{self.dataset}"] = 1.0
-        return found
+                factors[f"between_effect|{self.activation}|{self.bits}|{self.dataset}"] = 1.0
+        return factors
 
 
 def _weights(bits: int) -> dict[int, float]:
@@ -185,8 +185,8 @@ def _num_points(row: Row, method: str) -> int:
 def _bits(row: Row, method: str) -> int:
     if method in ("FO-SGD", "ZO-SGD"):
         return BASE_BITS
-    found = re.search(r"(\d+)\s*-?bit", row["precision"]) or re.search(r"(\d+)Q", row["method"])
-    bits = int(found[1]) if found else 0
+    match = re.search(r"(\d+)\s*-?bit", row["precision"]) or re.search(r"(\d+)Q", row["method"])
+    bits = int(match[1]) if match else 0
     if not 1 <= bits <= 8:
         raise NotPredicted(f"precision {row['precision']!r} names no bits from 1 to 8")
     return bits
@@ -214,7 +214,7 @@ class Printed:
 
 def printed_volumes(rows: Iterable[Row]) -> list[Printed]:
     """Return the volumes that rows print, of each run the number with most digits; what is not of these runs is left out."""
-    found: dict[tuple[object, ...], Printed] = {}
+    by_key: dict[tuple[object, ...], Printed] = {}
     for row in rows:
         if row["paper"] != PAPER or row["quantity"] not in (VOLUME, KEPT) or row.value is None:
             continue
@@ -222,7 +222,7 @@ def printed_volumes(rows: Iterable[Row]) -> list[Printed]:
             item = Printed(volume_case(row), row.value, row)
         except NotPredicted:
             continue
-        known = found.get(item.case.key)
+        known = by_key.get(item.case.key)
         if known is None or known.case.digits < item.case.digits:
-            found[item.case.key] = item
-    return list(found.values())
+            by_key[item.case.key] = item
+    return list(by_key.values())

@@ -123,15 +123,15 @@ def peak_case(row: Row) -> PeakCase:
 
 def printed_peaks(rows: Iterable[Row]) -> list[PeakCase]:
     """Return the peaks that rows print, once for two methods that share one; what is not of these runs is left out."""
-    found = {}
+    by_key = {}
     for row in rows:
         if row["paper"] == PAPER and row["quantity"] == PEAK and row.value is not None:
             try:
                 case = replace(peak_case(row), value=row.value)
             except NotPredicted:
                 continue
-            found[case.model, case.dataset, case.is_first_order] = case
-    return list(found.values())
+            by_key[case.model, case.dataset, case.is_first_order] = case
+    return list(by_key.values())
 
 
 @cache
@@ -204,12 +204,12 @@ def _fitted(known: Sequence[PeakCase]) -> tuple[NDArray[np.float64], NDArray[np.
 
     def residuals(x: NDArray[np.float64]) -> NDArray[np.float64]:
         values = _values(x)
-        found = []
+        off = []
         for case in known:
             assert case.value is not None
             noise = math.hypot(_SCALE * case.value, _HALF_UNIT / math.sqrt(3))
-            found.append((peak_gib(case, values)[0] - case.value) / noise)
-        return np.concatenate([np.arcsinh(np.array(found)), (x - prior) / sigma])
+            off.append((peak_gib(case, values)[0] - case.value) / noise)
+        return np.concatenate([np.arcsinh(np.array(off)), (x - prior) / sigma])
 
     solution = least_squares(residuals, prior)
     covariance = np.linalg.inv(solution.jac.T @ solution.jac)

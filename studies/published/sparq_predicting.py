@@ -34,10 +34,10 @@ def sparq_answer(row: Row, fit: SparqFit) -> Answer:
 def _volume_answer(case: VolumeCase, fit: SparqFit) -> Answer:
     if fit.volumes is None:
         return Answer(note="the profile was fitted without communication volumes of SparQ")
-    found = predicted_volume(case, fit.volumes)
+    volume = predicted_volume(case, fit.volumes)
     unit = "whole GB" if case.digits == 0 else f"{10.0**-case.digits:g} GB"
-    note = f"{found.exact:.3g} GB before it is printed in {unit}"
-    return Answer(found.printed, found.low, found.high, _CARRIED[case.method], note)
+    note = f"{volume.exact:.3g} GB before it is printed in {unit}"
+    return Answer(volume.printed, volume.low, volume.high, _CARRIED[case.method], note)
 
 
 _CARRIED = {

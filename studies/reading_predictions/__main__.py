@@ -33,13 +33,13 @@ def at_worst(subject: Subject, constant: Constant) -> float:
 def interval() -> None:
     """Show what an interval consists of."""
     subject = on_cpu()
-    found = subject.prediction
-    say(f"step {found.step_time_s:.3f} s, between {found.low_s:.3f} and {found.high_s:.3f}")
+    prediction = subject.prediction
+    say(f"step {prediction.step_time_s:.3f} s, between {prediction.low_s:.3f} and {prediction.high_s:.3f}")
     constants = [subject.profile.constant(name) for name in _ALONE]
     for constant in constants:
-        slower = at_worst(subject, constant) / found.step_time_s - 1
+        slower = at_worst(subject, constant) / prediction.step_time_s - 1
         say(f"  {constant.name} alone at its worst: {slower:+.0%}")
-    say(f"  all constants at their worst together: {found.high_s / found.step_time_s - 1:+.0%}")
+    say(f"  all constants at their worst together: {prediction.high_s / prediction.step_time_s - 1:+.0%}")
 
 
 def extrapolation() -> None:
@@ -56,33 +56,33 @@ def extrapolation() -> None:
 def limits() -> None:
     """Show which figures decide a step, and which do not."""
     subject = offloaded()
-    found = subject.prediction
+    prediction = subject.prediction
     say(
-        f"step {found.step_time_s:.2f} s, {found.bottleneck.share:.0%} {found.bottleneck.words}; "
-        f"forward is busy for {dict(found.seconds_by_label)['forward'] / found.step_time_s:.0%} of it"
+        f"step {prediction.step_time_s:.2f} s, {prediction.bottleneck.share:.0%} {prediction.bottleneck.words}; "
+        f"forward is busy for {dict(prediction.seconds_by_label)['forward'] / prediction.step_time_s:.0%} of it"
     )
     for lever in levers(subject.topology, subject.plan.placement.devices):
         if lever.kind in ("link", "compute"):
             topology = lever.apply(subject.topology, 2.0)
             profile = datasheet_profile(topology, subject.plan.placement.devices[0])
             then = Subject(subject.plan, topology, profile, subject.programs).timeline.step_time_s
-            say(f"  {lever.name} doubled: {then / found.step_time_s - 1:+.0%}")
+            say(f"  {lever.name} doubled: {then / prediction.step_time_s - 1:+.0%}")
 
 
 def wrong_constant() -> None:
     """Show a run on a machine that draws three times as slowly as its profile says."""
     subject = on_cpu()
     measured = run_on(subject, "draw", 3.0)
-    found = compare(subject.timeline, measured, subject.program)
+    comparison = compare(subject.timeline, measured, subject.program)
     say(
-        f"predicted {found.predicted_step_s:.3f} s, measured {found.measured_step_s:.3f} s: {found.step_error:+.0%}"
+        f"predicted {comparison.predicted_step_s:.3f} s, measured {comparison.measured_step_s:.3f} s: {comparison.step_error:+.0%}"
     )
-    for line in found.labels[:4]:
+    for line in comparison.labels[:4]:
         say(
-            f"  {line.name}: {line.error or 0:+.0%}, {line.contribution_s / found.measured_step_s:+.0%} of the step"
+            f"  {line.name}: {line.error or 0:+.0%}, {line.contribution_s / comparison.measured_step_s:+.0%} of the step"
         )
     mended = with_profile(subject, changed(subject.profile, ("draw_rate",), 3.0))
-    error = mended.timeline.step_time_s / found.measured_step_s - 1
+    error = mended.timeline.step_time_s / comparison.measured_step_s - 1
     say(f"with draw_rate divided by 3: {abs(error):.0%}")
 
 

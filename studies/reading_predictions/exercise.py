@@ -36,11 +36,11 @@ def check(diagnose: Diagnose) -> Verdict:
     return Verdict(True, f"{len(_CASES)} wrong constants found, each with its factor")
 
 
-def _complaint(found: object, rows: Sequence[Row], term: str, times: float) -> str:
+def _complaint(answer: object, rows: Sequence[Row], term: str, times: float) -> str:
     """Return what is wrong with a diagnosis, or nothing."""
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], int | float)):
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], int | float)):
         return "return a cause and a factor, such as ('draw', 2.0)"
-    named, factor = found
+    named, factor = answer
     if named not in TERMS:
         return f"{named!r} is none of {', '.join(TERMS)}"
     if named != term:

@@ -27,7 +27,7 @@ def weights(dtype: torch.dtype) -> Tensor:
 def drift(dtype: torch.dtype) -> tuple[float, dict[int, float]]:
     """Return the share of weights that one step at learning rate 0 changes, and the root mean square after some."""
     base = weights(dtype)
-    theta, sweeper, changed, found = base.clone(), Sweeper(), 0.0, {}
+    theta, sweeper, changed, drift_at = base.clone(), Sweeper(), 0.0, {}
     for step in range(1, max(STEPS) + 1):
         z = torch.randn(NUM_WEIGHTS, dtype=dtype)
         for scale in (1, -2, 1):
@@ -35,8 +35,8 @@ def drift(dtype: torch.dtype) -> tuple[float, dict[int, float]]:
         if step == 1:
             changed = float((theta != base).double().mean())
         if step in STEPS:
-            found[step] = float((theta.double() - base.double()).square().mean().sqrt())
-    return changed, found
+            drift_at[step] = float((theta.double() - base.double()).square().mean().sqrt())
+    return changed, drift_at
 
 
 def surviving(kept_in: torch.dtype, size: float) -> float:
@@ -52,8 +52,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for dtype in FORMATS:
-        changed, found = drift(dtype)
-        rows.append((_name(dtype), f"{changed:.0%}", *(f"{found[steps]:.1e}" for steps in STEPS)))
+        changed, drift_at = drift(dtype)
+        rows.append((_name(dtype), f"{changed:.0%}", *(f"{drift_at[steps]:.1e}" for steps in STEPS)))
     stdout.print(Table(("format", "changed by one step", *(f"drift after {steps}" for steps in STEPS)), rows))
     kept = [(_name(dtype), *(f"{surviving(dtype, size):.0%}" for size in SIZES)) for dtype in KEPT_IN]
     stdout.print(Table(("kept in", *(f"updates of {size:g}·z that leave a trace" for size in SIZES)), kept))

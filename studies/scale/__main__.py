@@ -140,12 +140,12 @@ def folded(world: World) -> Row:
 def grid(plan: Plan, machine: Machine, points_per_axis: int) -> Row:
     """Time the closed form of one rank's program over a grid of batches, lengths, bandwidths and rates."""
     factors = {name: np.geomspace(0.1, 10.0, points_per_axis).tolist() for name in _GRID_AXES}
-    times, found = timed(
+    times, step_times = timed(
         lambda: step_time_bounds(
             plan, machine, batches=[plan.batch, 2 * plan.batch], seqs=[1024, 2048], factors=factors
         )
     )
-    return Row("closed form, configurations", *times, int(found.size), None)
+    return Row("closed form, configurations", *times, int(step_times.size), None)
 
 
 def naive(world: World) -> Row:

@@ -29,13 +29,13 @@ _SEARCHES = {"13b-8": ("opt-13b", 1), "175b-8": ("opt-175b", 1), "13b-1024": ("o
 def main() -> int:
     """Time the searches and print a line for each."""
     options = _options()
-    found: dict[str, tuple[list[float], Decision]] = {}
+    by_name: dict[str, tuple[list[float], Decision]] = {}
     for _ in range(options.rounds):
         for name in options.search or _SEARCHES:
             (_, core_s), decision = timed(partial(choose, request_named(name)))
-            found.setdefault(name, ([], decision))[0].append(core_s)
+            by_name.setdefault(name, ([], decision))[0].append(core_s)
     print(f"{'':10s}{'median s':>9s}{'least s':>9s}{'candidates':>11s}  {'digest':16s}  chosen")
-    for name, (times, decision) in found.items():
+    for name, (times, decision) in by_name.items():
         print(
             f"{name:10s}{statistics.median(times):9.2f}{min(times):9.2f}{len(list(_candidates(decision))):11d}  "
             f"{digest(decision)}  {decision.chosen.describe()}, {decision.chosen.seconds:.4f} s"

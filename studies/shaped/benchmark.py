@@ -95,12 +95,12 @@ def calibrate_hosts(folder: Path, budget_s: float) -> None:
 
 def measure(rate: str, layout: Layout, folder: Path) -> None:
     """Run the cases of a network, and keep what was measured in `folder`."""
-    found = folder / f"{rate}-{layout.name}.json"
-    found.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "studies.shaped.worker", rate, layout.name, str(found.resolve())]
+    result = folder / f"{rate}-{layout.name}.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "studies.shaped.worker", rate, layout.name, str(result.resolve())]
     with ShapedNetwork(layout.num_hosts, rate_bits_per_s(rate)) as network:
         status = run_ranks(network, command, ranks_per_host=layout.ranks_per_host, timeout_s=_PART_TIMEOUT_S)
-    if status or not found.exists():
+    if status or not result.exists():
         raise RunError(f"the ranks of {rate} {layout.name} ended with {status}", hint="their words are above")
 
 
@@ -112,12 +112,12 @@ def _report(folder: Path, out: Path) -> Path:
     links: list[Link] = []
     for rate in RATES:
         for layout in NETWORKS:
-            found = _read(folder, rate, layout)
-            if found is None:
+            steps = _read(folder, rate, layout)
+            if steps is None:
                 continue
-            latency_s = max(0.0, found.link.message_s - message_s)
-            links.append(Link(rate, layout.name, latency_s, found.link))
-            rows += predict(rate, layout, found, latency_s, machine, profile)
+            latency_s = max(0.0, steps.link.message_s - message_s)
+            links.append(Link(rate, layout.name, latency_s, steps.link))
+            rows += predict(rate, layout, steps, latency_s, machine, profile)
     if not rows:
         raise RunError(f"no network in {folder} was measured", hint=f"--part {_PARTS[1]} measures one")
     benchmark = ShapedBenchmark(

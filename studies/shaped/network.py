@@ -57,10 +57,10 @@ def rate_bits_per_s(text: str) -> float:
     >>> rate_bits_per_s("100mbit")
     100000000.0
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
-    if found is None or float(found[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
         raise RunError(f"rate {text!r} is not a rate", hint="such as 100mbit or 1gbit")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def why_not() -> str:
@@ -177,10 +177,12 @@ class ShapedNetwork:
 
 def remove_leftovers() -> list[str]:
     """Remove networks whose maker is gone, with the processes that run in them, and return their namespaces."""
-    found = [name for name in _namespaces() if (pid := _maker(name)) is None or not psutil.pid_exists(pid)]
-    for name in found:
+    leftovers = [
+        name for name in _namespaces() if (pid := _maker(name)) is None or not psutil.pid_exists(pid)
+    ]
+    for name in leftovers:
         _remove_namespace(name)
-    return found
+    return leftovers
 
 
 def _namespaces() -> list[str]:

@@ -78,7 +78,7 @@ class ShapedRow(Paced):
 def predict(
     rate: str,
     layout: Layout,
-    found: NetworkSteps,
+    measured_steps: NetworkSteps,
     latency_s: float,
     machine: Topology,
     profile: Profile,
@@ -99,9 +99,15 @@ def predict(
         Of one thread.
     """
     declared = topology_of(machine, layout.num_hosts, rate, latency_s)
-    reached = topology_of(machine, layout.num_hosts, rate, latency_s, found.link.bandwidth_bytes_per_s)
-    cores = found.link.num_cores, found.link.core_s_per_byte, found.link.busy_latency_s
-    measured = {item.name: item for item in found.cases}
+    reached = topology_of(
+        machine, layout.num_hosts, rate, latency_s, measured_steps.link.bandwidth_bytes_per_s
+    )
+    cores = (
+        measured_steps.link.num_cores,
+        measured_steps.link.core_s_per_byte,
+        measured_steps.link.busy_latency_s,
+    )
+    measured = {item.name: item for item in measured_steps.cases}
     rows = []
     for case in cases_of(rate, layout):
         steps = measured[case.name]

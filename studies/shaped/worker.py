@@ -73,9 +73,9 @@ def main(rate: str, layout_name: str, out: Path) -> None:
     with process_group("cpu") as info:
         ranks = Communicator({})
         link = measure_link(ranks, rate_bits_per_s(rate) / 8)
-        found = NetworkSteps(link, tuple(_run(case, ranks) for case in cases_of(rate, layout)))
+        steps = NetworkSteps(link, tuple(_run(case, ranks) for case in cases_of(rate, layout)))
         if info.rank == 0:
-            out.write_text(json.dumps(asdict(found)))
+            out.write_text(json.dumps(asdict(steps)))
 
 
 def _run(case: ShapedCase, ranks: Communicator) -> CaseSteps:

@@ -31,8 +31,8 @@ _BUDGET_S = 20.0
 def measured() -> list[tuple[str, CodecWork, float, CodecWork, float]]:
     """Return for each codec the work and the seconds of making a message and of reading it."""
     pairs = [whole_probes(codec_spec(name), DENSITY) for name in CODECS]
-    found = measure_codecs(budget_s=_BUDGET_S, probes=[probe for pair in pairs for probe in pair])
-    return [(name, *found[2 * i], *found[2 * i + 1]) for i, name in enumerate(CODECS)]
+    seconds = measure_codecs(budget_s=_BUDGET_S, probes=[probe for pair in pairs for probe in pair])
+    return [(name, *seconds[2 * i], *seconds[2 * i + 1]) for i, name in enumerate(CODECS)]
 
 
 def over(bandwidth_bytes_per_s: float) -> tuple[Crossing, Crossing]:

@@ -93,7 +93,7 @@ def _measured(chosen: list[Plan], path: str) -> list[tuple[float, float, float]]
     torch.set_num_threads(1)
     with process_group("cpu"):
         rounds = [[_of(plan, path) for plan in chosen] for _ in range(_NUM_ROUNDS)]
-    return [min(found) for found in zip(*rounds, strict=True)]
+    return [min(figures) for figures in zip(*rounds, strict=True)]
 
 
 def _of(plan: Plan, path: str) -> tuple[float, float, float]:
@@ -105,10 +105,10 @@ def _of(plan: Plan, path: str) -> tuple[float, float, float]:
         for _ in range(_NUM_STEPS):
             session.step(batch)
         timeline = session.timeline()
-    found = [0.0, 0.0, 0.0]
+    figures = [0.0, 0.0, 0.0]
     if communicator.is_first:
-        found = [timeline.step_time_s, *(1 - timeline.busy(_WORK, rank) for rank in (0, 1))]
-    step_s, first, second = json.loads(communicator.told(json.dumps(found).encode(), "idle times"))
+        figures = [timeline.step_time_s, *(1 - timeline.busy(_WORK, rank) for rank in (0, 1))]
+    step_s, first, second = json.loads(communicator.told(json.dumps(figures).encode(), "idle times"))
     return step_s, first, second
 
 
@@ -116,9 +116,9 @@ def measure() -> list[Idle]:
     """Return all cases, predicted and measured."""
     topology, chosen = resolve(HOST), plans()
     profile, _ = calibrated(topology, "cpu0", num_threads=1, budget_s=_CALIBRATION_S)
-    found = launch(_measured, chosen, str(pretrained_model().model), world_size=2)
+    figures = launch(_measured, chosen, str(pretrained_model().model), world_size=2)
     rows = []
-    for (name, _), plan, (step_s, *idle) in zip(CASES, chosen, found, strict=True):
+    for (name, _), plan, (step_s, *idle) in zip(CASES, chosen, figures, strict=True):
         subject = Subject(plan, topology, profile)
         first, second = (1 - subject.timeline_of(r).busy(_WORK, r) for r in (0, 1))
         rows.append(Idle(name, subject.step_time_s, step_s, first, idle[0], second, idle[1]))

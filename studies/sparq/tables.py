@@ -114,11 +114,11 @@ def held_out(known: Known) -> Table:
     }
     lines = []
     for name, pairs in splits.items():
-        found = [
+        answers = [
             (item, predicted_volume(item.case, fit_volumes(seen))) for seen, asked in pairs for item in asked
         ]
         for models in (_OPT, "GPT2", "Llama"):
-            mine = [(item, said) for item, said in found if item.case.model.startswith(models)]
+            mine = [(item, said) for item, said in answers if item.case.model.startswith(models)]
             inside = float(np.mean([said.low <= item.value <= said.high for item, said in mine]))
             errors = [said.printed / item.value - 1 for item, said in mine]
             lines.append(_errors_line(name, models, errors, f"{inside:.0%}"))

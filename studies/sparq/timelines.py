@@ -191,7 +191,7 @@ def _messages(count: int, size_bytes: int) -> str:
     return f"{count} x {format_bytes(size_bytes // count)}" if count else ""
 
 
-def draw(found: list[Step], out: Path) -> Path:
+def draw(steps: list[Step], out: Path) -> Path:
     """Draw one steady step of every method over one link, and return the picture's path."""
     import matplotlib as mpl
 
@@ -199,7 +199,7 @@ def draw(found: list[Step], out: Path) -> Path:
     import matplotlib.pyplot as plt
     from matplotlib.patches import Rectangle
 
-    mine = [step for step in found if step.link == DRAWN]
+    mine = [step for step in steps if step.link == DRAWN]
     figure, axes = plt.subplots(len(mine), 1, figsize=(9, 1.6 * len(mine)), sharex=True, layout="constrained")
     shown: dict[str, str] = {}
     for axis, step in zip(axes, mine, strict=True):

@@ -126,7 +126,7 @@ def measure(known: Sequence[Seen] = (), num_directions: int = NUM_DIRECTIONS) ->
     loaded = load_model(str(pretrained.model))
     model, batches = CutModel(loaded), batches_of(pretrained, loaded, 0)
     there = {((row.cut, row.codec, row.noise), row.epsilon) for row in known}
-    found = list(known)
+    rows = list(known)
     for epsilon in EPSILONS:
         codings = [coding for coding in CODINGS if (coding, epsilon) not in there]
         if not codings:
@@ -141,8 +141,8 @@ def measure(known: Sequence[Seen] = (), num_directions: int = NUM_DIRECTIONS) ->
             coded = np.array([pair[1][coding] for pair in pairs])
             error = float(np.sqrt(np.mean((coded - plain) ** 2) / np.mean(plain**2)))
             both = float(coded @ plain / np.sqrt((coded @ coded) * (plain @ plain)))
-            found.append(Seen(*coding, epsilon, round(error, 4), round(both, 4)))
-    return sorted(found, key=lambda row: (CODINGS.index((row.cut, row.codec, row.noise)), row.epsilon))
+            rows.append(Seen(*coding, epsilon, round(error, 4), round(both, 4)))
+    return sorted(rows, key=lambda row: (CODINGS.index((row.cut, row.codec, row.noise)), row.epsilon))
 
 
 def read_seen(path: Path = RESULTS) -> list[Seen]:
@@ -162,11 +162,11 @@ _NUMBERS = ("epsilon", "relative_error", "correlation")
 def main() -> None:
     """Measure, and write the file."""
     torch.set_num_threads(1)
-    found = measure(read_seen())
+    rows = measure(read_seen())
     with RESULTS.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(field.name for field in fields(Seen))
-        writer.writerows(vars(row).values() for row in found)
+        writer.writerows(vars(row).values() for row in rows)
 
 
 if __name__ == "__main__":

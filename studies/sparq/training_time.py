@@ -131,12 +131,12 @@ def measure() -> list[Timed]:
     pretrained, topology = pretrained_model(), resolve(HOST)
     profile, _ = calibrated(topology, "cpu0", num_threads=1, budget_s=_CALIBRATION_S)
     plans = [plan_for(pretrained, case, encoding) for case, encoding in CASES]
-    found: list[tuple[float, float, float]] = []
+    figures: list[tuple[float, float, float]] = []
     for world_size in (1, 2):
         chosen = [plan for plan in plans if plan.placement.world_size == world_size]
-        found += launch(_measured, chosen, str(pretrained.model), world_size=world_size)
+        figures += launch(_measured, chosen, str(pretrained.model), world_size=world_size)
     rows = []
-    for (case, encoding), plan, (seconds, size, foreign) in zip(CASES, plans, found, strict=True):
+    for (case, encoding), plan, (seconds, size, foreign) in zip(CASES, plans, figures, strict=True):
         prediction = Subject(plan, topology, profile).prediction
         span = (prediction.step_time_s, prediction.low_s, prediction.high_s)
         rows.append(Timed(case.name, encoding, *span, seconds, size, foreign))

@@ -81,29 +81,29 @@ def printed(text: str) -> Interval:
 
 def read_volumes() -> list[Volume]:
     """Return all printed volumes."""
-    found = []
+    volumes = []
     for row in shipped_rows(PAPER):
         if row["quantity"] == VOLUME and row["value"]:
             case = volume_case(row)
-            found.append(
+            volumes.append(
                 Volume(
                     int(row["table"]), case.model, case.dataset, case.method, case.bits, printed(row["value"])
                 )
             )
-    return found
+    return volumes
 
 
 def find(
     volumes: list[Volume], model: str, dataset: str, method: str, bits: int | None = None
 ) -> Volume | None:
     """Return a run's volume, from the table that prints more digits."""
-    found = [
+    matching = [
         volume
         for volume in volumes
         if (volume.model, volume.dataset, volume.method) == (model, dataset, method)
         and bits in (None, volume.bits)
     ]
-    return min(found, key=lambda volume: volume.gigabytes.high - volume.gigabytes.low, default=None)
+    return min(matching, key=lambda volume: volume.gigabytes.high - volume.gigabytes.low, default=None)
 
 
 def bits_per_element(sent: Volume, baseline: Volume, *, activations: float, baseline_bits: float) -> Interval:

@@ -110,8 +110,8 @@ def slopes(
     u = generator.standard_normal(num_samples)
     threshold = generator.random(num_samples) if stochastic else 0.5
     plus, minus = (np.floor(place + sign * radius * u + threshold) for sign in (1, -1))
-    found = (plus - minus) * u / (2 * radius)
-    return float(found.mean()), float(found.std())
+    estimates = (plus - minus) * u / (2 * radius)
+    return float(estimates.mean()), float(estimates.std())
 
 
 def same_numbers(num_samples: int = 200_000, *, seed: int = 0) -> tuple[float, float]:

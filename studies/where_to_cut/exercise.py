@@ -32,38 +32,38 @@ _TOLERANCE = 1e-3
 def check(bytes_forward: Bytes) -> Verdict:
     """Return whether `bytes_forward` agrees with the programs of several plans, and if not, what to look at."""
     for crossing in _CROSSINGS:
-        found = bytes_forward(crossing)
-        complaint = _complaint(found, crossing)
+        answer = bytes_forward(crossing)
+        complaint = _complaint(answer, crossing)
         if complaint:
             return Verdict(False, f"{_told(crossing)}: {complaint}")
     return Verdict(True, f"{len(_CROSSINGS)} plans send what you say")
 
 
-def _complaint(found: object, crossing: Crossing) -> str:
+def _complaint(answer: object, crossing: Crossing) -> str:
     """Return what is wrong with an answer, or nothing."""
-    if isinstance(found, bool) or not isinstance(found, int | float):
+    if isinstance(answer, bool) or not isinstance(answer, int | float):
         return "return bytes, a number"
     expected = forward_bytes(crossing)
-    if _near(found, expected):
+    if _near(answer, expected):
         return ""
     tokens, width = crossing.batch * crossing.seq, crossing.inner * crossing.activation_bits / 8
     points = 2 * crossing.num_queries if crossing.difference == "central" else crossing.num_queries + 1
-    if crossing.inside and _near(found, points * tokens * width):
-        return f"{found:.6g} bytes are the activation alone; what does the block's second half add its product to?"
-    if _near(found, expected / points):
-        return f"{found:.6g} bytes are those of one forward; how many does a step take?"
-    if crossing.difference == "forward" and _near(found, expected / points * 2 * crossing.num_queries):
-        return f"{found:.6g} bytes are those of central differences; which point do all queries share?"
-    if _near(found, expected * 8) or _near(found, expected / 8):
-        return f"{found:.6g}, where the program sends {expected:.6g}: bits, or bytes?"
+    if crossing.inside and _near(answer, points * tokens * width):
+        return f"{answer:.6g} bytes are the activation alone; what does the block's second half add its product to?"
+    if _near(answer, expected / points):
+        return f"{answer:.6g} bytes are those of one forward; how many does a step take?"
+    if crossing.difference == "forward" and _near(answer, expected / points * 2 * crossing.num_queries):
+        return f"{answer:.6g} bytes are those of central differences; which point do all queries share?"
+    if _near(answer, expected * 8) or _near(answer, expected / 8):
+        return f"{answer:.6g}, where the program sends {expected:.6g}: bits, or bytes?"
     return (
-        f"{found:.6g} bytes, where the program sends {expected:.6g}: tokens times the bytes of a token, for every tensor "
+        f"{answer:.6g} bytes, where the program sends {expected:.6g}: tokens times the bytes of a token, for every tensor "
         "that crosses and every point"
     )
 
 
-def _near(found: float, wanted: float) -> bool:
-    return abs(found - wanted) <= _TOLERANCE * wanted
+def _near(value: float, wanted: float) -> bool:
+    return abs(value - wanted) <= _TOLERANCE * wanted
 
 
 def _told(crossing: Crossing) -> str:

@@ -35,12 +35,12 @@ def main() -> None:
     )
     stdout.print(f"weights {weight_bytes} bytes, log {log_bytes / _NUM_STEPS:.0f} bytes a step")
     for name, offloaded in (("resident", False), ("offloaded", True)):
-        found = num_differing(rebuilt(run.records, offloaded=offloaded), run.tuned)
-        stdout.print(f"rebuilt {name}: {found} elements differ")
+        num_elements = num_differing(rebuilt(run.records, offloaded=offloaded), run.tuned)
+        stdout.print(f"rebuilt {name}: {num_elements} elements differ")
     first, *others = run.records
     off_by_one = replace(first, seeds=(first.seeds[0] + 1,))
-    found = num_differing(rebuilt([off_by_one, *others], offloaded=False), run.tuned)
-    share = found / sum(tensor.numel() for tensor in run.tuned.values())
+    num_elements = num_differing(rebuilt([off_by_one, *others], offloaded=False), run.tuned)
+    share = num_elements / sum(tensor.numel() for tensor in run.tuned.values())
     stdout.print(f"rebuilt with the first seed off by one: {share:.0%} of the elements differ")
 
 

@@ -24,27 +24,27 @@ def check(rebuild: Rebuild) -> Verdict:
     for num_steps, seed in _CASES:
         run = train(num_steps, seed=seed)
         base = {name: tensor.clone() for name, tensor in run.base.items()}
-        found = rebuild(base, run.log, EPSILON)
-        complaint = _complaint(found, run)
+        rebuilt_weights = rebuild(base, run.log, EPSILON)
+        complaint = _complaint(rebuilt_weights, run)
         if complaint:
             return Verdict(False, f"a run of {num_steps} steps: {complaint}")
     return Verdict(True, f"{len(_CASES)} runs rebuilt bit for bit, from {sum(n for n, _ in _CASES)} rows")
 
 
-def _complaint(found: object, run: Run) -> str:
+def _complaint(answer: object, run: Run) -> str:
     """Return what is wrong with rebuilt weights, or nothing."""
-    if not isinstance(found, Mapping) or found.keys() != run.tuned.keys():
+    if not isinstance(answer, Mapping) or answer.keys() != run.tuned.keys():
         return "return a dict with the names of the base weights, every one of them"
     for name, tensor in run.tuned.items():
-        given = found[name]
+        given = answer[name]
         if not isinstance(given, Tensor) or (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
             return f"{name} must be a tensor of shape {tuple(tensor.shape)} in {tensor.dtype}"
-    differing = num_differing(found, run.tuned)
+    differing = num_differing(answer, run.tuned)
     if not differing:
         return ""
-    if not num_differing(found, run.base):
+    if not num_differing(answer, run.base):
         return "nothing has changed since the base weights"
-    distance = max(float((found[name] - tensor).abs().max()) for name, tensor in run.tuned.items())
+    distance = max(float((answer[name] - tensor).abs().max()) for name, tensor in run.tuned.items())
     moved = max(float((run.base[name] - tensor).abs().max()) for name, tensor in run.tuned.items())
     if not distance < 1e-3 * moved:
         return (
