@@ -55,23 +55,25 @@ def check_placements(context: Context) -> Outcome:
                 for number, (placement, axes) in enumerate(PLACEMENTS.items())
                 if context.size == "full" or placement in _QUICK_PLACEMENTS
             }
-            found = _differences(traces)
+            num_differences = _differences(traces)
             if rng == "mezo":
-                found += _from_literal(name, next(iter(traces.values())))
-            details.append(f"{name} table, {rng}: {found} differences over {len(traces)} placements")
-            differing += found
+                num_differences += _from_literal(name, next(iter(traces.values())))
+            details.append(
+                f"{name} table, {rng}: {num_differences} differences over {len(traces)} placements"
+            )
+            differing += num_differences
     return Outcome(differing, 0, "directions, losses and weights that differ in a bit", tuple(details))
 
 
 def _differences(traces: Mapping[str, Trace]) -> int:
     reference, *others = traces.values()
-    found = sum(_uses_unlike(trace) for trace in traces.values())
+    total = sum(_uses_unlike(trace) for trace in traces.values())
     for trace in others:
-        found += num_unlike(_first_use(trace), _first_use(reference))
-        found += num_unlike(trace.weights, reference.weights)
+        total += num_unlike(_first_use(trace), _first_use(reference))
+        total += num_unlike(trace.weights, reference.weights)
         pairs = zip(trace.records, reference.records, strict=True)
-        found += sum(mine.projected_gradients != theirs.projected_gradients for mine, theirs in pairs)
-    return found
+        total += sum(mine.projected_gradients != theirs.projected_gradients for mine, theirs in pairs)
+    return total
 
 
 def _first_use(trace: Trace) -> dict[tuple[int, int, str], Tensor]:
@@ -86,7 +88,7 @@ def _uses_unlike(trace: Trace) -> int:
 def _from_literal(name: str, trace: Trace) -> int:
     """Return how many directions differ from ``manual_seed`` and one ``normal`` per parameter, in their order."""
     model = tiny_model(name)
-    found = 0
+    num_unlike_draws = 0
     for record in trace.records:
         for query, seed in enumerate(record.seeds):
             generator = torch.Generator().manual_seed(seed)
@@ -97,8 +99,8 @@ def _from_literal(name: str, trace: Trace) -> int:
             # Groups are neighbours in registration order, so together they are the whole walk.
             groups = [group.name for group in tiny_plan(model).model.groups]
             walked = torch.cat([trace.drawn[record.step, query, group] for group in groups])
-            found += not same_bits(walked, torch.cat(drawn))
-    return found
+            num_unlike_draws += not same_bits(walked, torch.cat(drawn))
+    return num_unlike_draws
 
 
 def check_orders(context: Context) -> Outcome:
@@ -141,9 +143,9 @@ def check_slices(context: Context) -> Outcome:
     ]
     resumed = 0
     for rng in ("mezo", "counter"):
-        found = _unlike_resumed(Directions(rng=rng), context)
-        details.append(f"{rng}: {found} tensors of runs resumed under another placement differ")
-        resumed += found
+        num_unlike_tensors = _unlike_resumed(Directions(rng=rng), context)
+        details.append(f"{rng}: {num_unlike_tensors} tensors of runs resumed under another placement differ")
+        resumed += num_unlike_tensors
     return Outcome(
         slices + walks + keys + resumed, 0, "pieces that differ in a bit from the whole", tuple(details)
     )
@@ -212,7 +214,7 @@ def _unlike_walks(direction: Direction, seed: int) -> int:
 def _unlike_resumed(directions: Directions, context: Context) -> int:
     """Stop a run after two steps, go on from its log under another placement, and compare the ends."""
     batches = tiny_batches(4)
-    found = 0
+    total = 0
     for first, second in ((BLOCKWISE, OFFLOADED), (OFFLOADED, BLOCKWISE)):
         ended = train("tied", num_steps=4, directions=directions, seed=context.seed, **first)
         model = tiny_model("tied")
@@ -228,10 +230,10 @@ def _unlike_resumed(directions: Directions, context: Context) -> int:
             for record in ended.records[:2]:
                 session.replay(record)
             records = [session.step(batch) for batch in batches[2:]]
-            found += num_unlike(session.state_dict(), ended.weights)
+            total += num_unlike(session.state_dict(), ended.weights)
         pairs = zip(records, ended.records[2:], strict=True)
-        found += sum(mine.projected_gradients != theirs.projected_gradients for mine, theirs in pairs)
-    return found
+        total += sum(mine.projected_gradients != theirs.projected_gradients for mine, theirs in pairs)
+    return total
 
 
 CLAIMS = (

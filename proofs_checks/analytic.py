@@ -136,14 +136,14 @@ def estimates(
         estimator=Estimator(num_queries=num_queries, **estimator),
         directions=Directions.model_validate({"distribution": direction, "rng": rng}),
     )
-    found = torch.empty((num_steps, DIMENSION), dtype=torch.float64)
+    estimates_SP = torch.empty((num_steps, DIMENSION), dtype=torch.float64)
     with Session(plan, model, learning_rate=1.0, seed=seed, num_timed_steps=0) as session:
         session.flush()
         segments = list(theta.split(PER_SEGMENT))
-        for row in found:
+        for row in estimates_SP:
             with torch.no_grad():
                 for parameter, values in zip(model.parameters(), segments, strict=True):
                     parameter.view(-1).copy_(values)
                 session.step(BATCH)
                 row.copy_(theta - torch.cat([parameter.view(-1) for parameter in model.parameters()]))
-    return found
+    return estimates_SP

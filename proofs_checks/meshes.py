@@ -73,10 +73,10 @@ def check_ranks(context: Context) -> Outcome:
             # Shards are the micro-batches of one device, whose losses it adds up in the same order.
             alone = train("tied", **draws, seed=context.seed, num_micro_batches=mesh.data, **_SETTINGS)
             traces = _trained(mesh, context.seed, {**axes, **draws})
-            found = sum(_differences(trace, alone) for trace in traces)
-            found += _resumed(mesh, context.seed, {**axes, **draws}, alone)
-            differing += found
-            details.append(f"{name}, {rng}: {found} differences over {mesh.world_size} ranks")
+            num_differences = sum(_differences(trace, alone) for trace in traces)
+            num_differences += _resumed(mesh, context.seed, {**axes, **draws}, alone)
+            differing += num_differences
+            details.append(f"{name}, {rng}: {num_differences} differences over {mesh.world_size} ranks")
     return Outcome(differing, 0, "directions, losses and weights that differ in a bit", tuple(details))
 
 
@@ -117,13 +117,13 @@ def _resumed(mesh: Mesh, seed: int, axes: Mapping[str, Any], alone: Trace) -> in
 
 
 def _differences(trace: Trace, alone: Trace) -> int:
-    found = num_unlike(trace.weights, alone.weights)
-    found += num_unlike(
+    total = num_unlike(trace.weights, alone.weights)
+    total += num_unlike(
         {key: uses[0] for key, uses in trace.directions.items()},
         {key: uses[0] for key, uses in alone.directions.items()},
     )
     pairs = zip(trace.records, alone.records, strict=True)
-    return found + sum(mine.projected_gradients != theirs.projected_gradients for mine, theirs in pairs)
+    return total + sum(mine.projected_gradients != theirs.projected_gradients for mine, theirs in pairs)
 
 
 # -- moments ---------------------------------------------------------------------------------------------------
@@ -173,19 +173,19 @@ def estimates_on(mesh: Mesh, num_steps: int, seed: int) -> Tensor:
     )
 
     def rank(number: int, communicator: Communicator) -> Tensor:
-        found = torch.empty((num_steps, DIMENSION), dtype=torch.float64)
+        estimates_SP = torch.empty((num_steps, DIMENSION), dtype=torch.float64)
         model, batch = models[number], _batch()
         with Session(
             plan, model, learning_rate=1.0, seed=seed, num_timed_steps=0, communicator=communicator
         ) as session:
             session.flush()
-            for row in found:
+            for row in estimates_SP:
                 with torch.no_grad():
                     for parameter, values in zip(model.parameters(), _THETA.split(PER_SEGMENT), strict=True):
                         parameter.view(-1).copy_(values)
                     session.step(batch)
                     row.copy_(_THETA - torch.cat([parameter.view(-1) for parameter in model.parameters()]))
-        return found
+        return estimates_SP
 
     return on_all_ranks(plan, rank)[0]
 

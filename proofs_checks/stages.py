@@ -86,22 +86,22 @@ def check_one_direction(context: Context) -> Outcome:
             }
             alone = train("tied", **draws, seed=context.seed, **_SETTINGS)
             traces = _trained(staged(cuts, traversal, **draws), context.seed, 3)
-            found = sum(_unlike(trace, alone) for trace in traces)
-            found += _unlike_directions(traces, alone)
-            differing += found
-            details.append(f"{name}, {rng}: {found} differences over {len(traces)} stages")
+            num_differences = sum(_unlike(trace, alone) for trace in traces)
+            num_differences += _unlike_directions(traces, alone)
+            differing += num_differences
+            details.append(f"{name}, {rng}: {num_differences} differences over {len(traces)} stages")
     return Outcome(differing, 0, "directions, losses and weights that differ in a bit", tuple(details))
 
 
 def _unlike(trace: Trace, alone: Trace) -> int:
-    found = num_unlike(trace.weights, alone.weights)
+    total = num_unlike(trace.weights, alone.weights)
     pairs = zip(trace.records, alone.records, strict=True)
-    return found + sum(mine.projected_gradients != theirs.projected_gradients for mine, theirs in pairs)
+    return total + sum(mine.projected_gradients != theirs.projected_gradients for mine, theirs in pairs)
 
 
 def _unlike_directions(traces: list[Trace], alone: Trace) -> int:
     """Count steps and queries whose direction, put together from the stages' parts, is not that of one device."""
-    found = 0
+    total = 0
     for step, query in sorted({key[:2] for key in alone.directions}):
         together: list[Tensor] = []
         for trace in traces:
@@ -110,8 +110,8 @@ def _unlike_directions(traces: list[Trace], alone: Trace) -> int:
                     together.append(uses[0])
         whole = [uses[0] for key, uses in alone.directions.items() if key[:2] == (step, query)]
         # Groups are cut otherwise, and a tied table is drawn by both of its holders: compare the numbers as a set.
-        found += not same_bits(torch.cat(together).unique(), torch.cat(whole).unique())
-    return found
+        total += not same_bits(torch.cat(together).unique(), torch.cat(whole).unique())
+    return total
 
 
 def check_independent(context: Context) -> Outcome:

@@ -60,13 +60,13 @@ def main() -> None:
     settings = [Setting(options.shape, options.dtype, options.threads, options.batch, options.seq)]
     if options.beside:
         settings += [replace(settings[0], dtype="bfloat16"), replace(settings[0], shape="1m", threads=1)]
-    found = []
+    results = []
     for setting in settings:
         seconds = timed(setting, options.rounds)
         report(setting, seconds)
-        found.append({"setting": setting.describe(), "seconds": seconds})
+        results.append({"setting": setting.describe(), "seconds": seconds})
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def table(seconds: dict[str, list[float]]) -> list[Row]:
 
 def _contenders(model: nn.Module, data: Batch, dtype: str) -> list[tuple[str, Step]]:
     literal, forwards = copy.deepcopy(model), copy.deepcopy(model)
-    found: list[tuple[str, Step]] = [
+    contenders: list[tuple[str, Step]] = [
         ("literal loop", lambda step: literal_step(literal, data, step, _RATE, _EPSILON)),
         ("two forwards", lambda _step: two_forwards(forwards, data)),
     ]
@@ -163,8 +163,8 @@ def _contenders(model: nn.Module, data: Batch, dtype: str) -> list[tuple[str, St
     }
     for name, axes in points.items():
         session = _session(copy.deepcopy(model), data, dtype, **axes)
-        found.append((name, lambda _step, session=session: session.step(data)))  # type: ignore[misc]
-    return found
+        contenders.append((name, lambda _step, session=session: session.step(data)))  # type: ignore[misc]
+    return contenders
 
 
 def _session(model: nn.Module, data: Batch, dtype: str, **axes: Any) -> Session:
