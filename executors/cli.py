@@ -356,7 +356,7 @@ def replay(
     from executors.runs.planning import Asked, plan_for
     from executors.runs.replay import replay as replay_run
     from executors.runs.runlog import read_header
-    from zosim.plan import Plan
+    from zosim.plans import Plan
 
     header = read_header(directory)
     torch.set_num_threads(threads or header["num_threads"])

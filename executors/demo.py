@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from executors.models.pretrain import Pretrained, Recipe
     from topology.graph import Topology
     from zosim.analysis.compare import Comparison
-    from zosim.plan import Plan
+    from zosim.plans import Plan
     from zosim.planning.planner import Decision
 
 HOST = "host"

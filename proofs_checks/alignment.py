@@ -31,7 +31,7 @@ from proofs_checks.placements import (
     train,
 )
 from proofs_checks.statistics import FALSE_ALARMS
-from zosim.plan import Directions, Estimator
+from zosim.plans import Directions, Estimator
 
 _CPU = torch.device("cpu")
 _QUICK_PLACEMENTS = ("resident, swept", "resident, delayed", "offloaded, delayed")

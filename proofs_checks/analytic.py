@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
 from executors.runs.session import Session
-from zosim.plan import Directions, Estimator, Placement, Plan, Weights
+from zosim.plans import Directions, Estimator, Placement, Plan, Weights
 
 NUM_BLOCKS = 2
 PER_SEGMENT = 2

@@ -18,7 +18,7 @@ from zosim.engines.recurrence import step_time_bound_of
 from zosim.engines.world import World
 from zosim.hardware.machines import machines_for
 from zosim.operations import Backward, Forward, Recv, Send
-from zosim.plan import ForwardPass, Mesh, Placement, Plan, Split, Weights
+from zosim.plans import ForwardPass, Mesh, Placement, Plan, Split, Weights
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 

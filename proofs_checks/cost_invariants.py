@@ -25,7 +25,7 @@ from zosim.engines.recurrence import step_time_bound
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
-from zosim.plan import Placement, Plan, Residency, Schedule
+from zosim.plans import Placement, Plan, Residency, Schedule
 from zosim.planning.planner import Request, choose
 from zosim.program import Program
 

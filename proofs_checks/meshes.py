@@ -26,7 +26,7 @@ from proofs_checks.placements import (
 )
 from proofs_checks.ranks import on_all_ranks
 from proofs_checks.statistics import compare_means
-from zosim.plan import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule
+from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule
 
 _DELAYED = Schedule(update="delayed")
 MESHES: Mapping[str, tuple[Mesh, dict[str, Any]]] = {
@@ -243,7 +243,7 @@ CLAIMS = (
             ),
             Mutant(
                 "shards that are not the batch's",
-                "zosim.plan:_share",
+                "zosim.plans:_share",
                 "begin = part * each + min(part, longer)",
                 "begin = 0 * part",
             ),
@@ -259,7 +259,7 @@ CLAIMS = (
         (
             Mutant(
                 "signs that see two shards",
-                "zosim.plan:Plan.rows_of",
+                "zosim.plans:Plan.rows_of",
                 "self.mesh.coordinates(rank).data",
                 "rank % self.mesh.data",
             ),

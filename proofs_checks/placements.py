@@ -18,7 +18,7 @@ from executors.steps.interpreter import StepFrame
 from zosim.instructions import Access, Instruction
 from zosim.lowering.directions import SCALED
 from zosim.operations import Perturb, Update
-from zosim.plan import Directions, Placement, Plan, Residency, Schedule, Weights
+from zosim.plans import Directions, Placement, Plan, Residency, Schedule, Weights
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 48,

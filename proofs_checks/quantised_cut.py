@@ -16,7 +16,7 @@ from proofs_checks.analytic import BATCH, DIMENSION, PER_SEGMENT, AnalyticModel,
 from proofs_checks.claims import Claim, Context, Outcome, worst
 from proofs_checks.mutation import Mutant
 from proofs_checks.statistics import compare_means
-from zosim.plan import Estimator
+from zosim.plans import Estimator
 
 _CPU = torch.device("cpu")
 

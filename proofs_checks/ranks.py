@@ -17,7 +17,7 @@ from executors.ranks.communicator import Communicator
 from executors.ranks.messages import LENGTH_BYTES, check_length
 from executors.ranks.packed import Packed
 from topology.errors import RunError
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 Result = TypeVar("Result")
 _TIMEOUT_S = 60.0

@@ -25,7 +25,7 @@ from proofs_checks.placements import (
     tiny_model,
     train,
 )
-from zosim.plan import Directions, Estimator, Weights
+from zosim.plans import Directions, Estimator, Weights
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 EPSILON = 1e-3

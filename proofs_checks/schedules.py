@@ -14,7 +14,7 @@ from topology.errors import Hazard, PlanError, ProgramError
 from zosim.instructions import Access, Dependency, Instruction, Part, Stream
 from zosim.lowering import lower
 from zosim.order import HappensBefore
-from zosim.plan import Plan, Residency, Schedule
+from zosim.plans import Plan, Residency, Schedule
 from zosim.program import Program
 from zosim.unrolling import Placed
 from zosim.validate import validate

@@ -11,7 +11,7 @@ from proofs_checks.step_time import NUM_BLOCKS, block_bytes, machine, model, sec
 from zosim.engines.fold import simulate_set
 from zosim.hardware.machine import Machine, Ring
 from zosim.lowering import lower_all
-from zosim.plan import Mesh, Placement, Plan, Residency, Schedule
+from zosim.plans import Mesh, Placement, Plan, Residency, Schedule
 from zosim.program_set import ProgramSet
 
 NUM_SLOTS = 6

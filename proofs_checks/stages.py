@@ -28,7 +28,7 @@ from proofs_checks.statistics import compare_means
 from zosim.analysis.counts import step_counts
 from zosim.lowering import lower_all
 from zosim.operations import Send
-from zosim.plan import Directions, Estimator, Mesh, Placement, Plan, Schedule, Split
+from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Schedule, Split
 
 _SETTINGS: dict[str, Any] = {"learning_rate": lambda step: 1e-2 / (step + 1), "weight_decay": 0.1}
 CASES: Mapping[str, tuple[tuple[str, ...], str]] = {

@@ -12,7 +12,7 @@ from proofs_checks.mutation import Mutant
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
-from zosim.plan import Estimator, Placement, Plan, Residency, Schedule
+from zosim.plans import Estimator, Placement, Plan, Residency, Schedule
 from zosim.program import Program
 
 NUM_BLOCKS = 9

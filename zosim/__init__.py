@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zosim.engines.recurrence import step_time_bound
     from zosim.hardware.machine import Machine
     from zosim.lowering import lower
-    from zosim.plan import (
+    from zosim.plans import (
         Directions,
         Estimator,
         ForwardPass,
@@ -43,22 +43,22 @@ if TYPE_CHECKING:
 _HOMES = {
     "Comparison": "zosim.analysis.compare",
     "Decision": "zosim.planning.planner",
-    "Directions": "zosim.plan",
-    "Estimator": "zosim.plan",
-    "ForwardPass": "zosim.plan",
+    "Directions": "zosim.plans",
+    "Estimator": "zosim.plans",
+    "ForwardPass": "zosim.plans",
     "Machine": "zosim.hardware.machine",
-    "Mesh": "zosim.plan",
-    "Placement": "zosim.plan",
-    "Plan": "zosim.plan",
+    "Mesh": "zosim.plans",
+    "Placement": "zosim.plans",
+    "Plan": "zosim.plans",
     "Prediction": "zosim.planning.predict",
     "Program": "zosim.program",
     "Request": "zosim.planning.planner",
-    "Residency": "zosim.plan",
-    "Schedule": "zosim.plan",
-    "Split": "zosim.plan",
+    "Residency": "zosim.plans",
+    "Schedule": "zosim.plans",
+    "Split": "zosim.plans",
     "Subject": "zosim.planning.predict",
     "Timeline": "zosim.timeline",
-    "Weights": "zosim.plan",
+    "Weights": "zosim.plans",
     "ZosimError": "topology.errors",
     "choose": "zosim.planning.planner",
     "lower": "zosim.lowering",

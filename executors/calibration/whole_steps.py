@@ -34,7 +34,7 @@ from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.instructions import Stream
 from zosim.lowering import lower
-from zosim.plan import Placement, Plan
+from zosim.plans import Placement, Plan
 from zosim.planning.explain import describe
 from zosim.program import Program
 from zosim.spans import Span

@@ -17,7 +17,7 @@ from costmodel.model_spec import block_segment
 from executors.models.halves import Halfway, HalvedBlock
 from executors.models.model import Batch, CutModel
 from executors.models.stand_ins import StepCache
-from zosim.plan import INSIDE
+from zosim.plans import INSIDE
 
 Crossing = Literal["hidden", "activation", "residual"]
 

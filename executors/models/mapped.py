@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from costmodel.work import DType
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 _FORMATS: dict[str, DType] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 

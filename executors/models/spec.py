@@ -10,7 +10,7 @@ from costmodel.configs import spec_of_config
 from costmodel.model_spec import ModelSpec
 from executors.models.model import CutModel
 from topology.errors import ModelError
-from zosim.plan import ForwardPass, Placement, Plan, Weights
+from zosim.plans import ForwardPass, Placement, Plan, Weights
 
 
 def spec_of_model(
@@ -60,7 +60,7 @@ def plan_of_model(model: nn.Module, *, batch: int, seq: int, **axes: Any) -> Pla
     batch, seq : int
         Sequences per step, and most tokens of one.
     **axes : object
-        Other axes of :class:`~zosim.plan.Plan`, such as ``residency=Residency(blocks="offloaded")``.
+        Other axes of :class:`~zosim.plans.Plan`, such as ``residency=Residency(blocks="offloaded")``.
 
     Raises
     ------

@@ -29,7 +29,7 @@ from executors.ranks.messages import Messages
 from executors.ranks.notes import is_launched
 from executors.ranks.packed import Packed
 from topology.errors import RunError, ZosimError
-from zosim.plan import Mesh
+from zosim.plans import Mesh
 
 WORLD = "world"
 PIPELINE = "pipeline"

@@ -10,7 +10,7 @@ from typing import Any
 
 from costmodel.groups import joined_halves
 from costmodel.model_spec import ModelSpec
-from zosim.plan import Directions, Mesh, Plan, Split
+from zosim.plans import Directions, Mesh, Plan, Split
 
 
 def alone(plan: Plan) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from topology.errors import DoesNotFit, PlanError
-from zosim.plan import Estimator, Plan
+from zosim.plans import Estimator, Plan
 from zosim.planning.planner import Candidate, Request, choose
 from zosim.planning.space import shares
 

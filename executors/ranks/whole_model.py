@@ -14,7 +14,7 @@ from torch import Tensor
 from executors.models.model import CutModel
 from executors.models.parameters import NamedTensor, stand_in
 from executors.ranks.communicator import Communicator
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 _PIPELINE = "pipeline"
 

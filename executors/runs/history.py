@@ -21,7 +21,7 @@ from executors.runs.runlog import STEPS_NAME, read_header
 from executors.runs.schedule import Schedule
 from executors.steps.arithmetic import projected_gradient
 from topology.errors import RunError
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 DIGESTS_NAME = "digests.jsonl"
 

@@ -21,7 +21,7 @@ from zosim.hardware.profiles import Profiles
 from zosim.instructions import Space
 from zosim.lowering import lower_all
 from zosim.options import mesh_of
-from zosim.plan import Plan, Split
+from zosim.plans import Plan, Split
 from zosim.planning.planner import Method, Request, choose
 from zosim.program_set import ProgramSet
 

@@ -29,7 +29,7 @@ from executors.runs.runlog import HEADER_NAME
 from executors.runs.session import Session
 from executors.steps.preparing import prepare, to_storage
 from topology.errors import RunError
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 

@@ -39,7 +39,7 @@ from executors.steps.streams import backend_for
 from executors.steps.update_watch import UpdateLoss
 from topology.errors import RunError
 from zosim.lowering import lower
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline

@@ -10,7 +10,7 @@ from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.ranks.mesh import draws_by_halves
 from executors.runs.schedule import Schedule
 from topology.errors import PlanError, RunError
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 

@@ -10,7 +10,7 @@ from executors.formats import TORCH_DTYPES
 from executors.models.mapped import moves_mapped
 from executors.ranks.notes import RankInfo
 from topology.errors import PlanError
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 
 def own_device(device: str) -> str:

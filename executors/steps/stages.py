@@ -29,7 +29,7 @@ from topology.errors import CodecError, ProgramError
 from zosim.instructions import Access, Instruction, Space
 from zosim.lowering.layout import BATCH
 from zosim.operations import Decode, Encode, Recv, Send
-from zosim.plan import INSIDE
+from zosim.plans import INSIDE
 from zosim.program import Program
 
 _OUT = ":out"

@@ -15,7 +15,7 @@ from executors.pace import reference_now_s
 from executors.ranks.launch import launch, process_group
 from studies.prediction.cases import Case
 from studies.prediction.setting import batch_of, session_of
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.timeline import Timeline
 
 NUM_ROUNDS = 5

@@ -12,7 +12,7 @@ from executors.models.random_models import random_model
 from executors.models.spec import spec_of_model
 from executors.runs.session import Session
 from studies.prediction.cases import Case, Shape
-from zosim.plan import Placement, Plan
+from zosim.plans import Placement, Plan
 
 if TYPE_CHECKING:
     from torch import nn

@@ -22,7 +22,7 @@ from studies.published.rows import Row
 from topology.documents import load_preset
 from topology.errors import PlanError, ZosimError
 from topology.graph import Topology
-from zosim.plan import (
+from zosim.plans import (
     ForwardPass,
     Mesh,
     Placement,

@@ -28,7 +28,7 @@ from costmodel.sweeps import draw_work, perturb_work, update_work
 from costmodel.work import DTYPE_BYTES, DType, Work
 from zosim.instructions import Dependency, Instruction, Stream
 from zosim.operations import Draw, Forward, Operation, Perturb, Update
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.program import Program
 
 

@@ -12,7 +12,7 @@ from costmodel.datasheet import datasheet_profile
 from costmodel.estimate import estimate
 from costmodel.profile import Profile
 from topology import load_preset
-from zosim.plan import Placement, Plan, Residency, Schedule, Weights
+from zosim.plans import Placement, Plan, Residency, Schedule, Weights
 from zosim.planning.predict import Subject
 from zosim.timeline import Timeline
 

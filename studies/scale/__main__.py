@@ -33,7 +33,7 @@ from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import profile_for
 from zosim.lowering import lower_all
-from zosim.plan import Directions, Mesh, Placement, Plan, Residency, Schedule, Weights
+from zosim.plans import Directions, Mesh, Placement, Plan, Residency, Schedule, Weights
 
 # What folding may change: rounding.
 AGREEMENT = 1e-9

@@ -24,7 +24,7 @@ from topology.figures import Figure
 from topology.schema import Link, LinkType, Node
 from zosim.hardware.machine import Hop, Machine, Ring
 from zosim.hardware.machines import machines_for
-from zosim.plan import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Split, Weights
+from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Split, Weights
 
 _CORES = "machine:cores"
 _Way = TypeVar("_Way", Ring, Hop)

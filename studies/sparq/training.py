@@ -31,7 +31,7 @@ from executors.randomness.rng import generator_on
 from executors.runs.evaluate import ChoiceResult, evaluate_choices
 from executors.runs.session import Session
 from zosim.console import stderr, stdout
-from zosim.plan import Estimator, Mesh, Placement, Plan, Split
+from zosim.plans import Estimator, Mesh, Placement, Plan, Split
 from zosim.report import Table
 
 RESULTS = Path(__file__).with_name("training.csv")

@@ -30,7 +30,7 @@ from executors.runs.session import Session
 from studies.sparq.training import BETWEEN, INSIDE, Case, batches_of, plan_of, tensors_of
 from topology.hardware import resolve
 from zosim.console import stderr, stdout
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.planning.predict import Subject
 from zosim.report import Table
 

@@ -24,7 +24,7 @@ from torch import nn
 from executors.models.spec import spec_of_model
 from executors.runs.session import Session
 from studies.speed.reference import literal_step, two_forwards
-from zosim.plan import Directions, Estimator, Placement, Plan, Residency, Schedule, Weights
+from zosim.plans import Directions, Estimator, Placement, Plan, Residency, Schedule, Weights
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1m": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},

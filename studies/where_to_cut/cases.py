@@ -12,7 +12,7 @@ from costmodel.codecs import codec_spec, overhead_bytes
 from costmodel.configs import spec_of_config
 from zosim.lowering import lower_all
 from zosim.operations import Send
-from zosim.plan import Estimator, Mesh, Placement, Plan, Split
+from zosim.plans import Estimator, Mesh, Placement, Plan, Split
 
 
 @dataclass(frozen=True)

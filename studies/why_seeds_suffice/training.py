@@ -13,7 +13,7 @@ from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
-from zosim.plan import Estimator, Placement, Plan, Residency, Schedule
+from zosim.plans import Estimator, Placement, Plan, Residency, Schedule
 
 EPSILON = 1e-3
 

@@ -16,7 +16,7 @@ from executors.models.spec import spec_of_model
 from tests.support.tiny import CONFIGS, batches, model_of, plan_of
 from topology.errors import PlanError
 from zosim.lowering.messages import expected_message_bytes
-from zosim.plan import Plan, Split
+from zosim.plans import Plan, Split
 from zosim.planning.cuts import Cutting, read_densities
 
 KNOWN = ("opt", "gpt2", "llama")

@@ -13,7 +13,7 @@ from executors.runs.runlog import read_header, write_header
 from tests.support.command import rows_of, zosim
 from tests.support.recorded import OFFLOADED, cut, options, same, saved_inputs, whole_run
 from zosim.lowering import lower_all
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.program_set import ProgramSet
 
 

@@ -21,7 +21,7 @@ from executors.runs.schedule import Schedule
 from executors.runs.settings import DataSettings, RunSettings
 from tests.support import distributed
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline
 

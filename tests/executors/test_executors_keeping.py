@@ -25,7 +25,7 @@ from topology.errors import Hazard
 from zosim.instructions import Space
 from zosim.lowering import lower
 from zosim.operations import Draw, Update
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.program import Program
 from zosim.validate import validate
 

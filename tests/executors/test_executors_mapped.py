@@ -14,7 +14,7 @@ from executors.ranks.launch import launch
 from tests.support import launched
 from tests.support.command import saved_lines, saved_model, zosim
 from tests.support.tiny import plan_of
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 
 @pytest.fixture(scope="module")

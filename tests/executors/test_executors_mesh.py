@@ -9,7 +9,7 @@ from executors.ranks.mesh import alone, launch_lines, mesh_named, spread
 from executors.runs.planning import Asked, even_cuts
 from tests.support.distributed import FOURS, PAIRS, plan_for
 from topology.errors import PlanError
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 CASES = PAIRS | FOURS
 

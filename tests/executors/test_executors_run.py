@@ -15,7 +15,7 @@ from executors.runs.adapters import recorded_adapters
 from executors.runs.runlog import read_header
 from tests.support.command import batch_of, loaded, rows_of, saved_lines, saved_model, zosim
 from tests.support.reference_mezo import LiteralMezo, differing
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.program import Program
 from zosim.timeline import Timeline
 

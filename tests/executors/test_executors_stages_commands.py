@@ -12,7 +12,7 @@ from test_executors_distributed_run import digests_of, numbers_of, train
 
 from executors.runs.runlog import read_header
 from tests.support.command import saved_lines, saved_model
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 pytestmark = pytest.mark.dist
 

@@ -20,7 +20,7 @@ from tests.support.staged import SETTINGS, Case, on_one_device, on_stages
 from tests.support.tiny import batches
 from topology.errors import CodecError, ModelError, RunError, ZosimError
 from zosim.instructions import Access
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 THREE = Case(("block.0", "block.1.mlp"))
 

@@ -17,7 +17,7 @@ from tests.support import staged
 from tests.support.command import saved_lines, saved_model, zosim
 from tests.support.staged import Case
 from topology.errors import RunError
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline
 

@@ -19,7 +19,7 @@ from costmodel.prices import shipped_prices_text
 from studies.published.rows import shipped_rows, write_rows
 from topology.documents import dump, load_preset
 from zosim.cli import main
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.planning.predict import Subject
 
 TESTS = Path(__file__).parents[1]

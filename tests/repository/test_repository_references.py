@@ -96,7 +96,7 @@ def test_references_in_docstrings_lead_somewhere() -> None:
     assert {path: names for path, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize("gone", ["zosim.validator", "zosim.plan.Plane", "Plan.safe", "PRESETS"])
+@pytest.mark.parametrize("gone", ["zosim.validator", "zosim.plans.Plane", "Plan.safe", "PRESETS"])
 def test_a_reference_that_leads_nowhere_is_found(gone: str) -> None:
     assert broken(f'"""See :class:`{gone}`."""\nclass Plan:\n    def save(self): ...\n') == [gone]
 

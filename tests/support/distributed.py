@@ -104,7 +104,7 @@ FOURS = {
 def plan_for(case, *, alone=False):
     """Return the plan of a case, or what a rank alone does in its place."""
     from tests.support.tiny import model_of, plan_of
-    from zosim.plan import AXES, Plan
+    from zosim.plans import AXES, Plan
 
     axes = {key: dict(case[key]) for key in AXES if key in case and key != "mesh"}
     shared_out = {

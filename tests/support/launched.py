@@ -65,7 +65,7 @@ def memory_of_loading(folder):
     from executors.ranks.launch import process_group
     from executors.runs.replay import load_base
     from executors.runs.session import Session
-    from zosim.plan import Plan
+    from zosim.plans import Plan
 
     def own_bytes():
         words = Path("/proc/self/status").read_text().split()

@@ -14,7 +14,7 @@ from executors.ranks.mesh import alone
 from executors.runs.session import Session
 from proofs_checks.ranks import on_all_ranks
 from tests.support.tiny import batches, model_of, plan_of
-from zosim.plan import Plan, Split
+from zosim.plans import Plan, Split
 
 STEPS, SIZE = 3, 4
 SETTINGS = {"learning_rate": lambda step: 1e-2 / (step + 1), "weight_decay": 0.1, "seed": 5}

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfi
 
 from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
-from zosim.plan import Placement, Plan
+from zosim.plans import Placement, Plan
 
 SHAPE = {"vocab_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

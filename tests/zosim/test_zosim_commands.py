@@ -12,7 +12,7 @@ from topology import load_preset
 from zosim.cli import app
 from zosim.hardware.profiles import Profiles
 from zosim.options import subject_of
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 

@@ -18,7 +18,7 @@ from topology.errors import TimelineError
 from zosim.analysis.compare import compare
 from zosim.engines.simulate import simulate
 from zosim.instructions import Space
-from zosim.plan import Placement, Plan
+from zosim.plans import Placement, Plan
 from zosim.planning.predict import Subject
 from zosim.spans import MemorySample
 

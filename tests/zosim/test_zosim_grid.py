@@ -17,7 +17,7 @@ from zosim.hardware.machine import Machine
 from zosim.hardware.profiles import profile_for
 from zosim.hardware.scaling import LINKS, scaled
 from zosim.lowering import lower
-from zosim.plan import Directions, Estimator, Placement, Plan, Residency, Schedule, Weights
+from zosim.plans import Directions, Estimator, Placement, Plan, Residency, Schedule, Weights
 
 TOPOLOGY = load_preset("dgx-1v")
 MACHINE = Machine.from_topology(

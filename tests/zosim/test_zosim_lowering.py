@@ -17,7 +17,7 @@ from zosim.lowering.directions import passing_work
 from zosim.lowering.layout import COUNTER_BLOCK_ELEMENTS, JUMP_WORDS
 from zosim.operations import Draw, Update
 from zosim.order import HappensBefore
-from zosim.plan import Directions, Estimator, ForwardPass, Placement, Plan, Residency, Schedule, Weights
+from zosim.plans import Directions, Estimator, ForwardPass, Placement, Plan, Residency, Schedule, Weights
 from zosim.program import Program
 from zosim.validate import validate
 

@@ -8,7 +8,7 @@ from costmodel import read_model_spec
 from topology import load_preset
 from topology.errors import DoesNotFit, PlanError
 from zosim.hardware.profiles import profile_for, save_host_profile
-from zosim.plan import AXES, ForwardPass, Plan, Residency, Weights
+from zosim.plans import AXES, ForwardPass, Plan, Residency, Weights
 from zosim.planning.planner import Request, choose, describe, placements
 from zosim.planning.predict import Subject
 

@@ -11,7 +11,7 @@ from topology.errors import DoesNotFit, PlanError
 from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.hardware.profiles import Profiles
 from zosim.options import mesh_of
-from zosim.plan import AXES, Estimator, Mesh, Weights
+from zosim.plans import AXES, Estimator, Mesh, Weights
 from zosim.planning.planner import Request, choose, placements
 from zosim.planning.space import layouts, meshes
 

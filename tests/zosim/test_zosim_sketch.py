@@ -18,7 +18,7 @@ from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import profile_for
 from zosim.lowering import lower, lower_all
-from zosim.plan import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Weights
+from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Weights
 from zosim.planning.footprint import footprint
 from zosim.planning.sketch import Sketcher
 

@@ -15,7 +15,7 @@ from topology.errors import Hazard, PlanError, ProgramError, ZosimError
 from zosim.instructions import Dependency, Instruction
 from zosim.lowering import lower_all
 from zosim.operations import Collective, Recv, Scalar, Send
-from zosim.plan import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Split
+from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Split
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 from zosim.validate_set import validate_set

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from costmodel.codecs import codec_spec
 from costmodel.configs import read_model_spec
 from zosim.cli import app
-from zosim.plan import Estimator, Mesh, Placement, Plan, Split
+from zosim.plans import Estimator, Mesh, Placement, Plan, Split
 from zosim.planning.visibility import about_epsilon, least_epsilon
 
 MEASURED = Path(__file__).parents[2] / "studies" / "sparq" / "training_epsilon.csv"

@@ -31,7 +31,7 @@ from zosim.hardware.scaling import LINKS, scaled
 from zosim.instructions import Instruction
 from zosim.lowering import lower
 from zosim.lowering.step import StepWriter
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.program import Program
 
 Floats = npt.NDArray[np.float64]

@@ -15,7 +15,7 @@ from costmodel.model_spec import (
     block_index,
     block_segment,
 )
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 NUM_BLOCKS = 2
 """Blocks of a shortened model."""

@@ -12,7 +12,7 @@ from zosim.lowering.buffers import buffers_of
 from zosim.lowering.hazards import connect, without_implied
 from zosim.lowering.layout import Layout
 from zosim.lowering.step import StepWriter
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 

@@ -18,7 +18,7 @@ from zosim.lowering.layout import (
 from zosim.lowering.listing import Listing
 from zosim.lowering.walk import walk_order
 from zosim.operations import Draw
-from zosim.plan import Directions as DirectionsAxis
+from zosim.plans import Directions as DirectionsAxis
 
 Keep = Literal["all", "rows", "none"]
 

@@ -14,7 +14,7 @@ from costmodel.work import DTYPE_BYTES
 from zosim.instructions import Access
 from zosim.lowering.messages import most_message_bytes
 from zosim.lowering.walk import drawn_late
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 ALIGNMENT_BYTES = 64
 """Every tensor of a bucket starts at a multiple of this: misaligned weights change the bits of a product."""

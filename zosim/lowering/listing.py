@@ -7,7 +7,7 @@ from costmodel.work import Work
 from zosim.instructions import Access, Instruction, Stream
 from zosim.lowering.layout import Layout
 from zosim.operations import Operation
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 
 class Instructions:

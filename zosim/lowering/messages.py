@@ -15,7 +15,7 @@ from costmodel.codecs import (
 )
 from costmodel.symbols import SymbolStatistics, crossing_statistics
 from costmodel.work import DTYPE_BYTES, Work
-from zosim.plan import INSIDE, Plan
+from zosim.plans import INSIDE, Plan
 
 Side = Literal["encode", "decode"]
 

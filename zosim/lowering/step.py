@@ -16,7 +16,7 @@ from zosim.lowering.listing import Listing
 from zosim.lowering.points import Leg, Points
 from zosim.lowering.transfers import Transfers
 from zosim.operations import Forward, Load, Update
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 
 class StepWriter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodel.model_spec import ParameterGroup
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 
 def walk_order(plan: Plan) -> list[ParameterGroup]:

@@ -11,7 +11,7 @@ from costmodel.codecs import CodecSpec, codec_spec
 from costmodel.model_spec import ModelSpec, block_index
 from costmodel.symbols import CutSymbols, TensorSymbols
 from topology.errors import PlanError
-from zosim.plan import INSIDE, check_cut_names
+from zosim.plans import INSIDE, check_cut_names
 
 CutModel = Callable[[tuple[int, ...]], ModelSpec]
 """Returns the model with these blocks cut inside."""

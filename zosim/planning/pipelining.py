@@ -9,7 +9,7 @@ from topology.units import format_bytes
 from zosim.analysis.counts import step_counts
 from zosim.instructions import Stream
 from zosim.operations import Send
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.planning.predict import Subject
 
 

@@ -14,7 +14,7 @@ from math import inf
 from costmodel.model_spec import block_segment
 from topology.errors import DoesNotFit
 from zosim.engines.simulate import without_garbage_collection
-from zosim.plan import INSIDE, Plan
+from zosim.plans import INSIDE, Plan
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.cuts import sparsest_near_the_middle
 from zosim.planning.explain import ALIKE, about_cuts, describe, reasons

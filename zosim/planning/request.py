@@ -13,7 +13,7 @@ from topology.errors import PlanError
 from topology.graph import Topology
 from topology.validation import readable
 from zosim.hardware.profiles import Profiles
-from zosim.plan import AXES, Axis, Mesh, Placement
+from zosim.plans import AXES, Axis, Mesh, Placement
 from zosim.planning.cuts import Cutting
 
 Method = Literal["auto", "mezo", "zo2", "pertp", "ddp", "2d", "sparq"]

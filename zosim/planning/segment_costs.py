@@ -19,7 +19,7 @@ from zosim.instructions import Stream
 from zosim.lowering.buffers import buffers_of
 from zosim.lowering.directions import passing_work
 from zosim.lowering.step import StepWriter
-from zosim.plan import INSIDE, Mesh, Plan, last_before
+from zosim.plans import INSIDE, Mesh, Plan, last_before
 from zosim.planning.cuts import Cutting
 from zosim.program import Program
 

@@ -12,7 +12,7 @@ from math import inf
 
 from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
-from zosim.plan import Mesh, Placement, Plan, Split
+from zosim.plans import Mesh, Placement, Plan, Split
 from zosim.planning.cut_search import PLAIN, Codecs, Ranking
 from zosim.planning.request import Request
 from zosim.planning.segment_costs import Costs

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from costmodel.codecs import CodecSpec, codec_spec
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 _RESIDUAL: Mapping[str, Mapping[int, float]] = {
     "nearest": {1: 1e-2, 2: 3e-2, 3: 3e-3, 4: 5e-4, 6: 1e-4, 8: 3e-5},

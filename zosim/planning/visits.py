@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from zosim.instructions import Stream
 from zosim.operations import Collective, Decode, Recv, Send
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 STREAMS = tuple(Stream)
 _NUM_STEPS = 3

@@ -19,7 +19,7 @@ from zosim.applications.buying.sensitivity import effects, limiter, rooms
 from zosim.applications.buying.shortfall import shortfall
 from zosim.console import emit, stderr
 from zosim.options import MethodName, axis, dtype_named, model_spec
-from zosim.plan import Weights
+from zosim.plans import Weights
 
 
 class RankName(enum.StrEnum):

@@ -14,7 +14,7 @@ from topology.graph import Topology
 from topology.hardware import resolve
 from zosim.applications.buying.levers import Lever, levers
 from zosim.hardware.profiles import Profiles
-from zosim.plan import Mesh, Plan, Weights
+from zosim.plans import Mesh, Plan, Weights
 from zosim.planning.bounds import Bounds
 from zosim.planning.explain import ALIKE
 from zosim.planning.planner import Candidate

@@ -10,7 +10,7 @@ import typer
 from zosim.applications.evidence.file import Evidence, check, evidence_of, run_header
 from zosim.console import emit, stderr
 from zosim.options import Hardware, Json, ProfileFile, Threads, subject_of
-from zosim.plan import Plan
+from zosim.plans import Plan
 from zosim.report import Report, Table
 
 app = typer.Typer(

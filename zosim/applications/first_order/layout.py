@@ -15,7 +15,7 @@ from zosim.applications.first_order.settings import FirstOrder, num_kept_at_once
 from zosim.instructions import Access, Buffer, Instruction, Space
 from zosim.lowering.layout import bucket_bytes
 from zosim.lowering.messages import most_message_bytes
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 Way = Literal["forward", "backward"]
 Side = Literal["in", "out"]

@@ -21,7 +21,7 @@ from topology.errors import PlanError
 from zosim.applications.first_order.settings import PRESETS, FirstOrder
 from zosim.applications.first_order.step import ENDS, REPLICAS, FirstOrderWriter
 from zosim.lowering.hazards import connect, without_implied
-from zosim.plan import ForwardPass, Mesh, Plan, Residency, Weights
+from zosim.plans import ForwardPass, Mesh, Plan, Residency, Weights
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 

@@ -13,7 +13,7 @@ from zosim.instructions import Access, Stream
 from zosim.lowering.listing import Instructions
 from zosim.lowering.messages import coding_work, expected_message_bytes
 from zosim.operations import Backward, Collective, Copy, Decode, Encode, Forward, Load, Optimize, Recv, Send
-from zosim.plan import Plan
+from zosim.plans import Plan
 
 REPLICAS = "replicas"
 """Ranks of one stage, which sum their gradients."""

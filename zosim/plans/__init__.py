@@ -18,17 +18,17 @@ from costmodel.work import DTYPE_BYTES, DType
 from topology.errors import PlanError
 from topology.validation import raise_readable
 from zosim.documents import read_document
-from zosim.plan.axis import Axis, Conflict
-from zosim.plan.directions import Directions
-from zosim.plan.estimator import Estimator
-from zosim.plan.forward import ForwardPass
-from zosim.plan.mesh import Coordinates, Mesh
-from zosim.plan.placement import Placement
-from zosim.plan.residency import Residency, TransferDType
-from zosim.plan.schedule import Schedule
-from zosim.plan.split import INSIDE, Split, check_cut_names, last_before
-from zosim.plan.upgrade import PLAN_VERSION, upgrade
-from zosim.plan.weights import StorageDType, Weights
+from zosim.plans.axis import Axis, Conflict
+from zosim.plans.directions import Directions
+from zosim.plans.estimator import Estimator
+from zosim.plans.forward import ForwardPass
+from zosim.plans.mesh import Coordinates, Mesh
+from zosim.plans.placement import Placement
+from zosim.plans.residency import Residency, TransferDType
+from zosim.plans.schedule import Schedule
+from zosim.plans.split import INSIDE, Split, check_cut_names, last_before
+from zosim.plans.upgrade import PLAN_VERSION, upgrade
+from zosim.plans.weights import StorageDType, Weights
 
 __all__ = [
     "AXES",

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import PositiveInt
 
 from costmodel.work import DType
-from zosim.plan.axis import Axis, Conflict
+from zosim.plans.axis import Axis, Conflict
 
 if TYPE_CHECKING:
-    from zosim.plan import Plan
+    from zosim.plans import Plan
 
 
 class ForwardPass(Axis):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from topology.errors import PlanError
-from zosim.plan.axis import Axis
+from zosim.plans.axis import Axis
 
 
 class Placement(Axis):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from zosim.plan.axis import Axis
+from zosim.plans.axis import Axis
 
 StorageDType = Literal["float64", "float32", "float16", "bfloat16"]
 
@@ -16,7 +16,7 @@ class Weights(Axis):
     ----------
     dtype : str
         Format that they are stored in. The products and the transfers have it, too, unless
-        :class:`~zosim.plan.ForwardPass` and :class:`~zosim.plan.Residency` name one of their own.
+        :class:`~zosim.plans.ForwardPass` and :class:`~zosim.plans.Residency` name one of their own.
     perturbation : str
         How weights come to an evaluation point. ``"serial"``: one state of them walks from point to point where it lies,
         and back by one more perturbation, whose rounding leaves a drift (the reference loop). ``"copies"``: each point is

@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from zosim.plan.axis import Axis
+from zosim.plans.axis import Axis
 
 
 class Estimator(Axis):
-    """The zeroth-order estimate of the gradient; :class:`~zosim.plan.Directions` says along what.
+    """The zeroth-order estimate of the gradient; :class:`~zosim.plans.Directions` says along what.
 
     Attributes
     ----------

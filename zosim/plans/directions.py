@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from zosim.plan.axis import Axis
+from zosim.plans.axis import Axis
 
 
 class Directions(Axis):

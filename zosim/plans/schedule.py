@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from zosim.plan.axis import Axis, Conflict
+from zosim.plans.axis import Axis, Conflict
 
 if TYPE_CHECKING:
-    from zosim.plan import Plan
+    from zosim.plans import Plan
 
 
 class Schedule(Axis):

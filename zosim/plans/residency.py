@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import PositiveInt
 
 from costmodel.work import DTYPE_BYTES
-from zosim.plan.axis import Axis, Conflict
+from zosim.plans.axis import Axis, Conflict
 
 if TYPE_CHECKING:
-    from zosim.plan import Plan
+    from zosim.plans import Plan
 
 TransferDType = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
-    from zosim.plan import Plan
+    from zosim.plans import Plan
 
 Conflict = tuple[str, str]
 """What cannot stand together in a plan, and what to do about it."""

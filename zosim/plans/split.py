@@ -12,10 +12,10 @@ from costmodel.codecs import codec_spec
 from costmodel.model_spec import BACK, FRONT, block_index
 from costmodel.symbols import CutSymbols, TensorSymbols
 from topology.errors import PlanError
-from zosim.plan.axis import Axis, Conflict
+from zosim.plans.axis import Axis, Conflict
 
 if TYPE_CHECKING:
-    from zosim.plan import Plan
+    from zosim.plans import Plan
 
 INSIDE = ".mlp"
 """Ends the name of a cut inside a block."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import PositiveInt
 
-from zosim.plan.axis import Axis, Conflict
+from zosim.plans.axis import Axis, Conflict
 
 if TYPE_CHECKING:
-    from zosim.plan import Plan
+    from zosim.plans import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Mesh(Axis):
         Parts of a step's evaluation points: with 2 the two signs of one query (DistZO2's PertP), with more the
         queries too.
     stage : int
-        Parts of the model, one after the other: see :class:`~zosim.plan.Split`. Neighbouring ranks are neighbouring stages.
+        Parts of the model, one after the other: see :class:`~zosim.plans.Split`. Neighbouring ranks are neighbouring stages.
     inner : str
         Of the other two axes, the one along which neighbours differ. Only where ranks are joined by unlike links does
         it matter.
