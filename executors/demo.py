@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from executors.models.pretrain import Pretrained, Recipe
     from topology.graph import Topology
     from zosim.analysis.compare import Comparison
-    from zosim.plans import Plan
     from zosim.planning.planner import Decision
+    from zosim.plans import Plan
 
 HOST = "host"
 _NUM_EVALUATED = 500

@@ -25,8 +25,8 @@ from zosim.engines.recurrence import step_time_bound
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
-from zosim.plans import Placement, Plan, Residency, Schedule
 from zosim.planning.planner import Request, choose
+from zosim.plans import Placement, Plan, Residency, Schedule
 from zosim.program import Program
 
 _DEVICES = (("dgx-h100", "gpu0"), ("rtx4090-2x", "gpu0"), ("dgx-h100", "cpu0"), ("cpu-laptop", "cpu0"))

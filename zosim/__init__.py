@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from zosim.engines.recurrence import step_time_bound
     from zosim.hardware.machine import Machine
     from zosim.lowering import lower
+    from zosim.planning.planner import Decision, Request, choose
+    from zosim.planning.predict import Prediction, Subject
     from zosim.plans import (
         Directions,
         Estimator,
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
         Split,
         Weights,
     )
-    from zosim.planning.planner import Decision, Request, choose
-    from zosim.planning.predict import Prediction, Subject
     from zosim.program import Program
     from zosim.timeline import Timeline
 

@@ -36,10 +36,10 @@ from zosim.options import (
     model_spec,
     subject_of,
 )
-from zosim.plans import Mesh, Plan
 from zosim.planning.planner import Request, choose
 from zosim.planning.views import decision_data, decision_view, prediction_data, simulation_view, stages_data
 from zosim.planning.visibility import about_epsilon
+from zosim.plans import Mesh, Plan
 from zosim.report import Report
 from zosim.timeline import Timeline
 

@@ -18,9 +18,9 @@ from topology.hardware import resolve
 from topology.units import QuantityError, parse_bytes
 from topology.validation import did_you_mean, readable
 from zosim.hardware.profiles import Profiles
-from zosim.plans import Mesh, Plan, StorageDType, TransferDType
 from zosim.planning.cuts import Cutting, read_densities
 from zosim.planning.predict import Subject
+from zosim.plans import Mesh, Plan, StorageDType, TransferDType
 from zosim.program_set import ProgramSet
 
 HOST = "host"

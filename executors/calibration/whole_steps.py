@@ -34,8 +34,8 @@ from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.instructions import Stream
 from zosim.lowering import lower
-from zosim.plans import Placement, Plan
 from zosim.planning.explain import describe
+from zosim.plans import Placement, Plan
 from zosim.program import Program
 from zosim.spans import Span
 from zosim.timeline import Timeline

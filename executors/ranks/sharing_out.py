@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from topology.errors import DoesNotFit, PlanError
-from zosim.plans import Estimator, Plan
 from zosim.planning.planner import Candidate, Request, choose
 from zosim.planning.space import shares
+from zosim.plans import Estimator, Plan
 
 
 def fastest_of(request: Request, num_ranks: int) -> Plan:

@@ -24,8 +24,8 @@ from executors.runs.settings import DataSettings, EvaluationSettings, RunSetting
 from topology.errors import PlanError, RunError
 from topology.validation import readable
 from zosim.options import formats_of, memory_limit
-from zosim.plans import Plan
 from zosim.planning.visibility import about_epsilon
+from zosim.plans import Plan
 from zosim.program_set import ProgramSet
 from zosim.validate_set import validate_set
 

@@ -21,8 +21,8 @@ from zosim.hardware.profiles import Profiles
 from zosim.instructions import Space
 from zosim.lowering import lower_all
 from zosim.options import mesh_of
-from zosim.plans import Plan, Split
 from zosim.planning.planner import Method, Request, choose
+from zosim.plans import Plan, Split
 from zosim.program_set import ProgramSet
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from topology.schema import Link, Node
 from zosim.engines.fold import simulate_set
 from zosim.hardware.machine import Machine, Ring
 from zosim.lowering import lower_all
-from zosim.plans import Estimator, Mesh, Placement, Plan, Residency, Schedule, Weights
 from zosim.planning.predict import Subject
+from zosim.plans import Estimator, Mesh, Placement, Plan, Residency, Schedule, Weights
 
 _HALF = Weights(dtype="float16")
 TRANSFERS = ("private", "shared", "sliced")

@@ -12,8 +12,8 @@ from costmodel.datasheet import datasheet_profile
 from costmodel.estimate import estimate
 from costmodel.profile import Profile
 from topology import load_preset
-from zosim.plans import Placement, Plan, Residency, Schedule, Weights
 from zosim.planning.predict import Subject
+from zosim.plans import Placement, Plan, Residency, Schedule, Weights
 from zosim.timeline import Timeline
 
 TERMS: Mapping[str, tuple[str, ...]] = {

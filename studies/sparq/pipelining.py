@@ -29,8 +29,8 @@ from studies.sparq.training import INSIDE, Case, batches_of, plan_of, tensors_of
 from topology.hardware import resolve
 from zosim.console import stderr, stdout
 from zosim.instructions import Stream
-from zosim.plans import Plan
 from zosim.planning.predict import Subject
+from zosim.plans import Plan
 from zosim.report import Table
 
 RESULTS = Path(__file__).with_name("pipelining.csv")

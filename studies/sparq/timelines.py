@@ -19,8 +19,8 @@ from topology.units import format_bytes, format_seconds
 from zosim.analysis.counts import StepCounts, step_counts
 from zosim.applications.first_order.programs import PRESETS
 from zosim.applications.first_order.report import baseline_subject
-from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Schedule, Split, Weights
 from zosim.planning.predict import Subject
+from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Schedule, Split, Weights
 from zosim.report import Bullets, Table
 from zosim.spans import Span
 

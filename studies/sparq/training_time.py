@@ -30,8 +30,8 @@ from executors.runs.session import Session
 from studies.sparq.training import BETWEEN, INSIDE, Case, batches_of, plan_of, tensors_of
 from topology.hardware import resolve
 from zosim.console import stderr, stdout
-from zosim.plans import Plan
 from zosim.planning.predict import Subject
+from zosim.plans import Plan
 from zosim.report import Table
 
 RESULTS = Path(__file__).with_name("training_time.csv")

@@ -16,8 +16,8 @@ from executors.models.spec import spec_of_model
 from tests.support.tiny import CONFIGS, batches, model_of, plan_of
 from topology.errors import PlanError
 from zosim.lowering.messages import expected_message_bytes
-from zosim.plans import Plan, Split
 from zosim.planning.cuts import Cutting, read_densities
+from zosim.plans import Plan, Split
 
 KNOWN = ("opt", "gpt2", "llama")
 NORM_BEHIND = "opt-projected"

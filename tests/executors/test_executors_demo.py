@@ -13,8 +13,8 @@ from executors.models.pretrain import Recipe, TaskSettings, build_model
 from topology import load_preset
 from topology.errors import RunError
 from zosim.hardware.profiles import profile_for
-from zosim.plans import Plan
 from zosim.planning.planner import Request, choose
+from zosim.plans import Plan
 
 TINY = Recipe(num_blocks=2, hidden_size=32, num_steps=2, batch=2)
 

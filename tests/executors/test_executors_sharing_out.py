@@ -10,8 +10,8 @@ from executors.ranks.sharing_out import fastest_of
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
 from topology import load_preset
 from topology.errors import PlanError
-from zosim.plans import Plan
 from zosim.planning.planner import Request, choose
+from zosim.plans import Plan
 
 
 def request_for(**more):

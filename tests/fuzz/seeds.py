@@ -19,8 +19,8 @@ from costmodel.prices import shipped_prices_text
 from studies.published.rows import shipped_rows, write_rows
 from topology.documents import dump, load_preset
 from zosim.cli import main
-from zosim.plans import Plan
 from zosim.planning.predict import Subject
+from zosim.plans import Plan
 
 TESTS = Path(__file__).parents[1]
 FIXTURES = TESTS / "topology" / "fixtures"

@@ -32,8 +32,8 @@ from topology.lint import lint
 from zosim.applications.evidence.file import Evidence
 from zosim.applications.traffic.command import _read, read_scenario, scenario_on
 from zosim.options import model_spec
-from zosim.plans import Plan
 from zosim.planning.cuts import read_densities
+from zosim.plans import Plan
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline
 from zosim.validate_set import validate_set

@@ -17,8 +17,8 @@ from zosim.applications.buying.levers import levers
 from zosim.applications.buying.machine import Job, machines_named, simulated
 from zosim.applications.buying.offers import Limits, Market, Refusal
 from zosim.applications.buying.sensitivity import effects, limiter, rooms
-from zosim.plans import Weights
 from zosim.planning.planner import choose
+from zosim.plans import Weights
 
 HALF = Weights(dtype="float16")
 PRICES = shipped_prices()

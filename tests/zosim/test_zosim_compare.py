@@ -18,8 +18,8 @@ from topology.errors import TimelineError
 from zosim.analysis.compare import compare
 from zosim.engines.simulate import simulate
 from zosim.instructions import Space
-from zosim.plans import Placement, Plan
 from zosim.planning.predict import Subject
+from zosim.plans import Placement, Plan
 from zosim.spans import MemorySample
 
 WHOLE = pipeline(3, 1e-3, 3e-3, 1e-3, num_slots=3)

@@ -12,12 +12,12 @@ from topology import load_preset
 from topology.errors import PlanError
 from zosim.hardware.profiles import Profiles
 from zosim.options import cutting_of, mesh_of
-from zosim.plans import Mesh, Placement
 from zosim.planning.cut_search import Ranking
 from zosim.planning.cuts import Cutting, read_densities, sparsest_near_the_middle
 from zosim.planning.pipelining import counts_of_print, pipelining
 from zosim.planning.planner import Request, candidates, choose
 from zosim.planning.space import site_of
+from zosim.plans import Mesh, Placement
 
 MODEL = "opt-125m"
 

@@ -18,8 +18,8 @@ from zosim.applications.evidence.anonymous import MACHINE, refuse_private
 from zosim.applications.evidence.command import app
 from zosim.applications.evidence.file import Evidence, EvidenceError, Measured, check, evidence_of
 from zosim.applications.evidence.learning import learned, measurements_of
-from zosim.plans import Placement, Plan, Residency, Schedule
 from zosim.planning.predict import Subject
+from zosim.plans import Placement, Plan, Residency, Schedule
 from zosim.timeline import Timeline
 
 CONFIG = {

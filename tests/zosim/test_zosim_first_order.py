@@ -26,8 +26,8 @@ from zosim.engines.recurrence import step_time_bound_of
 from zosim.engines.simulate import simulate_world
 from zosim.instructions import Stream
 from zosim.operations import Backward, Forward, Recv, Send
-from zosim.plans import Estimator, ForwardPass, Mesh, Placement, Plan, Split, Weights
 from zosim.planning.predict import Subject
+from zosim.plans import Estimator, ForwardPass, Mesh, Placement, Plan, Split, Weights
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 from zosim.validate import validate

@@ -8,9 +8,9 @@ from costmodel import read_model_spec
 from costmodel.memory import MemoryPart
 from topology import load_preset
 from zosim.hardware.profiles import profile_for
-from zosim.plans import Mesh, Placement, Plan, Residency, Schedule, Weights
 from zosim.planning.footprint import ARENAS, Footprint, footprints
 from zosim.planning.predict import Subject
+from zosim.plans import Mesh, Placement, Plan, Residency, Schedule, Weights
 
 MIB = 2**20
 

@@ -8,9 +8,9 @@ from costmodel import read_model_spec
 from topology import load_preset
 from topology.errors import DoesNotFit, PlanError
 from zosim.hardware.profiles import profile_for, save_host_profile
-from zosim.plans import AXES, ForwardPass, Plan, Residency, Weights
 from zosim.planning.planner import Request, choose, describe, placements
 from zosim.planning.predict import Subject
+from zosim.plans import AXES, ForwardPass, Plan, Residency, Weights
 
 GIB = 2**30
 

@@ -11,9 +11,9 @@ from topology.errors import DoesNotFit, PlanError
 from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.hardware.profiles import Profiles
 from zosim.options import mesh_of
-from zosim.plans import AXES, Estimator, Mesh, Weights
 from zosim.planning.planner import Request, choose, placements
 from zosim.planning.space import layouts, meshes
+from zosim.plans import AXES, Estimator, Mesh, Weights
 
 GIB = 2**30
 HALF = Weights(dtype="float16")

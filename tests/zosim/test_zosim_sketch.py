@@ -18,9 +18,9 @@ from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import profile_for
 from zosim.lowering import lower, lower_all
-from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Weights
 from zosim.planning.footprint import footprint
 from zosim.planning.sketch import Sketcher
+from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Weights
 
 HALF = Weights(dtype="float16")
 MODELS = ["opt-125m", "opt-350m", "qwen3-0.6b"]

@@ -9,9 +9,9 @@ from topology import load_preset
 from topology.errors import PlanError
 from zosim.hardware.profiles import Profiles
 from zosim.options import cutting_of
-from zosim.plans import AXES, Directions, Estimator, Plan, Weights
 from zosim.planning.planner import Request, choose
 from zosim.planning.staging import staged_plans
+from zosim.plans import AXES, Directions, Estimator, Plan, Weights
 
 HALF = Weights(dtype="float16")
 SINGLE = Weights()

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from costmodel.codecs import codec_spec
 from costmodel.configs import read_model_spec
 from zosim.cli import app
-from zosim.plans import Estimator, Mesh, Placement, Plan, Split
 from zosim.planning.visibility import about_epsilon, least_epsilon
+from zosim.plans import Estimator, Mesh, Placement, Plan, Split
 
 MEASURED = Path(__file__).parents[2] / "studies" / "sparq" / "training_epsilon.csv"
 

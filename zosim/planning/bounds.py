@@ -13,10 +13,10 @@ from topology.units import format_bytes
 from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import Ways, machines_for
-from zosim.plans import Mesh, Placement, Plan
 from zosim.planning.footprint import Footprints, host_footprint
 from zosim.planning.request import Request, profiles_of
 from zosim.planning.sketch import Sketch, Sketcher
+from zosim.plans import Mesh, Placement, Plan
 
 
 @dataclass(frozen=True)

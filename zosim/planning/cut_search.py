@@ -39,9 +39,9 @@ from costmodel.symbols import SymbolStatistics, crossing_statistics
 from costmodel.work import DTYPE_BYTES
 from zosim.hardware.machine import Hop
 from zosim.operations import Recv, Send
-from zosim.plans import INSIDE, Split
 from zosim.planning.cuts import Cutting, sparsest_near_the_middle
 from zosim.planning.segment_costs import Costs, Seconds, Site
+from zosim.plans import INSIDE, Split
 
 Codecs = tuple[str, str]
 """Names of the codecs of MLP activations and of the residual stream."""

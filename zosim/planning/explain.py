@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from topology.units import format_bytes, format_seconds
-from zosim.plans import Mesh, Plan
 from zosim.planning.pipelining import about_stages
 from zosim.planning.predict import Contention, Prediction
+from zosim.plans import Mesh, Plan
 
 if TYPE_CHECKING:
     from zosim.planning.planner import Candidate

@@ -9,8 +9,8 @@ from topology.units import format_bytes
 from zosim.analysis.counts import step_counts
 from zosim.instructions import Stream
 from zosim.operations import Send
-from zosim.plans import Plan
 from zosim.planning.predict import Subject
+from zosim.plans import Plan
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from math import inf
 from costmodel.model_spec import block_segment
 from topology.errors import DoesNotFit
 from zosim.engines.simulate import without_garbage_collection
-from zosim.plans import INSIDE, Plan
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.cuts import sparsest_near_the_middle
 from zosim.planning.explain import ALIKE, about_cuts, describe, reasons
@@ -23,6 +22,7 @@ from zosim.planning.predict import Prediction, Subject
 from zosim.planning.request import Method, Request
 from zosim.planning.space import placements
 from zosim.planning.staging import staged_plans
+from zosim.plans import INSIDE, Plan
 
 __all__ = ["Candidate", "Decision", "Method", "Request", "candidates", "choose", "describe", "placements"]
 

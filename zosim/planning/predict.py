@@ -21,9 +21,9 @@ from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import Profiles
 from zosim.lowering import lower_all
-from zosim.plans import Plan
 from zosim.planning.footprint import Footprint, Footprints, HostFootprint, footprint, footprints
 from zosim.planning.request import profiles_of
+from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline

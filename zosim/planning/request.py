@@ -13,8 +13,8 @@ from topology.errors import PlanError
 from topology.graph import Topology
 from topology.validation import readable
 from zosim.hardware.profiles import Profiles
-from zosim.plans import AXES, Axis, Mesh, Placement
 from zosim.planning.cuts import Cutting
+from zosim.plans import AXES, Axis, Mesh, Placement
 
 Method = Literal["auto", "mezo", "zo2", "pertp", "ddp", "2d", "sparq"]
 Blocks = Literal["resident", "offloaded"]

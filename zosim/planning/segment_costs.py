@@ -19,8 +19,8 @@ from zosim.instructions import Stream
 from zosim.lowering.buffers import buffers_of
 from zosim.lowering.directions import passing_work
 from zosim.lowering.step import StepWriter
-from zosim.plans import INSIDE, Mesh, Plan, last_before
 from zosim.planning.cuts import Cutting
+from zosim.plans import INSIDE, Mesh, Plan, last_before
 from zosim.program import Program
 
 Seconds = NDArray[np.float64]

@@ -22,9 +22,9 @@ from zosim.lowering.buffers import buffers_of
 from zosim.lowering.layout import Layout
 from zosim.lowering.step import StepWriter
 from zosim.operations import Collective, Decode, Recv, Send
-from zosim.plans import Plan
 from zosim.planning.footprint import Footprint, footprint_of
 from zosim.planning.visits import STREAMS, Item, Stage, Visit, period_s, pipelined_s
+from zosim.plans import Plan
 from zosim.program import Program
 
 _SLOT_ROLES = ("slots", "staging")

@@ -13,10 +13,10 @@ from costmodel.work import DTYPE_BYTES
 from topology.errors import PlanError
 from topology.validation import readable
 from zosim.hardware.machines import machines_for
-from zosim.plans import Estimator, Mesh, Placement, Plan, Residency, Split, TransferDType, Weights
 from zosim.planning.cut_search import splits
 from zosim.planning.request import Blocks, Request, profiles_of
 from zosim.planning.segment_costs import Costs, Site
+from zosim.plans import Estimator, Mesh, Placement, Plan, Residency, Split, TransferDType, Weights
 
 Transfers = Literal["private", "shared", "sliced"]
 Point = Mapping[str, Mapping[str, object]]

@@ -12,11 +12,11 @@ from math import inf
 
 from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
-from zosim.plans import Mesh, Placement, Plan, Split
 from zosim.planning.cut_search import PLAIN, Codecs, Ranking
 from zosim.planning.request import Request
 from zosim.planning.segment_costs import Costs
 from zosim.planning.space import check, layouts, plans_of, shares, site_of
+from zosim.plans import Mesh, Placement, Plan, Split
 
 # Meshes with their codecs that are made plans of.
 _NUM_TRIED = 3

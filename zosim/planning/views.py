@@ -6,12 +6,12 @@ from typing import Any
 
 from topology.units import format_bytes, format_seconds
 from zosim.analysis.counts import step_counts
-from zosim.plans import Plan
 from zosim.planning.explain import about_ranks, contention_words, describe, host_memory_words
 from zosim.planning.footprint import HostFootprint
 from zosim.planning.pipelining import about_stages, pipelining
 from zosim.planning.planner import Candidate, Decision
 from zosim.planning.predict import Contention, Prediction, Subject
+from zosim.plans import Plan
 from zosim.report import Bullets, Report, Table
 
 _NUM_SHARED = 3

@@ -14,12 +14,12 @@ from topology.graph import Topology
 from topology.hardware import resolve
 from zosim.applications.buying.levers import Lever, levers
 from zosim.hardware.profiles import Profiles
-from zosim.plans import Mesh, Plan, Weights
 from zosim.planning.bounds import Bounds
 from zosim.planning.explain import ALIKE
 from zosim.planning.planner import Candidate
 from zosim.planning.predict import Prediction
 from zosim.planning.request import Method, Request
+from zosim.plans import Mesh, Plan, Weights
 
 _SECONDS_PER_HOUR = 3600.0
 

@@ -27,8 +27,8 @@ from zosim.analysis.compare import Comparison, compare, slowest_rank
 from zosim.applications.evidence.anonymous import Anonymous, refuse_private
 from zosim.instructions import Space
 from zosim.lowering import lower_all
-from zosim.plans import Plan
 from zosim.planning.predict import Subject
+from zosim.plans import Plan
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline
 
