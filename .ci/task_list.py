@@ -78,6 +78,11 @@ def fuzz(arguments: Sequence[str]) -> int:
     return _tool(["python", "-m", "tests.fuzz", *arguments])
 
 
+def kills(arguments: Sequence[str]) -> int:
+    """Kill runs at chosen and random instants, and resume them (`kills --count 200 --seed 0 --placement 2d`)."""
+    return _tool(["python", "-m", "tests.kills", *arguments])
+
+
 def clean(_: Sequence[str]) -> int:
     """Remove the environment and every cache."""
     caches = [".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache", "build"]
@@ -96,6 +101,7 @@ TASKS: dict[str, Callable[[Sequence[str]], int]] = {
     "imports": imports,
     "docs": docs,
     "fuzz": fuzz,
+    "kills": kills,
     "clean": clean,
 }
 
