@@ -155,6 +155,12 @@ class Report:
                 blocks.append(part if isinstance(part, str) else part.to_markdown())
         return "\n\n".join(blocks) + "\n"
 
+    def to_html(self) -> str:
+        """Return the report as HTML that a notebook shows; what parts say is text, never markup of theirs."""
+        from markdown_it import MarkdownIt
+
+        return str(MarkdownIt("commonmark", {"html": False}).enable("table").render(self.to_markdown()))
+
     def to_data(self) -> dict[str, Any]:
         """Return title and parts in the terms of JSON."""
         return {

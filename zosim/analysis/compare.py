@@ -85,7 +85,7 @@ class AtPace:
         return f"  on a core found {abs(self.slower):.0%} {than} than calibrated"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
     """A predicted and a measured timeline of one program, joined.
 
@@ -131,6 +131,15 @@ class Comparison:
 
     def __rich__(self) -> Report:
         return self.report()
+
+    def __repr__(self) -> str:
+        predicted, measured = (
+            f"{_ms(seconds)} ms" for seconds in (self.predicted_step_s, self.measured_step_s)
+        )
+        return f"Comparison({self.program}: {predicted} predicted, {measured} measured, {_percent(self.step_error)})"
+
+    def _repr_html_(self) -> str:
+        return self.report().to_html()
 
     def report(self) -> Report:
         """Return the comparison as people read it: the step, and what its error is made of."""

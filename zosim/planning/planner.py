@@ -13,6 +13,7 @@ from math import inf
 
 from costmodel.model_spec import block_segment
 from topology.errors import DoesNotFit
+from topology.units import format_bytes, format_seconds
 from zosim.engines.simulate import without_garbage_collection
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.cuts import sparsest_near_the_middle
@@ -87,7 +88,7 @@ class Candidate:
         return describe(self.plan)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Decision:
     """The planner's answer.
 
@@ -107,12 +108,36 @@ class Decision:
     rejected: tuple[Candidate, ...]
     printed_cuts: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        plan, footprint = self.chosen.plan, self.chosen.footprints.largest
+        size = format_bytes(footprint.device_bytes)
+        where = (
+            f"{len(plan.placement.devices)} x" if plan.placement.world_size > 1 else plan.placement.devices[0]
+        )
+        step = format_seconds(self.chosen.seconds)
+        return f"Decision({plan.model.name}: {self.chosen.describe()} on {where} of {plan.placement.topology}, {step} a step, {size})"
+
+    def _repr_html_(self) -> str:
+        from zosim.planning.views import decision_view
+
+        return decision_view(self).to_html()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was chosen."""
+        return self.chosen.plan
+
+    @property
+    def prediction(self) -> Prediction:
+        """What it is predicted to do."""
+        assert self.chosen.prediction is not None
+        return self.chosen.prediction
+
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why this one: what limits it, what came second, and what a larger memory would buy."""
-        assert self.chosen.prediction is not None
-        found = reasons(self.chosen, self.chosen.prediction, self.others, self.rejected)
-        return (*found, *about_cuts(self.chosen, self.others, self.printed_cuts))
+        why = reasons(self.chosen, self.prediction, self.others, self.rejected)
+        return (*why, *about_cuts(self.chosen, self.others, self.printed_cuts))
 
 
 @without_garbage_collection()

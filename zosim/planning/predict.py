@@ -106,7 +106,7 @@ class Prediction:
         return sum(seconds for label, seconds in self.seconds_by_label if label in EXCHANGES)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Subject:
     """A plan on the hardware that it is predicted for, with its programs.
 
@@ -131,6 +131,14 @@ class Subject:
     edited: ProgramSet | None = None
     profiles: Profiles | None = None
     one_process: bool = False
+
+    def __repr__(self) -> str:
+        return f"Subject({self.plan.model.name}: {self.plan.method} on {self.topology.name}, {self.prediction.interval})"
+
+    def _repr_html_(self) -> str:
+        from zosim.planning.views import simulation_view
+
+        return simulation_view(self, self.prediction).to_html()
 
     @cached_property
     def programs(self) -> ProgramSet:

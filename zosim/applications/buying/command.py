@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import enum
-import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from costmodel.prices import PriceTable, Way, load_prices, shipped_prices, shipped_prices_text
+from costmodel.prices import PriceTable, Way, shipped_prices_text
 from topology.errors import PlanError
-from topology.units import QuantityError, parse_quantity
-from zosim.applications.buying.machine import Job, machines_named
-from zosim.applications.buying.offers import Limits, Market
-from zosim.applications.buying.report import answer_data, answer_view
-from zosim.applications.buying.sensitivity import effects, limiter, rooms
-from zosim.applications.buying.shortfall import shortfall
+from zosim.applications.buying.answer import buy as answer_for
 from zosim.console import emit, stderr
-from zosim.options import MethodName, axis, dtype_named, model_spec
-from zosim.plans import Weights
+from zosim.options import MethodName
 
 
 class RankName(enum.StrEnum):
@@ -88,37 +82,28 @@ def buy(
         return
     if model is None:
         raise PlanError("what is to be tuned was not said", hint="--model opt-66b, for instance")
-    table = shipped_prices() if prices is None else load_prices(prices)
-    market = Market(
-        job=Job(
-            model=model_spec(model),
-            batch=batch,
-            seq=seq,
-            num_steps=steps,
-            weights=axis(Weights, dtype=dtype_named("dtype", dtype)),
-            method=method.value,
-        ),
-        prices=table,
-        limits=Limits(_money(budget, table), _hours(deadline)),
-        by=by.value,
+    answer = answer_for(
+        model,
+        batch=batch,
+        seq=seq,
+        steps=steps,
+        machines=None if machines is None else _names(machines),
+        count=_counts(count),
+        budget=budget,
+        deadline=deadline,
+        prices=prices,
         pay=_WAYS[pay],
+        by=by.value,
+        method=method.value,
+        dtype=dtype,
+        explain=explain,
+        simulate=simulate,
     )
-    names = list(table.machines) if machines is None else _names(machines)
-    found_machines = dict(machines_named(names))
-    offers, refused = market.offers(found_machines.items(), _counts(count), num_simulated=simulate)
-    limiters = [limiter(market.job, offer.machine) for offer in offers]
-    machines_once = {id(offer.machine): offer for offer in reversed(offers)}
-    explained = [
-        (offer, effects(market, offer, offers), rooms(offer.machine))
-        for offer in [o for o in offers if machines_once[id(o.machine)] is o][:explain]
-    ]
-    _say_what_prices_are(table, names)
-    lacking = shortfall(market, found_machines, offers, refused)
-    answer = (market, offers, refused, limiters, explained, lacking)
-    emit(answer_data(*answer), json=as_json, text=answer_view(*answer))
+    _say_what_prices_are(answer.market.prices, {offer.machine.name for offer in answer.offers})
+    emit(answer.to_data(), json=as_json, text=answer.report())
 
 
-def _say_what_prices_are(table: PriceTable, names: list[str]) -> None:
+def _say_what_prices_are(table: PriceTable, names: Collection[str]) -> None:
     """Say on stderr what the prices are worth."""
     assumed = sorted(
         name
@@ -159,32 +144,3 @@ def _counts(text: str) -> list[int]:
     if not counts or counts[0] < 1:
         raise PlanError(f"--count {text} is no list of numbers of devices", hint="such as 1,2,4,8")
     return counts
-
-
-def _money(text: str | None, table: PriceTable) -> float | None:
-    """Return a sum in the table's currency."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*([\d,]*\.?\d+)\s*([A-Za-z]*)\s*", text)
-    if match is None or float(match[1].replace(",", "")) <= 0:
-        raise PlanError(f"--budget {text} is no sum of money", hint=f"such as '5000 {table.currency}'")
-    if match[2] and match[2].upper() != table.currency:
-        raise PlanError(
-            f"--budget {text} is not in {table.currency}, the price table's currency",
-            hint="convert it, or give a table in that currency with --prices",
-        )
-    return float(match[1].replace(",", ""))
-
-
-def _hours(text: str | None) -> float | None:
-    """Return a time in hours."""
-    if text is None:
-        return None
-    days = re.fullmatch(r"\s*(\d*\.?\d+)\s*d(ays?)?\s*", text)
-    try:
-        hours = float(days[1]) * 24 if days else parse_quantity(text, "time") / 3600
-    except QuantityError as error:
-        raise PlanError(f"--deadline {text}: {error.message}", hint="such as 48h or 3d") from None
-    if hours <= 0:
-        raise PlanError(f"--deadline {text} is over already", hint="such as 48h")
-    return hours

@@ -38,10 +38,10 @@ class Limits:
     def verdict(self, cost: JobCost) -> Verdict:
         """Return whether a job on a machine stays within both: perhaps, if only some of its interval does."""
         pairs = [(self.budget, cost.spent), (self.deadline_hours, cost.hours)]
-        stated = [(limit, cost) for limit, cost in pairs if limit is not None]
-        if any(cost.value > limit for limit, cost in stated):
+        stated = [(limit, spent) for limit, spent in pairs if limit is not None]
+        if any(spent.value > limit for limit, spent in stated):
             return "no"
-        return "perhaps" if any(cost.high > limit for limit, cost in stated) else "yes"
+        return "perhaps" if any(spent.high > limit for limit, spent in stated) else "yes"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,313 @@
+"""What to buy: the answer for a job, as people read it and as JSON knows it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from costmodel.prices import PriceTable, Range, Way, load_prices, shipped_prices
+from topology.errors import PlanError
+from topology.units import QuantityError, format_seconds, parse_quantity
+from zosim.applications.buying.machine import Job, Machine, machines_named
+from zosim.applications.buying.offers import Limits, Market, Offer, RankBy, Refusal, plain
+from zosim.applications.buying.sensitivity import Change, Effect, Room, effects, limiter, percent, rooms
+from zosim.applications.buying.shortfall import shortfall
+from zosim.options import axis, dtype_named, model_spec
+from zosim.planning.request import Method
+from zosim.plans import Weights
+from zosim.report import Bullets, Part, Report, Table
+
+_NUMERIC = ("step", "hours", "money", "kWh", "outlay")
+
+
+@dataclass(frozen=True, repr=False)
+class Answer:
+    """What a job costs where, and what would change that.
+
+    Attributes
+    ----------
+    market : Market
+    offers : tuple of Offer
+        Best first.
+    refused : tuple of Refusal
+        Machines that are no offer.
+    limiters : tuple of str
+        What limits each offer.
+    explained : tuple of (Offer, tuple of Effect, tuple of Room)
+        What would change the first of them.
+    lacking : tuple of str
+        Where nothing stays within the limits, what would let something in.
+    """
+
+    market: Market
+    offers: tuple[Offer, ...]
+    refused: tuple[Refusal, ...]
+    limiters: tuple[str, ...]
+    explained: tuple[tuple[Offer, tuple[Effect, ...], tuple[Room, ...]], ...]
+    lacking: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        job = f"{self.market.job.num_steps:,} steps of {self.market.job.model.name}"
+        if not self.offers:
+            return f"Answer({job}: no machine fits)"
+        best = self.offers[0]
+        money = f"{plain(best.cost.money.value)} {self.market.prices.currency}"
+        return f"Answer({job}: {best.machine.name}, {best.way}, {plain(best.cost.hours.value)} h, {money})"
+
+    def _repr_html_(self) -> str:
+        return self.report().to_html()
+
+    def report(self) -> Report:
+        """Return offers, what is none, and what would change the answer."""
+        parts: list[Part] = [_offers_table(self.market, self.offers, self.limiters)] if self.offers else []
+        if self.lacking:
+            first, *others = self.lacking
+            parts += [first, Bullets(others)]
+        if self.refused:
+            rows = [(item.name, str(item.num_devices), item.reason, item.remedy) for item in self.refused]
+            parts.append(Table(("no offer", "devices", "because", "if not for that"), rows))
+        for offer, effects_of_offer, rooms_of_offer in self.explained:
+            sentences = _sentences(offer, effects_of_offer, rooms_of_offer)
+            parts += [_effects_table(offer, effects_of_offer), Bullets(sentences)]
+        return Report("", *parts)
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the same in the terms of JSON."""
+        job, prices = self.market.job, self.market.prices
+        return {
+            "job": {
+                "model": job.model.name,
+                "batch": job.batch,
+                "seq": job.seq,
+                "num_steps": job.num_steps,
+                "method": job.method,
+                "weights": job.weights,
+            },
+            "currency": prices.currency,
+            "prices_date": prices.date.isoformat(),
+            "ranked_by": self.market.by,
+            "limits": self.market.limits,
+            "offers": [
+                _offer_data(offer, limiter) for offer, limiter in zip(self.offers, self.limiters, strict=True)
+            ],
+            "refused": list(self.refused),
+            "nothing_within_limits": list(self.lacking),
+            "sensitivity": [
+                {
+                    "machine": offer.machine.name,
+                    "num_devices": offer.machine.num_devices,
+                    "way": offer.way,
+                    "figures": list(effects_of_offer),
+                    "memory_for_faster": list(rooms_of_offer),
+                }
+                for offer, effects_of_offer, rooms_of_offer in self.explained
+            ],
+        }
+
+
+def buy(
+    model: str,
+    *,
+    batch: int = 1,
+    seq: int = 2048,
+    steps: int = 10_000,
+    machines: Sequence[str] | None = None,
+    count: Sequence[int] = (1, 8),
+    budget: str | float | None = None,
+    deadline: str | float | None = None,
+    prices: str | Path | None = None,
+    pay: Way | None = None,
+    by: RankBy = "money",
+    method: Method = "auto",
+    dtype: str = "float16",
+    explain: int = 2,
+    simulate: int = 3,
+) -> Answer:
+    """Rank machines by hours, money and energy for a job, and say what would change the answer.
+
+    Parameters
+    ----------
+    model : str
+        A shipped size such as ``"opt-66b"``, a model directory, a config.json, or a saved ModelSpec.
+    batch, seq, steps : int
+        Sequences per step, tokens per sequence, steps of the job.
+    machines : sequence of str, optional
+        Presets or topology files; by default all that the price table has.
+    count : sequence of int
+        Devices to use at most, each tried; more than there are means all.
+    budget : str or float, optional
+        Most that may be spent, such as ``"5000 USD"``.
+    deadline : str or float, optional
+        Most that it may take, such as ``"48h"`` or ``"3d"``; a number is hours.
+    prices : path, optional
+        A price table of your own.
+    pay : {"rent", "own"}, optional
+        The only way in which machines may be paid for.
+    by : {"money", "hours", "energy"}
+    method : str
+        Only placements of this method.
+    dtype : str
+        Format of the weights.
+    explain : int
+        Offers to say of what would change them.
+    simulate : int
+        Offers to simulate, from the first on; the others are closed form.
+
+    Raises
+    ------
+    ZosimError
+        If a machine, model or price table cannot be read, or a limit is none.
+    """
+    table = shipped_prices() if prices is None else load_prices(prices)
+    job = Job(
+        model=model_spec(model),
+        batch=batch,
+        seq=seq,
+        num_steps=steps,
+        weights=axis(Weights, dtype=dtype_named("dtype", dtype)),
+        method=method,
+    )
+    market = Market(
+        job=job, prices=table, limits=Limits(_money(budget, table), _hours(deadline)), by=by, pay=pay
+    )
+    by_name = dict(machines_named(list(table.machines) if machines is None else machines))
+    offers, refused = market.offers(by_name.items(), count, num_simulated=simulate)
+    # Of a machine that is offered twice, for rent and to own, the first stands for both.
+    once = {id(offer.machine): offer for offer in reversed(offers)}
+    explained = [offer for offer in offers if once[id(offer.machine)] is offer][:explain]
+    return Answer(
+        market,
+        tuple(offers),
+        tuple(refused),
+        tuple(limiter(job, offer.machine) for offer in offers),
+        tuple((offer, effects(market, offer, offers), rooms(offer.machine)) for offer in explained),
+        shortfall(market, by_name, offers, refused),
+    )
+
+
+def _money(budget: str | float | None, table: PriceTable) -> float | None:
+    """Return a sum in the table's currency."""
+    if budget is None:
+        return None
+    match = re.fullmatch(r"\s*([\d,]*\.?\d+)\s*([A-Za-z]*)\s*", f"{budget}")
+    if match is None or float(match[1].replace(",", "")) <= 0:
+        raise PlanError(f"--budget {budget} is no sum of money", hint=f"such as '5000 {table.currency}'")
+    if match[2] and match[2].upper() != table.currency:
+        raise PlanError(
+            f"--budget {budget} is not in {table.currency}, the price table's currency",
+            hint="convert it, or give a table in that currency with --prices",
+        )
+    return float(match[1].replace(",", ""))
+
+
+def _hours(deadline: str | float | None) -> float | None:
+    """Return a time in hours."""
+    if deadline is None:
+        return None
+    text = deadline if isinstance(deadline, str) else f"{deadline} h"
+    days = re.fullmatch(r"\s*(\d*\.?\d+)\s*d(ays?)?\s*", text)
+    try:
+        hours = float(days[1]) * 24 if days else parse_quantity(text, "time") / 3600
+    except QuantityError as error:
+        raise PlanError(f"--deadline {text}: {error.message}", hint="such as 48h or 3d") from None
+    if hours <= 0:
+        raise PlanError(f"--deadline {text} is over already", hint="such as 48h")
+    return hours
+
+
+def _offers_table(market: Market, offers: Sequence[Offer], limiters: Sequence[str]) -> Table:
+    job, limits = market.job, market.limits
+    money = f"money ({market.prices.currency})"
+    asked = limits.budget is not None or limits.deadline_hours is not None
+    columns = ("", "machine", "devices", "pay", "step", "hours", money, "kWh", "placement", "limited by")
+    rows = [
+        (
+            str(number),
+            offer.machine.name,
+            str(offer.machine.num_devices),
+            offer.way,
+            ("" if offer.machine.prediction else ">= ") + format_seconds(offer.machine.step_s.value),
+            _range(offer.cost.hours),
+            _range(offer.cost.money),
+            _range(offer.cost.energy_kwh),
+            offer.machine.best.describe(),
+            limiter,
+            *((offer.verdict,) if asked else ()),
+        )
+        for number, (offer, limiter) in enumerate(zip(offers, limiters, strict=True), start=1)
+    ]
+    title = (
+        f"{job.num_steps:,} steps of {job.model.name}, {job.batch} x {job.seq} tokens, ranked by {market.by}"
+    )
+    headings = (*columns, "within limits") if asked else columns
+    return Table(headings, rows, title=title, numeric=(*_NUMERIC, money))
+
+
+def _range(interval: Range) -> str:
+    return f"{plain(interval.value)} ({plain(interval.low)} - {plain(interval.high)})"
+
+
+def _effects_table(offer: Offer, effects: Sequence[Effect]) -> Table:
+    shown = [effect for effect in effects if effect.doubled.matters or effect.halved.matters]
+    rows = [
+        (
+            effect.figure,
+            effect.now,
+            _change(effect.doubled),
+            _change(effect.halved),
+            "yes" if effect.changes_answer else "",
+        )
+        for effect in shown
+    ]
+    machine = offer.machine
+    title = f"{machine.name}, {machine.num_devices} device{'s' if machine.num_devices > 1 else ''}, {offer.way}: a step with one figure changed"
+    return Table(("figure", "now", "x2", "/2", "changes which is first"), rows, title=title)
+
+
+def _change(change: Change) -> str:
+    if change.times is None:
+        return "nothing fits"
+    words = "-" if not change.matters else percent(change.times)
+    return f"{words}, then {change.placement}" if change.placement and change.matters else words
+
+
+def _sentences(offer: Offer, effects: Sequence[Effect], rooms: Sequence[Room]) -> list[str]:
+    """Return in words what simulating found, and what memory would buy."""
+    sentences = []
+    prediction = offer.machine.prediction
+    if prediction is not None:
+        limit = prediction.bottleneck
+        sentences.append(f"its critical path: {limit.share:.0%} {limit.words}")
+    idle = [effect.figure for effect in effects if not (effect.doubled.matters or effect.halved.matters)]
+    if idle:
+        sentences.append(f"changes nothing, twice or half as large: {', '.join(idle)}")
+    sentences += [f"with {room}" for room in rooms]
+    return sentences
+
+
+def _offer_data(offer: Offer, limiter: str) -> dict[str, Any]:
+    machine = offer.machine
+    return {
+        "machine": machine.name,
+        "num_devices": machine.num_devices,
+        "way": offer.way,
+        "within_limits": offer.verdict,
+        "placement": machine.best.describe(),
+        "step_time_s": machine.step_s,
+        "is_simulated": machine.prediction is not None,
+        "hours": offer.cost.hours,
+        "money": offer.cost.money,
+        "outlay": offer.cost.outlay,
+        "energy_kwh": offer.cost.energy_kwh,
+        "limited_by": limiter,
+        "bottleneck": None if machine.prediction is None else machine.prediction.bottleneck,
+        "plan": _plan_data(machine),
+    }
+
+
+def _plan_data(machine: Machine) -> dict[str, Any]:
+    """Return the plan without the model, which all offers share."""
+    return machine.plan.model_dump(mode="json", exclude={"model"})
