@@ -26,7 +26,7 @@ from topology.validation import FrozenModel, RuleError, did_you_mean, readable
 HOURS_PER_YEAR = 8766.0
 _FILE = re.compile(r"[/\\]|\.ya?ml$")
 
-Way = Literal["rent", "own"]
+Payment = Literal["rent", "own"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -217,18 +217,18 @@ class PriceTable(FrozenModel):
 
 @dataclass(frozen=True, slots=True)
 class JobCost:
-    """What a job costs on a machine that is paid for in one way.
+    """What a job costs on a machine that is paid for one way.
 
     Attributes
     ----------
-    way : {"rent", "own"}
+    payment : {"rent", "own"}
     hours, money, energy_kwh : Range
         Money includes electricity only where the machine is owned: who rents does not get that bill.
     outlay : Range or None
         Price of the machine, where it must be bought first.
     """
 
-    way: Way
+    payment: Payment
     hours: Range
     money: Range
     energy_kwh: Range

@@ -57,12 +57,12 @@ def find_path(
     minimises (latency, links, names) over edges at least that wide. Both orders are preserved when a path
     is extended, which is what makes the algorithm exact.
     """
-    ways = _Ways(graph, source_id, frozenset(forwarding_kinds), None if hosts is None else frozenset(hosts))
-    return _shortest(ways, source_id, target_id, _widest(ways, source_id, target_id))
+    edges = _Edges(graph, source_id, frozenset(forwarding_kinds), None if hosts is None else frozenset(hosts))
+    return _shortest(edges, source_id, target_id, _widest(edges, source_id, target_id))
 
 
 @dataclass(frozen=True, slots=True)
-class _Ways:
+class _Edges:
     """Where a path may go on from a node."""
 
     graph: nx.MultiDiGraph[str]
@@ -81,7 +81,7 @@ class _Ways:
                     yield target, data
 
 
-def _widest(ways: _Ways, source_id: str, target_id: str) -> float:
+def _widest(edges: _Edges, source_id: str, target_id: str) -> float:
     queue = [(-math.inf, source_id)]
     done: set[str] = set()
     while queue:
@@ -91,13 +91,13 @@ def _widest(ways: _Ways, source_id: str, target_id: str) -> float:
         if node_id in done:
             continue
         done.add(node_id)
-        for target, data in ways.onward(node_id):
+        for target, data in edges.onward(node_id):
             if target not in done:
                 heapq.heappush(queue, (max(negative_width, -data["bandwidth_bytes_per_s"]), target))
     raise NoRoute(source_id, target_id)
 
 
-def _shortest(ways: _Ways, source_id: str, target_id: str, width: float) -> tuple[Hop, ...]:
+def _shortest(edges: _Edges, source_id: str, target_id: str, width: float) -> tuple[Hop, ...]:
     # An entry is (latency, links, names passed); the names are unique, so the hops are never compared.
     start: tuple[float, int, tuple[str, ...], str, tuple[Hop, ...]] = (0.0, 0, (), source_id, ())
     queue = [start]
@@ -109,7 +109,7 @@ def _shortest(ways: _Ways, source_id: str, target_id: str, width: float) -> tupl
         if node_id in done:
             continue
         done.add(node_id)
-        for target, data in ways.onward(node_id):
+        for target, data in edges.onward(node_id):
             if target not in done and data["bandwidth_bytes_per_s"] >= width:
                 link = data["link"]
                 entry = (

@@ -54,7 +54,7 @@ def test_a_rented_device_is_charged_by_the_hour_and_draws_its_share():
         **{"dgx-h100": {"rent_per_hour": figure(3.0, per="device"), "rated_power_w": figure(8000)}}
     )
     (cost,) = job_costs(prices, "dgx-h100", load_preset("dgx-h100"), 2, HOURS)
-    assert (cost.way, cost.outlay) == ("rent", None)
+    assert (cost.payment, cost.outlay) == ("rent", None)
     assert cost.money == Range(60.0, 30.0, 120.0)
     # Two eighths of 8 kW, 80 % of it, for ten hours, and as much again for cooling.
     assert cost.energy_kwh.value == pytest.approx(2 * 0.8 * 10 * 2)

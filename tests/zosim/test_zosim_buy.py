@@ -48,9 +48,9 @@ def test_offers_are_what_the_planner_predicts_at_the_tables_prices():
     best = choose(chosen.job.request("h200-1x", load_preset("h200-1x"), 1)).chosen
     hours = best.prediction.step_time_s * 1000 / 3600
     costs = job_costs(PRICES, "h200-1x", load_preset("h200-1x"), 1, Range.exactly(hours))
-    assert {offer.way for offer in offers} == {"rent", "own"}
+    assert {offer.payment for offer in offers} == {"rent", "own"}
     for offer in offers:
-        (cost,) = (cost for cost in costs if cost.way == offer.way)
+        (cost,) = (cost for cost in costs if cost.payment == offer.payment)
         assert offer.cost.hours.value == pytest.approx(hours)
         assert offer.cost.money.value == pytest.approx(cost.money.value)
         assert offer.cost.hours.low == pytest.approx(best.prediction.low_s * 1000 / 3600)

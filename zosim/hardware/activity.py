@@ -1,4 +1,4 @@
-"""What an instruction asks of shared resources while it runs, and the ways between ranks that it may take."""
+"""What an instruction asks of shared resources while it runs, and the paths between ranks that it may take."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Ring:
         What lies on the way to the next rank, with the part of the bytes sent that crosses it; nothing for a hop
         within one host's memory.
     wire : str
-        Kind of the narrowest link on that way; ``memory`` within one host's memory.
+        Kind of the narrowest link on that path; ``memory`` within one host's memory.
     core_s_per_byte : float
         What the host's cores have to do for a byte that is sent and one that comes, where they carry them; nothing told
         within one host's memory, it is a core all the time.
@@ -64,7 +64,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """The way from a rank to another.
+    """The path from a rank to another.
 
     Attributes
     ----------

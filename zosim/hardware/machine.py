@@ -15,7 +15,7 @@ meanwhile.
   between CPU ranks of one host, a copy in its memory. A payload that takes less time than the messages' latency
   occupies nothing. Between hosts of CPU ranks the cores carry the bytes in and out of the network, and what runs beside
   them gets the rest: the kernel's own work comes first.
-* A message is a flow, too, and takes its way at the sender's; the receiver of one within a CPU's memory copies as much.
+* A message is a flow, too, and takes its path at the sender's; the receiver of one within a CPU's memory copies as much.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class Machine:
     def __post_init__(self) -> None:
         named = {self.kernels, self.cores, self.memory, self.issuer, *self.fifo} - {""}
         named.update(name for route in self.routes.values() for name in route)
-        ways: list[Ring | Hop] = [
+        paths: list[Ring | Hop] = [
             *self.rings.values(),
             *self.channels.values(),
             *self.host_channels.values(),
         ]
-        named.update(name for way in ways for name, _ in way.uses)
+        named.update(name for path in paths for name, _ in path.uses)
         missing = sorted(named - set(self.capacities))
         if missing:
             message = f"machine {self.profile.device_name} shares {missing[0]!r} but gives it no capacity"
@@ -114,13 +114,15 @@ class Machine:
             id(self.profile),
             tuple(self.capacities.values()),
             tuple(sorted(place[name] for name in self.fifo)),
-            tuple((way, tuple(place[name] for name in route)) for way, route in self.routes.items()),
+            tuple(
+                (direction, tuple(place[name] for name in route)) for direction, route in self.routes.items()
+            ),
             tuple(self.wires.items()),
             tuple(place.get(name) for name in (self.kernels, self.cores, self.memory, self.issuer)),
             tuple(
-                (name, replace(way, uses=tuple((str(place[item]), part) for item, part in way.uses)))
-                for ways in (self.rings, self.channels, self.host_channels)
-                for name, way in ways.items()
+                (name, replace(path, uses=tuple((str(place[item]), part) for item, part in path.uses)))
+                for paths in (self.rings, self.channels, self.host_channels)
+                for name, path in paths.items()
             ),
         )
 
@@ -136,13 +138,13 @@ class Machine:
     def from_topology(cls, topology: Topology, device: str, profile: Profile) -> Machine:
         """Return the machine around one device of a topology.
 
-        A calibrated rate is a measurement: where a resource on a copy's way was declared smaller than the copy
+        A calibrated rate is a measurement: where a resource on a copy's route was declared smaller than the copy
         was measured, its capacity is raised to it. A rate from a datasheet is not, so there the route limits.
 
         Raises
         ------
         TopologyError
-            If there is no such device, or no way between it and its host's memory.
+            If there is no such device, or no route between it and its host's memory.
         ProfileError
             If the profile is of another kind of device.
         """
@@ -176,24 +178,26 @@ class Machine:
     ) -> Machine:
         kernels, engine = f"{device}:kernels", f"{device}:copy_engine"
         capacities = {cores: float(profile.num_cores), kernels: 1.0}
-        ways: dict[CopyDirection, tuple[str, ...]] = {}
+        taken: dict[CopyDirection, tuple[str, ...]] = {}
         for direction in ("h2d", "d2h"):
-            ways[direction] = routes[direction].resource_ids
-            for name in ways[direction]:
+            taken[direction] = routes[direction].resource_ids
+            for name in taken[direction]:
                 declared = topology.resources[name].bandwidth_bytes_per_s
                 measured = _copy_rate(profile, direction) if profile.origin == "calibrated" else 0.0
                 capacities[name] = max(declared, measured, capacities.get(name, 0.0))
-        fifo = {name for way in ways.values() for name in way if topology.resources[name].sharing == "fifo"}
+        fifo = {
+            name for route in taken.values() for name in route if topology.resources[name].sharing == "fifo"
+        }
         if num_copy_engines == 1:
             capacities[engine] = math.inf
             fifo.add(engine)
-            ways = {direction: (*way, engine) for direction, way in ways.items()}
+            taken = {direction: (*route, engine) for direction, route in taken.items()}
         return cls(
             profile,
             MappingProxyType(capacities),
             frozenset(fifo),
-            MappingProxyType(ways),
-            MappingProxyType({direction: _narrowest(routes[direction]) for direction in ways}),
+            MappingProxyType(taken),
+            MappingProxyType({direction: _narrowest(routes[direction]) for direction in taken}),
             kernels=kernels,
             cores=cores,
         )
@@ -228,7 +232,7 @@ class Machine:
 
     @staticmethod
     def direction(program: Program, instruction: Instruction) -> CopyDirection:
-        """Return which way a copy's bytes go: by where it writes, or by its stream if it writes nothing."""
+        """Return the direction of a copy's bytes: by where it writes, or by its stream if it writes nothing."""
         if instruction.writes:
             return "d2h" if program.buffer(instruction.writes[0].buffer).space == Space.HOST else "h2d"
         return "d2h" if instruction.stream == Stream.D2H else "h2d"
@@ -272,9 +276,7 @@ class Machine:
             return Activity(cost.seconds, limiter=cost.limiter)
         ring = self.rings.get(group)
         if ring is None:
-            message = (
-                f"{instruction.id} is a collective of {group}, to which {self.profile.device_name} has no way"
-            )
+            message = f"{instruction.id} is a collective of {group}, to which {self.profile.device_name} has no path"
             raise ProfileError(message, hint="make the ranks' machines together, with machines_for")
         # A rank receives what it lacks; with its own part that is the whole buffer. Of a sum it receives the parts of
         # one share, and then the other shares.
@@ -299,7 +301,7 @@ class Machine:
         if hop is None:
             message = (
                 f"{instruction.id} goes {op.offset:+d} places along {op.group}, to which "
-                f"{self.profile.device_name} has no way"
+                f"{self.profile.device_name} has no path"
             )
             raise ProfileError(
                 message, hint="make the ranks' machines together, with machines_for; it joins neighbours"
@@ -311,21 +313,21 @@ class Machine:
             return Activity(seconds, limiter=hop.wire)
         return self._on_link(replace(cost, seconds=seconds), size_bytes, hop, bound)
 
-    def _on_link(self, cost: OperationCost, size_bytes: int, way: Ring | Hop, bound: Bound) -> Activity:
+    def _on_link(self, cost: OperationCost, size_bytes: int, path: Ring | Hop, bound: Bound) -> Activity:
         """Return an exchange of so many bytes, which takes `cost` alone."""
-        seconds, transfer_s = cost.seconds, size_bytes / way.bandwidth_bytes_per_s
+        seconds, transfer_s = cost.seconds, size_bytes / path.bandwidth_bytes_per_s
         if transfer_s <= seconds - transfer_s:
             return Activity(seconds, limiter="latency")
-        cost = replace(cost, seconds=(seconds := seconds + way.busy_latency_s))
+        cost = replace(cost, seconds=(seconds := seconds + path.busy_latency_s))
         # One thread sends and receives: a core at most, which does not slow the exchange down when nothing runs beside it.
-        core_s = min(way.core_s_per_byte, seconds / size_bytes)
-        if way.wire == "memory":
+        core_s = min(path.core_s_per_byte, seconds / size_bytes)
+        if path.wire == "memory":
             # A hop of a ring keeps pace with the others, and its thread waits meanwhile.
             busy = core_s * size_bytes / seconds if core_s else 1.0
             demands = {self.cores: busy, self.memory: 2 * size_bytes / seconds}
             return self._asking(replace(cost, limiter="memory"), demands)
-        uses = (*way.uses, (self.cores, core_s)) if core_s else way.uses
-        return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, way.wire)
+        uses = (*path.uses, (self.cores, core_s)) if core_s else path.uses
+        return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, path.wire)
 
     def _flow_weight(self, bound: Bound) -> float:
         """Flows share links evenly whatever their own bounds, so all of a device's flows weigh the same."""

@@ -28,7 +28,7 @@ def machines_for(
     profiles: Profile | Sequence[Profile],
     groups: Mapping[str, _Parts] = MappingProxyType({}),
     lines: Collection[str] = ("pipeline",),
-    known: Ways | None = None,
+    known: KnownPaths | None = None,
     processes: Sequence[int] | None = None,
 ) -> tuple[Machine, ...]:
     """Return the machine of every rank.
@@ -44,7 +44,7 @@ def machines_for(
         Partitions of the ranks into those that work together (see :attr:`~zosim.program_set.ProgramSet.groups`).
     lines : collection of str
         Groups whose neighbours send each other messages.
-    known : Ways, optional
+    known : KnownPaths, optional
         What was found for other ranks on the same topology; more is added.
     processes : sequence of int, optional
         Number of the process that drives each rank's device, whose one thread issues the copies of all its GPUs; by default
@@ -53,7 +53,7 @@ def machines_for(
     Raises
     ------
     TopologyError
-        If there is no such device, or no way between two that work together.
+        If there is no such device, or no path between two that work together.
     ProfileError
         If a profile is of another kind of device.
 
@@ -64,7 +64,7 @@ def machines_for(
     edge-disjoint rings of NVLinks join spread what they send over these, in both directions, as NCCL does. A message
     takes the route between two devices alone.
     """
-    builder = _Builder(topology, devices, profiles, known or Ways())
+    builder = _Builder(topology, devices, profiles, known or KnownPaths())
     machines = [builder.alone(rank) for rank in range(len(devices))]
     num_driven = Counter(processes or ())
     for rank, process in enumerate(processes or ()):
@@ -89,18 +89,18 @@ def _with_ring(machine: Machine, group: str, ring: Ring, topology: Topology) -> 
 def _with_way(
     machine: Machine, group: str, offset: int, hops: tuple[_Hops, _Hops], topology: Topology
 ) -> Machine:
-    """Return a machine with the ways to a neighbour and back, from device to device and from host to host."""
+    """Return a machine with the hops to a neighbour and back, from device to device and from host to host."""
     sent, received = hops
     machine = _reaching(machine, [item for hop in sent for item, _ in hop.uses], topology)
-    ways: list[dict[Send | Recv, Hop]] = [
+    by_kind: list[dict[Send | Recv, Hop]] = [
         {Send(group, offset): there, Recv(group, offset): replace(back, uses=())}
         for there, back in zip(sent, received, strict=True)
     ]
-    channels = MappingProxyType({**machine.channels, **ways[0]})
-    if len(ways) == 1:
+    channels = MappingProxyType({**machine.channels, **by_kind[0]})
+    if len(by_kind) == 1:
         return replace(machine, channels=channels)
     return replace(
-        machine, channels=channels, host_channels=MappingProxyType({**machine.host_channels, **ways[1]})
+        machine, channels=channels, host_channels=MappingProxyType({**machine.host_channels, **by_kind[1]})
     )
 
 
@@ -114,7 +114,7 @@ def _reaching(machine: Machine, names: Sequence[str], topology: Topology) -> Mac
 
 
 @dataclass
-class Ways:
+class KnownPaths:
     """Machines and hops of one topology, each looked up once; profiles must outlive it."""
 
     machines: dict[tuple[str, int, bool], Machine] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class _Builder:
         topology: Topology,
         devices: Sequence[str],
         profiles: Profile | Sequence[Profile],
-        known: Ways,
+        known: KnownPaths,
     ) -> None:
         self._topology = topology
         self._devices = devices
@@ -165,7 +165,7 @@ class _Builder:
         ]
 
     def messages(self, part: Sequence[int]) -> Iterator[tuple[int, int, _Hops, _Hops]]:
-        """Yield every member with the offset of each neighbour, and the ways there and back, of each kind."""
+        """Yield every member with the offset of each neighbour, and the hops there and back, of each kind."""
         for place, rank in enumerate(part):
             for offset in _NEIGHBOURS:
                 if 0 <= place + offset < len(part):
@@ -215,8 +215,8 @@ class _Builder:
             order = (*ring.gpu_ids, ring.gpu_ids[0])
             hops = list(zip(itertools.pairwise(order), _link_ids(ring.link_ids, len(devices)), strict=True))
             for (here, there), link_id in hops:
-                ways = ((here, there), (there, here))[: rings.num_directions]
-                for sender, receiver in ways:
+                directions = ((here, there), (there, here))[: rings.num_directions]
+                for sender, receiver in directions:
                     name = self._topology.graph.edges[sender, receiver, link_id]["resource_id"]
                     sends[sender][name] = sends[sender].get(name, 0.0) + part
         latency_s = max(links[link_id].latency_s for ring in rings.rings for link_id in ring.link_ids)

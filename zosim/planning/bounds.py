@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from topology.units import format_bytes
 from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.hardware.machine import Machine
-from zosim.hardware.machines import Ways, machines_for
+from zosim.hardware.machines import KnownPaths, machines_for
 from zosim.planning.footprint import Footprints, host_footprint
 from zosim.planning.request import Request, profiles_of
 from zosim.planning.sketch import Sketch, Sketcher
@@ -68,7 +68,7 @@ class Bounds:
         self._sketcher = Sketcher(request.model)
         self._isomorphic = IsomorphicHosts(request.topology)
         self._sites: dict[tuple[Mesh, Placement], _Site] = {}
-        self._ways = Ways()
+        self._ways = KnownPaths()
         self._known: dict[tuple[Placement, int], tuple[Machine, ...]] = {}
 
     def of(self, plan: Plan) -> Bound:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from costmodel.prices import PriceTable, Range, Way, load_prices, shipped_prices
+from costmodel.prices import PriceTable, Range, Payment, load_prices, shipped_prices
 from topology.errors import PlanError
 from topology.units import QuantityError, format_seconds, parse_quantity
 from zosim.applications.buying.machine import Job, Machine, machines_named
@@ -55,7 +55,9 @@ class Answer:
             return f"Answer({job}: no machine fits)"
         best = self.offers[0]
         money = f"{plain(best.cost.money.value)} {self.market.prices.currency}"
-        return f"Answer({job}: {best.machine.name}, {best.way}, {plain(best.cost.hours.value)} h, {money})"
+        return (
+            f"Answer({job}: {best.machine.name}, {best.payment}, {plain(best.cost.hours.value)} h, {money})"
+        )
 
     def _repr_html_(self) -> str:
         return self.report().to_html()
@@ -99,7 +101,7 @@ class Answer:
                 {
                     "machine": offer.machine.name,
                     "num_devices": offer.machine.num_devices,
-                    "way": offer.way,
+                    "way": offer.payment,
                     "figures": list(effects_of_offer),
                     "memory_for_faster": list(rooms_of_offer),
                 }
@@ -119,7 +121,7 @@ def buy(
     budget: str | float | None = None,
     deadline: str | float | None = None,
     prices: str | Path | None = None,
-    pay: Way | None = None,
+    pay: Payment | None = None,
     by: RankBy = "money",
     method: Method = "auto",
     dtype: str = "float16",
@@ -228,7 +230,7 @@ def _offers_table(market: Market, offers: Sequence[Offer], limiters: Sequence[st
             str(number),
             offer.machine.name,
             str(offer.machine.num_devices),
-            offer.way,
+            offer.payment,
             ("" if offer.machine.prediction else ">= ") + format_seconds(offer.machine.step_s.value),
             _range(offer.cost.hours),
             _range(offer.cost.money),
@@ -263,7 +265,7 @@ def _effects_table(offer: Offer, effects: Sequence[Effect]) -> Table:
         for effect in shown
     ]
     machine = offer.machine
-    title = f"{machine.name}, {machine.num_devices} device{'s' if machine.num_devices > 1 else ''}, {offer.way}: a step with one figure changed"
+    title = f"{machine.name}, {machine.num_devices} device{'s' if machine.num_devices > 1 else ''}, {offer.payment}: a step with one figure changed"
     return Table(("figure", "now", "x2", "/2", "changes which is first"), rows, title=title)
 
 
@@ -293,7 +295,7 @@ def _offer_data(offer: Offer, limiter: str) -> dict[str, Any]:
     return {
         "machine": machine.name,
         "num_devices": machine.num_devices,
-        "way": offer.way,
+        "way": offer.payment,
         "within_limits": offer.verdict,
         "placement": machine.best.describe(),
         "step_time_s": machine.step_s,

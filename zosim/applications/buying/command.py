@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from costmodel.prices import PriceTable, Way, shipped_prices_text
+from costmodel.prices import PriceTable, Payment, shipped_prices_text
 from topology.errors import PlanError
 from zosim.applications.buying.answer import buy as answer_for
 from zosim.console import emit, stderr
@@ -24,7 +24,7 @@ class RankName(enum.StrEnum):
     ENERGY = "energy"
 
 
-class WayName(enum.StrEnum):
+class PaymentName(enum.StrEnum):
     """Ways to pay for a machine."""
 
     EITHER = "either"
@@ -32,7 +32,11 @@ class WayName(enum.StrEnum):
     OWN = "own"
 
 
-_WAYS: dict[WayName, Way | None] = {WayName.EITHER: None, WayName.RENT: "rent", WayName.OWN: "own"}
+_PAYMENTS: dict[PaymentName, Payment | None] = {
+    PaymentName.EITHER: None,
+    PaymentName.RENT: "rent",
+    PaymentName.OWN: "own",
+}
 
 
 def buy(
@@ -60,8 +64,8 @@ def buy(
         Path | None, typer.Option(help="Your own price table; --show-prices prints one to start from.")
     ] = None,
     pay: Annotated[
-        WayName, typer.Option(help="Only machines that are rented, or only owned.")
-    ] = WayName.EITHER,
+        PaymentName, typer.Option(help="Only machines that are rented, or only owned.")
+    ] = PaymentName.EITHER,
     by: Annotated[RankName, typer.Option(help="What to rank by.")] = RankName.MONEY,
     method: Annotated[
         MethodName, typer.Option(help="Only placements of this method; by default any.")
@@ -92,7 +96,7 @@ def buy(
         budget=budget,
         deadline=deadline,
         prices=prices,
-        pay=_WAYS[pay],
+        pay=_PAYMENTS[pay],
         by=by.value,
         method=method.value,
         dtype=dtype,

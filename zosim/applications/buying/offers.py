@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from costmodel.prices import JobCost, PriceTable, Range, Way, job_costs
+from costmodel.prices import JobCost, PriceTable, Range, Payment, job_costs
 from topology.errors import PlanError
 from topology.graph import Topology
 from zosim.applications.buying.machine import Job, Machine, interval, simulated
@@ -61,9 +61,9 @@ class Offer:
     verdict: Verdict
 
     @property
-    def way(self) -> Way:
+    def payment(self) -> Payment:
         """How the machine is paid for."""
-        return self.cost.way
+        return self.cost.payment
 
     def metric(self, by: RankBy) -> float:
         """Return the number that offers are ranked by."""
@@ -114,7 +114,7 @@ class Market:
     prices: PriceTable
     limits: Limits = Limits()
     by: RankBy = "money"
-    pay: Way | None = None
+    pay: Payment | None = None
 
     def offers(
         self, machines: Iterable[tuple[str, Topology]], counts: Sequence[int], *, num_simulated: int
@@ -201,7 +201,7 @@ class Market:
     def _costs(self, machine: Machine) -> tuple[JobCost, ...]:
         hours = self.job.hours(machine.step_s)
         costs = job_costs(self.prices, machine.name, machine.topology, machine.num_devices, hours)
-        return tuple(cost for cost in costs if self.pay in (None, cost.way))
+        return tuple(cost for cost in costs if self.pay in (None, cost.payment))
 
     def _priced(self, machine: Machine) -> list[Offer]:
         return [Offer(machine, cost, self.limits.verdict(cost)) for cost in self._costs(machine)]
@@ -225,7 +225,7 @@ class Market:
     def repriced(self, offer: Offer, times: float) -> Offer:
         """Return an offer as it would be if its step took so many times as long."""
         changed = replace(offer.machine, step_s=offer.machine.step_s * times)
-        (cost,) = (cost for cost in self._costs(changed) if cost.way == offer.way)
+        (cost,) = (cost for cost in self._costs(changed) if cost.payment == offer.payment)
         return Offer(changed, cost, self.limits.verdict(cost))
 
 
