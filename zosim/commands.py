@@ -21,6 +21,7 @@ from zosim.console import emit, stderr
 from zosim.hardware.profiles import Profiles
 from zosim.options import (
     HOST,
+    EngineName,
     Hardware,
     Json,
     MethodName,
@@ -268,6 +269,12 @@ def simulate(
             "every rank is a process.",
         ),
     ] = False,
+    engine: Annotated[
+        EngineName,
+        typer.Option(
+            help="What plays the events: arrays over all ranks, or a simpy process for every stream."
+        ),
+    ] = EngineName.LOCKSTEP,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (Perfetto opens it).")] = None,
     first_order: Annotated[
         FirstOrderName | None,
@@ -288,7 +295,15 @@ def simulate(
         no_first_order(microbatches, schedule, samples)
         if first_order_trace is not None:
             raise PlanError("--first-order-trace without --first-order", hint="such as --first-order sgd")
-    subject = subject_of(Plan.load(plan_file), hardware, profile, threads, program, one_process=one_process)
+    subject = subject_of(
+        Plan.load(plan_file),
+        hardware,
+        profile,
+        threads,
+        program,
+        one_process=one_process,
+        engine=engine.value,
+    )
     timeline = subject.timeline if steps is None else subject.simulated(num_steps=steps)
     if trace is not None:
         # Arrows follow one program; ranks of several have none.

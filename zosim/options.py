@@ -19,7 +19,7 @@ from topology.units import QuantityError, parse_bytes
 from topology.validation import did_you_mean, readable
 from zosim.hardware.profiles import Profiles
 from zosim.planning.cuts import Cutting, read_densities
-from zosim.planning.predict import Subject
+from zosim.planning.predict import Engine, Subject
 from zosim.plans import Mesh, Plan, StorageDType, TransferDType
 from zosim.program_set import ProgramSet
 
@@ -48,6 +48,13 @@ class MethodName(enum.StrEnum):
     DDP = "ddp"
     TWO_D = "2d"
     SPARQ = "sparq"
+
+
+class EngineName(enum.StrEnum):
+    """What plays the events of a simulation."""
+
+    LOCKSTEP = "lockstep"
+    SIMPY = "simpy"
 
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan written by `zosim plan -o`.", show_default=False)]
@@ -220,6 +227,7 @@ def subject_of(
     program: Path | None = None,
     *,
     one_process: bool = False,
+    engine: Engine = "lockstep",
 ) -> Subject:
     """Return a plan on the hardware that an option names, or that it was made for.
 
@@ -242,4 +250,4 @@ def subject_of(
     first = plan.placement.devices[0]
     rates = profiles.of(first, plan.placement.devices.count(first))
     edited = None if program is None else ProgramSet.load(program)
-    return Subject(plan, topology, rates, edited, profiles, one_process)
+    return Subject(plan, topology, rates, edited, profiles, one_process, engine)

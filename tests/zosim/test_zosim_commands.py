@@ -293,3 +293,16 @@ def test_compare_looks_at_the_slowest_rank_or_the_one_named(plan_of_four: Path, 
 )
 def test_mistakes_about_ranks_are_answered_in_words(words: list[str], says: str) -> None:
     assert says in call(*RANKS, *words, fails=True).stderr
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "data=2,perturb=2"])
+def test_simulating_by_simpy_says_what_the_fast_engine_says(tmp_path: Path, mesh: str) -> None:
+    file = tmp_path / "plan.json"
+    hardware = ("--hardware", "h20-4x-milan", "--batch", "4", "--seq", "64", "--mesh", mesh)
+    call("plan", "--model", "opt-125m", *hardware, "-o", file)
+    said = {
+        engine: json.loads(call("simulate", file, "--engine", engine, "--json").stdout)
+        for engine in ("lockstep", "simpy")
+    }
+    for figure in ("step_time_s", "step_time_low_s", "step_time_high_s", "makespan_s"):
+        assert said["simpy"][figure] == pytest.approx(said["lockstep"][figure], rel=1e-9)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from costmodel.pace import at_pace, off_pace, pace_in
 from costmodel.profile import Bound, Profile
@@ -16,6 +17,7 @@ from zosim.analysis.compare import AtPace, slowest_rank
 from zosim.analysis.critical_path import Bottleneck, bottleneck, step_path
 from zosim.engines.fold import fold
 from zosim.engines.lockstep import simulate_many, steady_step_s
+from zosim.engines.simulate import simulate_world
 from zosim.engines.world import World
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
@@ -33,6 +35,8 @@ EXCHANGES = ("exchange", "gather")
 """Labels of what ranks send to each other: losses, and shares of blocks."""
 
 _FEW_RANKS = 16
+
+Engine = Literal["lockstep", "simpy"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,9 @@ class Subject:
     one_process : bool
         Whether one process of each host drives all its devices, as published systems do, so that one thread issues the
         copies of all. In runs every rank is a process.
+    engine : {"lockstep", "simpy"}
+        What plays the events: arrays over ranks that move in step, one rank for all that behave alike; or a simpy process
+        for every stream of every rank, which is the engine to read, and what the other is held against.
     """
 
     plan: Plan
@@ -131,6 +138,7 @@ class Subject:
     edited: ProgramSet | None = None
     profiles: Profiles | None = None
     one_process: bool = False
+    engine: Engine = "lockstep"
 
     def __repr__(self) -> str:
         return f"Subject({self.plan.model.name}: {self.plan.method} on {self.topology.name}, {self.prediction.interval})"
@@ -203,12 +211,15 @@ class Subject:
 
     def bounding_step_s(self, bound: Bound) -> float:
         """Return the seconds per step with every constant of the profiles at one end of its interval."""
-        return steady_step_s(fold(World.of(self.programs, self.machines, bound)))
+        return self._steady_step_s(World.of(self.programs, self.machines, bound))
 
     @cached_property
     def step_time_s(self) -> float:
         """Seconds per step once steps repeat, that of the slowest rank."""
-        return steady_step_s(fold(self.world))
+        return self._steady_step_s(self.world)
+
+    def _steady_step_s(self, world: World) -> float:
+        return simulate_world(world).step_time_s if self.engine == "simpy" else steady_step_s(fold(world))
 
     def at_pace_of(self, measured: Timeline) -> AtPace | None:
         """Return the step at the pace at which the machine was found before a run.
@@ -239,6 +250,8 @@ class Subject:
         rank : int, optional
             The only one to list; by default all, or of many one of each kind.
         """
+        if self.engine == "simpy":
+            return simulate_world(self.world, num_steps=num_steps)
         if rank is None and self.world.size > _FEW_RANKS:
             return simulate_many(fold(self.world), num_steps=num_steps)
         return simulate_many(self.world, num_steps=num_steps, ranks=None if rank is None else [rank])

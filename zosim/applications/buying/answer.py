@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from costmodel.prices import PriceTable, Range, Payment, load_prices, shipped_prices
+from costmodel.prices import Payment, PriceTable, Range, load_prices, shipped_prices
 from topology.errors import PlanError
 from topology.units import QuantityError, format_seconds, parse_quantity
 from zosim.applications.buying.machine import Job, Machine, machines_named

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from costmodel.prices import PriceTable, Payment, shipped_prices_text
+from costmodel.prices import Payment, PriceTable, shipped_prices_text
 from topology.errors import PlanError
 from zosim.applications.buying.answer import buy as answer_for
 from zosim.console import emit, stderr

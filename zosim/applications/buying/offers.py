@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from costmodel.prices import JobCost, PriceTable, Range, Payment, job_costs
+from costmodel.prices import JobCost, Payment, PriceTable, Range, job_costs
 from topology.errors import PlanError
 from topology.graph import Topology
 from zosim.applications.buying.machine import Job, Machine, interval, simulated
