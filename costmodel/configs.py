@@ -6,7 +6,6 @@ Only the raw JSON is read, so planning needs neither torch nor transformers.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
@@ -17,10 +16,7 @@ import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
-    ValidationError,
     field_validator,
 )
 
@@ -28,6 +24,9 @@ from costmodel.families import FAMILIES, Architecture, Family, TensorSpec
 from costmodel.groups import ParameterEntry, cut_blocks_inside, group_parameters
 from costmodel.model_spec import ModelSpec, segments_of
 from topology.errors import ModelError
+from topology.limits import Extent, Seed
+from topology.reading import read_json_object
+from topology.validation import readable
 
 
 class LoRA(BaseModel):
@@ -47,10 +46,10 @@ class LoRA(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rank: PositiveInt
+    rank: Extent
     target_modules: tuple[str, ...]
     alpha: PositiveFloat | None = None
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
 
     @property
     def scale(self) -> float:
@@ -78,8 +77,8 @@ class Prefix(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_tokens: PositiveInt
-    seed: NonNegativeInt = 0
+    num_tokens: Extent
+    seed: Seed = 0
 
 
 Trainable = Literal["all"] | LoRA | Prefix
@@ -263,14 +262,7 @@ def _adapter_shapes(tensors: list[TensorSpec], lora: LoRA | None, name: str) -> 
 
 
 def _spec_of_file(path: Path, trainable: Trainable, cut_blocks: tuple[int, ...]) -> ModelSpec:
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        message = f"{path} is not a readable JSON file: {error}"
-        raise ModelError(message) from error
-    if not isinstance(loaded, dict):
-        message = f"{path} holds {type(loaded).__name__}, a configuration is a JSON object"
-        raise ModelError(message)
+    loaded = read_json_object(path, "model's configuration", ModelError)
     if "groups" in loaded:
         return _saved_spec(loaded, path, trainable, cut_blocks)
     name = path.parent.name if path.name == "config.json" else path.stem
@@ -289,11 +281,8 @@ def _saved_spec(
             message,
             hint="make it from a model that carries the adapters",
         )
-    try:
+    with readable(f"the model specification {path}", ModelError, model=ModelSpec):
         return ModelSpec.model_validate(loaded)
-    except ValidationError as error:
-        message = f"{path} is not a valid model specification: {error}"
-        raise ModelError(message) from error
 
 
 def _shipped_name(source: str) -> str:

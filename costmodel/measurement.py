@@ -7,13 +7,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter
 
 from costmodel.estimate import CopyDirection
 from costmodel.work import Work
 from topology.errors import ProfileError
+from topology.reading import parse_json, read_text
+from topology.validation import readable
 
 Statistic = Literal["median", "fastest"]
 
@@ -95,18 +97,15 @@ def load_measurements(path: str | Path) -> list[Measurement]:
     ProfileError
         If the file cannot be read; a damaged line is named by its number.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        message = f"the measurements {path} cannot be read: {error}"
-        raise ProfileError(message) from error
+    lines = read_text(path, "file of measurements", ProfileError).split("\n")
     return [_parse_line(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
 
 
+_ADAPTER = TypeAdapter(Measurement)
+
+
 def _parse_line(line: str, number: int, path: str | Path) -> Measurement:
-    try:
-        row: dict[str, Any] = json.loads(line)
-        return Measurement(**{**row, "work": Work.model_validate(row["work"])})
-    except (json.JSONDecodeError, ValidationError, KeyError, TypeError) as error:
-        message = f"{path}, line {number} is not a measurement: {error}"
-        raise ProfileError(message) from error
+    complaint = f"{path}, line {number} is not a measurement"
+    row = parse_json(line, complaint, ProfileError)
+    with readable(f"{path}, line {number}", ProfileError, model=Measurement):
+        return _ADAPTER.validate_python(row)

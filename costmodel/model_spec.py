@@ -13,9 +13,10 @@ from __future__ import annotations
 from functools import cache, cached_property
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
 
 from topology.errors import ModelError
+from topology.limits import Blocks, Elements, ElementsOrNone, Extent
 
 EMBED = "embed"
 HEAD = "head"
@@ -77,11 +78,11 @@ class ParameterGroup(BaseModel):
 
     name: str
     segments: tuple[str, ...]
-    num_parameters: PositiveInt
-    num_trainable: NonNegativeInt
-    num_tensors: PositiveInt
-    num_trainable_tensors: NonNegativeInt
-    largest_trainable_tensor: NonNegativeInt
+    num_parameters: Elements
+    num_trainable: ElementsOrNone
+    num_tensors: Extent
+    num_trainable_tensors: ElementsOrNone
+    largest_trainable_tensor: ElementsOrNone
 
     @property
     def is_tied(self) -> bool:
@@ -133,26 +134,26 @@ class ModelSpec(BaseModel):
 
     name: str
     family: str
-    num_blocks: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    head_dim: PositiveInt
-    vocab_size: PositiveInt
-    max_positions: PositiveInt
+    num_blocks: Blocks
+    hidden_size: Extent
+    intermediate_size: Extent
+    num_heads: Extent
+    num_key_value_heads: Extent
+    head_dim: Extent
+    vocab_size: Extent
+    max_positions: Extent
     mlp: Literal["plain", "gated"]
     norm: Literal["layernorm", "rmsnorm"]
-    embed_dim: PositiveInt
+    embed_dim: Extent
     tied_head: bool
     activation: str = "relu"
     positions: Literal["learned", "rotary"] = "learned"
     qk_norm: bool = False
     fused_qkv: bool = False
     final_norm: bool = True
-    adapter_rank: NonNegativeInt = 0
-    adapter_shapes: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
-    num_prefix_tokens: NonNegativeInt = 0
+    adapter_rank: ElementsOrNone = 0
+    adapter_shapes: tuple[tuple[Extent, Extent], ...] = ()
+    num_prefix_tokens: ElementsOrNone = 0
     cut_blocks: tuple[NonNegativeInt, ...] = ()
     groups: tuple[ParameterGroup, ...]
 

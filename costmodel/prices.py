@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
 from pydantic import Field, StringConstraints, model_validator
 
 from topology.documents import preset_names
 from topology.errors import ZosimError
 from topology.figures import Basis
 from topology.graph import Topology
+from topology.reading import MAX_YAML_BYTES, parse_yaml, read_text
 from topology.validation import FrozenModel, RuleError, did_you_mean, readable
 
 HOURS_PER_YEAR = 8766.0
@@ -336,20 +336,13 @@ def load_prices(path: str | Path) -> PriceTable:
     PriceError
         If the file cannot be read, is no YAML, or a figure is missing, not positive, or of no known machine.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        message = f"the price table {path} cannot be read: {error}"
-        raise PriceError(message, hint="`zosim buy --show-prices` prints one to start from") from error
+    hint = "`zosim buy --show-prices` prints one to start from"
+    text = read_text(path, "price table", PriceError, hint=hint, max_bytes=MAX_YAML_BYTES)
     return _table(text, f"price table {path}")
 
 
 def _table(text: str, what: str) -> PriceTable:
-    try:
-        data: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        message = f"{what} is not YAML: {error}"
-        raise PriceError(message, hint="check indentation, colons and quotes there") from error
+    data, _ = parse_yaml(text, what, PriceError, hint="check indentation, colons and quotes there")
     if not isinstance(data, Mapping):
         message = f"{what} is not a mapping with currency, machines and the like"
         raise PriceError(message, hint="`zosim buy --show-prices` prints one to start from")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -14,13 +15,14 @@ from pydantic import (
     ConfigDict,
     NonNegativeFloat,
     PositiveFloat,
-    PositiveInt,
-    ValidationError,
     model_validator,
 )
 
 from topology.errors import ProfileError
+from topology.limits import Ranks
+from topology.reading import read_json_object
 from topology.signed import with_digest, without_digest
+from topology.validation import readable
 
 Bound = Literal["central", "low", "high"]
 """Which end of a duration is wanted: ``low`` the shortest that the intervals allow, ``high`` the longest."""
@@ -147,6 +149,10 @@ _UNTRIED_KINDS = frozenset({"ranks_slowdown", "message_s", "loopback_bandwidth",
 """What no step of one rank tells of, and so not how wide intervals have to be."""
 
 
+_SLOWEST, _LARGEST = 1e-3, 1e24
+"""No device computes or moves less in a second, or more; durations stay finite."""
+
+
 class Constant(BaseModel):
     """One measured or published number.
 
@@ -179,8 +185,11 @@ class Constant(BaseModel):
         if self.unit != expected:
             message = f"{self.name}: unit {self.unit!r}, expected {expected!r}"
             raise ValueError(message)
-        if self.is_rate and self.low == 0:
-            message = f"{self.name}: a rate cannot be zero"
+        if self.is_rate and self.low < _SLOWEST:
+            message = f"{self.name}: a rate of {self.low:g} {self.unit} is none"
+            raise ValueError(message)
+        if self.high > _LARGEST:
+            message = f"{self.name}: {self.high:g} {self.unit} is larger than {_LARGEST:g}"
             raise ValueError(message)
         return self
 
@@ -240,8 +249,8 @@ class Profile(BaseModel):
     version: Literal[3] = 3
     device_name: str
     device_kind: DeviceKind
-    num_threads: PositiveInt
-    num_cores: PositiveInt
+    num_threads: Ranks
+    num_cores: Ranks
     origin: Literal["datasheet", "calibrated"]
     interval_scale: PositiveFloat = 1.0
     constants: tuple[Constant, ...]
@@ -249,7 +258,7 @@ class Profile(BaseModel):
     @model_validator(mode="after")
     def _is_complete(self) -> Profile:
         names = [constant.name for constant in self.constants]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
         missing = sorted(
             set(CONSTANT_UNITS) - _OPTIONAL_KINDS - {constant.kind for constant in self.constants}
         )
@@ -331,23 +340,17 @@ def load_profile(path: str | Path) -> Profile:
     ProfileError
         If the file is unreadable, damaged, of another format or version, or was edited.
     """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        message = f"the profile {path} cannot be read: {error}"
-        raise ProfileError(message, hint="calibrate again to write a new one") from error
-    if not isinstance(content, dict) or content.get("format") != "zosim-profile":
+    hint = "calibrate again to write a new one"
+    content = read_json_object(path, "profile", ProfileError, hint=hint)
+    if content.get("format") != "zosim-profile":
         message = f"{path} is not a profile: its format is not 'zosim-profile'"
         raise ProfileError(message)
     if content.get("version") != _VERSION:
         message = f"the profile {path} has version {content.get('version')!r}, this program reads version {_VERSION}"
-        raise ProfileError(message, hint="calibrate again to write a new one")
+        raise ProfileError(message, hint=hint)
     content, is_unchanged = without_digest(content)
     if not is_unchanged:
         message = f"the profile {path} is damaged or was edited: its digest does not match its content"
         raise ProfileError(message, hint="calibrate again, or restore the file")
-    try:
+    with readable(f"the profile {path}", ProfileError, model=Profile):
         return Profile.model_validate(content)
-    except ValidationError as error:
-        message = f"the profile {path} is not valid: {error}"
-        raise ProfileError(message) from error

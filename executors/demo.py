@@ -266,7 +266,7 @@ class Stages:
         from zosim.console import stderr
 
         self._stage += 1
-        stderr.print(f"\n[bold]{self._stage}. {text}[/bold]", soft_wrap=True)
+        stderr.print(f"\n{self._stage}. {text}", style="bold", soft_wrap=True)
 
 
 def _between(decision: Decision) -> int:

@@ -7,7 +7,6 @@ import enum
 import json
 import logging
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +17,8 @@ from topology.errors import TopologyError
 from topology.graph import Topology
 from topology.hardware import resolve
 from topology.lint import lint, refuse_errors
+from topology.printable import one_line, printable
+from topology.reading import read_stdin, read_text
 
 if TYPE_CHECKING:
     from topology.rings import RingSet
@@ -78,11 +79,11 @@ def validate(hardware: Hardware, as_json: Json = False) -> None:
     else:
         for finding in findings:
             if finding.severity == "warning":
-                typer.echo(f"warning: {finding.where}: {finding.message}\n  hint: {finding.hint}")
+                _say(f"warning: {finding.where}: {finding.message}\n  hint: {finding.hint}")
     refuse_errors(topology)
     if not as_json:
         counted = f"{len(topology.nodes)} nodes, {len(topology.links)} links, {len(findings)} warnings"
-        typer.echo(f"{topology.name} is valid: {counted}")
+        _say(f"{one_line(topology.name)} is valid: {counted}")
 
 
 @app.command()
@@ -104,7 +105,7 @@ def draw(
     if as_json:
         _print_json({"path": str(written)})
     else:
-        typer.echo(str(written))
+        _say(str(written))
 
 
 @app.command()
@@ -132,7 +133,7 @@ def rings(
         )
         counted = f"{len(item.rings)} ring{'s' if len(item.rings) > 1 else ''}"
         shown = f"{counted}, {bandwidth}" if item.rings else "no ring of NVLinks"
-        typer.echo(f"{len(item.gpu_ids)} gpus ({', '.join(item.gpu_ids)}): {shown}")
+        _say(f"{len(item.gpu_ids)} gpus ({', '.join(item.gpu_ids)}): {shown}")
         for ring in item.rings:
             typer.echo(f"  {' - '.join(ring.gpu_ids)}")
 
@@ -225,16 +226,8 @@ def guess_tool(path: Path) -> Tool:
 
 
 def _read_text(path: Path) -> str:
-    if str(path) == "-":
-        return sys.stdin.read()
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        message = f"cannot read {str(path)!r}: {error.strerror}"
-        raise TopologyError(message) from error
-    except UnicodeDecodeError as error:
-        message = f"{str(path)!r} is not UTF-8 text: {error.reason} at byte {error.start}"
-        raise TopologyError(message) from error
+    what = "matrix or XML file"
+    return read_stdin(what, TopologyError) if str(path) == "-" else read_text(path, what, TopologyError)
 
 
 def _deliver(topology: Topology, output: Path | None, as_json: bool) -> None:
@@ -244,7 +237,7 @@ def _deliver(topology: Topology, output: Path | None, as_json: bool) -> None:
         except OSError as error:
             message = f"cannot write {str(output)!r}: {error.strerror}"
             raise TopologyError(message) from error
-        typer.echo(f"wrote {output}", err=True)
+        typer.echo(printable(f"wrote {output}"), err=True)
     _show(topology, as_json)
 
 
@@ -306,5 +299,9 @@ def _count_devices(topology: Topology) -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in kinds)
 
 
+def _say(text: str) -> None:
+    typer.echo(printable(text))
+
+
 def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from topology.errors import TopologyError
 from topology.graph import Topology
+from topology.reading import MAX_YAML_BYTES, parse_yaml, read_text
 from topology.schema import DeviceSpec, LinkType
 from topology.validation import FrozenModel, Location, did_you_mean, readable
 
@@ -82,15 +83,8 @@ def load(path: str | Path) -> Topology:
         If the file cannot be read, is no YAML, or describes no valid machine; the message names the node
         or link, its line, the rule and what to do.
     """
-    file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        message = f"cannot read the topology file {str(path)!r}: {error.strerror}"
-        raise TopologyError(message, hint="`zosim topology list` shows the presets") from error
-    except UnicodeDecodeError as error:
-        message = f"topology file {str(path)!r} is not UTF-8 text: {error.reason} at byte {error.start}"
-        raise TopologyError(message) from error
+    hint = "`zosim topology list` shows the presets"
+    text = read_text(path, "topology file", TopologyError, hint=hint, max_bytes=MAX_YAML_BYTES)
     return loads(text, what=str(path))
 
 
@@ -158,17 +152,7 @@ def _resolve_link(link: dict[str, Any], link_types: dict[str, LinkType], where: 
 
 
 def _parse_yaml(text: str, what: str) -> tuple[dict[str, Any], Callable[[Location], str | None]]:
-    try:
-        data = yaml.safe_load(text)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        message = f"{what} is not YAML{where}: {error.problem or error.context}"
-        raise TopologyError(message, hint="check indentation, colons and quotes there") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        message = f"{what} is not YAML: {error}"
-        raise TopologyError(message) from error
+    data, root = parse_yaml(text, what, TopologyError, hint="check indentation, colons and quotes there")
     if not isinstance(data, dict):
         found = "empty" if data is None else f"a {type(data).__name__}"
         message = f"{what} is {found}, not a mapping with name, nodes and links"

@@ -7,10 +7,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from topology.errors import TopologyError
 from topology.graph import Topology
+from topology.printable import one_line
 from topology.schema import Link, Node
 from topology.units import format_bandwidth, format_bytes
 
@@ -59,6 +60,7 @@ LINK_COLORS: Final = MappingProxyType(
     }
 )
 NODE_WIDTH, NODE_HEIGHT, COLUMN, ROW = 1.55, 0.62, 1.95, 1.3
+MAX_NODES = 600
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -83,6 +85,9 @@ def draw(topology: Topology, path: str | Path) -> Path:
     if file.suffix.lower() not in FORMATS:
         message = f"cannot draw into {str(path)!r}: the format {file.suffix!r} is unknown"
         raise TopologyError(message, hint=f"end its name with one of {', '.join(FORMATS)}")
+    if len(topology.nodes) > MAX_NODES:
+        message = f"{topology.name!r} has {len(topology.nodes)} nodes, too many to see in a picture"
+        raise TopologyError(message, hint=f"draw one host of it, with at most {MAX_NODES} nodes")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Picture
 
@@ -99,7 +104,7 @@ def draw(topology: Topology, path: str | Path) -> Path:
     for node in topology.nodes:
         if node.id in layout.positions:
             _draw_node(axes, node, layout.positions[node.id], layout.widths[node.id])
-    axes.text(left + 0.45, top - 0.35, topology.name, fontsize=14, fontweight="bold", va="center")
+    _write(axes, left + 0.45, top - 0.35, topology.name, fontsize=14, fontweight="bold", va="center")
     _legend(axes, topology)
     _save(picture, file)
     return file
@@ -184,12 +189,15 @@ def _rows(topology: Topology, members: list[Node]) -> dict[int, list[str]]:
 def _parent_place(topology: Topology, name: str, place: dict[str, float], fallback: int) -> float:
     known = [
         place[link.other_end(name)]
-        for link in topology.links
-        if name in {link.source, link.target}
-        and link.type.kind in {"pcie", "fabric", "memory"}
-        and link.other_end(name) in place
+        for link in topology.links_of(name)
+        if link.type.kind in {"pcie", "fabric", "memory"} and link.other_end(name) in place
     ]
     return sum(known) / len(known) if known else float(fallback)
+
+
+def _write(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
+    """Write a name as it is: no formula, and nothing that a picture cannot hold."""
+    axes.text(x, y, one_line(text), parse_math=False, **style)
 
 
 def _draw_hosts(axes: Axes, topology: Topology, layout: _Layout) -> None:
@@ -203,7 +211,7 @@ def _draw_hosts(axes: Axes, topology: Topology, layout: _Layout) -> None:
         )
         axes.add_patch(box)
         title = host.id if host.label is None else f"{host.id}: {host.label}"
-        axes.text(x + 0.1, y + height - 0.02, title, fontsize=10, va="top", color="#444444", zorder=5)
+        _write(axes, x + 0.1, y + height - 0.02, title, fontsize=10, va="top", color="#444444", zorder=5)
 
 
 def _draw_node(axes: Axes, node: Node, position: tuple[float, float], width: float) -> None:
@@ -225,7 +233,8 @@ def _draw_node(axes: Axes, node: Node, position: tuple[float, float], width: flo
         )
     )
     name, detail = node.id.rsplit("/", maxsplit=1)[-1], _detail(node)
-    axes.text(
+    _write(
+        axes,
         x,
         y + (0.12 if detail else 0),
         name,
@@ -236,7 +245,7 @@ def _draw_node(axes: Axes, node: Node, position: tuple[float, float], width: flo
         zorder=4,
     )
     if detail:
-        axes.text(x, y - 0.15, detail, ha="center", va="center", fontsize=6.5, zorder=4)
+        _write(axes, x, y - 0.15, detail, ha="center", va="center", fontsize=6.5, zorder=4)
 
 
 def _detail(node: Node) -> str:
@@ -305,7 +314,8 @@ def _line_width(link: Link) -> float:
 def _label(axes: Axes, link: Link, x: float, y: float) -> None:
     text = format_bandwidth(link.bandwidth_bytes_per_s)
     box = {"boxstyle": "round,pad=0.12", "fc": "white", "ec": "none", "alpha": 0.85}
-    axes.text(
+    _write(
+        axes,
         x,
         y,
         text,

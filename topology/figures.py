@@ -11,6 +11,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from topology.units import Dimension, QuantityError, split_quantity, unit_scale
 from topology.validation import FrozenModel, RuleError
 
+SMALLEST, LARGEST = 1e-15, 1e27
+"""Of a figure in SI units, unless it is zero: quotients of two stay finite."""
+
 Basis = Literal["datasheet", "paper", "specification", "measured", "estimated", "assumed", "declared"]
 
 
@@ -80,6 +83,9 @@ def _check(dimension: Dimension, *, positive: bool, at_most: float = math.inf) -
         if value < 0 or (positive and value == 0):
             message = f"{figure} must be {'more than zero' if positive else 'zero or more'}"
             raise QuantityError(message)
+        if value and not SMALLEST <= value <= LARGEST:
+            message = f"{figure} is beyond what hardware can be: {value:g} in SI units"
+            raise QuantityError(message, hint="look at the unit and the exponent")
         if value > at_most:
             message = f"{figure} must be at most {at_most:g}"
             raise QuantityError(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -22,6 +23,9 @@ from topology.schema import (
     unknown_node,
 )
 from topology.validation import FrozenModel, RuleError, did_you_mean
+
+MAX_HOSTS = 2048
+MAX_HOST_WORK = 2_000_000
 
 
 class Topology(FrozenModel):
@@ -51,16 +55,17 @@ class Topology(FrozenModel):
     def _is_consistent(self) -> Topology:
         _refuse_duplicates("node", [node.id for node in self.nodes])
         _refuse_duplicates("link", [link.id for link in self.links])
-        known = [node.id for node in self.nodes]
+        known = dict.fromkeys(node.id for node in self.nodes)
         for position, link in enumerate(self.links):
             for end in (link.source, link.target):
                 if end not in known:
-                    raise unknown_node(end, known, f"link {link.id!r}", ("links", position))
+                    raise unknown_node(end, list(known), f"link {link.id!r}", ("links", position))
         for position, entry in enumerate(self.measured):
             for end in (entry.source, entry.target):
                 if end not in known:
-                    raise unknown_node(end, known, "a measured bandwidth", ("measured", position))
+                    raise unknown_node(end, list(known), "a measured bandwidth", ("measured", position))
         self._check_hosts()
+        self._check_size()
         _refuse_ambiguous("device", [(node.spec.id, node.spec) for node in self.nodes if node.spec])
         _refuse_ambiguous("link type", [(link.type.name, link.type) for link in self.links if link.type.name])
         if not any(node.spec for node in self.nodes):
@@ -69,16 +74,44 @@ class Topology(FrozenModel):
         return self
 
     def _check_hosts(self) -> None:
-        hosts = [node.id for node in self.nodes if node.kind == "host"]
+        hosts = {node.id for node in self.nodes if node.kind == "host"}
         for position, node in enumerate(self.nodes):
             if node.host is not None and node.host not in hosts:
                 message = f"node {node.id!r} names the unknown host {node.host!r}"
                 hint = did_you_mean(node.host, hosts)
                 raise RuleError(message, hint=hint, location=("nodes", position, "host"))
 
+    def links_of(self, node_id: str) -> Sequence[Link]:
+        """Links at a node, in file order."""
+        return self._links_by_node.get(node_id, ())
+
+    @cached_property
+    def _links_by_node(self) -> Mapping[str, list[Link]]:
+        at: dict[str, list[Link]] = {}
+        for link in self.links:
+            at.setdefault(link.source, []).append(link)
+            at.setdefault(link.target, []).append(link)
+        return MappingProxyType(at)
+
     @cached_property
     def _nodes_by_id(self) -> Mapping[str, Node]:
         return MappingProxyType({node.id: node for node in self.nodes})
+
+    def _check_size(self) -> None:
+        """Refuse what routes cannot be found in within seconds: every device looks for the nearest memory of its host."""
+        kinds = Counter((node.host, "device" if node.spec else node.kind) for node in self.nodes)
+        host_of = {node.id: node.host for node in self.nodes}
+        links = Counter(host_of[link.source] for link in self.links)
+        for host in (node.id for node in self.nodes if node.kind == "host"):
+            work = kinds[host, "memory"] * kinds[host, "device"] * links[host]
+            if work > MAX_HOST_WORK:
+                message = (
+                    f"host {host!r} has {kinds[host, 'memory']} memories, {kinds[host, 'device']} devices and "
+                    f"{links[host]} links: too many to find routes in"
+                )
+                raise RuleError(message, hint=f"their product may be {MAX_HOST_WORK}; describe several hosts")
+        if kinds[None, "host"] > MAX_HOSTS:
+            raise RuleError(f"{kinds[None, 'host']} hosts are more than {MAX_HOSTS}")
 
     @cached_property
     def graph(self) -> nx.MultiDiGraph[str]:

@@ -117,7 +117,7 @@ def _nvlink_speed(topology: Topology) -> Iterator[Finding]:
 def _connectors(topology: Topology) -> Iterator[Finding]:
     """GPUs with more or faster links than they have connectors for."""
     for node in topology.of_kind("gpu"):
-        links = [link for link in topology.links if node.id in {link.source, link.target}]
+        links = topology.links_of(node.id)
         spec = node.spec
         num_nvlinks = sum(link.count for link in links if link.type.kind == "nvlink")
         if spec is not None and spec.nvlink is not None and num_nvlinks > spec.nvlink.num_links:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import yaml
 
@@ -20,6 +21,7 @@ from topology.errors import ZosimError
 
 MAX_JSON_BYTES = 256 * 2**20
 MAX_YAML_BYTES = 8 * 2**20
+_CHUNK_BYTES = 2**22
 MAX_DEPTH = 64
 """Levels of lists and objects; documents of this project have fewer than twenty."""
 MAX_DIGITS = 40
@@ -65,7 +67,7 @@ def read_bytes(
     """
     try:
         with Path(path).open("rb") as file:
-            content = file.read(max_bytes + 1)
+            content = _at_most(file, max_bytes + 1)
     except FileNotFoundError:
         raise error(f"no {what} at {path}", hint=hint) from None
     except OSError as problem:
@@ -75,6 +77,14 @@ def read_bytes(
     if len(content) > max_bytes:
         raise error(f"{path} is not a {what}: it has more than {max_bytes // 2**20} MiB", hint=hint)
     return content
+
+
+def _at_most(file: IO[bytes], num_bytes: int) -> bytes:
+    """Return the first bytes of a file that may have no end, without memory for more than it has."""
+    content = bytearray()
+    while len(content) < num_bytes and (chunk := file.read(min(_CHUNK_BYTES, num_bytes - len(content)))):
+        content += chunk
+    return bytes(content)
 
 
 def read_text(
@@ -96,8 +106,28 @@ def read_text(
     try:
         return content.decode()
     except UnicodeDecodeError as problem:
-        message = f"{path} is not a {what}: no UTF-8 text, {problem.reason} at byte {problem.start}"
+        message = f"{path} is not a {what}: it is not UTF-8 text, {problem.reason} at byte {problem.start}"
         raise error(message, hint=hint) from None
+
+
+def read_stdin(what: str, error: type[ZosimError]) -> str:
+    """Return the text on standard input; parameters as of :func:`read_bytes`.
+
+    Raises
+    ------
+    ZosimError
+        Of type `error`, if it is not text or is too large.
+    """
+    try:
+        text = sys.stdin.read(MAX_JSON_BYTES + 1)
+    except UnicodeDecodeError as problem:
+        message = (
+            f"standard input is not a {what}: it is not UTF-8 text, {problem.reason} at byte {problem.start}"
+        )
+        raise error(message) from None
+    if len(text) > MAX_JSON_BYTES:
+        raise error(f"standard input is not a {what}: it has more than {MAX_JSON_BYTES // 2**20} MiB")
+    return text
 
 
 def read_json(path: str | Path, what: str, error: type[ZosimError], *, hint: str | None = None) -> Any:
@@ -247,7 +277,7 @@ def parse_yaml(
             if root is None:
                 return None, None
             _refuse_multiplied(root)
-            value = loader.construct_document(root)
+            value = _constructed(loader, root)
         finally:
             loader.dispose()
         _refuse_numbers(value)
@@ -256,11 +286,18 @@ def parse_yaml(
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         message = f"{what} is not YAML{where}: {problem.problem or problem.context}"
         raise error(message, hint=hint) from problem
-    except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as problem:
-        # ValueError and its like: months of 13 days, binary that is none, keys that cannot be hashed.
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:
         reason = str(problem).partition("\n")[0]
         raise error(f"{what} is not YAML that can be read: {reason}", hint=hint) from problem
     return value, root
+
+
+def _constructed(loader: Any, root: yaml.Node) -> Any:
+    try:
+        return loader.construct_document(root)
+    except (TypeError, LookupError, AttributeError, ArithmeticError) as problem:
+        # Scalars with a tag that they do not suit, such as !!bool x, and keys that cannot be hashed.
+        raise _UnreadableError(f"it holds what its tag does not allow: {problem}") from problem
 
 
 def _refuse_yaml_depth(text: str) -> None:

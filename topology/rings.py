@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -19,6 +20,11 @@ from topology.schema import Link
 
 # Cycles that the exact search takes on: all of a complete graph of nine GPUs, many more than a real board has.
 MAX_CYCLES = 25_000
+MAX_BRANCHES = 10_000
+"""Of the integer program; those of real boards take a handful."""
+
+MAX_VISITS = 2_000_000
+"""Beginnings of cycles that it follows, whether or not they close."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +144,11 @@ def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
         constraints=LinearConstraint(incidence, ub=capacity),
         integrality=np.ones(len(cycles)),
         bounds=Bounds(0, np.inf),
+        options={"node_limit": MAX_BRANCHES},
     )
-    assert found.success, found.message
+    if not found.success:
+        message = f"the best set of rings among {len(gpu_ids)} GPUs was not found: {found.message}"
+        raise TopologyError(message, hint="ask for fewer GPUs")
     rings = [
         LinkRing(order, tuple(joint.links[0].id for joint in path), float(slowest[number]))
         for number, (order, path) in enumerate(cycles)
@@ -186,9 +195,14 @@ def _cycles(
     first = gpu_ids[0]
     place = {gpu_id: number for number, gpu_id in enumerate(gpu_ids)}
 
+    visits = count()
+
     def extend(
         order: tuple[str, ...], path: tuple[_Joint, ...]
     ) -> Iterator[tuple[tuple[str, ...], tuple[_Joint, ...]]]:
+        if next(visits) > MAX_VISITS:
+            message = f"these {len(gpu_ids)} GPUs can be visited in too many orders to look for rings"
+            raise TopologyError(message, hint="ask for fewer GPUs")
         for other, joint in neighbours[order[-1]]:
             # Of the two directions of a cycle the one that starts with the earlier neighbour is listed.
             if other == first and len(order) == len(gpu_ids) and place[order[1]] < place[order[-1]]:

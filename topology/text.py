@@ -6,10 +6,12 @@ import io
 import math
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
 from topology.graph import Topology
+from topology.printable import one_line, printable
 from topology.schema import Dtype, Link, Node
 from topology.units import format_bandwidth, format_bytes, format_flops, format_seconds
 
@@ -29,11 +31,16 @@ def render_text(topology: Topology, *, width: int = 110, color: bool = False) ->
         Whether to use terminal colours.
     """
     console = Console(
-        file=io.StringIO(), width=width, force_terminal=color, no_color=not color, highlight=False
+        file=io.StringIO(),
+        width=width,
+        force_terminal=color,
+        no_color=not color,
+        highlight=False,
+        emoji=False,
     )
-    console.print(f"[bold]{topology.name}[/bold]")
+    console.print(f"[bold]{_shown(topology.name)}[/bold]")
     if topology.description:
-        console.print(topology.description, style="dim")
+        console.print(printable(topology.description), style="dim", markup=False)
     console.print()
     drawn: set[str] = set()
     for host in topology.hosts:
@@ -49,7 +56,7 @@ def render_text(topology: Topology, *, width: int = 110, color: bool = False) ->
 
 def _host_tree(topology: Topology, host: Node, drawn: set[str]) -> Tree:
     """NUMA domains with what hangs on them, found by walking away from the domains."""
-    tree = Tree(f"[bold]{host.id}[/bold]" + (f"  {host.label}" if host.label else ""))
+    tree = Tree(f"[bold]{host.id}[/bold]" + (f"  {_shown(host.label)}" if host.label else ""))
     members = {node.id for node in topology.nodes if node.host == host.id}
     numas = [node for node in topology.of_kind("numa") if node.host == host.id]
     seen = {node.id for node in numas}
@@ -66,8 +73,8 @@ def _add_below(
     topology: Topology, node: Node, branch: Tree, members: set[str], seen: set[str], drawn: set[str]
 ) -> None:
     below = []
-    for link in topology.links:
-        if node.id not in {link.source, link.target} or link.type.kind in {"nvlink", "socket"}:
+    for link in topology.links_of(node.id):
+        if link.type.kind in {"nvlink", "socket"}:
             continue
         other = link.other_end(node.id)
         if other in members and other not in seen:
@@ -79,10 +86,14 @@ def _add_below(
         _add_below(topology, child, branch.add(_describe(child) + speed), members, seen, drawn)
 
 
+def _shown(name: str) -> str:
+    return escape(one_line(name))
+
+
 def _describe(node: Node) -> str:
     parts = [f"[bold]{node.id}[/bold]"]
     if node.spec is not None:
-        parts.append(node.spec.name)
+        parts.append(_shown(node.spec.name))
         unit = "SM" if node.kind == "gpu" else "cores"
         parts.append(f"{node.spec.num_cores} {unit}")
         if node.kind == "gpu":
@@ -94,7 +105,7 @@ def _describe(node: Node) -> str:
     elif node.kind == "memory":
         parts.append(f"{format_bytes(node.memory_bytes)} at {format_bandwidth(node.bandwidth_bytes_per_s)}")
     elif node.label:
-        parts.append(node.label)
+        parts.append(_shown(node.label))
     return "  ".join(parts)
 
 

@@ -44,6 +44,7 @@ _EXAMPLES: Final[MappingProxyType[Dimension, str]] = MappingProxyType(
         "ratio": "0.8",
     }
 )
+_MAX_LENGTH = 60
 _QUANTITY: Final = re.compile(
     r"\s*(?P<value>[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>[^\s\d]\S*)?\s*"
 )
@@ -82,9 +83,10 @@ def parse_quantity(text: str, dimension: Dimension) -> float:
 
 def split_quantity(text: str, dimension: Dimension) -> tuple[float, str]:
     """Number and unit of a quantity, the unit not yet checked."""
-    match = _QUANTITY.fullmatch(text)
+    # Longer ones are none, and would take the pattern quadratic time.
+    match = _QUANTITY.fullmatch(text) if len(text) <= _MAX_LENGTH else None
     if match is None:
-        message = f"{text!r} is not a quantity"
+        message = f"{text[:_MAX_LENGTH]!r} is not a quantity"
         raise QuantityError(message, hint=f'write a number and a unit, such as "{_EXAMPLES[dimension]}"')
     return float(match["value"].replace("_", "")), match["unit"] or ""
 

@@ -16,6 +16,8 @@ from topology.errors import TopologyError, ZosimError
 
 Location = tuple[int | str, ...]
 MAX_ERRORS_SHOWN = 6
+_MAX_KNOWN, _MAX_COMPARED, _MAX_LISTED = 2_000, 100, 100
+"""Names that one is compared with, characters of it (comparing takes their product), and names that are listed."""
 
 
 class FrozenModel(BaseModel):
@@ -45,11 +47,13 @@ class RuleError(ValueError):
 
 def did_you_mean(value: str, known: Iterable[str]) -> str | None:
     """A hint naming the closest known name, or all of them if none is close; None if none is known."""
-    names = sorted(set(known))
+    names = sorted(set(known))[:_MAX_KNOWN]
+    value = value[:_MAX_COMPARED]
     close = difflib.get_close_matches(value, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]!r}?"
-    return f"known: {', '.join(names)}" if names else None
+    more = f", and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return f"known: {', '.join(names[:_MAX_LISTED])}{more}" if names else None
 
 
 @contextmanager
@@ -112,15 +116,15 @@ def raise_readable(
     """
     known_model = model or _model_by_name(error.title)
     details = error.errors(include_url=False)
-    lines = [_describe(detail, locate) for detail in details]
-    hints = [hint for detail in details if (hint := _hint(detail, known_model)) is not None]
-    shown = lines[:MAX_ERRORS_SHOWN]
-    if len(lines) > len(shown):
-        shown.append(f"and {len(lines) - len(shown)} more")
-    if len(lines) == 1:
+    named = details[:MAX_ERRORS_SHOWN]
+    lines = [_describe(detail, locate) for detail in named]
+    hints = [hint for detail in named if (hint := _hint(detail, known_model)) is not None]
+    if len(details) > len(named):
+        lines.append(f"and {len(details) - len(named)} more")
+    if len(details) == 1:
         message = f"{what} is not valid: {lines[0]}"
     else:
-        message = "\n  ".join([f"{what} is not valid ({len(lines)} problems):", *shown])
+        message = "\n  ".join([f"{what} is not valid ({len(details)} problems):", *lines])
     raise cls(message, hint="; ".join(dict.fromkeys(hints)) or None) from error
 
 

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from topology.errors import ZosimError, refusal_of_machine
+from topology.printable import printable
 from zosim import registry
 from zosim.console import stderr, stdout
 
@@ -30,6 +31,10 @@ EXTRA_OF_PACKAGE = {
     "tokenizers": "run",
     "pynvml": "gpu",
 }
+
+
+UsageError: Any = typer.BadParameter.__base__
+"""What is wrong with a command line; typer may bring a click of its own."""
 
 
 class CommandGroup(TyperGroup):
@@ -67,6 +72,8 @@ class CommandGroup(TyperGroup):
             if refusal is None:
                 raise
             report(refusal)
+        except UsageError as error:
+            raise UsageError(printable(error.format_message()), error.ctx) from None
         except KeyboardInterrupt:
             stderr.print("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -98,11 +105,11 @@ def missing_extra(error: ModuleNotFoundError) -> ZosimError:
 
 def report(error: ZosimError) -> None:
     """Print a user's mistake to stderr: ``error:``, a blank line, ``hint:``."""
-    stderr.print("[bold red]error:[/]", end=" ")
-    stderr.print(error.message, markup=False, soft_wrap=True)
+    stderr.print("error:", style="bold red", end=" ")
+    stderr.print(error.message, soft_wrap=True)
     if error.hint is not None:
-        stderr.print("\n[bold cyan]hint:[/]", end=" ")
-        stderr.print(error.hint, markup=False, soft_wrap=True)
+        stderr.print("\nhint:", style="bold cyan", end=" ")
+        stderr.print(error.hint, soft_wrap=True)
 
 
 def _installed(package: str) -> str:

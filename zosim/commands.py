@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from costmodel.configs import read_model_spec
 from topology.errors import PlanError, TimelineError
 from topology.graph import Topology
 from topology.hardware import resolve
@@ -34,7 +35,6 @@ from zosim.options import (
     given,
     memory_limit,
     mesh_of,
-    model_spec,
     subject_of,
 )
 from zosim.planning.planner import Request, choose
@@ -145,7 +145,7 @@ def plan(
     profiles = Profiles(topology, path=profile, num_threads=threads, is_host=hardware == HOST)
     formats = formats_of(dtype, compute_dtype, transfer_dtype)
     request = Request(
-        model=model_spec(model),
+        model=read_model_spec(model),
         topology=topology,
         hardware=hardware,
         device=node,

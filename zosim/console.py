@@ -7,16 +7,33 @@ from __future__ import annotations
 
 import dataclasses
 import json as jsonlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.text import Text
 
-stdout = Console(highlight=False)
-stderr = Console(stderr=True, highlight=False)
+from topology.printable import printable
+
+
+class PlainConsole(Console):
+    """Console that shows what it is given: no markup, no emoji, and control characters as what they are."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yield what is to be written."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+stdout = PlainConsole()
+stderr = PlainConsole(stderr=True)
 
 # Wider than any table: a pipe has no width, and a cut cell is lost data.
 _PIPE_COLUMNS = 100_000
@@ -43,7 +60,7 @@ def emit(data: Any, *, json: bool, text: RenderableType | None = None) -> None:
     if stdout.is_terminal:
         stdout.print(shown)
     else:
-        Console(highlight=False, width=_PIPE_COLUMNS).print(shown)
+        PlainConsole(width=_PIPE_COLUMNS).print(shown)
 
 
 def to_jsonable(value: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from topology.errors import MachineError, ZosimError
+from topology.reading import read_json_object
 
 
 def read_document(
@@ -41,14 +42,7 @@ def read_document(
     ZosimError
         Of type `error`, if the file is missing, is not a JSON object, or is of another version.
     """
-    try:
-        data = json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise error(f"no {what} at {path}", hint=make) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
-        raise error(f"{path} is not a {what}: {problem}", hint=make) from None
-    if not isinstance(data, dict):
-        raise error(f"{path} is not a {what}: it holds no JSON object", hint=make)
+    data = read_json_object(path, what, error, hint=make)
     if data.get("version") not in range(version if oldest is None else oldest, version + 1):
         raise error(
             f"{path} is a {what} of version {data.get('version')!r}, this zosim reads {version}",

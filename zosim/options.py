@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar, get_args
 
 import typer
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from costmodel.configs import read_model_spec
 from costmodel.model_spec import ModelSpec
@@ -73,23 +73,6 @@ Threads = Annotated[
     typer.Option(min=1, help="Threads of a CPU's kernels; by default all cores, shared out among its ranks."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-
-
-def model_spec(source: str) -> ModelSpec:
-    """Return the model that `source` names, or holds as a saved ModelSpec.
-
-    Raises
-    ------
-    ModelError
-        If it is neither.
-    """
-    path = Path(source)
-    if path.suffix == ".json" and path.name != "config.json" and path.is_file():
-        try:
-            return ModelSpec.model_validate_json(path.read_text())
-        except (ValidationError, UnicodeDecodeError):
-            return read_model_spec(source)
-    return read_model_spec(source)
 
 
 def mesh_of(text: str) -> Mesh:

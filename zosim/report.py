@@ -27,6 +27,8 @@ from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from topology.printable import one_line
+
 
 class Table:
     """Rows under headings.
@@ -69,7 +71,7 @@ class Table:
         for column in self.columns:
             shown.add_column(column, justify="right" if column in self.numeric else "left")
         for row in self.rows:
-            shown.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+            shown.add_row(*(cell if isinstance(cell, Text) else Text(one_line(str(cell))) for cell in row))
         return shown
 
     def to_markdown(self) -> str:
@@ -188,4 +190,4 @@ def _says_something(part: Part) -> bool:
 def _plain(cell: Any) -> str:
     """Return a cell as Markdown has it: on one line, its bars escaped."""
     text = cell.plain if isinstance(cell, Text) else str(cell)
-    return " ".join(text.split("\n")).replace("|", "\\|")
+    return one_line(" ".join(text.split("\n"))).replace("|", "\\|")

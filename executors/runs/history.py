@@ -102,7 +102,7 @@ def _steps_of(path: Path, lines: Sequence[Line], queries: int) -> list[list[Line
     for position, line in enumerate(lines):
         step, query = divmod(position, queries)
         found = (line.row.get("step"), line.row.get("query"))
-        if found != (step, query):
+        if found != (step, query) or not all(type(number) is int for number in found):
             raise RunError(
                 f"{path} line {line.number} is of step {found[0]!r}, query {found[1]!r}, where step {step}, "
                 f"query {query} belongs",

@@ -16,6 +16,10 @@ from typing import Any
 
 from executors.runs.closing import Closing
 from topology.errors import RunError
+from topology.reading import parse_json, read_bytes
+
+MAX_LOG_BYTES = 4 * 2**30
+"""A run of ten million steps has less."""
 
 LOCK_WAIT_S = 10.0
 """How long a writer waits for another to let go: one whose launcher was killed needs a moment to die."""
@@ -48,12 +52,9 @@ def read_lines(path: str | Path) -> list[Line]:
         If the file cannot be read, or a complete line of it is no JSON object; the message names the line.
     """
     path = Path(path)
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         return []
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    data = read_bytes(path, "log", RunError, max_bytes=MAX_LOG_BYTES)
     lines, end = [], 0
     for number, text in enumerate(data.split(b"\n")[:-1], start=1):
         end += len(text) + 1
@@ -62,14 +63,12 @@ def read_lines(path: str | Path) -> list[Line]:
 
 
 def _object(path: Path, number: int, text: bytes) -> dict[str, Any]:
+    complaint = f"{path} line {number} is damaged"
+    hint = "restore the file from a copy, or cut it before that line and resume from there"
     try:
-        row = json.loads(text.decode())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        reason = getattr(error, "reason", None) or getattr(error, "msg", str(error))
-        raise RunError(
-            f"{path} line {number} is damaged: {reason}",
-            hint="restore the file from a copy, or cut it before that line and resume from there",
-        ) from error
+        row = parse_json(text.decode(), complaint, RunError, hint=hint)
+    except UnicodeDecodeError as error:
+        raise RunError(f"{complaint}: it is not UTF-8 text, {error.reason}", hint=hint) from None
     if not isinstance(row, dict):
         raise RunError(f"{path} line {number} is damaged: it holds a JSON {type(row).__name__}")
     return row

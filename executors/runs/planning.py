@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +13,9 @@ from costmodel.model_spec import ModelSpec
 from costmodel.work import DTYPE_BYTES
 from executors.ranks.mesh import draws_by_halves, mesh_named, spread, uncut
 from executors.ranks.sharing_out import fastest_of
-from topology.errors import DoesNotFit, ModelError, PlanError
+from topology.errors import DoesNotFit, ModelError, PlanError, ZosimError
 from topology.hardware import resolve
+from topology.reading import parse_json
 from topology.validation import readable
 from zosim.hardware.profiles import Profiles
 from zosim.instructions import Space
@@ -349,8 +349,8 @@ def longest_example(path: str | Path) -> int | None:
         with Path(path).open(encoding="utf-8-sig") as file:
             for line in file:
                 if line.strip():
-                    longest = max(longest, len(json.loads(line)["input_ids"]))
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError):
+                    longest = max(longest, len(parse_json(line, "", ZosimError)["input_ids"]))
+    except (OSError, UnicodeDecodeError, ZosimError, KeyError, TypeError):
         return None  # whoever opens the data says what is wrong with it
     return longest or None
 

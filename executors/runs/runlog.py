@@ -16,8 +16,10 @@ from torch import nn
 from executors.files import write_atomically
 from executors.models.weight_files import weights_digest
 from executors.runs.closing import Closing
+from executors.runs.header import checked
 from executors.runs.jsonlines import JsonLines, read_lines
 from topology.errors import RunError
+from topology.reading import parse_json, read_text
 from topology.signed import with_digest, without_digest
 
 HEADER_NAME = "run.json"
@@ -102,15 +104,13 @@ def read_header(directory: str | Path) -> dict[str, Any]:
         If there is none, it is damaged, or another version wrote it.
     """
     path = Path(directory) / HEADER_NAME
-    try:
-        header = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(f"{directory} holds no run ({HEADER_NAME} is missing)") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RunError(f"{path} is damaged: {error}") from error
-    if not isinstance(header, dict) or header.get("version") != RUNLOG_VERSION:
-        found = header.get("version") if isinstance(header, dict) else type(header).__name__
-        raise RunError(f"{path} is not the header of a run (version {found!r}, known is {RUNLOG_VERSION})")
+    if not path.exists():
+        raise RunError(f"{directory} holds no run ({HEADER_NAME} is missing)")
+    text = read_text(path, "run's header", RunError)
+    header = parse_json(text, f"{path} is damaged", RunError, hint="restore the file from a copy")
+    version = header.get("version") if isinstance(header, dict) else type(header).__name__
+    if version != RUNLOG_VERSION:
+        raise RunError(f"{path} is not the header of a run (version {version!r}, known is {RUNLOG_VERSION})")
     missing = [name for name in _HEADER_FIELDS if name not in header]
     if missing:
         raise RunError(f"{path} is damaged: it lacks {', '.join(missing)}")
@@ -120,7 +120,7 @@ def read_header(directory: str | Path) -> dict[str, Any]:
             f"{path} is damaged: it does not have the digest it states",
             hint="restore the file from a copy; options are changed on the command line, not in it",
         )
-    return header
+    return checked(header, path)
 
 
 _HEADER_FIELDS = ("epsilon", "weight_decay", "plan", "trainable", "base_digest", "seed", "loss_dtype")

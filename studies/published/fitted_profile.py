@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from studies.published.audit import audit, set_apart
 from studies.published.cells import Cell, cells_of
@@ -20,7 +19,9 @@ from studies.published.grid import Array
 from studies.published.rows import Row
 from studies.published.sparq_fit import SparqFit, calibrate_sparq
 from topology.errors import ProfileError
+from topology.reading import read_json_object
 from topology.signed import with_digest, without_digest
+from topology.validation import readable
 
 LEAST_IN_GROUP = 10
 """Held-out residuals below which a group takes the quantile of its whole fit."""
@@ -210,28 +211,15 @@ def load_published_profile(path: str | Path | None = None) -> PublishedProfile:
     ProfileError
         If the file is unreadable, damaged, edited or something else.
     """
-    try:
-        if path is None:
-            text = resources.files("studies.published").joinpath("data", _DEFAULT).read_text(encoding="utf-8")
-        else:
-            text = Path(path).read_text(encoding="utf-8")
-        content = json.loads(text)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ProfileError(
-            f"the profile {path or _DEFAULT} cannot be read: {error}",
-            hint="make one with `zosim calibrate --rows ROWS.csv -o PROFILE`",
-        ) from error
-    if not isinstance(content, dict) or content.get("format") != "zosim-published-profile":
-        raise ProfileError(
-            f"{path} is not a profile of published rows",
-            hint="make one with `zosim calibrate --rows ROWS.csv -o PROFILE`",
-        )
+    source = Path(__file__).parent / "data" / _DEFAULT if path is None else path
+    hint = "make one with `zosim calibrate --rows ROWS.csv -o PROFILE`"
+    content = read_json_object(source, "profile of published rows", ProfileError, hint=hint)
+    if content.get("format") != "zosim-published-profile":
+        raise ProfileError(f"{source} is not a profile of published rows", hint=hint)
     content, is_unchanged = without_digest(content)
     if not is_unchanged:
         raise ProfileError(
             f"the profile {path} is damaged or was edited: its digest does not match its content"
         )
-    try:
+    with readable(f"the profile {source}", ProfileError, model=PublishedProfile):
         return PublishedProfile.model_validate(content)
-    except ValidationError as error:
-        raise ProfileError(f"the profile {path} is not valid: {error}") from error

@@ -177,7 +177,7 @@ def test_measurements_read_back_as_written(tmp_path):
         file.write('{"name": "half"\n')
     with pytest.raises(ProfileError, match=f"line {len(rows) + 1} is not a measurement"):
         load_measurements(path)
-    with pytest.raises(ProfileError, match="cannot be read"):
+    with pytest.raises(ProfileError, match="no file of measurements at"):
         load_measurements(tmp_path / "none")
 
 

@@ -164,10 +164,10 @@ def test_unknown_names_and_damaged_files_are_refused(tmp_path):
         read_model_spec("opt-1.4b")
     damaged = tmp_path / "config.json"
     damaged.write_text("{")
-    with pytest.raises(ModelError, match="not a readable JSON file"):
+    with pytest.raises(ModelError, match="is not a model's configuration"):
         read_model_spec(damaged)
     damaged.write_text("[1]")
-    with pytest.raises(ModelError, match="holds list"):
+    with pytest.raises(ModelError, match="holds no JSON object"):
         read_model_spec(tmp_path)
     damaged.write_text('{"groups": []}')
     with pytest.raises(ModelError, match="not a valid model specification"):

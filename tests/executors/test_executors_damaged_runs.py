@@ -91,7 +91,7 @@ def plant_setting(run):
 
 def plant_format(run):
     text = (run / "run.json").read_text()
-    (run / "run.json").write_text(text.replace('"compute": "float32"', '"compute": "float33"', 1))
+    (run / "run.json").write_text(text.replace('"dtype": "float32"', '"dtype": "float33"', 1))
 
 
 def plant_last_digit(run):
@@ -112,7 +112,7 @@ def plant_digest(run):
         (plant_loss, "line 5 is damaged: projected_grad"),
         (plant_seed, "line 5 is damaged or another run's: seed"),
         (plant_rate, "line 5 is damaged or another run's: learning_rate"),
-        (plant_nan, "line 5 is damaged: a number is missing or not finite"),
+        (plant_nan, "line 5 is damaged: it holds NaN"),
         (plant_garbage, "line 5 is damaged"),
         (plant_gap, "line 5 is of step 5, query 0, where step 4"),
         (plant_truncation, "steps.jsonl is truncated"),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-import click
 import typer
 
 from tests.fuzz import seeds
@@ -29,24 +29,45 @@ INTEGERS = (0, 1, -1, 2, 3, 4, 8, 64, 1000, 10**6, 10**9, 2**31, 2**63, 2**64, 1
 FLOATS = ("0", "-1", "1e-3", "1e-320", "1e308", "1e999", "nan", "inf", "-inf", "0.5", "1e9", "x")
 
 
+@dataclass(frozen=True)
+class Option:
+    """What a command's declaration says of an option."""
+
+    names: tuple[str, ...]
+    kind: Any
+    is_flag: bool
+    is_multiple: bool
+
+
 @cache
-def command_of(path: tuple[str, ...]) -> click.Command:
-    """Return a command by its words."""
+def options_of(path: tuple[str, ...]) -> tuple[Option, ...]:
+    """Return the options of a command, by its words."""
     name, *below = path
-    command: Any = cli.build(name, registry.load(registry.registered()[name]))
+    registered = registry.load(registry.registered()[name])
+    command: Any = cli.build(name, registered)
+    function = registered
     for word in below:
         command = command.commands[word]
-    return command  # type: ignore[no-any-return]
+        function = {
+            info.name or info.callback.__name__: info.callback for info in registered.registered_commands
+        }[word]
+    kinds = {name: _plain(kind) for name, kind in get_type_hints(function).items()}
+    return tuple(
+        Option((*p.opts, *p.secondary_opts), kinds[p.name], kinds[p.name] is bool, p.multiple)
+        for p in command.params
+        if p.param_type_name == "option" and p.name in kinds
+    )
+
+
+def _plain(kind: Any) -> Any:
+    """Return a type without the None, or the list, around it."""
+    inside = [part for part in get_args(kind) if part is not type(None)]
+    return _plain(inside[0]) if inside else kind
 
 
 def words_of(path: tuple[str, ...], argv: Sequence[str]) -> list[list[str]]:
     """Return arguments in pieces: an option with its value, or an argument."""
-    takes_value = {
-        name
-        for parameter in command_of(path).params
-        if isinstance(parameter, click.Option) and not parameter.is_flag
-        for name in (*parameter.opts, *parameter.secondary_opts)
-    }
+    takes_value = {name for option in options_of(path) if not option.is_flag for name in option.names}
     pieces: list[list[str]] = []
     for word in argv:
         if pieces and len(pieces[-1]) == 1 and pieces[-1][0] in takes_value:
@@ -59,7 +80,7 @@ def words_of(path: tuple[str, ...], argv: Sequence[str]) -> list[list[str]]:
 def mutated_argv(generator: Random, path: tuple[str, ...], argv: tuple[str, ...]) -> tuple[str, ...]:
     """Return the arguments of a command with some dropped, added or given other values."""
     pieces = words_of(path, argv[len(path) :])
-    options = [p for p in command_of(path).params if isinstance(p, click.Option) and "--help" not in p.opts]
+    options = options_of(path)
     for _ in range(generator.choice((1, 1, 1, 2, 3))):
         at = generator.randrange(len(pieces)) if pieces else 0
         match generator.randrange(9):
@@ -71,26 +92,22 @@ def mutated_argv(generator: Random, path: tuple[str, ...], argv: tuple[str, ...]
                 pieces.insert(at, [_word(generator)])
             case _ if options:
                 option = generator.choice(options)
-                name = generator.choice((*option.opts, *option.secondary_opts))
-                given = [name] if option.is_flag else [name, _value(generator, option.type)]
-                pieces = [piece for piece in pieces if piece[0] not in option.opts or option.multiple]
+                name = generator.choice(option.names)
+                given = [name] if option.is_flag else [name, _value(generator, option.kind)]
+                pieces = [piece for piece in pieces if piece[0] not in option.names or option.is_multiple]
                 pieces.append(given)
     return (*path, *(word for piece in pieces for word in piece))
 
 
-def _value(generator: Random, kind: click.ParamType) -> str:
+def _value(generator: Random, kind: Any) -> str:
     """Return a value of an option's type, valid or nearly so."""
     if generator.random() < 0.08:
         return _word(generator)
-    match kind:
-        case click.Choice():
-            return str(generator.choice(list(kind.choices)))
-        case click.types.IntParamType():
-            return str(generator.choice(INTEGERS))
-        case click.types.FloatParamType():
-            return generator.choice(FLOATS)
-        case _:
-            return _word(generator)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return str(generator.choice(list(kind)).value)
+    if kind is int:
+        return str(generator.choice(INTEGERS))
+    return generator.choice(FLOATS) if kind is float else _word(generator)
 
 
 def _word(generator: Random) -> str:

@@ -77,7 +77,10 @@ def run_case(target: Target, case: Case, folder: Path) -> Outcome:
     folder.mkdir(parents=True)
     case.write(folder)
     os.chdir(folder)
-    printed = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+    printed = [
+        io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors, write_through=True)
+        for errors in ("strict", "backslashreplace")  # as Python opens standard output and standard error
+    ]
     began = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
     try:

@@ -34,7 +34,7 @@ class Pairs(list[tuple[str, Any]]):
 STRINGS = (
     "", " ", "a", "0", "-1", "1e9", "nan", "none", "null", "true", "auto", "host", "block.0", "block.999999999",
     "\x1b[31mred\x1b[0m", "two\nlines", "\u202etxt.exe", "\x00", "\x9b1m", "[bold]", "[/]", "%s%n", "{0}", "../../etc/passwd",
-    "/dev/null", "/", "~", "*" * 30, "é", "𝔘", "\N{BYTE ORDER MARK}", "9" * 400, "x" * 5_000, "0x" + "f" * 64, "1:" * 60,
+    "/dev/null", "/proc/none", "~", "*" * 30, "é", "𝔘", "\N{BYTE ORDER MARK}", "9" * 400, "x" * 5_000, "0x" + "f" * 64, "1:" * 60,
     "cpu0", "gpu0", "cuda", "float32", "int4", "q4", "1 GB/s", "1e400 GB/s", "-3 us", "٣", "\udcff",
 )  # fmt: skip
 NUMBERS = (

@@ -31,7 +31,6 @@ from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_to
 from topology.lint import lint
 from zosim.applications.evidence.file import Evidence
 from zosim.applications.traffic.command import _read, read_scenario, scenario_on
-from zosim.options import model_spec
 from zosim.planning.cuts import read_densities
 from zosim.plans import Plan
 from zosim.program_set import ProgramSet
@@ -135,12 +134,7 @@ READERS: tuple[Target, ...] = (
     reader("nccl", "machine.xml", _fixtures("nccl_a100x4.xml", "nccl_vm_h100x2.xml"), from_nccl_xml),
     reader("smi", "matrix.txt", _fixtures("dgx1v_topo.txt", "pcie_tree_topo.txt", "vm_topo.txt"), _smi),
     reader("prices", "prices.yaml", lambda: [seeds.prices()], load_prices, quick=30),
-    reader(
-        "model spec", "spec.json", lambda: [seeds.model_spec()], lambda path: model_spec(str(path)), quick=30
-    ),
-    reader(
-        "model spec saved", "spec.json", lambda: [seeds.model_spec()], lambda path: read_model_spec(str(path))
-    ),
+    reader("model spec", "spec.json", lambda: [seeds.model_spec()], lambda path: read_model_spec(str(path))),
     reader("profile", "profile.json", lambda: [seeds.profile()], load_profile, resigned, quick=30),
     reader("published profile", "profile.json", _published_profile, load_published_profile, resigned),
     reader("measurements", "measurements.jsonl", _measurements, load_measurements),

@@ -139,7 +139,7 @@ def test_import_refuses_what_it_does_not_know(tmp_path):
     file = tmp_path / "other.xml"
     file.write_text("<html/>", encoding="utf-8")
     assert "neither NCCL nor hwloc" in refused("import", file).message
-    assert "No such file" in refused("import", tmp_path / "none").message
+    assert "no matrix or XML file at" in refused("import", tmp_path / "none").message
 
 
 def test_errors_leave_the_commands_as_they_are():

@@ -231,7 +231,7 @@ def test_the_shipped_table_can_be_printed_changed_and_used(tmp_path):
         (("--count", "0"), "no list of numbers"),
         (("--count", "two"), "no list of numbers"),
         (("--machines", "dgx-h1OO"), "neither host"),
-        (("--prices", "none.yaml"), "cannot be read"),
+        (("--prices", "none.yaml"), "no price table at"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_readably(more, words):

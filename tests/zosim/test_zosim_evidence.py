@@ -305,5 +305,5 @@ def test_a_run_on_other_threads_than_predicted_is_refused(tmp_path):
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
     subject = subject_of()
-    with pytest.raises(EvidenceError, match="holds no run"):
+    with pytest.raises(EvidenceError, match="no run's header at"):
         evidence_of(tmp_path, subject)

@@ -7,8 +7,9 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from topology.errors import TopologyError
+from topology.reading import MAX_DEPTH, read_text
 
-MAX_BYTES = 32 * 2**20
+MAX_BYTES = 8 * 2**20
 # hwloc writes a DOCTYPE that names its DTD; it is dropped, and with it every way to declare an entity.
 _HWLOC_DOCTYPE = re.compile(r'<!DOCTYPE\s+topology\s+SYSTEM\s+"hwloc2?\.dtd"\s*>')
 
@@ -30,7 +31,7 @@ def parse_xml(path: str | Path, root_tag: str, tool: str) -> ET.Element:
     TopologyError
         If it cannot be read, is too large, declares a document type, is no XML, or is another document.
     """
-    text = _read(path)
+    text = read_text(path, f"file of {tool}", TopologyError, max_bytes=MAX_BYTES)
     text = _HWLOC_DOCTYPE.sub("", text, count=1)
     if re.search(r"<!\s*(DOCTYPE|ENTITY)", text, re.IGNORECASE):
         message = f"{str(path)!r} declares a document type or entities, which are not read"
@@ -40,25 +41,20 @@ def parse_xml(path: str | Path, root_tag: str, tool: str) -> ET.Element:
     except ET.ParseError as error:
         message = f"{str(path)!r} is not XML: {error}"
         raise TopologyError(message, hint=f"write it again with {tool}") from error
+    if _is_too_deep(root):
+        message = f"{str(path)!r} nests more than {MAX_DEPTH} levels of elements"
+        raise TopologyError(message, hint=f"write it again with {tool}")
     if root.tag != root_tag:
         message = f"{str(path)!r} starts with <{root.tag}>, not <{root_tag}> as the XML of {tool} does"
         raise TopologyError(message, hint="--from says which tool wrote the file: nccl, hwloc or smi")
     return root
 
 
-def _read(path: str | Path) -> str:
-    file = Path(path)
-    try:
-        if file.stat().st_size > MAX_BYTES:
-            message = f"{str(path)!r} has {file.stat().st_size} bytes, more than {MAX_BYTES}"
-            raise TopologyError(message)
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        message = f"cannot read {str(path)!r}: {error.strerror}"
-        raise TopologyError(message) from error
-    except UnicodeDecodeError as error:
-        message = f"{str(path)!r} is not UTF-8 text: {error.reason} at byte {error.start}"
-        raise TopologyError(message) from error
+def _is_too_deep(root: ET.Element) -> bool:
+    level = [root]
+    for _ in range(MAX_DEPTH):
+        level = [child for element in level for child in element]
+    return bool(level)
 
 
 def attribute(element: ET.Element, name: str, path: str | Path) -> str:
@@ -88,7 +84,11 @@ def integer(element: ET.Element, name: str, path: str | Path, default: int | Non
         return default
     text = attribute(element, name, path)
     try:
-        return int(text, 0)
+        number = int(text, 0)
     except ValueError as error:
         message = f"{str(path)!r}: {name}={text!r} of <{element.tag}> is no whole number"
         raise TopologyError(message) from error
+    if abs(number) >= 2**64:
+        message = f"{str(path)!r}: {name} of <{element.tag}> has more than 64 bits"
+        raise TopologyError(message)
+    return number

@@ -208,7 +208,8 @@ class Wiring:
                 if distance == 0 and count[source] == 1 and source not in awaited and is_fixed[source]:
                     links[source] = number
         links = {source: number for source, number in links.items() if number not in self._meeting_numbers}
-        return [_run(links, number) for number in links if number not in set(links.values())]
+        followers = set(links.values())
+        return [_run(links, number) for number in links if number not in followers]
 
     @cached_property
     def _meeting_numbers(self) -> set[int]:

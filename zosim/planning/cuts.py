@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from costmodel.codecs import CodecSpec, codec_spec
 from costmodel.model_spec import ModelSpec, block_index
 from costmodel.symbols import CutSymbols, TensorSymbols
-from topology.errors import PlanError
+from topology.errors import PlanError, ZosimError
+from topology.reading import read_json_object
 from zosim.plans import INSIDE, check_cut_names
 
 CutModel = Callable[[tuple[int, ...]], ModelSpec]
@@ -160,8 +162,8 @@ def read_densities(path: Path) -> dict[str, float | Probed]:
     PlanError
         If the file is neither.
     """
+    data = read_json_object(path, "file of densities", PlanError, hint=_DENSITIES_HINT)
     try:
-        data = json.loads(path.read_text())
         if "tensors" not in data:
             return {str(cut): float(value) for cut, value in data.items()}
         tensors: dict[str, dict[tuple[str, str], TensorSymbols]] = {}
@@ -173,11 +175,23 @@ def read_densities(path: Path) -> dict[str, float | Probed]:
             if crossing != "residual":
                 nonzero[cut] = float(entry["nonzero"])
         return {cut: Probed(cut, nonzero[cut], found) for cut, found in tensors.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, PlanError) as error:
-        raise PlanError(
-            f"{path} holds no densities: {error}",
-            hint='write one with `zosim probe --json`, or {"block.5.mlp": 0.1}',
-        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, ZosimError) as error:
+        raise PlanError(f"{path} holds no densities: {_reason(error)}", hint=_DENSITIES_HINT) from None
+
+
+_DENSITIES_HINT = 'write one with `zosim probe --json`, or {"block.5.mlp": 0.1}'
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case ZosimError():
+            return error.message
+        case ValidationError():
+            return f"{error.error_count()} numbers of {error.title} are not what they should be"
+        case KeyError():
+            return f"{error} is missing"
+        case _:
+            return str(error)
 
 
 def sparsest_near_the_middle(

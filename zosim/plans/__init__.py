@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import PositiveInt, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from costmodel.model_spec import ModelSpec
 from costmodel.work import DTYPE_BYTES, DType
 from topology.errors import PlanError
+from topology.limits import Extent
 from topology.validation import raise_readable
 from zosim.documents import read_document
 from zosim.plans.axis import Axis, Conflict
@@ -69,8 +70,8 @@ class Plan(Axis):
     version: Literal[2] = PLAN_VERSION
     model: ModelSpec
     placement: Placement
-    batch: PositiveInt
-    seq: PositiveInt
+    batch: Extent
+    seq: Extent
     mesh: Mesh = Mesh()
     split: Split = Split()
     estimator: Estimator = Estimator()

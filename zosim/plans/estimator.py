@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
+from topology.limits import Queries
 from zosim.plans.axis import Axis
 
 
@@ -23,7 +24,7 @@ class Estimator(Axis):
     """
 
     difference: Literal["central", "forward"] = "central"
-    num_queries: PositiveInt = 1
+    num_queries: Queries = 1
     epsilon: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
 
     @property

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import PositiveInt
-
 from costmodel.work import DType
+from topology.limits import Extent
 from zosim.plans.axis import Axis, Conflict
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class ForwardPass(Axis):
 
     compute_dtype: DType | None = None
     attention: Literal["eager", "sdpa"] = "sdpa"
-    loss_chunk_tokens: PositiveInt | None = None
+    loss_chunk_tokens: Extent | None = None
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what the products cannot read."""

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import PositiveInt
+from pydantic import model_validator
 
+from topology.errors import PlanError
+from topology.limits import MAX_RANKS, Ranks
 from zosim.plans.axis import Axis, Conflict
 
 if TYPE_CHECKING:
@@ -40,10 +42,16 @@ class Mesh(Axis):
         it matter.
     """
 
-    data: PositiveInt = 1
-    perturb: PositiveInt = 1
-    stage: PositiveInt = 1
+    data: Ranks = 1
+    perturb: Ranks = 1
+    stage: Ranks = 1
     inner: Literal["perturb", "data"] = "perturb"
+
+    @model_validator(mode="after")
+    def _has_not_too_many(self) -> Mesh:
+        if self.world_size > MAX_RANKS:
+            raise PlanError(f"a mesh of {self.world_size} ranks is larger than {MAX_RANKS}")
+        return self
 
     @property
     def world_size(self) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import PositiveInt
-
 from costmodel.work import DTYPE_BYTES
+from topology.limits import Slots
 from zosim.plans.axis import Axis, Conflict
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class Residency(Axis):
 
     blocks: Literal["resident", "offloaded"] = "resident"
     edges: Literal["resident", "offloaded"] = "resident"
-    num_slots: PositiveInt = 3
+    num_slots: Slots = 3
     overlap: bool = True
     reuse_slots: bool = True
     transfers: Literal["private", "shared", "sliced"] = "private"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from costmodel.configs import read_model_spec
 from costmodel.prices import Payment, PriceTable, Range, load_prices, shipped_prices
 from topology.errors import PlanError
 from topology.units import QuantityError, format_seconds, parse_quantity
@@ -15,7 +16,7 @@ from zosim.applications.buying.machine import Job, Machine, machines_named
 from zosim.applications.buying.offers import Limits, Market, Offer, RankBy, Refusal, plain
 from zosim.applications.buying.sensitivity import Change, Effect, Room, effects, limiter, percent, rooms
 from zosim.applications.buying.shortfall import shortfall
-from zosim.options import axis, dtype_named, model_spec
+from zosim.options import axis, dtype_named
 from zosim.planning.request import Method
 from zosim.plans import Weights
 from zosim.report import Bullets, Part, Report, Table
@@ -165,7 +166,7 @@ def buy(
     """
     table = shipped_prices() if prices is None else load_prices(prices)
     job = Job(
-        model=model_spec(model),
+        model=read_model_spec(model),
         batch=batch,
         seq=seq,
         num_steps=steps,

@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 from costmodel.profile import Profile
 from topology.errors import ZosimError
 from topology.graph import Topology
+from topology.reading import read_json_object
 from topology.signed import with_digest, without_digest
 from topology.validation import FrozenModel, RuleError, readable
 from zosim.analysis.compare import Comparison, compare, slowest_rank
@@ -340,32 +341,24 @@ def run_header(directory: Path) -> dict[str, Any]:
     EvidenceError
         If the directory holds no run.
     """
-    try:
-        header = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise EvidenceError(
-            f"{directory} holds no run: {error}", hint="`zosim run --out DIR` writes one"
-        ) from None
-    if not isinstance(header, dict) or "num_threads" not in header:
-        raise EvidenceError(f"{directory / 'run.json'} is not the header of a run")
+    path, hint = directory / "run.json", "`zosim run --out DIR` writes one"
+    header = read_json_object(path, "run's header", EvidenceError, hint=hint)
+    num_threads = header.get("num_threads")
+    if type(num_threads) is not int or num_threads < 1:
+        raise EvidenceError(f"{path} is not the header of a run: num_threads={num_threads!r}", hint=hint)
     return header
 
 
 def _read(path: str | Path) -> dict[str, Any]:
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise EvidenceError(
-            f"{path} cannot be read as evidence: {error}", hint="`zosim evidence make RUN -o FILE` writes one"
-        ) from None
-    if not isinstance(content, dict) or content.get("format") != EVIDENCE_FORMAT:
-        raise EvidenceError(
-            f"{path} is not evidence of a run", hint="`zosim evidence make RUN -o FILE` writes one"
-        )
+    hint = "`zosim evidence make RUN -o FILE` writes one"
+    content = read_json_object(path, "run's evidence", EvidenceError, hint=hint)
+    if content.get("format") != EVIDENCE_FORMAT:
+        raise EvidenceError(f"{path} is not evidence of a run", hint=hint)
     version = content.get("version")
     if version != EVIDENCE_VERSION:
         newer = isinstance(version, int) and version > EVIDENCE_VERSION
-        made_by = content.get("versions", {}).get("zosim", "another zosim")
+        versions = content.get("versions")
+        made_by = versions.get("zosim", "another") if isinstance(versions, dict) else "another"
         raise EvidenceError(
             f"{path} is evidence of version {version!r}, this zosim reads {EVIDENCE_VERSION}",
             hint=f"install zosim {made_by} or later" if newer else "have it made again",

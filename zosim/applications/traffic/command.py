@@ -14,6 +14,7 @@ import typer
 from topology.errors import TopologyError, TrafficError
 from topology.graph import Topology
 from topology.hardware import resolve
+from topology.reading import parse_json, read_json, read_stdin
 from topology.validation import did_you_mean
 from zosim.applications.traffic.finish import (
     Flow,
@@ -112,25 +113,11 @@ def scenario_on(topology: Topology, data: Any) -> Scenario:
 
 
 def _read(path: str | Path) -> Any:
-    try:
-        text = sys.stdin.read() if str(path) == "-" else Path(path).read_text(encoding="utf-8")
-        return json.loads(text, object_pairs_hook=_without_duplicates)
-    except OSError as error:
-        message = f"cannot read {str(path)!r}: {error.strerror}"
-        raise TrafficError(
-            message, hint="zosim traffic SCENARIO.json, or zosim traffic TOPOLOGY FLOWS.json"
-        ) from error
-    except (ValueError, RecursionError) as error:  # also of bytes, and of numbers of thousands of digits
-        raise TrafficError(f"{path} is not JSON: {error}") from error
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    by_key: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in by_key:
-            raise TrafficError(f"the key {key!r} stands twice in one object", hint="remove one of them")
-        by_key[key] = value
-    return by_key
+    hint = "zosim traffic SCENARIO.json, or zosim traffic TOPOLOGY FLOWS.json"
+    if str(path) == "-":
+        text = read_stdin("scenario", TrafficError)
+        return parse_json(text, "standard input is not JSON", TrafficError, hint=hint)
+    return read_json(path, "scenario of flows", TrafficError, hint=hint)
 
 
 def _object(where: str, value: Any, required: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -1,0 +1,95 @@
+"""What ``run.json`` may hold, checked when it is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from costmodel.configs import LoRA, Prefix
+from executors.runs.schedule import Schedule
+from executors.runs.settings import DataSettings, EvaluationSettings, LossName
+from topology.errors import RunError, ZosimError
+from topology.limits import Seed
+from topology.validation import readable
+from zosim.plans import Plan
+
+
+class _Section(BaseModel):
+    # Strict, since what is read is used as it stands: "8" is no number of threads.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RunSection(_Section):
+    """What ``zosim run`` was asked for; fields as of :class:`executors.runs.settings.RunSettings`."""
+
+    schedule: Schedule
+    digest_every: NonNegativeInt
+    checkpoint_every: NonNegativeInt
+    identity: dict[str, Any] | None = None
+    model: str | None = None
+    data: DataSettings | None = None
+    lora: LoRA | None = None
+    prefix: Prefix | None = None
+    objective: str = "loss"
+    accumulate: PositiveInt = 1
+    evaluation: EvaluationSettings | None = None
+    random_weights: bool = False
+    edited_program: bool = False
+
+
+class Finished(_Section):
+    """What is known of a run that ended: its steps are read back."""
+
+    model_config = ConfigDict(extra="allow")
+
+    num_steps: NonNegativeInt
+
+
+class RunHeader(_Section):
+    """The header of a run. A loop of one's own may add fields to it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    plan: Plan
+    epsilon: float = Field(gt=0)
+    weight_decay: float = Field(ge=0)
+    trainable: list[str]
+    base_digest: str
+    seed: Seed
+    loss_dtype: LossName
+    num_threads: int = Field(default=1, ge=1, le=2**16)
+    run: RunSection | None = None
+    resumed: list[Any] = []
+    finished: Finished | None = None
+    device: str = "cpu"
+    program_digest: str | None = None
+    version: Literal[2] = 2
+
+
+def checked(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return a header with every field of its plan.
+
+    Parameters
+    ----------
+    header : mapping
+        As it was read.
+    path : Path
+        For messages.
+
+    Raises
+    ------
+    RunError
+        If a field is missing, unknown or not what it should be.
+    """
+    try:
+        with readable(str(path), RunError, model=RunHeader):
+            known = RunHeader.model_validate_json(json.dumps(header))
+    except RunError:
+        raise
+    except ZosimError as error:  # of a part that checks itself
+        raise RunError(f"{path} is not valid: {error.message}", hint=error.hint) from error
+    return {**header, "plan": known.plan.model_dump(mode="json")}

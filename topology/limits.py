@@ -1,0 +1,28 @@
+"""Counts that make sense: types for the fields of files and options, with a largest value that a message can name.
+
+What is larger is a slip or an attack. Refused at its field, it cannot come back later as an overflow, or as hours of counting.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+Elements = Annotated[int, Field(gt=0, le=2**50)]
+"""Elements of a tensor or of a model: more than any machine stores."""
+ElementsOrNone = Annotated[int, Field(ge=0, le=2**50)]
+"""The same, perhaps none."""
+Extent = Annotated[int, Field(gt=0, le=2**31)]
+"""Size of one dimension: a batch, a sequence, a vocabulary, a layer's width."""
+Blocks = Annotated[int, Field(gt=0, le=1024)]
+"""Blocks of a model; the deepest that were trained have about two hundred."""
+Queries = Annotated[int, Field(gt=0, le=256)]
+"""Directions of one step."""
+Slots = Annotated[int, Field(gt=0, le=1024)]
+"""Device slots that blocks pass through; no more than blocks are of use."""
+Ranks = Annotated[int, Field(gt=0, le=2**16)]
+"""Ranks along an axis of a mesh."""
+MAX_RANKS = 2**16
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+"""Of random numbers; generators take no more bits."""
