@@ -139,7 +139,7 @@ def probe_cuts(
         signs = _both_signs(model, batches[0], epsilon, seed)
         tensors = [
             _report(
-                cut, name, spec, [found[cut][name] for found in crossed], _at(signs, cut, name), epsilon, seed
+                cut, name, spec, [kept[cut][name] for kept in crossed], _at(signs, cut, name), epsilon, seed
             )
             for cut in cuts_of(model)
             for name in crossed[0][cut]
@@ -161,17 +161,17 @@ def _both_signs(model: CutModel, batch: Batch, epsilon: float, seed: int) -> tup
     """Return what crosses at ``θ + εz`` and at ``θ - εz``."""
     parameters = [tensor.parameter.data for tensor in model.tensors if tensor.trainable]
     kept = [parameter.clone() for parameter in parameters]
-    found = []
+    by_sign = []
     for sign in (1, -1):
         generator = generator_on(model.device, seed)
         for parameter, original in zip(parameters, kept, strict=True):
             z = torch.empty_like(original)
             Gaussian().fill(z, generator)
             parameter.copy_(original + sign * epsilon * z)
-        found.append(crossings(model, batch))
+        by_sign.append(crossings(model, batch))
     for parameter, original in zip(parameters, kept, strict=True):
         parameter.copy_(original)
-    return found[0], found[1]
+    return by_sign[0], by_sign[1]
 
 
 def _at(signs: tuple[Crossed, Crossed], cut: Cut, name: Crossing) -> tuple[Tensor, Tensor]:

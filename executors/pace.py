@@ -80,9 +80,9 @@ def reference_now_s(budget_s: float) -> float:
     """
     reference, windows = Reference(), []
     for _ in range(max(1, round(budget_s / WINDOW_S))):
-        until, found = time.perf_counter() + min(budget_s, WINDOW_S), []
+        until, references = time.perf_counter() + min(budget_s, WINDOW_S), []
         while time.perf_counter() < until:
-            found.append(reference.seconds())
-        shortest_s = min(found)
-        windows.append(shortest_s * fmean(windows_of(found, shortest_s, len(found))))
+            references.append(reference.seconds())
+        shortest_s = min(references)
+        windows.append(shortest_s * fmean(windows_of(references, shortest_s, len(references))))
     return median(windows)

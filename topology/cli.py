@@ -123,11 +123,11 @@ def rings(
     from topology.rings import edge_disjoint_rings
 
     topology = resolve(hardware)
-    found = [edge_disjoint_rings(topology, ids) for ids in _gpu_sets(topology, gpus)]
+    ring_sets = [edge_disjoint_rings(topology, ids) for ids in _gpu_sets(topology, gpus)]
     if as_json:
-        _print_json([_ring_data(item) for item in found])
+        _print_json([_ring_data(item) for item in ring_sets])
         return
-    for item in found:
+    for item in ring_sets:
         bandwidth = (
             f"{item.bandwidth_bytes_per_s / 1e9:.1f} GB/s, {item.both_ways_bytes_per_s / 1e9:.1f} both ways"
         )
@@ -138,13 +138,13 @@ def rings(
             typer.echo(f"  {' - '.join(ring.gpu_ids)}")
 
 
-def _ring_data(found: RingSet) -> dict[str, Any]:
+def _ring_data(ring_set: RingSet) -> dict[str, Any]:
     return {
-        "gpus": list(found.gpu_ids),
-        "num_rings": len(found.rings),
-        "bandwidth_bytes_per_s": found.bandwidth_bytes_per_s,
-        "both_ways_bytes_per_s": found.both_ways_bytes_per_s,
-        "rings": [dataclasses.asdict(ring) for ring in found.rings],
+        "gpus": list(ring_set.gpu_ids),
+        "num_rings": len(ring_set.rings),
+        "bandwidth_bytes_per_s": ring_set.bandwidth_bytes_per_s,
+        "both_ways_bytes_per_s": ring_set.both_ways_bytes_per_s,
+        "rings": [dataclasses.asdict(ring) for ring in ring_set.rings],
     }
 
 

@@ -211,10 +211,10 @@ class Topology(FrozenModel):
 
     @cached_property
     def _memories_of_host(self) -> Mapping[str | None, tuple[Node, ...]]:
-        found: dict[str | None, tuple[Node, ...]] = {}
+        by_host: dict[str | None, tuple[Node, ...]] = {}
         for memory in self.of_kind("memory"):
-            found[memory.host] = (*found.get(memory.host, ()), memory)
-        return MappingProxyType(found)
+            by_host[memory.host] = (*by_host.get(memory.host, ()), memory)
+        return MappingProxyType(by_host)
 
     def device_spec(self, node_id: str) -> DeviceSpec:
         """Specification of a GPU or CPU; a CPU's memory is that of its nearest DRAM unless declared.

@@ -230,8 +230,8 @@ class Node(FrozenModel):
 
     def _check_spec(self) -> None:
         if self.spec is None or self.spec.kind != self.kind:
-            found = "none" if self.spec is None else f"{self.spec.id!r} of kind {self.spec.kind}"
-            message = f"node {self.id!r} needs the specification of a {self.kind}, got {found}"
+            given = "none" if self.spec is None else f"{self.spec.id!r} of kind {self.spec.kind}"
+            message = f"node {self.id!r} needs the specification of a {self.kind}, got {given}"
             raise RuleError(message, hint="name one of the catalogue, or of the file's own devices")
 
     @property

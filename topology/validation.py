@@ -212,17 +212,17 @@ def _keys_at(model: object, location: Location) -> set[str]:
 
 
 def _children(parent: object, part: int | str) -> list[object]:
-    found: list[object] = []
+    children: list[object] = []
     for option in _alternatives(parent):
         fields = _field_types(option)
         if isinstance(part, str) and part in fields:
-            found.append(fields[part])
+            children.append(fields[part])
         elif typing.get_origin(option) is not None and not fields:
-            found.append(typing.get_args(option)[-1 if _is_mapping(option) else 0])
+            children.append(typing.get_args(option)[-1 if _is_mapping(option) else 0])
         elif fields and getattr(option, "__name__", None) == part:
             # Pydantic names the member of a union that it tried.
-            found.append(option)
-    return found
+            children.append(option)
+    return children
 
 
 def _alternatives(annotation: object) -> list[object]:

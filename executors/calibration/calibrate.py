@@ -264,10 +264,11 @@ def _device(name: str) -> torch.device:
         raise RunError(f"there is no device {name!r}", hint="use cpu, or cuda:0 and so on") from None
     if device.type == "cpu":
         return device
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type != "cuda" or (device.index or 0) >= found:
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type != "cuda" or (device.index or 0) >= num_devices:
         raise RunError(
-            f"there is no device {name!r}: torch finds {found} CUDA devices", hint="calibrate cpu instead"
+            f"there is no device {name!r}: torch finds {num_devices} CUDA devices",
+            hint="calibrate cpu instead",
         )
     return device
 
@@ -301,7 +302,7 @@ def _pace(sampled: Sequence[_Samples], measurements: Sequence[Measurement], fast
             if kind is not None and _SLOWED * fast_s <= min(pair) and max(pair) <= _FAR * fast_s:
                 followed[kind].append((second / measured.seconds - 1) / (fmean(pair) / fast_s - 1))
     parts = {
-        kind: max(_LEAST_PART, median(found)) for kind, found in followed.items() if len(found) >= _ENOUGH
+        kind: max(_LEAST_PART, median(ratios)) for kind, ratios in followed.items() if len(ratios) >= _ENOUGH
     }
     # In the order of time: rounds of all probes, without what was added for some.
     in_order = [

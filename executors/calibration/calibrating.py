@@ -16,7 +16,7 @@ from costmodel.pace import Pace, off_pace, with_pace
 from costmodel.profile import Profile
 from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, calibrate_exchanges, threads_set
 from executors.calibration.codec_calibration import with_codec_constants
-from executors.calibration.crowd import slowdowns, with_slowdown
+from executors.calibration.core_contention import slowdowns, with_slowdown
 from executors.calibration.whole_steps import (
     WholeStep,
     interval_ratios,
@@ -93,14 +93,14 @@ def calibrated(
     # A GPU's profile has one thread; those of its host are as torch has them.
     threads = base.num_threads if device == "cpu" else num_threads
     # Before, between and after: how much two cores do at once changes within seconds.
-    found = slowdowns() if device == "cpu" and budget_s >= _LONG_S else []
+    slowdowns_before = slowdowns() if device == "cpu" and budget_s >= _LONG_S else []
     measurements, pace = calibrate(
         device=device,
         num_threads=threads,
         budget_s=(1 - _STEPS_SHARE - _EXCHANGES_SHARE) * budget_s,
         on_round=lambda share: on_share((1 - _STEPS_SHARE) * share),
     )
-    found += slowdowns() if device == "cpu" and budget_s >= _LONG_S else []
+    slowdowns_before += slowdowns() if device == "cpu" and budget_s >= _LONG_S else []
     with threads_set(threads or torch.get_num_threads()):
         steps = measure_steps(
             topology,
@@ -115,7 +115,7 @@ def calibrated(
         measurements += calibrate_exchanges(num_threads, budget_s=_EXCHANGES_SHARE * budget_s)
     profile, fit = fitted(topology, node, base, measurements, steps, pace)
     if device == "cpu":
-        profile = with_slowdown(profile, [*found, *slowdowns()])
+        profile = with_slowdown(profile, [*slowdowns_before, *slowdowns()])
     return with_codec_constants(profile), fit
 
 
@@ -171,9 +171,9 @@ def _fitted(
     profile, fit = fit_profile([*alone, *_within_steps(base, steps)], base)
     profile, unknown = with_copy_cores(profile, measurements)
     reasons = {**fit.unidentified, **_NO_DURATION_TELLS} | ({"copy_cores": unknown} if unknown else {})
-    found = ("step_s",) if unknown else ("step_s", "copy_cores")
+    measured_apart = ("step_s",) if unknown else ("step_s", "copy_cores")
     profile = with_step_overhead(profile, steps)
-    return profile, replace(fit, identified=(*fit.identified, *found), unidentified=reasons)
+    return profile, replace(fit, identified=(*fit.identified, *measured_apart), unidentified=reasons)
 
 
 def _within_steps(base: Profile, steps: Sequence[WholeStep]) -> list[Measurement]:

@@ -36,8 +36,8 @@ def with_codec_constants(profile: Profile, *, budget_s: float = DEFAULT_BUDGET_S
 
 def codec_constants(measured: Sequence[tuple[CodecWork, float]]) -> list[Constant]:
     """Return the codecs' constants that come nearest to measured seconds, with how far off they are as an interval."""
-    found = fit_codec_profile(measured, _SOURCE)
-    spread = _spread(found, measured)
+    fitted = fit_codec_profile(measured, _SOURCE)
+    spread = _spread(fitted, measured)
     return [
         Constant(
             name=MEASURED + name,
@@ -47,11 +47,11 @@ def codec_constants(measured: Sequence[tuple[CodecWork, float]]) -> list[Constan
             unit="s",
             source=_SOURCE,
         )
-        for name, seconds in found.seconds.items()
+        for name, seconds in fitted.seconds.items()
     ]
 
 
-def _spread(found: CodecProfile, measured: Sequence[tuple[CodecWork, float]]) -> float:
+def _spread(fitted: CodecProfile, measured: Sequence[tuple[CodecWork, float]]) -> float:
     """Return the factor within which 90 of 100 probes lie."""
-    ratios = [math.log(found.duration_s(work) / seconds) for work, seconds in measured]
+    ratios = [math.log(fitted.duration_s(work) / seconds) for work, seconds in measured]
     return max(_LEAST_SPREAD, math.exp(_WIDTH * pstdev(ratios)))

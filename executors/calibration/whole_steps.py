@@ -163,15 +163,15 @@ def measure_steps(
     on_share : callable, optional
         Told of the share of the shapes that are done.
     """
-    found: list[WholeStep] = []
+    steps: list[WholeStep] = []
     until = time.perf_counter() + _PATIENCE * budget_s
     for number, shape in enumerate(shapes, 1):
-        if len(found) >= _LEAST_SHAPES and time.perf_counter() > until:
+        if len(steps) >= _LEAST_SHAPES and time.perf_counter() > until:
             break
-        found.append(_measured(shape, topology.name, node, device, budget_s / len(shapes), fast_s))
+        steps.append(_measured(shape, topology.name, node, device, budget_s / len(shapes), fast_s))
         if on_share is not None:
             on_share(number / len(shapes))
-    return found
+    return steps
 
 
 def _measured(

@@ -182,17 +182,17 @@ def _parameters(header: Header, spec: CodecSpec, body: Bytes) -> tuple[tuple[Ten
     real = grid_format(header.dtype)
     formats = {"symmetric": (real,), "affine-zero": (real, torch.uint8), "affine": (real, real)}[spec.grid]
     layout = (1, groups) if spec.scope == "channel" else (groups, 1)
-    found = []
+    parameters = []
     for dtype in formats:
         size = groups * dtype.itemsize
         if size > len(body):
             raise CodecError(f"a message ends within the parameters of its {groups} grids")
-        found.append(torch.from_numpy(body[:size].copy()).view(dtype).reshape(layout))
+        parameters.append(torch.from_numpy(body[:size].copy()).view(dtype).reshape(layout))
         body = body[size:]
-    grids = fitted(tuple(found), spec)
+    grids = fitted(tuple(parameters), spec)
     if not bool(torch.isfinite(grids.offset).all() & torch.isfinite(grids.step).all()):
         raise CodecError("a message's grids have steps that are not finite")
-    return tuple(found), body
+    return tuple(parameters), body
 
 
 def _num_columns(shape: Sequence[int]) -> int:

@@ -52,10 +52,10 @@ class Symbols:
     @cached_property
     def histogram(self) -> npt.NDArray[np.int64]:
         """How often each of ``2^bits`` symbols occurs."""
-        found = np.zeros(2**self.bits, dtype=np.int64)
+        counts = np.zeros(2**self.bits, dtype=np.int64)
         for begin in range(0, len(self.values), _PIECE):
-            found += np.bincount(self.values[begin : begin + _PIECE], minlength=len(found))
-        return found
+            counts += np.bincount(self.values[begin : begin + _PIECE], minlength=len(counts))
+        return counts
 
     @cached_property
     def background(self) -> int:
@@ -87,12 +87,12 @@ class Symbols:
     @cached_property
     def tokens_by_gap_bits(self) -> tuple[int, ...]:
         """Run-length tokens with 1, 2, ... bits for a run."""
-        gaps, found = self.gaps, []
+        gaps, totals = self.gaps, []
         for _ in range(MAX_GAP_BITS):
             gaps = gaps >> 1
             gaps = gaps[gaps > 0]
-            found.append(len(self.places) + int(gaps.sum()))
-        return tuple(found)
+            totals.append(len(self.places) + int(gaps.sum()))
+        return tuple(totals)
 
 
 @dataclass(frozen=True, slots=True)

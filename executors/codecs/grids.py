@@ -139,7 +139,7 @@ def _zero_point(least: Tensor, most: Tensor, spec: CodecSpec) -> tuple[Tensor, T
     )
     needed = torch.maximum(_spread(below, candidates), _spread(above, codes - candidates))
     best = needed.argmin(dim=0, keepdim=True)
-    step, zero_point = (torch.take_along_dim(found, best, dim=0)[0] for found in (needed, candidates))
+    step, zero_point = (torch.take_along_dim(values, best, dim=0)[0] for values in (needed, candidates))
     if bool(torch.isinf(step).any()):
         raise CodecError(
             f"one bit and a 0 leave one other value, and values of both signs need two ({spec.name})",

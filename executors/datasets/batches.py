@@ -52,8 +52,8 @@ def check_batch(batch: Mapping[str, object], max_positions: int) -> None:
         if tensor is None and name == "attention_mask":
             continue
         if not isinstance(tensor, torch.Tensor):
-            found = "is missing" if tensor is None else f"is a {type(tensor).__name__}, not a tensor"
-            raise DataError(f"the batch's {name} {found}", hint=_BATCH_HINT)
+            fault = "is missing" if tensor is None else f"is a {type(tensor).__name__}, not a tensor"
+            raise DataError(f"the batch's {name} {fault}", hint=_BATCH_HINT)
         shape = tensor.shape if shape is None else shape
         if tensor.shape != shape or len(shape) != 2:
             raise DataError(

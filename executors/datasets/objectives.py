@@ -80,13 +80,13 @@ def objective_named(name: str) -> Objective | None:
         )
     try:
         with _working_directory_importable():
-            found: Objective = getattr(importlib.import_module(module), function)
+            objective: Objective = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise RunError(
             f"objective {name!r} cannot be imported: {error}",
             hint="the module is looked for in the working directory, on PYTHONPATH and among installed packages",
         ) from error
-    return _checked(name, found)
+    return _checked(name, objective)
 
 
 @contextmanager

@@ -34,9 +34,9 @@ def block_list(model: nn.Module) -> tuple[nn.Module, str, str]:
         if isinstance(module, nn.ModuleList) and len(module) == wanted
     ]
     if len(lists) != 1:
-        found = ", ".join(path for path, _ in lists) or "none"
+        listed = ", ".join(path for path, _ in lists) or "none"
         raise ModelError(
-            f"{type(model).__name__} has no single list of its {wanted} blocks (found: {found})",
+            f"{type(model).__name__} has no single list of its {wanted} blocks (listed: {listed})",
             hint="zosim runs causal language models whose decoder is one ordered list of blocks",
         )
     path, blocks = lists[0]

@@ -16,7 +16,7 @@ from torch import Tensor
 from costmodel.model_spec import block_segment
 from executors.models.halves import Halfway, HalvedBlock
 from executors.models.model import Batch, CutModel
-from executors.models.stand_ins import StepCache
+from executors.models.recording_blocks import StepCache
 from zosim.plans import INSIDE
 
 Crossing = Literal["hidden", "activation", "residual"]
@@ -58,17 +58,17 @@ def crossings(model: CutModel, batch: Batch) -> dict[Cut, dict[Crossing, Tensor]
     ModelError
         If a block's MLP is none of those that are known.
     """
-    found: dict[Cut, dict[Crossing, Tensor]] = {}
+    crossed: dict[Cut, dict[Crossing, Tensor]] = {}
 
     def keep(cut: Cut) -> Change:
         def kept(name: Crossing, tensor: Tensor) -> Tensor:
-            found.setdefault(cut, {})[name] = tensor.detach().reshape(*_rows(batch), -1).clone()
+            crossed.setdefault(cut, {})[name] = tensor.detach().reshape(*_rows(batch), -1).clone()
             return tensor
 
         return kept
 
     loss_through(model, batch, {cut: keep(cut) for cut in cuts_of(model)})
-    return found
+    return crossed
 
 
 def loss_through(model: CutModel, batch: Batch, changes: Mapping[Cut, Change]) -> Tensor:

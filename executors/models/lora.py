@@ -36,11 +36,11 @@ def attach_lora(model: nn.Module, lora: LoRA) -> None:
         If the model has no linear of a name that is asked for.
     """
     linears = list(_linears(model))
-    missing = [name for name in lora.target_modules if not any(name == found for found, _, _, _ in linears)]
+    missing = [name for name in lora.target_modules if not any(name == path for path, _, _, _ in linears)]
     if missing:
         raise ModelError(
             f"no linear of {type(model).__name__} is called {', '.join(missing)}",
-            hint="linears are " + ", ".join(dict.fromkeys(found for found, _, _, _ in linears)),
+            hint="linears are " + ", ".join(dict.fromkeys(path for path, _, _, _ in linears)),
         )
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(lora.seed)

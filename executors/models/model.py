@@ -29,7 +29,7 @@ from costmodel.model_spec import (
 from executors.models.blocks import block_list, refuse_unsupported
 from executors.models.halves import Halfway, HalvedBlock, Handed, normalises_last
 from executors.models.parameters import NamedTensor, named_tensors
-from executors.models.stand_ins import Calls, Role, StandIn, StepCache, Stop
+from executors.models.recording_blocks import Calls, Role, StandIn, StepCache, Stop
 from topology.errors import ModelError
 
 Batch = Mapping[str, Tensor]
@@ -308,7 +308,7 @@ class CutModel:
     def _read_segments(self, blocks_path: str) -> dict[str, tuple[str, ...]]:
         """Return the segments that read each parameter: blocks by place, the others by watching one run."""
         embed_reads, head_reads = self._watch_edges()
-        found: dict[str, tuple[str, ...]] = {}
+        segments_of: dict[str, tuple[str, ...]] = {}
         for tensor in self.tensors:
             if tensor.name.startswith(f"{blocks_path}."):
                 number = tensor.name.removeprefix(f"{blocks_path}.").partition(".")[0]
@@ -321,8 +321,8 @@ class CutModel:
                     f"parameter {tensor.name} is read neither by a block nor by the modules around them",
                     hint="zosim runs decoders in which every parameter belongs to a module that is called",
                 )
-            found[tensor.name] = segments
-        return found
+            segments_of[tensor.name] = segments
+        return segments_of
 
     def _watch_edges(self) -> tuple[set[int], set[int]]:
         """Return which parameters the modules around the blocks read, before and after them."""

@@ -104,7 +104,7 @@ def save_prefix(model: nn.Module, directory: str | Path, dtype: str | None = Non
 
 def _attentions(model: nn.Module) -> list[nn.Module]:
     """Return the attention of every block."""
-    found = []
+    attentions = []
     for index, block in enumerate(find_blocks(model)):
         inside = [
             module for module in block.modules() if hasattr(module, "layer_idx") and module is not block
@@ -114,8 +114,8 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
                 f"block {index} of {type(model).__name__} has {len(inside)} attention modules, a prefix needs one",
                 hint="tune adapters (--lora-rank) or all parameters instead",
             )
-        found += inside
-    return found
+        attentions += inside
+    return attentions
 
 
 def _head_width(model: nn.Module) -> int:

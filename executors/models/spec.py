@@ -126,11 +126,11 @@ def _num_prefix_tokens(cut: CutModel) -> int:
 
 def _adapters(cut: CutModel) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Return the rank of the adapters in the first block, and the widths of the linears that carry one."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    pairs: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, parameter in cut.blocks[0].named_parameters():
         path, _, kind = name.removesuffix(".weight").rpartition(".")
         if kind in ("lora_A", "lora_B"):
-            found.setdefault(path, {})[kind] = tuple(parameter.shape)
-    shapes = [(pair["lora_A"][1], pair["lora_B"][0]) for pair in found.values()]
-    rank = next((pair["lora_A"][0] for pair in found.values()), 0)
+            pairs.setdefault(path, {})[kind] = tuple(parameter.shape)
+    shapes = [(pair["lora_A"][1], pair["lora_B"][0]) for pair in pairs.values()]
+    rank = next((pair["lora_A"][0] for pair in pairs.values()), 0)
     return rank, tuple(shapes)

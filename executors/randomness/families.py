@@ -135,14 +135,14 @@ class QuantisedGaussian(Direction):
         """Return how often each level comes out: what its neighbouring cells and, at the ends, the tails give it."""
         levels = self.rounding.levels
         tail = _mass(levels[-1], math.inf)
-        found = [tail, *(0.0 for _ in levels[2:]), tail]
+        probabilities = [tail, *(0.0 for _ in levels[2:]), tail]
         for i in range(len(levels) - 1):
             low, high = levels[i], levels[i + 1]
             mass, first = _mass(low, high), _first_moment(low, high)
             up = (first - low * mass) / (high - low)
-            found[i] += mass - up
-            found[i + 1] += up
-        return found
+            probabilities[i] += mass - up
+            probabilities[i + 1] += up
+        return probabilities
 
 
 def _density(x: float) -> float:

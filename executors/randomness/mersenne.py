@@ -45,15 +45,15 @@ def jumped(state: Tensor, num_words: int) -> Tensor:
     num_words : int
         At least 1.
     """
-    found = state.clone()
-    content = found.numpy()
+    ahead = state.clone()
+    content = ahead.numpy()
     content[_LEFT : _LEFT + 4].view(np.int32)[0] = _STATE_WORDS
     content[_NEXT : _NEXT + 8].view(np.uint64)[0] = 1
     # The word before the next one, too: the words of a state end before those that are made of them.
     content[_WORDS : _WORDS + 8 * _STATE_WORDS].view(np.uint64)[:] = _untempered(
         _words_ahead(state, num_words - 1)
     )
-    return found
+    return ahead
 
 
 @cache
@@ -81,11 +81,11 @@ def _words_ahead(state: Tensor, num_words: int) -> _Words:
     )
     patterns = _patterns(num_words)
     places = np.arange(len(patterns)) * _PATTERN_BITS
-    found = np.zeros(_STATE_WORDS, np.uint32)
+    words = np.zeros(_STATE_WORDS, np.uint32)
     for begin in range(0, len(patterns), _LOOKUPS):
         part = slice(begin, begin + _LOOKUPS)
-        found ^= np.bitwise_xor.reduce(windows[patterns[part], places[part]], axis=0)
-    return found
+        words ^= np.bitwise_xor.reduce(windows[patterns[part], places[part]], axis=0)
+    return words
 
 
 def _next_words(generator: Generator, num: int) -> _Words:

@@ -151,13 +151,13 @@ class Walk:
         """Return the words spent before each stretch, and by all of them; None where they cannot be counted."""
         if like.device.type != "cpu":
             return None
-        found = [0]
+        starts = [0]
         for spans in self._spans:
             spent = [self._direction.num_words(span.end - span.begin, like.dtype) for span in spans]
             if any(num is None for num in spent):
                 return None
-            found.append(found[-1] + sum(num for num in spent if num is not None))
-        return found
+            starts.append(starts[-1] + sum(num for num in spent if num is not None))
+        return starts
 
     def _from(
         self, share: range, views: Sequence[Tensor], states: Sequence[Tensor], factor: float | None
@@ -187,21 +187,21 @@ _Visit = Callable[[_Span, Generator], None]
 def _spans(numels: Sequence[int], granularity: int, num_marks: int) -> Iterator[list[_Span]]:
     """Yield the spans between two marks, tensor by tensor; every piece of a tensor can be drawn apart."""
     target = -(-sum(numels) // num_marks)
-    found: list[_Span] = []
+    spans: list[_Span] = []
     left = target
     for tensor, numel in enumerate(numels):
         begin = 0
         while (length := left - left % granularity) >= granularity and numel - begin - length >= granularity:
-            yield [*found, _Span(tensor, begin, begin + length)]
-            found, left = [], target
+            yield [*spans, _Span(tensor, begin, begin + length)]
+            spans, left = [], target
             begin += length
-        found.append(_Span(tensor, begin, numel))
+        spans.append(_Span(tensor, begin, numel))
         left -= numel - begin
         if left < granularity:
-            yield found
-            found, left = [], target
-    if found:
-        yield found
+            yield spans
+            spans, left = [], target
+    if spans:
+        yield spans
 
 
 def keep_rows(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from executors.models.model import Batch
-from executors.models.stand_ins import StepCache
+from executors.models.recording_blocks import StepCache
 
 
 @dataclass(frozen=True)

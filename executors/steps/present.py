@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from executors.models.halves import Handed
 from executors.models.model import Batch, CutModel
-from executors.models.stand_ins import StepCache
+from executors.models.recording_blocks import StepCache
 from executors.ranks.whole_model import WholeModel
 
 

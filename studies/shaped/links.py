@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from executors.calibration.crowd import Gather, cores_together, lost_beside
+from executors.calibration.core_contention import Gather, cores_together, lost_beside
 from executors.ranks.communicator import WORLD, Communicator
 
 _NUM_MESSAGES = 300
@@ -89,7 +89,7 @@ def _gathers_s(ranks: Communicator, own: torch.Tensor, count: int) -> list[float
 
 
 def _num_cores(ranks: Communicator) -> float:
-    """Return what :func:`executors.calibration.crowd.cores_together` finds."""
+    """Return what :func:`executors.calibration.core_contention.cores_together` finds."""
     return cores_together(_gathering(ranks), ranks.rank, ranks.world_size)
 
 

@@ -17,7 +17,7 @@ from costmodel.work import Matmul, Work
 from executors.calibration import whole_steps
 from executors.calibration.calibrate import threads_set
 from executors.calibration.calibrating import fitted
-from executors.calibration.crowd import with_slowdown
+from executors.calibration.core_contention import with_slowdown
 from executors.calibration.whole_steps import (
     STEP_SHAPES,
     WholeStep,

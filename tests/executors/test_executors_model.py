@@ -8,8 +8,8 @@ from transformers import AlbertConfig, AlbertForMaskedLM, T5Config, T5ForConditi
 from costmodel.configs import spec_of_config
 from executors.models.model import CutModel
 from executors.models.parameters import decays
+from executors.models.recording_blocks import StepCache
 from executors.models.spec import spec_of_model
-from executors.models.stand_ins import StepCache
 from tests.support.tiny import CONFIGS, batches, model_of
 from topology.errors import ModelError
 

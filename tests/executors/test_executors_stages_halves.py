@@ -9,8 +9,8 @@ from costmodel.configs import LoRA, spec_of_config
 from executors.models.halves import Halfway, HalvedBlock
 from executors.models.lora import attach_lora
 from executors.models.model import CutModel
+from executors.models.recording_blocks import StepCache
 from executors.models.spec import spec_of_model
-from executors.models.stand_ins import StepCache
 from tests.support.tiny import CONFIGS, batches, model_of
 from topology.errors import ModelError
 

@@ -10,8 +10,8 @@ import torch
 from costmodel.codecs import codec_spec, most_bytes
 from executors.codecs import codec_of
 from executors.models.model import CutModel
+from executors.models.recording_blocks import StepCache
 from executors.models.spec import spec_of_model
-from executors.models.stand_ins import StepCache
 from executors.ranks.mesh import alone, uncut
 from executors.ranks.messages import check_length
 from executors.runs.session import Session

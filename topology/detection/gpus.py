@@ -75,10 +75,10 @@ def find_gpus(nvml: ModuleType | None = None) -> Gpus | None:
         _logger.debug("NVML is installed but does not start: %s", error)
         return None
     try:
-        found = _from_nvml(nvml)
+        gpus = _from_nvml(nvml)
     finally:
         nvml.nvmlShutdown()
-    return found if found.devices else None
+    return gpus if gpus.devices else None
 
 
 def _ask(nvml: Any, name: str, *arguments: Any) -> Any:

@@ -160,17 +160,17 @@ def _frequency(root: Path, info: dict[str, str]) -> tuple[float, str]:
 
 def _domains(root: Path, usable: frozenset[int], memory_bytes: int) -> tuple[NumaDomain, ...]:
     """NUMA domains in which the process has processors, sharing the usable memory by their size."""
-    found = []
+    domains = []
     for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=_number):
         cpus = frozenset(parse_cpu_list(_read(folder / "cpulist") or "")) & usable
         match = re.search(r"MemTotal:\s+(\d+) kB", _read(folder / "meminfo") or "")
         if cpus and match and int(match[1]) > 0:
-            found.append(NumaDomain(_number(folder), cpus, int(match[1]) * 1024))
-    if not found:
+            domains.append(NumaDomain(_number(folder), cpus, int(match[1]) * 1024))
+    if not domains:
         return (NumaDomain(0, usable, memory_bytes),)
     # The kernel's totals per domain may leave out hot-plugged memory: only their proportion is used.
-    share = memory_bytes / sum(domain.memory_bytes for domain in found)
-    return tuple(NumaDomain(d.index, d.cpus, int(d.memory_bytes * share)) for d in found)
+    share = memory_bytes / sum(domain.memory_bytes for domain in domains)
+    return tuple(NumaDomain(d.index, d.cpus, int(d.memory_bytes * share)) for d in domains)
 
 
 def _number(path: Path) -> int:

@@ -118,8 +118,8 @@ def _cpu_spec(walk: _Walk, package: ET.Element, index: int) -> DeviceSpec:
 
 
 def _info(element: ET.Element, name: str) -> str | None:
-    found = element.find(f"info[@name='{name}']")
-    return None if found is None else found.get("value")
+    info = element.find(f"info[@name='{name}']")
+    return None if info is None else info.get("value")
 
 
 def _add_bridges(walk: _Walk, parent: ET.Element, numa: str) -> None:

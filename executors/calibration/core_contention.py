@@ -55,12 +55,17 @@ def slowdowns() -> list[float]:
     return [] if world_size == 1 else [world_size / cores for cores in _measured(world_size)]
 
 
-def with_slowdown(profile: Profile, found: Sequence[float]) -> Profile:
+def with_slowdown(profile: Profile, slowdowns: Sequence[float]) -> Profile:
     """Return a CPU's profile with what ranks on all its cores take from each other, as it was at various times."""
-    if not found:
+    if not slowdowns:
         return profile
     constant = Constant(
-        name="ranks_slowdown", value=median(found), low=min(found), high=max(found), unit="1", source=_SOURCE
+        name="ranks_slowdown",
+        value=median(slowdowns),
+        low=min(slowdowns),
+        high=max(slowdowns),
+        unit="1",
+        source=_SOURCE,
     )
     return profile.with_constants(constant, origin=profile.origin)
 
@@ -131,9 +136,9 @@ def cores_together(gather: Gather, rank: int, world_size: int, *, in_turn: bool 
             gather(0.0)
         # Who slept until now may wake on another's core, and is moved away from it within the first burst.
         taken_s += _timed(together, _NUM_TOGETHER)[1:]
-    found = gather(median(alone_s) if alone_s else 0.0)[:there]
+    seconds_by_rank = gather(median(alone_s) if alone_s else 0.0)[:there]
     lasting_s = median(taken_s) - exchange_s
-    return min(float(there), world_size * (sum(found) / len(found)) / lasting_s)
+    return min(float(there), world_size * (sum(seconds_by_rank) / len(seconds_by_rank)) / lasting_s)
 
 
 def lost_beside(exchanges: Callable[[], object], gather: Gather) -> tuple[float, float]:
@@ -241,9 +246,9 @@ def _main(store: str, world_size: int, rank: int) -> None:
         group._allgather_base(whole, own).wait()  # type: ignore[attr-defined]
         return [float(each) for each in whole]
 
-    found = [cores_together(gather, rank, world_size, in_turn=True) for _ in range(_NUM_MEASURED)]
+    cores = [cores_together(gather, rank, world_size, in_turn=True) for _ in range(_NUM_MEASURED)]
     if rank == 0:
-        print(json.dumps(found))
+        print(json.dumps(cores))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from costmodel.datasheet import datasheet_profile
-from executors.calibration import crowd
-from executors.calibration.crowd import cores_together, lost_beside, slowdowns, with_slowdown
+from executors.calibration import core_contention
+from executors.calibration.core_contention import cores_together, lost_beside, slowdowns, with_slowdown
 from topology import detect
 
 
@@ -17,8 +17,8 @@ class Clock:
 
     def __init__(self, monkeypatch, together):
         self.now, self.pace, self.together, self.num_gathers = 0.0, 1.0, together, 0
-        monkeypatch.setattr(crowd.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(crowd.torch, "mm", self.work)
+        monkeypatch.setattr(core_contention.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(core_contention.torch, "mm", self.work)
 
     def work(self, *_):
         self.now += 0.01 * self.pace
@@ -26,8 +26,8 @@ class Clock:
     def gather(self, number):
         # The size of a burst and the exchanges that are timed come first.
         self.num_gathers += 1
-        num_bursts = self.num_gathers - crowd._NUM_EXCHANGES - 1
-        num_each = 1 + crowd._NUM_TOGETHER
+        num_bursts = self.num_gathers - core_contention._NUM_EXCHANGES - 1
+        num_each = 1 + core_contention._NUM_TOGETHER
         self.pace = self.together if num_bursts > 0 and num_bursts % num_each else 1.0
         return [number]
 
@@ -45,8 +45,8 @@ class BusyClock:
     def __init__(self, monkeypatch, beside, num_pieces):
         self.now, self.beside, self.num_pieces = 0.0, beside, num_pieces
         self.left, self.ended = 0, threading.Event()
-        monkeypatch.setattr(crowd.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(crowd.torch, "mm", self.work)
+        monkeypatch.setattr(core_contention.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(core_contention.torch, "mm", self.work)
 
     def work(self, *_):
         self.now += 0.01 * (self.beside if self.left else 1.0)
