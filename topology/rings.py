@@ -139,20 +139,20 @@ def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
     listed = list(dict.fromkeys(joint for _, path in cycles for joint in path))
     incidence = np.array([[path.count(joint) for _, path in cycles] for joint in listed], dtype=np.float64)
     capacity = np.array([joint.num_links for joint in listed], dtype=np.float64)
-    found = milp(
+    solution = milp(
         -slowest / slowest.max(),
         constraints=LinearConstraint(incidence, ub=capacity),
         integrality=np.ones(len(cycles)),
         bounds=Bounds(0, np.inf),
         options={"node_limit": MAX_BRANCHES},
     )
-    if not found.success:
-        message = f"the best set of rings among {len(gpu_ids)} GPUs was not found: {found.message}"
+    if not solution.success:
+        message = f"the best set of rings among {len(gpu_ids)} GPUs was not solution: {solution.message}"
         raise TopologyError(message, hint="ask for fewer GPUs")
     rings = [
         LinkRing(order, tuple(joint.links[0].id for joint in path), float(slowest[number]))
         for number, (order, path) in enumerate(cycles)
-        for _ in range(round(found.x[number]))
+        for _ in range(round(solution.x[number]))
     ]
     return RingSet(tuple(gpu_ids), tuple(rings))
 
