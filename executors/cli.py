@@ -302,7 +302,7 @@ def run(
     }
     from executors.ranks.launch import launch as launch_ranks
     from executors.ranks.mesh import launch_lines
-    from executors.ranks.notes import RankInfo, is_launched
+    from executors.ranks.rank_info import RankInfo, is_launched
     from executors.runs.asking import settings_from
     from executors.runs.inputs import refuse_missing_data
     from executors.runs.run import run_in_rank

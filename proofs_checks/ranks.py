@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from executors.ranks.communicator import Communicator
-from executors.ranks.messages import LENGTH_BYTES, check_length
-from executors.ranks.packed import Packed
+from executors.ranks.messages import LENGTH_BYTES, Packed, check_length
 from topology.errors import RunError
 from zosim.plans import Plan
 
@@ -108,19 +107,19 @@ class InProcess:
         parts = self._exchanged("program", group, own.clone())
         gathered.view(-1).copy_(torch.cat([part.view(-1) for part in parts]))
 
-    def gathered(self, own: Tensor, what: str) -> Tensor:  # noqa: ARG002
+    def all_gather_host(self, own: Tensor, what: str) -> Tensor:  # noqa: ARG002
         """Return all ranks' `own` along a new first axis."""
         return torch.stack(self._exchanged("host loop", "world", own.clone()))
 
-    def gathered_bytes(self, payload: bytes, what: str) -> list[bytes]:  # noqa: ARG002
-        """Return all ranks' payloads."""
-        return self._exchanged("host loop", "world", payload)
+    def all_gather_json(self, own: Any, what: str, kind: Any = Any) -> list[Any]:  # noqa: ARG002
+        """Return what all ranks have."""
+        return self._exchanged("host loop", "world", own)
 
     def barrier(self, what: str) -> None:  # noqa: ARG002
         """Wait until all ranks are here."""
         self._exchanged("host loop", "world", None)
 
-    def complete(self, group: str, whole: Tensor, what: str) -> None:  # noqa: ARG002
+    def all_gather_shares(self, group: str, whole: Tensor, what: str) -> None:  # noqa: ARG002
         """Fill in the parts of `whole` that the other members hold."""
         each = whole.numel() // len(self.members(group))
         begin = each * self.position(group)
@@ -144,16 +143,14 @@ class InProcess:
         check_length(_size(message), most_bytes, what)
         return message
 
-    def spread(self, group: str, owner: int, tensor: Tensor, what: str) -> None:  # noqa: ARG002
+    def broadcast(self, group: str, owner: int, tensor: Tensor, what: str) -> None:  # noqa: ARG002
         """Fill `tensor` with the owner's."""
         parts = self._exchanged("host loop", group, tensor.clone())
         tensor.copy_(parts[self.members(group).index(owner)])
 
-    def first_does(self, action: Callable[[], Any], what: str) -> Any:  # noqa: ARG002
-        """Let rank 0 do something while the others wait."""
-        result = action() if self.is_first else None
-        self._exchanged("host loop", "world", None)
-        return result
+    def on_rank_0(self, make: Callable[[], Any], what: str) -> Any:  # noqa: ARG002
+        """Return what `make` returns on rank 0, while the others wait."""
+        return self._exchanged("host loop", "world", make() if self.is_first else None)[0]
 
     def refuse_unlike(self, facts: Mapping[str, Any]) -> None:
         """Raise if ranks do not agree."""

@@ -8,32 +8,37 @@ exchange, or after a timeout with an error that names the ranks that were not th
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from executors.ranks.absence import RollCall, default_store, named_ranks
-from executors.ranks.doubling import MOST_BYTES, doubling_all_gather
-from executors.ranks.duplex import Duplex
-from executors.ranks.gloo import shared_gloo
-from executors.ranks.heart import beating, wait_while_beating
+from executors.ranks.gloo import DOUBLING_BYTES, DuplexPair, doubling_all_gather, shared_gloo
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
-from executors.ranks.messages import Messages
-from executors.ranks.notes import is_launched
-from executors.ranks.packed import Packed
+from executors.ranks.messages import Messages, Packed
+from executors.ranks.missing_ranks import MissingRanks, named_ranks
+from executors.ranks.rank_info import is_launched
 from topology.errors import RunError, ZosimError
-from zosim.plans import Mesh
 
 WORLD = "world"
 PIPELINE = "pipeline"
 Groups = Mapping[str, Sequence[Sequence[int]]]
+T = TypeVar("T")
+
+_HEARTBEAT = -1
+"""In place of the length of an answer: rank 0 is still at work."""
+
+_ANSWER: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+
+_LONGEST_WORDS = 100
 
 
 class Communicator:
@@ -73,7 +78,7 @@ class Communicator:
             )
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.timeout_s = timeout_s
-        self._roll = RollCall(self.rank, timeout_s)
+        self._missing = MissingRanks(self.rank, timeout_s)
         self._device_type = device_type
         self.num_calls: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
@@ -90,7 +95,6 @@ class Communicator:
         self._pairs = self._pairs_among({WORLD: [range(self.world_size)], **groups})
         self._control = dist.new_group(backend=_host_backend(), timeout=self._timeout)
         self.messages = self._messages_within(groups.get(PIPELINE, ()))
-        self._marks = 0
 
     @property
     def _timeout(self) -> timedelta:
@@ -107,16 +111,18 @@ class Communicator:
         )[0]
         return own
 
-    def _pairs_among(self, groups: Groups) -> dict[str, Duplex]:
+    def _pairs_among(self, groups: Groups) -> dict[str, DuplexPair]:
         """Return what this rank exchanges over with the other one of each group of two; groups of the same ranks share."""
         if _host_backend() == "fake":
             return {}
-        found: dict[tuple[tuple[int, ...], ...], Duplex | None] = {}
+        found: dict[tuple[tuple[int, ...], ...], DuplexPair | None] = {}
         pairs = {}
         for name, parts in groups.items():
             key = tuple(tuple(part) for part in parts)
             if key not in found:
-                found[key] = Duplex.among(parts, self.rank, backend=_host_backend(), timeout=self._timeout)
+                found[key] = DuplexPair.among(
+                    parts, self.rank, backend=_host_backend(), timeout=self._timeout
+                )
             if (pair := found[key]) is not None:
                 pairs[name] = pair
         return pairs
@@ -143,13 +149,6 @@ class Communicator:
         """Whether this rank writes the files."""
         return self.rank == 0
 
-    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
-        """Return torch's view of a plan's mesh, its axes ``data``, ``perturb`` and, if there are any, ``stage`` named."""
-        names: tuple[str, ...] = ("data", "perturb") if mesh.inner == "perturb" else ("perturb", "data")
-        names += ("stage",) if mesh.stage > 1 else ()
-        ranks = torch.arange(self.world_size).view([getattr(mesh, name) for name in names])
-        return DeviceMesh(self._device_type, ranks, mesh_dim_names=names)
-
     # -- of the program ----------------------------------------------------------------------------------------
 
     def all_gather(self, group: str, gathered: Tensor, own: Tensor, what: str) -> None:
@@ -166,7 +165,7 @@ class Communicator:
         if len(members) == 1:
             gathered.copy_(own.view_as(gathered))
             return
-        with self._roll.naming(members, what):
+        with self._missing.named(members, what):
             if own.device.type == "cpu" and group in self._pairs:
                 self._pairs[group].all_gather(gathered, own)
             elif own.device.type == "cpu" and self._is_small(gathered):
@@ -177,7 +176,7 @@ class Communicator:
 
     @staticmethod
     def _is_small(gathered: Tensor) -> bool:
-        return gathered.nbytes <= MOST_BYTES and _host_backend() != "fake"
+        return gathered.nbytes <= DOUBLING_BYTES and _host_backend() != "fake"
 
     def send(self, group: str, offset: int, message: Tensor | Packed, what: str) -> int:
         """Send a message to the member of a pipeline that is `offset` places on; return how many bytes went.
@@ -213,7 +212,7 @@ class Communicator:
         """Return this rank's messages to others of its pipeline, if it has any."""
         if all(len(part) == 1 for part in parts):
             return None
-        naming = partial(self._roll.naming, self.members(WORLD))
+        naming = partial(self._missing.named, self.members(WORLD))
         host = _host_backend()
         device = "nccl" if self._device_type == "cuda" and host != "fake" else host
         return Messages(
@@ -227,51 +226,67 @@ class Communicator:
 
     # -- of host loops -----------------------------------------------------------------------------------------
 
-    def gathered(self, own: Tensor, what: str) -> Tensor:
+    def all_gather_host(self, own: Tensor, what: str) -> Tensor:
         """Return all ranks' `own`, numbers of the host that are alike in shape, along a new first axis."""
         rows = own.new_zeros((self.world_size, *own.shape))
         rows[self.rank] = own
-        with self._roll.naming(self.members(WORLD), what):
+        with self._missing.named(self.members(WORLD), what):
             _all_gather(rows.view(-1), own.contiguous().view(-1), group=self._control)
         return rows
 
-    def gathered_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Return all ranks' payloads, which may differ in length."""
-        sizes = self.gathered(torch.tensor(len(payload)), what).tolist()
-        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+    def all_gather_json(self, own: T, what: str, kind: Any = Any) -> list[T]:
+        """Return all ranks' `own`, in rank order; it travels as JSON, and is checked to be of type `kind`.
+
+        Raises
+        ------
+        RunError
+            If what a rank sent is not.
+        """
+        adapter: TypeAdapter[T] = TypeAdapter(kind)
+        payload = adapter.dump_json(own)
+        sizes = self.all_gather_host(torch.tensor(len(payload)), what).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(payload)] = _tensor_of(payload)
-        rows = self.gathered(padded, what)
-        return [_bytes_of(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+        rows = self.all_gather_host(padded, what)
+        return [
+            _parsed(adapter, _bytes_of(row[:size]), rank, what)
+            for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))
+        ]
 
-    def told(self, payload: bytes, what: str) -> bytes:
-        """Return rank 0's payload; the others' are not looked at."""
-        size = torch.tensor(len(payload))
-        with self._roll.naming((0,), what):
-            dist.broadcast(size, 0, group=self._control)
-            data = torch.zeros(max(1, int(size)), dtype=torch.uint8)
-            if self.is_first:
-                data[: len(payload)] = _tensor_of(payload)
-            dist.broadcast(data, 0, group=self._control)
-        return _bytes_of(data[: int(size)])
+    def on_rank_0(self, make: Callable[[], T], what: str) -> T:
+        """Return what `make` returns on rank 0, as JSON carries it, on all ranks; what it refuses, all ranks refuse.
 
-    def first_says(self, make: Callable[[], Any], what: str) -> Any:
-        """Return what rank 0 makes, as JSON carries it; what it refuses, all ranks refuse.
+        Rank 0 may take as long as it likes, as long as it shows signs of life: the others wait for one after the other.
 
         Raises
         ------
         ZosimError
             As `make` did on rank 0.
+        RunError
+            If rank 0 shows no sign of life for the timeout.
         """
-        said: dict[str, Any] = {}
+        payload = b""
         if self.is_first:
             try:
-                said = {"value": make()}
+                with heartbeat(lambda: self._broadcast(torch.tensor(_HEARTBEAT)), self.timeout_s / 8):
+                    made = {"value": make()}
             except ZosimError as error:
-                said = {"error": error.message, "hint": error.hint}
-        said = json.loads(self.told(json.dumps(said).encode(), what))
+                made = {"error": error.message, "hint": error.hint}
+            payload = json.dumps(made).encode()
+        size = torch.tensor(len(payload) if self.is_first else _HEARTBEAT)
+        with self._missing.named(self.members(WORLD) if self.is_first else (0,), what):
+            self._broadcast(size)
+            while size == _HEARTBEAT:
+                self._broadcast(size)
+            data = _tensor_of(payload) if self.is_first else torch.zeros(int(size), dtype=torch.uint8)
+            self._broadcast(data)
+        said = _parsed(_ANSWER, _bytes_of(data), 0, what)
         if "error" in said:
             raise RunError(said["error"], hint=said["hint"])
-        return said["value"]
+        return cast("T", said["value"])
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, 0, group=self._control)
 
     def refuse_unlike(self, facts: Mapping[str, Any]) -> None:
         """Raise if ranks do not agree on `facts`, by name.
@@ -279,52 +294,53 @@ class Communicator:
         Raises
         ------
         RunError
-            On all ranks; the message names the fact and the ranks that have another one than rank 0.
+            On all ranks; the message names the fact, the ranks that have another one than rank 0, and both values.
         """
-        told = self.gathered_bytes(json.dumps(dict(facts)).encode(), "comparing what ranks begin with")
-        rows = [json.loads(text) for text in told]
+        rows = self.all_gather_json(dict(facts), "comparing what ranks begin with")
         for name, value in rows[0].items():
             others = [rank for rank, row in enumerate(rows) if row[name] != value]
             if others:
                 raise RunError(
-                    f"ranks do not begin with the same {name}: {named_ranks(others)} not with that of rank 0",
-                    hint="give all ranks the same files and options",
+                    f"ranks do not begin with the same {name}: {named_ranks(others)} not with that of rank 0"
+                    + _compared(rows[others[0]][name], value),
+                    hint="give all ranks the same files and options, on machines of one kind with the same packages",
                 )
 
     def barrier(self, what: str) -> None:
         """Wait until all ranks are here."""
-        self.gathered(torch.zeros(1, dtype=torch.uint8), what)
+        self.all_gather_host(torch.zeros(1, dtype=torch.uint8), what)
 
-    def complete(self, group: str, whole: Tensor, what: str) -> None:
+    def all_gather_shares(self, group: str, whole: Tensor, what: str) -> None:
         """Fill in the parts of `whole`, bytes of the host, that the other members of `group` hold."""
         members = self.members(group)
         each = whole.numel() // len(members)
         begin = each * self.position(group)
-        with self._roll.naming(members, what):
+        with self._missing.named(members, what):
             _all_gather(whole, whole[begin : begin + each], group=self._groups[group])
 
-    def spread(self, group: str, owner: int, tensor: Tensor, what: str) -> None:
+    def broadcast(self, group: str, owner: int, tensor: Tensor, what: str) -> None:
         """Fill `tensor`, bytes of the host, with that of rank `owner`, on all members of a pipeline."""
-        self._messages(group).spread(owner, tensor, what)
+        self._messages(group).broadcast(owner, tensor, what)
 
-    def first_does(self, action: Callable[[], Any], what: str) -> Any:
-        """Let rank 0 do something while the others wait, however long it takes, and return what came of it there.
 
-        A rank 0 that does not show a sign of life for the timeout is given up.
-        """
-        self._marks += 1
-        key = f"zosim/first/{self._marks}"
-        if self.world_size == 1:
-            return action()
-        store = default_store()
-        if self.is_first:
-            with beating(store, key, self.timeout_s / 8):
-                result = action()
-            store.set(f"{key}/done", "1")
-            return result
-        with self._roll.naming((0,), what):
-            wait_while_beating(store, key, self.timeout_s)
-        return None
+@contextmanager
+def heartbeat(beat: Callable[[], None], period_s: float) -> Iterator[None]:
+    """Call `beat` every `period_s` seconds, on a thread of its own, for the length of the block."""
+    ended = threading.Event()
+
+    def run() -> None:
+        # A peer that is gone is named by the exchange that follows the block.
+        with suppress(RuntimeError):
+            while not ended.wait(period_s):
+                beat()
+
+    thread = threading.Thread(target=run, name="zosim-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _all_gather(gathered: Tensor, own: Tensor, *, group: dist.ProcessGroup | None) -> None:
@@ -338,11 +354,24 @@ def _host_backend() -> str:
 
 
 def _tensor_of(payload: bytes) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        if payload
-        else torch.zeros(0, dtype=torch.uint8)
-    )
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+
+
+def _parsed(adapter: TypeAdapter[T], payload: bytes, rank: int, what: str) -> T:
+    try:
+        return adapter.validate_json(payload)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise RunError(
+            f"{what}: rank {rank} sent what it cannot have meant ({reason})",
+            hint="run all ranks on one release; see SECURITY.md if other users reach the ports of a run",
+        ) from None
+
+
+def _compared(value: Any, of_rank_0: Any) -> str:
+    """Return two values in words, "" where they are too long to be read."""
+    words = f" ({value}, not {of_rank_0})"
+    return words if len(words) <= _LONGEST_WORDS else ""
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -1,23 +1,39 @@
-"""gloo whose process groups share one thread for their sockets.
+"""gloo between ranks: process groups that share one thread for their sockets and know their peers, and two exchanges.
 
 A process group of gloo has a device of its own, and every device a thread that wakes a hundred times a second, whether or
 not anything comes, so that as often a kernel finds its caches changed. A rank has ten
 groups and more, one for whatever must not wait for something else. Here all of them share one device.
+
+gloo takes whoever connects first for the peer that it expects. So ranks show each other, over every new connection, that
+they know what the group's store holds; where the store is private, a stranger cannot take a rank's place.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch import Tensor
+from torch.distributed import Store
+
+from topology.errors import RunError
 
 BACKEND = "zosim_gloo"
 """Name by which torch makes such groups, once :func:`shared_gloo` was called."""
+
+_SECRET_KEY, _SECRET_BYTES = "zosim/secret", 32
+
+_STRANGER_HINT = "look at that rank's process; if it has not ended, another process has connected to a port of this run (SECURITY.md)"
+
+DOUBLING_BYTES = 1 << 16
+"""Of a whole up to which :func:`doubling_all_gather` is faster; beyond, a ring moves the same bytes in pieces that links
+carry at once."""
 
 _NUM_THREADS = 2
 """Of each group, as torch has it by default: they run collectives, and sleep until there is one."""
@@ -31,7 +47,44 @@ def shared_gloo() -> str:
 
 
 def _made(places: Any, _options: object) -> dist.ProcessGroupGloo:
-    return gloo_group(places.store, places.group_rank, places.group_size, places.timeout, _shared_devices)
+    group = gloo_group(places.store, places.group_rank, places.group_size, places.timeout, _shared_devices)
+    refuse_strangers(group, places.store, places.group_rank, places.group_size)
+    return group
+
+
+def refuse_strangers(group: dist.ProcessGroupGloo, store: Store, rank: int, size: int) -> None:
+    """Make sure that behind every connection of a new group there is a process that reads the group's store.
+
+    Raises
+    ------
+    RunError
+        If not.
+    """
+    if rank == 0:
+        store.set(_SECRET_KEY, os.urandom(_SECRET_BYTES).hex())
+    secret = store.get(_SECRET_KEY)
+
+    def proof(sender: int, receiver: int) -> Tensor:
+        digest = hashlib.sha256(secret + f" {sender} to {receiver}".encode()).digest()
+        return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+    peers = [peer for peer in range(size) if peer != rank]
+    shown = {peer: torch.zeros_like(proof(peer, rank)) for peer in peers}
+    works = [(group.recv([shown[peer]], peer, 0), group.send([proof(rank, peer)], peer, 0)) for peer in peers]
+    for peer, (coming, going) in zip(peers, works, strict=True):
+        try:
+            coming.wait()
+            going.wait()
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise RunError(
+                f"rank {peer} has not joined rank {rank}: {reason}", hint=_STRANGER_HINT
+            ) from error
+        if not torch.equal(shown[peer], proof(peer, rank)):
+            raise RunError(
+                f"what has joined rank {rank} in place of rank {peer} is not a rank of this run",
+                hint=_STRANGER_HINT,
+            )
 
 
 def gloo_group(
@@ -71,3 +124,94 @@ def _device(interface: str) -> Any:
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface)
     return dist.ProcessGroupGloo.create_default_device()
+
+
+_PAIR = 2
+
+
+class DuplexPair:
+    """Two connections between two ranks, so that exchanges fill both directions of the link between them.
+
+    gloo has one connection for each pair of ranks of a process group, and before it sends a message it asks, over the same
+    connection, whether the other is ready. Where both ranks send at once, each one's answer waits behind the bytes that it
+    is sending itself, and the two take turns. With a connection for either direction answers find theirs empty.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        The two, this one among them.
+    place : int
+        Of this rank among the two.
+    groups : sequence of torch.distributed.ProcessGroup
+        Of both ranks: over the first the first rank sends, over the second the second.
+    """
+
+    def __init__(self, ranks: Sequence[int], place: int, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._peer = ranks[1 - place]
+        self._place = place
+        self._sending, self._receiving = groups[place], groups[1 - place]
+
+    @classmethod
+    def among(
+        cls, parts: Sequence[Sequence[int]], rank: int, *, backend: str, timeout: timedelta
+    ) -> DuplexPair | None:
+        """Return that of `rank`, None if its part is not a pair; all ranks of a partition call this together."""
+        pairs = [list(part) for part in parts if len(part) == _PAIR]
+        if not pairs:
+            return None
+        groups = [
+            dist.new_subgroups_by_enumeration(pairs, timeout=timeout, backend=backend)[0]
+            for _ in range(_PAIR)
+        ]
+        own = next((pair for pair in pairs if rank in pair), None)
+        return None if own is None else cls(own, own.index(rank), groups)
+
+    def all_gather(self, gathered: Tensor, own: Tensor) -> None:
+        """Fill `gathered`, of the host, with both ranks' `own`, which may be this rank's half of it."""
+        rows = gathered.view(_PAIR, -1)
+        coming = dist.irecv(rows[1 - self._place], self._peer, group=self._receiving)
+        going = dist.isend(own.view(-1), self._peer, group=self._sending)
+        mine = rows[self._place]
+        if mine.data_ptr() != own.data_ptr():
+            mine.copy_(own.view(-1))
+        for work in (coming, going):
+            assert work is not None  # this rank is a member of both groups
+            work.wait()
+
+
+def doubling_all_gather(
+    gathered: Tensor, own: Tensor, members: Sequence[int], place: int, group: dist.ProcessGroup | None
+) -> None:
+    """Fill `gathered`, of the host, with the `own` of every member, in order, in few rounds: what each holds doubles.
+
+    gloo's all_gather passes every rank's part once around a ring, a round for each rank. For losses, a few bytes each, what
+    counts is the number of rounds.
+
+    Parameters
+    ----------
+    gathered, own : torch.Tensor
+    members : sequence of int
+        Ranks of the group.
+    place : int
+        Of this rank among them.
+    group : ProcessGroup, optional
+
+    References
+    ----------
+    .. [1] J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE
+       Transactions on Parallel and Distributed Systems 8(11), 1997, section 4.
+    """
+    size = len(members)
+    # Row i is of the member i places on.
+    rows = torch.empty((size, own.numel()), dtype=own.dtype)
+    rows[0] = own.reshape(-1)
+    held = 1
+    while held < size:
+        count = min(held, size - held)
+        coming = dist.irecv(rows[held : held + count], members[(place + held) % size], group=group)
+        going = dist.isend(rows[:count], members[(place - held) % size], group=group)
+        for work in (coming, going):
+            assert work is not None  # this rank is a member
+            work.wait()
+        held += count
+    gathered.view(size, -1).copy_(rows.roll(place, 0))

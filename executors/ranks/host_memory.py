@@ -6,21 +6,22 @@ ends, nothing is left.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
+import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
 from executors.ranks.communicator import Communicator
 from executors.ranks.launch import WAIT_HINT
-from executors.ranks.notes import give_up, last_words
+from executors.ranks.leftovers import held_file, remove_leftovers
+from executors.ranks.rank_info import give_up, last_words
 from executors.steps.streams import Ticket
 from topology.errors import DoesNotFit, RunError
 from topology.units import format_bytes
@@ -42,8 +43,6 @@ class HostMemory:
     program : Program
         Its shared buffers get their memory here, and its instructions that others wait for a counter each.
     communicator : Communicator
-    make : callable, optional
-        Makes a file of a size, and returns its path.
 
     Attributes
     ----------
@@ -55,9 +54,7 @@ class HostMemory:
         If the host has no room for it.
     """
 
-    def __init__(
-        self, program: Program, communicator: Communicator, make: Callable[[int], Path] | None = None
-    ) -> None:
+    def __init__(self, program: Program, communicator: Communicator) -> None:
         self._communicator = communicator
         self._ranks = communicator.members(HOST)
         self._offsets: dict[str, int] = {}
@@ -69,38 +66,35 @@ class HostMemory:
         self._awaited = {name: index for index, name in enumerate(awaited(program))}
         self._counters_at = offset
         self.size_bytes = offset + max(1, len(self._ranks) * len(self._awaited)) * _COUNTER_BYTES
-        self._map = self._mapped(make or made_in_memory)
+        self._map = self._mapped()
         self._counters = memoryview(self._map)[self._counters_at :].cast("Q")
         self._pinned: list[int] = []
 
-    def _mapped(self, make: Callable[[int], Path]) -> mmap.mmap:
+    def _mapped(self) -> mmap.mmap:
         """Map the file that the first rank of the host makes, and take its name away when all have."""
-        is_first = self._communicator.rank == self._ranks[0]
-        told: dict[str, str] = {}
-        if is_first:
-            remove_leftovers()
+        rank, first = self._communicator.rank, self._ranks[0]
+        with ExitStack() as stack:
+            said: dict[str, str] = {}
+            if rank == first:
+                try:
+                    said = {"path": str(stack.enter_context(memory_file(self.size_bytes)))}
+                except DoesNotFit as error:
+                    said = {"error": error.message, "hint": error.hint or ""}
+            said = self._communicator.all_gather_json(said, "sharing memory", dict[str, str])[first]
+            if "error" in said:
+                raise DoesNotFit(said["error"], hint=said["hint"])
+            path = Path(said["path"])
             try:
-                told = {"path": str(make(self.size_bytes))}
-            except DoesNotFit as error:
-                told = {"error": error.message, "hint": error.hint or ""}
-        told = json.loads(
-            self._communicator.gathered_bytes(json.dumps(told).encode(), "sharing memory")[self._ranks[0]]
-        )
-        if "error" in told:
-            raise DoesNotFit(told["error"], hint=told["hint"])
-        path = Path(told["path"])
-        try:
-            with path.open("r+b") as file:
-                return mmap.mmap(file.fileno(), self.size_bytes)
-        except OSError as error:
-            raise RunError(
-                f"rank {self._communicator.rank} cannot map {path}, which rank {self._ranks[0]} made: {error}",
-                hint="ranks of one host must see one file system; or use --transfers private",
-            ) from error
-        finally:
-            self._communicator.barrier("mapping shared memory")
-            if is_first:
-                path.unlink(missing_ok=True)
+                with path.open("r+b") as file:
+                    _refuse_foreign(path, os.fstat(file.fileno()), self.size_bytes)
+                    return mmap.mmap(file.fileno(), self.size_bytes)
+            except OSError as error:
+                raise RunError(
+                    f"rank {rank} cannot map {path}, which rank {first} made: {error}",
+                    hint="ranks of one host must see one file system; or use --transfers private",
+                ) from error
+            finally:
+                self._communicator.barrier("mapping shared memory")
 
     def tensor(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return the memory of a shared buffer, zero at first."""
@@ -208,43 +202,44 @@ def awaited(program: Program) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def made_in_memory(size_bytes: int, folders: Sequence[Path] | None = None) -> Path:
+@contextmanager
+def memory_file(size_bytes: int, folders: Sequence[Path] | None = None) -> Iterator[Path]:
     """Make a file of `size_bytes` that lies in memory, or where that has no room, among temporary files.
+
+    Its name is gone after the block. What another launch was killed over is removed first.
 
     Raises
     ------
     DoesNotFit
         If there is no room in either.
     """
-    folders = _folders() if folders is None else folders
-    free: Mapping[Path, int] = {folder: _free_bytes(folder) for folder in folders}
-    for folder, room in free.items():
-        if room >= size_bytes:
-            handle, name = tempfile.mkstemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=folder)
-            with os.fdopen(handle, "r+b") as file:
-                # Taken now: a file that only promises its size kills whoever touches it once there is no room.
-                os.posix_fallocate(file.fileno(), 0, size_bytes)
-            return Path(name)
-    rooms = ", ".join(f"{folder} has {format_bytes(room)}" for folder, room in free.items())
-    raise DoesNotFit(
-        f"the ranks of this host share {format_bytes(size_bytes)}, but {rooms}",
-        hint="enlarge /dev/shm (docker run --shm-size), or use --transfers private",
-    )
+    free: dict[Path, int] = {}
+    for folder in _folders() if folders is None else folders:
+        remove_leftovers(folder, _PREFIX)
+        status = os.statvfs(folder)
+        free[folder] = status.f_bavail * status.f_frsize
+    room = next((folder for folder, num_bytes in free.items() if num_bytes >= size_bytes), None)
+    if room is None:
+        rooms = ", ".join(f"{folder} has {format_bytes(num_bytes)}" for folder, num_bytes in free.items())
+        raise DoesNotFit(
+            f"the ranks of this host share {format_bytes(size_bytes)}, but {rooms}",
+            hint="enlarge /dev/shm (docker run --shm-size), or use --transfers private",
+        )
+    with held_file(room, _PREFIX) as (path, descriptor):
+        # Taken now: a file that only promises its size kills whoever touches it once there is no room.
+        os.posix_fallocate(descriptor, 0, size_bytes)
+        yield path
 
 
 def _folders() -> list[Path]:
     return [folder for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())) if folder.is_dir()]
 
 
-def _free_bytes(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
-
-
-def remove_leftovers(folders: Iterable[Path] | None = None) -> None:
-    """Remove what a rank made that was killed before the others had mapped it."""
-    for folder in _folders() if folders is None else folders:
-        for left in folder.glob(f"{_PREFIX}*"):
-            owner = left.name.removeprefix(_PREFIX).partition("-")[0]
-            if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-                left.unlink(missing_ok=True)
+def _refuse_foreign(path: Path, status: os.stat_result, size_bytes: int) -> None:
+    """Raise unless a file is what :func:`memory_file` makes: ranks write to it."""
+    is_ours = path.name.startswith(_PREFIX) and stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+    if not is_ours or status.st_size != size_bytes:
+        raise RunError(
+            f"{path} is not a file of {format_bytes(size_bytes)} that a rank of this user has made to share memory",
+            hint="run all ranks of a host on one release and one plan, and as one user",
+        )

@@ -1,23 +1,32 @@
-"""Starts the ranks under torch's own launcher, and says in a sentence which one died and at what."""
+"""Starts the ranks of one host, and says in a sentence which one died and at what.
+
+The ranks find each other through a file in a directory that only this user may enter, and connect over the loopback. Nothing
+of a launch listens beyond this host, and no other user can write what the ranks read.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from executors.ranks.notes import (
+import psutil
+
+from executors.ranks.leftovers import held_directory, remove_leftovers
+from executors.ranks.rank_info import (
     DIRECTORY_VARIABLE,
     PREFIX,
     Progress,
@@ -25,16 +34,27 @@ from executors.ranks.notes import (
     failure_path,
     given_up_path,
     is_launched,
+    is_on_one_host,
     leave,
     pid_path,
     progress_path,
     read_note,
-    remove_leftovers,
 )
 from topology.errors import RunError, ZosimError, refusal_of_machine
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 WAIT_HINT = "look at that rank's process and host; `--resume` goes on from the log, and `--timeout` says how long to wait"
 DEFAULT_TIMEOUT_S = 120.0
+
+_SETTLE_S = 0.1
+"""Between the end of the first rank that fails and the question which others have failed with it."""
+
+_END_S = 3.0
+"""For which a rank may take to end when it is asked to; one that is stopped does not hear it."""
+
+_PR_SET_PDEATHSIG = 1
 
 
 def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1) -> Any:
@@ -43,8 +63,8 @@ def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1
     Parameters
     ----------
     function : callable
-        Importable by name, as its arguments and its result must be picklable. It finds its place with
-        :meth:`RankInfo.here` and its peers with :func:`process_group`.
+        Importable by name, as its arguments and its result must be picklable: they go through pipes between these
+        processes. It finds its place with :meth:`RankInfo.here` and its peers with :func:`process_group`.
     world_size : int
         Ranks to start on this machine. Where torchrun has started this process already, nothing is started.
 
@@ -55,21 +75,9 @@ def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1
     """
     if is_launched():
         return function(*arguments)
-    remove_leftovers()
-    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as directory:
-        return _launch(Path(directory), function, arguments, world_size)
-
-
-@contextmanager
-def _own_semaphores() -> Iterator[None]:
-    """Give the semaphores of torch's launcher names by which those of one that was killed are known."""
-    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    before = config["semprefix"]
-    config["semprefix"] = f"/{PREFIX}{os.getpid()}"
-    try:
-        yield
-    finally:
-        config["semprefix"] = before
+    remove_leftovers(Path(tempfile.gettempdir()), PREFIX)
+    with held_directory(PREFIX) as directory, _ended_by_signals():
+        return _launch(directory, function, arguments, world_size)
 
 
 @contextmanager
@@ -90,18 +98,26 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     import torch
     import torch.distributed as dist
 
+    from executors.ranks.gloo import shared_gloo
+
     info = RankInfo.here()
-    if "MASTER_ADDR" not in os.environ:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    backend = "gloo"
+    if is_on_one_host():
+        # Whatever the environment says: ranks of one host have nothing to say to others.
+        loopback = _loopback_interface()
+        os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+    backend = shared_gloo()
     if device_type == "cuda":
         torch.cuda.set_device(info.local_rank)
-        backend = "cpu:gloo,cuda:nccl"
+        backend = f"cpu:{backend},cuda:nccl"
     try:
         dist.init_process_group(
-            backend, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=timeout_s)
+            backend,
+            rank=info.rank,
+            world_size=info.world_size,
+            store=_private_store(info.world_size),
+            timeout=timedelta(seconds=timeout_s),
         )
-    except dist.DistError as error:
+    except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise RunError(
             f"rank {info.rank} could not join the others of {info.world_size} ranks ({reason})",
@@ -115,50 +131,142 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     leave()
 
 
+def _private_store(world_size: int) -> Store | None:
+    """Return the store of ranks that this module started, or of a rank alone; None where torchrun has one."""
+    import torch.distributed as dist
+
+    if DIRECTORY_VARIABLE in os.environ:
+        return dist.FileStore(str(Path(os.environ[DIRECTORY_VARIABLE]) / "store"), world_size)
+    return None if is_launched() else dist.HashStore()
+
+
+def _loopback_interface() -> str:
+    """Return the name of the interface that has 127.0.0.1."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return name
+    raise RunError(
+        "no network interface of this host has the address 127.0.0.1, over which its ranks connect"
+    )
+
+
 def _launch(
     directory: Path, function: Callable[..., Any], arguments: tuple[object, ...], world_size: int
 ) -> Any:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        run_id=directory.name,
-        # As `torchrun --standalone`: a store on a free port of this machine.
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        # By default it makes a directory of its own, and leaves it.
-        logs_specs=DefaultLogsSpecs(log_dir=str(directory / "logs")),
-    )
-    with _environment(directory), _quiet_launcher(), _own_semaphores():
-        try:
-            results = elastic_launch(config, _entry)(function, arguments, str(directory), os.getpid())
-        except ChildFailedError as error:
-            raise _report(directory, error) from None
-    return results[0]
-
-
-def _entry(function: Callable[..., Any], arguments: tuple[object, ...], directory: str, launcher: int) -> Any:
-    """Run in a rank: leave what a user can mend as a file in place of a traceback, and do not outlive the launcher."""
-    _die_with(launcher)
-    pid_path(Path(directory), RankInfo.here().rank).write_text(str(os.getpid()))
+    """Start the ranks, and return the result of rank 0 when all have ended."""
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    ranks = [
+        context.Process(
+            target=_rank,
+            args=(
+                RankInfo(rank, rank, world_size),
+                str(directory),
+                os.getpid(),
+                None if rank else sending,
+                function,
+                arguments,
+            ),
+        )
+        for rank in range(world_size)
+    ]
     try:
-        return function(*arguments)
-    except Exception as error:
+        for rank in ranks:
+            rank.start()
+        sending.close()
+        return _result(ranks, receiving, directory)
+    finally:
+        _end(ranks)
+
+
+def _result(ranks: Sequence[BaseProcess], receiving: connection.Connection, directory: Path) -> Any:
+    """Return what rank 0 sends, once all ranks have ended well.
+
+    Raises
+    ------
+    ZosimError
+        When the first rank fails.
+    """
+    result, running = None, {rank.sentinel: rank for rank in ranks}
+    pipes = [receiving]
+    while running:
+        ready = connection.wait([*running, *pipes])
+        if receiving in ready:
+            with suppress(EOFError):
+                result = receiving.recv()
+            pipes = []
+        ended = [running.pop(sentinel) for sentinel in ready if isinstance(sentinel, int)]
+        for rank in ended:
+            rank.join()
+        if any(rank.exitcode for rank in ended):
+            time.sleep(_SETTLE_S)
+            raise _report(
+                directory, {number: rank.exitcode for number, rank in enumerate(ranks) if rank.exitcode}
+            )
+    return result
+
+
+def _end(ranks: Sequence[BaseProcess]) -> None:
+    """End what still runs, by SIGTERM, or where that does not help, by SIGKILL."""
+    running = [rank for rank in ranks if rank.is_alive()]
+    for rank in running:
+        rank.terminate()
+    end = time.monotonic() + _END_S
+    for rank in running:
+        rank.join(max(0.0, end - time.monotonic()))
+        rank.kill()
+        rank.join()
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end this process as an exception does, so that its ranks end with it."""
+
+    def leave_now(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    try:
+        before = {number: signal.signal(number, leave_now) for number in (signal.SIGTERM, signal.SIGHUP)}
+    except ValueError:  # not on the main thread, which alone may ask for signals
+        before = {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _rank(
+    info: RankInfo,
+    directory: str,
+    launcher: int,
+    sending: connection.Connection | None,
+    function: Callable[..., Any],
+    arguments: tuple[object, ...],
+) -> None:
+    """Be one rank: leave what a user can mend as a file in place of a traceback, and do not outlive the launcher."""
+    _die_with(launcher)
+    # The launcher ends its ranks when it is interrupted.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ |= {
+        DIRECTORY_VARIABLE: directory,
+        "RANK": str(info.rank),
+        "LOCAL_RANK": str(info.local_rank),
+        "WORLD_SIZE": str(info.world_size),
+        "LOCAL_WORLD_SIZE": str(info.world_size),
+    }
+    pid_path(Path(directory), info.rank).write_text(str(os.getpid()))
+    try:
+        result = function(*arguments)
+        if sending is not None:
+            sending.send(result)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the launcher says it
         failure = error if isinstance(error, ZosimError) else refusal_of_machine(error)
-        if failure is None:
+        said = None if failure is None else {"message": failure.message, "hint": failure.hint}
+        if said is None:
             traceback.print_exc()
-            raise
-        said = {"message": failure.message, "hint": failure.hint}
-        failure_path(Path(directory), RankInfo.here().rank).write_text(json.dumps(said))
-        sys.stderr.flush()
+            said = {"mistake": "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]}
+        failure_path(Path(directory), info.rank).write_text(json.dumps(said))
         sys.exit(1)
 
 
@@ -173,65 +281,24 @@ def _die_with(launcher: int) -> None:
             os._exit(1)
 
 
-_PR_SET_PDEATHSIG = 1
-
-
-def _report(directory: Path, error: Any) -> ZosimError:
-    """Return what happened to the rank that failed first; one that was killed comes before those who missed it."""
-    rank, failure = min(
-        error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp, item[0])
-    )
-    given_up, told = read_note(given_up_path(directory, rank)), read_note(failure_path(directory, rank))
+def _report(directory: Path, exit_codes: Mapping[int, int]) -> ZosimError:
+    """Return what happened to the rank that failed; one that was killed comes before those who missed it."""
+    rank = min(exit_codes, key=lambda rank: (exit_codes[rank] >= 0, rank))
+    given_up, said = read_note(given_up_path(directory, rank)), read_note(failure_path(directory, rank))
     if given_up is not None:
         return RunError(f"rank {given_up['by']} stopped: {given_up['why']}", hint=WAIT_HINT)
     left = Progress.read(progress_path(directory, rank))
     who, at = left.of(rank), f", last at {left.line}" if left.line else ""
-    if told is not None:
-        # What an instruction could not do begins with its name.
-        at = "" if told["message"].startswith(left.line) else at
-        return RunError(f"{who} stopped{at}: {told['message']}", hint=told["hint"])
-    if failure.exitcode < 0:
+    if said is None and exit_codes[rank] < 0:
         return RunError(
-            f"{who} died ({failure.signal_name()}){at}",
+            f"{who} died ({signal.Signals(-exit_codes[rank]).name}){at}",
             hint="where the system was short of memory, its log names the process that it killed",
         )
-    reason = failure.message if isinstance(failure.message, str) else failure.message.get("message", "")
-    reason = reason.strip().splitlines()[-1] if reason.strip() else f"exit code {failure.exitcode}"
-    return RunError(
-        f"{who} failed{at}: {reason}", hint="a traceback above is a mistake of ours; please report it"
-    )
-
-
-@contextmanager
-def _environment(directory: Path) -> Iterator[None]:
-    """Tell the ranks where to leave their lines, and keep gloo on loopback."""
-    wanted = {
-        DIRECTORY_VARIABLE: str(directory),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-    }
-    # Without this the launcher sets one thread per rank and says so at length.
-    wanted |= {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]} if "OMP_NUM_THREADS" in os.environ else {}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ |= wanted
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _quiet_launcher() -> Iterator[None]:
-    """Silence the launcher's own account of a failure: ours is shorter."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    if said is None or "mistake" in said:
+        reason = f"exit code {exit_codes[rank]}" if said is None else said["mistake"]
+        return RunError(
+            f"{who} failed{at}: {reason}", hint="a traceback above is a mistake of ours; please report it"
+        )
+    # What an instruction could not do begins with its name.
+    at = "" if said["message"].startswith(left.line) else at
+    return RunError(f"{who} stopped{at}: {said['message']}", hint=said["hint"])

@@ -5,12 +5,16 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from costmodel.groups import joined_halves
 from costmodel.model_spec import ModelSpec
-from zosim.plans import Directions, Mesh, Plan, Split
+from topology.errors import DoesNotFit, PlanError
+from zosim.planning.planner import Candidate, Request, choose
+from zosim.planning.space import shares
+from zosim.plans import Directions, Estimator, Mesh, Plan, Split
 
 
 def alone(plan: Plan) -> Plan:
@@ -88,6 +92,36 @@ def mesh_named(method: str, num_devices: int) -> dict[str, Any]:
     if method == "ddp":
         return {"data": max(2, num_devices)}
     return {"data": max(2, num_devices // 2), "perturb": 2}
+
+
+def fastest_plan(request: Request, num_ranks: int) -> Plan:
+    """Return the fastest plan that shares a step out among exactly `num_ranks` ranks, in one stage.
+
+    Raises
+    ------
+    DoesNotFit
+        If no such plan fits.
+    PlanError
+        If the method, the batch and the directions leave no such mesh.
+    """
+    request = replace(request, max_ranks=num_ranks)
+    meshes = [m for m in shares(request, stage=1) if m.world_size == num_ranks and request.admits(m)]
+    candidates: list[Candidate] = []
+    refused: DoesNotFit | None = None
+    for mesh in meshes:
+        try:
+            candidates.append(choose(replace(request, mesh=mesh)).chosen)
+        except DoesNotFit as error:
+            refused = error
+    if candidates:
+        return min(candidates, key=lambda candidate: candidate.sort_key).plan
+    if refused is not None:
+        raise refused
+    raise PlanError(
+        f"{num_ranks} ranks cannot share out a batch of {request.batch} and {request.axis(Estimator).num_queries} directions "
+        f"by --method {request.method}",
+        hint="use fewer ranks, or a larger --batch; data shards have a sequence at least, and points of evaluation a rank",
+    )
 
 
 def launch_lines(plan: Plan, arguments: Sequence[str], *, port: int = 29500) -> str:

@@ -102,7 +102,7 @@ class WholeModel:
             values = tensor.parameter.data.to("cpu", self._storage).contiguous()
         else:
             values = torch.empty(tensor.shape, dtype=self._storage)
-        communicator.spread(
+        communicator.broadcast(
             _PIPELINE, holders[0], values.view(-1).view(torch.uint8), f"fetching {tensor.name}"
         )
         return values

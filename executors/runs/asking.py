@@ -15,7 +15,7 @@ import psutil
 
 from costmodel.configs import LoRA, Prefix
 from executors.datasets.prompts import parse_label_words
-from executors.ranks.notes import RankInfo, is_launched
+from executors.ranks.rank_info import RankInfo, is_launched
 from executors.runs.planning import Asked, longest_example, plan_for, refuse_too_large, spec_for
 from executors.runs.programs import recorded_programs
 from executors.runs.runlog import HEADER_NAME, read_header

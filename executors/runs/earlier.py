@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from executors.ranks.communicator import Communicator
-from executors.ranks.notes import launch_directory
+from executors.ranks.rank_info import launch_directory
 from executors.runs.adapters import PREFIX_NAME
 from executors.runs.checkpoint import Checkpoint, newest_checkpoint
 from executors.runs.history import DIGESTS_NAME, History, read_history
@@ -56,7 +56,7 @@ class EarlierRun:
         if communicator is None:
             self.history = read_history(out) if _is_begun(out, resume=resume) else None
             return
-        files: dict[str, str] | None = communicator.first_says(
+        files: dict[str, str] | None = communicator.on_rank_0(
             lambda: _files(out) if _is_begun(out, resume=resume) else None, "reading the log"
         )
         if files is not None and not communicator.is_first:
@@ -76,7 +76,7 @@ class EarlierRun:
         if self._communicator is None:
             return found
         steps = torch.tensor(-1 if found is None else found.num_steps)
-        seen = self._communicator.gathered(steps, "choosing a checkpoint").tolist()
+        seen = self._communicator.all_gather_host(steps, "choosing a checkpoint").tolist()
         if len(set(seen)) > 1:
             refused("not all ranks see the same checkpoint: all replay from the base weights")
             return None

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 
 from executors.ranks.communicator import Communicator
-from executors.ranks.gathering import gathered_timeline
 from executors.steps.interpreter import Interpreter
 from executors.steps.memory import MemoryReport
 from executors.steps.stages import Stages
+from zosim.spans import Span
 from zosim.timeline import Timeline
 
 
@@ -62,7 +62,33 @@ def measured_timeline(
         memory=tuple(memory.samples(rank, 0.0)),
         first_steady_step=first_steady_step,
     )
-    return timeline if communicator is None else gathered_timeline(communicator, timeline)
+    return timeline if communicator is None else timeline_of_all_ranks(communicator, timeline)
+
+
+def timeline_of_all_ranks(communicator: Communicator, own: Timeline) -> Timeline:
+    """Return the timelines of all ranks as one.
+
+    Notes
+    -----
+    Hosts' clocks differ, and so do the moments at which ranks begin to count. The exchange of losses ends on all ranks at
+    the same moment, give or take the latency of one message; the first one that was timed sets the clocks.
+    """
+    timelines = communicator.all_gather_json(own, "gathering timelines", Timeline)
+    ends = [_first_meeting(timeline.spans) for timeline in timelines]
+    latest = max(ends)
+    spans = [
+        span.shifted(latest - end)
+        for timeline, end in zip(timelines, ends, strict=True)
+        for span in timeline.spans
+    ]
+    begin = min((span.start_s for span in spans), default=0.0)
+    memory = tuple(sample for timeline in timelines for sample in timeline.memory)
+    return replace(own, spans=tuple(span.shifted(-begin) for span in spans), memory=memory)
+
+
+def _first_meeting(spans: tuple[Span, ...]) -> float:
+    """Return when the first exchange among all ranks ended."""
+    return min((span.end_s for span in spans if span.label == "exchange"), default=0.0)
 
 
 def messages_per_step(
@@ -76,6 +102,6 @@ def messages_per_step(
         [stages.num_sent, stages.num_bytes] if between_stages else [stages.num_made, stages.made_bytes]
     )
     if communicator is not None:
-        own = communicator.gathered(own, "counting messages").sum(0)
+        own = communicator.all_gather_host(own, "counting messages").sum(0)
     num_sent, num_bytes = own.tolist()
     return {"num_per_step": num_sent / num_steps, "bytes_per_step": num_bytes / num_steps}

@@ -11,8 +11,7 @@ from costmodel.configs import LoRA, Prefix, read_model_spec
 from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
 from costmodel.work import DTYPE_BYTES
-from executors.ranks.mesh import draws_by_halves, mesh_named, spread, uncut
-from executors.ranks.sharing_out import fastest_of
+from executors.ranks.mesh import draws_by_halves, fastest_plan, mesh_named, spread, uncut
 from topology.errors import DoesNotFit, ModelError, PlanError, ZosimError
 from topology.hardware import resolve
 from topology.reading import parse_json
@@ -271,7 +270,7 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
         )
         if not asked.seeks_mesh:
             return choose(request).chosen.plan
-        return fastest_of(request, asked.ranks or 1)
+        return fastest_plan(request, asked.ranks or 1)
 
 
 def _sequence_length(asked: Asked, model: ModelSpec, longest: int | None) -> int:

@@ -26,7 +26,7 @@ from executors.models.weight_files import weights_digest
 from executors.pace import reference_now_s
 from executors.ranks.communicator import Communicator, default_communicator
 from executors.ranks.launch import process_group
-from executors.ranks.notes import is_launched
+from executors.ranks.rank_info import is_launched
 from executors.runs.adapters import keep_beginning, save_tuned
 from executors.runs.checkpoint import save_checkpoint
 from executors.runs.earlier import EarlierRun
@@ -229,7 +229,7 @@ class Run:
             def keep() -> None:
                 keep_beginning(model, self.out, settings.adapters, storage)
 
-            self._first_does(session, keep, "writing the prefix")
+            self._on_rank_0(session, keep, "writing the prefix")
         if self.writes:
             remove_partial(self.out)
             self._save_plan(self._programs())
@@ -295,7 +295,7 @@ class Run:
         if self.settings.device == "cpu" and self.settings.num_steps - session.num_steps >= _PACED_STEPS:
             measure = partial(reference_now_s, _PACE_S)
             several = self.communicator
-            self.reference_s = several.first_does(measure, "measuring the pace") if several else measure()
+            self.reference_s = several.on_rank_0(measure, "measuring the pace") if several else measure()
 
     def _due(self, session: Session) -> None:
         """Do what is due after the steps so far and has not been done."""
@@ -310,9 +310,7 @@ class Run:
 
     def _record_digest(self, session: Session, done: int) -> None:
         session.compare_replicas()
-        self._first_does(
-            session, lambda: self._files.digest(done, session.digest()), "hashing the parameters"
-        )
+        self._on_rank_0(session, lambda: self._files.digest(done, session.digest()), "hashing the parameters")
 
     def _save_checkpoint(self, session: Session, done: int) -> None:
         history = History(self.out, self.header, tuple(self.records), 0, {})
@@ -327,13 +325,13 @@ class Run:
                 history_digest=history.digest(done),
             )
 
-        self._first_does(session, save, "writing a checkpoint")
+        self._on_rank_0(session, save, "writing a checkpoint")
 
     @staticmethod
-    def _first_does(session: Session, action: Callable[[], None], what: str) -> None:
+    def _on_rank_0(session: Session, action: Callable[[], None], what: str) -> None:
         """Let rank 0 do what needs the whole model; all flush before."""
         session.flush()
-        session.first_does(action, what)
+        session.on_rank_0(action, what)
 
     # -- end ---------------------------------------------------------------------------------------------------
 
@@ -351,7 +349,7 @@ class Run:
             copy_tokenizer(self.settings.model, self.out)
             write_header(self.out, self.header | {"finished": summary})
 
-        self._first_does(session, finish, "writing the weights")
+        self._on_rank_0(session, finish, "writing the weights")
         return summary
 
     def _summary(self, session: Session) -> dict[str, Any]:
@@ -390,7 +388,7 @@ class Run:
         if self.communicator is None:
             rebuild(self.settings, num_steps)
         else:
-            self.communicator.first_does(
+            self.communicator.on_rank_0(
                 lambda: rebuild(self.settings, num_steps), "rebuilding the last good weights"
             )
         raise RunError(

@@ -75,7 +75,7 @@ class Evaluations:
             self.best = metrics
             if wanted is not None and wanted.keep_best:
                 session.flush()
-                session.first_does(lambda: self._keep(session), "writing the best weights")
+                session.on_rank_0(lambda: self._keep(session), "writing the best weights")
         self.latest = metrics
         return metrics
 

@@ -10,7 +10,6 @@ A loop of one's own takes a few lines::
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,7 +24,7 @@ from executors.models.weight_files import save_pretrained, weights_digest
 from executors.ranks.agreement import refuse_unlike_sums
 from executors.ranks.communicator import Communicator, default_communicator
 from executors.ranks.mesh import stage_of
-from executors.ranks.notes import progress_of_this_rank
+from executors.ranks.rank_info import progress_of_this_rank
 from executors.ranks.whole_model import WholeModel
 from executors.runs.closing import Closing
 from executors.runs.measured import measured_timeline, messages_per_step
@@ -276,21 +275,21 @@ class Session(Closing):
         self.flush()
         watch = self.interpreter.replica_watch
         if self.communicator is not None and watch is not None:
-            own = json.dumps(dict(zip(watch.names, watch.sums().tolist(), strict=True)))
-            told = self.communicator.gathered_bytes(own.encode(), "comparing replicas")
-            refuse_unlike_sums([json.loads(text) for text in told], self.num_steps)
+            own = dict(zip(watch.names, watch.sums().tolist(), strict=True))
+            rows = self.communicator.all_gather_json(own, "comparing replicas", dict[str, int])
+            refuse_unlike_sums(rows, self.num_steps)
 
     def flush(self) -> None:
         """Apply pending updates; all ranks have to. Evaluations and checkpoints flush by themselves."""
         self.interpreter.flush()
 
-    def first_does(self, action: Callable[[], None], what: str) -> None:
+    def on_rank_0(self, action: Callable[[], None], what: str) -> None:
         """Let rank 0, which has the whole model meanwhile, do something while the others wait; all flush before."""
         if self.communicator is None:
             action()
             return
         with self._whole.here(on_first_alone=True):
-            self.communicator.first_does(action, what)
+            self.communicator.on_rank_0(action, what)
 
     def _observed_step(self, batch: Batch, seeds: tuple[int, ...], rate: float) -> StepFrame:
         peaks: list[int] = []
@@ -330,7 +329,7 @@ class Session(Closing):
         """Flush, and write a directory that transformers loads, in the run's format."""
         self.flush()
         storage = self.plan.weights.dtype
-        self.first_does(lambda: save_pretrained(self.model, directory, storage), "writing the weights")
+        self.on_rank_0(lambda: save_pretrained(self.model, directory, storage), "writing the weights")
 
     # -- measurements ------------------------------------------------------------------------------------------
 

@@ -303,7 +303,9 @@ class Interpreter:
         shared = [access for access in self.program.final if access.share and self.store.is_weights(access)]
         afar = [a for a in shared if communicator.members(a.share) != communicator.members(HOST)]
         for access in afar:
-            communicator.complete(access.share, self.store.whole(access), f"completing {access.what}")
+            communicator.all_gather_shares(
+                access.share, self.store.whole(access), f"completing {access.what}"
+            )
         if afar:
             communicator.barrier("flush")
 

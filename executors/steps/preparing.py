@@ -8,7 +8,7 @@ from torch import nn
 from costmodel.work import DTYPE_BYTES
 from executors.formats import TORCH_DTYPES
 from executors.models.mapped import moves_mapped
-from executors.ranks.notes import RankInfo
+from executors.ranks.rank_info import RankInfo
 from topology.errors import PlanError
 from zosim.plans import Plan
 

@@ -19,8 +19,7 @@ from executors.codecs.container import length_of
 from executors.models.halves import Halfway, Handed
 from executors.models.model import CutModel
 from executors.randomness.rng import generator_on, mixed
-from executors.ranks.messages import LENGTH_BYTES
-from executors.ranks.packed import Packed, pack, stays_on, unpack
+from executors.ranks.messages import LENGTH_BYTES, Packed, pack, stays_on, unpack
 from executors.steps.buffers import BufferStore
 from executors.steps.frames import LoadedBatch, MicroBatch, StepFrame
 from executors.steps.operands import Action, Unfit, one, place_of

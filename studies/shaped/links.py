@@ -95,6 +95,8 @@ def _num_cores(ranks: Communicator) -> float:
 
 def _gathering(ranks: Communicator) -> Gather:
     def gather(number: float) -> list[float]:
-        return list(ranks.gathered(torch.tensor(number, dtype=torch.float64), "measuring cores").tolist())
+        return list(
+            ranks.all_gather_host(torch.tensor(number, dtype=torch.float64), "measuring cores").tolist()
+        )
 
     return gather

@@ -105,20 +105,22 @@ def _run(case: ShapedCase, ranks: Communicator) -> CaseSteps:
 def _reference_s(ranks: Communicator) -> float:
     """Return what the reference takes now, in the mean over ranks."""
     own = torch.tensor(reference_now_s(_PACE_S), dtype=torch.float64)
-    return float(ranks.gathered(own, "measuring the pace").mean())
+    return float(ranks.all_gather_host(own, "measuring the pace").mean())
 
 
 def _load(ranks: Communicator) -> float:
     """Return the seconds for which the machine's processors have been busy with anything but the ranks."""
     own, all_ = psutil.Process().cpu_times(), psutil.cpu_times()
-    of_ranks = ranks.gathered(torch.tensor(own.user + own.system, dtype=torch.float64), "adding up loads")
+    of_ranks = ranks.all_gather_host(
+        torch.tensor(own.user + own.system, dtype=torch.float64), "adding up loads"
+    )
     return float(sum(all_) - all_.idle - getattr(all_, "iowait", 0.0) - of_ranks.sum())
 
 
 def _agreed(ranks: Communicator, wanted: float) -> int:
     """Return rank 0's number of steps, which all ranks take."""
     number = max(_LEAST_STEPS, min(_MOST_STEPS, round(wanted)))
-    return int(ranks.told(str(number).encode(), "agreeing on the number of steps"))
+    return ranks.on_rank_0(lambda: number, "agreeing on the number of steps")
 
 
 def _differences(ends: Sequence[float]) -> list[float]:

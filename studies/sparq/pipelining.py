@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -108,7 +107,7 @@ def _of(plan: Plan, path: str) -> tuple[float, float, float]:
     figures = [0.0, 0.0, 0.0]
     if communicator.is_first:
         figures = [timeline.step_time_s, *(1 - timeline.busy(_WORK, rank) for rank in (0, 1))]
-    step_s, first, second = json.loads(communicator.told(json.dumps(figures).encode(), "idle times"))
+    step_s, first, second = communicator.on_rank_0(lambda: figures, "idle times")
     return step_s, first, second
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -9,14 +8,12 @@ import tempfile
 import pytest
 
 from executors.ranks.launch import launch
-from executors.ranks.notes import (
-    SEMAPHORES,
+from executors.ranks.rank_info import (
     LastWords,
     Progress,
     RankInfo,
     leave,
     progress_of_this_rank,
-    remove_leftovers,
 )
 from tests.support import launched
 from topology.errors import RunError
@@ -78,7 +75,10 @@ def test_the_last_rank_of_torchrun_takes_the_directory_along(tmp_path, monkeypat
 
 def test_a_rank_whose_launcher_is_gone_ends(tmp_path):
     """One that it started in its last moment, before the kernel was asked to end both together."""
-    command = f"from executors.ranks.launch import _entry; _entry(print, ('orphan',), {str(tmp_path)!r}, 1)"
+    command = (
+        "from executors.ranks.launch import RankInfo, _rank; "
+        f"_rank(RankInfo(0, 0, 1), {str(tmp_path)!r}, 1, None, print, ('orphan',))"
+    )
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
 
@@ -102,26 +102,3 @@ def test_progress_keeps_the_latest_line(tmp_path):
     progress.place("stage 1 of 2, before cut block.0")
     assert Progress.read(tmp_path / "line").of(0) == "rank 0 (stage 1 of 2, before cut block.0)"
     assert Progress.read(tmp_path / "nothing") == LastWords()
-
-
-KILLED = """
-import multiprocessing, os, signal
-from multiprocessing import resource_tracker
-from executors.ranks import launch
-
-with launch._own_semaphores():
-    made = multiprocessing.get_context("spawn").Semaphore()
-    print(made._semlock.name, flush=True)
-    os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="semaphores are files on Linux")
-def test_semaphores_of_a_killed_launcher_are_removed_by_the_next():
-    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL
-    left = SEMAPHORES / f"sem.{done.stdout.strip().removeprefix('/')}"
-    assert left.exists()
-    remove_leftovers()
-    assert not left.exists()

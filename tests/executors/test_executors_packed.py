@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from executors.ranks.packed import Packed, pack, stays_on, unpack
+from executors.ranks.messages import Packed, pack, stays_on, unpack
 from tests.support.staged import Case, assert_equal
 from topology.errors import CodecError
 

@@ -6,7 +6,7 @@ import pytest
 
 from costmodel.configs import read_model_spec
 from costmodel.datasheet import datasheet_profile
-from executors.ranks.sharing_out import fastest_of
+from executors.ranks.mesh import fastest_plan
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
 from topology import load_preset
 from topology.errors import PlanError
@@ -23,21 +23,21 @@ def request_for(**more):
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_the_fastest_plan_of_as_many_ranks_is_no_slower_than_any_of_their_meshes(num_ranks):
     request = request_for()
-    plan = fastest_of(request, num_ranks)
+    plan = fastest_plan(request, num_ranks)
     assert plan.placement.world_size == plan.mesh.world_size == num_ranks
     if num_ranks == 4:
         named = request_for(max_ranks=4, method="2d")
         assert choose(named).chosen.plan.mesh.world_size <= 4
     for method, mesh in (("ddp", (num_ranks, 1)), ("pertp", (1, num_ranks))):
         if 1 < num_ranks <= (8 if method == "ddp" else 2):
-            shaped = fastest_of(request_for(method=method), num_ranks)
+            shaped = fastest_plan(request_for(method=method), num_ranks)
             assert (shaped.mesh.data, shaped.mesh.perturb) == mesh
 
 
 @pytest.mark.parametrize(("method", "num_ranks"), [("pertp", 3), ("mezo", 2), ("auto", 64)])
 def test_more_ranks_than_there_is_work_for_are_refused(method, num_ranks):
     with pytest.raises(PlanError, match=f"{num_ranks} ranks cannot share out a batch of 8"):
-        fastest_of(request_for(method=method), num_ranks)
+        fastest_plan(request_for(method=method), num_ranks)
 
 
 @pytest.mark.dist

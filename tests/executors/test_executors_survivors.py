@@ -7,12 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 
-from executors.ranks.heart import Silent, answered, wait_while_beating
 from tests.support.command import saved_lines, saved_model
 
 pytestmark = pytest.mark.dist
@@ -89,39 +87,3 @@ def test_who_is_left_ends_in_time_and_names_rank_0(inputs, tmp_path, happens, mo
         for rank in ranks:
             rank.kill()
             rank.communicate()
-
-
-def test_a_store_that_does_not_answer_is_not_waited_for():
-    begin, never = time.monotonic(), threading.Event()
-    with pytest.raises(Silent):
-        answered(never.wait, 0.1)
-    assert time.monotonic() - begin < 5
-    assert answered(lambda: 3, 5) == 3
-    with pytest.raises(LookupError):
-        answered(lambda: {}["gone"], 5)
-    never.set()
-
-
-class Store:
-    """One that knows how often a heart has beaten, and what is done."""
-
-    def __init__(self, *, dies_after):
-        self._dies_after = dies_after
-        self.num_asked = 0
-
-    def check(self, _keys):
-        """Whether it is done."""
-        self.num_asked += 1
-        return self.num_asked > 12 and self._dies_after > 12
-
-    def add(self, _key, _number):
-        """Beats so far."""
-        return min(self.num_asked, self._dies_after)
-
-
-def test_a_heart_that_beats_is_waited_for_and_one_that_stops_is_not():
-    living, dying = Store(dies_after=99), Store(dies_after=3)
-    wait_while_beating(living, "key", 0.2)
-    assert living.num_asked == 13
-    with pytest.raises(Silent, match=r"no sign of life for 0\.2 s"):
-        wait_while_beating(dying, "key", 0.2)

@@ -310,7 +310,7 @@ def test_ranks_in_namespaces_train_together(tmp_path):
         "from executors.ranks.communicator import Communicator\n"
         "from executors.ranks.launch import process_group\n"
         "with process_group('cpu') as info:\n"
-        "    rows = Communicator({}).gathered(torch.tensor(float(info.rank)), 'trying')\n"
+        "    rows = Communicator({}).all_gather_host(torch.tensor(float(info.rank)), 'trying')\n"
         "    if info.rank == 0:\n"
         "        open(sys.argv[1], 'w').write(json.dumps(rows.tolist()))\n"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -165,8 +164,7 @@ def run_cases(cases):
             plan = plan_for(case)
             communicator = Communicator(plan.groups)
             own = trained(case, plan, communicator=communicator)
-            told = communicator.gathered_bytes(json.dumps(own).encode(), name)
-            found[name] = [json.loads(text) for text in told]
+            found[name] = communicator.all_gather_json(own, name)
         return found
 
 
@@ -222,7 +220,7 @@ def _planted(axes, communicator):
 def start_unlike():
     """Begin with other weights on rank 1, and return what is said."""
     from executors.ranks.launch import process_group
-    from executors.ranks.notes import RankInfo
+    from executors.ranks.rank_info import RankInfo
     from executors.runs.session import Session
     from tests.support.tiny import model_of
     from topology.errors import RunError
@@ -241,7 +239,7 @@ def wait_for_peer():
     from executors.ranks import host_memory
     from executors.ranks.communicator import Communicator
     from executors.ranks.launch import process_group
-    from executors.ranks.notes import progress_of_this_rank
+    from executors.ranks.rank_info import progress_of_this_rank
     from topology.errors import RunError
     from zosim.lowering import lower
 
@@ -265,10 +263,10 @@ def wait_for_peer():
         communicator.barrier("going on")
         memory.note("block.1/offload", 3)
         memory.wait("block.1/offload", 3)
-        # Rank 0 may take as long as it wants to: its heart beats.
-        communicator.first_does(lambda: __import__("time").sleep(2.5), "sleeping")
+        # Rank 0 may take as long as it wants to: it shows signs of life.
+        communicator.on_rank_0(lambda: __import__("time").sleep(2.5), "sleeping")
         left = [str(path) for path in Path("/dev/shm").glob(f"zosim-host-{os.getpid()}-*")]  # rank 0 made it
-        return communicator.first_says(lambda: {"said": said, "left": left, "given_up": given_up}, "telling")
+        return communicator.on_rank_0(lambda: {"said": said, "left": left, "given_up": given_up}, "telling")
 
 
 def forget_the_plan():
@@ -292,7 +290,7 @@ def run_apart(settings):
     """Run as `settings` say, on every rank but 0 without access to the directory of the run."""
     from dataclasses import replace
 
-    from executors.ranks.notes import RankInfo
+    from executors.ranks.rank_info import RankInfo
     from executors.runs.run import run_in_rank
 
     unseen = replace(settings, out="/nonexistent/run")

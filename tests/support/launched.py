@@ -27,7 +27,7 @@ def refuse():
 
 
 def fail_in_an_instruction():
-    from executors.ranks.notes import progress_of_this_rank
+    from executors.ranks.rank_info import progress_of_this_rank
     from topology.errors import CodecError
 
     instruction = "step[0]/decode on stream compute"
@@ -37,7 +37,7 @@ def fail_in_an_instruction():
 
 
 def die():
-    from executors.ranks.notes import progress_of_this_rank
+    from executors.ranks.rank_info import progress_of_this_rank
 
     progress = progress_of_this_rank()
     progress.note("step[3]/block.1/forward[q0+]")
@@ -58,7 +58,6 @@ def die_in_training():
 
 def memory_of_loading(folder):
     """Load a model and make a session of it; return by rank how its own memory grew, beside its own buffers, in bytes."""
-    import json
     import threading
 
     from executors.ranks.communicator import default_communicator
@@ -88,10 +87,10 @@ def memory_of_loading(folder):
             watcher.join()
             buffers = sum(b.size_bytes for b in session.program.buffers if not b.shared)
             shared = sum(b.size_bytes for b in session.program.buffers if b.shared)
-            own = json.dumps([max(seen) - before, buffers, shared]).encode()
-            told = communicator.gathered_bytes(own, "memory")
+            own = [max(seen) - before, buffers, shared]
+            rows = communicator.all_gather_json(own, "memory")
             digest = session.digest()
-    return [json.loads(row) for row in told], digest
+    return rows, digest
 
 
 def gathered_by_doubling():
@@ -115,7 +114,7 @@ def gathered_by_doubling():
         finally:
             dist.isend = real
         # Of three gathers.
-        return ranks.gathered(torch.tensor(len(sent) // 3), "counting").tolist()
+        return ranks.all_gather_host(torch.tensor(len(sent) // 3), "counting").tolist()
 
 
 def over_plain_groups(function, *arguments):

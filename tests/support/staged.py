@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import torch
@@ -121,8 +120,7 @@ def run_staged(cases):
             with Session(plan, case.made(), **options) as session:
                 steps, digest, loss, _ = outcome(session, batches(STEPS, size=case.size))
                 messages = session.messages_per_step()
-            told = communicator.gathered_bytes(json.dumps([steps, digest, loss, messages]).encode(), name)
-            found[name] = [json.loads(text) for text in told]
+            found[name] = communicator.all_gather_json([steps, digest, loss, messages], name)
         return found
 
 
@@ -134,7 +132,7 @@ def die_while_sending():
     import torch.distributed as dist
 
     from executors.ranks.launch import process_group
-    from executors.ranks.notes import RankInfo
+    from executors.ranks.rank_info import RankInfo
 
     case = Case(("block.1.mlp",))
     with process_group("cpu", timeout_s=60):

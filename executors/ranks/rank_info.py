@@ -1,4 +1,4 @@
-"""What the ranks of a host leave for each other and for their launcher: who they are, and what they are doing.
+"""A process's place among the ranks, and the directory in which the ranks of a host say what they are doing.
 
 Every rank keeps a line with the instruction that it is running in a small file that is mapped into memory, so that
 the line is there even when the process is killed.
@@ -9,22 +9,22 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import shutil
 import signal
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
+from executors.ranks.leftovers import hold, remove_leftovers
+from topology.errors import RunError
 
 _PLACE_BYTES, _LINE_BYTES = 256, 256
 DIRECTORY_VARIABLE = "ZOSIM_LAUNCH_DIRECTORY"
 PREFIX = "zosim-launch-"
-SEMAPHORES = Path("/dev/shm")
-"""Where Linux has them, as files."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,12 @@ _ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 def is_launched() -> bool:
     """Whether a launcher, torchrun or ours, has started this process as one of several."""
-    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
+    return "RANK" in os.environ and (DIRECTORY_VARIABLE in os.environ or "MASTER_ADDR" in os.environ)
+
+
+def is_on_one_host() -> bool:
+    """Whether the launcher says that all ranks are on this host."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
 
 
 @dataclass(frozen=True)
@@ -125,18 +130,38 @@ def last_words(rank: int) -> LastWords:
 
 
 def launch_directory() -> Path | None:
-    """Return a directory that the ranks of this host share for as long as their launcher lives; None for a rank alone."""
+    """Return a directory that the ranks of this host share for as long as their launcher lives; None for a rank alone.
+
+    Raises
+    ------
+    RunError
+        If another user has made it, or may enter it.
+    """
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if directory:
         return Path(directory)
     if not is_launched():
         return None
     # The ranks of a host have one parent: torchrun.
-    shared = Path(tempfile.gettempdir()) / f"{PREFIX}{os.getppid()}-{os.environ['MASTER_PORT']}"
-    if not shared.is_dir():
-        remove_leftovers()
-        shared.mkdir(exist_ok=True)
-    return shared
+    return _shared_directory(
+        Path(tempfile.gettempdir()) / f"{PREFIX}{os.getppid()}-{os.environ['MASTER_PORT']}"
+    )
+
+
+@cache
+def _shared_directory(path: Path) -> Path:
+    remove_leftovers(path.parent, PREFIX)
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise RunError(
+                f"{path} is not a directory of this user alone (mode 0700), where ranks would say what they are doing",
+                hint="remove it, start with another --master-port, or set TMPDIR to a directory of your own",
+            )
+        with suppress(FileNotFoundError):  # another process took it for a leftover before it was locked
+            hold(path)
+            return path
 
 
 def leave() -> None:
@@ -146,19 +171,6 @@ def leave() -> None:
     progress_path(directory, RankInfo.here().rank).unlink(missing_ok=True)
     with suppress(OSError):  # others are still there
         directory.rmdir()
-
-
-def remove_leftovers() -> None:
-    """Remove what launchers that were killed could not."""
-    for folder, prefix in ((Path(tempfile.gettempdir()), PREFIX), (SEMAPHORES, f"sem.{PREFIX}")):
-        for left in folder.glob(f"{prefix}*"):
-            owner = left.name.removeprefix(prefix).partition("-")[0]
-            if not owner.isdecimal() or psutil.pid_exists(int(owner)):
-                continue
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink(missing_ok=True)
 
 
 def give_up(ranks: Sequence[int], why: str) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
-from executors.ranks.heart import answered
 from executors.ranks.launch import WAIT_HINT
-from executors.ranks.notes import give_up, last_words
+from executors.ranks.rank_info import DIRECTORY_VARIABLE, give_up, last_words
 from topology.errors import RunError
 
 _GRACE_S = 2.0
@@ -32,7 +32,7 @@ _GONE = (
 
 
 @dataclass(frozen=True)
-class RollCall:
+class MissingRanks:
     """Makes errors that name ranks out of torch's.
 
     Attributes
@@ -47,7 +47,7 @@ class RollCall:
     timeout_s: float
 
     @contextmanager
-    def naming(self, members: Sequence[int], what: str) -> Iterator[None]:
+    def named(self, members: Sequence[int], what: str) -> Iterator[None]:
         """Do something that takes all `members`, and raise an error that names those who are missing.
 
         Raises
@@ -75,10 +75,17 @@ class RollCall:
     def _absent(self, members: Sequence[int]) -> list[int]:
         """Return the members that do not say, within a short time, that they wait as well."""
         others = [rank for rank in members if rank != self.rank]
-        try:
-            answered(lambda: self._strike_off(others), _GRACE_S + 1)
-        except RuntimeError:  # the store is gone with its process, or stands still with it
-            return [_STORE_KEEPER] if _STORE_KEEPER in others and not _has_agent() else others
+        answered = threading.Event()
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store is gone with its process
+                self._strike_off(others)
+                answered.set()
+
+        # On a thread, since torch waits for ever for a store whose process stands still.
+        threading.Thread(target=ask, name="zosim-missing-ranks", daemon=True).start()
+        if not answered.wait(_GRACE_S + 1) and _STORE_KEEPER in others and _rank_0_keeps_the_store():
+            return [_STORE_KEEPER]
         return others
 
     def _strike_off(self, others: list[int]) -> None:
@@ -91,9 +98,9 @@ class RollCall:
             time.sleep(0.05)
 
 
-def _has_agent() -> bool:
-    """Whether a launcher keeps the store; otherwise rank 0 does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
+def _rank_0_keeps_the_store() -> bool:
+    """Whether the store is in the process of rank 0: there is neither a file nor a launcher that keeps it."""
+    return DIRECTORY_VARIABLE not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def default_store() -> Store:

@@ -1,0 +1,295 @@
+"""Who may connect to a run, and what a stranger who does can do: nothing listens beyond this host, and nobody's code is run."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from executors.ranks.gloo import gloo_group, refuse_strangers
+from executors.ranks.rank_info import PREFIX, launch_directory
+from tests.support.command import rows_of, saved_lines, saved_model, zosim
+from topology.errors import RunError
+
+pytestmark = pytest.mark.dist
+
+NOBODY = 65534
+STEPS = 100
+NUMBERS = ("step", "seed", "loss_plus", "loss_minus", "projected_grad")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    saved_lines(folder / "data.jsonl")
+    return saved_model("opt", folder), folder / "data.jsonl"
+
+
+def options(inputs, out, *more):
+    return [
+        "run", "--model", inputs[0], "--data", inputs[1], "--steps", STEPS, "--batch", 4, "--threads", 1,
+        "--no-tensorboard", "--out", out, *more,
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def started(command, **environment):
+    """Start a command; whatever is left of it ends with the block."""
+    with subprocess.Popen(
+        [sys.executable, "-m", *map(str, command)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def listening(process):
+    """Return the addresses at which a process and its children listen now, for streams or datagrams."""
+    places = set()
+    with contextlib.suppress(psutil.Error):
+        for each in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                for found in each.net_connections("inet"):
+                    if found.status == psutil.CONN_LISTEN or found.type == socket.SOCK_DGRAM:
+                        places.add((found.laddr.ip, found.laddr.port))
+    return places
+
+
+def said_by(process, each_turn):
+    """Do something again and again until a process has ended; return what it wrote to stderr."""
+    with ThreadPoolExecutor(1) as pool:
+        said = pool.submit(lambda: process.communicate()[1])
+        while not said.done():
+            each_turn()
+            time.sleep(0.02)
+        return said.result()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [("--method", "pertp", "--transfers", "sliced"), ("--mesh", "stage=2", "--residency", "resident")],
+    ids=["shared", "stages"],
+)
+def test_nothing_of_a_launch_listens_beyond_this_host(inputs, tmp_path, more):
+    places = set()
+    # Whatever a machine's profile says of an interface: it is for several hosts.
+    with started(
+        ["zosim", *options(inputs, tmp_path / "out", *more)], GLOO_SOCKET_IFNAME="no-such-interface"
+    ) as run:
+        process = psutil.Process(run.pid)
+        said = said_by(run, lambda: places.update(listening(process)))
+    assert run.returncode == 0, said
+    assert len(places) >= 2
+    assert {address for address, _ in places if not ipaddress.ip_address(address).is_loopback} == set()
+
+
+def test_ranks_that_torchrun_starts_on_one_host_listen_there_alone(inputs, tmp_path):
+    """The launcher listens everywhere; what it reads there is no pickle with this rendezvous."""
+    places = set()
+    torchrun = ["torch.distributed.run", "--nproc-per-node", 2, "--master-addr", "127.0.0.1"]
+    torchrun += ["--master-port", free_port(), "-m", "zosim"]
+    with started([*torchrun, *options(inputs, tmp_path / "out", "--method", "pertp")]) as run:
+
+        def look():
+            with contextlib.suppress(psutil.Error):
+                for rank in psutil.Process(run.pid).children():
+                    places.update(listening(rank))
+
+        said = said_by(run, look)
+    assert run.returncode == 0, said
+    assert len(places) >= 2
+    assert {address for address, _ in places} == {"127.0.0.1"}
+
+
+class Planted:
+    """What creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+class Stranger:
+    """Connects to every port of a run and sends what might be taken for something."""
+
+    def __init__(self, bait):
+        self.pickled = pickle.dumps(Planted(bait))
+        self.num_sent = 0
+        self._held = []
+
+    def attack(self, ports):
+        """Send all that there is to all ports, and leave the last connections open."""
+        # gloo's listeners tell peers by small numbers, which they take from whoever says them first.
+        numbers = [struct.pack("<Q", number) + self.pickled for number in range(12)]
+        for port in ports:
+            for payload in [*numbers, self.pickled, os.urandom(4096), b"", b"\x00" * 64]:
+                with contextlib.suppress(OSError):
+                    connection = socket.create_connection(("127.0.0.1", port), timeout=1)
+                    self._held.append(connection)
+                    connection.sendall(payload)
+                    self.num_sent += 1
+        while len(self._held) > 200:
+            self._held.pop(0).close()
+
+    def close(self):
+        """Close all connections."""
+        while self._held:
+            self._held.pop().close()
+
+
+@pytest.fixture
+def stranger(tmp_path):
+    stranger = Stranger(tmp_path / "bait")
+    yield stranger
+    stranger.close()
+    assert not (tmp_path / "bait").exists()
+    # The bait would have worked.
+    pickle.loads(stranger.pickled)
+    assert (tmp_path / "bait").exists()
+
+
+@pytest.mark.parametrize("begins", ["at the start", "in the steps"])
+def test_a_stranger_who_writes_to_every_port_runs_no_code(inputs, tmp_path, stranger, begins):
+    """Who comes while ranks connect can take a rank's place, which is noticed; later it is too late for that."""
+    out, alone = tmp_path / "out", tmp_path / "alone"
+    more = ("--method", "pertp", "--timeout", 15)
+    with started(["zosim", *options(inputs, out, *more)]) as run:
+        process = psutil.Process(run.pid)
+
+        def attack():
+            if begins == "at the start" or (out / "steps.jsonl").exists():
+                stranger.attack({port for _, port in listening(process)})
+
+        said = said_by(run, attack)
+    assert stranger.num_sent > 0
+    assert "Traceback" not in said
+    if begins == "at the start" and run.returncode == 2:
+        assert "error: " in said
+        return
+    assert run.returncode == 0, said
+    assert zosim(*options(inputs, alone, "--no-launch", "--residency", "resident")) == 0
+    numbers = [[[row[name] for name in NUMBERS] for row in rows_of(path)] for path in (out, alone)]
+    assert numbers[0] == numbers[1]
+
+
+def test_a_stranger_who_writes_under_every_key_runs_no_code(inputs, tmp_path, stranger):
+    """Ranks without a launcher of ours have a store that listens: gloo's addresses go through it, and nothing pickled."""
+    port = free_port()
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    command = ["zosim", *options(inputs, tmp_path / "out", "--method", "pertp", "--timeout", 15)]
+    ended = threading.Event()
+
+    def write():
+        while not ended.is_set():
+            with contextlib.suppress(RuntimeError):
+                store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=1), wait_for_workers=False)
+                while not ended.wait(0.01):
+                    for key in store.list_keys() if hasattr(store, "list_keys") else KEYS:
+                        store.set(key, stranger.pickled)
+                        stranger.num_sent += 1
+            ended.wait(0.05)
+
+    writer = threading.Thread(target=write)
+    with (
+        started(command, **common, RANK="0", LOCAL_RANK="0") as first,
+        started(command, **common, RANK="1", LOCAL_RANK="1") as second,
+    ):
+        writer.start()
+        try:
+            said = [rank.communicate()[1] for rank in (first, second)]
+        finally:
+            ended.set()
+            writer.join()
+    assert stranger.num_sent > 0
+    for rank, words in zip((first, second), said, strict=True):
+        assert rank.returncode == 0 or (rank.returncode == 2 and "error: " in words), words
+
+
+KEYS = [
+    f"default_pg/{key}" for key in ("zosim/secret", "0", "1", "zosim/waited/0", "store_based_barrier_key:1")
+]
+"""Some of those of a run, for a torch whose stores do not list theirs."""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes root to be another user")
+def test_another_user_cannot_open_the_store_of_a_launch(inputs, tmp_path):
+    tmp_path.chmod(0o755)
+    with started(
+        ["zosim", *options(inputs, tmp_path / "out", "--method", "pertp")], TMPDIR=str(tmp_path)
+    ) as run:
+        while not (tmp_path / "out" / "steps.jsonl").exists():
+            assert run.poll() is None
+            time.sleep(0.02)
+        (directory,) = tmp_path.glob(f"{PREFIX}*")
+        assert (directory / "store").exists()
+        tried = subprocess.run(["cat", directory / "store"], user=NOBODY, capture_output=True, check=False)
+        assert b"Permission denied" in tried.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes root to be another user")
+def test_a_directory_that_another_user_made_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    made = tmp_path / f"{PREFIX}{os.getppid()}-1"
+    made.mkdir()
+    os.chown(made, NOBODY, NOBODY)
+    with pytest.raises(RunError, match="is not a directory of this user alone"):
+        launch_directory()
+
+
+def test_who_does_not_know_the_store_is_no_rank(tmp_path):
+    """Two processes that connect, but have read unlike secrets."""
+
+    def join(rank):
+        addresses = dist.FileStore(str(tmp_path / "store"), 2)
+        group = gloo_group(
+            addresses,
+            rank,
+            2,
+            timedelta(seconds=30),
+            lambda: [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")],
+        )
+        own = dist.HashStore()
+        own.set("zosim/secret", "guessed")
+        with pytest.raises(RunError, match=f"in place of rank {1 - rank} is not a rank of this run"):
+            refuse_strangers(group, own, rank, 2)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(join, range(2)))
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
