@@ -267,6 +267,7 @@ class Communicator:
         """
         payload = b""
         if self.is_first:
+            made: dict[str, Any]
             try:
                 with heartbeat(lambda: self._broadcast(torch.tensor(_HEARTBEAT)), self.timeout_s / 8):
                     made = {"value": make()}
@@ -303,7 +304,8 @@ class Communicator:
                 raise RunError(
                     f"ranks do not begin with the same {name}: {named_ranks(others)} not with that of rank 0"
                     + _compared(rows[others[0]][name], value),
-                    hint="give all ranks the same files and options, on machines of one kind with the same packages",
+                    hint="give all ranks the same files, options and packages; where their processors differ, "
+                    "ATEN_CPU_CAPABILITY=avx2 names instructions that all have",
                 )
 
     def barrier(self, what: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from topology.errors import RunError
 
@@ -70,7 +70,8 @@ def refuse_strangers(group: dist.ProcessGroupGloo, store: Store, rank: int, size
 
     peers = [peer for peer in range(size) if peer != rank]
     shown = {peer: torch.zeros_like(proof(peer, rank)) for peer in peers}
-    works = [(group.recv([shown[peer]], peer, 0), group.send([proof(rank, peer)], peer, 0)) for peer in peers]
+    talk: Any = group  # torch's stubs lack its messages
+    works = [(talk.recv([shown[peer]], peer, 0), talk.send([proof(rank, peer)], peer, 0)) for peer in peers]
     for peer, (coming, going) in zip(peers, works, strict=True):
         try:
             coming.wait()

@@ -43,7 +43,7 @@ from executors.ranks.rank_info import (
 from topology.errors import RunError, ZosimError, refusal_of_machine
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 WAIT_HINT = "look at that rank's process and host; `--resume` goes on from the log, and `--timeout` says how long to wait"
 DEFAULT_TIMEOUT_S = 120.0
@@ -133,11 +133,11 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
 
 def _private_store(world_size: int) -> Store | None:
     """Return the store of ranks that this module started, or of a rank alone; None where torchrun has one."""
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore, HashStore
 
     if DIRECTORY_VARIABLE in os.environ:
-        return dist.FileStore(str(Path(os.environ[DIRECTORY_VARIABLE]) / "store"), world_size)
-    return None if is_launched() else dist.HashStore()
+        return FileStore(str(Path(os.environ[DIRECTORY_VARIABLE]) / "store"), world_size)
+    return None if is_launched() else HashStore()
 
 
 def _loopback_interface() -> str:

@@ -143,7 +143,8 @@ def launch_lines(plan: Plan, arguments: Sequence[str], *, port: int = 29500) -> 
     names = [plan.placement.hosts[ranks[0]] for ranks in hosts]
     command = "-m zosim " + shlex.join(arguments)
     torchrun = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
-    rendezvous = f"--nnodes {len(hosts)} --master-addr {names[0]} --master-port {port}"
+    # Not c10d, whose state torchrun unpickles from a store that all hosts reach.
+    rendezvous = f"--nnodes {len(hosts)} --rdzv-backend static --master-addr {names[0]} --master-port {port}"
     by_ssh = []
     for number, (name, ranks) in enumerate(zip(names, hosts, strict=True)):
         start = f"{torchrun} {rendezvous} --node-rank {number} --nproc-per-node {len(ranks)} {command}"
@@ -160,7 +161,12 @@ def launch_lines(plan: Plan, arguments: Sequence[str], *, port: int = 29500) -> 
         "",
         "or with Slurm:",
     ]
-    lines += ["", by_slurm]
+    lines += [
+        "",
+        by_slurm,
+        "",
+        "While it runs, these hosts have open ports: docs/runs.md says which, and how to close them.",
+    ]
     if max(map(len, hosts)) > 1 and "--threads" not in arguments:
         lines += ["", "torchrun gives each of several ranks of a host one thread: --threads N gives it more."]
     return "\n".join(lines)

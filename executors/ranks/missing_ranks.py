@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from executors.ranks.launch import WAIT_HINT
 from executors.ranks.rank_info import DIRECTORY_VARIABLE, give_up, last_words

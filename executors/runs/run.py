@@ -114,10 +114,19 @@ class Run:
         self.evaluations = Evaluations(settings)
 
     def _refuse_unlike(self) -> None:
-        """Make sure that all ranks were asked for the same, and read the same data."""
-        if self.communicator is not None:
-            identity = self.settings.identity(self.data.lines.sha256)
-            self.communicator.refuse_unlike({name.replace("_", " "): str(v) for name, v in identity.items()})
+        """Make sure that all ranks were asked for the same, in every step, and read the same data."""
+        if self.communicator is None:
+            return
+        settings, program = self.settings, self.settings.program
+        facts = settings.identity(self.data.lines.sha256) | {
+            "number_of_steps": settings.num_steps,
+            "digest_every": settings.digest_every,
+            "checkpoint_every": settings.checkpoint_every,
+            "evaluation": settings.evaluation,
+            "early_stop": settings.early_stop,
+            "program": None if program is None else program_digest(program.to_json()),
+        }
+        self.communicator.refuse_unlike({name.replace("_", " "): str(v) for name, v in facts.items()})
 
     def run(self) -> dict[str, Any]:
         """Train, and return a summary.

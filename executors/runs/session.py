@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+import zosim
 from executors.datasets.batches import check_batch
 from executors.formats import TORCH_DTYPES
 from executors.models.model import Batch, CutModel, LossDType, Objective
@@ -137,8 +138,19 @@ class Session(Closing):
             base_digest=base_digest or weights_digest(model, plan.weights.dtype),
         )
         if self.communicator is not None:
-            same = ("base_digest", "plan", "epsilon", "weight_decay", "seed", "loss_dtype", "trainable")
-            self.communicator.refuse_unlike({name.replace("_", " "): self.header[name] for name in same})
+            same = (
+                "torch",
+                "instruction_set",
+                "num_threads",
+                "base_digest",
+                "plan",
+                "epsilon",
+                "weight_decay",
+                "seed",
+            )
+            facts = {name: self.header[name] for name in (*same, "loss_dtype", "trainable")}
+            facts = {"zosim_version": zosim.__version__} | facts
+            self.communicator.refuse_unlike({name.replace("_", " "): value for name, value in facts.items()})
         self.cut = CutModel(
             model,
             loss_dtype=loss_dtype,

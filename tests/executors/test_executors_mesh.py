@@ -65,8 +65,8 @@ def test_every_host_gets_its_line():
         assert (ssh, name) == ("ssh", host)
         words = shlex.split(remote)
         assert words[words.index("&&") + 1 :] == [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "a",
-            "--master-port", "29500", "--node-rank", str(number), "--nproc-per-node", "2",
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--rdzv-backend", "static",
+            "--master-addr", "a", "--master-port", "29500", "--node-rank", str(number), "--nproc-per-node", "2",
             "-m", "zosim", "run", "plan.json", "--out", "my run",
         ]  # fmt: skip
     (slurm,) = [shlex.split(line) for line in text.splitlines() if line.startswith("srun ")]
