@@ -256,6 +256,7 @@ def _rank(
         "LOCAL_WORLD_SIZE": str(info.world_size),
     }
     pid_path(Path(directory), info.rank).write_text(str(os.getpid()))
+    exit_code = 0
     try:
         result = function(*arguments)
         if sending is not None:
@@ -267,7 +268,11 @@ def _rank(
             traceback.print_exc()
             said = {"mistake": "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]}
         failure_path(Path(directory), info.rank).write_text(json.dumps(said))
-        sys.exit(1)
+        exit_code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not through the end of the interpreter, which aborts where a thread still waits for others within torch.
+    os._exit(exit_code)
 
 
 def _die_with(launcher: int) -> None:

@@ -150,7 +150,9 @@ class Backend(ABC):
 def failure_of(task: Task, error: BaseException) -> ZosimError:
     """Return `error` as one that names the instruction."""
     if isinstance(error, ZosimError):
-        return type(error)(f"{task.describe()}: {error.message}", hint=error.hint)
+        # An exchange that fails begins with its own name.
+        message = error.message.removeprefix(f"{task.instruction.id}: ")
+        return type(error)(f"{task.describe()}: {message}", hint=error.hint)
     failed = RunError(f"{task.describe()} failed: {type(error).__name__}: {error}")
     failed.__cause__ = error
     return failed
