@@ -152,11 +152,7 @@ def test_a_rank_that_stands_still_is_named(inputs, tmp_path):
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.kill()
     assert run.returncode == 2
-    assert "rank 0 stopped: " in said
-    assert "waited 3 s for rank 1, last at " in said
-    assert re.search(
-        r"rank 0 stopped: step\[\d+\]/\S+/all_gather on stream \w+: waited 3 s for rank 1, last at ", said
-    )
+    assert re.search(r"rank 0 stopped: \S+/all_gather: waited 3 s for rank 1, last at ", said)
     assert time.monotonic() - begin < 25
 
 
