@@ -20,13 +20,15 @@ from pydantic import (
     field_validator,
 )
 
-from costmodel.families import FAMILIES, Architecture, Family, TensorSpec
+from costmodel.families import FAMILIES, Architecture, FamilyConfig, TensorSpec
 from costmodel.groups import ParameterEntry, cut_blocks_inside, group_parameters
 from costmodel.model_spec import ModelSpec, segments_of
-from topology.errors import ModelError
+from topology.errors import ModelError, UnknownFamily
 from topology.limits import Extent, Seed
 from topology.reading import read_json_object
 from topology.validation import readable
+
+CONFIG_NAME = "config.json"
 
 
 class LoRA(BaseModel):
@@ -112,7 +114,7 @@ def read_model_spec(
     """
     path = Path(source)
     if path.is_dir():
-        path = path / "config.json"
+        path = path / CONFIG_NAME
     if path.is_file():
         return _spec_of_file(path, trainable, cut_blocks)
     name = _shipped_name(str(source))
@@ -131,25 +133,39 @@ def shipped_config(name: str) -> dict[str, Any]:
 
 
 def spec_of_config(
-    config: Mapping[str, Any], *, name: str, trainable: Trainable = "all", cut_blocks: tuple[int, ...] = ()
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    trainable: Trainable = "all",
+    cut_blocks: tuple[int, ...] = (),
+    source: str | None = None,
 ) -> ModelSpec:
     """Return the :class:`ModelSpec` of a configuration given as a mapping.
 
+    Parameters
+    ----------
+    config : mapping
+    name : str
+    trainable, cut_blocks
+        As of :func:`read_model_spec`.
+    source : str, optional
+        Where it was read, for messages.
+
     Raises
     ------
+    UnknownFamily
+        If the configuration alone does not tell the model's shape.
     ModelError
-        If the family is unknown, a field is missing its meaning, or LoRA targets match nothing.
+        If a field has a wrong type, is out of range or contradicts another, or LoRA targets match nothing.
     """
-    model_type = config.get("model_type")
-    family = FAMILIES.get(str(model_type))
+    family = checked_config(config, source or f"the configuration of {name}")
     if family is None:
-        message = f"model {name}: model_type {model_type!r} cannot be read from its configuration alone"
-        raise ModelError(
-            message,
+        raise UnknownFamily(
+            f"model {name}: model_type {config.get('model_type')!r:.60} cannot be read from its configuration alone",
             hint=f"families are {', '.join(FAMILIES)}; the executor reads any other model by instantiating it: "
             "save its executors.spec_of_model(model).model_dump_json() to a file and pass that file",
         )
-    arch = _architecture(family, config, name)
+    arch = family.architecture()
     tensors = list(family.tensors(arch))
     lora = trainable if isinstance(trainable, LoRA) else None
     num_prefix_tokens = trainable.num_tokens if isinstance(trainable, Prefix) else 0
@@ -161,7 +177,7 @@ def spec_of_config(
     segments_of(arch.num_blocks, cut)
     return ModelSpec(
         name=name,
-        family=str(model_type),
+        family=family.family,
         **{field: getattr(arch, field) for field in _SHARED_FIELDS},
         adapter_rank=lora.rank if lora else 0,
         adapter_shapes=adapters,
@@ -192,28 +208,26 @@ _SHARED_FIELDS = (
 )
 
 
-def _architecture(family: Family, config: Mapping[str, Any], name: str) -> Architecture:
-    full = {**family.defaults, **{key: config[key] for key in family.defaults if key in config}}
-    if full.get("add_cross_attention"):
-        message = f"model {name}: cross-attention has no place in a causal language model's blocks"
-        raise ModelError(message)
-    try:
-        arch = family.architecture(full)
-    except (TypeError, KeyError, ZeroDivisionError) as error:
-        message = f"model {name}: its configuration has a field that does not make sense ({error})"
-        raise ModelError(message) from error
-    if arch.hidden_size % arch.num_heads and "head_dim" not in config:
-        message = (
-            f"model {name}: hidden_size={arch.hidden_size} is not a multiple of num_heads={arch.num_heads}"
-        )
-        raise ModelError(message)
-    if arch.num_heads % arch.num_key_value_heads:
-        message = (
-            f"model {name}: num_key_value_heads={arch.num_key_value_heads} does not divide "
-            f"num_heads={arch.num_heads}"
-        )
-        raise ModelError(message)
-    return arch
+def checked_config(config: Mapping[str, Any], source: str) -> FamilyConfig | None:
+    """Return the fields of a configuration that zosim reads, checked; None where its family is unknown.
+
+    Parameters
+    ----------
+    config : mapping
+    source : str
+        Where it was read, for messages.
+
+    Raises
+    ------
+    ModelError
+        If a field has a wrong type, is out of range, or contradicts another.
+    """
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        return None
+    with readable(source, ModelError, model=family):
+        return family.model_validate(config)
 
 
 def _targets(tensor: TensorSpec, lora: LoRA | None) -> bool:
@@ -265,14 +279,18 @@ def _spec_of_file(path: Path, trainable: Trainable, cut_blocks: tuple[int, ...])
     loaded = read_json_object(path, "model's configuration", ModelError)
     if "groups" in loaded:
         return _saved_spec(loaded, path, trainable, cut_blocks)
-    name = path.parent.name if path.name == "config.json" else path.stem
-    return spec_of_config(loaded, name=name or str(path), trainable=trainable, cut_blocks=cut_blocks)
+    name = path.parent.name if path.name == CONFIG_NAME else path.stem
+    return spec_of_config(
+        loaded, name=name or str(path), trainable=trainable, cut_blocks=cut_blocks, source=str(path)
+    )
 
 
 def _saved_spec(
     loaded: dict[str, Any], path: Path, trainable: Trainable, cut_blocks: tuple[int, ...]
 ) -> ModelSpec:
-    if cut_blocks and tuple(loaded.get("cut_blocks", ())) != cut_blocks:
+    with readable(f"the model specification {path}", ModelError, model=ModelSpec):
+        spec = ModelSpec.model_validate(loaded)
+    if cut_blocks and spec.cut_blocks != cut_blocks:
         message = f"{path} is a saved model specification, which already states which blocks are cut"
         raise ModelError(message, hint="make it from the model's configuration")
     if trainable != "all":
@@ -281,8 +299,7 @@ def _saved_spec(
             message,
             hint="make it from a model that carries the adapters",
         )
-    with readable(f"the model specification {path}", ModelError, model=ModelSpec):
-        return ModelSpec.model_validate(loaded)
+    return spec
 
 
 def _shipped_name(source: str) -> str:

@@ -1,19 +1,23 @@
 """The families of causal language models that can be read from a configuration alone.
 
-For each family: what its configuration fields mean and which tensors it registers, in the order in which
-transformers 5 registers them. The order matters: the reference MeZO loop draws directions in it.
+For each family: which fields of a ``config.json`` decide its shape, what they mean, and which tensors the model
+registers, in the order in which transformers 5 registers them. The order matters: the reference MeZO loop draws
+directions in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from costmodel.model_spec import EMBED, HEAD, block_segment
-
-Config = Mapping[str, Any]
+from topology.limits import MAX_ELEMENTS, Blocks, Extent
+from topology.validation import RuleError, did_you_mean
 
 
 class TensorSpec(NamedTuple):
@@ -68,15 +72,6 @@ class Architecture:
         return (EMBED, HEAD) if self.tied_head else (EMBED,)
 
 
-@dataclass(frozen=True)
-class Family:
-    """How to read one ``model_type``: field defaults, meaning, tensors in registration order."""
-
-    defaults: Mapping[str, Any]
-    architecture: Callable[[Config], Architecture]
-    tensors: Callable[[Architecture], Iterator[TensorSpec]]
-
-
 def _linear(
     name: str, inputs: int, outputs: int, segment: str, *, bias: bool, transposed: bool = False
 ) -> Iterator[TensorSpec]:
@@ -90,31 +85,6 @@ def _layer_norm(name: str, width: int, segment: str, *, affine: bool = True) -> 
     if affine:
         yield TensorSpec(f"{name}.weight", (width,), (segment,))
         yield TensorSpec(f"{name}.bias", (width,), (segment,))
-
-
-def _opt_architecture(config: Config) -> Architecture:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    return Architecture(
-        num_blocks=config["num_hidden_layers"],
-        hidden_size=hidden,
-        intermediate_size=config["ffn_dim"],
-        num_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=hidden // heads,
-        vocab_size=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
-        embed_dim=config["word_embed_proj_dim"] or hidden,
-        tied_head=config["tie_word_embeddings"],
-        activation=config["activation_function"],
-        mlp="plain",
-        norm="layernorm",
-        positions="learned",
-        final_norm=config["do_layer_norm_before"] and not config["_remove_final_layer_norm"],
-        attention_bias=(config["enable_bias"], config["enable_bias"]),
-        mlp_bias=config["enable_bias"],
-        norm_affine=config["layer_norm_elementwise_affine"],
-        norm_after_mlp=not config["do_layer_norm_before"],
-    )
 
 
 _OPT_POSITION_OFFSET = 2
@@ -147,29 +117,6 @@ def _opt_block(arch: Architecture, root: str, segment: str) -> Iterator[TensorSp
     yield from _layer_norm(f"{root}.final_layer_norm", hidden, segment, affine=arch.norm_affine)
 
 
-def _gpt2_architecture(config: Config) -> Architecture:
-    hidden, heads = config["n_embd"], config["n_head"]
-    return Architecture(
-        num_blocks=config["n_layer"],
-        hidden_size=hidden,
-        intermediate_size=config["n_inner"] or 4 * hidden,
-        num_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=hidden // heads,
-        vocab_size=config["vocab_size"],
-        max_positions=config["n_positions"],
-        embed_dim=hidden,
-        tied_head=config["tie_word_embeddings"],
-        activation=config["activation_function"],
-        mlp="plain",
-        norm="layernorm",
-        positions="learned",
-        fused_qkv=True,
-        attention_bias=(True, True),
-        mlp_bias=True,
-    )
-
-
 def _gpt2_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     root, hidden = "transformer", arch.hidden_size
     yield TensorSpec(f"{root}.wte.weight", (arch.vocab_size, hidden), arch.token_segments)
@@ -189,38 +136,6 @@ def _gpt2_block(arch: Architecture, root: str, segment: str) -> Iterator[TensorS
     yield from _layer_norm(f"{root}.ln_2", hidden, segment)
     for name, inputs, outputs in (("mlp.c_fc", hidden, inner), ("mlp.c_proj", inner, hidden)):
         yield from _linear(f"{root}.{name}", inputs, outputs, segment, bias=True, transposed=True)
-
-
-def _llama_like(config: Config, **particular: Any) -> Architecture:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    bias = bool(config.get("attention_bias", False))
-    fields: dict[str, Any] = {
-        "num_blocks": config["num_hidden_layers"],
-        "hidden_size": hidden,
-        "intermediate_size": config["intermediate_size"],
-        "num_heads": heads,
-        "num_key_value_heads": config["num_key_value_heads"] or heads,
-        "head_dim": config.get("head_dim") or hidden // heads,
-        "vocab_size": config["vocab_size"],
-        "max_positions": config["max_position_embeddings"],
-        "embed_dim": hidden,
-        "tied_head": config["tie_word_embeddings"],
-        "activation": config["hidden_act"],
-        "mlp": "gated",
-        "norm": "rmsnorm",
-        "positions": "rotary",
-        "attention_bias": (bias, bias),
-        "mlp_bias": bool(config.get("mlp_bias", False)),
-    }
-    return Architecture(**(fields | particular))
-
-
-def _qwen2_architecture(config: Config) -> Architecture:
-    return _llama_like(config, attention_bias=(True, False))
-
-
-def _qwen3_architecture(config: Config) -> Architecture:
-    return _llama_like(config, qk_norm=True)
 
 
 def _llama_tensors(arch: Architecture) -> Iterator[TensorSpec]:
@@ -249,70 +164,309 @@ def _llama_block(arch: Architecture, root: str, segment: str) -> Iterator[Tensor
     yield TensorSpec(f"{root}.post_attention_layernorm.weight", (hidden,), (segment,))
 
 
-_LLAMA_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-}
+Activation = Literal[
+    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh", "gelu_pytorch_tanh",
+    "hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu",
+    "sqrtsoftplus", "swish", "tanh",
+]  # fmt: skip
+"""Names of transformers' activations, but for those that bring parameters of their own (prelu, xielu)."""
 
-FAMILIES: dict[str, Family] = {
-    "opt": Family(
-        {
-            "vocab_size": 50272,
-            "hidden_size": 768,
-            "num_hidden_layers": 12,
-            "ffn_dim": 3072,
-            "max_position_embeddings": 2048,
-            "do_layer_norm_before": True,
-            "_remove_final_layer_norm": False,
-            "word_embed_proj_dim": None,
-            "num_attention_heads": 12,
-            "activation_function": "relu",
-            "enable_bias": True,
-            "layer_norm_elementwise_affine": True,
-            "tie_word_embeddings": True,
-        },
-        _opt_architecture,
-        _opt_tensors,
-    ),
-    "gpt2": Family(
-        {
-            "vocab_size": 50257,
-            "n_positions": 1024,
-            "n_embd": 768,
-            "n_layer": 12,
-            "n_head": 12,
-            "n_inner": None,
-            "activation_function": "gelu_new",
-            "add_cross_attention": False,
-            "tie_word_embeddings": True,
-        },
-        _gpt2_architecture,
-        _gpt2_tensors,
-    ),
-    "llama": Family(_LLAMA_DEFAULTS, _llama_like, _llama_tensors),
-    "qwen2": Family(_QWEN_DEFAULTS, _qwen2_architecture, _llama_tensors),
-    "qwen3": Family(_QWEN_DEFAULTS | {"head_dim": 128}, _qwen3_architecture, _llama_tensors),
-    "mistral": Family(
-        _LLAMA_DEFAULTS
-        | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
-        _llama_like,
-        _llama_tensors,
-    ),
+RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
+WeightFormat = Literal["float64", "float32", "float16", "bfloat16", "auto"]
+Epsilon = Annotated[float, Field(gt=0, le=1)]
+Spread = Annotated[float, Field(ge=0, le=1)]
+"""Standard deviation of weights that are drawn at random."""
+Probability = Annotated[float, Field(ge=0, le=1)]
+TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+class FamilyConfig(BaseModel):
+    """What zosim reads of a ``config.json``, checked before anything is built from it. Fields are transformers' own.
+
+    A field has the type that transformers demands and a range that some machine could hold. Defaults are those of
+    transformers' configuration classes, which leave them out of files. Other fields are passed over.
+
+    Attributes
+    ----------
+    family : str
+        The ``model_type``.
+    tensors : callable
+        Yields the tensors of an architecture in registration order.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+    family: ClassVar[str]
+    tensors: ClassVar[Callable[[Architecture], Iterator[TensorSpec]]]
+
+    vocab_size: Extent
+    tie_word_embeddings: bool
+    pad_token_id: TokenId | None = None
+    bos_token_id: TokenId | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
+    dtype: WeightFormat | None = None
+    torch_dtype: WeightFormat | None = None
+    is_encoder_decoder: bool = False
+    add_cross_attention: bool = False
+    quantization_config: Any = None
+    per_layer_config: Any = None
+
+    @abstractmethod
+    def architecture(self) -> Architecture:
+        """Return what the fields mean."""
+
+    @model_validator(mode="after")
+    def _is_a_plain_decoder(self) -> FamilyConfig:
+        if self.is_encoder_decoder:
+            raise RuleError("is_encoder_decoder=True: zosim runs decoder-only causal language models")
+        if self.add_cross_attention:
+            raise RuleError(
+                "add_cross_attention=True: cross-attention has no place in a causal language model's blocks"
+            )
+        if self.quantization_config is not None:
+            raise RuleError(
+                "quantization_config: zosim reads weights that are plain floating-point numbers",
+                hint="give the model in float32, float16 or bfloat16",
+            )
+        if self.per_layer_config:
+            raise RuleError("per_layer_config: zosim runs models whose blocks are all alike")
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
+            raise RuleError(
+                f"pad_token_id={self.pad_token_id} is none of the vocab_size={self.vocab_size} tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> FamilyConfig:
+        arch = self.architecture()
+        hidden, heads, shared = arch.hidden_size, arch.num_heads, arch.num_key_value_heads
+        if hidden % heads and getattr(self, "head_dim", None) is None:
+            raise RuleError(
+                f"hidden_size={hidden} is not a multiple of num_heads={heads}", hint=_divisor(hidden, heads)
+            )
+        if heads % shared:
+            raise RuleError(
+                f"num_key_value_heads={shared} does not divide num_heads={heads}",
+                hint=_divisor(heads, shared),
+            )
+        if arch.positions == "rotary" and arch.head_dim % 2:
+            raise RuleError(f"head_dim={arch.head_dim} is odd, and rotary positions turn pairs of numbers")
+        num_elements = sum(tensor.num_elements for tensor in self.tensors(arch))
+        if num_elements > MAX_ELEMENTS:
+            raise RuleError(
+                f"these sizes make a model of {num_elements:.1e} parameters, more than any machine stores"
+            )
+        return self
+
+
+def _divisor(whole: int, part: int) -> str | None:
+    near = [number for number in range(max(1, part - 64), part + 65) if whole % number == 0]
+    return f"{min(near, key=lambda number: abs(number - part))} divides it" if near else None
+
+
+class OptConfig(FamilyConfig):
+    """OPT."""
+
+    family = "opt"
+    tensors = staticmethod(_opt_tensors)
+
+    vocab_size: Extent = 50272
+    hidden_size: Extent = 768
+    num_hidden_layers: Blocks = 12
+    ffn_dim: Extent = 3072
+    max_position_embeddings: Extent = 2048
+    do_layer_norm_before: bool = True
+    remove_final_layer_norm: bool = Field(False, alias="_remove_final_layer_norm")
+    word_embed_proj_dim: Extent | None = None
+    num_attention_heads: Extent = 12
+    activation_function: Activation = "relu"
+    enable_bias: bool = True
+    layer_norm_elementwise_affine: bool = True
+    tie_word_embeddings: bool = True
+    dropout: Probability = 0.1
+    attention_dropout: Probability = 0.0
+    layerdrop: Probability = 0.0
+    init_std: Spread = 0.02
+
+    def architecture(self) -> Architecture:
+        """Return what the fields mean."""
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        return Architecture(
+            num_blocks=self.num_hidden_layers,
+            hidden_size=hidden,
+            intermediate_size=self.ffn_dim,
+            num_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=max(1, hidden // heads),
+            vocab_size=self.vocab_size,
+            max_positions=self.max_position_embeddings,
+            embed_dim=self.word_embed_proj_dim or hidden,
+            tied_head=self.tie_word_embeddings,
+            activation=self.activation_function,
+            mlp="plain",
+            norm="layernorm",
+            positions="learned",
+            final_norm=self.do_layer_norm_before and not self.remove_final_layer_norm,
+            attention_bias=(self.enable_bias, self.enable_bias),
+            mlp_bias=self.enable_bias,
+            norm_affine=self.layer_norm_elementwise_affine,
+            norm_after_mlp=not self.do_layer_norm_before,
+        )
+
+
+class Gpt2Config(FamilyConfig):
+    """GPT-2, whose sizes transformers also takes under their usual names."""
+
+    family = "gpt2"
+    tensors = staticmethod(_gpt2_tensors)
+
+    vocab_size: Extent = 50257
+    n_positions: Extent = Field(1024, validation_alias=AliasChoices("n_positions", "max_position_embeddings"))
+    n_embd: Extent = Field(768, validation_alias=AliasChoices("n_embd", "hidden_size"))
+    n_layer: Blocks = Field(12, validation_alias=AliasChoices("n_layer", "num_hidden_layers"))
+    n_head: Extent = Field(12, validation_alias=AliasChoices("n_head", "num_attention_heads"))
+    n_inner: Extent | None = None
+    activation_function: Activation = "gelu_new"
+    tie_word_embeddings: bool = True
+    resid_pdrop: Probability = 0.1
+    embd_pdrop: Probability = 0.1
+    attn_pdrop: Probability = 0.1
+    layer_norm_epsilon: Epsilon = 1e-5
+    initializer_range: Spread = 0.02
+
+    def architecture(self) -> Architecture:
+        """Return what the fields mean."""
+        hidden, heads = self.n_embd, self.n_head
+        return Architecture(
+            num_blocks=self.n_layer,
+            hidden_size=hidden,
+            intermediate_size=self.n_inner or 4 * hidden,
+            num_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=max(1, hidden // heads),
+            vocab_size=self.vocab_size,
+            max_positions=self.n_positions,
+            embed_dim=hidden,
+            tied_head=self.tie_word_embeddings,
+            activation=self.activation_function,
+            mlp="plain",
+            norm="layernorm",
+            positions="learned",
+            fused_qkv=True,
+            attention_bias=(True, True),
+            mlp_bias=True,
+        )
+
+
+class LlamaConfig(FamilyConfig):
+    """Llama, and what is built like it."""
+
+    family = "llama"
+    tensors = staticmethod(_llama_tensors)
+
+    vocab_size: Extent = 32000
+    hidden_size: Extent = 4096
+    intermediate_size: Extent = 11008
+    num_hidden_layers: Blocks = 32
+    num_attention_heads: Extent = 32
+    num_key_value_heads: Extent | None = None
+    head_dim: Extent | None = None
+    hidden_act: Activation = "silu"
+    max_position_embeddings: Extent = 2048
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: Probability | None = 0.0
+    rms_norm_eps: Epsilon = 1e-6
+    initializer_range: Spread = 0.02
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+
+    @field_validator("rope_parameters", "rope_scaling")
+    @classmethod
+    def _rope_has_numbers(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name, item in (value or {}).items():
+            if name in ("rope_type", "type"):
+                if item not in get_args(RopeType):
+                    raise RuleError(
+                        f"{name}={item!r:.60} is none of {', '.join(get_args(RopeType))}",
+                        hint=did_you_mean(str(item), get_args(RopeType)),
+                    )
+                continue
+            numbers = item if isinstance(item, list) else [item]
+            if not all(
+                isinstance(x, bool | None) or (isinstance(x, int | float) and 0 < x < 1e30) for x in numbers
+            ):
+                raise RuleError(f"{name}={item!r:.60} must be a number above 0, or a list of such")
+        return value
+
+    def architecture(self) -> Architecture:
+        """Return what the fields mean."""
+        return self._like_llama()
+
+    def _like_llama(self, **particular: Any) -> Architecture:
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        fields: dict[str, Any] = {
+            "num_blocks": self.num_hidden_layers,
+            "hidden_size": hidden,
+            "intermediate_size": self.intermediate_size,
+            "num_heads": heads,
+            "num_key_value_heads": self.num_key_value_heads or heads,
+            "head_dim": self.head_dim or max(1, hidden // heads),
+            "vocab_size": self.vocab_size,
+            "max_positions": self.max_position_embeddings,
+            "embed_dim": hidden,
+            "tied_head": self.tie_word_embeddings,
+            "activation": self.hidden_act,
+            "mlp": "gated",
+            "norm": "rmsnorm",
+            "positions": "rotary",
+            "attention_bias": (self.attention_bias, self.attention_bias),
+            "mlp_bias": self.mlp_bias,
+        }
+        return Architecture(**(fields | particular))
+
+
+class Qwen2Config(LlamaConfig):
+    """Qwen 2 and 2.5: biases at q, k and v alone."""
+
+    family = "qwen2"
+
+    vocab_size: Extent = 151936
+    intermediate_size: Extent = 22016
+    num_key_value_heads: Extent | None = 32
+    max_position_embeddings: Extent = 32768
+
+    def architecture(self) -> Architecture:
+        """Return what the fields mean."""
+        return self._like_llama(attention_bias=(True, False))
+
+
+class Qwen3Config(Qwen2Config):
+    """Qwen 3: heads of q and k are normalised, and their width stands for itself."""
+
+    family = "qwen3"
+
+    head_dim: Extent = 128
+
+    def architecture(self) -> Architecture:
+        """Return what the fields mean."""
+        return self._like_llama(qk_norm=True)
+
+
+class MistralConfig(LlamaConfig):
+    """Mistral: a Llama with other defaults."""
+
+    family = "mistral"
+
+    intermediate_size: Extent = 14336
+    num_key_value_heads: Extent = 8
+    max_position_embeddings: Extent = 131072
+
+
+FAMILIES: dict[str, type[FamilyConfig]] = {
+    config.family: config
+    for config in (OptConfig, Gpt2Config, LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig)
 }
-"""By ``model_type``. Defaults are those of transformers' configuration classes, which leave them out of files."""
+"""By ``model_type``."""

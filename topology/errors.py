@@ -5,6 +5,7 @@
     ZosimError
     ├── TopologyError      a hardware description that cannot be
     ├── ModelError         a model that zosim cannot read, cut or run
+    │   └── UnknownFamily  a model whose shape its configuration alone does not tell
     ├── PlanError          a plan that contradicts itself
     │   └── DoesNotFit     a plan whose memory exceeds a device or a host
     ├── ProgramError       a program that an interpreter must refuse
@@ -52,6 +53,10 @@ class TopologyError(ZosimError):
 
 class ModelError(ZosimError):
     """A model that zosim cannot read, cut or run."""
+
+
+class UnknownFamily(ModelError):  # noqa: N818 - reads as the statement it makes
+    """A model whose shape its configuration alone does not tell."""
 
 
 class PlanError(ZosimError):

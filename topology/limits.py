@@ -9,9 +9,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-Elements = Annotated[int, Field(gt=0, le=2**50)]
+MAX_ELEMENTS = 2**50
+Elements = Annotated[int, Field(gt=0, le=MAX_ELEMENTS)]
 """Elements of a tensor or of a model: more than any machine stores."""
-ElementsOrNone = Annotated[int, Field(ge=0, le=2**50)]
+ElementsOrNone = Annotated[int, Field(ge=0, le=MAX_ELEMENTS)]
 """The same, perhaps none."""
 Extent = Annotated[int, Field(gt=0, le=2**31)]
 """Size of one dimension: a batch, a sequence, a vocabulary, a layer's width."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +27,13 @@ from executors.datasets.prompts import (
 )
 from executors.models.model import IGNORED_LABEL
 from topology.errors import DataError
+from topology.reading import parse_json
 
 NUM_CHECKED_AT_START = 2000
 """Lines read when a file is opened, so that most mistakes show before anything else is started."""
+
+MAX_LINE_BYTES = 64 * 2**20
+"""Of one example; a million tokens take a tenth of it."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -66,10 +69,16 @@ class LineFile:
         """
         path = Path(path)
         digest = hashlib.sha256()
-        offsets, numbers, at = [], [], 0
+        offsets, numbers, at, number = [], [], 0, 0
         try:
-            with path.open("rb") as file:
-                for number, line in enumerate(file, start=1):
+            with _opened(path) as file:
+                while line := file.readline(MAX_LINE_BYTES + 1):
+                    number += 1
+                    if len(line) > MAX_LINE_BYTES:
+                        raise DataError(
+                            f"{path}, line {number} has more than {MAX_LINE_BYTES // 2**20} MiB",
+                            hint="write one example a line; a JSON array on one line is not JSON lines",
+                        )
                     digest.update(line)
                     if line.removeprefix(_BYTE_ORDER_MARK).strip():
                         offsets.append(at)
@@ -93,10 +102,10 @@ class LineFile:
             If a line is not a JSON object, or the file can no longer be read.
         """
         try:
-            with self.path.open("rb") as file:
+            with _opened(self.path) as file:
                 for index in indices:
                     file.seek(self.offsets[index])
-                    yield self._parse(index, file.readline())
+                    yield self._parse(index, file.readline(MAX_LINE_BYTES))
         except OSError as error:
             raise _unreadable(self.path, error) from None
 
@@ -106,15 +115,15 @@ class LineFile:
 
     def _parse(self, index: int, line: bytes) -> JsonObject:
         try:
-            value = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())
+            text = line.removeprefix(_BYTE_ORDER_MARK).decode()
         except UnicodeDecodeError as error:
             raise DataError(f"{self.where(index)} is not UTF-8: {error.reason}") from None
-        except json.JSONDecodeError as error:
-            shown = line[:60].decode(errors="replace").strip()
-            raise DataError(
-                f"{self.where(index)} is not JSON: {error.msg} at column {error.colno}: {shown}",
-                hint="each line is one JSON object of its own; a JSON array over many lines is not JSON lines",
-            ) from None
+        value = parse_json(
+            text,
+            f"{self.where(index)} is not JSON",
+            DataError,
+            hint=f"each line is one JSON object of its own; this one begins with {text[:60].strip()!r}",
+        )
         if not isinstance(value, dict):
             raise DataError(
                 f"{self.where(index)} holds a JSON {type(value).__name__}, an example is an object",
@@ -293,9 +302,17 @@ def refuse_unreadable(path: str | Path) -> None:
     DataError
     """
     try:
-        Path(path).open("rb").close()
+        _opened(Path(path)).close()
     except OSError as error:
         raise _unreadable(Path(path), error) from None
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Return a file of data, open; what is no file, such as a pipe, could not be read twice, or would be waited for."""
+    if path.exists() and not path.is_file():
+        kind = "a directory" if path.is_dir() else "a pipe or a device"
+        raise DataError(f"{path} is {kind}, not a file", hint="write the lines into a file, and give that")
+    return path.open("rb")
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:

@@ -249,7 +249,13 @@ def did_you_mean(name: str, known: Sequence[str], *, kind: str) -> str:
 
 
 def _tokens(text: str, span: tuple[int, int], tokenizer: OffsetTokenizer) -> tuple[Example, int]:
-    encoding = tokenizer(text, return_offsets_mapping=True)
+    try:
+        encoding = tokenizer(text, return_offsets_mapping=True)
+    except BaseException as error:
+        # A panic in tokenizers' Rust code is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"the model's tokenizer cannot read {text!r:.60}: {error}") from error
     ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
     begin, end = span
     labels = [

@@ -1,20 +1,37 @@
-"""Models from a directory or a name, as weights that are safe to read."""
+"""Models from a directory or a name, as weights that are safe to read.
+
+A model directory may come from anybody. Its ``config.json`` is read once, by the reader and the types that the planner
+uses, and what libraries are given is made from that. No code of the directory runs: neither modelling code that it names
+(``auto_map``), nor pickled weights, nor templates. Whatever a library still objects to leaves as a ModelError.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from pydantic import BaseModel, ConfigDict
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from costmodel.configs import shipped_config
+from costmodel.configs import CONFIG_NAME, checked_config, shipped_config
+from costmodel.families import FAMILIES
+from costmodel.memory import host_limits
 from executors.formats import TORCH_DTYPES
-from topology.errors import ModelError
+from topology.errors import ModelError, ZosimError
+from topology.limits import Blocks, Extent
+from topology.reading import read_json_object
+from topology.units import format_bytes
+from topology.validation import readable
 
-_UNSAFE = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_FLOATING = ("F64", "F32", "F16", "BF16")
 
 
 def load_model(
@@ -47,52 +64,268 @@ def load_model(
     Raises
     ------
     ModelError
-        If there is no such model, its weights are pickled, damaged or incomplete, or its attention cannot be had.
+        If there is no such model, its configuration cannot be, it is larger than this machine's memory, its weights are
+        pickled, damaged or incomplete, or its attention cannot be had.
     """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # models load in seconds, and steps have a bar of their own
-    local = not allow_download
-    try:
+    config = load_config(source, allow_download=allow_download, shipped=random_weights)
+    loading = {"dtype": TORCH_DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": False}
+    with refusing(source, allow_download=allow_download), _silent_loading():
+        with torch.device("meta"):
+            skeleton = transformers.AutoModelForCausalLM.from_config(config, **loading)
+        _refuse_too_large(source, skeleton)
         if random_weights:
-            return _random(str(source), dtype, attention, seed, local_files_only=local)
-        _refuse_pickled(Path(source))
-        with _silent_loading():
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                str(source),
-                dtype=TORCH_DTYPES[dtype],
-                attn_implementation=attention,
-                local_files_only=local,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise _refusal(source, error, local=local) from error
-    model, found = loaded
-    _refuse_incomplete(source, found)
-    return model.eval()  # type: ignore[no-any-return]
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **loading)
+            return model.eval()
+        if Path(source).is_dir():
+            _check_weights(Path(source), {name for name, _ in skeleton.named_parameters()})
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            str(source),
+            config=config,
+            local_files_only=not allow_download,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
+            **loading,
+        )
+    _refuse_incomplete(source, report)
+    return model.eval()
 
 
-def load_config(source: str | Path, *, allow_download: bool = False) -> Any:
-    """Return the configuration of a model, as transformers reads it.
+def load_config(source: str | Path, *, allow_download: bool = False, shipped: bool = False) -> Any:
+    """Return the configuration of a model, as transformers knows it.
+
+    Parameters
+    ----------
+    source : str or path
+    allow_download : bool
+        As of :func:`load_model`.
+    shipped : bool
+        Whether `source` may be a size that comes with zosim.
 
     Raises
     ------
     ModelError
-        If there is no such model, or its configuration is damaged.
+        If there is no such model, or its configuration cannot be; the message names the field.
     """
-    import transformers
+    fields = _config_fields(source, allow_download=allow_download, shipped=shipped)
+    where = f"{source}/{CONFIG_NAME}"
+    checked_config(fields, where)
+    with refusing(source, allow_download=allow_download), _silent_loading():
+        config = _config_class(fields, where)
+        with readable(where, ModelError):
+            _UsualSizes.model_validate(config.get_text_config())
+        return config
 
+
+def _config_fields(source: str | Path, *, allow_download: bool, shipped: bool) -> dict[str, Any]:
+    path = Path(source)
+    if path.is_dir():
+        if not (path / CONFIG_NAME).is_file():
+            raise ModelError(
+                f"{source} has no {CONFIG_NAME}",
+                hint="give a directory written by transformers' save_pretrained",
+            )
+        return read_json_object(path / CONFIG_NAME, "model configuration", ModelError)
+    if shipped and not path.exists():
+        try:
+            return shipped_config(str(source))
+        except ModelError:
+            pass  # a name that transformers may know
+    from transformers import PreTrainedConfig
+
+    with refusing(source, allow_download=allow_download):
+        fields, _ = PreTrainedConfig.get_config_dict(str(source), local_files_only=not allow_download)
+        return dict(fields)
+
+
+def _config_class(fields: Mapping[str, Any], where: str) -> Any:
+    """Return transformers' configuration of fields from a file, without those that would be more than a description."""
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        code = " and brings code of its own, which zosim never runs" if "auto_map" in fields else ""
+        raise ModelError(
+            f"{where} names model_type {model_type!r:.60}, which transformers does not know{code}",
+            hint="give a model whose architecture comes with transformers",
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    own = (
+        inspect.signature(config_class).parameters.keys()
+        - inspect.signature(PreTrainedConfig).parameters.keys()
+    )
+    known = own | _DESCRIPTION | config_class.attribute_map.keys()
+    if model_type in FAMILIES:
+        known |= FAMILIES[model_type].model_fields.keys()
+        return config_class(**{name: value for name, value in fields.items() if name in known})
+    # A field that is no description would take the place of a method, or have weights, code and formats looked for.
+    return config_class(
+        **{
+            name: value
+            for name, value in fields.items()
+            if name in known
+            or not (hasattr(config_class, name) or name.startswith("_") or name in _NO_DESCRIPTION)
+        }
+    )
+
+
+_DESCRIPTION = {
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "is_encoder_decoder",
+    "transformers_version",
+    "rope_scaling",
+}
+_DESCRIPTION |= {"rope_theta", "partial_rotary_factor"}
+_NO_DESCRIPTION = {
+    "auto_map",
+    "configuration_files",
+    "fusion_config",
+    "attn_implementation",
+    "experts_implementation",
+}
+
+
+class _UsualSizes(BaseModel):
+    """Sizes of a model of any family, where it has them."""
+
+    model_config = ConfigDict(from_attributes=True, strict=True)
+
+    num_hidden_layers: Blocks | None = None
+    hidden_size: Extent | None = None
+    intermediate_size: Extent | None = None
+    num_attention_heads: Extent | None = None
+    num_key_value_heads: Extent | None = None
+    vocab_size: Extent | None = None
+    max_position_embeddings: Extent | None = None
+
+
+def _refuse_too_large(source: str | Path, skeleton: nn.Module) -> None:
+    """Raise for a model whose numbers this machine could not hold, however they are used."""
+    tensors = [*skeleton.parameters(), *skeleton.buffers()]
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    limits = host_limits()
+    if size_bytes > limits.available_bytes:
+        raise ModelError(
+            f"the model {source} has {format_bytes(size_bytes)} of weights, {format_bytes(limits.available_bytes)} of "
+            f"memory are available ({limits.limited_by})",
+            hint="give a smaller model, or a narrower --dtype",
+        )
+
+
+def _check_weights(directory: Path, names: set[str]) -> None:
+    """Raise for weight files that could not be read, before transformers maps them.
+
+    Raises
+    ------
+    ModelError
+        If there are none, they are pickled, an index names what is not there, or a header is damaged.
+    """
+    files = _weight_files(directory)
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - no mapping
+                    kind = file.get_slice(name).get_dtype()
+                    if name in names and kind not in _FLOATING:
+                        raise ModelError(
+                            f"{path}: {name} is of type {kind}, weights are {', '.join(_FLOATING)}",
+                            hint="give the model in float32, float16 or bfloat16; zosim reads no quantised weights",
+                        )
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{path} cannot be read: {one_line(error)}",
+                hint="the file is damaged or was copied in part; copy it again",
+            ) from error
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / WEIGHTS_NAME).is_file():
+        return [directory / WEIGHTS_NAME]
+    index = directory / INDEX_NAME
+    if not index.is_file():
+        pickled = [name for name in _PICKLED if (directory / name).exists()]
+        if pickled:
+            raise ModelError(
+                f"{directory} holds its weights as {pickled[0]}, a pickle, which can run code when it is read",
+                hint="where you trust it, convert it once: AutoModelForCausalLM.from_pretrained(DIR)"
+                ".save_pretrained(NEW) writes safetensors",
+            )
+        raise ModelError(
+            f"{directory} holds no weights: neither {WEIGHTS_NAME} nor {INDEX_NAME}",
+            hint="copy them there, or add --random-weights",
+        )
+    where = read_json_object(index, "weight index", ModelError).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise ModelError(
+            f"{index} has no weight_map", hint="it maps each tensor's name to the file that holds it"
+        )
+    for name, file in where.items():
+        if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
+            raise ModelError(
+                f"{index}: {name!r:.60} is said to be in {file!r:.60}",
+                hint="weights lie in .safetensors files beside their index",
+            )
+    files = sorted({directory / file for file in where.values()})
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise ModelError(
+            f"{index} names {_some(missing)}, which is not there",
+            hint="copy the missing files; the model is not whole",
+        )
+    return files
+
+
+@contextmanager
+def refusing(source: str | Path, *, allow_download: bool = False) -> Iterator[None]:
+    """Turn whatever a library raises while it reads a stranger's files into a ModelError.
+
+    transformers, huggingface_hub, safetensors and tokenizers raise exceptions of every kind for a damaged file, and new
+    releases raise others. Our own errors and a want of memory pass as they are.
+
+    Parameters
+    ----------
+    source : str or path
+        Model directory or name.
+    allow_download : bool
+        Whether the hint need not offer that.
+
+    Raises
+    ------
+    ModelError
+    """
     try:
-        return transformers.AutoConfig.from_pretrained(str(source), local_files_only=not allow_download)
-    except (OSError, ValueError, KeyError) as error:
-        raise _refusal(source, error, local=not allow_download) from error
+        yield
+    except (ZosimError, MemoryError, ModuleNotFoundError):
+        raise
+    except BaseException as error:
+        # A panic in tokenizers' Rust code is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        hint = "give a directory written by save_pretrained"
+        if isinstance(error, SafetensorError):
+            hint = "the file is damaged or was copied in part; copy it again"
+        if not allow_download and not Path(source).exists():
+            hint += ", or allow the download of a model that the Hub knows (--allow-download)"
+        raise ModelError(f"cannot load the model {source}: {one_line(error)}", hint=hint) from error
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """Return what an exception says, as one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 @contextmanager
 def _silent_loading() -> Iterator[None]:
-    """Keep transformers from reporting what :func:`_refuse_incomplete` says shorter."""
+    """Keep transformers from reporting what is refused here in fewer words."""
     import transformers
 
     level = transformers.utils.logging.get_verbosity()
@@ -122,56 +355,3 @@ def _refuse_incomplete(source: str | Path, found: Mapping[str, Any]) -> None:
 def _some(names: Sequence[str]) -> str:
     names = sorted(names)
     return names[0] if len(names) == 1 else f"{names[0]} (one of {len(names)})"
-
-
-def _random(source: str, dtype: str, attention: str, seed: int, **where: Any) -> nn.Module:
-    import torch
-    import transformers
-
-    config = _shipped_config(source) or transformers.AutoConfig.from_pretrained(source, **where)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=TORCH_DTYPES[dtype], attn_implementation=attention
-        )
-    return model.eval()  # type: ignore[no-any-return]
-
-
-def _shipped_config(source: str) -> Any:
-    """Return the configuration of a size that comes with zosim, None if `source` is something else."""
-    import transformers
-
-    if Path(source).exists():
-        return None
-    try:
-        fields = shipped_config(source)
-    except ModelError:
-        return None
-    return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-
-
-def _refuse_pickled(directory: Path) -> None:
-    if not directory.is_dir():
-        return
-    if not (directory / "config.json").is_file():
-        raise ModelError(
-            f"{directory} has no config.json",
-            hint="give a directory written by transformers' save_pretrained",
-        )
-    pickled = [name for name in _UNSAFE if (directory / name).exists()]
-    if pickled and not list(directory.glob("*.safetensors")):
-        raise ModelError(
-            f"{directory} holds its weights as {pickled[0]}, a pickle, which can run code when it is read",
-            hint="where you trust it, convert it once: AutoModelForCausalLM.from_pretrained(DIR)"
-            ".save_pretrained(NEW) writes safetensors",
-        )
-
-
-def _refusal(source: str | Path, error: Exception, *, local: bool) -> ModelError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    hint = "give a directory written by save_pretrained"
-    if isinstance(error, SafetensorError):
-        hint = "the file is damaged or was copied in part; copy it again"
-    if local and not Path(source).exists():
-        hint += ", or allow the download of a model that the Hub knows (--allow-download)"
-    return ModelError(f"cannot load the model {source}: {reason}", hint=hint)

@@ -29,7 +29,7 @@ def own_format(source: str | Path) -> DType | None:
     """Return the format that all weights in a directory are kept in; None where there are several, or none to read."""
     found = set()
     try:
-        for path in sorted(Path(source).glob("*.safetensors")):
+        for path in sorted(filter(Path.is_file, Path(source).glob("*.safetensors"))):
             with safe_open(path, framework="pt") as file:
                 found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError):

@@ -339,6 +339,11 @@ class CutModel:
         try:
             with torch.no_grad():
                 self._probe()
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, ArithmeticError) as error:
+            raise ModelError(
+                f"{type(self.model).__name__} cannot be run on two tokens: {str(error)[:300] or type(error).__name__}",
+                hint="a field of its configuration, or the shape of one of its weights, does not fit the others",
+            ) from error
         finally:
             for hook in hooks:
                 hook.remove()

@@ -9,7 +9,7 @@ from torch import nn
 from costmodel.configs import spec_of_config
 from costmodel.model_spec import ModelSpec
 from executors.models.model import CutModel
-from topology.errors import ModelError
+from topology.errors import ModelError, UnknownFamily
 from zosim.plans import ForwardPass, Placement, Plan, Weights
 
 
@@ -42,7 +42,7 @@ def spec_of_model(
     name = name or getattr(config, "_name_or_path", "") or type(cut.model).__name__
     try:
         shape = spec_of_config(config.to_dict(), name=name).model_dump(exclude={"groups"})
-    except ModelError:
+    except UnknownFamily:
         shape = _usual_fields(cut, config)
     rank, adapters = _adapters(cut)
     shape |= {"name": name, "adapter_rank": rank, "adapter_shapes": adapters}

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from executors.datasets.data import Dataset, Limits, LineFile, open_dataset, refuse_unreadable
 from executors.datasets.prompts import PromptTemplate
-from executors.models.loading import load_config
+from executors.models.loading import load_config, refusing
 from executors.runs.evaluate import Generation
 from executors.runs.settings import DataSettings, EvaluationSettings, RunSettings
+from topology.errors import ModelError
+from topology.reading import read_json_object
+from topology.validation import readable
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -59,15 +67,95 @@ def tokenizer_for(model: str, path: str) -> Any:
 
 
 def _any_tokenizer(model: str) -> Any:
-    """Return the model's tokenizer; None if there is none here."""
+    """Return the model's tokenizer; None if there is none here.
+
+    Raises
+    ------
+    ModelError
+        If its files are damaged. Code that a directory brings for its tokenizer is never run.
+    """
     import transformers
 
+    directory = Path(model)
+    if directory.is_dir():
+        if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+            return None
+        _check_tokenizer_files(directory)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError, KeyError):
+        config = load_config(model)
+        with refusing(f"{model} (its tokenizer)"), warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # about a tokenizer's age, and what a model would do with long texts
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                model, config=config, local_files_only=True, trust_remote_code=False
+            )
+            # Where a directory holds no tokenizer, some models' classes make one without a vocabulary.
+            return tokenizer if tokenizer.encode(_SOME_TEXT, add_special_tokens=False) else None
+    except ModelError:
+        if directory.is_dir():
+            raise
         return None
-    # Where a directory holds no tokenizer, some models' classes make one without a vocabulary.
-    return tokenizer if tokenizer.encode("some text", add_special_tokens=False) else None
+
+
+class _TokenizerConfig(BaseModel):
+    """Fields of a ``tokenizer_config.json`` on whose types transformers relies."""
+
+    model_config = ConfigDict(strict=True)
+
+    tokenizer_class: str | None = None
+    model_max_length: float | None = None
+    bos_token: str | dict[str, Any] | None = None
+    eos_token: str | dict[str, Any] | None = None
+    unk_token: str | dict[str, Any] | None = None
+    pad_token: str | dict[str, Any] | None = None
+    added_tokens_decoder: dict[str, dict[str, Any]] = {}
+
+
+def _check_tokenizer_files(directory: Path) -> None:
+    """Raise for tokenizer files that cannot be, naming the file.
+
+    What ``tokenizer.json`` holds is a program of a kind: patterns and replacements. It is tried in a process of its own, which
+    a pattern or a replacement that multiplies without end cannot leave with this one's memory or time.
+
+    Raises
+    ------
+    ModelError
+    """
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        if (directory / name).is_file():
+            fields = read_json_object(directory / name, "tokenizer configuration", ModelError)
+            if name == "tokenizer_config.json":
+                with readable(str(directory / name), ModelError, model=_TokenizerConfig):
+                    _TokenizerConfig.model_validate(fields)
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return
+    tried = subprocess.run(
+        [sys.executable, "-c", _TRY_TOKENIZER, str(path), _SOME_TEXT],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if tried.returncode:
+        reason = tried.stdout.strip() or "it takes too much time or memory"
+        raise ModelError(
+            f"{path} is not a tokenizer that can be used: {reason}", hint="copy the tokenizer's files again"
+        )
+
+
+_SOME_TEXT = "some text, Some more:  2 + 2\n"
+_TRY_TOKENIZER = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (8, 8))
+resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
+from tokenizers import Tokenizer
+try:
+    Tokenizer.from_file(sys.argv[1]).encode(sys.argv[2])
+except BaseException as error:  # a panic in Rust is no Exception
+    print(" ".join(str(error).split())[:300])
+    sys.exit(1)
+"""
 
 
 def evaluation_data(settings: RunSettings) -> Dataset | None:

@@ -11,10 +11,10 @@ from costmodel.configs import LoRA, Prefix, read_model_spec
 from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
 from costmodel.work import DTYPE_BYTES
+from executors.datasets.data import LineFile
 from executors.ranks.mesh import draws_by_halves, fastest_plan, mesh_named, spread, uncut
-from topology.errors import DoesNotFit, ModelError, PlanError, ZosimError
+from topology.errors import DataError, DoesNotFit, ModelError, PlanError, UnknownFamily
 from topology.hardware import resolve
-from topology.reading import parse_json
 from topology.validation import readable
 from zosim.hardware.profiles import Profiles
 from zosim.instructions import Space
@@ -328,8 +328,10 @@ def _spec_for(
     """
     try:
         return read_model_spec(model, trainable=adapters or "all", cut_blocks=cut_blocks)
+    except UnknownFamily:
+        pass
     except ModelError:
-        if not Path(model).is_dir() and not loading.get("allow_download"):
+        if Path(model).exists() or not loading.get("allow_download"):
             raise
     from executors.models.loading import load_model
     from executors.models.spec import spec_of_model
@@ -343,15 +345,11 @@ def _spec_for(
 
 def longest_example(path: str | Path) -> int | None:
     """Return the tokens of the longest line of `path`; None where the lines are text, or there is no such file."""
-    longest = 0
     try:
-        with Path(path).open(encoding="utf-8-sig") as file:
-            for line in file:
-                if line.strip():
-                    longest = max(longest, len(parse_json(line, "", ZosimError)["input_ids"]))
-    except (OSError, UnicodeDecodeError, ZosimError, KeyError, TypeError):
+        lines = LineFile.index(path)
+        return max(len(line["input_ids"]) for line in lines.read(range(len(lines)))) or None
+    except (DataError, KeyError, TypeError):
         return None  # whoever opens the data says what is wrong with it
-    return longest or None
 
 
 def refuse_too_large(plan: Plan, programs: ProgramSet | None, *, random_weights: bool = False) -> list[str]:

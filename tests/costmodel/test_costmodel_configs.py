@@ -6,7 +6,7 @@ import pytest
 
 from costmodel import LoRA, ModelSpec, group_parameters, read_model_spec, shipped_models, spec_of_config
 from costmodel.configs import shipped_config
-from topology.errors import ModelError
+from topology.errors import ModelError, UnknownFamily
 
 PUBLISHED_COUNTS = {
     # num_parameters() of the published checkpoints, tied tensors once
@@ -145,7 +145,57 @@ def test_lora_trains_two_narrow_matrices_per_target():
             "not a multiple of num_heads=12",
         ),
         ({"model_type": "llama", "num_key_value_heads": 5}, "num_key_value_heads=5 does not divide"),
-        ({"model_type": "llama", "hidden_size": "wide"}, "does not make sense"),
+        (
+            {"model_type": "llama", "hidden_size": "wide"},
+            "hidden_size: input should be a valid integer, value 'wide'",
+        ),
+        (
+            {"model_type": "llama", "hidden_size": True},
+            "hidden_size: input should be a valid integer, value True",
+        ),
+        (
+            {"model_type": "opt", "num_hidden_layers": 10**9},
+            "num_hidden_layers: .*less than or equal to 1024, value 10000",
+        ),
+        (
+            {"model_type": "opt", "num_hidden_layers": None},
+            "num_hidden_layers: input should be a valid integer, value None",
+        ),
+        ({"model_type": "opt", "num_attention_heads": 0}, "num_attention_heads: .*greater than 0, value 0"),
+        ({"model_type": "opt", "ffn_dim": [3072]}, "ffn_dim: input should be a valid integer"),
+        ({"model_type": "opt", "vocab_size": 10**30}, "vocab_size: .*less than or equal to 2147483648"),
+        (
+            {"model_type": "opt", "pad_token_id": 50272},
+            "pad_token_id=50272 is none of the vocab_size=50272 tokens",
+        ),
+        (
+            {"model_type": "opt", "activation_function": "gelo"},
+            "activation_function: must be one of(?s:.*)did you mean 'gelu'",
+        ),
+        ({"model_type": "opt", "torch_dtype": "float8"}, "torch_dtype: must be one of"),
+        (
+            {"model_type": "opt", "tie_word_embeddings": "yes"},
+            "tie_word_embeddings: input should be a valid boolean",
+        ),
+        ({"model_type": "opt", "dropout": float("nan")}, "dropout: input should be "),
+        (
+            {"model_type": "opt", "quantization_config": {"bits": 4}},
+            "quantization_config: zosim reads weights that are plain",
+        ),
+        ({"model_type": "opt", "per_layer_config": {"0": {"ffn_dim": 1}}}, "per_layer_config"),
+        ({"model_type": "llama", "rms_norm_eps": -1.0}, "rms_norm_eps: .*greater than 0"),
+        ({"model_type": "llama", "head_dim": 33}, "head_dim=33 is odd"),
+        (
+            {"model_type": "llama", "rope_scaling": {"rope_type": "yran"}},
+            "'yran' is none of(?s:.*)did you mean 'yarn'",
+        ),
+        ({"model_type": "llama", "rope_parameters": {"factor": -1}}, "factor=-1 must be a number above 0"),
+        (
+            {"model_type": "llama", "rope_parameters": [1]},
+            "rope_parameters: input should be a valid dictionary",
+        ),
+        ({"model_type": ["llama"]}, "cannot be read from its configuration"),
+        ({"model_type": "gpt2", "n_layer": 0, "n_embd": "x"}, r"2 problems(?s:.*)n_embd(?s:.*)n_layer"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "cross-attention"),
     ],
 )
@@ -154,8 +204,20 @@ def test_configurations_that_cannot_be_are_refused(config, message):
         spec_of_config(config, name="odd")
 
 
+def test_gpt2_takes_sizes_under_the_names_that_transformers_takes_too():
+    usual = {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+    }
+    own = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 32}
+    one, other = (spec_of_config({"model_type": "gpt2", **sizes}, name="small") for sizes in (usual, own))
+    assert one == other
+
+
 def test_unknown_families_are_pointed_to_the_executor():
-    with pytest.raises(ModelError, match="instantiating it"):
+    with pytest.raises(UnknownFamily, match="instantiating it"):
         spec_of_config({"model_type": "mamba"}, name="odd")
 
 
@@ -163,15 +225,22 @@ def test_unknown_names_and_damaged_files_are_refused(tmp_path):
     with pytest.raises(ModelError, match=r"no model 'opt-1\.4b'(?s:.*)did you mean opt-1\.3b"):
         read_model_spec("opt-1.4b")
     damaged = tmp_path / "config.json"
-    damaged.write_text("{")
-    with pytest.raises(ModelError, match="is not a model's configuration"):
-        read_model_spec(damaged)
-    damaged.write_text("[1]")
-    with pytest.raises(ModelError, match="holds no JSON object"):
-        read_model_spec(tmp_path)
-    damaged.write_text('{"groups": []}')
-    with pytest.raises(ModelError, match="not a valid model specification"):
-        read_model_spec(tmp_path)
+    for text, reason in (
+        ("{", "not a model's configuration: Expecting property name"),
+        ("[1]", "holds no JSON object"),
+        ("[" * 100_000, "nests more than"),
+        ('{"hidden_size": ' + "9" * 5_000 + "}", "integer of 5000 digits"),
+        ('{"model_type": "opt", "dropout": NaN}', "holds NaN"),
+        (
+            '{"model_type": "opt", "ffn_dim": 0}',
+            r"config\.json is not valid: ffn_dim: .*greater than 0, value 0",
+        ),
+        ('{"groups": []}', "the model specification .*config.json is not valid"),
+        ('{"groups": [], "num_blocks": 1000000000}', "num_blocks: .*less than or equal to 1024"),
+    ):
+        damaged.write_text(text)
+        with pytest.raises(ModelError, match=reason):
+            read_model_spec(tmp_path)
     with pytest.raises(ModelError, match=r"no linear of its blocks is called c_attn(?s:.*)q_proj"):
         read_model_spec("opt-1m", trainable=LoRA(rank=1, target_modules=("c_attn",)))
     with pytest.raises(ModelError, match="at least one target"):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import ACT2CLS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from costmodel import group_parameters, spec_of_config
-from costmodel.families import FAMILIES
+from costmodel.families import FAMILIES, Activation, RopeType
 
 SMALL = {
     "hidden_size": 48,
@@ -61,16 +65,42 @@ def test_groups_are_those_of_the_real_model(family, overrides):
 
 
 def _architecture(family, overrides):
-    known = FAMILIES[family]
-    return known.architecture({**known.defaults, **overrides})
+    return FAMILIES[family].model_validate(overrides).architecture()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_are_those_of_the_configuration_class(family):
     config = AutoConfig.for_model(family)
-    same_meaning = {"word_embed_proj_dim", "num_key_value_heads", "head_dim", "n_inner"}
-    for name, default in FAMILIES[family].defaults.items():
-        if default is not None and hasattr(config, name):
-            assert getattr(config, name) == default, name
+    # Where nothing is said, transformers fills in what the sizes imply, or what no family's shape depends on.
+    implied = {
+        "word_embed_proj_dim",
+        "num_key_value_heads",
+        "head_dim",
+        "n_inner",
+        "rope_theta",
+        "rope_parameters",
+    }
+    implied |= {
+        "per_layer_config",
+        "rope_scaling",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "dtype",
+        "torch_dtype",
+    }
+    for name, field in FAMILIES[family].model_fields.items():
+        theirs = field.alias or name
+        if field.default is not None and hasattr(config, theirs):
+            assert getattr(config, theirs) == field.default, name
         else:
-            assert name in same_meaning | {"attention_bias", "mlp_bias"}, name
+            assert name in implied or not getattr(config, theirs, None), name
+
+
+def test_activations_are_those_that_transformers_knows_without_parameters_of_their_own():
+    bring_parameters = {"prelu", "xielu"}
+    assert set(ACT2CLS) - bring_parameters == set(get_args(Activation))
+
+
+def test_rotary_positions_are_those_that_transformers_knows():
+    assert set(get_args(RopeType)) == {"default", *ROPE_INIT_FUNCTIONS}

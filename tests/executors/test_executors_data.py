@@ -154,7 +154,7 @@ class TestLines:
             open_dataset(tmp_path / "trian.jsonl")
 
     def test_a_folder_is_not_a_file(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="cannot be read"):
+        with pytest.raises(DataError, match="is a directory, not a file"):
             open_dataset(tmp_path)
 
     def test_bytes_that_are_not_text(self, tmp_path: Path) -> None:

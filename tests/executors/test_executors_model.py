@@ -11,7 +11,7 @@ from executors.models.parameters import decays
 from executors.models.recording_blocks import StepCache
 from executors.models.spec import spec_of_model
 from tests.support.tiny import CONFIGS, batches, model_of
-from topology.errors import ModelError
+from topology.errors import ModelError, UnknownFamily
 
 
 def run(cut, batch):
@@ -68,7 +68,7 @@ def test_specification_of_an_unknown_family(monkeypatch):
 
 def _unknown(*_args, **_kwargs):
     message = "unknown family"
-    raise ModelError(message)
+    raise UnknownFamily(message)
 
 
 def test_decay_leaves_out_biases_and_layer_norms():
