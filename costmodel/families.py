@@ -8,7 +8,7 @@ directions in it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
@@ -190,14 +190,11 @@ class FamilyConfig(BaseModel):
     ----------
     family : str
         The ``model_type``.
-    tensors : callable
-        Yields the tensors of an architecture in registration order.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
     family: ClassVar[str]
-    tensors: ClassVar[Callable[[Architecture], Iterator[TensorSpec]]]
 
     vocab_size: Extent
     tie_word_embeddings: bool
@@ -214,6 +211,11 @@ class FamilyConfig(BaseModel):
     @abstractmethod
     def architecture(self) -> Architecture:
         """Return what the fields mean."""
+
+    @staticmethod
+    @abstractmethod
+    def tensors(arch: Architecture) -> Iterator[TensorSpec]:
+        """Yield the tensors of an architecture in registration order."""
 
     @model_validator(mode="after")
     def _is_a_plain_decoder(self) -> FamilyConfig:

@@ -79,11 +79,11 @@ def load_model(
         if random_weights:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **loading)
-            return model.eval()
+                drawn: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **loading)
+            return drawn.eval()
         if Path(source).is_dir():
             _check_weights(Path(source), {name for name, _ in skeleton.named_parameters()})
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             str(source),
             config=config,
             local_files_only=not allow_download,
@@ -92,8 +92,9 @@ def load_model(
             output_loading_info=True,
             **loading,
         )
+    model, report = loaded
     _refuse_incomplete(source, report)
-    return model.eval()
+    return model.eval()  # type: ignore[no-any-return]
 
 
 def load_config(source: str | Path, *, allow_download: bool = False, shipped: bool = False) -> Any:
