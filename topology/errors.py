@@ -109,6 +109,7 @@ _HINTS = {
     errno.ELOOP: "a link leads back to itself there; choose another path",
     errno.ENOSPC: "make room there, or choose another directory; a run goes on with --resume",
     errno.EDQUOT: "make room within your quota, or choose another directory; a run goes on with --resume",
+    errno.EFBIG: "raise the limit of files (ulimit -f), or choose a file system that allows larger ones",
     errno.EROFS: "choose a directory that can be written to",
     errno.EACCES: "choose a directory that you may write to",
     errno.EPERM: "choose a directory that you may write to",

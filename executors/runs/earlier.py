@@ -54,10 +54,10 @@ class EarlierRun:
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         self.directory = out
         if communicator is None:
-            self.history = read_history(out) if _is_begun(out, resume=resume) else None
+            self.history = read_history(out) if is_begun(out, resume=resume) else None
             return
         files: dict[str, str] | None = communicator.on_rank_0(
-            lambda: _files(out) if _is_begun(out, resume=resume) else None, "reading the log"
+            lambda: _files(out) if is_begun(out, resume=resume) else None, "reading the log"
         )
         if files is not None and not communicator.is_first:
             self._copy = tempfile.TemporaryDirectory(dir=launch_directory())
@@ -83,11 +83,15 @@ class EarlierRun:
         return found
 
 
-def _is_begun(out: Path, *, resume: bool) -> bool:
+def is_begun(out: Path, *, resume: bool) -> bool:
     """Whether an earlier process left something to go on with, which is then wanted."""
     if not (out / HEADER_NAME).exists():
         if (out / STEPS_NAME).exists():
             raise RunError(f"{out} has a log but no {HEADER_NAME}, so it is not known what run it is of")
+        if (out / "config.json").exists():
+            raise RunError(
+                f"{out} holds a model, which that of the run would replace", hint="give another --out"
+            )
         return False
     if not resume:
         raise RunError(

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from executors.files import naming
 from executors.runs.closing import Closing
 from topology.errors import RunError
 from topology.reading import parse_json, read_bytes
 
 MAX_LOG_BYTES = 4 * 2**30
 """A run of ten million steps has less."""
-
-LOCK_WAIT_S = 10.0
-"""How long a writer waits for another to let go: one whose launcher was killed needs a moment to die."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def _object(path: Path, number: int, text: bytes) -> dict[str, Any]:
 
 
 class JsonLines(Closing):
-    """A file of JSON lines that one process appends to.
+    """A file of JSON lines that one process appends to; that it is one is the lock's of its directory.
 
     Parameters
     ----------
@@ -88,7 +85,7 @@ class JsonLines(Closing):
     Raises
     ------
     RunError
-        If the file cannot be written, or another process is writing it.
+        If the file cannot be written; while it is appended to, if it is no longer where it was.
     """
 
     def __init__(self, path: str | Path, *, keep_bytes: int = 0, durable: bool = True) -> None:
@@ -96,12 +93,7 @@ class JsonLines(Closing):
         self._durable = durable
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                _lock(self._file, self.path)
-                os.ftruncate(self._file, keep_bytes)
-            except BaseException:
-                os.close(self._file)
-                raise
+            os.ftruncate(self._file, keep_bytes)
         except OSError as error:
             raise RunError(
                 f"cannot write to {self.path}: {error.strerror}", hint="give an --out that can be written"
@@ -110,31 +102,30 @@ class JsonLines(Closing):
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write rows, all at once."""
         left = memoryview("".join(json.dumps(dict(row)) + "\n" for row in rows).encode())
-        while left:
-            left = left[os.write(self._file, left) :]
-        if self._durable:
-            os.fsync(self._file)
+        self.refuse_moved()
+        with naming(self.path):
+            while left:
+                left = left[os.write(self._file, left) :]
+            if self._durable:
+                os.fsync(self._file)
+
+    def refuse_moved(self) -> None:
+        """Raise where the path no longer leads to the open file: what is appended would be lost with it."""
+        try:
+            is_same = os.path.samestat(os.fstat(self._file), self.path.stat())
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise RunError(
+                f"{self.path} was removed, moved or replaced while the run wrote it",
+                hint="put it back, or begin again with another --out; a run whose directory was moved goes on from there "
+                "with --resume",
+            )
 
     def close(self) -> None:
         """End the file."""
-        os.fsync(self._file)
-        os.close(self._file)
-
-
-def _lock(file: int, path: Path) -> None:
-    """Hold a lock on an open file, which the system takes back when the process ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: a second writer is not noticed.
-        return
-    give_up = time.monotonic() + LOCK_WAIT_S
-    while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > give_up:
-                raise RunError(
-                    f"another process is writing {path}", hint="wait for that run, or end it"
-                ) from None
-            time.sleep(0.05)
+            with naming(self.path):
+                os.fsync(self._file)
+        finally:
+            os.close(self._file)

@@ -29,7 +29,7 @@ from executors.ranks.launch import process_group
 from executors.ranks.rank_info import is_launched
 from executors.runs.adapters import keep_beginning, save_tuned
 from executors.runs.checkpoint import save_checkpoint
-from executors.runs.earlier import EarlierRun
+from executors.runs.earlier import EarlierRun, is_begun
 from executors.runs.history import History
 from executors.runs.inputs import copy_tokenizer, open_data, pad_token
 from executors.runs.last_good import rebuild
@@ -98,8 +98,6 @@ class Run:
         self.out = Path(settings.out)
         self.communicator = communicator
         self.writes = communicator is None or communicator.is_first
-        self.earlier = EarlierRun(self.out, resume=settings.resume, communicator=communicator)
-        self.history = self.earlier.history
         self.data = open_data(settings, settings.data)
         self._refuse_unlike()
         self.batches = Batches(
@@ -136,18 +134,33 @@ class Run:
         dict
             ``num_steps``, ``first_loss``, ``last_loss``, ``step_time_s``, ``device_bytes`` and the like.
         """
-        if self.writes:
-            self.out.mkdir(parents=True, exist_ok=True)
-        model = self._base()
-        # A session and the log's lock end with the run, wherever it fails.
-        with ExitStack() as self._opened:
-            session = self._session(model)
-            del model
-            stopped = self._train(session)
-            if stopped is None:
-                return self._finish(session)
-        keep, why = stopped
-        return self._keep_last_good(keep, why)
+        # The directory's lock before anything in it is read: what another process still writes is not known yet.
+        with ExitStack() as self._held:
+            self._lock_directory()
+            self.earlier = EarlierRun(self.out, resume=self.settings.resume, communicator=self.communicator)
+            self.history = self.earlier.history
+            model = self._base()
+            # A session ends with the run, wherever it fails.
+            with ExitStack() as self._opened:
+                session = self._session(model)
+                del model
+                stopped = self._train(session)
+                if stopped is None:
+                    return self._finish(session)
+            keep, why = stopped
+            return self._keep_last_good(keep, why)
+
+    def _lock_directory(self) -> None:
+        """Let rank 0 lock the directory; if it cannot, no rank goes on."""
+
+        def lock() -> None:
+            is_begun(self.out, resume=self.settings.resume)  # what is refused is not touched
+            self.log = self._held.enter_context(RunLog(self.out))
+
+        if self.communicator is None:
+            lock()
+        else:
+            self.communicator.on_rank_0(lock, "locking the directory of the run")
 
     # -- beginning ---------------------------------------------------------------------------------------------
 
@@ -202,8 +215,8 @@ class Run:
         }
         self.header.pop("finished", None)
         if self.writes:
-            # The lock before anything is touched, the header before programs: those that it does not speak of are made again.
-            self.log = self._opened.enter_context(RunLog.resumed(self.out, history.num_bytes))
+            # The header before programs: those that it does not speak of are made again.
+            self.log.go_on(history.num_bytes)
             remove_partial(self.out)
             is_kept = plan is None and recorded_programs(self.out, history.header) is not None
             programs = None if is_kept else self._programs()
@@ -242,7 +255,7 @@ class Run:
         if self.writes:
             remove_partial(self.out)
             self._save_plan(self._programs())
-            self.log = self._opened.enter_context(RunLog(self.out, self.header))
+            self.log.begin(self.header)
         return session
 
     def _programs(self) -> str:
@@ -349,10 +362,12 @@ class Run:
         if session.num_steps > session.first_timed_step:
             timeline = session.timeline()
             if self.writes:
-                replace(timeline, reference_s=self.reference_s).save(self.out / TIMELINE_NAME)
+                timeline = replace(timeline, reference_s=self.reference_s)
+                write_atomically(self.out / TIMELINE_NAME, timeline.to_json())
         session.compare_replicas()
 
         def finish() -> None:
+            self.log.refuse_moved()
             summary["digest"] = session.digest()
             save_tuned(self.out, session, self.settings.adapters)
             copy_tokenizer(self.settings.model, self.out)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 
-from executors.files import write_atomically
+from executors.files import locked, write_atomically
 from executors.models.weight_files import weights_digest
 from executors.runs.closing import Closing
 from executors.runs.header import checked
@@ -28,51 +29,60 @@ RUNLOG_VERSION = 2
 
 
 class RunLog(Closing):
-    """The files of one run, written as it goes.
+    """The log of one run, and the lock of its directory.
 
     Parameters
     ----------
     directory : path
-        Made if need be. A log that stands there already is refused.
-    header : mapping
-        Written to ``run.json``.
+        Made if need be.
+    header : mapping, optional
+        To begin with; without it the log begins with :meth:`begin` or :meth:`go_on`.
 
     Raises
     ------
-    RunError
-        If the directory holds a run already, or cannot be written.
+    ZosimError
+        If the directory holds a run already, another process writes to it, or it cannot be written to.
     """
 
-    def __init__(self, directory: str | Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, directory: str | Path, header: Mapping[str, Any] | None = None) -> None:
         self.directory = Path(directory)
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            if (self.directory / STEPS_NAME).exists():
-                raise RunError(
-                    f"{self.directory} holds the log of a run already ({STEPS_NAME})",
-                    hint="go on with it (--resume), give another --out, or remove that directory",
-                )
-            write_header(self.directory, header)
-        except OSError as error:
-            message = f"cannot write to {self.directory}: {error}"
-            raise RunError(message, hint="give an --out that can be written") from error
-        self._steps = JsonLines(self.directory / STEPS_NAME)
+        with ExitStack() as opened:
+            opened.enter_context(locked(self.directory))
+            self._opened = opened.pop_all()
+        if header is not None:
+            try:
+                self.begin(header)
+            except BaseException:
+                self.close()
+                raise
 
-    @classmethod
-    def resumed(cls, directory: str | Path, keep_bytes: int) -> Self:
-        """Return a log that goes on after its first `keep_bytes` bytes."""
-        log = cls.__new__(cls)
-        log.directory = Path(directory)
-        log._steps = JsonLines(log.directory / STEPS_NAME, keep_bytes=keep_bytes)
-        return log
+    def begin(self, header: Mapping[str, Any]) -> None:
+        """Write ``run.json`` and an empty log; one that stands there already is refused."""
+        if (self.directory / STEPS_NAME).exists():
+            raise RunError(
+                f"{self.directory} holds the log of a run already ({STEPS_NAME})",
+                hint="go on with it (--resume), give another --out, or remove that directory",
+            )
+        write_header(self.directory, header)
+        self._steps = self._opened.enter_context(JsonLines(self.directory / STEPS_NAME))
+
+    def go_on(self, keep_bytes: int) -> None:
+        """Go on after the first `keep_bytes` bytes of the log that is there."""
+        self._steps = self._opened.enter_context(
+            JsonLines(self.directory / STEPS_NAME, keep_bytes=keep_bytes)
+        )
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the rows of one step to the disk."""
         self._steps.append(rows)
 
+    def refuse_moved(self) -> None:
+        """Raise if the log is no longer where it was begun."""
+        self._steps.refuse_moved()
+
     def close(self) -> None:
-        """End the log."""
-        self._steps.close()
+        """End the log, and let go of the directory."""
+        self._opened.close()
 
 
 def read_steps(directory: str | Path) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ import pytest
 from executors import load_model, plan_of_model
 from executors.files import write_atomically
 from executors.ranks.launch import launch
-from executors.runs.jsonlines import JsonLines
 from executors.runs.run import Run
+from executors.runs.runlog import RunLog
 from executors.runs.schedule import Schedule
 from executors.runs.settings import DataSettings, RunSettings
 from tests.support.command import saved_lines, saved_model
@@ -79,7 +79,7 @@ def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(tmp_path, 
 
 def test_a_resume_that_fails_lets_go_of_the_log(tmp_path, monkeypatch):
     """In one process, while somebody still looks at the error."""
-    monkeypatch.setattr("executors.runs.jsonlines.LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("executors.files.LOCK_WAIT_S", 0.0)
     saved_lines(tmp_path / "data.jsonl")
     model = saved_model("opt", tmp_path)
     settings = RunSettings(
@@ -104,10 +104,10 @@ def test_a_resume_that_fails_lets_go_of_the_log(tmp_path, monkeypatch):
     assert caught.value is not None
 
 
-def test_a_file_that_is_refused_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr("executors.runs.jsonlines.LOCK_WAIT_S", 0.0)
-    with JsonLines(tmp_path / "log"):
+def test_a_log_that_is_refused_leaves_no_file_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("executors.files.LOCK_WAIT_S", 0.0)
+    with RunLog(tmp_path, {}):
         before = psutil.Process().num_fds()
         with pytest.raises(RunError, match="another process"):
-            JsonLines(tmp_path / "log")
+            RunLog(tmp_path)
         assert psutil.Process().num_fds() == before

@@ -15,6 +15,7 @@ import pytest
 
 from executors.runs.history import read_history
 from executors.runs.jsonlines import JsonLines, read_lines
+from executors.runs.runlog import RunLog
 from executors.runs.watch import DivergenceWatch
 from tests.support.command import loaded, saved_lines, zosim
 from tests.support.recorded import OFFLOADED, RESIDENT, STEPS, cut, options, same, saved_inputs, whole_run
@@ -177,9 +178,9 @@ def test_a_killed_launcher_takes_its_rank_along(inputs, whole, tmp_path):
 
 
 def test_two_writers_of_one_log_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("executors.runs.jsonlines.LOCK_WAIT_S", 0.1)
-    with JsonLines(tmp_path / "log"), pytest.raises(RunError, match="another process"):
-        JsonLines(tmp_path / "log")
+    monkeypatch.setattr("executors.files.LOCK_WAIT_S", 0.1)
+    with RunLog(tmp_path, {}), pytest.raises(RunError, match=rf"another process \({os.getpid()}\)"):
+        RunLog(tmp_path)
 
 
 @pytest.mark.parametrize("length", range(24))
