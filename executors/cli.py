@@ -300,6 +300,7 @@ def run(
     given = {
         name: value.value if isinstance(value, enum.Enum) else value for name, value in dict(locals()).items()
     }
+    from executors.files import refuse_other_names
     from executors.ranks.launch import launch as launch_ranks
     from executors.ranks.mesh import launch_lines
     from executors.ranks.rank_info import RankInfo, is_launched
@@ -307,6 +308,7 @@ def run(
     from executors.runs.inputs import refuse_missing_data
     from executors.runs.run import run_in_rank
 
+    refuse_other_names(given[name] for name in ("plan", "out", "model", "data", "eval_data") if given[name])
     settings, warnings = settings_from(given)
     is_first, placement = RankInfo.here().rank == 0, settings.plan.placement
     for warning in warnings if is_first else ():

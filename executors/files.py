@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,24 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+def refuse_other_names(paths: Iterable[str | Path]) -> None:
+    """Raise if a name is not UTF-8: JSON, safetensors and the programs that read them know no others.
+
+    Raises
+    ------
+    RunError
+    """
+    for path in paths:
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(path).decode(errors="backslashreplace")
+            raise RunError(
+                f"the name {shown} is not UTF-8, so that no file of a run could hold it",
+                hint="rename it, or give a link to it that has another name",
+            ) from None
 
 
 @contextmanager

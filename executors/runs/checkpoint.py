@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,25 +152,15 @@ class _open:  # noqa: N801 - reads as the context that it is
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._opened = ExitStack()
 
     def __enter__(self) -> Any:
         import safetensors
 
         try:
-            self._file = safetensors.safe_open(self._path_in_utf_8(), framework="pt")
+            self._file = safetensors.safe_open(self._path, framework="pt")
             return self._file.__enter__()
         except (OSError, safetensors.SafetensorError) as error:
             raise RunError(f"checkpoint {self._path} is damaged: {error}") from error
 
-    def _path_in_utf_8(self) -> Path:
-        """Return a path to the file that safetensors can open: it takes no others than those in UTF-8."""
-        try:
-            str(self._path).encode()
-        except UnicodeEncodeError:
-            return Path(f"/proc/self/fd/{self._opened.enter_context(self._path.open('rb')).fileno()}")
-        return self._path
-
     def __exit__(self, *error: object) -> None:
         self._file.__exit__(*error)
-        self._opened.close()

@@ -268,18 +268,29 @@ def strange(tmp_path):
     return folder
 
 
-def test_names_that_are_not_utf_8(inputs, undisturbed, strange, monkeypatch, capsys):
-    data = Path(shutil.copy(inputs[1], strange / "data.jsonl"))
-    out, more = strange / "out", ("--checkpoint-every", 5)
-    with monkeypatch.context() as planted:
-        before_step(planted, 7, lambda: shutil.copytree(out, strange / "copied"))
-        assert zosim(*options((inputs[0], data), out, *more)) == 0
-    assert same(out, undisturbed(*more))
-    capsys.readouterr()
-    assert zosim("run", "--out", strange / "copied", "--resume", "--no-launch", "--no-tensorboard") == 0
-    assert "damaged" not in capsys.readouterr().err
-    assert same(strange / "copied", undisturbed(*more))
-    assert zosim("replay", out, "--model", inputs[0], "-o", strange / "again") == 0
+@pytest.mark.parametrize("which", ["out", "data", "model"])
+def test_names_that_are_not_utf_8_are_refused_and_a_link_serves(
+    inputs, undisturbed, strange, tmp_path, capsys, which
+):
+    model, data, out = *inputs, tmp_path / "out"
+    link = tmp_path / "link"
+    if which == "out":
+        out = strange / "out"
+    elif which == "data":
+        data = Path(shutil.copy(data, strange / "data.jsonl"))
+    else:
+        model = Path(shutil.copytree(model, strange / "opt"))
+    assert zosim(*options((model, data), out)) == 2
+    said = capsys.readouterr().err
+    assert r"\xff\xfe" in said
+    assert "is not UTF-8" in said
+    assert not out.exists()
+    link.symlink_to(strange)
+    model, data, out = (link / p.name if strange in p.parents else p for p in (model, data, out))
+    assert zosim(*options((model, data), out)) == 0
+    assert same(out, undisturbed())
+    if which == "out":
+        assert (strange / "out" / "run.json").exists()
 
 
 def test_links_lead_to_the_run_that_they_name(inputs, undisturbed, tmp_path, monkeypatch, capsys):
