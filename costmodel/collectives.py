@@ -119,41 +119,6 @@ def all_reduce_s(
     )
 
 
-def serial_broadcast_s(
-    size_bytes: float, num_ranks: int, *, latency_s: float, bandwidth_bytes_per_s: float
-) -> float:
-    """Return the seconds of a broadcast whose root sends to one rank after the other, as gloo's does."""
-    _check(num_ranks, size_bytes, latency_s, bandwidth_bytes_per_s)
-    return (num_ranks - 1) * (latency_s + size_bytes / bandwidth_bytes_per_s)
-
-
-def pipelined_broadcast_s(
-    size_bytes: float,
-    num_ranks: int,
-    *,
-    latency_s: float,
-    bandwidth_bytes_per_s: float,
-    num_pieces: int = 1,
-) -> float:
-    """Return the seconds of a broadcast along a chain, in pieces that ranks forward while receiving the next.
-
-    Examples
-    --------
-    Three ranks, 1 GB in four pieces at 1 GB/s: the last piece leaves after 1 s and is forwarded in 0.25 s.
-
-    >>> pipelined_broadcast_s(1e9, 3, latency_s=0.0, bandwidth_bytes_per_s=1e9, num_pieces=4)
-    1.25
-    """
-    _check(num_ranks, size_bytes, latency_s, bandwidth_bytes_per_s)
-    if num_pieces < 1:
-        message = f"num_pieces={num_pieces} must be at least 1"
-        raise ValueError(message)
-    if num_ranks == 1:
-        return 0.0
-    piece_s = latency_s + size_bytes / num_pieces / bandwidth_bytes_per_s
-    return (num_pieces + num_ranks - 2) * piece_s
-
-
 def _check(num_ranks: int, size_bytes: float, latency_s: float, bandwidth_bytes_per_s: float) -> None:
     if num_ranks < 1 or size_bytes < 0 or latency_s < 0 or bandwidth_bytes_per_s <= 0:
         message = (

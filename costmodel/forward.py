@@ -98,11 +98,6 @@ def shared_activation_bytes(
     return mask + rotary
 
 
-def segment_parameters(spec: ModelSpec, segment: str) -> int:
-    """Return the number of stored parameters that `segment` reads, a tied table under each of its readers."""
-    return sum(group.num_parameters for group in spec.groups_of(segment))
-
-
 def _code_of(segment: str) -> ModelCode:
     if segment == EMBED:
         return "embed"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,7 +12,7 @@ from pydantic import TypeAdapter
 from costmodel.estimate import CopyDirection
 from costmodel.work import Work
 from topology.errors import ProfileError
-from topology.reading import parse_json, read_text
+from topology.reading import parse_json
 from topology.validation import readable
 
 Statistic = Literal["median", "fastest"]
@@ -81,24 +79,6 @@ class Measurement:
     def duration_s(self, statistic: Statistic) -> float:
         """Return the median or the shortest duration."""
         return self.seconds if statistic == "median" else self.fastest_s
-
-
-def save_measurements(measurements: Iterable[Measurement], path: str | Path) -> None:
-    """Write measurements as JSON lines."""
-    rows = [{**vars(m), "work": m.work.model_dump(mode="json")} for m in measurements]
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def load_measurements(path: str | Path) -> list[Measurement]:
-    """Return the measurements in a file that :func:`save_measurements` wrote.
-
-    Raises
-    ------
-    ProfileError
-        If the file cannot be read; a damaged line is named by its number.
-    """
-    lines = read_text(path, "file of measurements", ProfileError).split("\n")
-    return [_parse_line(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 _ADAPTER = TypeAdapter(Measurement)

@@ -49,17 +49,6 @@ def total_bytes(parts: Iterable[MemoryPart], where: Where) -> int:
     return sum(part.size_bytes for part in parts if part.where == where)
 
 
-def rounded_bytes(size_bytes: int, profile: Profile) -> int:
-    """Return what the device's allocator takes for one tensor of `size_bytes`.
-
-    Notes
-    -----
-    torch's CUDA allocator rounds every request up to a multiple of 512 bytes, its CPU allocator aligns to 64.
-    """
-    granularity = round(profile.constant("allocation_granularity").value)
-    return -(-size_bytes // granularity) * granularity
-
-
 def runtime_parts(profile: Profile, allocated_bytes: int) -> tuple[MemoryPart, ...]:
     """Return what the device's runtime takes beside `allocated_bytes` of tensors: context and allocator slack.
 

@@ -182,12 +182,6 @@ def _take(samples: _Samples, reference: Reference | None, device: torch.device) 
     samples.references.append((before_s, after_s))
 
 
-def _quietest(disturbance: Sequence[float]) -> list[int]:
-    """Return which rounds to keep: the less disturbed half, at least as many as are made in any case."""
-    ranked = sorted(range(len(disturbance)), key=lambda index: disturbance[index])
-    return sorted(ranked[: max(_LEAST_ROUNDS, (len(ranked) + 1) // 2)])
-
-
 def _num_repeats(probe: Probe, device: torch.device) -> int:
     """Warm the probe up, and return how often to run it for one sample."""
     _seconds(probe, 1, device)

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from costmodel.codec_time import CodecProfile, CodecWork, decode_work, encode_work, fit_codec_profile
+from costmodel.codec_time import CodecWork, decode_work, encode_work
 from costmodel.codecs import ENCODINGS, CodecSpec, Encoding
 from costmodel.symbols import SymbolStatistics
 from executors.codecs.codec import codec_of, decode
@@ -114,11 +114,6 @@ def measure_codecs(
     finally:
         torch.set_num_threads(threads)
     return [(probe.work, seconds) for probe, seconds in zip(chosen, best, strict=True)]
-
-
-def calibrate_codecs(source: str, *, budget_s: float = 10.0, on_round: OnRound | None = None) -> CodecProfile:
-    """Return the constants of this machine."""
-    return fit_codec_profile(measure_codecs(budget_s=budget_s, on_round=on_round), source)
 
 
 def _activations(density: float, num_rows: int) -> torch.Tensor:

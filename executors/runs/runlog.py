@@ -18,7 +18,7 @@ from executors.files import locked, write_atomically
 from executors.models.weight_files import weights_digest
 from executors.runs.closing import Closing
 from executors.runs.header import checked
-from executors.runs.jsonlines import JsonLines, read_lines
+from executors.runs.jsonlines import JsonLines
 from topology.errors import RunError
 from topology.reading import parse_json, read_text
 from topology.signed import with_digest, without_digest
@@ -83,20 +83,6 @@ class RunLog(Closing):
     def close(self) -> None:
         """End the log, and let go of the directory."""
         self._opened.close()
-
-
-def read_steps(directory: str | Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's log.
-
-    Raises
-    ------
-    RunError
-        If there is no log, or a line of it is damaged.
-    """
-    path = Path(directory) / STEPS_NAME
-    if not path.is_file():
-        raise RunError(f"there is no log {path}", hint="`zosim run --out DIR` writes it")
-    return [line.row for line in read_lines(path)]
 
 
 def write_header(directory: Path, header: Mapping[str, Any]) -> None:

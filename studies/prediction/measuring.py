@@ -85,12 +85,6 @@ class Measured:
         )
 
     @property
-    def repeat_error(self) -> float:
-        """How far the median over every second round is from that over the others, as a part of it."""
-        halves = [median(s for item in self.rounds[first::2] for s in item.step_s) for first in (0, 1)]
-        return max(halves) / min(halves) - 1
-
-    @property
     def num_samples(self) -> int:
         """Timed steps that :attr:`step_s` is the median of."""
         return sum(len(item.step_s) for item in self.quiet_rounds)

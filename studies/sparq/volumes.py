@@ -119,11 +119,6 @@ def density_needed(bits: Interval, value_bits: int, index_bits: int) -> Interval
     return bits.times(1 / (value_bits + index_bits))
 
 
-def density_of_bitmap(bits: Interval, value_bits: int) -> Interval:
-    """Return the density with which a bitmap and values take so many: ``ρ = (e - 1)/b``."""
-    return Interval(max(0.0, (bits.low - 1) / value_bits), (bits.high - 1) / value_bits)
-
-
 def tokens(volume: Volume, *, activations: float, bits: float) -> Interval:
     """Return how many tokens a volume is, if `activations` tensors of the MLP's width cross for each, at `bits`."""
     per_token = activations * WIDTHS[volume.model] * bits / 8

@@ -13,7 +13,7 @@ from costmodel.calibration import _predicted_s, fit_profile
 from costmodel.datasheet import datasheet_profile
 from costmodel.estimate import estimate
 from costmodel.forward import forward_work
-from costmodel.measurement import Measurement, load_measurements, save_measurements
+from costmodel.measurement import Measurement
 from costmodel.sweeps import allocation_work, copy_work, draw_work, perturb_work
 from topology import load_preset
 from topology.errors import ProfileError
@@ -166,19 +166,6 @@ def test_the_fastest_samples_can_be_fitted_instead():
         fit_profile(slow, BASE["cpu"], statistic="fastest")[0]
         == fit_profile(rows, BASE["cpu"], statistic="fastest")[0]
     )
-
-
-def test_measurements_read_back_as_written(tmp_path):
-    rows = _measure("cpu", _truth("cpu", 8), noise=0.1)
-    path = tmp_path / "measurements.jsonl"
-    save_measurements(rows, path)
-    assert load_measurements(path) == rows
-    with path.open("a") as file:
-        file.write('{"name": "half"\n')
-    with pytest.raises(ProfileError, match=f"line {len(rows) + 1} is not a measurement"):
-        load_measurements(path)
-    with pytest.raises(ProfileError, match="no file of measurements at"):
-        load_measurements(tmp_path / "none")
 
 
 def test_measurements_that_cannot_be_fitted_are_refused():

@@ -4,21 +4,13 @@ import pytest
 
 from costmodel import memory
 from costmodel.datasheet import datasheet_profile
-from costmodel.memory import HostLimits, MemoryPart, preflight_host, rounded_bytes, runtime_parts, total_bytes
+from costmodel.memory import HostLimits, MemoryPart, preflight_host, runtime_parts, total_bytes
 from topology import load_preset
 
 GPU = datasheet_profile(load_preset("h200-1x"), "gpu0")
 CPU = datasheet_profile(load_preset("cpu-laptop"), "cpu0")
 GIB = 2**30
 ROOMY = HostLimits(64 * GIB, 8 * GIB, None)
-
-
-@pytest.mark.parametrize(
-    ("size", "cuda", "cpu"), [(0, 0, 0), (1, 512, 64), (512, 512, 512), (513, 1024, 576)]
-)
-def test_allocators_round_up(size, cuda, cpu):
-    assert rounded_bytes(size, GPU) == cuda
-    assert rounded_bytes(size, CPU) == cpu
 
 
 def test_a_gpu_has_a_context_and_slack_and_a_cpu_neither():

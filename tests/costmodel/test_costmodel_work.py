@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel import Attention, Matmul, Work, read_model_spec
-from costmodel.forward import activation_bytes, forward_work, segment_parameters, shared_activation_bytes
+from costmodel.forward import activation_bytes, forward_work, shared_activation_bytes
 from costmodel.sweeps import allocation_work, cast_work, copy_work, draw_work, perturb_work, update_work
 from topology.errors import ModelError
 
@@ -131,7 +131,7 @@ def test_chunks_of_any_number_are_counted_without_playing_them():
 def test_weights_of_another_format_are_cast_and_held():
     plain = forward_work(SPEC, "block.0", batch=1, seq=8, dtype="bfloat16")
     cast = forward_work(SPEC, "block.0", batch=1, seq=8, dtype="bfloat16", storage_dtype="float32")
-    elements = segment_parameters(SPEC, "block.0")
+    elements = SPEC.group("block.0").num_parameters
     assert cast.sweep_bytes - plain.sweep_bytes == elements * (4 + 2)
     assert cast.workspace_bytes - plain.workspace_bytes == elements * 2
     assert cast.num_kernels - plain.num_kernels == SPEC.group("block.0").num_tensors

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from costmodel.measurement import load_measurements, save_measurements
 from costmodel.work import Work
 from executors import pace
 from executors.calibration import calibrate, draw_probes, probes, probing
@@ -95,8 +94,6 @@ def test_measurements_and_the_state_left_behind(tmp_path: Path) -> None:
     assert len(measured) > 20
     assert all(m.num_threads == 2 and m.num_samples >= 3 for m in measured)
     assert sum(m.contended for m in measured) == 2
-    save_measurements(measured, tmp_path / "measurements.jsonl")
-    assert load_measurements(tmp_path / "measurements.jsonl") == measured
 
 
 def test_a_larger_sweep_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:

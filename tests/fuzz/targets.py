@@ -13,7 +13,6 @@ from random import Random
 from typing import Any
 
 from costmodel.configs import read_model_spec
-from costmodel.measurement import load_measurements
 from costmodel.prices import load_prices
 from costmodel.profile import load_profile
 from executors.runs.history import read_history
@@ -106,19 +105,6 @@ def _fixtures(*names: str) -> Callable[[], list[bytes]]:
     return lambda: [(seeds.FIXTURES / name).read_bytes() for name in names]
 
 
-def _measurements() -> list[bytes]:
-    from costmodel.measurement import Measurement, save_measurements
-    from costmodel.work import Work
-
-    path = seeds.folder() / "measurements.jsonl"
-    rows = [
-        Measurement("draw 1", Work(num_normals=9), 2e-3, 1e-3, 3, 1),
-        Measurement("copy 2", Work(copy_bytes=5), 1e-3, 1e-3, 3, 1, "d2h", weight=0.5),
-    ]
-    save_measurements(rows, path)
-    return [path.read_bytes()]
-
-
 def _published_profile() -> list[bytes]:
     folder = Path(__file__).parents[2] / "studies" / "published" / "data"
     return [(folder / "default_profile.json").read_bytes()]
@@ -137,7 +123,6 @@ READERS: tuple[Target, ...] = (
     reader("model spec", "spec.json", lambda: [seeds.model_spec()], lambda path: read_model_spec(str(path))),
     reader("profile", "profile.json", lambda: [seeds.profile()], load_profile, resigned, quick=30),
     reader("published profile", "profile.json", _published_profile, load_published_profile, resigned),
-    reader("measurements", "measurements.jsonl", _measurements, load_measurements),
     reader("rows", "rows.csv", lambda: [seeds.rows()], read_rows),
     reader(
         "plan",

@@ -29,8 +29,6 @@ def test_a_run_is_fill_and_the_slowest_stage_and_drain():
         ("offload", 1.0),
     ]
     assert path.seconds_by_label() == {"compute": 6.0, "upload": 2.0, "offload": 1.0}
-    assert path.seconds_by_stream() == {"compute": 6.0, "h2d": 2.0, "d2h": 1.0}
-    assert path.seconds_by_limiter() == {"sweep": 6.0, "memory": 3.0}
 
 
 @pytest.mark.parametrize(

@@ -117,14 +117,6 @@ class CriticalPath:
         """Return the seconds of the path under each label, largest first. They add up to the interval."""
         return _grouped(self.segments, lambda item: item.label)
 
-    def seconds_by_limiter(self) -> dict[str, float]:
-        """Return the seconds of the path under each limiting resource; label where none is known."""
-        return _grouped(self.segments, lambda item: item.limiter or item.label)
-
-    def seconds_by_stream(self) -> dict[str, float]:
-        """Return the seconds of the path on each stream, its gaps included."""
-        return _grouped(self.segments, lambda item: item.stream.value)
-
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
