@@ -22,6 +22,7 @@ from executors.runs.schedule import Schedule
 from executors.runs.settings import DataSettings, RunSettings
 from tests.support import distributed
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
+from zosim import __version__ as zosim_version
 from zosim.plans import Plan
 from zosim.program_set import ProgramSet
 from zosim.timeline import Timeline
@@ -178,6 +179,34 @@ def test_a_late_joiner_needs_no_file_of_the_run(pertp, inputs, tmp_path):
     launch(distributed.run_apart, settings, world_size=2)
     assert numbers_of(out) == numbers_of(pertp / "alone")
     assert digests_of(out) == digests_of(pertp / "alone")
+
+
+def test_ranks_that_begin_unlike_are_refused_in_words(pertp, inputs, tmp_path):
+    settings = RunSettings(
+        model=str(inputs[0]),
+        plan=Plan.load(pertp / "pair" / "plan.json"),
+        data=DataSettings(str(inputs[1])),
+        schedule=Schedule("constant", 1e-3, num_steps=STEPS),
+        out=str(tmp_path / "out"),
+    )
+    said = launch(distributed.run_unlike, settings, world_size=2)
+    here = read_header(pertp / "pair")
+    values = {
+        "number of steps": (20, STEPS),
+        "digest every": (5, 0),
+        "num threads": (7, 1),
+        "torch": ("2.99.0", here["torch"]),
+        "instruction set": ("NONE", here["instruction_set"]),
+        "zosim version": ("0.0", zosim_version),
+    }
+    assert list(said) == list(values)
+    for name, (other, value) in values.items():
+        assert re.fullmatch(
+            rf"ranks do not begin with the same {name}: rank 1.* not with that of rank 0 "
+            rf"\({re.escape(f'{other}, not {value}')}\)",
+            said[name],
+        )
+    assert not (tmp_path / "out" / "steps.jsonl").exists()
 
 
 def test_inside_torchrun_ranks_join(pertp, inputs, tmp_path):

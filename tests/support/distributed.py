@@ -295,3 +295,39 @@ def run_apart(settings):
 
     unseen = replace(settings, out="/nonexistent/run")
     return run_in_rank(settings if RankInfo.here().rank == 0 else unseen)
+
+
+def run_unlike(settings):
+    """Begin a run again and again, each time with something else on rank 1; return what is said each time."""
+    from contextlib import nullcontext
+    from dataclasses import replace
+    from unittest import mock
+
+    import torch
+
+    from executors.ranks.communicator import default_communicator
+    from executors.ranks.launch import process_group
+    from executors.runs.run import Run
+    from topology.errors import RunError
+
+    changes = {
+        "number of steps": {"schedule": replace(settings.schedule, num_steps=20)},
+        "digest every": {"digest_every": 5},
+        "num threads": mock.patch("torch.get_num_threads", return_value=7),
+        "torch": mock.patch("torch.__version__", "2.99.0"),
+        "instruction set": mock.patch("torch.backends.cpu.get_cpu_capability", return_value="NONE"),
+        "zosim version": mock.patch("zosim.__version__", "0.0"),
+    }
+    torch.set_num_threads(1)
+    said = {}
+    with process_group("cpu", timeout_s=settings.timeout_s) as info:
+        communicator = default_communicator(settings.plan.groups, "cpu", settings.timeout_s)
+        for name, change in changes.items():
+            is_setting = isinstance(change, dict)
+            own = replace(settings, **change) if is_setting and info.rank else settings
+            with nullcontext() if is_setting or not info.rank else change:
+                try:
+                    Run(own, communicator).run()
+                except RunError as error:
+                    said[name] = error.message
+    return said
