@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 
+import psutil
 import pytest
 
 from executors.ranks.launch import launch
@@ -102,3 +106,40 @@ def test_progress_keeps_the_latest_line(tmp_path):
     progress.place("stage 1 of 2, before cut block.0")
     assert Progress.read(tmp_path / "line").of(0) == "rank 0 (stage 1 of 2, before cut block.0)"
     assert Progress.read(tmp_path / "nothing") == LastWords()
+
+
+LAUNCH = """
+import sys
+from executors.ranks.launch import launch
+from tests.support import launched
+
+if __name__ == "__main__":
+    launch(launched.say_and_wait, sys.argv[1], world_size=2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("stopped", [False, True], ids=["all running", "one stopped"])
+def test_ranks_end_with_their_launcher(number, stopped, tmp_path, monkeypatch):
+    """And what a launcher leaves that is killed goes with the next launch."""
+    (temporary := tmp_path / "temporary").mkdir()
+    (script := tmp_path / "script.py").write_text(LAUNCH)
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, script, tmp_path], env=environment, stderr=subprocess.DEVNULL
+    ) as launcher:
+        while len(ranks := [int(path.stem) for path in tmp_path.glob("*.pid")]) < 2:
+            assert launcher.poll() is None
+            time.sleep(0.02)
+        if stopped:
+            os.kill(ranks[1], signal.SIGSTOP)
+        launcher.send_signal(number)
+    expected = {signal.SIGKILL: -9, signal.SIGINT: -2}
+    assert launcher.returncode == expected.get(number, 128 + number)
+    psutil.wait_procs([psutil.Process(rank) for rank in ranks if psutil.pid_exists(rank)], timeout=60)
+    assert not any(psutil.pid_exists(rank) for rank in ranks)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    if number == signal.SIGKILL:
+        assert list(temporary.iterdir()) != []
+        launch(RankInfo.here)
+    assert list(temporary.iterdir()) == []
