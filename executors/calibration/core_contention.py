@@ -7,14 +7,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -23,6 +21,7 @@ from torch._C._distributed_c10d import FileStore
 
 from costmodel.profile import Constant, Profile
 from executors.ranks.gloo import gloo_group
+from executors.ranks.leftovers import held_directory
 from executors.steps.heap import keep_freed_memory
 from topology.errors import RunError
 
@@ -72,8 +71,8 @@ def with_slowdown(profile: Profile, slowdowns: Sequence[float]) -> Profile:
 
 def _measured(world_size: int) -> list[float]:
     """Return what :func:`cores_together` finds, time and again, among new processes of one thread."""
-    with tempfile.TemporaryDirectory(prefix="zosim-crowd-") as directory:
-        store = str(Path(directory) / "store")
+    with held_directory("zosim-crowd-") as directory:
+        store = str(directory / "store")
         words = [sys.executable, "-m", __name__, store, str(world_size)]
         ranks = [
             subprocess.Popen(

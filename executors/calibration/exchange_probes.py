@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +16,7 @@ from torch._C._distributed_c10d import FileStore
 
 from costmodel.work import Work
 from executors.calibration.probing import Probe
+from executors.ranks.leftovers import held_directory
 
 SIZES = {8: 40, 1 << 16: 10, 1 << 22: 2}
 """Bytes that each of the two sends, with how often they are sent in a row."""
@@ -63,8 +63,8 @@ class _Rank:
 @contextmanager
 def exchange_probes() -> Iterator[list[Probe]]:
     """Start a second process, and yield probes of exchanges with it, as long as the block lasts."""
-    with tempfile.TemporaryDirectory(prefix="zosim-exchange-") as directory:
-        store = Path(directory) / "store"
+    with held_directory("zosim-exchange-") as directory:
+        store = directory / "store"
         peer = subprocess.Popen(
             [sys.executable, "-m", __name__, str(store)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )

@@ -84,13 +84,13 @@ class Communicator:
         self.num_bytes: Counter[str] = Counter()
         self._members = {WORLD: tuple(range(self.world_size))}
         for name, parts in groups.items():
-            found = [tuple(part) for part in parts if self.rank in part]
-            if len(found) != 1 or sum(map(len, parts)) != self.world_size:
+            own_parts = [tuple(part) for part in parts if self.rank in part]
+            if len(own_parts) != 1 or sum(map(len, parts)) != self.world_size:
                 raise RunError(
                     f"group {name} is {[list(part) for part in parts]}, but {self.world_size} ranks run",
                     hint="start as many ranks as the plan has",
                 )
-            self._members[name] = found[0]
+            self._members[name] = own_parts[0]
         self._groups = {name: self._made(parts) for name, parts in groups.items()}
         self._pairs = self._pairs_among({WORLD: [range(self.world_size)], **groups})
         self._control = dist.new_group(backend=_host_backend(), timeout=self._timeout)
@@ -115,15 +115,13 @@ class Communicator:
         """Return what this rank exchanges over with the other one of each group of two; groups of the same ranks share."""
         if _host_backend() == "fake":
             return {}
-        found: dict[tuple[tuple[int, ...], ...], DuplexPair | None] = {}
+        made: dict[tuple[tuple[int, ...], ...], DuplexPair | None] = {}
         pairs = {}
         for name, parts in groups.items():
             key = tuple(tuple(part) for part in parts)
-            if key not in found:
-                found[key] = DuplexPair.among(
-                    parts, self.rank, backend=_host_backend(), timeout=self._timeout
-                )
-            if (pair := found[key]) is not None:
+            if key not in made:
+                made[key] = DuplexPair.among(parts, self.rank, backend=_host_backend(), timeout=self._timeout)
+            if (pair := made[key]) is not None:
                 pairs[name] = pair
         return pairs
 

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from executors.ranks.leftovers import held_directory, remove_leftovers
+from executors.ranks.leftovers import held_directory
 from executors.ranks.rank_info import (
     DIRECTORY_VARIABLE,
     PREFIX,
@@ -75,7 +74,6 @@ def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1
     """
     if is_launched():
         return function(*arguments)
-    remove_leftovers(Path(tempfile.gettempdir()), PREFIX)
     with held_directory(PREFIX) as directory, _ended_by_signals():
         return _launch(directory, function, arguments, world_size)
 

@@ -16,7 +16,11 @@ from pathlib import Path
 
 @contextmanager
 def held_directory(prefix: str) -> Iterator[Path]:
-    """Make a temporary directory that only this user may enter (mode 0700), for the length of the block."""
+    """Make a temporary directory that only this user may enter (mode 0700), for the length of the block.
+
+    What a process was killed over that made one with the same prefix is removed first.
+    """
+    remove_leftovers(Path(tempfile.gettempdir()), prefix)
     while True:
         path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-"))
         with suppress(FileNotFoundError):

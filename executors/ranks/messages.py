@@ -185,19 +185,19 @@ def unpack(packed: Packed, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     CodecError
         If the message has another length.
     """
-    found, begin = [], 0
+    tensors, begin = [], 0
     for shape, number in zip(shapes, itertools.cycle(packed.formats), strict=False):
         dtype = DTYPES[number]
         size = math.prod(shape) * dtype.itemsize
         if begin + size <= packed.num_bytes:
-            found.append(packed.data[begin : begin + size].view(dtype).view(shape))
+            tensors.append(packed.data[begin : begin + size].view(dtype).view(shape))
         begin += _aligned(size)
     if begin != packed.num_bytes:
         raise CodecError(
             f"a message of {packed.num_bytes} bytes for tensors of {begin}",
             hint="run both ranks on one release and one plan",
         )
-    return found
+    return tensors
 
 
 def _aligned(size_bytes: int) -> int:

@@ -81,7 +81,7 @@ class WholeModel:
             return []
         if on_first_alone and 0 not in communicator.members(_PIPELINE):
             return []
-        found = []
+        fetched = []
         for group in self._cut.groups:
             holders = self._owners[group.name]
             wanted = segment is None or segment in group.segments
@@ -94,8 +94,8 @@ class WholeModel:
                 values = self._spread(communicator, holders, tensor)
                 if is_kept:
                     tensor.parameter.data = values.to(self._device)
-                    found.append(tensor)
-        return found
+                    fetched.append(tensor)
+        return fetched
 
     def _spread(self, communicator: Communicator, holders: tuple[int, ...], tensor: NamedTensor) -> Tensor:
         if communicator.rank == holders[0]:
