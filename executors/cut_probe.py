@@ -244,8 +244,8 @@ def probe(
         list[str] | None,
         typer.Option(help="Such as q4 or q4:affine-zero:token; may be given again. q4 and q8."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 8,
-    num_batches: Annotated[int, typer.Option(min=1, help="Batches to measure.")] = 2,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Sequences per batch.")] = 8,
+    num_batches: Annotated[int, typer.Option(min=1, max=4096, help="Batches to measure.")] = 2,
     seq: Annotated[
         int | None, typer.Option(min=2, help="Most tokens per sequence; longer ones are cut.")
     ] = None,

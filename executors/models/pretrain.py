@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from executors.models import corpus as text
-from topology.errors import ModelError
+from topology.errors import ModelError, ZosimError
+from topology.reading import read_json_object
 from zosim.cache import CACHE_VARIABLE, cache_directory
 
 if TYPE_CHECKING:
@@ -327,7 +328,7 @@ def _fill(recipe: Recipe, folder: Path, on_step: OnStep | None) -> None:
 def _intact(target: Path) -> Pretrained | None:
     """Return the model in `target` if every file is as it was written."""
     try:
-        facts: dict[str, Any] = json.loads((target / _MANIFEST).read_text(encoding="utf-8"))
+        facts = read_json_object(target / _MANIFEST, "manifest", ZosimError)
         if any(_sha256(target / name) != digest for name, digest in facts["sha256"].items()):
             return None
         return Pretrained(
@@ -338,7 +339,7 @@ def _intact(target: Path) -> Pretrained | None:
             bits_per_byte=float(facts["bits_per_byte"]),
             seconds=float(facts["seconds"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZosimError):
         return None
 
 

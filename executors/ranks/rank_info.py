@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from executors.ranks.leftovers import hold, remove_leftovers
-from topology.errors import RunError
+from topology.errors import RunError, ZosimError
+from topology.reading import read_json_object
 
 _PLACE_BYTES, _LINE_BYTES = 256, 256
 DIRECTORY_VARIABLE = "ZOSIM_LAUNCH_DIRECTORY"
@@ -188,8 +189,10 @@ def give_up(ranks: Sequence[int], why: str) -> None:
 
 
 def read_note(path: Path) -> Mapping[str, Any] | None:
-    """Return what a rank wrote to a file before it ended; None if it did not."""
-    return json.loads(path.read_text()) if path.exists() else None
+    """Return what a rank wrote to a file before it ended; None if it did not, or ended while it wrote."""
+    with suppress(ZosimError):
+        return read_json_object(path, "note of a rank", ZosimError)
+    return None
 
 
 def progress_path(directory: Path, rank: int) -> Path:

@@ -13,6 +13,7 @@ from costmodel.model_spec import ModelSpec
 from costmodel.work import DTYPE_BYTES
 from executors.datasets.data import LineFile
 from executors.ranks.mesh import draws_by_halves, fastest_plan, mesh_named, spread, uncut
+from executors.steps.preparing import check_device
 from topology.errors import DataError, DoesNotFit, ModelError, PlanError, UnknownFamily
 from topology.hardware import resolve
 from topology.validation import readable
@@ -285,6 +286,7 @@ def host_node(device: str) -> tuple[Topology, str]:
     PlanError
         If there is none.
     """
+    check_device(device)
     topology = resolve(HOST)
     nodes = [node.id for node in topology.of_kind("gpu" if device.startswith("cuda") else "cpu")]
     index = int(device.partition(":")[2] or 0)

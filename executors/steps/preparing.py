@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 
@@ -14,8 +16,26 @@ from zosim.plans import Plan
 
 
 def own_device(device: str) -> str:
-    """Return a device's name, with the number of this rank's own where none is given."""
+    """Return a device's name, with the number of this rank's own where none is given.
+
+    Raises
+    ------
+    PlanError
+        If it is no device that runs know.
+    """
+    check_device(device)
     return f"cuda:{RankInfo.here().local_rank}" if device == "cuda" else device
+
+
+def check_device(device: str) -> None:
+    """Refuse what is no device that runs know.
+
+    Raises
+    ------
+    PlanError
+    """
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", device):
+        raise PlanError(f"--device {device!r} is no device", hint="cpu, cuda, or cuda:N")
 
 
 def to_storage(model: nn.Module, plan: Plan) -> None:

@@ -14,6 +14,7 @@ from costmodel.profile import Profile
 from studies.checkout import commit
 from studies.prediction.predicting import Row
 from topology.errors import ZosimError
+from topology.reading import read_json_object
 from zosim.analysis.compare import Line
 
 Content = dict[str, Any]
@@ -66,13 +67,10 @@ class Pieces:
 
 
 def _read(path: Path) -> Content:
-    try:
-        content: Content = json.loads(path.read_text(encoding="utf-8"))
-        content["commit"]
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ZosimError(
-            f"{path} is no piece of a benchmark: {error}", hint="remove it, and it is made again"
-        ) from error
+    hint = "remove it, and it is made again"
+    content: Content = read_json_object(path, "piece of a benchmark", ZosimError, hint=hint)
+    if "commit" not in content:
+        raise ZosimError(f"{path} is no piece of a benchmark: it names no commit", hint=hint)
     return content
 
 

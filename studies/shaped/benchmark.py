@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from studies.shaped.report import Link, ShapedBenchmark
 from studies.shaped.worker import CaseSteps, NetworkSteps
 from topology import detect
 from topology.errors import RunError, ZosimError
+from topology.reading import read_json_object
 
 OUT = Path("docs/benchmarks")
 _CALIBRATION = "calibration"
@@ -137,7 +137,7 @@ def _read(folder: Path, rate: str, layout: Layout) -> NetworkSteps | None:
     path = folder / f"{rate}-{layout.name}.json"
     if not path.exists():
         return None
-    data = json.loads(path.read_text())
+    data = read_json_object(path, "measured network", RunError)
     try:
         link = LinkFigures(**data["link"])
         cases = tuple(CaseSteps(**{**item, "step_s": tuple(item["step_s"])}) for item in data["cases"])

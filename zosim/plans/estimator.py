@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from topology.limits import Queries
-from zosim.plans.axis import Axis
+from zosim.plans.axis import Axis, Conflict
+
+if TYPE_CHECKING:
+    from zosim.plans import Plan
+
+MAX_FORWARDS = 1024
+"""Of segments, by one rank in one step. Ordering a program takes time that grows faster than its length."""
 
 
 class Estimator(Axis):
@@ -26,6 +33,20 @@ class Estimator(Axis):
     difference: Literal["central", "forward"] = "central"
     num_queries: Queries = 1
     epsilon: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
+
+    def conflicts(self, plan: Plan) -> Iterator[Conflict]:
+        """Yield what would take minutes to lower: more forwards of segments than a step's programs can be ordered with."""
+        num_points = -(-self.num_points // plan.mesh.perturb)
+        num_forwards = num_points * -(-len(plan.model.segments) // plan.mesh.stage)
+        if num_forwards > MAX_FORWARDS:
+            complaint = (
+                f"num_queries={self.num_queries} on {len(plan.model.segments)} segments are {num_forwards} forwards of "
+                f"segments a step and rank, more than {MAX_FORWARDS}"
+            )
+            yield (
+                complaint,
+                "ask for fewer queries a step, or share them out along the mesh's perturb axis",
+            )
 
     @property
     def num_points(self) -> int:

@@ -48,7 +48,7 @@ def buy(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 1,
     seq: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the job.")] = 10_000,
+    steps: Annotated[int, typer.Option(min=1, max=10**12, help="Steps of the job.")] = 10_000,
     machines: Annotated[
         str | None,
         typer.Option(help="Presets or topology files, as in a,b,c; by default all that the price table has."),
