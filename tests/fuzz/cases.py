@@ -86,7 +86,7 @@ class Target:
     make_seeds: Callable[[], Sequence[Case]]
     call: Callable[[Case, Path], None]
     mutate: Callable[[Random, Case], Case]
-    quick: int = 12
+    quick: int = 6
 
     @cached_property
     def seeds(self) -> Sequence[Case]:

@@ -216,7 +216,7 @@ _BUY = "--model spec.json --batch 1 --seq 32 --steps 100 --machines rtx4090-2x,c
 
 COMMANDS: tuple[Target, ...] = (
     command("topology list", "", dict, quick=3),
-    command("topology show", "machine.yaml", lambda: {"machine.yaml": seeds.topologies()[4]}, quick=20),
+    command("topology show", "machine.yaml", lambda: {"machine.yaml": seeds.topologies()[4]}, quick=10),
     command("topology validate", "machine.yaml", lambda: {"machine.yaml": seeds.topologies()[2]}),
     command("topology detect", "", dict, quick=3),
     command(
@@ -228,30 +228,30 @@ COMMANDS: tuple[Target, ...] = (
         "plan",
         "--model spec.json --hardware rtx4090-2x --batch 2 --seq 32 --densities densities.json -o plan.json",
         lambda: {"spec.json": seeds.model_spec(), "densities.json": seeds.densities()},
-        quick=40,
+        quick=10,
     ),
-    command("lower", "plan.json -o program.json", lambda: {"plan.json": seeds.plan_of_ranks()}, quick=20),
+    command("lower", "plan.json -o program.json", lambda: {"plan.json": seeds.plan_of_ranks()}, quick=10),
     command(
         "lower (check)",
         "plan.json --check p.json",
         lambda: {"plan.json": seeds.plan(), "p.json": seeds.programs()},
-        quick=20,
+        quick=10,
     ),
     command(
         "simulate",
         "plan.json --profile profile.json --trace t.json",
         lambda: {"plan.json": seeds.plan(), "profile.json": seeds.profile()},
         signed=True,
-        quick=40,
+        quick=10,
     ),
     command(
         "simulate (first order)",
         "plan.json --first-order sgd --microbatches 2",
         lambda: {"plan.json": seeds.plan_of_stages()},
-        quick=30,
+        quick=15,
     ),
     command(
-        "compare", "run", lambda: {n: c for n, c in seeds.run().items() if not n.endswith("l")}, quick=20
+        "compare", "run", lambda: {n: c for n, c in seeds.run().items() if not n.endswith("l")}, quick=10
     ),
     command("traffic", "scenario.json", lambda: {"scenario.json": seeds.scenario()}),
     command("traffic (topology)", "rtx4090-2x flows.json -o f.json", lambda: {"flows.json": seeds.flows()}),
@@ -259,7 +259,7 @@ COMMANDS: tuple[Target, ...] = (
         "buy",
         _BUY + " --prices prices.yaml",
         lambda: {"spec.json": seeds.model_spec(), "prices.yaml": seeds.prices()},
-        quick=30,
+        quick=15,
     ),
     command("evidence make", "run -o e.json", seeds.run),
     command("evidence check", "evidence.json", lambda: {"evidence.json": seeds.evidence()}, signed=True),
@@ -270,7 +270,7 @@ COMMANDS: tuple[Target, ...] = (
         lambda: {"data.jsonl": seeds.data()},
         kept=seeds.model,
         stop=_no_ranks,
-        quick=40,
+        quick=10,
     ),
     command(
         "run (plan)",
@@ -278,7 +278,7 @@ COMMANDS: tuple[Target, ...] = (
         lambda: {"plan.json": seeds.run()["run/plan.json"]},
         kept=_model_and_data,
         stop=_no_ranks,
-        quick=20,
+        quick=10,
     ),
     command(
         "run (resume)",
@@ -287,9 +287,9 @@ COMMANDS: tuple[Target, ...] = (
         kept=_model_and_data,
         signed=True,
         stop=_no_ranks,
-        quick=30,
+        quick=15,
     ),
-    command("replay", "run --model model -o weights", _run_files, kept=seeds.model, signed=True, quick=20),
+    command("replay", "run --model model -o weights", _run_files, kept=seeds.model, signed=True, quick=10),
     command("demo", "--out demo --steps 4", dict, stop=_no_demo, quick=4),
     command(
         "calibrate",

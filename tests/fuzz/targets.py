@@ -43,7 +43,7 @@ def reader(
     documents: Callable[[], list[bytes]],
     read: Callable[[Path], Any],
     mutate: Callable[[Random, Case], Case] = mutated,
-    quick: int = 20,
+    quick: int = 12,
 ) -> Target:
     """Return the target of a reader of one file."""
 
@@ -53,7 +53,7 @@ def reader(
     return Target(name, lambda: [Case({file: content}) for content in documents()], call, mutate, quick)
 
 
-def run_reader(name: str, read: Callable[[Path], Any], changed: tuple[str, ...], quick: int = 30) -> Target:
+def run_reader(name: str, read: Callable[[Path], Any], changed: tuple[str, ...], quick: int = 15) -> Target:
     """Return the target of what reads some of the files of a run's directory, stated digests made to fit."""
 
     def call(_case: Case, folder: Path) -> None:
@@ -115,13 +115,13 @@ def _smi(path: Path) -> None:
 
 
 READERS: tuple[Target, ...] = (
-    reader("topology", "machine.yaml", seeds.topologies, _topology, quick=60),
+    reader("topology", "machine.yaml", seeds.topologies, _topology, quick=15),
     reader("hwloc", "machine.xml", _fixtures("hwloc_workstation.xml"), from_hwloc_xml),
     reader("nccl", "machine.xml", _fixtures("nccl_a100x4.xml", "nccl_vm_h100x2.xml"), from_nccl_xml),
     reader("smi", "matrix.txt", _fixtures("dgx1v_topo.txt", "pcie_tree_topo.txt", "vm_topo.txt"), _smi),
-    reader("prices", "prices.yaml", lambda: [seeds.prices()], load_prices, quick=30),
+    reader("prices", "prices.yaml", lambda: [seeds.prices()], load_prices, quick=15),
     reader("model spec", "spec.json", lambda: [seeds.model_spec()], lambda path: read_model_spec(str(path))),
-    reader("profile", "profile.json", lambda: [seeds.profile()], load_profile, resigned, quick=30),
+    reader("profile", "profile.json", lambda: [seeds.profile()], load_profile, resigned, quick=15),
     reader("published profile", "profile.json", _published_profile, load_published_profile, resigned),
     reader("rows", "rows.csv", lambda: [seeds.rows()], read_rows),
     reader(
@@ -129,16 +129,16 @@ READERS: tuple[Target, ...] = (
         "plan.json",
         lambda: [seeds.plan(), seeds.plan_of_ranks(), seeds.plan_of_stages()],
         _plan,
-        quick=60,
+        quick=15,
     ),
     reader(
         "programs",
         "program.json",
         lambda: [seeds.programs(), seeds.programs(seeds.plan_of_ranks(), "sliced.json")],
         _programs,
-        quick=40,
+        quick=20,
     ),
-    reader("timeline", "timeline.json", lambda: [seeds.timeline()], _timeline, quick=30),
+    reader("timeline", "timeline.json", lambda: [seeds.timeline()], _timeline, quick=15),
     reader("densities", "densities.json", lambda: [seeds.densities()], read_densities),
     reader(
         "scenario",
@@ -152,10 +152,10 @@ READERS: tuple[Target, ...] = (
         lambda: [seeds.flows()],
         lambda path: scenario_on(seeds.subject().topology, _read(path)).finish_times(),
     ),
-    reader("evidence", "evidence.json", lambda: [seeds.evidence()], Evidence.load, resigned, quick=30),
+    reader("evidence", "evidence.json", lambda: [seeds.evidence()], Evidence.load, resigned, quick=15),
     reader("json lines", "log.jsonl", lambda: [seeds.run()["run/steps.jsonl"]], read_lines),
     run_reader("run header", read_header, ("run/run.json",)),
-    run_reader("run history", _history, ("run/run.json", "run/steps.jsonl", "run/digests.jsonl"), quick=40),
+    run_reader("run history", _history, ("run/run.json", "run/steps.jsonl", "run/digests.jsonl"), quick=20),
     run_reader("run programs", _recorded, ("run/run.json", "run/program.json")),
 )
 
