@@ -97,6 +97,7 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     import torch.distributed as dist
 
     from executors.ranks.gloo import shared_gloo
+    from executors.ranks.missing_ranks import MissingRanks
 
     info = RankInfo.here()
     if is_on_one_host():
@@ -124,7 +125,8 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
         ) from error
     yield info
     # Nobody leaves while another still joins. After a failure others may be gone: this process takes no leave then.
-    dist.all_reduce(torch.zeros(1))
+    with MissingRanks(info.rank, timeout_s).named(range(info.world_size), "ending together"):
+        dist.all_reduce(torch.zeros(1))
     dist.destroy_process_group()
     leave()
 

@@ -42,6 +42,12 @@ def test_a_killed_rank_is_named_with_its_last_instruction():
         launch(launched.die)
 
 
+@pytest.mark.slow
+def test_a_rank_that_stands_still_at_the_end_is_named():
+    with pytest.raises(RunError, match="ending together: waited 20 s for rank 1"):
+        launch(launched.stop_at_the_end, world_size=2)
+
+
 def test_training_notes_its_instructions():
     with pytest.raises(RunError, match=r"rank 0 died \(SIGKILL\), last at step\[1\]/block\.1/forward"):
         launch(launched.die_in_training)

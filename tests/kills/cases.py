@@ -11,7 +11,7 @@ from tests.kills.points import Point
 
 STEPS, BATCH = 24, 4
 CHECKPOINT_EVERY, EVALUATE_EVERY, DIGEST_EVERY = 5, 6, 4
-TIMEOUT_S = 10
+TIMEOUT_S = 30
 """After which a rank that waits for others gives up."""
 
 _OFFLOADED = "--residency offloaded"
