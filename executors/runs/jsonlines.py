@@ -11,10 +11,9 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from executors.files import naming
-from executors.runs.closing import Closing
 from topology.errors import RunError
 from topology.reading import parse_json, read_bytes
 
@@ -71,7 +70,7 @@ def _object(path: Path, number: int, text: bytes) -> dict[str, Any]:
     return row
 
 
-class JsonLines(Closing):
+class JsonLines:
     """A file of JSON lines that one process appends to; that it is one is the lock's of its directory.
 
     Parameters
@@ -121,6 +120,12 @@ class JsonLines(Closing):
                 hint="put it back, or begin again with another --out; a run whose directory was moved goes on from there "
                 "with --resume",
             )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the file."""

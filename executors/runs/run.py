@@ -29,10 +29,11 @@ from executors.ranks.launch import process_group
 from executors.ranks.rank_info import is_launched
 from executors.runs.adapters import keep_beginning, save_tuned
 from executors.runs.checkpoint import save_checkpoint
+from executors.runs.divergence import DivergenceWatch
 from executors.runs.earlier import EarlierRun, is_begun
+from executors.runs.evaluations import Evaluations
 from executors.runs.history import History
 from executors.runs.inputs import copy_tokenizer, open_data, pad_token
-from executors.runs.last_good import rebuild
 from executors.runs.programs import PROGRAM_DIGEST, program_digest, recorded_programs, save_programs
 from executors.runs.records import LossNotFinite, StepRecord
 from executors.runs.replay import (
@@ -40,15 +41,14 @@ from executors.runs.replay import (
     check_base,
     load_base,
     machine_differences,
+    replay,
     session_at,
 )
 from executors.runs.reporter import Reporter
-from executors.runs.run_evaluations import Evaluations
 from executors.runs.run_files import BEST_NAME, METRICS_NAME, NoFiles, RunFiles, remove_partial
 from executors.runs.runlog import RunLog, write_header
 from executors.runs.session import Session
 from executors.runs.settings import RunSettings, refuse_other_identity
-from executors.runs.watch import DivergenceWatch
 from topology.errors import RunError
 from zosim.console import stderr
 from zosim.lowering import lower_all
@@ -409,12 +409,16 @@ class Run:
         RunError
             Always.
         """
+        settings = self.settings
+
+        def rebuild() -> None:
+            replay(self.out, settings.model, self.out, num_steps=num_steps, device=settings.device)
+            copy_tokenizer(settings.model, self.out)
+
         if self.communicator is None:
-            rebuild(self.settings, num_steps)
+            rebuild()
         else:
-            self.communicator.on_rank_0(
-                lambda: rebuild(self.settings, num_steps), "rebuilding the last good weights"
-            )
+            self.communicator.on_rank_0(rebuild, "rebuilding the last good weights")
         raise RunError(
             f"{why}; the run was stopped, and {self.out} holds the weights after {num_steps} steps",
             hint="lower --lr (by 3 to 10), or raise --queries; where the first step fails already, look for a batch "

@@ -9,14 +9,13 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from executors.files import locked, write_atomically
 from executors.models.weight_files import weights_digest
-from executors.runs.closing import Closing
 from executors.runs.header import checked
 from executors.runs.jsonlines import JsonLines
 from topology.errors import RunError
@@ -28,7 +27,7 @@ STEPS_NAME = "steps.jsonl"
 RUNLOG_VERSION = 2
 
 
-class RunLog(Closing):
+class RunLog:
     """The log of one run, and the lock of its directory.
 
     Parameters
@@ -79,6 +78,12 @@ class RunLog(Closing):
     def refuse_moved(self) -> None:
         """Raise if the log is no longer where it was begun."""
         self._steps.refuse_moved()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the log, and let go of the directory."""

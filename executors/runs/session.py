@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -27,7 +28,6 @@ from executors.ranks.communicator import Communicator, default_communicator
 from executors.ranks.mesh import stage_of
 from executors.ranks.rank_info import progress_of_this_rank
 from executors.ranks.whole_model import WholeModel
-from executors.runs.closing import Closing
 from executors.runs.measured import measured_timeline, messages_per_step
 from executors.runs.records import StepRecord, record_of, refuse_nonfinite, seed_of
 from executors.runs.runlog import header_of
@@ -48,7 +48,7 @@ _OBSERVED_STEPS = 2
 """Steps whose memory is observed: the first, and the first with something pending. They are not timed."""
 
 
-class Session(Closing):
+class Session:
     """Zeroth-order training of one model under one plan, on this rank.
 
     Parameters
@@ -386,6 +386,12 @@ class Session(Closing):
         )
 
     # -- end ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the streams. The model keeps its weights, in the plan's buffers."""

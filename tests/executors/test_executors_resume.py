@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from executors.runs.divergence import DivergenceWatch
 from executors.runs.history import read_history
 from executors.runs.jsonlines import JsonLines, read_lines
 from executors.runs.runlog import RunLog
-from executors.runs.watch import DivergenceWatch
 from tests.support.command import loaded, saved_lines, zosim
 from tests.support.recorded import OFFLOADED, RESIDENT, STEPS, cut, options, same, saved_inputs, whole_run
 from tests.support.reference_mezo import differing
@@ -194,7 +194,7 @@ def test_lines_count_once_their_newline_is_there(tmp_path, length):
     assert [line.row for line in read_lines(tmp_path / "log")] == [*(line.row for line in lines), {"c": 3}]
 
 
-def test_a_watch_heeds_levels_and_not_single_batches():
+def test_divergence_is_told_by_levels_and_not_by_single_batches():
     watch = DivergenceWatch()
     losses = [3.0] * 15 + [50.0] + [2.9] * 15
     assert not any(watch.diverges(i + 1, loss) for i, loss in enumerate(losses))

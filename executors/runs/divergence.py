@@ -24,7 +24,7 @@ class DivergenceWatch:
     Notes
     -----
     A run diverges when the median exceeds twice its lowest value so far (at first, the first loss), and by more than
-    one. Medians do not heed single batches; a step that blows up shows within five steps.
+    one. A single batch does not move a median; a step that blows up shows within five steps.
     """
 
     best_step: int = 0

@@ -1,0 +1,214 @@
+"""Evaluations of a run while it trains: when they are due, what they measure, which was the best, and its weights kept.
+
+All ranks evaluate alike, so that they agree on the outcome and none waits long for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executors.datasets.data import Dataset
+from executors.models.model import IGNORED_LABEL
+from executors.models.weight_files import save_pretrained
+from executors.runs.adapters import save_alone
+from executors.runs.evaluate import Generation, evaluate_choices, evaluate_generation, evaluate_perplexity
+from executors.runs.inputs import copy_tokenizer, evaluation_data, generation_of
+from executors.runs.run_files import BEST_NAME, METRICS_NAME, evaluations_of
+from executors.runs.session import Session
+from executors.runs.settings import RunSettings, TaskName
+from topology.errors import DataError, RunError
+
+NUM_SHOWN_ANSWERS = 3
+"""Generated answers that are kept beside the metrics of an evaluation."""
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A session as the evaluations call a model."""
+
+    session: Session
+
+    @property
+    def device(self) -> torch.device:
+        return self.session.device
+
+    def __call__(self, *, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        return SimpleNamespace(
+            logits=self.session.logits({"input_ids": input_ids, "attention_mask": attention_mask})
+        )
+
+
+class Evaluator:
+    """Evaluates one session on one dataset.
+
+    Parameters
+    ----------
+    session : Session
+    data : Dataset
+    batch_size : int
+        Sequences per forward.
+    num_examples : int or None
+        Only the first so many.
+    task : str
+        ``"choice"``, ``"perplexity"``, ``"generation"``, or ``"auto"``: told by the lines.
+    generation : Generation
+        How free answers are made and read.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        data: Dataset,
+        *,
+        batch_size: int,
+        num_examples: int | None,
+        task: TaskName,
+        generation: Generation,
+    ) -> None:
+        self._session = session
+        self._data = data
+        self._batch_size = batch_size
+        self._num_examples = num_examples
+        self._generation = generation
+        self.task = _task_of(data) if task == "auto" else task
+        self._may_change = task == "auto"
+
+    def __call__(self) -> dict[str, Any]:
+        """Return the metrics at the present weights.
+
+        Raises
+        ------
+        DataError
+            If the lines do not ask for what the task is.
+        """
+        if self.task == "choice":
+            try:
+                return asdict(self._evaluated(evaluate_choices))
+            except DataError:
+                if not self._may_change:
+                    raise
+                # The lines offer nothing to choose among: a prompt of text wants an answer in words.
+                template = self._data.template
+                self.task = "generation" if template and template.asks_for_label else "perplexity"
+        if self.task == "generation":
+            metrics = asdict(self._evaluated(evaluate_generation, self._generation))
+            return metrics | {"answers": list(metrics["answers"][:NUM_SHOWN_ANSWERS])}
+        return asdict(self._evaluated(evaluate_perplexity))
+
+    def _evaluated(self, evaluate: Callable[..., Any], *how: Any) -> Any:
+        return evaluate(
+            _Weights(self._session),
+            self._data,
+            *how,
+            batch_size=self._batch_size,
+            num_examples=self._num_examples,
+        )
+
+
+def is_better(metrics: Mapping[str, Any], best: Mapping[str, Any] | None) -> bool:
+    """Whether `metrics` are better than the best so far: by F1, else accuracy, else loss."""
+    return best is None or _merit(metrics) > _merit(best)
+
+
+def _merit(metrics: Mapping[str, Any]) -> tuple[float, ...]:
+    if "f1" in metrics:
+        return metrics["f1"], metrics["exact_match"]
+    return metrics.get("accuracy", 0.0), -metrics["loss"]
+
+
+def _task_of(data: Dataset) -> TaskName:
+    """Return a choice if the first line offers answers, or has a prompt before the one that it gives."""
+    (question,) = data.questions([0])
+    asks = len(question.candidates) > 1 or question.candidates[0].labels[0] == IGNORED_LABEL
+    return "choice" if asks else "perplexity"
+
+
+class Evaluations:
+    """The evaluations of one run.
+
+    Parameters
+    ----------
+    settings : RunSettings
+
+    Attributes
+    ----------
+    best, latest : dict or None
+        What was found, with the ``num_steps`` behind it.
+    """
+
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings = settings
+        self._data = evaluation_data(settings)
+        self._evaluator: Evaluator | None = None
+        self.best: dict[str, Any] | None = None
+        self.latest: dict[str, Any] | None = None
+
+    def recall(self, directory: Path, num_steps: int) -> None:
+        """Remember what an earlier process found in the first so many steps.
+
+        Raises
+        ------
+        RunError
+            If an evaluation's row lacks what evaluations are compared by.
+        """
+        for row in evaluations_of(directory, num_steps):
+            try:
+                if is_better(row, self.best):
+                    self.best = row
+            except (KeyError, TypeError) as error:
+                raise RunError(
+                    f"{directory / METRICS_NAME} is damaged in the evaluation after {row['num_steps']} steps: {error}",
+                    hint="restore the file from a copy, or remove it: training goes on without",
+                ) from error
+            self.latest = row
+
+    def is_due(self, num_steps: int) -> bool:
+        """Whether an evaluation is due after so many steps, and no earlier process did it."""
+        wanted = self._settings.evaluation
+        if wanted is None or (self.latest is not None and self.latest["num_steps"] == num_steps):
+            return False
+        ends = (0, self._settings.num_steps)
+        return num_steps in ends or bool(wanted.every and num_steps % wanted.every == 0)
+
+    def evaluate(self, session: Session) -> dict[str, Any]:
+        """Evaluate the present weights, keep them if they are the best and that is wanted, and return the metrics."""
+        evaluator = self._evaluator or self._made(session)
+        self._evaluator = evaluator
+        metrics = {"num_steps": session.num_steps, "split": "eval", **evaluator()}
+        wanted = self._settings.evaluation
+        if is_better(metrics, self.best):
+            self.best = metrics
+            if wanted is not None and wanted.keep_best:
+                session.flush()
+                session.on_rank_0(lambda: self._keep(session), "writing the best weights")
+        self.latest = metrics
+        return metrics
+
+    def _made(self, session: Session) -> Evaluator:
+        wanted = self._settings.evaluation
+        assert wanted is not None
+        assert self._data is not None
+        return Evaluator(
+            session,
+            self._data,
+            batch_size=self._settings.plan.batch,
+            num_examples=wanted.num_examples,
+            task=wanted.task,
+            generation=generation_of(self._settings, wanted),
+        )
+
+    def _keep(self, session: Session) -> None:
+        folder, adapters = Path(self._settings.out) / BEST_NAME, self._settings.adapters
+        storage = self._settings.plan.weights.dtype
+        if adapters is not None:
+            save_alone(session.model, folder, adapters, storage)
+            return
+        save_pretrained(session.model, folder, storage)
+        copy_tokenizer(self._settings.model, folder)
