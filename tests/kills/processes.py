@@ -72,9 +72,9 @@ class Surroundings:
         folder = self.folder / "injected"
         folder.mkdir(exist_ok=True)
         lines = [
-            "import importlib.util",
+            "import importlib.util, sys",
             f"spec = importlib.util.spec_from_file_location('zosim_kill_points', {points.__file__!r})",
-            "points = importlib.util.module_from_spec(spec)",
+            "points = sys.modules[spec.name] = importlib.util.module_from_spec(spec)",
             "spec.loader.exec_module(points)",
             "points.install()",
         ]

@@ -218,6 +218,7 @@ class Attempt:
         """Hold what the command did against what a strike may do."""
         said = command.said
         self._expect("Traceback" not in said, f"{strike.when}: a traceback: {_tail(said)}")
+        self._expect("sitecustomize" not in said, f"{strike.when}: it could not be aimed at: {_tail(said)}")
         self._check_said(command)
         allowed = self._allowed(strike) if came else {0}
         self._expect(status in allowed, f"{strike.when}: exit status {status}, not {allowed}: {_tail(said)}")
@@ -344,6 +345,8 @@ def main(words: list[str] | None = None) -> int:
             struck = "; ".join(f"{s.signal} to {s.target} at {s.when}" for s in case.strikes)
             print(f"{case.number:4}  {case.placement:24}{struck}")
         return 0
+    # A shell that starts a command in the background has it, and all that it starts, ignore interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     processes.take_own_shared_memory()
     processes.preload()
     folder = Path(tempfile.mkdtemp(prefix="zosim-kills-"))
