@@ -12,21 +12,23 @@
 from costmodel.configs import LoRA, Prefix, read_model_spec, shipped_models, spec_of_config
 from costmodel.datasheet import datasheet_profile
 from costmodel.estimate import OperationCost, estimate
+from costmodel.formats import FORMATS, DType, Format
 from costmodel.forward import activation_bytes, forward_work, shared_activation_bytes
 from costmodel.groups import ParameterEntry, group_parameters
 from costmodel.memory import MemoryPart, preflight_host
 from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup, block_segment
 from costmodel.profile import Constant, Profile, load_profile
 from costmodel.sweeps import allocation_work, cast_work, copy_work, draw_work, perturb_work, update_work
-from costmodel.work import DTYPE_BYTES, Attention, DType, Matmul, Work
+from costmodel.work import Attention, Matmul, Work
 
 __all__ = [
-    "DTYPE_BYTES",
     "EMBED",
+    "FORMATS",
     "HEAD",
     "Attention",
     "Constant",
     "DType",
+    "Format",
     "LoRA",
     "Matmul",
     "MemoryPart",

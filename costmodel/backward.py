@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from costmodel.formats import FORMATS, DType
 from costmodel.forward import forward_work
 from costmodel.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec
 from costmodel.pieces import AttentionImpl
-from costmodel.work import DTYPE_BYTES, DType, Matmul, Work
+from costmodel.work import Matmul, Work
 
 Optimizer = Literal["sgd", "momentum", "adam"]
 
@@ -62,7 +63,7 @@ def kept_bytes(
     >>> 2 * s * h * 34 + 2 * 5 * a * s * s
     179306496
     """
-    rows, width = batch * seq, DTYPE_BYTES[dtype]
+    rows, width = batch * seq, FORMATS[dtype].element_bytes
     hidden = rows * spec.hidden_size
     dropout = dropout and spec.family in _DROPPING
     mask = hidden * _MASK_BYTES if dropout else 0
@@ -72,7 +73,7 @@ def kept_bytes(
         norms = 2 if spec.final_norm else 1
         projected = rows * spec.embed_dim if spec.embed_dim != spec.hidden_size else 0
         # The loss keeps the logarithms of all probabilities, in float32.
-        logits = rows * spec.vocab_size * DTYPE_BYTES["float32"]
+        logits = rows * spec.vocab_size * FORMATS["float32"].element_bytes
         return (norms * hidden + projected) * width + logits
     attended = _kept_by_attention(spec, batch, seq, width, attention, dropout=dropout) + mask
     # Inputs of the MLP's norm and of its first linear; what crosses to a block's back is kept there.
@@ -139,7 +140,9 @@ def backward_work(
         attention=attention,
     )
     products = [product for part in forward.matmuls for product in _products(part)]
-    gradient_bytes = sum(group.num_trainable for group in spec.groups_of(segment)) * DTYPE_BYTES[dtype]
+    gradient_bytes = (
+        sum(group.num_trainable for group in spec.groups_of(segment)) * FORMATS[dtype].element_bytes
+    )
     return forward.model_copy(
         update={
             "matmuls": tuple(products),
@@ -172,14 +175,14 @@ def optimizer_bytes(num_parameters: int, optimizer: Optimizer, dtype: DType = "f
     >>> optimizer_bytes(1, "sgd"), optimizer_bytes(1, "momentum")
     (0, 4)
     """
-    has_copy = optimizer == "adam" and DTYPE_BYTES[dtype] < DTYPE_BYTES[_STATE_DTYPE]
-    return num_parameters * DTYPE_BYTES[_STATE_DTYPE] * (_STATE_TENSORS[optimizer] + has_copy)
+    has_copy = optimizer == "adam" and FORMATS[dtype].element_bytes < FORMATS[_STATE_DTYPE].element_bytes
+    return num_parameters * FORMATS[_STATE_DTYPE].element_bytes * (_STATE_TENSORS[optimizer] + has_copy)
 
 
 def optimizer_work(
     num_parameters: int, optimizer: Optimizer, *, dtype: DType = "float32", num_tensors: int = 1
 ) -> Work:
     """Return the work of an update: weights, gradients and state read once, weights and state written once."""
-    width = DTYPE_BYTES[dtype]
+    width = FORMATS[dtype].element_bytes
     state = 2 * optimizer_bytes(num_parameters, optimizer, dtype)
     return Work(dtype=dtype, sweep_bytes=3 * width * num_parameters + state, num_kernels=num_tensors)

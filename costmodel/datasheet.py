@@ -7,22 +7,15 @@ sources, and a calibration replaces them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 from costmodel.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
+from costmodel.distributions import DrawClass
+from costmodel.formats import COMPUTE_FORMATS, FORMATS, DType
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
-from costmodel.work import DTYPE_BYTES, DType
 from topology import Topology
 from topology.errors import TopologyError
-from topology.schema import DeviceSpec, Dtype
-
-_TOPOLOGY_DTYPES: dict[DType, Dtype] = {
-    "float64": "fp64",
-    "float32": "fp32",
-    "tf32": "tf32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float8_e4m3": "fp8",
-}
+from topology.schema import DeviceSpec
 
 Spread = tuple[float, float, float]
 """Central value, low and high, as factors of a data-sheet figure or as plain numbers."""
@@ -241,7 +234,8 @@ def _plain_constants(kind: str) -> Iterator[Constant]:
 
 def _peak(spec: DeviceSpec, dtype: DType) -> tuple[float, float, str]:
     """Return a peak in flop/s, how much further its interval reaches down, and a remark on its origin."""
-    declared = spec.peak_dense.get(_TOPOLOGY_DTYPES[dtype])
+    peak = FORMATS[dtype].peak
+    declared = None if peak is None else spec.peak_dense.get(peak)
     if declared is not None:
         return declared.in_si("compute"), 1.0, f"data sheet peak of {spec.name}"
     fp32 = spec.peak_flop_per_s("fp32")
@@ -257,8 +251,8 @@ def _rates(
     if "fp32" not in spec.peak_dense:
         message = f"device {spec.name!r} declares no fp32 peak, from which the others are judged"
         raise TopologyError(message, hint="add peak_dense.fp32 to its catalogue entry")
-    for dtype in DTYPE_BYTES:
-        peak, downwards, remark = _peak(spec, dtype)  # type: ignore[arg-type]
+    for dtype in COMPUTE_FORMATS:
+        peak, downwards, remark = _peak(spec, dtype)
         for name, ((value, low, high), source) in (("matmul_rate", gemm), ("attention_rate", attention)):
             spread = (value, low * downwards, high)
             yield _constant(f"{name}.{dtype}", spread, f"{remark}; {source}", scale=peak * share)
@@ -271,12 +265,14 @@ def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
     for name in ("memory_bandwidth", "elementwise_bandwidth", "sweep_bandwidth", "scratch_bandwidth"):
         yield _constant(name, _STREAM, source, scale=memory)
     yield _constant("exponential_rate", _GPU_EXPONENTIALS, _GPU_EXPONENTIALS_SOURCE, scale=memory)
-    for dtype, width in DTYPE_BYTES.items():
+    for dtype in COMPUTE_FORMATS:
+        width = FORMATS[dtype].element_bytes
         yield _constant(f"cast_rate.{dtype}", _STREAM, source, scale=memory / (3 * width))
     for name in ("elementwise_cache_bandwidth", "sweep_cache_bandwidth"):
         yield _constant(name, (1.7, 0.8, 3.0), "assumed: L2 against memory bandwidth", scale=memory)
-    for dtype, width in DTYPE_BYTES.items():
-        for distribution in ("normal", "rademacher"):
+    for dtype in COMPUTE_FORMATS:
+        width = FORMATS[dtype].element_bytes
+        for distribution in get_args(DrawClass):
             name = f"draw_rate.{distribution}.{dtype}"
             yield _constant(name, _GPU_DRAW_WRITE, _GPU_DRAW_SOURCE, scale=memory / width)
 
@@ -291,7 +287,8 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
     yield _constant("memory_bandwidth.output", _CPU_OUTPUTS, _CPU_OUTPUTS_SOURCE, scale=threads)
     yield _constant("elementwise_cache_bandwidth", _CACHE, _CACHE_SOURCE, scale=threads)
     yield _constant("exponential_rate", _CPU_EXPONENTIALS, _CPU_EXPONENTIALS_SOURCE, scale=threads)
-    for dtype, width in DTYPE_BYTES.items():
+    for dtype in COMPUTE_FORMATS:
+        width = FORMATS[dtype].element_bytes
         # Formats that a CPU must widen to compute with take their time per element, not per byte.
         factor = width / 4 if width < 4 else 1.0
         for name, (value, low, high) in (
@@ -304,7 +301,7 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
             yield _constant(f"{name}.{dtype}", widened, f"{source}; widened to compute with", scale=scale)
     yield from _cpu_products(threads)
     pairs = [f"{one}.{other}" for pair in _CPU_CAST_PAIRS for one, other in (pair, pair[::-1])]
-    for formats in (*DTYPE_BYTES, *pairs):
+    for formats in (*COMPUTE_FORMATS, *pairs):
         yield _constant(f"cast_rate.{formats}", _CPU_CASTS, _CPU_CASTS_SOURCE, scale=threads)
     for dtype, normals in _CPU_NORMALS.items():
         for distribution, part in _CPU_SKIPPED.items():

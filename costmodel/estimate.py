@@ -14,8 +14,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from costmodel.codec_time import coding_terms
+from costmodel.formats import FORMATS
 from costmodel.profile import Bound, DeviceKind, Profile
-from costmodel.work import DTYPE_BYTES, Attention, Matmul, Work
+from costmodel.work import Attention, Matmul, Work
 from topology.errors import ProfileError
 
 CopyDirection = Literal["h2d", "d2h"]
@@ -87,7 +88,7 @@ def estimate(
 
 def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection = "h2d") -> dict[str, float]:
     """Return the seconds of each cause, for constants given by name (see :data:`~costmodel.profile.CONSTANT_UNITS`)."""
-    width = DTYPE_BYTES[work.dtype]
+    width = FORMATS[work.dtype].element_bytes
     terms = {
         "matmul": sum(_matmul_s(part, work.dtype, width, values) for part in work.matmuls),
         "attention": sum(_attention_s(part, work.dtype, width, values) for part in work.attention),
@@ -248,12 +249,12 @@ def _cores_of(term: str, profile: Profile) -> float:
 
 
 def _memory_bytes(work: Work, cache_bytes: float, device_kind: DeviceKind) -> int:
-    products = sum(part.elements for part in work.matmuls) * DTYPE_BYTES[work.dtype]
+    products = sum(part.elements for part in work.matmuls) * FORMATS[work.dtype].element_bytes
     activations = work.elementwise_bytes - _cached_bytes(
         work.elementwise_bytes, work.num_kernels, cache_bytes
     )
     parameters = work.sweep_bytes - _cached_bytes(work.sweep_bytes, 1, cache_bytes)
-    draws = work.num_normals * DTYPE_BYTES[work.draw_dtype]
-    casts = work.num_casts * (DTYPE_BYTES[work.dtype] + DTYPE_BYTES[work.cast_dtype])
+    draws = work.num_normals * FORMATS[work.draw_dtype].element_bytes
+    casts = work.num_casts * (FORMATS[work.dtype].element_bytes + FORMATS[work.cast_dtype].element_bytes)
     copies = work.copy_bytes * (2 if device_kind == "cpu" else 1)
     return round(products + activations + parameters + draws + casts + copies)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from costmodel.formats import FORMATS, DType
 from costmodel.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec
 from costmodel.pieces import AttentionImpl, Pass, attention_part, lookup, norm
 from costmodel.tape import Buffer, Tape
-from costmodel.work import DTYPE_BYTES, DType, ModelCode, Work
+from costmodel.work import ModelCode, Work
 from topology.errors import ModelError
 
 _NUM_LOSS_SCALARS = 16
@@ -72,7 +73,10 @@ def forward_work(
     shape = Pass(batch=batch, seq=seq, dtype=dtype, attention=attention, loss_chunk=loss_chunk, padded=padded)
     work = _player_of(segment)(spec, shape).model_copy(update={"calls": (_code_of(segment),)})
     stored = storage_dtype or dtype
-    if DTYPE_BYTES[stored] == DTYPE_BYTES[dtype] and {stored, dtype} != {"float16", "bfloat16"}:
+    if FORMATS[stored].element_bytes == FORMATS[dtype].element_bytes and {stored, dtype} != {
+        "float16",
+        "bfloat16",
+    }:
         return work
     return _with_cast_weights(work, spec, segment, stored, dtype)
 
@@ -82,7 +86,7 @@ def activation_bytes(
 ) -> int:
     """Return the bytes that `segment` hands to the next: a hidden state, from a block's front the MLP's too."""
     inner = spec.intermediate_size if segment.endswith(FRONT) else 0
-    return batch * seq * (spec.hidden_size + inner) * DTYPE_BYTES[dtype]
+    return FORMATS[dtype].bytes(batch * seq * (spec.hidden_size + inner))
 
 
 def shared_activation_bytes(
@@ -92,7 +96,7 @@ def shared_activation_bytes(
 
     An unpadded batch has a mask under ``eager`` only; fused attention is told that it is causal.
     """
-    width = DTYPE_BYTES[dtype]
+    width = FORMATS[dtype].element_bytes
     mask = batch * seq * seq * width if attention == "eager" else 0
     rotary = 2 * seq * spec.head_dim * width if spec.positions == "rotary" else 0
     return mask + rotary
@@ -109,10 +113,10 @@ def _with_cast_weights(work: Work, spec: ModelSpec, segment: str, stored: DType,
     elements = sum(group.num_parameters for group in groups)
     cast = Work(
         dtype=dtype,
-        sweep_bytes=elements * (DTYPE_BYTES[stored] + DTYPE_BYTES[dtype]),
+        sweep_bytes=elements * (FORMATS[stored].element_bytes + FORMATS[dtype].element_bytes),
         num_kernels=sum(group.num_tensors for group in groups),
     )
-    workspace = work.workspace_bytes + elements * DTYPE_BYTES[dtype]
+    workspace = work.workspace_bytes + elements * FORMATS[dtype].element_bytes
     return (work + cast).model_copy(update={"workspace_bytes": workspace})
 
 

@@ -6,9 +6,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
+from costmodel.formats import DType
 from costmodel.model_spec import ModelSpec
 from costmodel.tape import Buffer, Tape
-from costmodel.work import Attention, DType
+from costmodel.work import Attention
 
 AttentionImpl = Literal["eager", "sdpa", "flash"]
 

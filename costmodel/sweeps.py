@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from costmodel.work import DTYPE_BYTES, SHARED_ELEMENTS, DType, Work
+from costmodel.distributions import DrawClass
+from costmodel.formats import FORMATS, DType
+from costmodel.work import SHARED_ELEMENTS, Work
 
 Arithmetic = Literal["fused", "scaled", "literal", "pieces"]
 """How a multiple of a direction is added to parameters.
@@ -24,8 +26,6 @@ Arithmetic = Literal["fused", "scaled", "literal", "pieces"]
     the executor does.
 """
 
-Distribution = Literal["normal", "rademacher"]
-
 _WATCH_KERNELS = 8
 """Two samples, whether they are equal, how often, and the sum so far, each element of which is looked up."""
 
@@ -34,7 +34,7 @@ def draw_work(
     num_elements: int,
     *,
     dtype: DType = "float32",
-    distribution: Distribution = "normal",
+    distribution: DrawClass = "normal",
     num_tensors: int = 1,
     num_skipped: int = 0,
     num_kept_rows: int = 0,
@@ -64,7 +64,7 @@ def draw_work(
     num_jumped : int
         Of what is skipped, what a CPU's generator gets past in one jump.
     """
-    width = DTYPE_BYTES[dtype]
+    width = FORMATS[dtype].element_bytes
     return Work(
         dtype=dtype,
         num_normals=num_elements,
@@ -79,7 +79,9 @@ def draw_work(
         distribution=distribution,
         num_kernels=num_tensors,
         num_kept_rows=num_kept_rows,
-        scratch_bytes=2 * width * num_elements if is_scaled and width < DTYPE_BYTES["float32"] else 0,
+        scratch_bytes=2 * width * num_elements
+        if is_scaled and width < FORMATS["float32"].element_bytes
+        else 0,
     )
 
 
@@ -112,7 +114,7 @@ def perturb_work(
     >>> perturb_work(10).sweep_bytes, perturb_work(10, arithmetic="literal").sweep_bytes
     (120, 280)
     """
-    theta, z = DTYPE_BYTES[dtype], DTYPE_BYTES[direction_dtype or dtype]
+    theta, z = FORMATS[dtype].element_bytes, FORMATS[direction_dtype or dtype].element_bytes
     axpy_bytes = 2 * theta + z
     if arithmetic == "pieces":
         return Work(
@@ -165,7 +167,7 @@ def update_work(
     temporary of it and adds that to the step. Where updates are watched, a sample of the parameters is gathered before
     and after, and what did not change is counted.
     """
-    theta = DTYPE_BYTES[dtype]
+    theta = FORMATS[dtype].element_bytes
     step = perturb_work(
         num_elements,
         dtype=dtype,
@@ -200,7 +202,7 @@ def update_work(
 
 def cast_work(num_elements: int, *, source: DType, target: DType, num_tensors: int = 1) -> Work:
     """Return the work of rewriting `num_elements` in another format: one read, one write."""
-    wider = max(source, target, key=DTYPE_BYTES.__getitem__)
+    wider = max(source, target, key=lambda name: FORMATS[name].bits)
     return Work(
         dtype=wider,
         num_casts=num_elements,

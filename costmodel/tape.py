@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from costmodel.work import DTYPE_BYTES, SHARED_ELEMENTS, Attention, DType, Matmul, Work
+from costmodel.formats import FORMATS, DType
+from costmodel.work import SHARED_ELEMENTS, Attention, Matmul, Work
 
 _COUNTS = ("num_kernels", "num_shared_kernels", "elementwise_bytes", "num_exponentials")
 
@@ -25,7 +26,7 @@ class Buffer:
     @property
     def size_bytes(self) -> int:
         """Bytes it occupies."""
-        return self.num_elements * DTYPE_BYTES[self.dtype]
+        return self.num_elements * FORMATS[self.dtype].element_bytes
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Tape:
 
     def cast(self, buffer: Buffer, dtype: DType, *, drop: bool = False) -> Buffer:
         """Return `buffer` in another format: itself where it has that format already."""
-        if DTYPE_BYTES[buffer.dtype] == DTYPE_BYTES[dtype]:
+        if FORMATS[buffer.dtype].element_bytes == FORMATS[dtype].element_bytes:
             return buffer
         return self.map(buffer, dtype=dtype, drop=(buffer,) if drop else ())
 

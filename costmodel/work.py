@@ -11,19 +11,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-DType = Literal["float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
+from costmodel.distributions import DrawClass
+from costmodel.formats import DType
 
 ModelCode = Literal["batch", "embed", "block", "head"]
-
-DTYPE_BYTES: dict[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "tf32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3": 1,
-}
-"""Bytes of one stored element. TF32 is a compute format: what it reads and writes is float32."""
 
 SHARED_ELEMENTS = 1 << 15
 """Elements from which torch shares an element-wise kernel among a CPU's threads (its grain size)."""
@@ -122,7 +113,7 @@ class Work(_Counted):
     draw_dtype : str
         Format that they are drawn in (generators differ in speed by format).
     distribution : str
-        ``"normal"`` or ``"rademacher"``.
+        What a number costs like, of :data:`costmodel.distributions.DrawClass`.
     num_kernels : int
         Operations dispatched to the device, the launch-bound part of small models.
     num_shared_kernels : int
@@ -164,7 +155,7 @@ class Work(_Counted):
     cast_dtype: DType = "float32"
     cast_target: DType = "float32"
     draw_dtype: DType = "float32"
-    distribution: Literal["normal", "rademacher"] = "normal"
+    distribution: DrawClass = "normal"
     num_kernels: NonNegativeInt = 0
     num_shared_kernels: NonNegativeInt = 0
     calls: tuple[ModelCode, ...] = ()

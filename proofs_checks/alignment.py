@@ -10,7 +10,7 @@ import torch
 from scipy.stats import kstest, kstwobign
 from torch import Tensor
 
-from executors.randomness.counter import COUNTER_BLOCK_ELEMENTS, CounterDraws, CounterKey
+from executors.randomness.counter import BLOCK_ELEMENTS, CounterDraws, CounterKey
 from executors.randomness.directions import DIRECTIONS, Direction
 from executors.randomness.rng import generator_on
 from executors.randomness.walks import draw_rows, walk_past
@@ -152,7 +152,7 @@ def check_slices(context: Context) -> Outcome:
 
 
 def _unlike_slices(direction: Direction, seed: int) -> int:
-    block = COUNTER_BLOCK_ELEMENTS["cpu"] * direction.block_factor
+    block = BLOCK_ELEMENTS["cpu"] * direction.distribution.block_factor
     width = 96
     numels = [33, 4 * block + width, 2 * width]
     numels[1] -= numels[1] % width
@@ -248,13 +248,13 @@ CLAIMS = (
         (
             Mutant(
                 "every group starts from the seed",
-                "executors.randomness.drawing:Drawing._walked",
+                "executors.steps.ops.draw:Draws._walked",
                 "generator.set_state(values[source[0]][0])",
                 "generator.manual_seed(seeded.seeds[op.query])",
             ),
             Mutant(
                 "a delayed update draws from the present step",
-                "executors.randomness.drawing:counter_key",
+                "executors.steps.ops.draw:counter_key",
                 "source = frame.at(op.step)",
                 "source = frame.at(0) if frame.seeds else frame.at(op.step)",
             ),

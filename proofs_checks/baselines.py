@@ -125,7 +125,7 @@ def _timed(program: Program) -> Program:
         if isinstance(op, Send | Recv):
             work = Work(link_bytes=item.work.link_bytes)
         elif isinstance(op, Forward | Backward):
-            key = op.point if isinstance(op, Forward) else op.microbatch
+            key = op.kind, op.microbatch
             sweep_bytes = 10**13 if isinstance(op, Forward) else 2 * 10**13
             work = Work() if key in seen else Work(sweep_bytes=sweep_bytes)
             seen.add(key)

@@ -237,7 +237,7 @@ CLAIMS = (
             ),
             Mutant(
                 "the first rank's loss alone",
-                "executors.ranks.exchanges:_mean_of",
+                "executors.steps.ops.exchange:_mean_of",
                 "len(holders) == 1",
                 "len(holders) >= 1",
             ),

@@ -53,13 +53,15 @@ def check_families(context: Context) -> Outcome:
         columns = torch.cat([z, z**2, products, energy], dim=1)
         expected = torch.cat(
             [
-                torch.full((z.shape[1],), direction.mean, dtype=torch.float64),
-                torch.full((z.shape[1],), direction.second_moment, dtype=torch.float64),
+                torch.full((z.shape[1],), direction.distribution.mean, dtype=torch.float64),
+                torch.full((z.shape[1],), direction.distribution.second_moment, dtype=torch.float64),
                 torch.zeros(3, dtype=torch.float64),
                 torch.tensor([direction.energy(SHAPE)], dtype=torch.float64),
             ]
         )
-        outcomes.append(compare_means(direction.name, columns, expected, num_families=len(members)))
+        outcomes.append(
+            compare_means(direction.distribution.name, columns, expected, num_families=len(members))
+        )
     return worst(outcomes)
 
 

@@ -15,8 +15,9 @@ from executors.models.spec import spec_of_model
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
 from executors.steps.interpreter import StepFrame
+from executors.steps.ops.operands import of_group
+from zosim.contents import Direction, GroupWeights, is_scaled
 from zosim.instructions import Access, Instruction
-from zosim.lowering.directions import SCALED
 from zosim.operations import Perturb, Update
 from zosim.plans import Directions, Placement, Plan, Residency, Schedule, Weights
 
@@ -188,10 +189,10 @@ def _observed(
     op = instruction.op
     assert isinstance(op, Perturb | Update)
     offset = op.step if isinstance(op, Update) else 0
-    read = next(access for access in instruction.reads if access.what == op.group)
-    weights = next(access for access in instruction.writes if access.what == op.group)
-    direction = next(access for access in instruction.reads if access.what == f"z:{op.group}")
-    is_scaled, epsilon = direction.point.endswith(SCALED), session.plan.estimator.epsilon
+    (read,) = of_group(op.group, GroupWeights, instruction.reads)
+    (weights,) = of_group(op.group, GroupWeights, instruction.writes)
+    (direction,) = of_group(op.group, Direction, instruction.reads)
+    is_kept_scaled, epsilon = is_scaled(direction.what), session.plan.estimator.epsilon
 
     def values(access: Access) -> Tensor:
         return torch.cat([view.flatten() for view in session.interpreter.store.placed(access).views])
@@ -203,9 +204,9 @@ def _observed(
             return
         key, z, before = (used.step, op.query, op.group), values(direction), values(read)
         action(frame)
-        if not is_scaled:
+        if not is_kept_scaled:
             trace.drawn[key] = z
-        trace.directions.setdefault(key, []).append(z if is_scaled else z * epsilon)
+        trace.directions.setdefault(key, []).append(z if is_kept_scaled else z * epsilon)
         if isinstance(op, Perturb):
             trace.sweeps.append(Sweep(key, op.scale, before, values(weights)))
 

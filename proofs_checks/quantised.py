@@ -38,7 +38,7 @@ def check_estimators(context: Context) -> Outcome:
         pair = _rounding_pairs(direction, context.samples(400_000, 40_000), context.seed + number)
         slope = pair[0] @ _GRADIENT
         for name, used, moment in (
-            ("used twice", pair[0], direction.second_moment),
+            ("used twice", pair[0], direction.distribution.second_moment),
             ("two roundings", pair[1], direction.cross_moment),
         ):
             outcome = compare_means(

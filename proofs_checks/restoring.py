@@ -189,9 +189,9 @@ CLAIMS = (
             ),
             Mutant(
                 "a second forward at +2ε",
-                "zosim.lowering.points:Points.way",
-                "Leg(plus, minus, -2)",
-                "Leg(plus, minus, 1)",
+                "zosim.lowering.weights:Points.path",
+                "Leap(plus, minus, -2)",
+                "Leap(plus, minus, 1)",
             ),
         ),
     ),
@@ -233,9 +233,9 @@ CLAIMS = (
             ),
             Mutant(
                 "a second copy from the first",
-                "zosim.lowering.points:Points.way",
-                'Leg("", minus, -1)',
-                'Leg("", minus, -2)',
+                "zosim.lowering.weights:Points.path",
+                "Leap(BASE, minus, -1)",
+                "Leap(BASE, minus, -2)",
             ),
         ),
     ),
@@ -249,13 +249,13 @@ CLAIMS = (
         (
             Mutant(
                 "the present step's learning rate",
-                "executors.steps.sweeping:Sweeping.update",
+                "executors.steps.ops.sweep:Sweeps.update",
                 "rate = source.learning_rate",
                 "rate = frame.learning_rate or source.learning_rate",
             ),
             Mutant(
                 "no update where g = 0",
-                "executors.steps.sweeping:Sweeping.update",
+                "executors.steps.ops.sweep:Sweeps.update",
                 "if source is None:",
                 "if source is None or not source.gradients[op.query]:",
             ),

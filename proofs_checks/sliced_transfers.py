@@ -145,8 +145,8 @@ def check_no_worse(context: Context) -> Outcome:
 
 _WHOLE_UPLOAD = Mutant(
     "every rank uploads all slices",
-    "zosim.lowering.transfers:Transfers._upload_sliced",
-    "copy_work(total // layout.num_shares)",
+    "zosim.lowering.residency:Homes._upload_sliced",
+    "copy_work(share_bytes)",
     "copy_work(total)",
 )
 
@@ -163,14 +163,14 @@ CLAIMS = (
             _WHOLE_UPLOAD,
             Mutant(
                 "exchanges on the uploads' stream",
-                "zosim.lowering.transfers:Transfers._upload_sliced",
+                "zosim.lowering.residency:Homes._upload_sliced",
                 "Stream.LINK",
                 "Stream.H2D",
             ),
             Mutant(
                 "a share sent to itself as well",
-                "zosim.lowering.transfers:Transfers._upload_sliced",
-                "link_bytes=total - total // layout.num_shares",
+                "zosim.lowering.residency:Homes._upload_sliced",
+                "link_bytes=total - share_bytes",
                 "link_bytes=total",
             ),
         ),

@@ -184,7 +184,7 @@ def check_scalars(_context: Context) -> Outcome:
 
 _RESET = Mutant(
     "every group starts from the seed",
-    "executors.randomness.drawing:Drawing._walked",
+    "executors.steps.ops.draw:Draws._walked",
     "generator.set_state(values[source[0]][0])",
     "generator.manual_seed(seeded.seeds[op.query])",
 )
@@ -225,9 +225,9 @@ CLAIMS = (
         (
             Mutant(
                 "a message behind every segment",
-                "zosim.lowering.step:StepWriter._forward",
-                "segment == self.layout.segments[-1] and not self.layout.is_last_stage",
-                "not self.layout.is_last_stage",
+                "zosim.lowering.split:Cuts.after",
+                "segment == rank.segments[-1] and not rank.is_last_stage",
+                "not rank.is_last_stage",
             ),
         ),
     ),
@@ -241,8 +241,8 @@ CLAIMS = (
         (
             Mutant(
                 "losses of stages that have none",
-                "zosim.lowering.exchanges:Exchanges.exchange_losses",
-                " if layout.is_last_stage",
+                "zosim.lowering.mesh:Losses.exchange_losses",
+                " if rank.is_last_stage",
                 "",
             ),
         ),

@@ -208,13 +208,13 @@ CLAIMS = (
         (
             Mutant(
                 "one slot for all blocks",
-                "zosim.lowering.layout:Layout.slot",
-                "% self.plan.residency.num_slots",
+                "zosim.lowering.residency:Homes._slot_name",
+                "% self._plan.residency.num_slots",
                 "% 1",
             ),
             Mutant(
                 "offloads on the uploads' engine",
-                "zosim.lowering.transfers:Transfers.offload",
+                "zosim.lowering.residency:Homes.offload",
                 'Stream.D2H, "offload"',
                 'Stream.H2D, "offload"',
             ),
@@ -230,15 +230,15 @@ CLAIMS = (
         (
             Mutant(
                 "updates that do not wait for their block's turn",
-                "zosim.lowering.layout:Layout.is_delayed",
+                "zosim.lowering.rank:Rank.is_delayed",
                 'self.plan.schedule.update == "delayed" and',
                 "False and",
             ),
             Mutant(
                 "one forward per query",
-                "zosim.lowering.points:Points.way",
-                '(Leg("", plus, 1),), (Leg(plus, minus, -2),), (Leg(minus, "", 1),)',
-                '(Leg("", plus, 1),), (Leg(plus, "", -1),)',
+                "zosim.lowering.weights:Points.path",
+                "(Leap(BASE, plus, 1),), (Leap(plus, minus, -2),), (Leap(minus, BASE, 1),)",
+                "(Leap(BASE, plus, 1),), (Leap(plus, BASE, -1),)",
             ),
         ),
     ),

@@ -111,7 +111,7 @@ _WRONG_SIGN = Mutant(
 )
 _SUMMED = Mutant(
     "queries summed, not averaged",
-    "executors.steps.sweeping:Sweeping.update",
+    "executors.steps.ops.sweep:Sweeps.update",
     "source.gradients[op.query] / self.num_queries",
     "source.gradients[op.query]",
 )

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Literal
 
 from costmodel.work import Work
+from zosim.contents import WrittenContents, name_and_state
 from zosim.operations import Operation
 
 
@@ -74,13 +75,10 @@ class Access:
     Attributes
     ----------
     buffer : str
-    what : str
-        Name of the contents, such as ``block.3``, ``z:block.3``, ``block.3:out``, ``loss``.
+    what : Contents
+        One of :mod:`zosim.contents`, which files have as text: ``block.3@q0+``, ``z:block.3@q0``, ``loss@q0-``.
     step : int or None
         Step of the contents relative to the step being run; None for contents that never change.
-    point : str
-        Perturbation that the contents carry: ``""`` for none, ``"q0+"`` for query 0 at ``+ε``, ``"q0-"``; for
-        a direction, the query alone.
     offset_bytes, size_bytes : int
         Range inside the buffer.
     share : str
@@ -89,10 +87,9 @@ class Access:
     """
 
     buffer: str
-    what: str
+    what: WrittenContents
     step: int | None
     size_bytes: int
-    point: str = ""
     offset_bytes: int = 0
     share: str = ""
 
@@ -115,16 +112,14 @@ class Access:
             return self
         # Not by `replace`, which takes twice as long: a planner shifts tens of thousands.
         step = self.step - steps
-        return Access(
-            self.buffer, self.what, step, self.size_bytes, self.point, self.offset_bytes, self.share
-        )
+        return Access(self.buffer, self.what, step, self.size_bytes, self.offset_bytes, self.share)
 
     def describe(self) -> str:
         """Return the contents in words."""
         step = "" if self.step is None else f"[t{self.step:+d}]" if self.step else "[t]"
-        point = f" at {self.point}" if self.point else ""
+        name, state = name_and_state(self.what)
         share = f", a share by {self.share}" if self.share else ""
-        return f"{self.what}{step}{point}{share}"
+        return f"{name}{step}{f' at {state}' if state else ''}{share}"
 
 
 @dataclass(frozen=True, slots=True)

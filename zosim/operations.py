@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from costmodel.distributions import DistributionName
+from zosim.points import WrittenPoint
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -60,9 +63,9 @@ class Draw:
         ``"all"``; ``"rows"`` keeps only the rows of a token table that the batch names; ``"none"`` walks the
         generator past the group.
     generator : str
-        ``"mezo"``: one stream walked over the groups. The state before the group is read (as ``rng:<group>``, or
-        as ``rng:<previous>+`` while walking; none: the step's seed starts the stream). A walking draw writes the
-        state before the group (``rng:<group>``, for drawing again) and the state after it (``rng:<group>+``).
+        ``"mezo"``: one stream walked over the groups. The state before the group is read (that of the group itself, or
+        that after the previous group while walking; none: the step's seed starts the stream). A walking draw writes the
+        state before the group, for drawing again, and the state after it (:class:`zosim.contents.GeneratorState`).
         ``"counter"``: keyed by (seed, step, query, parameter), no state.
     distribution : str
     """
@@ -72,7 +75,7 @@ class Draw:
     query: int = 0
     keep: Literal["all", "rows", "none"] = "all"
     generator: Literal["mezo", "counter"] = "mezo"
-    distribution: Literal["gaussian", "rademacher"] = "gaussian"
+    distribution: DistributionName = "gaussian"
     kind: Literal["draw"] = "draw"
 
 
@@ -106,17 +109,19 @@ class Forward:
     Attributes
     ----------
     segment : str
-    point : str
-        ``"q0+"``, ``"q0-"`` ... or ``""`` for the unperturbed weights; ``"m0"``, ``"m1"`` ... for a microbatch of a
-        first-order step.
+    point : Point
+        Files have it as ``"q0+"``, ``"q0-"`` ... or ``"base"``.
     gather : tuple of str
         Token tables that are read through gathered rows, perturbed out of place with the rows of their
         direction, because another segment needs the table itself unperturbed until its turn.
+    microbatch : int
+        In a first-order step, which part of the batch.
     """
 
     segment: str
-    point: str
+    point: WrittenPoint
     gather: tuple[str, ...] = ()
+    microbatch: int = 0
     kind: Literal["forward"] = "forward"
 
 

@@ -12,6 +12,7 @@ import typer
 from pydantic import BaseModel
 
 from costmodel.configs import read_model_spec
+from costmodel.formats import format_name
 from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
 from topology.hardware import resolve
@@ -25,16 +26,6 @@ from zosim.program_set import ProgramSet
 
 HOST = "host"
 _Model = TypeVar("_Model", bound=BaseModel)
-_DTYPE_ALIASES = {
-    "fp64": "float64",
-    "double": "float64",
-    "fp32": "float32",
-    "float": "float32",
-    "fp16": "float16",
-    "half": "float16",
-    "bf16": "bfloat16",
-    "fp8": "float8_e4m3",
-}
 _MESH_AXES = ("data", "perturb", "stage")
 
 
@@ -159,7 +150,7 @@ def dtype_named(option: str, value: str, known: tuple[str, ...] = get_args(Stora
     PlanError
         If the name is unknown.
     """
-    name = _DTYPE_ALIASES.get(value.lower(), value.lower())
+    name = format_name(value)
     if name not in known:
         raise PlanError(f"--{option} {value} is no format that zosim knows", hint=did_you_mean(name, known))
     return name

@@ -27,7 +27,9 @@ from zosim.documents import json_by_lines, read_document
 from zosim.instructions import Access, Buffer, Instruction, Part
 from zosim.unrolling import Placed, unrolled
 
-PROGRAM_VERSION: Literal[1] = 1
+PROGRAM_VERSION: Literal[2] = 2
+OLDEST_VERSION = 1
+"""Of the files that can be read. In version 1, what an operand holds stood in two fields, ``what`` and ``point``."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Program:
     prologue: tuple[Instruction, ...] = ()
     flush: tuple[Instruction, ...] = ()
     groups: Mapping[str, int] = field(default_factory=dict)
-    version: Literal[1] = PROGRAM_VERSION
+    version: Literal[2] = PROGRAM_VERSION
 
     @property
     def is_alone(self) -> bool:
@@ -131,7 +133,7 @@ class Program:
             If it is none.
         """
         try:
-            return _ADAPTER.validate_python(data)
+            return _ADAPTER.validate_python(_upgraded(data) if data.get("version") == 1 else data)
         except ValidationError as error:
             raise_readable(error, f"program {where}", ProgramError)
 
@@ -153,9 +155,30 @@ class Program:
             If the file is missing, is not JSON, or is not a program of this version.
         """
         data = read_document(
-            path, "program", PROGRAM_VERSION, ProgramError, make="write one with `zosim lower plan.json`"
+            path,
+            "program",
+            PROGRAM_VERSION,
+            ProgramError,
+            make="write one with `zosim lower plan.json`",
+            oldest=OLDEST_VERSION,
         )
         return cls.from_data(data, str(path))
+
+
+def _upgraded(data: Any) -> Any:
+    """Return a file of version 1 as one of this version."""
+    if isinstance(data, list):
+        return [_upgraded(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    found = {name: _upgraded(value) for name, value in data.items()}
+    if "version" in found:
+        found["version"] = PROGRAM_VERSION
+    if "what" in found and found.get("point", ""):
+        found["what"] = f"{found['what']}@{found['point']}"
+    if "what" in found:
+        found.pop("point", None)
+    return found
 
 
 _ADAPTER: TypeAdapter[Program] = TypeAdapter(Program)

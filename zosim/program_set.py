@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from topology.errors import ProgramError
 from zosim.documents import read_document
-from zosim.program import Program
-
-PROGRAM_SET_VERSION: Literal[1] = 1
+from zosim.program import OLDEST_VERSION, PROGRAM_VERSION, Program
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class ProgramSet:
         if self.world_size == 1:
             return self.programs[0].to_json()
         data: dict[str, Any] = {
-            "version": PROGRAM_SET_VERSION,
+            "version": PROGRAM_VERSION,
             "roles": list(self.roles),
             "groups": {name: [list(part) for part in parts] for name, parts in self.groups.items()},
         }
@@ -121,7 +119,12 @@ class ProgramSet:
             If the file is missing, is not JSON, or is neither.
         """
         data = read_document(
-            path, "program", PROGRAM_SET_VERSION, ProgramError, make="write one with `zosim lower plan.json`"
+            path,
+            "program",
+            PROGRAM_VERSION,
+            ProgramError,
+            make="write one with `zosim lower plan.json`",
+            oldest=OLDEST_VERSION,
         )
         return cls.from_data(data, str(path))
 

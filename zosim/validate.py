@@ -213,7 +213,7 @@ class _State:
 
 def same_contents(held: Access, wanted: Access) -> bool:
     """Whether two accesses speak of the same contents, whatever their ranges."""
-    return (held.what, held.step, held.point) == (wanted.what, wanted.step, wanted.point)
+    return (held.what, held.step) == (wanted.what, wanted.step)
 
 
 def absolute(access: Access, step: int) -> Access:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from topology.errors import Hazard
+from zosim.contents import Contents, name_and_state, parameters_of
 from zosim.instructions import Access, Instruction
 from zosim.meeting import Joint, Pair, Side, Touch, pairs, partner_of
 from zosim.operations import Recv, Send
@@ -61,8 +62,9 @@ def _check(first: Side, second: Side, pair: Pair) -> None:
         )
 
 
-def _versions(program: Program) -> dict[str, tuple[int | None, str]]:
-    return {access.what: (access.step, access.point) for access in program.final}
+def _versions(program: Program) -> dict[Contents, tuple[Contents, int | None]]:
+    """Return what a program promises, in which state and as of which step."""
+    return {parameters_of(access.what) or access.what: (access.what, access.step) for access in program.final}
 
 
 def _refuse_unlike_messages(sender: Side, receiver: Side, pair: Pair, *, flipped: bool) -> None:
@@ -88,8 +90,8 @@ def _refuse_unlike_messages(sender: Side, receiver: Side, pair: Pair, *, flipped
             )
 
 
-def _message(accesses: Sequence[Access]) -> list[tuple[str, int | None, str, int]]:
-    return [(access.what, access.step, access.point, access.size_bytes) for access in accesses]
+def _message(accesses: Sequence[Access]) -> list[tuple[Contents, int | None, int]]:
+    return [(access.what, access.step, access.size_bytes) for access in accesses]
 
 
 def _describe(accesses: Sequence[Access]) -> str:
@@ -116,7 +118,9 @@ def _refuse_unlike_collectives(first: Side, second: Side, group: str, pair: Pair
 
 
 def _signature(instruction: Instruction) -> tuple[object, ...]:
-    reads = tuple((access.what, access.size_bytes, access.share) for access in instruction.reads)
+    reads = tuple(
+        (name_and_state(access.what)[0], access.size_bytes, access.share) for access in instruction.reads
+    )
     return instruction.op, reads, tuple(access.size_bytes for access in instruction.writes)
 
 

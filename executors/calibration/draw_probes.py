@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from costmodel.distributions import (
+    COUNTER_BLOCK_ELEMENTS,
+    DISTRIBUTIONS,
+    JUMP_WORDS,
+    NUM_RNG_MARKS,
+    DrawClass,
+)
+from costmodel.formats import DType
 from costmodel.sweeps import cast_work, draw_work, perturb_work
-from costmodel.work import DType
 from executors.calibration.probing import MEMORY_BYTES, Probe, format_named, random_tensor
 from executors.formats import TORCH_DTYPES
 from executors.randomness.counter import CounterDraws, CounterKey
@@ -17,7 +25,6 @@ from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import generator_on
 from executors.randomness.walks import Walk, draw_rows
 from executors.threads import DrawThreads
-from zosim.lowering.layout import COUNTER_BLOCK_ELEMENTS, JUMP_WORDS, NUM_RNG_MARKS
 
 
 def draw_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe]:
@@ -35,14 +42,14 @@ def _draws(device: torch.device, dtype: str) -> Iterator[Probe]:
     generator = generator_on(device, 1)
     num = MEMORY_BYTES[device.type] // 16
     out = torch.empty(num, dtype=TORCH_DTYPES[dtype], device=device)
-    for name, distribution in (("gaussian", "normal"), ("rademacher", "rademacher")):
-        direction = direction_named(name)
-        work = draw_work(num, dtype=format_named(dtype), distribution=distribution)  # type: ignore[arg-type]
+    for direction in _one_of_each_class():
+        draw_class = direction.distribution.draw_class
+        work = draw_work(num, dtype=format_named(dtype), distribution=draw_class)
 
         def run(direction: Direction = direction) -> None:
             direction.fill(out, generator)
 
-        yield Probe(f"draw {name} {dtype}", work, run)
+        yield Probe(f"draw {direction.distribution.name} {dtype}", work, run)
 
 
 def _shared_draws(device: torch.device, dtype: str) -> Iterator[Probe]:
@@ -83,17 +90,23 @@ def _shared_draws(device: torch.device, dtype: str) -> Iterator[Probe]:
             yield Probe(f"{name} one walk {dtype}", split, in_a_walk)
 
 
+def _one_of_each_class() -> list[Direction]:
+    """Return how to draw one distribution of each kind whose rates are measured."""
+    names = {declared.draw_class: name for name, declared in reversed(DISTRIBUTIONS.items())}
+    return [direction_named(names[draw_class]) for draw_class in get_args(DrawClass)]
+
+
 def _skips(device: torch.device, dtype: str) -> Iterator[Probe]:
     generator, num = generator_on(device, 1), MEMORY_BYTES[device.type] // 16
     like = torch.empty(0, dtype=TORCH_DTYPES[dtype], device=device)
-    for name, distribution in (("gaussian", "normal"), ("rademacher", "rademacher")):
-        direction = direction_named(name)
-        work = draw_work(0, dtype=format_named(dtype), distribution=distribution, num_skipped=num)  # type: ignore[arg-type]
+    for direction in _one_of_each_class():
+        draw_class = direction.distribution.draw_class
+        work = draw_work(0, dtype=format_named(dtype), distribution=draw_class, num_skipped=num)
 
         def run(direction: Direction = direction) -> None:
             direction.skip(num, like, generator)
 
-        yield Probe(f"skip {name} {dtype}", work, run)
+        yield Probe(f"skip {direction.distribution.name} {dtype}", work, run)
 
 
 def _jumps(device: torch.device) -> Iterator[Probe]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from costmodel.estimate import CopyDirection
-from costmodel.work import DType, Work
+from costmodel.formats import DType
+from costmodel.work import Work
 from executors.formats import TORCH_DTYPES
 from executors.models.model import Batch
 from executors.randomness.rng import generator_on

@@ -19,8 +19,8 @@ import torch
 from scipy.stats import t as student_t
 from scipy.stats import theilslopes
 
+from costmodel.formats import DType
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
-from costmodel.work import DType
 from executors.calibration.probing import token_batch
 from executors.calibration.quiet import SLOWER
 from executors.formats import TORCH_DTYPES

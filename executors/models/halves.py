@@ -39,6 +39,12 @@ Handed = Tensor | Halfway
 """What one segment hands to the next."""
 
 
+def as_tensor(handed: Handed | None) -> Tensor:
+    """Return what was handed on behind a whole block or the head."""
+    assert isinstance(handed, Tensor)
+    return handed
+
+
 class _Stop(Exception):  # noqa: N818 - not an error: the front half is done
     """Carries the second linear's input out of the block."""
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from costmodel.work import DType
+from costmodel.formats import DType
+from executors.formats import SAFETENSORS_NAMES, format_of
 from zosim.plans import Plan
-
-_FORMATS: dict[str, DType] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def moves_mapped(plan: Plan) -> bool:
@@ -34,4 +33,5 @@ def own_format(source: str | Path) -> DType | None:
                 found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError):
         return None  # whoever loads the model says what is wrong with it
-    return _FORMATS.get(found.pop()) if len(found) == 1 else None
+    kept_in = next((dtype for dtype, name in SAFETENSORS_NAMES.items() if found == {name}), None)
+    return format_of(kept_in) if kept_in is not None and kept_in.is_floating_point else None

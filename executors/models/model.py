@@ -27,7 +27,7 @@ from costmodel.model_spec import (
     segments_of,
 )
 from executors.models.blocks import block_list, refuse_unsupported
-from executors.models.halves import Halfway, HalvedBlock, Handed, normalises_last
+from executors.models.halves import Halfway, HalvedBlock, Handed, as_tensor, normalises_last
 from executors.models.parameters import NamedTensor, named_tensors
 from executors.models.recording_blocks import Calls, Role, StandIn, StepCache, Stop
 from topology.errors import ModelError
@@ -107,12 +107,23 @@ class CutModel:
             StandIn(block, self._role, is_last=i == last) for i, block in enumerate(self.blocks)
         )
         self.tensors = named_tensors(model)
-        self.device = self.tensors[0].parameter.device
+        self.device = self.tensors[0].values.device
         self._segments_of = self._read_segments(blocks_path)
         self.groups = self._group()
         self.embedding = self._token_embedding()
 
     # -- running -----------------------------------------------------------------------------------------------
+
+    def run(self, segment: str, batch: Batch, cache: StepCache, handed: Handed | None) -> Handed:
+        """Return what `segment` makes of a batch and of what the segment before it handed on: from the head, the loss."""
+        if segment == EMBED:
+            return self.embed(batch, cache)
+        if segment == HEAD:
+            return self.head(as_tensor(handed), batch)
+        if not cache.calls:  # another stage embeds
+            self.embed(batch, cache)
+        assert handed is not None
+        return self.between(segment, handed, cache)
 
     def embed(self, batch: Batch, cache: StepCache) -> Tensor:
         """Return the first block's input, and fill `cache` with what the blocks are called with.
@@ -158,12 +169,12 @@ class CutModel:
             assert isinstance(handed, Halfway)
             with self._format():
                 return self._halves[index].back(handed)
-        assert isinstance(handed, Tensor)
+        hidden = as_tensor(handed)
         if not segment.endswith(FRONT):
-            return self.block(index, handed, cache)
+            return self.block(index, hidden, cache)
         args, kwargs = cache.calls[index]
         with self._format():
-            return self._halves[index].front(handed, *args, **kwargs)
+            return self._halves[index].front(hidden, *args, **kwargs)
 
     def head(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return the loss of the batch, given what the last block left.
@@ -227,12 +238,12 @@ class CutModel:
         return total / (targets != IGNORED_LABEL).sum()
 
     @contextmanager
-    def gathered_rows(self, parameter: nn.Parameter, rows: Tensor, positions: Tensor) -> Iterator[None]:
+    def gathered_rows(self, tensor: NamedTensor, rows: Tensor, positions: Tensor) -> Iterator[None]:
         """Let the token embedding read `rows` at `positions` in place of its table at the token numbers.
 
         Parameters
         ----------
-        parameter : torch.nn.Parameter
+        tensor : NamedTensor
             The token table.
         rows : torch.Tensor
             Shape (distinct tokens, embedding width).
@@ -240,17 +251,19 @@ class CutModel:
             Row of each token of the batch, in the batch's shape.
         """
         module = self.embedding
-        if module.weight is not parameter:
+        if module.weight is not tensor.parameter:
             raise ModelError("only the input token table can be read through gathered rows")
         # padding_idx matters to gradients alone, but torch checks it against the number of rows.
-        table, padding = parameter.data, module.padding_idx
-        parameter.data, module.padding_idx = rows, None
+        table, padding = tensor.values, module.padding_idx
+        tensor.hold(rows)
+        module.padding_idx = None
         hook = module.register_forward_pre_hook(lambda _module, _args: (positions,))
         try:
             yield
         finally:
             hook.remove()
-            parameter.data, module.padding_idx = table, padding
+            tensor.hold(table)
+            module.padding_idx = padding
 
     @contextmanager
     def _cut(self) -> Iterator[None]:

@@ -1,7 +1,11 @@
-"""A model's parameters by name and place, whether or not they have memory."""
+"""A model's parameters by name and place, whether or not they have memory.
+
+Here alone it is known that a parameter's values are a float tensor in ``parameter.data``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,14 +49,29 @@ class NamedTensor:
         return self.shape.numel()
 
     @property
+    def values(self) -> Tensor:
+        """What the model computes with."""
+        return self.parameter.data
+
+    def hold(self, values: Tensor) -> None:
+        """Let the model compute with `values`, which are not copied."""
+        self.parameter.data = values
+
+    @property
     def trainable(self) -> bool:
         """Whether it is perturbed and updated."""
         return self.index >= 0
 
 
+def bind(tensors: Sequence[NamedTensor], views: Sequence[Tensor]) -> None:
+    """Let parameters be what lies in as many pieces of memory."""
+    for tensor, view in zip(tensors, views, strict=True):
+        tensor.hold(view)
+
+
 def stand_in(tensor: NamedTensor, device: torch.device) -> Tensor:
     """Return zeros in the shape of a parameter that take no memory."""
-    return torch.zeros((), dtype=tensor.parameter.dtype, device=device).expand(tensor.shape)
+    return torch.zeros((), dtype=tensor.values.dtype, device=device).expand(tensor.shape)
 
 
 def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from costmodel.configs import spec_of_config
 from costmodel.model_spec import ModelSpec
+from executors.formats import format_of
 from executors.models.model import CutModel
 from topology.errors import ModelError, UnknownFamily
 from zosim.plans import ForwardPass, Placement, Plan, Weights
@@ -77,7 +78,7 @@ def plan_of_model(model: nn.Module, *, batch: int, seq: int, **axes: Any) -> Pla
                 print(session.step(batch).loss)
     """
     spec = spec_of_model(model)
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    dtype = format_of(next(model.parameters()).dtype)
     is_eager = getattr(model.config, "_attn_implementation", "") == "eager"
     chosen = {
         "placement": Placement(topology="host", devices=("cpu0",)),

@@ -13,22 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from executors.files import replacing
-from executors.formats import TORCH_DTYPES
+from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES
 
 WEIGHTS_NAME = "model.safetensors"
-
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def weights_digest(model: nn.Module, dtype: str | None = None, *, trainable_only: bool = False) -> str:
@@ -98,7 +85,7 @@ def write_tensors(
     for name, tensor in tensors.items():
         to = wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
         end = offset + tensor.numel() * to.itemsize
-        entry = {"dtype": _SAFETENSORS_DTYPES[to], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        entry = {"dtype": SAFETENSORS_NAMES[to], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         header[name] = entry
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()

@@ -12,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Generator, Tensor
 
+from costmodel.distributions import COUNTER_BLOCK_ELEMENTS
 from executors.randomness.directions import Direction
 from executors.randomness.rng import MASK32, drawn, mixed
 from executors.randomness.walks import keep_rows, rows_between
 from executors.threads import DrawThreads, even_ranges
 
-COUNTER_BLOCK_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
+BLOCK_ELEMENTS = {"cpu": COUNTER_BLOCK_ELEMENTS, "cuda": 1 << 22}
 """Length of a ``counter`` block, on a CPU times the direction's ``block_factor``: long enough that seeding costs
 little, short enough that a row is cheap."""
 
@@ -140,7 +141,7 @@ class CounterDraws:
             ):
                 generator.manual_seed(seed)
                 begin, end = block * length, min((block + 1) * length, numel)
-                if direction.is_drawn_alone:
+                if direction.distribution.is_drawn_alone:
                     self._fill_rows_of(out, wanted, begin, end, direction, generator)
                 else:
                     keep_rows(out, wanted, begin, end, direction, generator, to_the_end=False)
@@ -189,7 +190,7 @@ class CounterDraws:
 
     def _share(self, work: Callable[[range], None], num_items: int, direction: Direction) -> None:
         """Let all threads work through as many items together, where one alone would leave the others idle."""
-        num_shares = self._threads.num_threads if direction.is_drawn_alone else 1
+        num_shares = self._threads.num_threads if direction.distribution.is_drawn_alone else 1
         self._threads.run([partial(work, share) for share in even_ranges(num_items, num_shares)])
 
     def _jobs(
@@ -212,7 +213,7 @@ class CounterDraws:
         """Return `num` elements of a block from `low` on, drawing as little of the rest as draws can be split."""
         high = low + num
         on_cpu = self._device.type == "cpu"
-        begin, end = _apart(low, high, total, direction.granularity) if on_cpu else (0, total)
+        begin, end = _apart(low, high, total, direction.distribution.granularity) if on_cpu else (0, total)
         if begin:
             direction.skip(begin, like, generator)
         numbers = torch.empty(end - begin, dtype=like.dtype, device=like.device)
@@ -228,8 +229,8 @@ class CounterDraws:
 
     def _length(self, direction: Direction) -> int:
         on_cpu = self._device.type == "cpu"
-        return COUNTER_BLOCK_ELEMENTS.get(self._device.type, 1 << 20) * (
-            direction.block_factor if on_cpu else 1
+        return BLOCK_ELEMENTS.get(self._device.type, 1 << 20) * (
+            direction.distribution.block_factor if on_cpu else 1
         )
 
     def _first_blocks_of(self, length: int) -> list[int]:

@@ -1,8 +1,7 @@
-"""Families of random directions: how a flat tensor is filled, and what is known about its distribution."""
+"""How random directions are drawn; what is known of their distributions is said in :mod:`costmodel.distributions`."""
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
@@ -11,36 +10,20 @@ from math import prod
 import torch
 from torch import Generator, Tensor
 
+from costmodel.distributions import DISTRIBUTIONS, Distribution
 from topology.errors import PlanError
 
 
 class Direction(ABC):
-    """A distribution of tensors whose elements are alike and uncorrelated.
+    """How tensors of a distribution are drawn.
 
     Attributes
     ----------
-    name : str
-    mean : float
-        Expectation of an element.
-    second_moment : float
-        Expectation of an element's square.
-    block_factor : int
-        How many times longer than others its ``counter`` blocks are on a CPU: more where an element costs less.
-    granularity : int
-        On a CPU, a draw split at multiples of this equals the whole draw, if no piece is shorter.
-    is_drawn_alone : bool
-        Whether one thread draws while others have nothing to do.
-    is_sign : bool
-        Whether every element is 1 or -1.
+    distribution : Distribution
+        What is known of them without drawing any.
     """
 
-    name: str
-    mean: float
-    second_moment: float
-    block_factor: int = 1
-    granularity: int = sys.maxsize
-    is_drawn_alone: bool = True
-    is_sign: bool = False
+    distribution: Distribution
 
     @abstractmethod
     def fill(self, out: Tensor, generator: Generator) -> None:
@@ -72,10 +55,7 @@ class Direction(ABC):
 class Gaussian(Direction):
     """Standard normal elements, the numbers of ``torch.normal`` with the same generator."""
 
-    name = "gaussian"
-    mean = 0.0
-    second_moment = 1.0
-    granularity = 16
+    distribution = DISTRIBUTIONS["gaussian"]
 
     def fill(self, out: Tensor, generator: Generator) -> None:
         """Fill `out` with standard normals."""
@@ -125,13 +105,7 @@ class Rademacher(Direction):
     highest bit.
     """
 
-    name = "rademacher"
-    mean = 0.0
-    second_moment = 1.0
-    block_factor = 32
-    granularity = 64
-    is_drawn_alone = False
-    is_sign = True
+    distribution = DISTRIBUTIONS["rademacher"]
 
     def fill(self, out: Tensor, generator: Generator) -> None:
         """Fill `out` with signs."""
@@ -208,7 +182,8 @@ def _skip_words(num_words: int, generator: Generator) -> None:
         torch.empty(1, dtype=torch.int32).random_(generator=generator)
 
 
-DIRECTIONS: dict[str, Direction] = {direction.name: direction for direction in (Gaussian(), Rademacher())}
+DIRECTIONS: dict[str, Direction] = {drawn.distribution.name: drawn for drawn in (Gaussian(), Rademacher())}
+"""How each distribution of :data:`costmodel.distributions.DISTRIBUTIONS` is drawn."""
 
 
 def direction_named(name: str) -> Direction:

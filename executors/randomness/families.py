@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Generator, Tensor
 
+from costmodel.distributions import Distribution
 from executors.randomness.directions import Direction, Gaussian
 from executors.randomness.quantisers import StochasticRounding
 from topology.errors import PlanError
@@ -27,9 +28,7 @@ class Sphere(Direction):
     norm is exact, which takes the ``+ 2`` from the Gaussian's energy.
     """
 
-    name = "sphere"
-    mean = 0.0
-    second_moment = 1.0
+    distribution = Distribution("sphere")
 
     def fill(self, out: Tensor, generator: Generator) -> None:
         """Fill `out`, as a whole, with a point of the sphere."""
@@ -54,14 +53,11 @@ class LowRank(Direction):
     Elements are uncorrelated with second moment 1; the division by ``√r`` is what makes it so.
     """
 
-    mean = 0.0
-    second_moment = 1.0
-
     def __init__(self, rank: int) -> None:
         if rank < 1:
             raise PlanError(f"rank={rank} must be at least 1", hint="LoZO uses ranks from 1 to 8")
         self.rank = rank
-        self.name = f"low-rank-{rank}"
+        self.distribution = Distribution(f"low-rank-{rank}")
 
     def fill(self, out: Tensor, generator: Generator) -> None:
         """Fill `out`, drawing ``U`` before ``V``."""
@@ -98,21 +94,20 @@ class QuantisedGaussian(Direction):
 
     Attributes
     ----------
-    second_moment : float
-        Of one rounding, ``E[Q(u)²]``: what an estimate that uses a rounding twice is scaled by. It exceeds 1 by
+    distribution : Distribution
+        Its second moment is that of one rounding, ``E[Q(u)²]``: what an estimate that uses a rounding twice is scaled by. It exceeds 1 by
         the variance of the rounding, and falls short by what is clamped.
     cross_moment : float
         Of two roundings of one normal, ``E[Q₁(u)·Q₂(u)] = E[clamp(u)²]``: 1 where nothing is clamped.
     """
 
-    mean = 0.0
-
     def __init__(self, rounding: StochasticRounding) -> None:
         self.rounding = rounding
-        self.name = f"gaussian-int{rounding.bits}"
         levels = zip(rounding.levels, self._probabilities(), strict=True)
         moments = [(level**2 * chance, level**4 * chance) for level, chance in levels]
-        self.second_moment = sum(second for second, _ in moments)
+        self.distribution = Distribution(
+            f"gaussian-int{rounding.bits}", second_moment=sum(second for second, _ in moments)
+        )
         self._fourth_moment = sum(fourth for _, fourth in moments)
         self.cross_moment = _clamped_square(rounding.levels[-1])
 
@@ -129,7 +124,7 @@ class QuantisedGaussian(Direction):
 
     def energy(self, shape: Sequence[int]) -> float:
         """Return ``E[q⁴] + (d - 1)·E[q²]²`` of an element ``q``, one rounding used twice."""
-        return self._fourth_moment + (math.prod(shape) - 1) * self.second_moment**2
+        return self._fourth_moment + (math.prod(shape) - 1) * self.distribution.second_moment**2
 
     def _probabilities(self) -> list[float]:
         """Return how often each level comes out: what its neighbouring cells and, at the ends, the tails give it."""

@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import Generator, Tensor
 
+from costmodel.distributions import JUMP_WORDS
 from executors.randomness.directions import Direction
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import drawn
 from executors.threads import DrawThreads, even_ranges
-from zosim.lowering.layout import JUMP_WORDS
 
 _WALK_ELEMENTS = 1 << 16
 """Numbers held at once when not all are kept; a multiple of every granularity."""
@@ -52,7 +52,7 @@ class Walk:
         threads: DrawThreads | None = None,
     ) -> None:
         self._direction = direction
-        self._spans = list(_spans(numels, direction.granularity, num_marks))
+        self._spans = list(_spans(numels, direction.distribution.granularity, num_marks))
         self._threads = threads or DrawThreads()
 
     def fill(
@@ -73,7 +73,7 @@ class Walk:
         self, views: Sequence[Tensor], states: Sequence[Tensor], factor: float | None = None
     ) -> None:
         """Fill flat `views` as the walk that left `states` did."""
-        num_threads = self._threads.num_threads if self._direction.is_drawn_alone else 1
+        num_threads = self._threads.num_threads if self._direction.distribution.is_drawn_alone else 1
         shares = even_ranges(len(self._spans), num_threads)
         self._threads.run([partial(self._from, share, views, states, factor) for share in shares])
 
@@ -266,8 +266,8 @@ def _stretches(
     rows: Sequence[int], width: int, begin: int, end: int, direction: Direction
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (begin, end, kept) of one draw in pieces that can be drawn apart; without rows to keep, in one."""
-    if rows and (width % direction.granularity or not direction.is_drawn_alone):
-        most = _WALK_ELEMENTS if direction.is_drawn_alone else _CHEAP_ELEMENTS
+    if rows and (width % direction.distribution.granularity or not direction.distribution.is_drawn_alone):
+        most = _WALK_ELEMENTS if direction.distribution.is_drawn_alone else _CHEAP_ELEMENTS
         yield from ((begin + low, begin + high, True) for low, high in _pieces(end - begin, most))
         return
     for row in rows:

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from executors.steps.buffers import FROZEN, BufferStore
+from executors.steps.buffers import BufferStore
 from executors.steps.frames import StepFrame
-from executors.steps.operands import Action
+from executors.steps.ops.operands import Action
 from topology.errors import RunError
+from zosim.contents import Contents, GroupWeights
 from zosim.instructions import Instruction
 from zosim.operations import Copy
 from zosim.program import Program
@@ -44,13 +45,15 @@ class ReplicaWatch:
         self._store = store
         finals = [access for access in program.final if store.is_weights(access)]
         self._at_rest = [access for access in finals if not access.share]
-        leaving = [access.what for access in finals if access.share and not access.what.endswith(FROZEN)]
-        self._sums = {what: torch.zeros((), dtype=torch.int64, device=device) for what in leaving}
+        leaving = [access.what for access in finals if access.share and isinstance(access.what, GroupWeights)]
+        self._sums: dict[Contents, Tensor] = {
+            what: torch.zeros((), dtype=torch.int64, device=device) for what in leaving
+        }
 
     @property
     def names(self) -> list[str]:
         """Names of what is summed, in the order of :meth:`sums`."""
-        return [*self._sums, *(access.what for access in self._at_rest)]
+        return [*map(str, self._sums), *(str(access.what) for access in self._at_rest)]
 
     def watched(self, instruction: Instruction, action: Action) -> Action:
         """Return `action`, with the block added up first if it leaves its slot for a copy that ranks share."""

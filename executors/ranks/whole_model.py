@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from executors.models.model import CutModel
+from executors.models.engine import ForwardEngine
 from executors.models.parameters import NamedTensor, stand_in
 from executors.ranks.communicator import Communicator
 from zosim.plans import Plan
@@ -25,7 +25,7 @@ class WholeModel:
     Parameters
     ----------
     plan : Plan
-    cut : CutModel
+    engine : ForwardEngine
     communicator : Communicator or None
     storage : torch.dtype
         Format of the weights.
@@ -36,17 +36,17 @@ class WholeModel:
     def __init__(
         self,
         plan: Plan,
-        cut: CutModel,
+        engine: ForwardEngine,
         communicator: Communicator | None,
         storage: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._cut = cut
+        self._engine = engine
         self._communicator = communicator
         self._storage = storage
         self._device = device
         self._is_here = False
-        self._owners = {} if communicator is None else _owners(plan, cut, communicator)
+        self._owners = {} if communicator is None else _owners(plan, engine, communicator)
 
     @contextmanager
     def here(self, segment: str | None = None, *, on_first_alone: bool = False) -> Iterator[None]:
@@ -72,7 +72,7 @@ class WholeModel:
         finally:
             self._is_here = outer
             for tensor in fetched:
-                tensor.parameter.data = stand_in(tensor, self._device)
+                tensor.hold(stand_in(tensor, self._device))
 
     def _fetched(self, segment: str | None, *, on_first_alone: bool) -> list[NamedTensor]:
         """Return the parameters that were fetched, each in its place."""
@@ -82,7 +82,7 @@ class WholeModel:
         if on_first_alone and 0 not in communicator.members(_PIPELINE):
             return []
         fetched = []
-        for group in self._cut.groups:
+        for group in self._engine.groups:
             holders = self._owners[group.name]
             wanted = segment is None or segment in group.segments
             if not wanted or len(holders) == len(communicator.members(_PIPELINE)):
@@ -90,16 +90,16 @@ class WholeModel:
             if on_first_alone and 0 in holders:
                 continue
             is_kept = communicator.rank not in holders and (communicator.is_first or not on_first_alone)
-            for tensor in self._cut.tensors_of(group.name):
+            for tensor in self._engine.tensors_of(group.name):
                 values = self._spread(communicator, holders, tensor)
                 if is_kept:
-                    tensor.parameter.data = values.to(self._device)
+                    tensor.hold(values.to(self._device))
                     fetched.append(tensor)
         return fetched
 
     def _spread(self, communicator: Communicator, holders: tuple[int, ...], tensor: NamedTensor) -> Tensor:
         if communicator.rank == holders[0]:
-            values = tensor.parameter.data.to("cpu", self._storage).contiguous()
+            values = tensor.values.to("cpu", self._storage).contiguous()
         else:
             values = torch.empty(tensor.shape, dtype=self._storage)
         communicator.broadcast(
@@ -108,12 +108,12 @@ class WholeModel:
         return values
 
 
-def _owners(plan: Plan, cut: CutModel, communicator: Communicator) -> dict[str, tuple[int, ...]]:
+def _owners(plan: Plan, engine: ForwardEngine, communicator: Communicator) -> dict[str, tuple[int, ...]]:
     """Return the ranks of this one's pipeline that hold each parameter group; nothing where each holds all."""
     if plan.mesh.stage == 1:
         return {}
     segments = {rank: set(plan.segments_of(rank)) for rank in communicator.members(_PIPELINE)}
     return {
         group.name: tuple(rank for rank, own in segments.items() if own & set(group.segments))
-        for group in cut.groups
+        for group in engine.groups
     }

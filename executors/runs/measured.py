@@ -9,7 +9,7 @@ import torch
 from executors.ranks.communicator import Communicator
 from executors.steps.interpreter import Interpreter
 from executors.steps.memory import MemoryReport
-from executors.steps.stages import Stages
+from executors.steps.ops.codec import Crossings
 from zosim.spans import Span
 from zosim.timeline import Timeline
 
@@ -42,7 +42,7 @@ def measured_timeline(
         Of these steps, the first that counts as steady.
     memory : MemoryReport
     """
-    sent = interpreter.stages.sent_bytes
+    sent = interpreter.crossings.sent_bytes
     spans = tuple(
         replace(item.span(rank), size_bytes=sent.get((item.step, item.instruction.id), 0)).shifted(
             0, -first_step
@@ -92,7 +92,7 @@ def _first_meeting(spans: tuple[Span, ...]) -> float:
 
 
 def messages_per_step(
-    stages: Stages, communicator: Communicator | None, num_steps: int, *, between_stages: bool
+    stages: Crossings, communicator: Communicator | None, num_steps: int, *, between_stages: bool
 ) -> dict[str, float]:
     """Return how many messages of all stages went in each of `num_steps` steps, and their bytes on the wire.
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from costmodel.configs import LoRA, Prefix, read_model_spec
+from costmodel.formats import FORMATS
 from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
-from costmodel.work import DTYPE_BYTES
 from executors.datasets.data import LineFile
 from executors.ranks.mesh import draws_by_halves, fastest_plan, mesh_named, spread, uncut
 from executors.steps.preparing import check_device
@@ -368,7 +368,7 @@ def refuse_too_large(plan: Plan, programs: ProgramSet | None, *, random_weights:
     held = [b for rank in ranks for b in programs.program_of(rank).buffers if on_cpu or b.space is Space.HOST]
     once = {b.name: b.size_bytes for b in held if b.shared}
     size = sum(b.size_bytes for b in held if not b.shared) + sum(once.values())
-    width = DTYPE_BYTES[plan.weights.dtype]
+    width = FORMATS[plan.weights.dtype].element_bytes
     # While they move into their buffers, the weights of one group stand twice. All ranks map them from the same files;
     # random ones every rank makes for itself.
     moving = len(ranks) * max(group.num_parameters for group in plan.model.groups) * 4

@@ -10,6 +10,7 @@ from typing import Any, Self
 from executors.randomness.rng import mixed
 from executors.steps.frames import StepFrame
 from topology.errors import RunError
+from zosim.points import BASE, Point
 
 _NUM_SEEDS = 1_000_000_000
 """Seeds are drawn below this, as the reference loop draws them."""
@@ -87,13 +88,13 @@ def seed_of(seed: int, step: int, query: int) -> int:
 def record_of(frame: StepFrame, seconds: float) -> StepRecord:
     """Return what a step that ran found."""
     queries = range(len(frame.seeds))
-    central = "" not in frame.losses
+    central = BASE not in frame.losses
     return StepRecord(
         step=frame.step,
         seeds=frame.seeds,
-        losses_plus=tuple(frame.losses[f"q{query}+"].item() for query in queries),
-        losses_minus=tuple(frame.losses[f"q{query}-"].item() for query in queries) if central else None,
-        loss_base=None if central else frame.losses[""].item(),
+        losses_plus=tuple(frame.losses[Point(query, 1)].item() for query in queries),
+        losses_minus=tuple(frame.losses[Point(query, -1)].item() for query in queries) if central else None,
+        loss_base=None if central else frame.losses[BASE].item(),
         projected_gradients=tuple(frame.gradients[query] for query in queries),
         learning_rate=frame.learning_rate,
         seconds=seconds,

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 import zosim
 from executors.datasets.batches import check_batch
 from executors.formats import TORCH_DTYPES
-from executors.models.model import Batch, CutModel, LossDType, Objective
+from executors.models.engine import engine_for
+from executors.models.model import Batch, LossDType, Objective
 from executors.models.weight_files import save_pretrained, weights_digest
 from executors.ranks.agreement import refuse_unlike_sums
 from executors.ranks.communicator import Communicator, default_communicator
@@ -151,17 +152,12 @@ class Session:
             facts = {name: self.header[name] for name in (*same, "loss_dtype", "trainable")}
             facts = {"zosim_version": zosim.__version__} | facts
             self.communicator.refuse_unlike({name.replace("_", " "): value for name, value in facts.items()})
-        self.cut = CutModel(
-            model,
-            loss_dtype=loss_dtype,
-            loss_chunk_tokens=plan.forward.loss_chunk_tokens,
-            autocast_dtype=autocast_dtype(plan),
-            objective=objective,
-            cut_blocks=plan.model.cut_blocks,
+        self.engine = engine_for(
+            plan, model, loss_dtype=loss_dtype, autocast_dtype=autocast_dtype(plan), objective=objective
         )
         self.interpreter = Interpreter(
             self.program,
-            self.cut,
+            self.engine,
             Hyperparameters(plan.estimator.epsilon, weight_decay),
             backend,
             num_draw_threads=num_draw_threads,
@@ -170,10 +166,10 @@ class Session:
             communicator=self.communicator,
         )
         move_module_buffers(model, self.device)
-        self.cut.device = self.device
+        self.engine.device = self.device
         storage = TORCH_DTYPES[plan.weights.dtype]
-        self._whole = WholeModel(plan, self.cut, self.communicator, storage, self.device)
-        self._present = PresentWeights(self.cut, storage, self.device, self._whole)
+        self._whole = WholeModel(plan, self.engine, self.communicator, storage, self.device)
+        self._present = PresentWeights(self.engine, storage, self.device, self._whole)
         self._live_bytes = 0
         self._first_timed = 0
 
@@ -361,7 +357,7 @@ class Session:
             return None
         between_stages = self.plan.mesh.stage > 1
         return messages_per_step(
-            self.interpreter.stages, self.communicator, num_steps, between_stages=between_stages
+            self.interpreter.crossings, self.communicator, num_steps, between_stages=between_stages
         )
 
     def memory(self) -> MemoryReport:

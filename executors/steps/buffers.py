@@ -1,33 +1,29 @@
 """A program's buffers as memory, and the parameters that lie in them.
 
-Weights and directions are flat tensors of their buffer's format; a group's tensors lie in them one after the other,
+GroupWeights and directions are flat tensors of their buffer's format; a group's tensors lie in them one after the other,
 each aligned, frozen ones before trainable ones. What a forward makes (hidden states, losses) is kept as the tensor
 that made it, under the name of its buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from costmodel.work import DTYPE_BYTES
-from executors.formats import TORCH_DTYPES
-from executors.models.model import CutModel
+from costmodel.formats import FORMATS
+from executors.formats import TORCH_DTYPES, format_of
+from executors.models.engine import ForwardEngine
 from executors.models.parameters import NamedTensor
 from topology.errors import ProgramError
+from zosim.contents import FrozenWeights, GroupWeights, parameters_of
 from zosim.instructions import Access, Buffer, Space
-from zosim.lowering.layout import ALIGNMENT_BYTES, bucket_bytes
+from zosim.lowering.buckets import ALIGNMENT_BYTES, bucket_bytes
 from zosim.operations import Draw, Forward, Perturb, Update
 from zosim.program import Program
-
-FROZEN = ":frozen"
-"""Suffix of the contents' name of a group's frozen part."""
-
-_DIRECTION = "z:"
 
 Allocator = Callable[[Buffer, int, torch.dtype], Tensor]
 """Takes a buffer, a number of elements and their format, and returns zeroed memory in the buffer's space."""
@@ -39,14 +35,13 @@ class Part:
 
     Attributes
     ----------
-    name : str
-        Name of the contents.
+    what : GroupWeights or FrozenWeights
     tensors : tuple of NamedTensor
     segments : tuple of str
         Segments that read it.
     """
 
-    name: str
+    what: GroupWeights | FrozenWeights
     tensors: tuple[NamedTensor, ...]
     segments: tuple[str, ...]
 
@@ -56,13 +51,13 @@ class Part:
 
     def offsets(self, dtype: str) -> list[int]:
         """Return the element at which each tensor starts, and one past the last."""
-        step = ALIGNMENT_BYTES // DTYPE_BYTES[dtype]
-        found, offset = [], 0
+        step = FORMATS[dtype].num_elements(ALIGNMENT_BYTES)
+        starts, offset = [], 0
         for tensor in self.tensors:
             offset = -(-offset // step) * step
-            found.append(offset)
+            starts.append(offset)
             offset += tensor.num_elements
-        return [*found, offset]
+        return [*starts, offset]
 
     def stretches(self, dtype: str, granularity: int) -> list[tuple[int, int]]:
         """Return first element and length of what a CPU's generator fills at once as it fills one tensor after the other.
@@ -73,15 +68,15 @@ class Part:
         granularity : int
             Neighbours without a gap are one stretch if the first ends at a multiple of it and the second is as long.
         """
-        found: list[tuple[int, int]] = []
+        runs: list[tuple[int, int]] = []
         for begin, tensor in zip(self.offsets(dtype), self.tensors, strict=False):
-            first, length = found[-1] if found else (0, 0)
-            is_joined = found and begin == first + length and length % granularity == 0
+            first, length = runs[-1] if runs else (0, 0)
+            is_joined = runs and begin == first + length and length % granularity == 0
             if is_joined and tensor.num_elements >= granularity:
-                found[-1] = first, length + tensor.num_elements
+                runs[-1] = first, length + tensor.num_elements
             else:
-                found.append((begin, tensor.num_elements))
-        return found
+                runs.append((begin, tensor.num_elements))
+        return runs
 
 
 @dataclass(frozen=True)
@@ -108,7 +103,7 @@ class BufferStore:
     Parameters
     ----------
     program : Program
-    cut : CutModel
+    engine : ForwardEngine
     allocate : callable
     positions : mapping of str to int, optional
         This rank's place in each group that shares buffers out.
@@ -122,18 +117,18 @@ class BufferStore:
     def __init__(
         self,
         program: Program,
-        cut: CutModel,
+        engine: ForwardEngine,
         allocate: Allocator,
         positions: Mapping[str, int] | None = None,
     ) -> None:
         self._program = program
         self._allocate = allocate
         self._positions = positions or {}
-        self.parts = _parts_of(cut)
-        self.held = frozenset(access.what for access in program.initial)
+        self.parts = _parts_of(engine)
+        self.held = frozenset(parameters_of(access.what) for access in program.initial)
         self._num_shares = self._shares()
         self._flat: dict[str, Tensor | None] = {}
-        self._placed: dict[tuple[str, str, int], Placed] = {}
+        self._placed: dict[tuple[str, int, GroupWeights | FrozenWeights], Placed] = {}
         self.values: dict[tuple[str, int], Any] = {}
         self.peak_bytes: dict[tuple[Space, str], int] = {}
         self._check_program()
@@ -149,7 +144,9 @@ class BufferStore:
         """Give a buffer its memory."""
         buffer = self._program.buffer(name)
         dtype = TORCH_DTYPES[buffer.dtype]
-        self._flat[name] = self._allocate(buffer, buffer.size_bytes // DTYPE_BYTES[buffer.dtype], dtype)
+        self._flat[name] = self._allocate(
+            buffer, FORMATS[buffer.dtype].num_elements(buffer.size_bytes), dtype
+        )
         for key, size in self.arena_bytes().items():
             self.peak_bytes[key] = max(size, self.peak_bytes.get(key, 0))
 
@@ -188,11 +185,11 @@ class BufferStore:
 
     def placed(self, access: Access) -> Placed:
         """Return the part of a group that an access names, at its place."""
-        key = (access.buffer, access.what, access.offset_bytes)
-        found = self._placed.get(key)
-        if found is None:
-            found = self._placed[key] = self._place(access)
-        return found
+        part = self.part(access)
+        key = (access.buffer, access.offset_bytes, part.what)
+        if key not in self._placed:
+            self._placed[key] = self._place(access, part)
+        return self._placed[key]
 
     def _memory(self, name: str) -> Tensor:
         flat = self._flat.get(name)
@@ -203,10 +200,9 @@ class BufferStore:
             )
         return flat
 
-    def _place(self, access: Access) -> Placed:
-        part = self.part(access)
+    def _place(self, access: Access, part: Part) -> Placed:
         dtype = self._program.buffer(access.buffer).dtype
-        begin = access.offset_bytes // DTYPE_BYTES[dtype]
+        begin = FORMATS[dtype].num_elements(access.offset_bytes)
         *starts, end = part.offsets(dtype)
         flat = self._memory(access.buffer)[begin : begin + end]
         views = tuple(
@@ -217,34 +213,40 @@ class BufferStore:
 
     # -- names -------------------------------------------------------------------------------------------------
 
+    def trainable(self, group: str) -> Part:
+        """Return the trainable parameters of a group."""
+        return self.parts[GroupWeights(group)]
+
     def part(self, access: Access) -> Part:
         """Return the part that an access to weights or to a direction names."""
-        return self.parts[access.what.removeprefix(_DIRECTION)]
+        what = parameters_of(access.what)
+        assert what is not None
+        return self.parts[what]
 
     def is_weights(self, access: Access) -> bool:
         """Whether an access touches parameters."""
-        return access.what in self.parts
+        return isinstance(access.what, GroupWeights | FrozenWeights) and self._is_flat(access)
 
     def _is_flat(self, access: Access) -> bool:
-        return access.what.removeprefix(_DIRECTION) in self.parts
+        return parameters_of(access.what) in self.parts
 
     def _flat_buffers(self) -> list[Buffer]:
         names = {access.buffer for _, access in self._accesses() if self._is_flat(access)}
         return [buffer for buffer in self._program.buffers if buffer.name in names]
 
-    def _shares(self) -> dict[str, int]:
+    def _shares(self) -> dict[GroupWeights | FrozenWeights, int]:
         """Return the equal shares into which each part is cut that ranks share out."""
-        named = [access for _, access in self._accesses() if access.share and access.what in self.parts]
-        return {access.what: self._program.groups[access.share] for access in named}
+        shared = [access for _, access in self._accesses() if access.share and self.is_weights(access)]
+        return {self.part(access).what: self._program.groups[access.share] for access in shared}
 
     def _accesses(self) -> list[tuple[str, Access]]:
-        found = [
+        accesses = [
             ("initial or final contents", access) for access in (*self._program.initial, *self._program.final)
         ]
         for part, instruction in self._program.instructions():
             where = f"{part}/{instruction.id}"
-            found += [(where, access) for access in (*instruction.reads, *instruction.writes)]
-        return found
+            accesses += [(where, access) for access in (*instruction.reads, *instruction.writes)]
+        return accesses
 
     # -- agreement with the model ------------------------------------------------------------------------------
 
@@ -258,9 +260,9 @@ class BufferStore:
     def _check_size(self, where: str, access: Access) -> None:
         part = self.part(access)
         buffer = self._program.buffer(access.buffer)
-        wanted = part.size_bytes(buffer.dtype) if buffer.dtype in DTYPE_BYTES else -1
+        wanted = part.size_bytes(buffer.dtype) if buffer.dtype in TORCH_DTYPES else -1
         if self.is_weights(access):
-            unit = ALIGNMENT_BYTES * self._num_shares.get(access.what, 1)
+            unit = ALIGNMENT_BYTES * self._num_shares.get(part.what, 1)
             wanted = -(-wanted // unit) * unit
         if access.size_bytes != wanted or access.offset_bytes % ALIGNMENT_BYTES:
             raise ProgramError(
@@ -271,7 +273,7 @@ class BufferStore:
             )
 
     def _check_groups_known(self) -> None:
-        groups = {name.removesuffix(FROZEN) for name in self.parts}
+        groups = {what.group for what in self.parts}
         for part, instruction in self._program.instructions():
             named = instruction.op.group if isinstance(instruction.op, Draw | Perturb | Update) else None
             if named is not None and named not in groups:
@@ -283,37 +285,27 @@ class BufferStore:
 
     def _check_covered(self) -> None:
         run = {i.op.segment for _, i in self._program.instructions() if isinstance(i.op, Forward)}
-        for name, part in self.parts.items():
-            if part.tensors and run & set(part.segments) and name not in self.held:
+        for what, part in self.parts.items():
+            if part.tensors and run & set(part.segments) and what not in self.held:
                 raise ProgramError(
-                    f"program {self._program.name} does not say where {name} lies when the first step begins",
+                    f"program {self._program.name} does not say where {what} lies when the first step begins",
                     hint="lower a plan that was made for this model",
                 )
 
 
-def _parts_of(cut: CutModel) -> dict[str, Part]:
-    parts = {}
-    for group in cut.groups:
-        tensors = cut.tensors_of(group.name)
-        frozen = tuple(tensor for tensor in tensors if not tensor.trainable)
-        trainable = tuple(tensor for tensor in tensors if tensor.trainable)
-        if frozen:
-            parts[group.name + FROZEN] = Part(group.name + FROZEN, frozen, group.segments)
-        if trainable:
-            parts[group.name] = Part(group.name, trainable, group.segments)
-    return parts
-
-
-def bind(placed: Sequence[Placed]) -> None:
-    """Let the model's parameters be what lies at these places."""
-    for place in placed:
-        for tensor, view in zip(place.part.tensors, place.views, strict=True):
-            tensor.parameter.data = view
+def _parts_of(engine: ForwardEngine) -> dict[GroupWeights | FrozenWeights, Part]:
+    parts: list[Part] = []
+    for group in engine.groups:
+        tensors = engine.tensors_of(group.name)
+        for what in (FrozenWeights(group.name), GroupWeights(group.name)):
+            kept = tuple(tensor for tensor in tensors if tensor.trainable == isinstance(what, GroupWeights))
+            parts += [Part(what, kept, group.segments)] if kept else []
+    return {part.what: part for part in parts}
 
 
 def decay_runs(placed: Placed) -> list[tuple[int, int, bool]]:
     """Return stretches (begin, end, decays) of a trainable part whose parameters decay or not together."""
-    dtype = next(name for name, found in TORCH_DTYPES.items() if found == placed.flat.dtype)
+    dtype = format_of(placed.flat.dtype)
     bounds = placed.part.offsets(dtype)
     runs: list[tuple[int, int, bool]] = []
     for i, tensor in enumerate(placed.part.tensors):
@@ -323,8 +315,3 @@ def decay_runs(placed: Placed) -> list[tuple[int, int, bool]]:
         else:
             runs.append((begin, end, tensor.decays))
     return runs
-
-
-def needs_rows(op: object) -> bool:
-    """Whether an operation draws or gathers the rows of a table that the batch names."""
-    return (isinstance(op, Draw) and op.keep == "rows") or (isinstance(op, Forward) and bool(op.gather))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from executors.models.model import Batch
 from executors.models.recording_blocks import StepCache
+from zosim.points import Point
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class StepFrame:
     learning_rate: float = 0.0
     batch: Batch | None = None
     previous: StepFrame | None = None
-    losses: dict[str, Tensor] = field(default_factory=dict)
+    losses: dict[Point, Tensor] = field(default_factory=dict)
     gradients: dict[int, float] = field(default_factory=dict)
     replayed: bool = False
     packed: Tensor | None = None

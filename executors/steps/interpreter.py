@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 
 from costmodel.model_spec import HEAD
-from executors.models.model import Batch, CutModel
+from executors.models.engine import ForwardEngine
+from executors.models.model import Batch
 from executors.models.parameters import stand_in
 from executors.ranks.agreement import ReplicaWatch
 from executors.ranks.communicator import Communicator
 from executors.ranks.host_memory import HOST, HostMemory, PeersTicket
-from executors.steps.actions import Actions
 from executors.steps.buffers import BufferStore
 from executors.steps.frames import Hyperparameters, StepFrame
-from executors.steps.operands import Action
-from executors.steps.stages import Stages
+from executors.steps.ops import Action, Actions, Context
+from executors.steps.ops.codec import Crossings
 from executors.steps.streams import Backend, Task, Ticket
 from executors.steps.update_watch import UpdateWatch
+from executors.threads import DrawThreads
 from topology.errors import ModelError, ProgramError, RunError
 from zosim.instructions import Buffer, Dependency, Instruction, Part
 from zosim.operations import Backward, Collective, Forward, Optimize
@@ -42,7 +43,7 @@ class Interpreter:
     Parameters
     ----------
     program : Program
-    cut : CutModel
+    engine : ForwardEngine
         Its parameters move into the program's buffers.
     hyperparameters : Hyperparameters
     backend : Backend
@@ -64,7 +65,7 @@ class Interpreter:
     def __init__(
         self,
         program: Program,
-        cut: CutModel,
+        engine: ForwardEngine,
         hyperparameters: Hyperparameters,
         backend: Backend,
         *,
@@ -77,24 +78,25 @@ class Interpreter:
         validate(program)
         self.program = program
         self.backend = backend
-        self._cut = cut
+        self._engine = engine
         self._communicator = communicator
         self._host_memory = _host_memory(program, communicator, backend)
         positions = {name: communicator.position(name) for name in program.groups} if communicator else {}
-        self.store = BufferStore(program, cut, self._allocated, positions)
+        self.store = BufferStore(program, engine, self._allocated, positions)
         self.replica_watch = ReplicaWatch(program, self.store, backend.device) if communicator else None
         self.update_watch = UpdateWatch(program, self.store, backend.device) if watch_updates else None
-        self._actions = Actions(
+        self._context = Context(
             program,
-            cut,
+            engine,
             self.store,
             hyperparameters,
             backend,
-            num_draw_threads=num_draw_threads,
+            threads=DrawThreads(num_draw_threads),
             num_micro_batches=num_micro_batches,
-            exchange=communicator,
-            elsewhere=_format_of_losses(program, cut, num_micro_batches),
+            ranks=communicator,
+            remote_loss_dtype=_remote_loss_dtype(program, engine, num_micro_batches),
         )
+        self._actions = Actions(self._context)
         self._resolved = {part: self._resolve(part) for part in ("prologue", "step", "flush")}
         self._frame: StepFrame | None = None
         self._tickets: Mapping[str, Ticket] = {}
@@ -108,9 +110,9 @@ class Interpreter:
         return self._actions.num_queries
 
     @property
-    def stages(self) -> Stages:
+    def crossings(self) -> Crossings:
         """What this rank sends to the next stage."""
-        return self._actions.stages
+        return self._actions.crossings
 
     @property
     def num_steps(self) -> int:
@@ -195,7 +197,7 @@ class Interpreter:
 
     def bind_final(self) -> None:
         """Let the model's parameters be what lies in the program's final places."""
-        self._actions.bind([self.store.placed(a) for a in self.program.final if self.store.is_weights(a)])
+        self._context.bind([self.store.placed(a) for a in self.program.final if self.store.is_weights(a)])
 
     def start_at(self, step: int) -> None:
         """Number the next step; only before the first, or after a flush."""
@@ -205,7 +207,7 @@ class Interpreter:
     def close(self) -> None:
         """End the streams."""
         self.backend.close()
-        self._actions.close()
+        self._context.threads.close()
         if self._host_memory is not None:
             self._host_memory.close()
 
@@ -252,8 +254,8 @@ class Interpreter:
                 placed = self.store.placed(access)
                 if self._writes(number, self.program.buffer(access.buffer)):
                     for tensor, view in zip(placed.part.tensors, placed.views, strict=True):
-                        view.copy_(tensor.parameter)
-                self._actions.bind([placed])
+                        view.copy_(tensor.values)
+                self._context.bind([placed])
         if self._host_memory is not None and self._communicator is not None:
             self._communicator.barrier("loading the weights")
 
@@ -267,21 +269,21 @@ class Interpreter:
         """
         absent = [
             tensor
-            for name, part in self.store.parts.items()
-            if name not in self.store.held
+            for what, part in self.store.parts.items()
+            if what not in self.store.held
             for tensor in part.tensors
         ]
-        before = self._cut.calls_on_probe() if absent else []
+        before = self._engine.calls_on_probe() if absent else []
         for tensor in absent:
-            tensor.parameter.data = stand_in(tensor, self._cut.device)
-        after = self._cut.calls_on_probe() if absent else []
+            tensor.hold(stand_in(tensor, self._engine.device))
+        after = self._engine.calls_on_probe() if absent else []
         if not all(map(_are_equal, before, after)):
             raise ModelError(
                 "blocks are called with more than the hidden state, masks and positions: a later stage cannot know it",
                 hint="run the model in one stage",
             )
         for tensor in absent:
-            tensor.parameter.data = stand_in(tensor, self.backend.device)
+            tensor.hold(stand_in(tensor, self.backend.device))
 
     def _writes(self, number: int, buffer: Buffer) -> bool:
         """Whether this rank puts the weights into a buffer: those that a host has once, by turns."""
@@ -365,11 +367,11 @@ def _refuse_first_order(program: Program) -> None:
             )
 
 
-def _format_of_losses(program: Program, cut: CutModel, num_micro_batches: int) -> torch.dtype | None:
+def _remote_loss_dtype(program: Program, engine: ForwardEngine, num_micro_batches: int) -> torch.dtype | None:
     """Return the format that other stages compute losses in; None where this one does."""
     if any(isinstance(i.op, Forward) and i.op.segment == HEAD for i in program.step):
         return None
-    return cut.loss_format() if num_micro_batches == 1 else torch.float64
+    return engine.loss_format() if num_micro_batches == 1 else torch.float64
 
 
 def _host_memory(program: Program, communicator: Communicator | None, backend: Backend) -> HostMemory | None:

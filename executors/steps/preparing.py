@@ -7,7 +7,7 @@ import re
 import torch
 from torch import nn
 
-from costmodel.work import DTYPE_BYTES
+from costmodel.formats import FORMATS
 from executors.formats import TORCH_DTYPES
 from executors.models.mapped import moves_mapped
 from executors.ranks.rank_info import RankInfo
@@ -65,7 +65,10 @@ def autocast_dtype(plan: Plan) -> torch.dtype | None:
     compute, storage = plan.compute_dtype, plan.weights.dtype
     if compute in (storage, "tf32"):
         return None
-    if compute not in ("float16", "bfloat16") or DTYPE_BYTES[compute] > DTYPE_BYTES[storage]:
+    if (
+        compute not in ("float16", "bfloat16")
+        or FORMATS[compute].element_bytes > FORMATS[storage].element_bytes
+    ):
         raise PlanError(
             f"compute={compute} with storage={storage} cannot be run",
             hint=f"use compute={storage}, or bfloat16 or float16 with wider storage",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from executors.models.halves import Handed
-from executors.models.model import Batch, CutModel
+from costmodel.model_spec import HEAD
+from executors.models.engine import ForwardEngine
+from executors.models.halves import Handed, as_tensor
+from executors.models.model import Batch
+from executors.models.parameters import NamedTensor
 from executors.models.recording_blocks import StepCache
 from executors.ranks.whole_model import WholeModel
 
@@ -19,7 +22,7 @@ class PresentWeights:
 
     Parameters
     ----------
-    cut : CutModel
+    engine : ForwardEngine
         Its parameters lie in their final places.
     storage : torch.dtype
         Format that they are used in.
@@ -29,70 +32,73 @@ class PresentWeights:
         Brings what other stages hold; all ranks then have to ask alike.
     """
 
-    def __init__(self, cut: CutModel, storage: torch.dtype, device: torch.device, whole: WholeModel) -> None:
-        self._cut = cut
+    def __init__(
+        self, engine: ForwardEngine, storage: torch.dtype, device: torch.device, whole: WholeModel
+    ) -> None:
+        self._engine = engine
         self._whole = whole
         self._storage = storage
         self._device = device
 
     def loss(self, batch: Batch) -> float:
         """Return the loss of a batch."""
-        return self._forward(batch, self._cut.head).item()
+        moved, cache, hidden = self._before_head(batch)
+        with self._there(HEAD), torch.no_grad():
+            return as_tensor(self._engine.run(HEAD, moved, cache, hidden)).item()
 
     def logits(self, batch: Batch) -> Tensor:
         """Return the logits of a batch."""
-        return self._forward(batch, lambda hidden, _moved: self._cut.logits(hidden))
+        _, _, hidden = self._before_head(batch)
+        with self._there(HEAD), torch.no_grad():
+            return self._engine.logits(as_tensor(hidden))
 
-    def _forward(self, batch: Batch, head: Callable[[Tensor, Batch], Tensor]) -> Tensor:
+    def _before_head(self, batch: Batch) -> tuple[Batch, StepCache, Handed | None]:
+        """Return a batch on the device, and what all segments but the head make of it."""
         moved = {name: tensor.to(self._device) for name, tensor in batch.items()}
         cache = StepCache()
-        first, *between, last = self._cut.segments
+        handed: Handed | None = None
         with torch.no_grad():
-            with self._there(first):
-                handed: Handed = self._cut.embed(moved, cache)
-            for segment in between:
+            for segment in self._engine.segments[:-1]:
                 with self._there(segment):
-                    handed = self._cut.between(segment, handed, cache)
-            assert isinstance(handed, Tensor)
-            with self._there(last):
-                return head(handed, moved)
+                    handed = self._engine.run(segment, moved, cache, handed)
+        return moved, cache, handed
 
     @contextmanager
     def _there(self, segment: str) -> Iterator[None]:
         """Let a segment's weights be on the device in their storage format for a while."""
-        moved: list[tuple[nn.Parameter, Tensor]] = []
+        moved: list[tuple[NamedTensor, Tensor]] = []
         with self._whole.here(segment):
-            for group in self._cut.groups:
+            for group in self._engine.groups:
                 if segment in group.segments:
-                    for tensor in self._cut.tensors_of(group.name):
-                        home = tensor.parameter.data
+                    for tensor in self._engine.tensors_of(group.name):
+                        home = tensor.values
                         if home.device != self._device or home.dtype != self._storage:
-                            moved.append((tensor.parameter, home))
-                            tensor.parameter.data = home.to(self._device, self._storage)
+                            moved.append((tensor, home))
+                            tensor.hold(home.to(self._device, self._storage))
             try:
                 yield
             finally:
-                for parameter, home in moved:
-                    parameter.data = home
+                for tensor, home in moved:
+                    tensor.hold(home)
 
     @contextmanager
     def whole_model(self, model: nn.Module) -> Iterator[nn.Module]:
         """Yield `model` with all its weights on the device in their storage format."""
         with self._whole.here():
-            homes = [tensor.parameter.data for tensor in self._cut.tensors]
+            homes = [tensor.values for tensor in self._engine.tensors]
             try:
-                for tensor in self._cut.tensors:
-                    tensor.parameter.data = tensor.parameter.data.to(self._device, self._storage)
+                for tensor in self._engine.tensors:
+                    tensor.hold(tensor.values.to(self._device, self._storage))
                 yield model
             finally:
-                for tensor, home in zip(self._cut.tensors, homes, strict=True):
-                    tensor.parameter.data = home
+                for tensor, home in zip(self._engine.tensors, homes, strict=True):
+                    tensor.hold(home)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the parameters by name, a tied one once, on the CPU."""
         contiguous = torch.contiguous_format
         with self._whole.here():
             return {
-                t.name: t.parameter.detach().to("cpu", self._storage, copy=True, memory_format=contiguous)
-                for t in self._cut.tensors
+                t.name: t.values.to("cpu", self._storage, copy=True, memory_format=contiguous)
+                for t in self._engine.tensors
             }

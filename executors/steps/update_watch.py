@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from costmodel.work import DTYPE_BYTES
+from costmodel.formats import FORMATS
 from executors.formats import TORCH_DTYPES
-from executors.steps.buffers import FROZEN, BufferStore, Placed
+from executors.steps.buffers import BufferStore, Placed
 from executors.steps.frames import StepFrame
+from executors.steps.ops.operands import of_group, only
+from zosim.contents import GroupWeights
 from zosim.instructions import Access, Instruction
 from zosim.operations import Update
 from zosim.program import Program
@@ -79,14 +81,14 @@ class UpdateWatch:
         self._lost = torch.zeros(2, dtype=torch.int64, device=device)
         self._stretches: dict[Access, list[tuple[int, int]]] = {}
         formats = {
-            access.what: program.buffer(access.buffer).dtype
+            access.what.group: program.buffer(access.buffer).dtype
             for access in program.initial
-            if store.is_weights(access) and not access.what.endswith(FROZEN)
+            if isinstance(access.what, GroupWeights)
         }
-        self._kept_in = min(formats.values(), key=DTYPE_BYTES.__getitem__)
+        self._kept_in = min(formats.values(), key=lambda name: FORMATS[name].bits)
         self._updated_in = self._kept_in
-        groups = [store.parts[group] for group, kept_in in formats.items() if kept_in == self._kept_in]
-        self._groups = {part.name for part in groups}
+        groups = [store.trainable(group) for group, kept_in in formats.items() if kept_in == self._kept_in]
+        self._groups = {part.what.group for part in groups}
         num_elements = sum(tensor.num_elements for part in groups for tensor in part.tensors)
         # An odd stride does not stay in one column of a matrix.
         self._stride = (num_elements // (SAMPLED_ELEMENTS * len(groups))) | 1
@@ -96,7 +98,7 @@ class UpdateWatch:
         op = instruction.op
         if not isinstance(op, Update) or op.group not in self._groups:
             return action
-        access = next(access for access in instruction.writes if access.what == op.group)
+        access = only(of_group(op.group, GroupWeights, instruction.writes), "write of weights")
         self._updated_in = self._program.buffer(access.buffer).dtype
 
         def update(frame: StepFrame) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from costmodel.work import DType
+from costmodel.formats import DType
 
 PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "sweep": {"schedule": {"traversal": "sweep"}},

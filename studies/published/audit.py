@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from costmodel.formats import FORMATS
 from costmodel.model_spec import EMBED, HEAD
-from costmodel.work import DTYPE_BYTES
 from studies.published.cells import Cell, cells_of
 from studies.published.conventions import MEBIBYTE
 from studies.published.rows import Row
@@ -99,7 +99,9 @@ def _faster_than_bus(cells: Sequence[Cell]) -> Iterator[Finding]:
         if not cell.case.method.is_offloaded:
             continue
         plan = cell.case.plan
-        size = _block_parameters(cell) * DTYPE_BYTES[plan.transfer_dtype] / plan.placement.world_size
+        size = (
+            _block_parameters(cell) * FORMATS[plan.transfer_dtype].element_bytes / plan.placement.world_size
+        )
         rate = size / _step_s(cell)
         if rate > _PCIE4_X16 * (1 + SPREAD):
             yield Finding(
@@ -277,7 +279,7 @@ def _memory(cells: Sequence[Cell]) -> Iterator[Finding]:
         if cell.row.kind != "memory" or cell.value is None:
             continue
         plan = cell.case.plan
-        width = DTYPE_BYTES[plan.weights.dtype]
+        width = FORMATS[plan.weights.dtype].element_bytes
         edges = sum(g.num_parameters for g in plan.model.groups if g.segments[0] in (EMBED, HEAD))
         block = _block_parameters(cell) / plan.model.num_blocks
         least = (plan.model.num_parameters if not cell.case.method.is_offloaded else edges + block) * width

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.optimize import least_squares
 
-from costmodel.work import DTYPE_BYTES
+from costmodel.formats import FORMATS
 from studies.published.cells import Cell
 from studies.published.grid import Array
 
@@ -51,7 +51,7 @@ def _by_equations(cell: Cell, rates: dict[str, float], pcie: float, nvlink: floa
     num_forwards = 2 / mesh.perturb * (plan.batch / mesh.data)
     compute_s = 2 * model.num_parameters * plan.seq * num_forwards / rates[cell.row["precision"]]
     blocks = cell.amount if cell.is_transfer else _block_parameters(cell)
-    size = blocks * DTYPE_BYTES[plan.transfer_dtype]
+    size = blocks * FORMATS[plan.transfer_dtype].element_bytes
     ranks = mesh.world_size
     transfer_s = size / (ranks * pcie) + (ranks - 1) * size / (ranks * nvlink)
     step_s = max(compute_s, transfer_s) if cell.case.method.is_offloaded else compute_s

@@ -16,8 +16,8 @@ from functools import cache
 from typing import Literal
 
 from costmodel.configs import read_model_spec
+from costmodel.formats import FORMATS, DType
 from costmodel.model_spec import ModelSpec
-from costmodel.work import DTYPE_BYTES, DType
 from studies.published.rows import Row
 from topology.documents import load_preset
 from topology.errors import PlanError, ZosimError
@@ -259,7 +259,7 @@ def _formats(name: str, method: Method) -> tuple[StorageDType, DType, TransferDT
         raise UnknownRow(f"precision {name!r} is none of {', '.join(PRECISIONS)}")
     stored, computed = formats
     transfer = TRANSFERS.get(method.option.removeprefix("compress="))
-    if transfer is not None and DTYPE_BYTES[transfer] > DTYPE_BYTES[stored]:
+    if transfer is not None and FORMATS[transfer].element_bytes > FORMATS[stored].element_bytes:
         raise UnknownRow(f"{method.option} would widen weights stored as {stored}")
     return stored, computed, transfer
 

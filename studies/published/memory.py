@@ -14,15 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from costmodel.formats import FORMATS
 from costmodel.forward import forward_work
 from costmodel.model_spec import block_segment
-from costmodel.work import DTYPE_BYTES
 from studies.published.cells import Cell
 from studies.published.constants import Values
 from studies.published.conventions import MEBIBYTE, Case
 from zosim.instructions import Space
-from zosim.lowering.buffers import buffers_of
-from zosim.lowering.layout import Layout
+from zosim.lowering.schedule import StepWriter
 
 KEPT_ROLES = ("weights", "slots", "staging")
 
@@ -96,11 +95,12 @@ def parts_of(case: Case) -> Parts:
     one more for what they share.
     """
     plan, model = case.plan, case.plan.model
-    layout = Layout(plan, 0)
-    width = DTYPE_BYTES[plan.weights.dtype]
+    width = FORMATS[plan.weights.dtype].element_bytes
     tokens = len(plan.rows_of(0)) * plan.seq
     is_early = case.paper == "ZO2" and model.family == "opt"
-    kept = sum(b.size_bytes for b in buffers_of(layout) if b.space is Space.DEVICE and b.role in KEPT_ROLES)
+    kept = sum(
+        b.size_bytes for b in StepWriter(plan).buffers() if b.space is Space.DEVICE and b.role in KEPT_ROLES
+    )
     block = forward_work(
         model,
         block_segment(0),

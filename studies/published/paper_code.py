@@ -23,10 +23,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from costmodel.formats import FORMATS, DType
 from costmodel.model_spec import EMBED, ParameterGroup
 from costmodel.sweeps import draw_work, perturb_work, update_work
-from costmodel.work import DTYPE_BYTES, DType, Work
-from zosim.instructions import Dependency, Instruction, Stream
+from costmodel.work import Work
+from zosim.contents import GroupWeights
+from zosim.instructions import Access, Dependency, Instruction, Stream
 from zosim.operations import Draw, Forward, Operation, Perturb, Update
 from zosim.plans import Plan
 from zosim.program import Program
@@ -117,7 +119,7 @@ class _Writer:
             segment in self.cast or segment == EMBED
         ):  # a lookup is no product: autocast leaves its table alone
             groups = self.model.groups_of(segment)
-            width = DTYPE_BYTES[self.dtype] + DTYPE_BYTES[self.plan.compute_dtype]
+            width = FORMATS[self.dtype].element_bytes + FORMATS[self.plan.compute_dtype].element_bytes
             changes["sweep_bytes"] = work.sweep_bytes - width * sum(group.num_parameters for group in groups)
             changes["num_kernels"] -= sum(group.num_tensors for group in groups)
         self.cast.add(segment)
@@ -189,9 +191,13 @@ def _next_use(name: str, later: Sequence[Instruction]) -> Operation | None:
         match item.op:
             case Perturb(group=group) | Update(group=group) if group == name:
                 return item.op
-            case Forward() if any(access.what == name for access in item.reads):
+            case Forward() if any(_is_of(access, name) for access in item.reads):
                 return item.op
     return None
+
+
+def _is_of(access: Access, group: str) -> bool:
+    return isinstance(access.what, GroupWeights) and access.what.group == group
 
 
 def _behind_launches(step: Sequence[Instruction]) -> Iterator[Instruction]:

@@ -12,7 +12,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
-from costmodel.work import DType
+from costmodel.formats import DType
 from studies.prediction.cases import Shape
 
 RATES = ("1gbit", "100mbit")

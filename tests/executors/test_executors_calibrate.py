@@ -164,15 +164,6 @@ def test_on_a_gpu() -> None:
     assert calibrate.calibrate(device="cuda", budget_s=1.0)
 
 
-def test_blocks_of_the_counter_are_those_that_the_executor_draws():
-    from executors.randomness.counter import COUNTER_BLOCK_ELEMENTS as EXECUTED
-    from executors.randomness.directions import direction_named
-    from zosim.lowering.layout import COUNTER_BLOCK_ELEMENTS, COUNTER_SIGN_BLOCKS
-
-    assert EXECUTED["cpu"] * direction_named("gaussian").block_factor == COUNTER_BLOCK_ELEMENTS
-    assert direction_named("rademacher").block_factor == COUNTER_SIGN_BLOCKS
-
-
 def test_the_reference_takes_about_as_long_as_it_did() -> None:
     first, again = (pace.reference_now_s(0.05) for _ in range(2))
     assert 0.1 < first / again < 10

@@ -15,7 +15,7 @@ from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
 from tests.support.tiny import CONFIGS, batches, model_of, plan_of
 from topology.errors import PlanError
-from zosim.lowering.messages import expected_message_bytes
+from zosim.lowering.split import expected_message_bytes
 from zosim.planning.cuts import Cutting, read_densities
 from zosim.plans import Plan, Split
 

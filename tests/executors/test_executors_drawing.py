@@ -37,7 +37,7 @@ def test_stretches_have_the_bits_of_tensors_drawn_one_by_one(dtype, direction, n
     generators = [generator_on(CPU, 5) for _ in range(2)]
     for start, numel in zip(starts, numels, strict=True):
         direction.fill(one_by_one[start : start + numel], generators[0])
-    stretches = part.stretches(dtype, direction.granularity)
+    stretches = part.stretches(dtype, direction.distribution.granularity)
     for begin, length in stretches:
         direction.fill(at_once[begin : begin + length], generators[1])
     assert torch.equal(at_once, one_by_one)

@@ -11,6 +11,7 @@ from executors.steps.streams import CpuBackend
 from tests.support.reference_mezo import LiteralMezo, differing
 from tests.support.tiny import batches, model_of, plan_of
 from zosim.lowering import lower
+from zosim.points import BASE, Point
 
 RESIDENT = {"residency": {"blocks": "resident"}, "schedule": {"update": "immediate"}}
 SWEEP = {"residency": {"blocks": "resident"}, "schedule": {"update": "immediate", "traversal": "sweep"}}
@@ -67,9 +68,11 @@ def run_both(
         seeds = [1000 * step + query + 7 for query in range(queries)]
         expected.append(loop.step(batch, seeds, schedule(step)))
         frame = interpreter.step(batch, seeds, schedule(step))
-        other = (lambda q, f=frame: f.losses[f"q{q}-"]) if central else (lambda q, f=frame: f.losses[""])
+        other = (
+            (lambda q, f=frame: f.losses[Point(q, -1)]) if central else (lambda q, f=frame: f.losses[BASE])
+        )
         rows.append(
-            [(frame.losses[f"q{q}+"].item(), other(q).item(), frame.gradients[q]) for q in range(queries)]
+            [(frame.losses[Point(q, 1)].item(), other(q).item(), frame.gradients[q]) for q in range(queries)]
         )
         if step in flush_at:
             interpreter.flush()

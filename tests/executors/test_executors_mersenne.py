@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executors.randomness import drawing, mersenne, walks
+from executors.randomness import mersenne, walks
 from executors.randomness.directions import Gaussian, Rademacher
 from executors.randomness.mersenne import can_jump, jumped
 from executors.randomness.rng import generator_on
 from executors.randomness.walks import Walk
 from executors.runs.session import Session
+from executors.steps.ops import draw as drawing
 from executors.threads import DrawThreads
 from tests.support.reference_mezo import LiteralMezo, differing
 from tests.support.tiny import batches, model_of, plan_of

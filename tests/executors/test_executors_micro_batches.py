@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from executors.ranks.exchanges import _mean_of
 from executors.steps.micro_batches import accumulated, micro_batches
+from executors.steps.ops.exchange import _mean_of
 
 VOCABULARY = 7
 

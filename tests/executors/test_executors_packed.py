@@ -47,5 +47,5 @@ def test_a_message_of_another_length_is_refused(change: int) -> None:
 def test_stages_whose_numbers_stay_on_devices_are_one_device(
     monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
-    monkeypatch.setattr("executors.steps.stages.stays_on", lambda _device: True)
+    monkeypatch.setattr("executors.steps.ops.codec.stays_on", lambda _device: True)
     assert_equal(case)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executors.randomness.counter import COUNTER_BLOCK_ELEMENTS, CounterDraws, CounterKey
+from executors.randomness.counter import BLOCK_ELEMENTS, CounterDraws, CounterKey
 from executors.randomness.directions import DIRECTIONS, Gaussian, Rademacher, direction_named
 from executors.randomness.rng import generator_on
 from executors.randomness.walks import Walk, draw_rows, walk_past
@@ -16,7 +16,7 @@ from topology.errors import PlanError
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-BLOCK = COUNTER_BLOCK_ELEMENTS["cpu"]
+BLOCK = BLOCK_ELEMENTS["cpu"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,8 +109,8 @@ def test_first_two_moments(name):
     out = torch.empty(count, dtype=torch.float64)
     direction.fill(out, generator_on(CPU, 3))
     # Five standard errors; the variance of z² is 2 for normals and 0 for signs.
-    assert abs(out.mean().item() - direction.mean) < 5 / math.sqrt(count)
-    assert abs((out**2).mean().item() - direction.second_moment) < 5 * math.sqrt(2 / count)
+    assert abs(out.mean().item() - direction.distribution.mean) < 5 / math.sqrt(count)
+    assert abs((out**2).mean().item() - direction.distribution.second_moment) < 5 * math.sqrt(2 / count)
 
 
 def test_unknown_direction_is_refused():
@@ -121,7 +121,7 @@ def test_unknown_direction_is_refused():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
 def test_counter_slices_equal_the_whole(dtype, direction):
-    block = BLOCK * direction.block_factor
+    block = BLOCK * direction.distribution.block_factor
     numels = [5, 3 * block + 7, 100]
     draws, key = CounterDraws(numels, CPU), CounterKey.of(seed=9, step=4, query=1)
     whole = torch.empty(numels[1], dtype=dtype)

@@ -9,7 +9,7 @@ from executors.runs.session import Session
 from executors.steps.arithmetic import PIECE_ELEMENTS, Sweeper
 from tests.support.tiny import batches, model_of, plan_of
 from zosim.instructions import Space
-from zosim.lowering.buffers import SCRATCH_ELEMENTS
+from zosim.lowering.weights import SCRATCH_ELEMENTS
 
 ALIGNMENT_BYTES = 64
 ESTIMATORS = (
@@ -40,7 +40,7 @@ def test_a_resident_step_keeps_the_direction_of_one_segment(name, update, estima
         for batch in batches(3):
             session.step(batch)
         arena = session.memory().arena_bytes
-        scratch = session.interpreter._actions._sweeping.scratch_bytes
+        scratch = session.interpreter._actions.sweeps.sweeper.scratch_bytes
         stated = session.program.buffer("scratch").size_bytes
     assert {key for key, size in arena.items() if size} == {
         (Space.DEVICE, "weights"),

@@ -19,8 +19,10 @@ from proofs_checks.ranks import InProcess, on_all_ranks
 from tests.support.staged import SETTINGS, Case, on_one_device, on_stages
 from tests.support.tiny import batches
 from topology.errors import CodecError, ModelError, RunError, ZosimError
+from zosim.contents import Message
 from zosim.instructions import Access
 from zosim.plans import Plan
+from zosim.points import Point
 
 THREE = Case(("block.0", "block.1.mlp"))
 
@@ -47,7 +49,7 @@ def test_blocks_of_later_stages_are_called_as_in_the_whole_model(name):
     def calls(session):
         found = StepCache()
         with torch.no_grad():
-            session.cut.embed(batch, found)
+            session.engine.embed(batch, found)
         return found.calls
 
     for found in sessions(Case(THREE.cuts, name), calls):
@@ -60,7 +62,7 @@ def test_blocks_of_later_stages_are_called_as_in_the_whole_model(name):
 def test_a_stage_keeps_no_memory_for_what_others_hold():
     def held(session):
         storages = {t.parameter.data.untyped_storage().data_ptr(): t.parameter.data.untyped_storage().nbytes()
-                    for t in session.cut.tensors}  # fmt: skip
+                    for t in session.engine.tensors}  # fmt: skip
         return sum(storages.values()), session.plan.segments_of(session.rank)
 
     found = sessions(Case(THREE.cuts, "opt-untied"), held)
@@ -151,7 +153,7 @@ def test_lengths_are_bounded(length):
 def test_messages_are_no_longer_than_the_program_says():
     case = Case(("block.1.mlp",), codec="q4:affine:channel", residual_codec="none", size=2)
     plan = case.plan()
-    (wire,) = {access for i in sessions(case, lambda s: s.program)[0].step for access in i.writes if ":message" in access.what and access.point == "q0+"}  # fmt: skip
+    (wire,) = {access for i in sessions(case, lambda s: s.program)[0].step for access in i.writes if access.what == Message(0, Point(0, 1))}  # fmt: skip
     assert isinstance(wire, Access)
     shapes = {"q4:affine:channel": (2, plan.seq, 52), "none": (2, plan.seq, 32)}
     assert wire.size_bytes == sum(most_bytes(codec_spec(name), shape, 4) for name, shape in shapes.items())

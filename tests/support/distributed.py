@@ -205,7 +205,7 @@ def _planted(axes, communicator):
                 flipped.append(bits(block.fc1.weight.data).view(-1)[7].bitwise_xor_(1))
 
         flipped = []
-        session.cut.blocks[1].register_forward_pre_hook(flip)
+        session.engine.blocks[1].register_forward_pre_hook(flip)
         for batch in lines_for(case, 4):
             session.step(batch)
             if session.num_steps == 2:

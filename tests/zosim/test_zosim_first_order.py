@@ -145,7 +145,7 @@ def even(programs: ProgramSet, forward_s: float, backward_s: float) -> ProgramSe
     def timed(program: Program) -> Program:
         seen, step = set(), []
         for item in program.step:
-            key = (type(item.op), getattr(item.op, "point", getattr(item.op, "microbatch", None)))
+            key = (type(item.op), getattr(item.op, "microbatch", None))
             is_one = isinstance(item.op, Forward | Backward) and key not in seen
             seen.add(key)
             seconds = (forward_s if isinstance(item.op, Forward) else backward_s) if is_one else 0.0

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel import LoRA, Work, read_model_spec
+from costmodel.distributions import COUNTER_BLOCK_ELEMENTS, JUMP_WORDS
 from topology.errors import Hazard, PlanError, ProgramError
+from zosim.contents import Direction
 from zosim.instructions import Instruction, Stream
 from zosim.lowering import lower
 from zosim.lowering.directions import passing_work
-from zosim.lowering.layout import COUNTER_BLOCK_ELEMENTS, JUMP_WORDS
 from zosim.operations import Draw, Update
 from zosim.order import HappensBefore
 from zosim.plans import Directions, Estimator, ForwardPass, Placement, Plan, Residency, Schedule, Weights
@@ -190,7 +191,13 @@ def test_an_update_that_is_never_flushed_is_refused() -> None:
 def test_signs_that_see_different_directions_are_refused() -> None:
     program = lower(plan_of(estimator=Estimator(num_queries=2)))
     edited = tuple(
-        replace(i, reads=tuple(replace(a, point="q1") if a.what.startswith("z:") else a for a in i.reads))
+        replace(
+            i,
+            reads=tuple(
+                replace(a, what=Direction("block.2", 1)) if isinstance(a.what, Direction) else a
+                for a in i.reads
+            ),
+        )
         if i.id == "block.2/perturb[q0-]"
         else i
         for i in program.step

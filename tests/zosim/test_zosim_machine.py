@@ -8,6 +8,7 @@ from costmodel.work import Work
 from tests.support.builders import RATE, instruction, make_profile, pipeline, program, shared
 from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError
+from zosim.contents import GroupWeights
 from zosim.engines.recurrence import step_time_bound
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
@@ -91,7 +92,11 @@ def test_an_operation_alone_is_never_slowed_by_a_capacity_that_was_declared_too_
 def test_where_bytes_go_decides_over_the_stream():
     buffers = [Buffer("host", Space.HOST, 8, "weights", "float32")]
     down = instruction(
-        "x", "compute", 1.0, work=Work(copy_bytes=int(RATE)), writes=(Access("host", "w", 0, 8),)
+        "x",
+        "compute",
+        1.0,
+        work=Work(copy_bytes=int(RATE)),
+        writes=(Access("host", GroupWeights("w"), 0, 8),),
     )
     machine = Machine(make_profile("gpu", copy_d2h_bandwidth=RATE / 2))
     assert machine.activity(program([down], buffers=buffers), down).seconds == pytest.approx(2.0)

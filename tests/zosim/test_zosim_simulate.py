@@ -20,6 +20,7 @@ from tests.support.builders import (
     unshared,
 )
 from topology.errors import ProgramError
+from zosim.contents import Direction, GroupWeights
 from zosim.engines.simulate import simulate, simulate_ranks
 from zosim.hardware.machine import Machine
 from zosim.instructions import Access, Buffer, Dependency, Space, Stream
@@ -265,7 +266,7 @@ def _memory_program():
         Buffer("z", Space.DEVICE, 30, "directions", "float32", dynamic=True),
         Buffer("slot", Space.DEVICE, 7, "slots", "float32"),
     ]
-    z = Access("z", "z:block.0", 0, 30)
+    z = Access("z", Direction("block.0", 0), 0, 30)
     step = [
         instruction("take", "compute", 1.0, op=Allocate("slot")),
         instruction("draw", "compute", 1.0, writes=(z,)),
@@ -306,11 +307,16 @@ def test_a_copy_knows_its_direction_from_where_it_writes():
         Buffer("h", Space.HOST, 8, "weights", "float32"),
     ]
     there = instruction(
-        "x", "compute", 1.0, op=Copy(), work=Work(copy_bytes=int(RATE)), writes=(Access("h", "w", 0, 8),)
+        "x",
+        "compute",
+        1.0,
+        op=Copy(),
+        work=Work(copy_bytes=int(RATE)),
+        writes=(Access("h", GroupWeights("w"), 0, 8),),
     )
     machine = unshared(copy_d2h_bandwidth=RATE / 4)
     assert simulate(program([there], buffers=buffers), machine, num_steps=1).makespan_s == pytest.approx(4.0)
-    back = replace(there, writes=(Access("d", "w", 0, 8),))
+    back = replace(there, writes=(Access("d", GroupWeights("w"), 0, 8),))
     assert simulate(program([back], buffers=buffers), machine, num_steps=1).makespan_s == pytest.approx(1.0)
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.support.builders import instruction, pipeline, program, unshared
 from topology.errors import TimelineError
 from zosim.analysis.trace import HOST_THREAD, STREAM_THREADS, chrome_trace, save_trace
+from zosim.contents import Direction
 from zosim.engines.simulate import simulate, simulate_ranks
 from zosim.instructions import Access, Buffer, Space, Stream
 
@@ -102,7 +103,7 @@ def test_memory_is_a_counter_per_space():
         Buffer("z", Space.DEVICE, 9, "directions", "float32", dynamic=True),
     ]
     step = [
-        instruction("draw", "compute", 1e-3, writes=(Access("z", "z", 0, 9),)),
+        instruction("draw", "compute", 1e-3, writes=(Access("z", Direction("block.0", 0), 0, 9),)),
         instruction("rest", "compute", 1e-3),
     ]
     counters = of_phase(chrome_trace(simulate(program(step, buffers=buffers), unshared(), num_steps=1)), "C")

@@ -30,7 +30,7 @@ from zosim.hardware.machine import Machine
 from zosim.hardware.scaling import LINKS, scaled
 from zosim.instructions import Instruction
 from zosim.lowering import lower
-from zosim.lowering.step import StepWriter
+from zosim.lowering.schedule import StepWriter
 from zosim.plans import Plan
 from zosim.program import Program
 

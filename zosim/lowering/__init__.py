@@ -1,17 +1,43 @@
 """From a plan to a program: the one place that knows what the axes of a plan mean.
 
-``layout`` says where everything lies, ``buffers`` what memory that takes, ``step`` lists the instructions, ``hazards`` connects them.
+Each axis is a module: the buffers that it needs, and the instructions that it writes. ``schedule`` calls the others in the order
+of a step, ``rank`` knows what they all ask, ``hazards`` derives who waits for whom from what instructions touch.
+
+Two blocks whose weights live on the host, on a device with one slot for them:
+
+>>> from costmodel import read_model_spec
+>>> from zosim.plans import Placement, Plan, Residency
+>>> from zosim.engines.shortening import shortened
+>>> plan = Plan(
+...     model=shortened(read_model_spec("opt-125m")),
+...     placement=Placement(topology="cpu-laptop", devices=("cpu0",)),
+...     residency=Residency(blocks="offloaded", num_slots=1),
+...     batch=1,
+...     seq=16,
+... )
+>>> for item in lower(plan).step:
+...     if item.segment == "block.1":
+...         writes = ", ".join(f"{access.what} in {access.buffer}" for access in item.writes[:1])
+...         after = ", ".join(edge.instruction for edge in item.after)
+...         print(f"{item.stream:8}{item.id:23} writes {writes}{after and ', after ' + after}")
+h2d     block.1/upload          writes block.1 in slot.0, after block.0/offload
+compute block.1/draw[q0]        writes z:block.1@q0*eps in directions
+compute block.1/perturb[q0+]    writes block.1@q0+ in slot.0, after block.1/upload
+compute block.1/forward[q0+]    writes block.1:out@q0+ in hidden.q0+
+compute block.1/perturb[q0-]    writes block.1@q0- in slot.0
+compute block.1/forward[q0-]    writes block.1:out@q0- in hidden.q0-
+compute block.1/restore[q0]     writes block.1 in slot.0
+d2h     block.1/offload         writes block.1 in host.block.1, after block.1/restore[q0]
+h2d     block.1/upload:update   writes block.1 in slot.0, after block.0/offload:update
+compute block.1/draw[q0]:update writes z:block.1@q0 in directions
+compute block.1/update[q0]      writes block.1 in slot.0, after block.1/upload:update
+d2h     block.1/offload:update  writes block.1 in host.block.1, after block.1/update[q0]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
-from zosim.instructions import Access
-from zosim.lowering.buffers import buffers_of
 from zosim.lowering.hazards import connect, without_implied
-from zosim.lowering.layout import Layout
-from zosim.lowering.step import StepWriter
+from zosim.lowering.schedule import StepWriter
 from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
@@ -26,23 +52,22 @@ def lower(plan: Plan, rank: int = 0) -> Program:
     -----
     The outcome is not validated here; both interpreters do that with every program, lowered or edited.
     """
-    layout = Layout(plan, rank)
     step, flush = StepWriter(plan, rank), StepWriter(plan, rank)
     step.write_step()
     flush.write_flush()
-    buffers = buffers_of(layout)
+    buffers = step.buffers()
     instructions, flushing = connect(
         step.instructions,
         flush.instructions,
         overlap=plan.residency.overlap,
         shared=frozenset(buffer.name for buffer in buffers if buffer.shared),
-        group=layout.share,
+        group=step.homes.share_group,
     )
     program = Program(
         name=f"{plan.model.name}/{plan.method}",
         buffers=buffers,
-        initial=tuple(_initial(layout)),
-        final=tuple(_at_rest(layout, delayed_by=0)),
+        initial=tuple(step.initial()),
+        final=tuple(step.homes.at_rest(delayed_by=0)),
         step=instructions,
         flush=flushing,
         groups=_group_sizes(plan, rank),
@@ -75,31 +100,4 @@ def lower_all(plan: Plan) -> ProgramSet:
 
 
 def _group_sizes(plan: Plan, rank: int) -> dict[str, int]:
-    return {name: len(_members(parts, rank)) for name, parts in plan.groups.items()}
-
-
-def _members(parts: Iterable[tuple[int, ...]], rank: int) -> tuple[int, ...]:
-    return next(part for part in parts if rank in part)
-
-
-def _at_rest(layout: Layout, *, delayed_by: int) -> Iterator[Access]:
-    """Yield what the home of every group holds between steps: before the first all of it, later perhaps a share."""
-    for group in layout.groups:
-        home = layout.home(group)
-        dtype = layout.plan.transfer_dtype if layout.is_offloaded(group) else None
-        step = -delayed_by if layout.is_delayed(group) else 0
-        held = layout.weights(group, home, step, dtype=dtype)
-        yield from layout.shared_out(held) if layout.is_offloaded(group) and not delayed_by else held
-
-
-def _initial(layout: Layout) -> Iterator[Access]:
-    """Yield what is there before the first step; what belongs to the step before it is there and void."""
-    yield from _at_rest(layout, delayed_by=1)
-    plan = layout.plan
-    delayed = [group for group in layout.groups if layout.is_delayed(group) and group.num_trainable]
-    for query in range(plan.estimator.num_queries if delayed else 0):
-        yield layout.gradient(query, -1)
-        if plan.directions.kept:
-            yield from (layout.direction(group, query, -1, offset_bytes=0) for group in delayed)
-        elif plan.directions.rng == "mezo":
-            yield from (layout.rng_before(group, query, -1) for group in delayed)
+    return {name: len(part) for name, parts in plan.groups.items() for part in parts if rank in part}

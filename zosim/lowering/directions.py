@@ -1,68 +1,167 @@
-"""Draws of directions: when, from which generator state, into which part of the buffer."""
+"""The directions axis: when each is drawn, from which generator state, and where it lies until it is used."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from math import expm1, log1p
 from typing import Literal
 
-from costmodel.model_spec import ParameterGroup
-from costmodel.sweeps import Distribution, draw_work
-from costmodel.work import DType, Work
-from zosim.instructions import Access, Stream
-from zosim.lowering.layout import (
+from costmodel.distributions import (
     COUNTER_BLOCK_ELEMENTS,
-    COUNTER_SIGN_BLOCKS,
+    DISTRIBUTIONS,
     JUMP_WORDS,
+    NUM_RNG_MARKS,
+    RNG_STATE_BYTES,
     SHARED_DRAW_ELEMENTS,
 )
+from costmodel.formats import FORMATS, DType
+from costmodel.model_spec import EMBED, ParameterGroup
+from costmodel.sweeps import draw_work
+from costmodel.work import Work
+from zosim.contents import Direction, DirectionRows, GeneratorState, is_scaled
+from zosim.instructions import Access, Buffer, Space, Stream
+from zosim.lowering.buckets import bucket_bytes
 from zosim.lowering.listing import Listing
-from zosim.lowering.walk import walk_order
+from zosim.lowering.rank import Rank, is_edge
 from zosim.operations import Draw
 from zosim.plans import Directions as DirectionsAxis
+from zosim.plans import Plan
 
 Keep = Literal["all", "rows", "none"]
 
-SCALED = "*eps"
-"""Ends the point of a direction that is kept as ``w = z·ε``, rounded: good for perturbations alone."""
-
-_DISTRIBUTIONS: dict[str, Distribution] = {"gaussian": "normal", "rademacher": "rademacher"}
-_SMALLEST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
-_GROUP_OF_NORMALS = 16
-"""A CPU's generator makes normals in groups of so many: rows of other widths are not drawn apart."""
-
-_SMALLEST_DRAWN = 1e-25
-"""Below every normal but 0 that torch draws."""
+_DIRECTIONS = "directions"
+_ROWS = "direction_rows"
 
 
 class Directions:
-    """Writes draws, and knows which directions are at hand and how far each query's generator has been walked.
+    """Writes draws, and knows which directions lie where and how far each query's generator has been walked.
 
     Parameters
     ----------
+    rank : Rank
     listing : Listing
     """
 
-    def __init__(self, listing: Listing) -> None:
-        self.plan = listing.plan
-        self.layout = listing.layout
-        self.walk_order = walk_order(listing.plan)
-        self._places = {group.name: place for place, group in enumerate(self.walk_order)}
-        self._kept_states = frozenset(group.name for group in listing.layout.kept_states)
+    def __init__(self, rank: Rank, listing: Listing) -> None:
+        self._rank = rank
+        self._plan = rank.plan
         self._listing = listing
-        self._kept = listing.plan.directions.kept
-        self._at_hand: list[Access] = []
+        self._are_kept = rank.plan.directions.kept
+        self.walk_order = walk_order(rank.plan)
+        self._positions = {group.name: position for position, group in enumerate(self.walk_order)}
+        self._drawn: list[Access] = []
         self._walked: dict[int, int] = {}
         self._halves = 0
 
-    def forget(self) -> None:
-        """Let what is at hand be overwritten, where directions share a buffer."""
-        if not self._kept:
-            self._at_hand.clear()
+    # -- places ------------------------------------------------------------------------------------------------
 
-    def held(self, group: ParameterGroup, query: int) -> Access:
-        """Return where this step's direction of `group` is, which must be at hand."""
-        wanted = (f"z:{group.name}", 0, f"q{query}")
-        return next(z for z in self._at_hand if (z.what, z.step, z.point.removesuffix(SCALED)) == wanted)
+    def direction_bytes(self, group: ParameterGroup) -> int:
+        """Return the bytes of a direction of `group`."""
+        return bucket_bytes(group.num_trainable, group.num_trainable_tensors, self._rank.direction_format)
+
+    def place(self, group: ParameterGroup, query: int, step: int, offset_bytes: int = 0) -> Access:
+        """Return the access to the direction of `group`: in a buffer of its own where it is kept."""
+        buffer, offset = (_kept(group, query), 0) if self._are_kept else (_DIRECTIONS, offset_bytes)
+        return Access(buffer, Direction(group.name, query), step, self.direction_bytes(group), offset)
+
+    def rows(self, group: ParameterGroup, query: int) -> Access:
+        """Return the access to the rows of it that the batch names: among all of them where it is kept."""
+        if self._are_kept:
+            return self.place(group, query, 0)
+        size = self._rows_bytes
+        return Access(_ROWS, DirectionRows(group.name, query), 0, size, query * size)
+
+    @cached_property
+    def _rows_bytes(self) -> int:
+        rank = self._rank
+        return FORMATS[rank.direction_format].bytes(rank.num_tokens * rank.model.embed_dim)
+
+    def fresh_offset(self, segment: str) -> int:
+        """Return where the next direction goes: alternate halves for blocks that are drawn ahead."""
+        if not self._draws_in_halves or is_edge(segment):
+            return 0
+        self._halves += 1
+        return self._block_bytes * (self._halves % 2)
+
+    @property
+    def _draws_in_halves(self) -> bool:
+        """Whether a block's direction is drawn while that of the block before is used: by another stream."""
+        return self._plan.directions.drawn_ahead and self._plan.weights.perturbation == "serial"
+
+    @cached_property
+    def _block_bytes(self) -> int:
+        """Bytes of the largest direction of any block, or of the parts of one that are there together."""
+        blocks = (segment for segment in self._rank.segments if not is_edge(segment))
+        return max(map(self._segment_bytes, blocks), default=0)
+
+    def _segment_bytes(self, segment: str) -> int:
+        """Return the bytes of the directions of `segment` that are there together."""
+        groups = self._rank.model.groups_of(segment)
+        sizes = [self.direction_bytes(g) for g in groups if not self._rank.gathers(g, segment)]
+        return (max if self._rank.is_swept else sum)(sizes or [0])
+
+    def state_before(self, group: ParameterGroup, query: int, step: int) -> Access:
+        """Return the access to the kept generator states before `group` and on the way through it."""
+        size = NUM_RNG_MARKS * RNG_STATE_BYTES
+        return Access(f"rng.{group.name}.q{query}", GeneratorState(group.name, query), step, size)
+
+    def _state_after(self, group: ParameterGroup, query: int) -> Access:
+        """Return the access to the running generator state after `group`."""
+        state = GeneratorState(group.name, query, is_after=True)
+        return Access(f"rng.q{query}", state, 0, RNG_STATE_BYTES)
+
+    @cached_property
+    def _kept_states(self) -> dict[str, ParameterGroup]:
+        """Groups before which the ``mezo`` generator's state is kept, because they are drawn (again) behind others."""
+        trainable = {group.name: group for group in self._rank.groups if group.num_trainable}
+        if not self._are_kept:
+            return trainable
+        late = {group.name for group in _drawn_late(self._plan, self._rank.segments)}
+        return {name: group for name, group in trainable.items() if name in late}
+
+    def pending(self, group: ParameterGroup, query: int) -> Iterator[Access]:
+        """Yield what a delayed update draws its direction from, or its direction, as the step before left it."""
+        if self._are_kept:
+            yield self.place(group, query, -1)
+        elif self._plan.directions.rng == "mezo":
+            yield self.state_before(group, query, -1)
+
+    def buffers(self) -> Iterator[Buffer]:
+        """Yield those of directions, of rows of them, and of generator states."""
+        rank, queries = self._rank, range(self._plan.estimator.num_queries)
+        dtype = rank.direction_format
+        if self._are_kept:
+            for group in rank.groups:
+                for query in queries if group.num_trainable else ():
+                    size = self.direction_bytes(group)
+                    yield Buffer(_kept(group, query), Space.DEVICE, size, "directions", dtype)
+        else:
+            size = max(map(self._segment_bytes, rank.segments))
+            if self._draws_in_halves:
+                size = max(size, 2 * self._block_bytes)
+            yield Buffer(_DIRECTIONS, Space.DEVICE, size, "directions", dtype)
+            if any(rank.gathers(group, EMBED) for group in rank.groups):
+                rows = self._rows_bytes * len(queries)
+                yield Buffer(_ROWS, Space.DEVICE, rows, "directions", dtype)
+        for query in queries if self._plan.directions.rng == "mezo" else ():
+            yield Buffer(f"rng.q{query}", Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
+            for name in self._kept_states:
+                size = NUM_RNG_MARKS * RNG_STATE_BYTES
+                yield Buffer(f"rng.{name}.q{query}", Space.HOST, size, "rng", "uint8")
+
+    # -- draws -------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Let what has been drawn be overwritten, where directions share a buffer."""
+        if not self._are_kept:
+            self._drawn.clear()
+
+    def drawn(self, group: ParameterGroup, query: int) -> Access:
+        """Return where this step's direction of `group` is, which must have been drawn."""
+        wanted = [(Direction(group.name, query, is_scaled), 0) for is_scaled in (False, True)]
+        return next(access for access in self._drawn if (access.what, access.step) in wanted)
 
     def draw(
         self,
@@ -76,66 +175,58 @@ class Directions:
         scaled: bool = False,
         suffix: str = "",
     ) -> Access:
-        """Write the draw of a direction, unless it is still at hand, and return where it is.
+        """Write the draw of a direction, unless it is there, and return where it is.
 
         With `scaled`, it may be kept as ``z·ε``, where that loses nothing. Where directions are kept until their updates,
-        those of the step before are at hand, and rows are those of the whole.
+        those of the step before are there, and rows are those of the whole.
         """
-        if self._kept:
-            keep, scaled = "all", False
         if offset_bytes is None:
             offset_bytes = self.fresh_offset(segment)
-        target = self.layout.direction(
-            group,
-            query,
-            step,
-            offset_bytes=offset_bytes,
-            rows=keep == "rows",
-            suffix=SCALED if scaled and self._can_scale else "",
-        )
-        if self._kept and step < 0:
+        if self._are_kept:
+            keep, scaled = "all", False
+        target = self.rows(group, query) if keep == "rows" else self.place(group, query, step, offset_bytes)
+        if scaled and self._can_scale and keep == "all":
+            target = replace(target, what=Direction(group.name, query, is_scaled=True))
+        if self._are_kept and step < 0:
             return target
-        for held in self._at_hand:
-            if (held.what, held.step, held.point) == (target.what, target.step, target.point):
-                return held
+        for access in self._drawn:
+            if (access.what, access.step) == (target.what, target.step):
+                return access
         reads, writes = self._generator_accesses(group, query, step)
-        op = self._operation(group, query, step, keep)
         self._listing.emit(
             f"{group.name}/draw[q{query}{'@t-1' if step else ''}]{suffix}",
-            op,
+            self._operation(group, query, step, keep),
             self._stream,
             "draw",
             segment,
-            reads if keep != "rows" else (*reads, self.layout.batch()),
+            reads if keep != "rows" else (*reads, self._rank.batch()),
             (target, *writes),
-            self._work(group, keep, is_again=not writes, is_scaled=target.point.endswith(SCALED)),
+            self._work(group, keep, is_again=not writes, is_scaled=is_scaled(target.what)),
         )
-        self._at_hand = [held for held in self._at_hand if not held.overlaps(target)]
-        self._at_hand.append(target)
+        self._drawn = [access for access in self._drawn if not access.overlaps(target)]
+        self._drawn.append(target)
         return target
 
     @property
     def _can_scale(self) -> bool:
         """Whether ``(s·z)·ε`` is ``s·w`` to the last bit: no ``w`` may be subnormal. Signs are as fast without."""
-        smallest = self.plan.estimator.epsilon * _SMALLEST_DRAWN
-        return (
-            self.plan.directions.distribution == "gaussian"
-            and smallest >= _SMALLEST_NORMAL[self.plan.weights.dtype]
-        )
+        distribution = self._rank.distribution
+        smallest = self._plan.estimator.epsilon * distribution.smallest
+        return not distribution.is_sign and smallest >= FORMATS[self._rank.direction_format].smallest_normal
 
     def _operation(self, group: ParameterGroup, query: int, step: int, keep: Keep) -> Draw:
-        directions = self.plan.directions
+        directions = self._plan.directions
         return Draw(group.name, step, query, keep, directions.rng, directions.distribution)
 
     def _generator_accesses(
         self, group: ParameterGroup, query: int, step: int
     ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
         """Return the generator states that drawing `group` reads and writes, walking up to it if need be."""
-        if self.plan.directions.rng == "counter":
+        if self._plan.directions.rng == "counter":
             return (), ()
-        position = self._places[group.name]
+        position = self._positions[group.name]
         if step < 0 or position < self._walked.get(query, 0):
-            return (self.layout.rng_before(group, query, step),), ()
+            return (self.state_before(group, query, step),), ()
         while self._walked.get(query, 0) < position:
             self._walk_past(self.walk_order[self._walked.get(query, 0)], query)
         return self._walking_accesses(position, query)
@@ -143,9 +234,9 @@ class Directions:
     def _walking_accesses(self, position: int, query: int) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
         group = self.walk_order[position]
         self._walked[query] = position + 1
-        reads = (self.layout.rng_after(self.walk_order[position - 1], query),) if position else ()
-        before = (self.layout.rng_before(group, query, 0),) if group.name in self._kept_states else ()
-        return reads, (*before, self.layout.rng_after(group, query))
+        reads = (self._state_after(self.walk_order[position - 1], query),) if position else ()
+        before = (self.state_before(group, query, 0),) if group.name in self._kept_states else ()
+        return reads, (*before, self._state_after(group, query))
 
     def _walk_past(self, group: ParameterGroup, query: int) -> None:
         reads, writes = self._walking_accesses(self._walked.get(query, 0), query)
@@ -163,18 +254,19 @@ class Directions:
         walk has kept its states, and where a walk is so long that a jump into its middle pays. Signs are made by torch's own
         threads in any case.
         """
-        directions, total = self.plan.directions, group.num_trainable
+        directions, total = self._plan.directions, group.num_trainable
         if keep == "none":
-            return passing_work(total, directions, self.plan.weights.dtype)
+            return passing_work(total, directions, self._rank.direction_format)
         if directions.rng == "counter":
             return self._counted_work(group, keep, is_scaled=is_scaled)
-        is_normal = directions.distribution == "gaussian"
-        is_cut = is_normal and total >= (SHARED_DRAW_ELEMENTS if is_again else 2 * JUMP_WORDS)
+        is_cut = self._rank.distribution.is_drawn_alone and total >= (
+            SHARED_DRAW_ELEMENTS if is_again else 2 * JUMP_WORDS
+        )
         num_rows, made, skipped = self._rows_of(total) if keep == "rows" else (0, total, 0)
         return draw_work(
             made,
-            dtype=self.plan.weights.dtype,
-            distribution=_DISTRIBUTIONS[directions.distribution],
+            dtype=self._rank.direction_format,
+            distribution=self._rank.distribution.draw_class,
             num_tensors=group.num_trainable_tensors,
             num_skipped=skipped,
             num_kept_rows=num_rows,
@@ -185,20 +277,19 @@ class Directions:
 
     def _counted_work(self, group: ParameterGroup, keep: Keep, *, is_scaled: bool) -> Work:
         """Return the work of a ``counter`` draw, each of whose blocks has a generator of its own."""
-        directions, total = self.plan.directions, group.num_trainable
-        is_normal = directions.distribution == "gaussian"
-        length = COUNTER_BLOCK_ELEMENTS * (1 if is_normal else COUNTER_SIGN_BLOCKS)
+        distribution, total = self._rank.distribution, group.num_trainable
+        length = distribution.counter_elements
         num_kernels, made, skipped = group.num_trainable_tensors, total, 0
         num_blocks = float(-(-total // length) + num_kernels - 1)
         if keep == "rows":
             num_kernels, num_blocks, made, skipped = self._counted_rows(total, length)
         return draw_work(
             made,
-            dtype=self.plan.weights.dtype,
-            distribution=_DISTRIBUTIONS[directions.distribution],
+            dtype=self._rank.direction_format,
+            distribution=self._rank.distribution.draw_class,
             num_tensors=num_kernels,
             num_skipped=skipped,
-            is_shared=is_normal and keep == "all" and total > COUNTER_BLOCK_ELEMENTS,
+            is_shared=distribution.is_drawn_alone and keep == "all" and total > COUNTER_BLOCK_ELEMENTS,
             is_scaled=is_scaled,
             num_seeds=round(num_blocks),
         )
@@ -208,9 +299,9 @@ class Directions:
 
         Tokens are taken to be drawn evenly from the vocabulary: those of text repeat more often.
         """
-        width = self.layout.model.embed_dim
+        width = self._rank.model.embed_dim
         num_rows = self._num_rows(table_elements)
-        if self.plan.directions.distribution != "gaussian" or width % _GROUP_OF_NORMALS:
+        if not self._rank.distribution.has_rows_apart(width):
             # The whole table is drawn piece by piece, and rows are gathered from each.
             return 0, table_elements, 0
         wanted = min(round(num_rows * width), table_elements)
@@ -219,42 +310,64 @@ class Directions:
     def _counted_rows(self, table_elements: int, length: int) -> tuple[int, float, int, int]:
         """Return the same where a table has blocks: rows, blocks that hold any, numbers made and passed over."""
         num_rows = self._num_rows(table_elements)
-        num_blocks = _num_touched(max(1.0, table_elements / length), self.layout.num_tokens)
+        num_blocks = _num_touched(max(1.0, table_elements / length), self._rank.num_tokens)
         per_block = num_rows / num_blocks
         # Rows part a block in as many pieces and one more, the last of which nobody needs.
         to_last = round(min(table_elements, num_blocks * length * per_block / (per_block + 1)))
-        if self.plan.directions.distribution != "gaussian":
+        if not self._rank.distribution.is_drawn_alone:
             return round(num_rows), num_blocks, to_last, 0
         before_first = round(to_last / per_block)
-        wanted = round(num_rows * self.layout.model.embed_dim)
+        wanted = round(num_rows * self._rank.model.embed_dim)
         made = min(table_elements, max(wanted, to_last - before_first))
         return round(num_rows), num_blocks, made, min(before_first, table_elements - made)
 
     def _num_rows(self, table_elements: int) -> float:
         """Return how many rows of a table a batch is expected to name."""
-        return _num_touched(max(1, table_elements // self.layout.model.embed_dim), self.layout.num_tokens)
+        return _num_touched(max(1, table_elements // self._rank.model.embed_dim), self._rank.num_tokens)
 
     @property
     def _stream(self) -> Stream:
-        return Stream.DRAW if self.plan.directions.drawn_ahead else Stream.COMPUTE
+        return Stream.DRAW if self._plan.directions.drawn_ahead else Stream.COMPUTE
 
-    def fresh_offset(self, segment: str) -> int:
-        """Return where the next direction goes: alternate halves for blocks that are drawn ahead."""
-        if not self.layout.draws_in_halves or self.layout.is_edge(segment):
-            return 0
-        self._halves += 1
-        return self.layout.block_direction_bytes * (self._halves % 2)
+
+def walk_order(plan: Plan) -> list[ParameterGroup]:
+    """Return the trainable groups in the order in which the ``mezo`` generator visits them."""
+    groups = [group for group in plan.model.groups if group.num_trainable]
+    if plan.directions.order == "registration":
+        return groups
+    return sorted(groups, key=lambda group: plan.model.segments.index(group.segments[0]))
+
+
+def _drawn_late(plan: Plan, segments: Sequence[str]) -> list[ParameterGroup]:
+    """Return the groups that a rank with these segments draws when the generator has passed them.
+
+    They are those behind which the walk goes on to a group that an earlier segment needs.
+    """
+    if plan.schedule.traversal == "sweep":
+        return []
+    turns = {
+        group.name: min(segments.index(segment) for segment in group.segments if segment in segments)
+        for group in walk_order(plan)
+        if set(group.segments) & set(segments)
+    }
+    own = [group for group in walk_order(plan) if group.name in turns]
+    return [
+        group
+        for place, group in enumerate(own)
+        if any(turns[behind.name] < turns[group.name] for behind in own[place + 1 :])
+    ]
 
 
 def passing_work(num_elements: int, directions: DirectionsAxis, dtype: DType) -> Work:
     """Return the work of passing over a group's numbers, in one jump where they are many: nothing for ``counter``."""
     if directions.rng == "counter":
         return Work()
-    is_long = directions.distribution == "gaussian" and num_elements >= JUMP_WORDS
+    distribution = DISTRIBUTIONS[directions.distribution]
+    is_long = distribution.is_drawn_alone and num_elements >= JUMP_WORDS
     return draw_work(
         0,
         dtype=dtype,
-        distribution=_DISTRIBUTIONS[directions.distribution],
+        distribution=distribution.draw_class,
         num_skipped=num_elements,
         num_jumped=num_elements if is_long else 0,
     )
@@ -263,3 +376,8 @@ def passing_work(num_elements: int, directions: DirectionsAxis, dtype: DType) ->
 def _num_touched(num_places: float, num_balls: int) -> float:
     """Return how many of some places are expected to be hit by balls that fall on each alike."""
     return num_places * -expm1(num_balls * log1p(-1 / num_places)) if num_places > 1 else 1.0
+
+
+def _kept(group: ParameterGroup, query: int) -> str:
+    """Return the buffer in which a direction stays from its draw to its update."""
+    return f"{_DIRECTIONS}.{group.name}.q{query}"

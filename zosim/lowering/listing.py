@@ -1,16 +1,13 @@
-"""The list that a step is written into, and what writers of zeroth-order steps ask of the model."""
+"""The list that a step is written into."""
 
 from __future__ import annotations
 
-from costmodel.model_spec import ParameterGroup
 from costmodel.work import Work
 from zosim.instructions import Access, Instruction, Stream
-from zosim.lowering.layout import Layout
 from zosim.operations import Operation
-from zosim.plans import Plan
 
 
-class Instructions:
+class Listing:
     """Instructions of one part of one rank's program, in an order that would be right on a single stream."""
 
     def __init__(self) -> None:
@@ -35,42 +32,3 @@ class Instructions:
         self.instructions.append(
             Instruction(unique, op, stream, label, segment, reads=reads, writes=writes, work=work)
         )
-
-
-class Listing(Instructions):
-    """Instructions of a zeroth-order step, and what its writers ask of the model.
-
-    Parameters
-    ----------
-    plan : Plan
-    rank : int
-    """
-
-    def __init__(self, plan: Plan, rank: int) -> None:
-        super().__init__()
-        self.plan = plan
-        self.layout = Layout(plan, rank)
-        self.model = plan.model
-
-    @property
-    def sweeps(self) -> Stream:
-        """The stream that perturbs and updates: compute, which reads what it changes, unless that reads copies."""
-        are_copies = self.plan.weights.perturbation == "copies"
-        return Stream.DRAW if self.plan.directions.drawn_ahead and are_copies else Stream.COMPUTE
-
-    def own(self, segment: str) -> tuple[ParameterGroup, ...]:
-        """Return the groups that are updated with `segment`: a tied one with the last segment that reads it."""
-        groups = self.model.groups_of(segment)
-        return tuple(group for group in groups if self.layout.readers(group)[-1] == segment)
-
-    def trainable(self, segment: str) -> tuple[ParameterGroup, ...]:
-        """Return the groups of `segment` that are tuned."""
-        return tuple(group for group in self.model.groups_of(segment) if group.num_trainable)
-
-    def perturbed_in_place(self, segment: str) -> tuple[ParameterGroup, ...]:
-        """Return those of them that are perturbed where they lie."""
-        return tuple(g for g in self.trainable(segment) if not self.layout.gathers(g, segment))
-
-    def offloaded(self, segment: str) -> tuple[ParameterGroup, ...]:
-        """Return the groups of `segment` that live on the host."""
-        return tuple(group for group in self.model.groups_of(segment) if self.layout.is_offloaded(group))

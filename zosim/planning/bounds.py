@@ -17,6 +17,7 @@ from zosim.planning.footprint import Footprints, host_footprint
 from zosim.planning.request import Request, profiles_of
 from zosim.planning.sketch import Sketch, Sketcher
 from zosim.plans import Mesh, Placement, Plan
+from zosim.points import BASE
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Bounds:
         for rank, device in enumerate(plan.placement.devices):
             stage = plan.mesh.coordinates(rank).stage
             points = plan.points_of(rank)
-            kind = (len(points), "" in points, len(plan.rows_of(rank)), stage, machines[rank].shape)
+            kind = (len(points), BASE in points, len(plan.rows_of(rank)), stage, machines[rank].shape)
             if kind not in found:
                 found[kind] = len(ranks)
                 ranks.append(rank)

@@ -34,9 +34,9 @@ from costmodel.codecs import (
     codec_spec,
     message_bytes,
 )
+from costmodel.formats import FORMATS
 from costmodel.model_spec import ModelSpec
 from costmodel.symbols import SymbolStatistics, crossing_statistics
-from costmodel.work import DTYPE_BYTES
 from zosim.hardware.machine import Hop
 from zosim.operations import Recv, Send
 from zosim.planning.cuts import Cutting, sparsest_near_the_middle
@@ -260,7 +260,7 @@ class Ranking:
     @property
     def _element_bytes(self) -> int:
         plan = self._site.plan
-        return max(DTYPE_BYTES[plan.compute_dtype], DTYPE_BYTES[plan.weights.dtype])
+        return max(FORMATS[plan.compute_dtype].element_bytes, FORMATS[plan.weights.dtype].element_bytes)
 
 
 def _slowest(channels: Iterable[Mapping[Send | Recv, Hop]]) -> Hop:

@@ -11,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel.estimate import estimate
+from costmodel.formats import FORMATS
 from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
-from costmodel.work import DTYPE_BYTES
 from zosim.engines.shortening import are_alike, shortened
 from zosim.hardware.machine import Machine
 from zosim.instructions import Stream
-from zosim.lowering.buffers import buffers_of
 from zosim.lowering.directions import passing_work
-from zosim.lowering.step import StepWriter
+from zosim.lowering.schedule import StepWriter
 from zosim.planning.cuts import Cutting
 from zosim.plans import INSIDE, Mesh, Plan, last_before
 from zosim.program import Program
@@ -125,7 +124,7 @@ class Costs:
             np.array([forward[segment] / points for segment in like]),
             np.array([once[segment] for segment in like]),
             np.array([_walk_s(number, site) for number in trainable]),
-            np.array(stored, dtype=np.float64) * DTYPE_BYTES[site.plan.weights.dtype],
+            np.array([FORMATS[site.plan.weights.dtype].bytes(num) for num in stored], dtype=np.float64),
         )
 
     @cached_property
@@ -148,7 +147,7 @@ def _compute_seconds(plan: Plan, machine: Machine) -> tuple[dict[str, float], di
     """Return each segment's seconds of forwards, and of all else on the compute stream."""
     writer = StepWriter(plan)
     writer.write_step()
-    program = Program("segments", buffers_of(writer.layout), (), (), tuple(writer.instructions))
+    program = Program("segments", writer.buffers(), (), (), tuple(writer.instructions))
     forward: dict[str, float] = defaultdict(float)
     once: dict[str, float] = defaultdict(float)
     for item in program.step:

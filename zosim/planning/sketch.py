@@ -18,13 +18,12 @@ from costmodel.model_spec import ModelSpec, block_segment
 from zosim.engines.shortening import NUM_BLOCKS, are_alike, shortened, shortened_stages
 from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import Access, Buffer, Instruction
-from zosim.lowering.buffers import buffers_of
-from zosim.lowering.layout import Layout
-from zosim.lowering.step import StepWriter
+from zosim.lowering.schedule import StepWriter
 from zosim.operations import Collective, Decode, Recv, Send
 from zosim.planning.footprint import Footprint, footprint_of
 from zosim.planning.visits import STREAMS, Item, Stage, Visit, period_s, pipelined_s
 from zosim.plans import Plan
+from zosim.points import BASE
 from zosim.program import Program
 
 _SLOT_ROLES = ("slots", "staging")
@@ -86,7 +85,7 @@ class Sketcher:
         key = part, num_slots, machine.shape
         if key not in self._sketches:
             if (part, num_slots) not in self._buffers:
-                self._buffers[part, num_slots] = buffers_of(Layout(plan, rank))
+                self._buffers[part, num_slots] = StepWriter(plan, rank).buffers()
             draft = self._drafted(part, plan, rank, machine)
             self._sketches[key] = _finished(draft, plan, self._buffers[part, num_slots], machine)
         return self._sketches[key]
@@ -108,9 +107,7 @@ class Sketcher:
         writer = StepWriter(small, rank)
         writer.write_step()
         groups = {name: len(part) for name, parts in plan.groups.items() for part in parts if rank in part}
-        program = Program(
-            "sketch", buffers_of(writer.layout), (), (), tuple(writer.instructions), groups=groups
-        )
+        program = Program("sketch", writer.buffers(), (), (), tuple(writer.instructions), groups=groups)
         return _Outline(
             program,
             tuple(_stretches(program, standing)),
@@ -140,7 +137,7 @@ def _part(plan: Plan, rank: int) -> Hashable:
     residency = plan.residency.model_copy(update={"num_slots": 1})
     return (
         len(points),
-        "" in points,
+        BASE in points,
         len(plan.rows_of(rank)),
         plan.placement.world_size,
         stage,

@@ -8,8 +8,8 @@ from itertools import product
 from math import ceil
 from typing import Literal, get_args
 
+from costmodel.formats import FORMATS
 from costmodel.model_spec import ModelSpec
-from costmodel.work import DTYPE_BYTES
 from topology.errors import PlanError
 from topology.validation import readable
 from zosim.hardware.machines import machines_for
@@ -381,4 +381,8 @@ def _transfer_formats(request: Request) -> Iterator[TransferDType | None]:
     fixed, stored = request.axis(Residency).transfer_dtype, request.axis(Weights).dtype
     yield fixed
     if request.allow_lossy and fixed in (None, stored):
-        yield from (dtype for dtype in _LOSSY_TRANSFERS if DTYPE_BYTES[dtype] < DTYPE_BYTES[stored])
+        yield from (
+            dtype
+            for dtype in _LOSSY_TRANSFERS
+            if FORMATS[dtype].element_bytes < FORMATS[stored].element_bytes
+        )

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
+from costmodel.formats import FORMATS, DType
 from costmodel.model_spec import ModelSpec
-from costmodel.work import DTYPE_BYTES, DType
 from topology.errors import PlanError
 from topology.limits import Extent
 from topology.validation import raise_readable
@@ -27,9 +27,10 @@ from zosim.plans.mesh import Coordinates, Mesh
 from zosim.plans.placement import Placement
 from zosim.plans.residency import Residency, TransferDType
 from zosim.plans.schedule import Schedule
-from zosim.plans.split import INSIDE, Split, check_cut_names, last_before
+from zosim.plans.split import INSIDE, Split, check_cut_names, cut_behind, last_before
 from zosim.plans.upgrade import PLAN_VERSION, upgrade
 from zosim.plans.weights import StorageDType, Weights
+from zosim.points import Point, points_of_step
 
 __all__ = [
     "AXES",
@@ -50,6 +51,7 @@ __all__ = [
     "TransferDType",
     "Weights",
     "check_cut_names",
+    "cut_behind",
     "last_before",
     "upgrade",
 ]
@@ -119,8 +121,8 @@ class Plan(Axis):
     @property
     def loses_updates(self) -> bool:
         """Whether weights are kept in a format that is too coarse for many updates, so that runs count those lost."""
-        width = DTYPE_BYTES[self.weights.dtype]
-        return DTYPE_BYTES[self.transfer_dtype] < width or width < DTYPE_BYTES["float32"]
+        width = FORMATS[self.weights.dtype].element_bytes
+        return FORMATS[self.transfer_dtype].element_bytes < width or width < FORMATS["float32"].element_bytes
 
     @property
     def tokens_per_step(self) -> int:
@@ -128,14 +130,11 @@ class Plan(Axis):
         return self.batch * self.seq
 
     @property
-    def points(self) -> tuple[str, ...]:
+    def points(self) -> tuple[Point, ...]:
         """Evaluation points of one step, in the order in which a segment visits them."""
-        queries = range(self.estimator.num_queries)
-        if self.estimator.difference == "central":
-            return tuple(f"q{query}{sign}" for query in queries for sign in "+-")
-        return ("", *(f"q{query}+" for query in queries))
+        return points_of_step(self.estimator.num_queries, self.estimator.difference)
 
-    def points_of(self, rank: int) -> tuple[str, ...]:
+    def points_of(self, rank: int) -> tuple[Point, ...]:
         """Return the evaluation points that `rank` forwards: neighbours, as evenly as can be."""
         part = self.mesh.coordinates(rank).perturb
         return tuple(self.points[i] for i in _share(len(self.points), self.mesh.perturb, part))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from costmodel.distributions import DistributionName
 from zosim.plans.axis import Axis
 
 
@@ -27,7 +28,7 @@ class Directions(Axis):
         forward finds is prepared while the one before runs.
     """
 
-    distribution: Literal["gaussian", "rademacher"] = "gaussian"
+    distribution: DistributionName = "gaussian"
     rng: Literal["mezo", "counter"] = "mezo"
     order: Literal["registration", "execution"] = "registration"
     kept: bool = False

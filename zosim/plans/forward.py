@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from costmodel.work import DType
+from costmodel.formats import DType
 from topology.limits import Extent
 from zosim.plans.axis import Axis, Conflict
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from costmodel.work import DTYPE_BYTES
+from costmodel.formats import FORMATS
 from topology.limits import Slots
 from zosim.plans.axis import Axis, Conflict
 
@@ -63,7 +63,7 @@ class Residency(Axis):
                 f"{plan.model.name} ties its head to its token table, so edges=offloaded frees no memory",
                 "use edges=resident",
             )
-        if DTYPE_BYTES[plan.transfer_dtype] > DTYPE_BYTES[plan.weights.dtype]:
+        if FORMATS[plan.transfer_dtype].element_bytes > FORMATS[plan.weights.dtype].element_bytes:
             yield (
                 f"transfer_dtype={plan.transfer_dtype} is wider than dtype={plan.weights.dtype}",
                 f"use transfer_dtype={plan.weights.dtype}",

@@ -112,6 +112,13 @@ def check_cut_names(names: Iterable[str]) -> None:
             )
 
 
+def cut_behind(segment: str) -> str:
+    """Return the name of the cut that `segment` ends at."""
+    if segment.endswith(FRONT):
+        return segment.removesuffix(FRONT) + INSIDE
+    return segment.removesuffix(BACK)
+
+
 def last_before(cut: str, segments: Container[str]) -> str:
     """Return the segment that a cut is behind; where a block is two segments, its end is that of the second."""
     if cut.endswith(INSIDE):

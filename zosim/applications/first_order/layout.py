@@ -8,13 +8,14 @@ from functools import cached_property
 from typing import Any, Literal
 
 from costmodel.backward import kept_bytes, optimizer_bytes
+from costmodel.formats import DType
 from costmodel.forward import activation_bytes, shared_activation_bytes
 from costmodel.model_spec import ParameterGroup
-from costmodel.work import DType
 from zosim.applications.first_order.settings import FirstOrder, num_kept_at_once
+from zosim.contents import BATCH, GroupWeights, Named
 from zosim.instructions import Access, Buffer, Instruction, Space
-from zosim.lowering.layout import bucket_bytes
-from zosim.lowering.messages import most_message_bytes
+from zosim.lowering.buckets import bucket_bytes
+from zosim.lowering.split import most_message_bytes
 from zosim.plans import Plan
 
 Way = Literal["forward", "backward"]
@@ -68,21 +69,23 @@ class FirstOrderLayout:
 
     def weights(self, group: ParameterGroup, step: int = 0) -> Access:
         """Return the access to the weights of `group`."""
-        return Access(f"device.{group.name}", group.name, step, self._bucket_bytes(group))
+        return Access(f"device.{group.name}", GroupWeights(group.name), step, self._bucket_bytes(group))
 
     def gradient(self, group: ParameterGroup, left: str) -> Access:
         """Return the access to its gradient, as the backward or sum called `left` leaves it."""
-        return Access(f"gradient.{group.name}", f"grad:{group.name}", 0, self._bucket_bytes(group), left)
+        what = Named(f"grad:{group.name}", left)
+        return Access(f"gradient.{group.name}", what, 0, self._bucket_bytes(group))
 
     def state(self, group: ParameterGroup, step: int) -> tuple[Access, ...]:
         """Return the access to the optimizer's state for it, if there is any."""
         size = optimizer_bytes(group.num_parameters, self.settings.optimizer, self._dtype)
-        return (Access(f"optimizer.{group.name}", f"state:{group.name}", step, size),) if size else ()
+        return (Access(f"optimizer.{group.name}", Named(f"state:{group.name}"), step, size),) if size else ()
 
     def kept(self, segment: str, number: int) -> tuple[Access, ...]:
         """Return the access to what the forward of `segment` keeps for its backward, if anything."""
         size, slot = self.kept_bytes(segment, number), number % self.num_kept
-        return (Access(f"kept.{segment}.{slot}", f"{segment}:kept", 0, size, f"m{number}"),) if size else ()
+        what = Named(f"{segment}:kept", f"m{number}")
+        return (Access(f"kept.{segment}.{slot}", what, 0, size),) if size else ()
 
     def kept_bytes(self, segment: str, number: int) -> int:
         """Return the bytes of that."""
@@ -98,12 +101,14 @@ class FirstOrderLayout:
 
     def hidden(self, segment: str, number: int) -> Access:
         """Return the access to the hidden state that `segment` leaves."""
-        return Access("hidden", f"{segment}:out", 0, self._handed_bytes(segment, number), f"m{number}")
+        return Access(
+            "hidden", Named(f"{segment}:hidden", f"m{number}"), 0, self._handed_bytes(segment, number)
+        )
 
     def hidden_gradient(self, segment: str, number: int) -> Access:
         """Return the access to the gradient of that hidden state."""
         size = self._handed_bytes(segment, number)
-        return Access("hidden.gradient", f"{segment}:out:gradient", 0, size, f"m{number}")
+        return Access("hidden.gradient", Named(f"{segment}:hidden:gradient", f"m{number}"), 0, size)
 
     def _handed_bytes(self, segment: str, number: int) -> int:
         return activation_bytes(
@@ -119,16 +124,17 @@ class FirstOrderLayout:
         is_next = (way == "forward") == (side == "out")
         cut = self.stage if is_next else self.stage - 1
         size = most_message_bytes(self.coded(way), cut, self.rows[number])
-        what = f"cut.{cut}:{way}"
-        return Access(f"wire.{way}.{side}.{number % self.num_wires}", what, 0, size, f"m{number}")
+        what = Named(f"cut.{cut}:{way}", f"m{number}")
+        return Access(f"wire.{way}.{side}.{number % self.num_wires}", what, 0, size)
 
     def known(self, side: Side, number: int) -> tuple[Access, Access]:
         """Return where the last messages of a microbatch's samples are on the host, and on the device."""
         cut = self.stage if side == "out" else self.stage - 1
         width = self._width_of(cut)
         begin, size = sum(self.rows[:number]) * width, self.rows[number] * width
-        host = Access(f"messages.{side}", f"messages.{side}", None, size, "", begin)
-        return host, Access(f"known.{side}.{number % self.num_wires}", f"known.{side}", 0, size, f"m{number}")
+        host = Access(f"messages.{side}", Named(f"messages:{side}"), None, size, begin)
+        what = Named(f"known:{side}", f"m{number}")
+        return host, Access(f"known.{side}.{number % self.num_wires}", what, 0, size)
 
     def _width_of(self, cut: int) -> int:
         """Return the bytes of one sample's activation at a cut."""
@@ -140,12 +146,12 @@ class FirstOrderLayout:
 
     def loss(self, number: int) -> Access:
         """Return the access to the loss of a microbatch."""
-        return Access("losses", "loss", 0, _LOSS_BYTES, f"m{number}", _LOSS_BYTES * number)
+        return Access("losses", Named("microbatch:loss", f"m{number}"), 0, _LOSS_BYTES, _LOSS_BYTES * number)
 
     @property
     def batch(self) -> Access:
         """The access to the batch."""
-        return Access("batch", "batch", 0, ID_BYTES * sum(self.rows) * self.plan.seq)
+        return Access("batch", BATCH, 0, ID_BYTES * sum(self.rows) * self.plan.seq)
 
     # -- buffers -----------------------------------------------------------------------------------------------
 

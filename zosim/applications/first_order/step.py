@@ -10,10 +10,11 @@ from costmodel.work import Work
 from zosim.applications.first_order.layout import ID_BYTES, FirstOrderLayout, Side, Way
 from zosim.applications.first_order.settings import FirstOrder, turns
 from zosim.instructions import Access, Stream
-from zosim.lowering.listing import Instructions
-from zosim.lowering.messages import coding_work, expected_message_bytes
+from zosim.lowering.listing import Listing
+from zosim.lowering.split import coding_work, expected_message_bytes
 from zosim.operations import Backward, Collective, Copy, Decode, Encode, Forward, Load, Optimize, Recv, Send
 from zosim.plans import Plan
+from zosim.points import BASE
 
 REPLICAS = "replicas"
 """Ranks of one stage, which sum their gradients."""
@@ -24,7 +25,7 @@ ENDS = "ends"
 PIPELINE = "pipeline"
 
 
-class FirstOrderWriter(Instructions):
+class FirstOrderWriter(Listing):
     """Writes a step in an order that would be right on a single stream.
 
     Parameters
@@ -93,7 +94,7 @@ class FirstOrderWriter(Instructions):
         spare = max(0, work.workspace_bytes - self.layout.kept_bytes(segment, number))
         self.emit(
             f"{segment}/forward[m{number}]",
-            Forward(segment, f"m{number}"),
+            Forward(segment, BASE, microbatch=number),
             Stream.COMPUTE,
             "forward",
             segment,

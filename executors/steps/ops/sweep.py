@@ -2,58 +2,46 @@
 
 from __future__ import annotations
 
-from costmodel.work import DTYPE_BYTES
-from executors.randomness.directions import direction_named
+from costmodel.distributions import DISTRIBUTIONS
+from costmodel.formats import FORMATS
 from executors.steps.arithmetic import Sweeper
-from executors.steps.buffers import BufferStore, decay_runs
-from executors.steps.frames import Hyperparameters, StepFrame
-from executors.steps.operands import Action, Unfit, one, place_of
+from executors.steps.buffers import decay_runs
+from executors.steps.frames import StepFrame
+from executors.steps.ops.context import Context
+from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
+from zosim.contents import Direction, GroupWeights, is_scaled
 from zosim.instructions import Access, Instruction
-from zosim.lowering.directions import SCALED
 from zosim.operations import Draw, Perturb, Scalar, Update
 from zosim.program import Program
 
 
-class Sweeping:
-    """Makes actions out of perturbations and updates.
+class Sweeps:
+    """Makes actions out of perturbations and updates."""
 
-    Parameters
-    ----------
-    program : Program
-    store : BufferStore
-    hyperparameters : Hyperparameters
-    """
-
-    def __init__(self, program: Program, store: BufferStore, hyperparameters: Hyperparameters) -> None:
-        self._program = program
-        self._store = store
-        self._hyperparameters = hyperparameters
-        self._sweeper = Sweeper(_scratch_elements(program))
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        program = context.program
+        self.sweeper = Sweeper(_scratch_elements(program))
         self.num_queries = 1 + max((i.op.query for i in program.step if isinstance(i.op, Scalar)), default=-1)
         sweeps = [i for _, i in program.instructions() if isinstance(i.op, Perturb | Update)]
         self._streams = {i.stream for i in sweeps[:1]}
         self._signs = {
             op.group
             for _, i in program.instructions()
-            if isinstance(op := i.op, Draw) and direction_named(op.distribution).is_sign
+            if isinstance(op := i.op, Draw) and DISTRIBUTIONS[op.distribution].is_sign
         }
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Memory that is kept from one sweep to the next."""
-        return self._sweeper.scratch_bytes
 
     def perturb(self, instruction: Instruction) -> Action:
         """Return what perturbs a group, where it lies or into another place."""
         op = instruction.op
         assert isinstance(op, Perturb)
         read, left, direction = self._operands(instruction, op.group)
-        epsilon, sweeper = self._hyperparameters.epsilon, self._sweeper
-        is_scaled, is_sign = direction.point.endswith(SCALED), op.group in self._signs
+        epsilon, sweeper = self._context.hyperparameters.epsilon, self.sweeper
+        is_kept_scaled, is_sign = is_scaled(direction.what), op.group in self._signs
 
         def perturb(_frame: StepFrame) -> None:
-            theta, out, z = (self._store.placed(access).flat for access in (read, left, direction))
-            if is_scaled:
+            theta, out, z = (self._context.store.placed(access).flat for access in (read, left, direction))
+            if is_kept_scaled:
                 sweeper.perturb_scaled(theta, z, op.scale, out)
             elif is_sign:
                 sweeper.perturb_signs(theta, z, op.scale, epsilon, out)
@@ -69,17 +57,19 @@ class Sweeping:
         read, weights, direction = self._operands(instruction, op.group)
         if place_of(read) != place_of(weights):
             raise Unfit(f"updates {op.group} out of place")
-        if direction.point.endswith(SCALED):
-            raise Unfit(f"updates along {direction.what}, which has been multiplied by epsilon and rounded")
+        if is_scaled(direction.what):
+            raise Unfit(
+                f"updates along {direction.describe()}, which has been multiplied by epsilon and rounded"
+            )
         # Several directions are one step, which decays once. A decay of 0 changes nothing.
-        weight_decay = self._hyperparameters.weight_decay if op.query == 0 else 0.0
-        sweeper, is_sign = self._sweeper, op.group in self._signs
+        weight_decay = self._context.hyperparameters.weight_decay if op.query == 0 else 0.0
+        sweeper, is_sign = self.sweeper, op.group in self._signs
 
         def update(frame: StepFrame) -> None:
             source = frame.at(op.step)
             if source is None:
                 return
-            theta, z = self._store.placed(weights), self._store.placed(direction)
+            theta, z = self._context.store.placed(weights), self._context.store.placed(direction)
             gradient = source.gradients[op.query] / self.num_queries
             rate = source.learning_rate
             runs = decay_runs(theta) if weight_decay else [(0, theta.flat.numel(), False)]
@@ -95,11 +85,11 @@ class Sweeping:
 
     def _operands(self, instruction: Instruction, group: str) -> tuple[Access, Access, Access]:
         """Return the accesses to a group's trainable parameters, before and after, and to its direction."""
-        part = self._store.parts[group]
-        weights = one([a for a in instruction.writes if a.what == group], f"write of {group}")
-        direction = one([a for a in instruction.reads if a.what == f"z:{group}"], f"read of z:{group}")
-        read = one([a for a in instruction.reads if a.what == group], f"read of {group}")
-        dtypes = {self._program.buffer(access.buffer).dtype for access in (read, weights, direction)}
+        part = self._context.store.trainable(group)
+        weights = only(of_group(group, GroupWeights, instruction.writes), f"write of {group}")
+        direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
+        read = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
+        dtypes = {self._context.program.buffer(access.buffer).dtype for access in (read, weights, direction)}
         if len(dtypes) != 1 or not part.tensors:
             raise Unfit(f"mixes formats: {', '.join(sorted(dtypes))}")
         if instruction.stream not in self._streams:
@@ -111,5 +101,5 @@ class Sweeping:
 
 def _scratch_elements(program: Program) -> int | None:
     """Return what the program sets aside for a CPU's temporaries; None where it says nothing of them."""
-    found = [buffer for buffer in program.buffers if buffer.role == "scratch"]
-    return sum(buffer.size_bytes // DTYPE_BYTES[buffer.dtype] for buffer in found) or None
+    scratch = [buffer for buffer in program.buffers if buffer.role == "scratch"]
+    return sum(FORMATS[buffer.dtype].num_elements(buffer.size_bytes) for buffer in scratch) or None

@@ -8,62 +8,39 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Generator, Tensor
 
+from costmodel.distributions import NUM_RNG_MARKS, SHARED_DRAW_ELEMENTS
 from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.directions import Direction, direction_named
 from executors.randomness.walks import Walk
-from executors.steps.buffers import BufferStore, Part
+from executors.steps.buffers import Part
 from executors.steps.frames import StepFrame
-from executors.steps.operands import Action, Unfit, one, place_of
-from executors.threads import DrawThreads
+from executors.steps.ops.context import Context
+from executors.steps.ops.operands import Action, Unfit, only, place_of
+from zosim.contents import GeneratorState, is_scaled
 from zosim.instructions import Access, Instruction
-from zosim.lowering.directions import SCALED
-from zosim.lowering.layout import NUM_RNG_MARKS, SHARED_DRAW_ELEMENTS
 from zosim.operations import Draw
 
-_RNG = "rng:"
 Fill = Callable[[StepFrame, Generator], list[Tensor]]
 """Draws on from a generator and returns its states at the marks on the way."""
 
 
-class Drawing:
-    """Makes actions out of draws.
+class Draws:
+    """Makes actions out of draws."""
 
-    Parameters
-    ----------
-    store : BufferStore
-    device : torch.device
-    numels : sequence of int
-        Elements of every trainable parameter, in registration order.
-    rows : callable
-        Returns the rows of token tables that the batch at hand names.
-    epsilon : float
-    threads : DrawThreads
-        Shares a CPU's draws, where it is known how.
-    """
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._store = context.store
+        self._device = context.backend.device
+        trainable = [tensor.num_elements for tensor in context.engine.tensors if tensor.trainable]
+        self._counter = CounterDraws(trainable, self._device, threads=context.threads)
 
-    def __init__(
-        self,
-        store: BufferStore,
-        device: torch.device,
-        numels: Sequence[int],
-        rows: Callable[[], Tensor],
-        epsilon: float,
-        threads: DrawThreads,
-    ) -> None:
-        self._store = store
-        self._device = device
-        self._counter = CounterDraws(numels, device, threads=threads)
-        self._rows = rows
-        self._epsilon = epsilon
-        self._threads = threads
-
-    def of(self, instruction: Instruction) -> Action:
+    def draw(self, instruction: Instruction) -> Action:
         """Return what draws, if there is a step whose seed it draws from."""
         op = instruction.op
         assert isinstance(op, Draw)
-        wanted = [access for access in instruction.writes if not access.what.startswith(_RNG)]
+        wanted = [access for access in instruction.writes if not isinstance(access.what, GeneratorState)]
         if op.keep != "none":
-            target = one(wanted, "write of a direction")
+            target = only(wanted, "write of a direction")
             if op.keep == "rows":
                 self._check_table(op)
             elif self._store.part(target) is not self._part(op):
@@ -83,7 +60,7 @@ class Drawing:
                 return
             key = counter_key(frame, op)
             if op.keep == "rows":
-                rows = self._rows()
+                rows = self._context.rows
                 kept = self._empty_rows(part, rows)
                 self._counter.fill_rows(kept, rows, indices[0], key, direction)
                 self._store.values[place_of(wanted[0])] = kept
@@ -96,9 +73,13 @@ class Drawing:
     # -- mezo --------------------------------------------------------------------------------------------------
 
     def _walked(self, op: Draw, instruction: Instruction, wanted: Sequence[Access]) -> Action:
-        source = [place_of(access) for access in instruction.reads if access.what.startswith(_RNG)]
-        before = [place_of(a) for a in instruction.writes if a.what == f"{_RNG}{op.group}"]
-        after = [place_of(a) for a in instruction.writes if a.what == f"{_RNG}{op.group}+"]
+        source = [place_of(access) for access in instruction.reads if isinstance(access.what, GeneratorState)]
+        before = [place_of(a) for a in instruction.writes if a.what == GeneratorState(op.group, op.query)]
+        after = [
+            place_of(a)
+            for a in instruction.writes
+            if a.what == GeneratorState(op.group, op.query, is_after=True)
+        ]
         walk = self._walk(op, wanted)
         fill = self._fill(op, walk, wanted)
         again = self._fill_again(op, walk, wanted) if source and not before and op.keep == "all" else None
@@ -131,17 +112,17 @@ class Drawing:
         else:
             numels = [tensor.num_elements for tensor in self._part(op).tensors]
         is_cut = self._device.type == "cpu" and sum(numels) >= SHARED_DRAW_ELEMENTS
-        return Walk(numels, direction, NUM_RNG_MARKS if is_cut else 1, self._threads)
+        return Walk(numels, direction, NUM_RNG_MARKS if is_cut else 1, self._context.threads)
 
     def _fill(self, op: Draw, walk: Walk, wanted: Sequence[Access]) -> Fill:
         part = self._part(op)
         if op.keep == "none":
-            like = torch.empty(0, dtype=part.tensors[0].parameter.dtype, device=self._device)
+            like = torch.empty(0, dtype=part.tensors[0].values.dtype, device=self._device)
             return lambda _frame, generator: walk.skip(like, generator)
         if op.keep == "rows":
 
             def keep(_frame: StepFrame, generator: Generator) -> list[Tensor]:
-                rows = self._rows()
+                rows = self._context.rows
                 kept = self._empty_rows(part, rows)
                 self._store.values[place_of(wanted[0])] = kept
                 return walk.rows(kept, rows, generator)
@@ -166,7 +147,7 @@ class Drawing:
     # -- operands ----------------------------------------------------------------------------------------------
 
     def _part(self, op: Draw) -> Part:
-        return self._store.parts[op.group]
+        return self._store.trainable(op.group)
 
     def _check_table(self, op: Draw) -> None:
         part = self._part(op)
@@ -176,13 +157,15 @@ class Drawing:
     def _empty_rows(self, part: Part, rows: Tensor) -> Tensor:
         table = part.tensors[0]
         shape = (rows.numel(), table.shape[1])
-        return torch.empty(shape, dtype=table.parameter.dtype, device=self._device)
+        return torch.empty(shape, dtype=table.values.dtype, device=self._device)
 
     def _stretches(self, target: Access, direction: Direction) -> list[tuple[int, int]]:
         """Return first element and length of what one call draws."""
         part, dtype = self._store.part(target), self._store.format_of(target)
         # Other devices' generators begin anew with every call.
-        return part.stretches(dtype, direction.granularity if self._device.type == "cpu" else sys.maxsize)
+        return part.stretches(
+            dtype, direction.distribution.granularity if self._device.type == "cpu" else sys.maxsize
+        )
 
     def _stretch_views(self, target: Access, direction: Direction) -> Callable[[], list[Tensor]]:
         stretches = self._stretches(target, direction)
@@ -197,7 +180,7 @@ class Drawing:
         return [view.view(-1) for view in self._store.placed(target).views]
 
     def _factor(self, target: Access) -> float | None:
-        return self._epsilon if target.point.endswith(SCALED) else None
+        return self._context.hyperparameters.epsilon if is_scaled(target.what) else None
 
 
 def counter_key(frame: StepFrame, op: Draw) -> CounterKey:

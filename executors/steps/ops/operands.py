@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from executors.steps.frames import StepFrame
+from zosim.contents import Direction, DirectionRows, GroupWeights
 from zosim.instructions import Access
 
 Action = Callable[[StepFrame], None]
+"""Does an instruction in the step whose numbers it is given."""
 
 
 class Unfit(Exception):  # noqa: N818 - half a sentence that the caller completes
@@ -19,7 +21,14 @@ def place_of(access: Access) -> tuple[str, int]:
     return access.buffer, access.offset_bytes
 
 
-def one(accesses: Sequence[Access], what: str) -> Access:
+def of_group(
+    group: str, kind: type[GroupWeights | Direction | DirectionRows], among: Sequence[Access]
+) -> list[Access]:
+    """Return the accesses to what is of a kind, and of a parameter group."""
+    return [access for access in among if isinstance(access.what, kind) and access.what.group == group]
+
+
+def only(accesses: Sequence[Access], what: str) -> Access:
     """Return the only access.
 
     Raises

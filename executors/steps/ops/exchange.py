@@ -2,63 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from executors.steps.buffers import BufferStore
-from executors.steps.frames import LoadedBatch, StepFrame
+from executors.steps.arithmetic import projected_gradient
+from executors.steps.frames import StepFrame
 from executors.steps.micro_batches import accumulated
-from executors.steps.operands import Action
+from executors.steps.ops.context import Context, Ranks
+from executors.steps.ops.operands import Action, Unfit
 from topology.errors import ProgramError, RunError
+from zosim.contents import Loss
 from zosim.instructions import Access, Instruction
 from zosim.operations import Collective, Scalar
-from zosim.program import Program
+from zosim.points import BASE, Point
 
 _ELSEWHERE = -1.0
 """Stands for the number of labels of a loss that another rank forwards."""
 
 
-class Exchange(Protocol):
-    """What this needs of :class:`executors.ranks.communicator.Communicator`."""
-
-    def all_gather(self, group: str, gathered: Tensor, own: Tensor, what: str) -> None:
-        """Fill `gathered` with every member's `own`, in rank order."""
-
-
 class Exchanges:
-    """Makes actions out of a program's collectives, and of the scalars around them.
+    """Makes actions out of a program's collectives, and of the scalars around them."""
 
-    Parameters
-    ----------
-    program : Program
-    store : BufferStore
-    exchange : Exchange or None
-        None for a rank alone, whose program has none of these.
-    device : torch.device
-    loaded : callable
-        Returns the batch that this rank forwards.
-    elsewhere : torch.dtype or None
-        Format of losses, where this rank computes none.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        store: BufferStore,
-        exchange: Exchange | None,
-        device: torch.device,
-        loaded: Callable[[], LoadedBatch],
-        elsewhere: torch.dtype | None = None,
-    ) -> None:
-        self._program = program
-        self._store = store
-        self._exchange = exchange
-        self._device = device
-        self._loaded = loaded
-        self._elsewhere = elsewhere
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._program = context.program
+        self._store = context.store
 
     def collective(self, instruction: Instruction) -> Action:
         """Return what exchanges the operands of `instruction`.
@@ -70,21 +40,21 @@ class Exchanges:
         """
         op = instruction.op
         assert isinstance(op, Collective)
-        exchange = self._exchange
-        if exchange is None:
+        ranks = self._context.ranks
+        if ranks is None:
             raise ProgramError(
                 f"program {self._program.name}: {instruction.id} takes {self._program.groups[op.group]} ranks",
                 hint="run it as the rank of a run that has as many",
             )
         pairs = list(zip(instruction.reads, instruction.writes, strict=True))
         if all(self._store.is_weights(access) for pair in pairs for access in pair):
-            return self._gather_shares(exchange, instruction, op.group, pairs)
+            return self._gather_shares(ranks, instruction, op.group, pairs)
         if len(pairs) != 1:
             raise ProgramError(f"program {self._program.name}: {instruction.id} gathers more than losses")
-        return self._gather_losses(exchange, instruction, op.group)
+        return self._gather_losses(ranks, instruction, op.group)
 
     def _gather_shares(
-        self, exchange: Exchange, instruction: Instruction, group: str, pairs: Sequence[tuple[Access, Access]]
+        self, ranks: Ranks, instruction: Instruction, group: str, pairs: Sequence[tuple[Access, Access]]
     ) -> Action:
         for own, whole in pairs:
             if own.share != group or (own.buffer, own.offset_bytes) != (whole.buffer, whole.offset_bytes):
@@ -96,11 +66,11 @@ class Exchanges:
 
         def gather(_frame: StepFrame) -> None:
             for own, whole in pairs:
-                exchange.all_gather(group, self._store.raw(whole), self._store.raw(own), instruction.id)
+                ranks.all_gather(group, self._store.raw(whole), self._store.raw(own), instruction.id)
 
         return gather
 
-    def _gather_losses(self, exchange: Exchange, instruction: Instruction, group: str) -> Action:
+    def _gather_losses(self, ranks: Ranks, instruction: Instruction, group: str) -> Action:
         num_ranks = self._program.groups[group]
 
         def gather(frame: StepFrame) -> None:
@@ -108,31 +78,57 @@ class Exchanges:
                 return
             assert frame.packed is not None
             frame.gathered = frame.packed.new_zeros((num_ranks, *frame.packed.shape))
-            exchange.all_gather(group, frame.gathered.view(-1), frame.packed.view(-1), instruction.id)
+            ranks.all_gather(group, frame.gathered.view(-1), frame.packed.view(-1), instruction.id)
 
         return gather
 
     def scalar(self, instruction: Instruction) -> Action:
-        """Return what packs this rank's losses, or makes one loss of all ranks' at each point."""
+        """Return what packs this rank's losses, makes one loss of all ranks' at each point, or a projected gradient of two."""
         op = instruction.op
         assert isinstance(op, Scalar)
-        return self._pack(instruction) if op.function == "pack_losses" else self._mean(instruction)
+        makers = {
+            "pack_losses": self._pack,
+            "mean_loss": self._mean,
+            "projected_gradient": self._projected_gradient,
+        }
+        return makers[op.function](instruction)
 
-    def _points(self) -> list[str]:
+    def _projected_gradient(self, instruction: Instruction) -> Action:
+        op = instruction.op
+        assert isinstance(op, Scalar)
+        points = _points_of(instruction.reads)
+        plus, minus = Point(op.query, 1), Point(op.query, -1)
+        if set(points) not in ({plus, minus}, {plus, BASE}) or len(points) != 2:
+            names = ", ".join(map(str, points)) or "no point"
+            raise Unfit(f"makes a projected gradient of losses at {names}")
+        other = minus if minus in points else BASE
+        epsilon = self._context.hyperparameters.epsilon
+
+        def scalar(frame: StepFrame) -> None:
+            if frame.replayed:
+                return
+            losses = frame.losses
+            frame.gradients[op.query] = projected_gradient(
+                losses[plus], losses[other], epsilon, central=other == minus
+            )
+
+        return scalar
+
+    def _points(self) -> list[Point]:
         """Return the evaluation points of all ranks, in the order in which their losses lie side by side."""
         for instruction in self._program.step:
             if isinstance(instruction.op, Scalar) and instruction.op.function == "mean_loss":
-                return [access.point for access in instruction.writes]
+                return _points_of(instruction.writes)
         raise ProgramError(f"program {self._program.name} packs losses that it makes no mean of")
 
     def _pack(self, instruction: Instruction) -> Action:
         places = {point: place for place, point in enumerate(self._points())}
-        own = [access.point for access in instruction.reads]
+        own = _points_of(instruction.reads)
 
         def pack(frame: StepFrame) -> None:
             if frame.replayed:
                 return
-            num_labels = sum(part.num_labels for part in self._loaded().parts)
+            num_labels = sum(part.num_labels for part in self._context.loaded.parts)
             # Numbers of the host: the projected gradient is read there anyway.
             packed = torch.tensor([[0.0, _ELSEWHERE]], dtype=torch.float64).repeat(len(places), 1)
             losses = torch.stack([frame.losses[point].double() for point in own]).cpu() if own else ()
@@ -143,21 +139,25 @@ class Exchanges:
         return pack
 
     def _mean(self, instruction: Instruction) -> Action:
-        points = [access.point for access in instruction.writes]
+        points = _points_of(instruction.writes)
 
         def mean(frame: StepFrame) -> None:
             if frame.replayed:
                 return
             assert frame.gathered is not None
-            dtype = self._elsewhere or next(iter(frame.losses.values())).dtype
+            dtype = self._context.remote_loss_dtype or next(iter(frame.losses.values())).dtype
             for place, point in enumerate(points):
-                found = _mean_of(frame.gathered[:, place], dtype, self._device)
-                if found is None:
-                    message = f"no rank forwarded {point or 'the base'} in step {frame.step}"
+                mean_loss = _mean_of(frame.gathered[:, place], dtype, self._context.backend.device)
+                if mean_loss is None:
+                    message = f"no rank forwarded {point} in step {frame.step}"
                     raise RunError(message, hint="run every rank on the program of its own role")
-                frame.losses[point] = found
+                frame.losses[point] = mean_loss
 
         return mean
+
+
+def _points_of(losses: Sequence[Access]) -> list[Point]:
+    return [access.what.point for access in losses if isinstance(access.what, Loss)]
 
 
 def _mean_of(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor | None:

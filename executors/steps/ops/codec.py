@@ -6,8 +6,8 @@ and how long. Inside a block the activation comes before the residual stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Generator, Tensor
@@ -17,53 +17,21 @@ from costmodel.model_spec import FRONT
 from executors.codecs import codec_of, decode
 from executors.codecs.container import length_of
 from executors.models.halves import Halfway, Handed
-from executors.models.model import CutModel
 from executors.randomness.rng import generator_on, mixed
 from executors.ranks.messages import LENGTH_BYTES, Packed, pack, stays_on, unpack
-from executors.steps.buffers import BufferStore
-from executors.steps.frames import LoadedBatch, MicroBatch, StepFrame
-from executors.steps.operands import Action, Unfit, one, place_of
-from executors.steps.streams import Backend
+from executors.steps.frames import MicroBatch, StepFrame
+from executors.steps.ops.context import Context, Ranks
+from executors.steps.ops.operands import Action, Unfit, only, place_of
 from topology.errors import CodecError, ProgramError
+from zosim.contents import BATCH, Hidden, Message
 from zosim.instructions import Access, Instruction, Space
-from zosim.lowering.layout import BATCH
 from zosim.operations import Decode, Encode, Recv, Send
-from zosim.plans import INSIDE
+from zosim.plans import cut_behind
 from zosim.program import Program
 
-_OUT = ":out"
-_WIRE = "wire."
 
-
-class Pipeline(Protocol):
-    """What this needs of :class:`executors.ranks.communicator.Communicator`."""
-
-    rank: int
-
-    def send(self, group: str, offset: int, message: Tensor | Packed, what: str) -> int:
-        """Send a message to a member of `group`, and return how many bytes went over the wire."""
-
-    def recv(
-        self, group: str, offset: int, most_bytes: int, what: str, device: torch.device | None
-    ) -> Tensor | Packed:
-        """Return the next message of a member of `group`, bytes of the host or numbers on a device."""
-
-
-class Stages:
+class Crossings:
     """Makes actions out of what a program does at its cuts.
-
-    Parameters
-    ----------
-    program : Program
-    cut : CutModel
-    store : BufferStore
-    pipeline : Pipeline or None
-        None for a rank alone, whose program has no cuts.
-    backend : Backend
-    loaded : callable
-        Returns the batch that this rank forwards.
-    num_micro_batches : int
-        Parts that it is forwarded in.
 
     Attributes
     ----------
@@ -75,24 +43,12 @@ class Stages:
         What each had, by step and instruction, of steps that are recorded.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        cut: CutModel,
-        store: BufferStore,
-        pipeline: Pipeline | None,
-        backend: Backend,
-        loaded: Callable[[], LoadedBatch],
-        num_micro_batches: int = 1,
-    ) -> None:
-        self._program = program
-        self._cut = cut
-        self._store = store
-        self._pipeline = pipeline
-        self._backend = backend
-        self._loaded = loaded
-        self._cut_names = dict(_names_of_cuts(program))
-        self._num_micro_batches = num_micro_batches
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._program = context.program
+        self._store = context.store
+        self._backend = context.backend
+        self._cut_names = dict(_names_of_cuts(context.program))
         self.num_made = self.made_bytes = self.num_sent = self.num_bytes = 0
         self.sent_bytes: dict[tuple[int, str], int] = {}
 
@@ -100,8 +56,8 @@ class Stages:
         """Return what makes a message of what the stage hands on."""
         op = instruction.op
         assert isinstance(op, Encode)
-        source = _handed(one(instruction.reads, "read of what a segment leaves"))
-        wire = one(instruction.writes, "write of a message")
+        source = _handed(only(instruction.reads, "read of what a segment leaves"))
+        wire = only(instruction.writes, "write of a message")
         codecs = [codec_of(codec_spec(name)) for name in (op.codec, op.residual_codec)]
         where, stays = self._where(wire), self._stays(wire)
 
@@ -117,7 +73,7 @@ class Stages:
             for number, handed in enumerate(parts):
                 generator = self._generator(frame, wire, number)
                 tensors = _each(handed)
-                with _told(where):
+                with _errors_say(where):
                     for tensor, used in zip(tensors, codecs[-len(tensors) :], strict=True):
                         messages.append(used.encode(tensor, generator))
             message = torch.cat(messages)
@@ -137,15 +93,15 @@ class Stages:
 
     def decode(self, instruction: Instruction) -> Action:
         """Return what makes the tensors in a message that the first segment of the stage is given."""
-        wire = one([read for read in instruction.reads if read.buffer != BATCH], "read of a message")
-        target = _handed(one(instruction.writes, "write of what a segment leaves"))
-        inside = target.what.endswith(FRONT + _OUT)
+        wire = only([read for read in instruction.reads if read.what != BATCH], "read of a message")
+        target = _handed(only(instruction.writes, "write of what a segment leaves"))
+        inside = _is_inside(target)
         where = self._where(wire)
 
         def decode_parts(frame: StepFrame) -> None:
             if frame.replayed:
                 return
-            with _told(where):
+            with _errors_say(where):
                 tensors = self._tensors(self._store.values.pop(place_of(wire)), inside=inside)
             self._store.values[place_of(target)] = tensors
 
@@ -153,14 +109,21 @@ class Stages:
 
     def _tensors(self, message: Tensor | Packed, *, inside: bool) -> list[Handed]:
         """Return what is handed on for each micro-batch."""
-        widths = (self._cut.inner_size, self._cut.hidden_size) if inside else (self._cut.hidden_size,)
-        shapes = [(*_rows(part), width) for part in self._loaded().parts for width in widths]
+        widths = (
+            (self._context.engine.inner_size, self._context.engine.hidden_size)
+            if inside
+            else (self._context.engine.hidden_size,)
+        )
+        shapes = [(*_rows(part), width) for part in self._context.loaded.parts for width in widths]
         if isinstance(message, Packed):
             self._backend.borrow(message.data)
-            found = iter(unpack(message, shapes))
+            tensors = iter(unpack(message, shapes))
         else:
-            found = iter(self._decoded(message, shapes))
-        return [Halfway(next(found), next(found)) if inside else next(found) for _ in self._loaded().parts]
+            tensors = iter(self._decoded(message, shapes))
+        return [
+            Halfway(next(tensors), next(tensors)) if inside else next(tensors)
+            for _ in self._context.loaded.parts
+        ]
 
     def _decoded(self, message: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Return the tensors of a message of encoded ones, which stand one behind the other."""
@@ -176,9 +139,9 @@ class Stages:
 
     def send(self, instruction: Instruction) -> Action:
         """Return what sends a message."""
-        op, pipeline = instruction.op, self._others(instruction)
+        op, ranks = instruction.op, self._ranks(instruction)
         assert isinstance(op, Send)
-        wire = one(instruction.reads, "read of a message")
+        wire = only(instruction.reads, "read of a message")
         what = self._what(wire)
 
         def send(frame: StepFrame) -> None:
@@ -187,7 +150,7 @@ class Stages:
             message = self._store.values.pop(place_of(wire))
             if isinstance(message, Packed):
                 self._backend.borrow(message.data)
-            size = pipeline.send(op.group, op.offset, message, what)
+            size = ranks.send(op.group, op.offset, message, what)
             self.num_sent += 1
             self.num_bytes += size
             if self._backend.recording:
@@ -197,9 +160,9 @@ class Stages:
 
     def recv(self, instruction: Instruction) -> Action:
         """Return what receives a message, of no more bytes than the program says, or as many for each micro-batch."""
-        op, pipeline = instruction.op, self._others(instruction)
+        op, ranks = instruction.op, self._ranks(instruction)
         assert isinstance(op, Recv)
-        wire = one(instruction.writes, "write of a message")
+        wire = only(instruction.writes, "write of a message")
         what = self._what(wire)
         device = self._backend.device if self._stays(wire) else None
 
@@ -207,27 +170,28 @@ class Stages:
             if frame.replayed:
                 return
             # A part of the batch takes no more than all of it.
-            most = wire.size_bytes * self._num_micro_batches
-            self._store.values[place_of(wire)] = pipeline.recv(op.group, op.offset, most, what, device)
+            most = wire.size_bytes * self._context.num_micro_batches
+            self._store.values[place_of(wire)] = ranks.recv(op.group, op.offset, most, what, device)
 
         return recv
 
-    def _others(self, instruction: Instruction) -> Pipeline:
-        if self._pipeline is None:
+    def _ranks(self, instruction: Instruction) -> Ranks:
+        if self._context.ranks is None:
             raise ProgramError(
                 f"program {self._program.name}: {instruction.id} takes other stages",
                 hint="run it as the rank of a run that has as many",
             )
-        return self._pipeline
+        return self._context.ranks
 
     def _where(self, wire: Access) -> str:
-        rank = 0 if self._pipeline is None else self._pipeline.rank
+        rank = 0 if self._context.ranks is None else self._context.ranks.rank
         return f"rank {rank}, {self._what(wire)}"
 
     def _what(self, wire: Access) -> str:
         """Return a message in words: its cut and evaluation point."""
-        number = _cut_of(wire)
-        return f"cut {self._cut_names.get(number, number)} at {wire.point or 'the base'}"
+        message = _message(wire)
+        at = message.point if message.point.is_perturbed else "the base"
+        return f"cut {self._cut_names.get(message.cut, message.cut)} at {at}"
 
     def _generator(self, frame: StepFrame, wire: Access, part: int) -> Generator:
         """Return what codecs round with that do so at random: alike whenever the step is done, on every shard.
@@ -235,7 +199,7 @@ class Stages:
         Alike at all points, too: what the same random numbers do to both activations of a projected gradient is gone
         from their difference, but where a threshold lies between the two.
         """
-        return generator_on(self._backend.device, mixed(frame.seeds[0], _cut_of(wire), part) >> 1)
+        return generator_on(self._backend.device, mixed(frame.seeds[0], _message(wire).cut, part) >> 1)
 
 
 def _each(handed: Handed) -> tuple[Tensor, ...]:
@@ -243,9 +207,14 @@ def _each(handed: Handed) -> tuple[Tensor, ...]:
 
 
 def _handed(access: Access) -> Access:
-    if not access.what.endswith(_OUT):
+    if not isinstance(access.what, Hidden):
         raise Unfit(f"crosses a cut with {access.what}, which no segment hands on")
     return access
+
+
+def _is_inside(handed: Access) -> bool:
+    """Whether what a segment leaves crosses a cut inside a block."""
+    return isinstance(handed.what, Hidden) and handed.what.segment.endswith(FRONT)
 
 
 def _rows(part: MicroBatch) -> tuple[int, int]:
@@ -253,33 +222,27 @@ def _rows(part: MicroBatch) -> tuple[int, int]:
     return sequences, tokens
 
 
-def _cut_of(wire: Access) -> int:
-    """Return the number of the cut that a message crosses."""
-    return int(wire.what.partition(":")[0].rpartition(".")[2])
+def _message(wire: Access) -> Message:
+    if not isinstance(wire.what, Message):
+        raise Unfit(f"sends or takes {wire.what}, which is no message")
+    return wire.what
 
 
 def _names_of_cuts(program: Program) -> Iterator[tuple[int, str]]:
     """Yield the number and the name, as a plan has it, of every cut that a rank is at."""
     for _, instruction in program.instructions():
         if isinstance(instruction.op, Encode | Decode):
-            operands = (*instruction.reads, *instruction.writes)
-            wires = [access for access in operands if access.buffer.startswith(_WIRE)]
-            handed = [access for access in operands if access.what.endswith(_OUT)]
-            if wires and handed:
-                segment = handed[0].what.removesuffix(_OUT)
-                inside = segment.endswith(FRONT)
-                yield _cut_of(wires[0]), segment.removesuffix(FRONT) + INSIDE if inside else segment
+            operands = [access.what for access in (*instruction.reads, *instruction.writes)]
+            messages = [what for what in operands if isinstance(what, Message)]
+            segments = [what.segment for what in operands if isinstance(what, Hidden)]
+            if messages and segments:
+                yield messages[0].cut, cut_behind(segments[0])
 
 
-class _told:  # noqa: N801 - reads as the context that it is
-    """Adds to a codec's error where the message is."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, CodecError):
-            raise CodecError(f"{self._where}: {error.message}", hint=error.hint) from error
+@contextmanager
+def _errors_say(where: str) -> Iterator[None]:
+    """Add to a codec's error where the message is."""
+    try:
+        yield
+    except CodecError as error:
+        raise CodecError(f"{where}: {error.message}", hint=error.hint) from error

@@ -1,0 +1,91 @@
+"""Distributions of random directions, and what drawing from them takes: all that is known of them without torch.
+
+A distribution is declared here; :mod:`executors.randomness.directions` says how its numbers are drawn.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+DistributionName = Literal["gaussian", "rademacher"]
+"""Distributions that a plan can ask for."""
+
+DrawClass = Literal["normal", "rademacher"]
+"""Kinds of draws whose seconds per element are measured."""
+
+RNG_STATE_BYTES = 5056
+"""State of torch's CPU generator (a CUDA generator's is smaller)."""
+
+NUM_RNG_MARKS = 8
+"""States that a walk over a group keeps on its way, so that as many threads can draw the group again."""
+
+SHARED_DRAW_ELEMENTS = 1 << 16
+"""Groups of at least this many elements keep such states, and are drawn again by several threads at once."""
+
+JUMP_WORDS = 1 << 19
+"""Random words that a CPU's generator passes over in the time that a jump takes, or a longer one."""
+
+COUNTER_BLOCK_ELEMENTS = 1 << 14
+"""Elements on a CPU that one generator of the ``counter`` discipline makes, times the distribution's `block_factor`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A distribution of tensors whose elements are alike and uncorrelated.
+
+    Attributes
+    ----------
+    name : str
+    draw_class : str
+        What an element costs like.
+    mean : float
+        Expectation of an element.
+    second_moment : float
+        Expectation of an element's square.
+    is_sign : bool
+        Whether every element is 1 or -1.
+    smallest : float
+        Below every element but 0, in size.
+    is_drawn_alone : bool
+        Whether one thread draws while others have nothing to do, so that several may draw at once.
+    granularity : int
+        On a CPU, a draw split at multiples of this equals the whole draw, if no piece is shorter.
+    block_factor : int
+        How many times longer than others its ``counter`` blocks are on a CPU: more where an element costs less.
+    """
+
+    name: str
+    draw_class: DrawClass = "normal"
+    mean: float = 0.0
+    second_moment: float = 1.0
+    is_sign: bool = False
+    smallest: float = 0.0
+    is_drawn_alone: bool = True
+    granularity: int = sys.maxsize
+    block_factor: int = 1
+
+    def has_rows_apart(self, width: int) -> bool:
+        """Whether rows of a table are drawn one by one, and not piece by piece with their neighbours."""
+        return self.is_drawn_alone and width % self.granularity == 0
+
+    @property
+    def counter_elements(self) -> int:
+        """Elements of a block of the ``counter`` discipline on a CPU."""
+        return COUNTER_BLOCK_ELEMENTS * self.block_factor
+
+
+DISTRIBUTIONS: dict[DistributionName, Distribution] = {
+    "gaussian": Distribution("gaussian", smallest=1e-25, granularity=16),
+    "rademacher": Distribution(
+        "rademacher",
+        "rademacher",
+        is_sign=True,
+        smallest=1.0,
+        is_drawn_alone=False,
+        granularity=64,
+        block_factor=32,
+    ),
+}
+"""The distributions of plans by name."""

@@ -1,0 +1,114 @@
+"""Formats of numbers: what they are called, what they take, and what they can hold.
+
+Here alone a format is declared; :mod:`executors.formats` says what torch calls it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from topology.errors import PlanError
+from topology.schema import Dtype
+
+DType = Literal["float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
+"""Formats that matrix products and sweeps over parameters are modelled in."""
+
+COMPUTE_FORMATS: tuple[DType, ...] = get_args(DType)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of numbers as memory holds them.
+
+    Attributes
+    ----------
+    name : str
+    bits : int
+        Of one element.
+    is_float : bool
+    smallest_normal : float
+        Of a float, the smallest positive number that it holds with all its digits.
+    group_elements : int
+        Neighbouring elements that have a scale in common; 0 where there are no scales.
+    scale : Format or None
+        Format of the scales.
+    peak : str
+        What data sheets call the rate of products in it.
+    aliases : tuple of str
+        Other names that a user may write.
+
+    Examples
+    --------
+    >>> FORMATS["bfloat16"].bytes(1000), FORMATS["int4"].bytes(1000)
+    (2000, 516)
+    """
+
+    name: str
+    bits: int
+    is_float: bool = True
+    smallest_normal: float = 0.0
+    group_elements: int = 0
+    scale: Format | None = None
+    peak: Dtype | None = None
+    aliases: tuple[str, ...] = ()
+
+    def bytes(self, num_elements: int) -> int:
+        """Return the bytes of so many elements side by side, with their scales."""
+        if self.bits % 8 == 0 and self.scale is None:
+            return num_elements * (self.bits // 8)
+        elements = -(-num_elements * self.bits // 8)
+        if self.scale is None:
+            return elements
+        return elements + self.scale.bytes(-(-num_elements // self.group_elements))
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element, in formats whose elements stand by themselves.
+
+        Raises
+        ------
+        PlanError
+            If elements are narrower than a byte, or share scales.
+        """
+        if self.bits % 8 or self.scale is not None:
+            raise PlanError(
+                f"elements of {self.name} do not stand by themselves: nothing computes in it",
+                hint="compute in one of " + ", ".join(COMPUTE_FORMATS),
+            )
+        return self.bits // 8
+
+    def num_elements(self, size_bytes: int) -> int:
+        """Return how many elements fit into so many bytes, where elements stand by themselves."""
+        return size_bytes // self.element_bytes
+
+
+_FLOAT16 = Format("float16", 16, smallest_normal=2.0**-14, peak="fp16", aliases=("fp16", "half"))
+_FLOAT8 = Format("float8_e4m3", 8, smallest_normal=2.0**-6, peak="fp8", aliases=("fp8",))
+
+FORMATS: dict[str, Format] = {
+    declared.name: declared
+    for declared in (
+        Format("float64", 64, smallest_normal=2.0**-1022, peak="fp64", aliases=("fp64", "double")),
+        Format("float32", 32, smallest_normal=2.0**-126, peak="fp32", aliases=("fp32", "float")),
+        # A format of products: what they read and write is float32.
+        Format("tf32", 32, smallest_normal=2.0**-126, peak="tf32"),
+        _FLOAT16,
+        Format("bfloat16", 16, smallest_normal=2.0**-126, peak="bf16", aliases=("bf16",)),
+        _FLOAT8,
+        Format(
+            "float4_e2m1", 4, smallest_normal=1.0, group_elements=16, scale=_FLOAT8, aliases=("fp4", "nvfp4")
+        ),
+        Format("int8", 8, is_float=False, group_elements=128, scale=_FLOAT16, peak="int8"),
+        Format("int4", 4, is_float=False, group_elements=128, scale=_FLOAT16, peak="int4"),
+        Format("int64", 64, is_float=False),
+        Format("uint8", 8, is_float=False),
+    )
+}
+"""All formats by name: of weights and what is computed from them, of a batch's token numbers, and plain bytes."""
+
+
+def format_name(text: str) -> str:
+    """Return the name of the format that a user calls `text`; `text` in lower case where none is called so."""
+    wanted = text.lower()
+    return next((name for name, declared in FORMATS.items() if wanted in declared.aliases), wanted)

@@ -1,0 +1,93 @@
+"""What runs the forwards of a program: the seam at which another engine takes the place of torch modules run in turn."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from costmodel.model_spec import ParameterGroup
+from executors.models.halves import Handed
+from executors.models.model import Batch, CutModel, LossDType, Objective
+from executors.models.parameters import NamedTensor
+from executors.models.recording_blocks import StepCache
+from zosim.plans import Plan
+
+
+class ForwardEngine(Protocol):
+    """Runs segments of a model at the weights that its tensors hold at the moment.
+
+    :class:`executors.models.model.CutModel` is one, by running the model's own modules. Before a segment runs at an
+    evaluation point, the interpreter lets the tensors that the segment reads hold that point's weights
+    (:meth:`NamedTensor.hold`).
+
+    Attributes
+    ----------
+    device : torch.device
+        Where segments run.
+    segments : tuple of str
+        In the order in which they run.
+    groups : tuple of ParameterGroup
+        The parameters by the segments that read them, as the plan's model has them.
+    tensors : tuple of NamedTensor
+        All parameters in registration order.
+    hidden_size, inner_size : int
+        Widths of the hidden state, and of what goes into the second linear of a block that is cut (0 without one).
+    """
+
+    device: torch.device
+    segments: tuple[str, ...]
+    groups: tuple[ParameterGroup, ...]
+    tensors: tuple[NamedTensor, ...]
+    hidden_size: int
+    inner_size: int
+
+    def tensors_of(self, group: str) -> tuple[NamedTensor, ...]:
+        """Return the parameters of a group in registration order."""
+
+    def run(self, segment: str, batch: Batch, cache: StepCache, handed: Handed | None) -> Handed:
+        """Return what `segment` makes of a batch and of what the segment before it handed on: from the last, the loss.
+
+        What is the same at all points of a step may be kept in `cache`.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of every position, given what the last block left."""
+
+    def gathered_rows(
+        self, tensor: NamedTensor, rows: Tensor, positions: Tensor
+    ) -> AbstractContextManager[None]:
+        """Let a token table be read as `rows` at `positions` for a while."""
+
+    def loss_format(self) -> torch.dtype:
+        """Return the format that losses have."""
+
+    def calls_on_probe(self) -> list[Any]:
+        """Return what blocks are called with beside the hidden state, for a probe."""
+
+
+def engine_for(
+    plan: Plan,
+    model: nn.Module,
+    *,
+    loss_dtype: LossDType,
+    autocast_dtype: torch.dtype | None,
+    objective: Objective | None = None,
+) -> ForwardEngine:
+    """Return what runs the forwards of `plan` on `model`.
+
+    Raises
+    ------
+    ModelError
+        If the model cannot be run so.
+    """
+    return CutModel(
+        model,
+        loss_dtype=loss_dtype,
+        loss_chunk_tokens=plan.forward.loss_chunk_tokens,
+        autocast_dtype=autocast_dtype,
+        objective=objective,
+        cut_blocks=plan.model.cut_blocks,
+    )

@@ -1,0 +1,75 @@
+"""What each operation does: one home per operation, where an instruction becomes an action on buffers and tensors.
+
+An instruction is resolved once, by its operation and its operands alone; what a step then calls is the action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from executors.steps.ops.codec import Crossings
+from executors.steps.ops.context import Context
+from executors.steps.ops.copy import Copies
+from executors.steps.ops.draw import Draws
+from executors.steps.ops.exchange import Exchanges
+from executors.steps.ops.forward import Forwards
+from executors.steps.ops.operands import Action, Unfit
+from executors.steps.ops.sweep import Sweeps
+from topology.errors import ProgramError
+from zosim.instructions import Instruction, Part
+
+__all__ = ["Action", "Actions", "Context"]
+
+
+class Actions:
+    """Makes actions out of one program's instructions.
+
+    Attributes
+    ----------
+    crossings : Crossings
+        Counts what goes to other stages.
+    sweeps : Sweeps
+        Perturbs and updates.
+    num_queries : int
+        Directions per step.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._name = context.program.name
+        self.crossings = Crossings(context)
+        copies, forwards = Copies(context), Forwards(context)
+        exchanges, self.sweeps = Exchanges(context), Sweeps(context)
+        self.num_queries = self.sweeps.num_queries
+        self._makers: dict[str, Callable[[Instruction], Action]] = {
+            "load": forwards.load,
+            "copy": copies.copy,
+            "cast": copies.cast,
+            "allocate": copies.allocate,
+            "free": copies.free,
+            "draw": Draws(context).draw,
+            "perturb": self.sweeps.perturb,
+            "update": self.sweeps.update,
+            "forward": forwards.forward,
+            "scalar": exchanges.scalar,
+            "collective": exchanges.collective,
+            "encode": self.crossings.encode,
+            "decode": self.crossings.decode,
+            "send": self.crossings.send,
+            "recv": self.crossings.recv,
+        }
+
+    def of(self, part: Part, instruction: Instruction) -> Action:
+        """Return what does `instruction`.
+
+        Raises
+        ------
+        ProgramError
+            If its operands do not fit its operation.
+        """
+        try:
+            return self._makers[instruction.op.kind](instruction)
+        except Unfit as unfit:
+            raise ProgramError(
+                f"program {self._name}: {part}/{instruction.id} {unfit}",
+                hint="correct its operands, or lower the plan again",
+            ) from None

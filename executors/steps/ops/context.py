@@ -1,0 +1,93 @@
+"""What the actions of one program have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from executors.models.engine import ForwardEngine
+from executors.models.parameters import bind
+from executors.ranks.messages import Packed
+from executors.steps.buffers import BufferStore, Placed
+from executors.steps.frames import Hyperparameters, LoadedBatch
+from executors.steps.streams import Backend
+from executors.threads import DrawThreads
+from zosim.contents import FrozenWeights, GroupWeights
+from zosim.program import Program
+
+
+class Ranks(Protocol):
+    """The other ranks: what actions need of :class:`executors.ranks.communicator.Communicator`."""
+
+    rank: int
+
+    def all_gather(self, group: str, gathered: Tensor, own: Tensor, what: str) -> None:
+        """Fill `gathered` with every member's `own`, in rank order."""
+
+    def send(self, group: str, offset: int, message: Tensor | Packed, what: str) -> int:
+        """Send a message to a member of `group`, and return how many bytes went over the wire."""
+
+    def recv(
+        self, group: str, offset: int, most_bytes: int, what: str, device: torch.device | None
+    ) -> Tensor | Packed:
+        """Return the next message of a member of `group`, bytes of the host or numbers on a device."""
+
+
+@dataclass
+class Context:
+    """What the actions of one program have in common.
+
+    Attributes
+    ----------
+    program : Program
+    engine : ForwardEngine
+    store : BufferStore
+    hyperparameters : Hyperparameters
+    backend : Backend
+    threads : DrawThreads
+    num_micro_batches : int
+        Parts that a batch is forwarded in.
+    ranks : Ranks or None
+        The other ranks, where the program takes any.
+    remote_loss_dtype : torch.dtype or None
+        Format of losses, where only other ranks compute them.
+    loaded : LoadedBatch
+        The batch that this rank forwards.
+    """
+
+    program: Program
+    engine: ForwardEngine
+    store: BufferStore
+    hyperparameters: Hyperparameters
+    backend: Backend
+    threads: DrawThreads = field(default_factory=DrawThreads)
+    num_micro_batches: int = 1
+    ranks: Ranks | None = None
+    remote_loss_dtype: torch.dtype | None = None
+    loaded: LoadedBatch = field(default_factory=LoadedBatch)
+    _bound: dict[GroupWeights | FrozenWeights, Placed] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> Tensor:
+        """Rows of token tables that the loaded batch names."""
+        assert self.loaded.rows is not None
+        return self.loaded.rows
+
+    def bind(self, places: Sequence[Placed]) -> None:
+        """Let the engine compute with what lies at these places, where it does not already."""
+        for placed in places:
+            if self._bound.get(placed.part.what) is not placed:
+                bind(placed.part.tensors, placed.views)
+                self._bound[placed.part.what] = placed
+
+    def unbind(self, places: Sequence[Placed]) -> None:
+        """Let go of what lies at these places, so that its memory can be freed."""
+        for placed in places:
+            if self._bound.get(placed.part.what) is placed:
+                del self._bound[placed.part.what]
+                for tensor in placed.part.tensors:
+                    tensor.hold(placed.flat.new_empty(0))

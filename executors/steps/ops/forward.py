@@ -1,0 +1,208 @@
+"""Forwards of segments at evaluation points, and the batch that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from costmodel.model_spec import EMBED, HEAD
+from executors.models.halves import as_tensor
+from executors.models.model import Batch
+from executors.steps.arithmetic import gathered
+from executors.steps.frames import LoadedBatch, MicroBatch, StepFrame
+from executors.steps.micro_batches import accumulated, micro_batches
+from executors.steps.ops.context import Context
+from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
+from zosim.contents import Direction, DirectionRows, GroupWeights, Hidden
+from zosim.instructions import Access, Instruction
+from zosim.operations import Cast, Draw, Forward, Perturb
+from zosim.points import Point
+from zosim.program import Program
+
+
+class Forwards:
+    """Makes actions out of forwards and loads of batches."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._gathers = any(_needs_rows(instruction) for _, instruction in context.program.instructions())
+        self._paths = _paths_to_gathered_points(context.program)
+
+    def load(self, instruction: Instruction) -> Action:
+        """Return what puts a batch where the forwards read it."""
+        only(instruction.writes, "write of a batch")
+        context = self._context
+
+        def load(frame: StepFrame) -> None:
+            if frame.replayed:  # no row is read, but drawing none still walks the generator past the table
+                none = torch.empty(0, dtype=torch.long, device=context.backend.device)
+                context.loaded = LoadedBatch(rows=none)
+                return
+            assert frame.batch is not None
+            rows = positions = None
+            if self._gathers:
+                rows, positions = torch.unique(frame.batch["input_ids"], return_inverse=True)
+            parts = micro_batches(frame.batch, positions, context.num_micro_batches)
+            context.loaded = LoadedBatch(
+                tuple(self._on_device(part) for part in parts),
+                None if rows is None else self._to_device(rows),
+            )
+
+        return load
+
+    def _on_device(self, part: MicroBatch) -> MicroBatch:
+        return MicroBatch(
+            {name: self._to_device(tensor) for name, tensor in part.tensors.items()},
+            part.num_labels,
+            None if part.positions is None else self._to_device(part.positions),
+        )
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._context.backend.device, non_blocking=True)
+
+    def forward(self, instruction: Instruction) -> Action:
+        """Return what runs a segment."""
+        op, context = instruction.op, self._context
+        assert isinstance(op, Forward)
+        if op.segment not in context.engine.segments:
+            raise Unfit(f"runs {op.segment}, which is not a segment of the model")
+        tables = [self._gathered_table(instruction, op, group) for group in op.gather]
+        whole_tables = [table.access for table in tables]
+        weights = [a for a in instruction.reads if context.store.is_weights(a) and a not in whole_tables]
+        inputs = [access for access in instruction.reads if isinstance(access.what, Hidden)]
+        output = place_of(only(instruction.writes, "write of what it makes"))
+        source = place_of(only(inputs, "read of a hidden state")) if op.segment != EMBED else None
+        values = context.store.values
+
+        def forward(frame: StepFrame) -> None:
+            if frame.replayed:
+                return
+            context.bind([context.store.placed(access) for access in weights])
+            handed = None if source is None else values.pop(source)
+            outputs = []
+            for part in context.loaded.parts:
+                with ExitStack() as stack:
+                    for table in tables:
+                        table.enter(stack, part)
+                    # Popped, so that no hidden state outlives its use.
+                    before = None if handed is None else handed.pop(0)
+                    outputs.append(context.engine.run(op.segment, self._borrowed(part), part.cache, before))
+            values[output] = outputs
+            if op.segment == HEAD:
+                counts = [part.num_labels for part in context.loaded.parts]
+                frame.losses[op.point] = accumulated([as_tensor(loss) for loss in outputs], counts)
+
+        return forward
+
+    def _borrowed(self, part: MicroBatch) -> Batch:
+        return {name: self._context.backend.borrow(tensor) for name, tensor in part.tensors.items()}
+
+    def _gathered_table(self, instruction: Instruction, op: Forward, group: str) -> _GatheredTable:
+        table = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
+        rows = {
+            what.query: access
+            for access in instruction.reads
+            if isinstance(what := access.what, Direction | DirectionRows) and what.group == group
+        }
+        path = self._paths.get((instruction.id, group))
+        if path is None:
+            raise Unfit(f"gathers {group} at {op.point}, where no later perturbation of the program leads")
+        missing = {query for query, _ in path} - set(rows)
+        if missing:
+            names = ", ".join(f"q{query}" for query in sorted(missing))
+            raise Unfit(f"gathers {group} at {op.point} without the rows of {names}")
+        return _GatheredTable(self._context, table, [(rows[query], scales) for query, scales in path])
+
+
+@dataclass(frozen=True)
+class _GatheredTable:
+    """A token table read through rows that are perturbed as the table itself will be, later in the step."""
+
+    context: Context
+    access: Access
+    path: list[tuple[Access, tuple[int, ...]]]
+
+    def enter(self, stack: ExitStack, part: MicroBatch) -> None:
+        """Put the rows in the table's place for as long as `stack` lasts."""
+        context = self.context
+        assert part.positions is not None
+        placed, wanted = context.store.placed(self.access), context.backend.borrow(context.rows)
+        rows = placed.views[0].index_select(0, wanted)
+        for direction, scales in self.path:
+            rows = gathered(
+                rows, self._direction_rows(direction, wanted), scales, context.hyperparameters.epsilon
+            )
+        positions = context.backend.borrow(part.positions)
+        context.bind([placed])
+        stack.enter_context(context.engine.gathered_rows(placed.part.tensors[0], rows, positions))
+
+    def _direction_rows(self, direction: Access, wanted: Tensor) -> Tensor:
+        """Return rows of a direction: those that were drawn, or out of the whole where it is kept."""
+        store = self.context.store
+        if isinstance(direction.what, Direction):
+            return store.placed(direction).views[0].index_select(0, wanted)
+        drawn: Tensor = self.context.backend.borrow(store.values[place_of(direction)])
+        return drawn
+
+
+def _needs_rows(instruction: Instruction) -> bool:
+    """Whether an instruction draws or gathers the rows of a table that the batch names."""
+    op = instruction.op
+    return (isinstance(op, Draw) and op.keep == "rows") or (isinstance(op, Forward) and bool(op.gather))
+
+
+_Path = list[tuple[int, tuple[int, ...]]]
+"""Perturbations one after the other: queries, with the scales of those of a query that follow on each other."""
+
+
+def _paths_to_gathered_points(program: Program) -> dict[tuple[str, str], _Path]:
+    """Return the perturbations of a group between a forward that gathers it and its own arrival at that forward's point.
+
+    By instruction and group.
+    """
+    paths: dict[tuple[str, str], _Path] = {}
+    gathering: dict[str, list[_Gathering]] = {}
+    for instruction in program.step:
+        op = instruction.op
+        if isinstance(op, Forward):
+            for group in op.gather:
+                gathering.setdefault(group, []).append(_Gathering(instruction.id, op.point))
+        elif isinstance(op, Perturb | Cast):
+            for read, left in product(instruction.reads, instruction.writes):
+                if not (isinstance(read.what, GroupWeights) and isinstance(left.what, GroupWeights)):
+                    continue
+                group, point = left.what.group, left.what.point
+                if read.what.group != group or group not in gathering:
+                    continue
+                step = [(op.query, op.scale)] if isinstance(op, Perturb) else []
+                for entry in gathering[group]:
+                    steps = entry.steps[place_of(left)] = [*entry.steps.get(place_of(read), []), *step]
+                    if step and entry.point == point:
+                        paths[entry.forward, group] = _by_query(steps)
+                if step:
+                    gathering[group] = [entry for entry in gathering[group] if entry.point != point]
+    return paths
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """A forward that gathers a group at a point, and the perturbations of its weights since, place by place."""
+
+    forward: str
+    point: Point
+    steps: dict[tuple[str, int], list[tuple[int, int]]] = field(default_factory=dict)
+
+
+def _by_query(steps: Sequence[tuple[int, int]]) -> _Path:
+    path: _Path = []
+    for query, scale in steps:
+        if path and path[-1][0] == query:
+            path[-1] = (query, (*path[-1][1], scale))
+        else:
+            path.append((query, (scale,)))
+    return path

@@ -1,0 +1,112 @@
+"""What operands hold, as types and as text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodel import read_model_spec
+from topology.errors import ProgramError
+from zosim.contents import (
+    BATCH,
+    FREED,
+    GATHERED_LOSSES,
+    PACKED_LOSSES,
+    UNSET,
+    Contents,
+    Direction,
+    DirectionRows,
+    FrozenWeights,
+    GeneratorState,
+    GroupWeights,
+    Hidden,
+    Loss,
+    Message,
+    Named,
+    ProjectedGradient,
+    parse_contents,
+)
+from zosim.lowering import lower
+from zosim.plans import Estimator, Placement, Plan, Residency
+from zosim.points import BASE, Point, parse_point, points_of_step
+from zosim.program import Program
+
+GROUPS = st.sampled_from(["embed.tokens", "block.0", "block.17.front", "embed+head", "head.norm"])
+QUERIES = st.integers(0, 20)
+POINTS = st.one_of(st.just(BASE), st.builds(Point, QUERIES, st.sampled_from([1, -1])))
+CONTENTS = st.one_of(
+    st.builds(GroupWeights, GROUPS, POINTS),
+    st.builds(GroupWeights, GROUPS, updated_to=QUERIES),
+    st.builds(FrozenWeights, GROUPS),
+    st.builds(Direction, GROUPS, QUERIES, st.booleans()),
+    st.builds(DirectionRows, GROUPS, QUERIES),
+    st.builds(GeneratorState, GROUPS, QUERIES, st.booleans()),
+    st.builds(Hidden, GROUPS, POINTS),
+    st.builds(Message, QUERIES, POINTS),
+    st.builds(Loss, POINTS, st.booleans()),
+    st.builds(ProjectedGradient, QUERIES),
+    st.builds(Named, GROUPS.map(lambda group: f"grad:{group}"), st.sampled_from(["", "m3"])),
+    st.sampled_from([BATCH, PACKED_LOSSES, GATHERED_LOSSES, UNSET, FREED]),
+)
+
+
+@given(CONTENTS)
+def test_contents_are_what_their_text_says(what: Contents) -> None:
+    assert parse_contents(str(what)) == what
+
+
+@given(CONTENTS, CONTENTS)
+def test_unlike_contents_have_unlike_texts(one: Contents, other: Contents) -> None:
+    assert (str(one) == str(other)) == (one == other)
+
+
+@given(POINTS)
+def test_points_are_what_their_text_says(point: Point) -> None:
+    assert parse_point(str(point)) == point
+
+
+def test_points_of_a_step_are_in_the_order_of_visits() -> None:
+    assert " ".join(map(str, points_of_step(2, "central"))) == "q0+ q0- q1+ q1-"
+    assert " ".join(map(str, points_of_step(2, "forward"))) == "base q0+ q1+"
+
+
+@pytest.fixture
+def program() -> Program:
+    placement = Placement(topology="cpu-laptop", devices=("cpu0",))
+    residency = Residency(blocks="offloaded")
+    estimator = Estimator(difference="forward", num_queries=2)
+    model = read_model_spec("opt-125m")
+    return lower(
+        Plan(model=model, placement=placement, batch=2, seq=16, residency=residency, estimator=estimator)
+    )
+
+
+def _as_version_1(data: object) -> object:
+    """Return a file's object with contents as version 1 wrote them: point and query in a field of their own."""
+    if isinstance(data, list):
+        return [_as_version_1(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    old = {name: _as_version_1(value) for name, value in data.items()}
+    if "version" in old:
+        old["version"] = 1
+    if "what" in old:
+        old["what"], _, point = str(old["what"]).partition("@")
+        old |= {"point": point} if point else {}
+    elif old.get("point") == "base":
+        old["point"] = ""
+    return old
+
+
+def test_files_of_version_1_are_read(program: Program) -> None:
+    old = _as_version_1(json.loads(program.to_json()))
+    assert Program.from_data(old, "an old file") == program  # type: ignore[arg-type]
+
+
+def test_contents_that_are_none_are_refused_by_name(program: Program) -> None:
+    data = json.loads(program.to_json().replace("z:block.3@q1", "z:block.3@q"))
+    with pytest.raises(ProgramError, match=r"z:block\.3@q"):
+        Program.from_data(data, "an edited file")

@@ -1,0 +1,101 @@
+"""The mesh axis: losses, of which each rank knows some, become those of the whole batch, and projected gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from costmodel.model_spec import HEAD
+from costmodel.work import Work
+from zosim.contents import GATHERED_LOSSES, PACKED_LOSSES, Loss, ProjectedGradient
+from zosim.instructions import Access, Buffer, Space, Stream
+from zosim.lowering.listing import Listing
+from zosim.lowering.rank import Rank
+from zosim.operations import Collective, Scalar
+from zosim.points import Point, points_of_query
+
+_SCALAR_BYTES = 8
+_LOSS_BYTES = 16
+"""A loss and the number of labels that it is the mean over."""
+
+_LOSSES = "losses"
+_OWN_LOSSES = "losses.own"
+_GRADIENTS = "projected_gradients"
+
+
+class Losses:
+    """Writes the exchange of losses and the gradients that come of them.
+
+    Parameters
+    ----------
+    rank : Rank
+    listing : Listing
+    """
+
+    def __init__(self, rank: Rank, listing: Listing) -> None:
+        self._rank = rank
+        self._plan = rank.plan
+        self._listing = listing
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._plan.placement.world_size == 1
+
+    def left_by_head(self, point: Point) -> Access:
+        """Return where the head leaves its loss: at once in its place, or among those to be exchanged."""
+        return self._loss(point) if self._is_alone else self._own_loss(point)
+
+    def _loss(self, point: Point) -> Access:
+        offset = _SCALAR_BYTES * self._plan.points.index(point)
+        return Access(_LOSSES, Loss(point), 0, _SCALAR_BYTES, offset)
+
+    def _own_loss(self, point: Point) -> Access:
+        """Return the access to this rank's loss at `point`, with the labels that it is the mean over."""
+        offset = _LOSS_BYTES * self._rank.own_points.index(point)
+        return Access(_OWN_LOSSES, Loss(point, is_own=True), 0, _LOSS_BYTES, offset)
+
+    def _packed(self) -> Access:
+        return Access("losses.packed", PACKED_LOSSES, 0, _LOSS_BYTES * len(self._plan.points))
+
+    def _gathered(self) -> Access:
+        size = self._packed().size_bytes * self._plan.placement.world_size
+        return Access("losses.gathered", GATHERED_LOSSES, 0, size)
+
+    def gradient(self, query: int, step: int) -> Access:
+        """Return the access to the projected gradient of `query`."""
+        return Access(_GRADIENTS, ProjectedGradient(query), step, _SCALAR_BYTES, _SCALAR_BYTES * query)
+
+    def buffers(self) -> Iterator[Buffer]:
+        """Yield those of losses and of projected gradients."""
+        sizes = {_LOSSES: _SCALAR_BYTES * len(self._plan.points)}
+        if not self._is_alone:
+            sizes[_OWN_LOSSES] = _LOSS_BYTES * len(self._rank.own_points)
+            sizes |= {access.buffer: access.size_bytes for access in (self._packed(), self._gathered())}
+        for name, size in sizes.items():
+            yield Buffer(name, Space.DEVICE, size, "scalars", "float64")
+        size = _SCALAR_BYTES * self._plan.estimator.num_queries
+        yield Buffer(_GRADIENTS, Space.HOST, size, "scalars", "float64")
+
+    def exchange_losses(self) -> None:
+        """Write how losses of a part of the batch, at some of the points, become those of all."""
+        if self._is_alone:
+            return
+        rank, packed, gathered = self._rank, self._packed(), self._gathered()
+        scalar, link = Work(num_kernels=1), Work(link_bytes=gathered.size_bytes - packed.size_bytes)
+        own = tuple(self._own_loss(point) for point in rank.own_points if rank.is_last_stage)
+        losses = tuple(map(self._loss, self._plan.points))
+        pack, gather, mean = (
+            Scalar("pack_losses"),
+            Collective("all_gather", "world"),
+            Scalar("mean_loss"),
+        )
+        emit = self._listing.emit
+        emit("losses/pack", pack, Stream.COMPUTE, "scalar", HEAD, own, (packed,), scalar)
+        emit("losses/all_gather", gather, Stream.LINK, "exchange", HEAD, (packed,), (gathered,), link)
+        emit("losses/mean", mean, Stream.COMPUTE, "scalar", HEAD, (gathered,), losses, scalar)
+
+    def projected_gradient(self, query: int) -> None:
+        """Write how two losses become the projected gradient of `query`."""
+        points = points_of_query(query, self._plan.estimator.difference)
+        name, op = f"projected_gradient[q{query}]", Scalar("projected_gradient", query)
+        reads, left = tuple(map(self._loss, points)), (self.gradient(query, 0),)
+        self._listing.emit(name, op, Stream.COMPUTE, "scalar", HEAD, reads, left, Work(num_kernels=3))

@@ -1,0 +1,148 @@
+"""What one rank of a plan holds and forwards, which all axes ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from costmodel.distributions import DISTRIBUTIONS, Distribution
+from costmodel.formats import DType
+from costmodel.forward import activation_bytes
+from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup
+from zosim.contents import BATCH, Hidden
+from zosim.instructions import Access
+from zosim.plans import Plan
+from zosim.points import Point
+
+
+def is_edge(segment: str) -> bool:
+    """Whether `segment` is the embedding or the head."""
+    return segment in (EMBED, HEAD)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a plan.
+
+    Attributes
+    ----------
+    plan : Plan
+    number : int
+    """
+
+    plan: Plan
+    number: int = 0
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model that is tuned."""
+        return self.plan.model
+
+    @cached_property
+    def own_points(self) -> tuple[Point, ...]:
+        """Evaluation points that this rank forwards."""
+        return self.plan.points_of(self.number)
+
+    @cached_property
+    def num_sequences(self) -> int:
+        """Sequences that this rank forwards at each of its points."""
+        return len(self.plan.rows_of(self.number))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of these sequences, padding included."""
+        return self.num_sequences * self.plan.seq
+
+    @cached_property
+    def segments(self) -> tuple[str, ...]:
+        """Segments that this rank runs."""
+        return self.plan.segments_of(self.number)
+
+    @property
+    def stage(self) -> int:
+        """Stage of this rank."""
+        return self.plan.mesh.coordinates(self.number).stage
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the head."""
+        return self.stage == self.plan.mesh.stage - 1
+
+    # -- parameter groups --------------------------------------------------------------------------------------
+
+    @cached_property
+    def groups(self) -> tuple[ParameterGroup, ...]:
+        """Parameter groups that this rank holds, in registration order."""
+        own = set(self.segments)
+        return tuple(group for group in self.model.groups if own & set(group.segments))
+
+    def readers(self, group: ParameterGroup) -> tuple[str, ...]:
+        """Return the segments of this rank that read `group`."""
+        return self._readers[group.name]
+
+    @cached_property
+    def _readers(self) -> dict[str, tuple[str, ...]]:
+        own = frozenset(self.segments)
+        return {group.name: tuple(s for s in group.segments if s in own) for group in self.model.groups}
+
+    def updated_with(self, segment: str) -> tuple[ParameterGroup, ...]:
+        """Return the groups that are updated with `segment`: a tied one with the last segment that reads it."""
+        groups = self.model.groups_of(segment)
+        return tuple(group for group in groups if self.readers(group)[-1] == segment)
+
+    def trainable(self, segment: str) -> tuple[ParameterGroup, ...]:
+        """Return the groups of `segment` that are tuned."""
+        return tuple(group for group in self.model.groups_of(segment) if group.num_trainable)
+
+    def perturbed_whole(self, segment: str) -> tuple[ParameterGroup, ...]:
+        """Return those of them that are perturbed as a whole, and not by the rows that the batch names."""
+        return tuple(group for group in self.trainable(segment) if not self.gathers(group, segment))
+
+    def gathers(self, group: ParameterGroup, segment: str) -> bool:
+        """Whether `segment` reads `group` through gathered rows, because a later segment needs it unperturbed."""
+        readers = self.readers(group)
+        return not self.is_swept and group.num_trainable > 0 and len(readers) > 1 and segment == readers[0]
+
+    # -- what several axes look at -----------------------------------------------------------------------------
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether all parameters are at one point together."""
+        return self.plan.schedule.traversal == "sweep"
+
+    def is_delayed(self, group: ParameterGroup) -> bool:
+        """Whether the update of `group` waits for its turn in the next step."""
+        return self.plan.schedule.update == "delayed" and not is_edge(group.segments[0])
+
+    @property
+    def distribution(self) -> Distribution:
+        """What directions are drawn from."""
+        return DISTRIBUTIONS[self.plan.directions.distribution]
+
+    @property
+    def direction_format(self) -> DType:
+        """Format that directions are drawn and kept in: that of the weights that they are added to."""
+        return self.plan.weights.dtype
+
+    def hidden(self, point: Point, segment: str) -> Access:
+        """Return the access to the hidden state that `segment` leaves at `point`."""
+        return Access(f"hidden.{point}", Hidden(segment, point), 0, self.hidden_bytes(segment))
+
+    def hidden_bytes(self, segment: str) -> int:
+        """Return the bytes of what `segment` leaves at one point."""
+        return activation_bytes(
+            self.model,
+            batch=self.num_sequences,
+            seq=self.plan.seq,
+            dtype=self.plan.compute_dtype,
+            segment=segment,
+        )
+
+    def batch(self) -> Access:
+        """Return the access to the batch."""
+        return Access("batch", BATCH, 0, 3 * 8 * self.num_tokens)

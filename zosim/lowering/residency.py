@@ -1,0 +1,267 @@
+"""The residency axis: where parameters lie between their uses, and how those of the host come to the device and go back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property
+
+from costmodel.model_spec import ParameterGroup, block_index
+from costmodel.sweeps import cast_work, copy_work
+from costmodel.work import Work
+from zosim.contents import FREED, UNSET, FrozenWeights, GroupWeights
+from zosim.instructions import Access, Buffer, Space, Stream
+from zosim.lowering.buckets import ALIGNMENT_BYTES, bucket_bytes
+from zosim.lowering.listing import Listing
+from zosim.lowering.rank import Rank, is_edge
+from zosim.operations import Allocate, Cast, Collective, Copy, Free
+from zosim.points import BASE, Point
+
+
+class Homes:
+    """Where parameter groups lie, and their uploads and offloads.
+
+    A group's bucket holds its frozen tensors first, then the trainable ones, each part aligned. Where ranks share
+    blocks out, each part is as long as makes equal, aligned shares.
+
+    Parameters
+    ----------
+    rank : Rank
+    listing : Listing
+    """
+
+    def __init__(self, rank: Rank, listing: Listing) -> None:
+        self._rank = rank
+        self._plan = rank.plan
+        self._listing = listing
+        self._buckets: dict[tuple[str, str], tuple[int, int]] = {}
+
+    # -- sizes -------------------------------------------------------------------------------------------------
+
+    def trainable_bytes(self, group: ParameterGroup, dtype: str) -> int:
+        """Return the bytes of the trainable part of the bucket of `group`."""
+        return self._bucket(group, dtype)[1]
+
+    def _group_bytes(self, group: ParameterGroup, dtype: str) -> int:
+        return sum(self._bucket(group, dtype))
+
+    def _bucket(self, group: ParameterGroup, dtype: str) -> tuple[int, int]:
+        """Return the bytes of the frozen and of the trainable part of the bucket of `group`, counted once."""
+        key = group.name, dtype
+        if key not in self._buckets:
+            num_frozen = group.num_parameters - group.num_trainable
+            frozen = bucket_bytes(num_frozen, group.num_tensors - group.num_trainable_tensors, dtype)
+            trainable = bucket_bytes(group.num_trainable, group.num_trainable_tensors, dtype)
+            # With room for equal, aligned shares, where the group is shared out.
+            unit = ALIGNMENT_BYTES * (self._num_shares if self.is_offloaded(group) else 1)
+            self._buckets[key] = -(-frozen // unit) * unit, -(-trainable // unit) * unit
+        return self._buckets[key]
+
+    # -- places ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def share_group(self) -> str:
+        """Group that shares blocks out; empty if every rank has its own copy of all."""
+        return self._plan.residency.share_group if self._plan.is_shared_out else ""
+
+    @cached_property
+    def _num_shares(self) -> int:
+        return len(self._plan.groups[self.share_group][0]) if self.share_group else 1
+
+    def shares_of(self, accesses: Iterable[Access]) -> tuple[Access, ...]:
+        """Return this rank's shares of `accesses`, or all of them where nothing is shared out."""
+        return tuple(replace(access, share=self.share_group) for access in accesses)
+
+    def is_offloaded(self, group: ParameterGroup) -> bool:
+        """Whether `group` lives on the host."""
+        residency = self._plan.residency
+        place = residency.edges if is_edge(group.segments[0]) else residency.blocks
+        return place == "offloaded"
+
+    def _offloaded(self, segment: str) -> tuple[ParameterGroup, ...]:
+        return tuple(group for group in self._rank.model.groups_of(segment) if self.is_offloaded(group))
+
+    def home(self, group: ParameterGroup) -> str:
+        """Return the buffer that holds `group` between steps."""
+        return f"{'host' if self.is_offloaded(group) else 'device'}.{group.name}"
+
+    def slot(self, segment: str) -> str:
+        """Return the device slot that an offloaded `segment` passes through."""
+        return f"slot.{self._slot_name(segment)}"
+
+    def staging(self, segment: str) -> str:
+        """Return the device buffer in which a slot's contents cross the bus in another format."""
+        return f"staging.{self._slot_name(segment)}"
+
+    def _slot_name(self, segment: str) -> str:
+        return "edge" if is_edge(segment) else str(block_index(segment) % self._plan.residency.num_slots)
+
+    def place(self, group: ParameterGroup, segment: str) -> str:
+        """Return the device buffer in which `segment` finds `group` at its turn."""
+        return self.slot(segment) if self.is_offloaded(group) else self.home(group)
+
+    # -- accesses ----------------------------------------------------------------------------------------------
+
+    def trainable(
+        self, group: ParameterGroup, buffer: str, step: int, what: GroupWeights, dtype: str | None = None
+    ) -> Access:
+        """Return the access to the trainable part of `group` in `buffer`, in some state."""
+        dtype = dtype or self._plan.weights.dtype
+        frozen, size = self._bucket(group, dtype)
+        return Access(buffer, what, step, size, self._offset_in(buffer, group, dtype) + frozen)
+
+    def frozen(self, group: ParameterGroup, buffer: str, dtype: str | None = None) -> tuple[Access, ...]:
+        """Return the access to the frozen part of `group` in `buffer`, if it has one."""
+        dtype = dtype or self._plan.weights.dtype
+        size, _ = self._bucket(group, dtype)
+        offset = self._offset_in(buffer, group, dtype)
+        return (Access(buffer, FrozenWeights(group.name), None, size, offset),) if size else ()
+
+    def weights(
+        self, group: ParameterGroup, buffer: str, step: int, point: Point = BASE, dtype: str | None = None
+    ) -> tuple[Access, ...]:
+        """Return the accesses to all of `group` in `buffer`."""
+        frozen = self.frozen(group, buffer, dtype)
+        if not group.num_trainable:
+            return frozen
+        return (*frozen, self.trainable(group, buffer, step, GroupWeights(group.name, point), dtype))
+
+    def _offset_in(self, buffer: str, group: ParameterGroup, dtype: str) -> int:
+        """Return where `group` starts in `buffer`: behind its neighbours in a slot that they share, else at 0."""
+        if buffer == self.home(group):
+            return 0
+        offset = 0
+        for neighbour in self._rank.model.groups_of(group.segments[0]):
+            if neighbour.name == group.name:
+                break
+            offset += self._group_bytes(neighbour, dtype) if self.is_offloaded(neighbour) else 0
+        return offset
+
+    def at_rest(self, *, delayed_by: int) -> Iterator[Access]:
+        """Yield what the home of every group holds between steps: before the first all of it, later perhaps a share."""
+        for group in self._rank.groups:
+            is_offloaded = self.is_offloaded(group)
+            dtype = self._plan.transfer_dtype if is_offloaded else None
+            step = -delayed_by if self._rank.is_delayed(group) else 0
+            held = self.weights(group, self.home(group), step, dtype=dtype)
+            yield from self.shares_of(held) if is_offloaded and not delayed_by else held
+
+    # -- buffers -----------------------------------------------------------------------------------------------
+
+    def buffers(self) -> Iterator[Buffer]:
+        """Yield homes, slots, and what crosses the bus in another format."""
+        plan = self._plan
+        for group in self._rank.groups:
+            offloaded = self.is_offloaded(group)
+            dtype = plan.transfer_dtype if offloaded else plan.weights.dtype
+            space, shared = (Space.HOST, bool(self.share_group)) if offloaded else (Space.DEVICE, False)
+            size = self._group_bytes(group, dtype)
+            yield Buffer(self.home(group), space, size, "weights", dtype, shared=shared)
+        for name, size in self._slot_sizes.items():
+            yield Buffer(name, Space.DEVICE, size, "slots", plan.weights.dtype)
+        if plan.is_transfer_lossy:
+            for name, size in self._largest(self.staging, plan.transfer_dtype).items():
+                yield Buffer(name, Space.DEVICE, size, "staging", plan.transfer_dtype)
+
+    @cached_property
+    def _slot_sizes(self) -> dict[str, int]:
+        return self._largest(self.slot, self._plan.weights.dtype)
+
+    def _largest(self, buffer_of: Callable[[str], str], dtype: str) -> dict[str, int]:
+        """Return the bytes of the largest segment that passes through each of some buffers."""
+        sizes: dict[str, int] = {}
+        for segment in self._rank.segments:
+            if groups := self._offloaded(segment):
+                size = sum(self._group_bytes(group, dtype) for group in groups)
+                sizes[buffer_of(segment)] = max(sizes.get(buffer_of(segment), 0), size)
+        return sizes
+
+    # -- transfers ---------------------------------------------------------------------------------------------
+
+    def upload(self, segment: str, suffix: str = "") -> None:
+        """Write the upload of what `segment` has on the host, if anything."""
+        groups = self._offloaded(segment)
+        if groups and not self._plan.residency.reuse_slots:
+            self._allocate(segment, suffix)
+        lossy, dtype = self._plan.is_transfer_lossy, self._plan.transfer_dtype
+        for group in groups:
+            step = -1 if self._rank.is_delayed(group) else 0
+            target = self.staging(segment) if lossy else self.slot(segment)
+            home = self.weights(group, self.home(group), step, dtype=dtype)
+            here = self.weights(group, target, step, dtype=dtype)
+            if self._plan.residency.transfers == "sliced":
+                self._upload_sliced(group, segment, home, here, suffix)
+            else:
+                work = copy_work(sum(access.size_bytes for access in home))
+                name = f"{group.name}/upload{suffix}"
+                self._listing.emit(name, Copy(), Stream.H2D, "upload", segment, home, here, work)
+            if lossy:
+                self._widen(group, segment, step, suffix)
+
+    def _upload_sliced(
+        self,
+        group: ParameterGroup,
+        segment: str,
+        home: tuple[Access, ...],
+        here: tuple[Access, ...],
+        suffix: str,
+    ) -> None:
+        """Write the upload of this rank's share, and the exchange of shares."""
+        own, total = self.shares_of(here), sum(access.size_bytes for access in here)
+        share_bytes = total // self._num_shares
+        name, reads = f"{group.name}/upload{suffix}", self.shares_of(home)
+        self._listing.emit(name, Copy(), Stream.H2D, "upload", segment, reads, own, copy_work(share_bytes))
+        name, op = f"{group.name}/all_gather{suffix}", Collective("all_gather", self.share_group)
+        work = Work(link_bytes=total - share_bytes)
+        self._listing.emit(name, op, Stream.LINK, "gather", segment, own, here, work)
+
+    def offload(self, segment: str, *, changed: bool, suffix: str = "") -> None:
+        """Write the offload of what `changed` of it, and give its slot back."""
+        groups = self._offloaded(segment)
+        lossy, dtype = self._plan.is_transfer_lossy, self._plan.transfer_dtype
+        for group in groups:
+            if not (changed and group.num_trainable):
+                continue
+            step = 1 if suffix and not self._rank.is_delayed(group) else 0
+            if lossy:
+                self._narrow(group, segment, step, suffix)
+            source = self.staging(segment) if lossy else self.slot(segment)
+            what = GroupWeights(group.name)
+            read = self.trainable(group, source, step, what, dtype)
+            left = self.trainable(group, self.home(group), step, what, dtype)
+            work = copy_work(read.size_bytes // self._num_shares)
+            name = f"{group.name}/offload{suffix}"
+            reads, writes = self.shares_of((read,)), self.shares_of((left,))
+            self._listing.emit(name, Copy(), Stream.D2H, "offload", segment, reads, writes, work)
+        if groups and not self._plan.residency.reuse_slots:
+            self._free(segment, suffix)
+
+    def _widen(self, group: ParameterGroup, segment: str, step: int, suffix: str) -> None:
+        transfer, storage = self._plan.transfer_dtype, self._plan.weights.dtype
+        reads = self.weights(group, self.staging(segment), step, dtype=transfer)
+        writes = self.weights(group, self.slot(segment), step)
+        work = cast_work(group.num_parameters, source=transfer, target=storage)
+        name = f"{group.name}/widen{suffix}"
+        self._listing.emit(name, Cast(), Stream.COMPUTE, "widen", segment, reads, writes, work)
+
+    def _narrow(self, group: ParameterGroup, segment: str, step: int, suffix: str) -> None:
+        transfer, storage = self._plan.transfer_dtype, self._plan.weights.dtype
+        what = GroupWeights(group.name)
+        reads = (self.trainable(group, self.slot(segment), step, what),)
+        writes = (self.trainable(group, self.staging(segment), step, what, transfer),)
+        work = cast_work(group.num_trainable, source=storage, target=transfer)
+        name = f"{group.name}/narrow{suffix}"
+        self._listing.emit(name, Cast(), Stream.COMPUTE, "narrow", segment, reads, writes, work)
+
+    def _allocate(self, segment: str, suffix: str) -> None:
+        slot = self.slot(segment)
+        size = self._slot_sizes[slot]
+        work, left = Work(num_allocations=1, allocation_bytes=size), (Access(slot, UNSET, None, size),)
+        name = f"{segment}/allocate{suffix}"
+        self._listing.emit(name, Allocate(slot), Stream.H2D, "allocate", segment, (), left, work)
+
+    def _free(self, segment: str, suffix: str) -> None:
+        slot = self.slot(segment)
+        left = (Access(slot, FREED, None, self._slot_sizes[slot]),)
+        name, work = f"{segment}/free{suffix}", Work(num_allocations=1)
+        self._listing.emit(name, Free(slot), Stream.D2H, "free", segment, (), left, work)

@@ -1,0 +1,177 @@
+"""The schedule axis: in which order a step visits segments and points, and when it updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from costmodel.model_spec import ParameterGroup
+from zosim.instructions import Access, Buffer, Instruction
+from zosim.lowering.directions import Directions
+from zosim.lowering.forward import Forwards
+from zosim.lowering.listing import Listing
+from zosim.lowering.mesh import Losses
+from zosim.lowering.rank import Rank
+from zosim.lowering.residency import Homes
+from zosim.lowering.split import Cuts
+from zosim.lowering.weights import Leap, Points
+from zosim.plans import Plan
+from zosim.points import BASE
+
+
+class StepWriter:
+    """Writes the instructions of one part of a program, in an order that would be right on a single stream.
+
+    Parameters
+    ----------
+    plan : Plan
+    rank : int
+    """
+
+    def __init__(self, plan: Plan, rank: int = 0) -> None:
+        self._plan = plan
+        self._rank = Rank(plan, rank)
+        self._listing = Listing()
+        common = self._rank, self._listing
+        self.homes = Homes(*common)
+        self._directions = Directions(*common)
+        self._losses = Losses(*common)
+        self._cuts = Cuts(*common)
+        self._points = Points(*common, self.homes, self._directions, self._losses)
+        self._forwards = Forwards(*common, self._directions, self._points, self._cuts, self._losses)
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        """What has been written."""
+        return self._listing.instructions
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Return every buffer that the rank needs."""
+        axes = (self.homes, self._directions, self._points, self._forwards, self._cuts, self._losses)
+        return tuple(chain.from_iterable(axis.buffers() for axis in axes))
+
+    def initial(self) -> Iterator[Access]:
+        """Yield what is there before the first step; what belongs to the step before it is there and void."""
+        yield from self.homes.at_rest(delayed_by=1)
+        delayed = [g for g in self._rank.groups if self._rank.is_delayed(g) and g.num_trainable]
+        for query in range(self._plan.estimator.num_queries if delayed else 0):
+            yield self._losses.gradient(query, -1)
+            for group in delayed:
+                yield from self._directions.pending(group, query)
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def write_step(self) -> None:
+        """Write one step: load, forwards at every point, projected gradients, immediate updates."""
+        self._forwards.load()
+        self._cuts.receive_all()
+        {"sweep": self._sweep, "blockwise": self._blockwise, "querywise": self._querywise}[
+            self._plan.schedule.traversal
+        ]()
+        self._losses.exchange_losses()
+        for query in range(self._plan.estimator.num_queries):
+            self._losses.projected_gradient(query)
+        self._immediate_updates()
+
+    def write_flush(self) -> None:
+        """Write the updates that are still pending when no step follows."""
+        for segment in self._rank.segments:
+            if any(map(self._rank.is_delayed, self._updated_with(segment))):
+                self._visit(segment, step_before=True)
+
+    # -- traversals --------------------------------------------------------------------------------------------
+
+    def _blockwise(self) -> None:
+        for segment in self._rank.segments:
+            self.homes.upload(segment)
+            self._pending_updates(segment)
+            if self._plan.estimator.difference == "forward":
+                self._forwards.segment(segment, BASE)
+            for query in range(self._plan.estimator.num_queries):
+                self._both_points(segment, query)
+            self.homes.offload(segment, changed=self._points.leaves_changed(segment))
+
+    def _querywise(self) -> None:
+        if self._plan.estimator.difference == "forward":
+            self._forwards.model(BASE)
+        for query in range(self._plan.estimator.num_queries):
+            for segment in self._rank.segments:
+                self._both_points(segment, query)
+
+    def _both_points(self, segment: str, query: int) -> None:
+        """Write one query's forwards of `segment`, from one draw of its direction."""
+        path = self._points.path(query)
+        if not path:
+            return
+        offset = self._directions.fresh_offset(segment)
+        for group in self._rank.trainable(segment):
+            rows = self._rank.gathers(group, segment)
+            self._directions.draw(
+                group,
+                query,
+                keep="rows" if rows else "all",
+                offset_bytes=offset,
+                scaled=not self._is_updated_next(group, segment),
+                segment=segment,
+            )
+            offset += 0 if rows else self._directions.direction_bytes(group)
+        whole = self._rank.perturbed_whole(segment)
+        for leap in chain(*path):
+            self._points.perturb(whole, segment, query, leap)
+            if leap.point.is_perturbed:
+                self._forwards.segment(segment, leap.point)
+
+    def _sweep(self) -> None:
+        if self._plan.estimator.difference == "forward":
+            self._forwards.model(BASE)
+        for query in range(self._plan.estimator.num_queries):
+            for leaps in self._points.path(query):
+                self._sweep_perturb(query, leaps)
+                for leap in leaps:
+                    if leap.point.is_perturbed:
+                        self._forwards.model(leap.point)
+
+    def _sweep_perturb(self, query: int, leaps: tuple[Leap, ...]) -> None:
+        """Write the reference loop's pass: every group's direction is drawn, used and forgotten."""
+        for group in self._directions.walk_order:
+            if group in self._rank.groups:
+                segment = self._rank.readers(group)[0]
+                self._directions.forget()
+                self._directions.draw(group, query, scaled=True, segment=segment)
+                for leap in leaps:
+                    self._points.perturb((group,), segment, query, leap)
+        self._directions.forget()
+
+    # -- updates -----------------------------------------------------------------------------------------------
+
+    def _pending_updates(self, segment: str) -> None:
+        for group in self._rank.trainable(segment):
+            if self._rank.is_delayed(group):
+                self._points.update(group, segment, step=-1)
+
+    def _immediate_updates(self) -> None:
+        """Write the updates that use this step's gradient, the segments in the order in which they ran.
+
+        The last segment comes first: its directions are still there.
+        """
+        *others, last = self._rank.segments
+        for segment in (last, *others):
+            if any(not self._rank.is_delayed(group) for group in self._updated_with(segment)):
+                self._visit(segment, step_before=False)
+
+    def _updated_with(self, segment: str) -> list[ParameterGroup]:
+        return [group for group in self._rank.updated_with(segment) if group.num_trainable]
+
+    def _is_updated_next(self, group: ParameterGroup, segment: str) -> bool:
+        """Whether the update of `group` finds the direction of its perturbations in `segment` still there."""
+        is_last = segment == self._rank.segments[-1] and self._plan.estimator.num_queries == 1
+        return is_last and not self._rank.is_delayed(group)
+
+    def _visit(self, segment: str, *, step_before: bool) -> None:
+        """Write the updates of the groups that `segment` owns, fetching them first where they are offloaded."""
+        suffix = ":update"
+        self.homes.upload(segment, suffix)
+        for group in self._updated_with(segment):
+            if self._rank.is_delayed(group) == step_before:
+                self._points.update(group, segment, step=-1 if step_before else 0)
+        self.homes.offload(segment, changed=True, suffix=suffix)

@@ -1,0 +1,157 @@
+"""The split axis: what crosses a cut, as which message, and how it goes from stage to stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Literal
+
+from costmodel.codec_time import decode_work, encode_work
+from costmodel.codecs import CodecSpec, codec_spec, message_bytes, most_bytes
+from costmodel.formats import FORMATS
+from costmodel.symbols import SymbolStatistics, crossing_statistics
+from costmodel.work import Work
+from zosim.contents import Message
+from zosim.instructions import Access, Buffer, Space, Stream
+from zosim.lowering.listing import Listing
+from zosim.lowering.rank import Rank
+from zosim.operations import Decode, Encode, Recv, Send
+from zosim.plans import INSIDE, Plan
+from zosim.points import Point
+
+Side = Literal["in", "out", "here"]
+"""Where a message comes from or goes to: the stage before, the next one, or this one."""
+
+
+class Cuts:
+    """Writes messages between stages, and their codecs.
+
+    Parameters
+    ----------
+    rank : Rank
+    listing : Listing
+    """
+
+    def __init__(self, rank: Rank, listing: Listing) -> None:
+        self._rank = rank
+        self._plan = rank.plan
+        self._listing = listing
+
+    def _wire(self, point: Point, cut: int, side: Side) -> Access:
+        """Return the access to the message that crosses cut number `cut`, of the largest size it can have."""
+        size = most_message_bytes(self._plan, cut, self._rank.num_sequences)
+        return Access(f"wire.{side}.{point}", Message(cut, point), 0, size)
+
+    def buffers(self) -> Iterator[Buffer]:
+        """Yield those of messages."""
+        cuts = list(self._crossed())
+        for point in self._rank.own_points:
+            wires = [(cut, self._wire(point, cut, side)) for cut, side in cuts]
+            for name in dict.fromkeys(wire.buffer for _, wire in wires):
+                size = max(wire.size_bytes for _, wire in wires if wire.buffer == name)
+                coded = any(is_coded(self._plan, cut) for cut, wire in wires if wire.buffer == name)
+                space = Space.HOST if coded else Space.DEVICE
+                yield Buffer(name, space, size, "activations", "uint8", dynamic=True)
+
+    def _crossed(self) -> Iterator[tuple[int, Side]]:
+        """Yield the cuts on either side of this rank's stage, and those within it."""
+        rank = self._rank
+        for cut in self._plan.coded_in_place.values():
+            yield cut, "here"
+        if not rank.is_first_stage:
+            yield rank.stage - 1, "in"
+        if not rank.is_last_stage:
+            yield rank.stage, "out"
+
+    def receive_all(self) -> None:
+        """Write the receipt of every message of the stage before, in the order in which it sends them."""
+        rank = self._rank
+        if rank.is_first_stage:
+            return
+        cut = rank.stage - 1
+        work = Work(link_bytes=expected_message_bytes(self._plan, cut, rank.num_sequences))
+        for point in rank.own_points:
+            name, left = f"recv[{point}]", (self._wire(point, cut, "in"),)
+            op = Recv("pipeline", -1)
+            self._listing.emit(name, op, Stream.RECV, "recv", rank.segments[0], (), left, work)
+
+    def before(self, segment: str, point: Point) -> None:
+        """Write how a message becomes what the segment before the first of this stage left."""
+        rank = self._rank
+        if segment == rank.segments[0] and not rank.is_first_stage:
+            previous = rank.model.segments[rank.model.segments.index(segment) - 1]
+            self._decode(segment, previous, point, rank.stage - 1, "in")
+
+    def after(self, segment: str, point: Point) -> None:
+        """Write how what `segment` leaves crosses the cut behind it, to the next stage or within this one."""
+        rank = self._rank
+        if segment == rank.segments[-1] and not rank.is_last_stage:
+            wire = self._encode(segment, point, rank.stage, "out")
+            link = Work(link_bytes=expected_message_bytes(self._plan, rank.stage, rank.num_sequences))
+            op = Send("pipeline", 1)
+            self._listing.emit(f"send[{point}]", op, Stream.LINK, "send", segment, (wire,), (), link)
+        elif (cut := self._plan.coded_in_place.get(segment)) is not None:
+            self._encode(segment, point, cut, "here")
+            self._decode(segment, segment, point, cut, "here")
+
+    def _encode(self, segment: str, point: Point, cut: int, side: Side) -> Access:
+        """Write how what `segment` leaves becomes a message, and return where that is."""
+        wire, reads = self._wire(point, cut, side), (self._rank.hidden(point, segment),)
+        op = Encode(self._plan.split.codec, self._plan.split.residual_codec)
+        work = coding_work(self._plan, cut, self._rank.num_sequences, "encode")
+        self._listing.emit(f"encode[{point}]", op, Stream.COMPUTE, "encode", segment, reads, (wire,), work)
+        return wire
+
+    def _decode(self, segment: str, left_by: str, point: Point, cut: int, side: Side) -> None:
+        """Write how a message becomes what a segment left; the batch tells its shape."""
+        reads = (self._wire(point, cut, side), self._rank.batch())
+        left = (self._rank.hidden(point, left_by),)
+        work = coding_work(self._plan, cut, self._rank.num_sequences, "decode")
+        self._listing.emit(f"decode[{point}]", Decode(), Stream.COMPUTE, "decode", segment, reads, left, work)
+
+
+def is_coded(plan: Plan, cut: int) -> bool:
+    """Whether a codec writes down, on the host, what crosses cut number `cut`; plain numbers stay on the device."""
+    return not all(codec.is_lossless for codec, _, _ in _crossing(plan, cut, 1))
+
+
+def most_message_bytes(plan: Plan, cut: int, num_sequences: int) -> int:
+    """Return the bytes that no message across cut number `cut` exceeds."""
+    width = _element_bytes(plan)
+    return sum(most_bytes(codec, shape, width) for codec, shape, _ in _crossing(plan, cut, num_sequences))
+
+
+def expected_message_bytes(plan: Plan, cut: int, num_sequences: int) -> int:
+    """Return the bytes of a message across cut number `cut`, as the plan's densities let expect."""
+    width = _element_bytes(plan)
+    return sum(
+        message_bytes(codec, shape, width, stats)
+        for codec, shape, stats in _crossing(plan, cut, num_sequences)
+    )
+
+
+def coding_work(plan: Plan, cut: int, num_sequences: int, side: Literal["encode", "decode"]) -> Work:
+    """Return the work of making the message that crosses cut number `cut`, or of taking it apart."""
+    of, width = {"encode": encode_work, "decode": decode_work}[side], _element_bytes(plan)
+    counts: Counter[str] = Counter()
+    for codec, shape, stats in _crossing(plan, cut, num_sequences):
+        counts.update(of(codec, shape, width, stats))
+    return Work(coding=tuple(sorted(counts.items())))
+
+
+def _element_bytes(plan: Plan) -> int:
+    """Return the bytes of one number; under autocast the residual stream keeps the format of the weights."""
+    return max(FORMATS[plan.compute_dtype].element_bytes, FORMATS[plan.weights.dtype].element_bytes)
+
+
+def _crossing(
+    plan: Plan, cut: int, num_sequences: int
+) -> Iterator[tuple[CodecSpec, tuple[int, int, int], SymbolStatistics]]:
+    """Yield the codec, the shape (sequences, tokens, width) and the expected symbols of every tensor that crosses."""
+    split, model = plan.split, plan.model
+    is_inside = split.cuts[cut].endswith(INSIDE)
+    crossing = [(split.codec, model.intermediate_size, False)] if is_inside else []
+    for name, width, is_beside in (*crossing, (split.residual_codec, model.hidden_size, is_inside)):
+        codec, shape = codec_spec(name), (num_sequences, plan.seq, width)
+        known = split.symbols(cut)
+        yield codec, shape, crossing_statistics(known, shape, bits=codec.bits or 1, is_beside=is_beside)

@@ -1,0 +1,234 @@
+"""The weights axis: how they come to an evaluation point, and what is written into them.
+
+One state of them is perturbed from point to point where it lies, or a copy is written for each point.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+from costmodel.formats import FORMATS
+from costmodel.model_spec import ParameterGroup
+from costmodel.sweeps import perturb_work, update_work
+from zosim.contents import GroupWeights, is_scaled
+from zosim.instructions import Access, Buffer, Space, Stream
+from zosim.lowering.directions import Directions
+from zosim.lowering.listing import Listing
+from zosim.lowering.mesh import Losses
+from zosim.lowering.rank import Rank, is_edge
+from zosim.lowering.residency import Homes
+from zosim.operations import Perturb, Update
+from zosim.points import BASE, Point
+
+SCRATCH_ELEMENTS = 1 << 20
+"""Elements of the temporaries that sweeps over parameters on a CPU keep from one to the next, all together."""
+
+SIGN_SCRATCH_ELEMENTS = 1 << 16
+"""The same where directions are signs, whose sweeps need temporaries for a weight decay only."""
+
+
+class Leap(NamedTuple):
+    """One perturbation on the path of a query.
+
+    Attributes
+    ----------
+    before, point : Point
+        Where it leads from and to.
+    scale : int
+        Multiple of the direction.
+    """
+
+    before: Point
+    point: Point
+    scale: int
+
+
+class Points:
+    """Writes perturbations and updates, and knows where the weights of each point lie.
+
+    Parameters
+    ----------
+    rank : Rank
+    listing : Listing
+    homes : Homes
+    directions : Directions
+    losses : Losses
+    """
+
+    def __init__(
+        self, rank: Rank, listing: Listing, homes: Homes, directions: Directions, losses: Losses
+    ) -> None:
+        self._rank = rank
+        self._plan = rank.plan
+        self._listing = listing
+        self._homes = homes
+        self._directions = directions
+        self._losses = losses
+        self._perturbed = [point for point in rank.own_points if point.is_perturbed]
+        self._copies: dict[tuple[str, Point], Access] = {}
+        self._turn = 0
+
+    @property
+    def are_copies(self) -> bool:
+        """Whether each point is written beside the weights, which evaluations leave alone."""
+        return self._plan.weights.perturbation == "copies"
+
+    @property
+    def _stream(self) -> Stream:
+        """The stream that perturbs and updates: compute, which reads what it changes, unless that reads copies."""
+        return Stream.DRAW if self._plan.directions.drawn_ahead and self.are_copies else Stream.COMPUTE
+
+    # -- points ------------------------------------------------------------------------------------------------
+
+    def path(self, query: int) -> tuple[tuple[Leap, ...], ...]:
+        """Return the perturbations of `query`, those together that one draw serves under a sweep.
+
+        Weights in place go through all points, whoever forwards them, and back. Copies are made for this rank's own; where
+        it has none, its directions are drawn if they are kept, or so that the step after can draw them again.
+        """
+        plus, minus = Point(query, 1), Point(query, -1)
+        if self.are_copies:
+            leaps = (Leap(BASE, plus, 1), Leap(BASE, minus, -1))
+            own = tuple(leap for leap in leaps if leap.point in self._perturbed)
+            is_recorded = self._plan.schedule.update == "delayed" and self._plan.directions.rng == "mezo"
+            return (own,) if own or is_recorded or self._plan.directions.kept else ()
+        if self._plan.estimator.difference == "central":
+            return (Leap(BASE, plus, 1),), (Leap(plus, minus, -2),), (Leap(minus, BASE, 1),)
+        return (Leap(BASE, plus, 1),), (Leap(plus, BASE, -1),)
+
+    def perturb(self, groups: Iterable[ParameterGroup], segment: str, query: int, leap: Leap) -> None:
+        """Write one perturbation of `groups`."""
+        number = self._take_turn(segment, leap.point)
+        for group in groups:
+            place = self._homes.place(group, segment)
+            read = self._homes.trainable(group, place, 0, GroupWeights(group.name, leap.before))
+            left = self._homes.trainable(group, place, 0, GroupWeights(group.name, leap.point))
+            if self.are_copies:
+                left = self._copy(group, segment, leap.point, number)
+                self._copies[group.name, leap.point] = left
+            self._perturb_one(group, segment, query, leap, read, left)
+
+    def weights(self, group: ParameterGroup, segment: str, point: Point) -> tuple[Access, ...]:
+        """Return what a forward of `segment` at `point` reads of `group`."""
+        place = self._homes.place(group, segment)
+        if not (self.are_copies and point.is_perturbed and group.num_trainable):
+            return self._homes.weights(group, place, 0, point)
+        return (*self._homes.frozen(group, place), self._copies[group.name, point])
+
+    def leaves_changed(self, segment: str) -> bool:
+        """Whether a visit of a step leaves parameters of `segment` in other bits than they came in."""
+        perturbed = self._rank.perturbed_whole(segment)
+        return any(self._rank.is_delayed(group) or not self.are_copies for group in perturbed)
+
+    def _perturb_one(
+        self, group: ParameterGroup, segment: str, query: int, leap: Leap, read: Access, left: Access
+    ) -> None:
+        direction = self._directions.drawn(group, query)
+        is_fused = self._rank.distribution.is_sign or is_scaled(direction.what)
+        label, at = ("perturb", str(leap.point)) if leap.point.is_perturbed else ("restore", f"q{query}")
+        self._listing.emit(
+            f"{group.name}/{label}[{at}]",
+            Perturb(group.name, leap.scale, query),
+            self._stream,
+            label,
+            segment,
+            (read, direction),
+            (left,),
+            perturb_work(
+                group.num_trainable,
+                dtype=self._plan.weights.dtype,
+                arithmetic="fused" if is_fused else "pieces",
+            ),
+        )
+
+    # -- copies ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _num_copies(self) -> int:
+        """Copies of a group that exist at one time, each at another point."""
+        if not (self.are_copies and self._perturbed):
+            return 0
+        is_ahead = self._plan.directions.drawn_ahead
+        if not self._rank.is_swept:
+            return 2 if is_ahead else 1
+        of_query = max(Counter(point.query for point in self._perturbed).values())
+        return min(len(self._perturbed), 2) if is_ahead else of_query
+
+    def _copy(self, group: ParameterGroup, segment: str, point: Point, number: int) -> Access:
+        """Return the access to the copy of `group` at `point` in one of the buffers for them."""
+        copied = self._copied(segment)
+        before = copied[: copied.index(group)]
+        offset = sum(map(self._trainable_bytes, before))
+        what = GroupWeights(group.name, point)
+        return Access(f"copy.{number}", what, 0, self._trainable_bytes(group), offset)
+
+    def _copied(self, segment: str) -> tuple[ParameterGroup, ...]:
+        """Return the groups that are at a point together: those of a segment, or under a sweep all."""
+        if self._rank.is_swept:
+            return tuple(group for group in self._rank.groups if group.num_trainable)
+        return self._rank.perturbed_whole(segment)
+
+    def _trainable_bytes(self, group: ParameterGroup) -> int:
+        return self._homes.trainable_bytes(group, self._plan.weights.dtype)
+
+    def _take_turn(self, segment: str, point: Point) -> int:
+        """Return the number of the buffer that a copy goes into."""
+        if self._num_copies < 2 or not self._takes_turns(segment):
+            return 0
+        if self._rank.is_swept:
+            return self._perturbed.index(point) % self._num_copies
+        self._turn += 1
+        return self._turn % self._num_copies
+
+    def _takes_turns(self, segment: str) -> bool:
+        """Whether copies of `segment` go into all of the buffers: embedding and head, often larger than a block, into one."""
+        return self._rank.is_swept or not is_edge(segment)
+
+    def buffers(self) -> Iterator[Buffer]:
+        """Yield those of copies, and of what sweeps over parameters keep."""
+        dtype = self._plan.weights.dtype
+        for number in range(self._num_copies):
+            sizes = [
+                sum(map(self._trainable_bytes, self._copied(segment)))
+                for segment in self._rank.segments
+                if number == 0 or self._takes_turns(segment)
+            ]
+            if sizes:
+                yield Buffer(f"copy.{number}", Space.DEVICE, max(sizes), "copies", dtype)
+        most = SIGN_SCRATCH_ELEMENTS if self._rank.distribution.is_sign else SCRATCH_ELEMENTS
+        largest = max(map(self._directions.direction_bytes, self._rank.groups), default=0)
+        if scratch := min(largest, FORMATS[dtype].bytes(most)):
+            yield Buffer("scratch", Space.DEVICE, scratch, "scratch", dtype)
+
+    # -- updates -----------------------------------------------------------------------------------------------
+
+    def update(self, group: ParameterGroup, segment: str, *, step: int) -> None:
+        """Write the update of `group` with the projected gradients of `step`, one query after the other."""
+        num_queries = self._plan.estimator.num_queries
+        place = self._homes.place(group, segment)
+        for query in range(num_queries):
+            direction = self._directions.draw(group, query, step=step, segment=segment, suffix=":update")
+            is_last = query == num_queries - 1
+            before = GroupWeights(group.name, updated_to=query - 1 if query else None)
+            after = GroupWeights(group.name, updated_to=None if is_last else query)
+            read = self._homes.trainable(group, place, step, before)
+            left = self._homes.trainable(group, place, step + is_last, after)
+            self._listing.emit(
+                f"{group.name}/update[q{query}]",
+                Update(group.name, step, query),
+                self._stream,
+                "update",
+                segment,
+                (read, direction, self._losses.gradient(query, step)),
+                (left,),
+                update_work(
+                    group.num_trainable,
+                    dtype=self._plan.weights.dtype,
+                    num_tensors=group.num_trainable_tensors,
+                    arithmetic="fused" if self._rank.distribution.is_sign else "pieces",
+                    is_watched=self._plan.loses_updates,
+                ),
+            )

@@ -1,0 +1,83 @@
+"""Where a loss is evaluated, as plans, programs and runs name it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Literal
+
+from pydantic import PlainSerializer, PlainValidator
+
+Sign = Literal[-1, 0, 1]
+
+Difference = Literal["central", "forward"]
+"""Which two losses a projected gradient is made of: ``l(θ + εz) - l(θ - εz)``, or ``l(θ + εz) - l(θ)``."""
+
+_SIGNS: dict[str, Sign] = {"+": 1, "-": -1}
+_QUERY = re.compile(r"q(\d+)([+-])", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The weights ``θ + sign·ε·z``, with the direction ``z`` of one query.
+
+    Attributes
+    ----------
+    query : int
+    sign : int
+        1 or -1; 0 for the unperturbed weights, :data:`BASE`.
+
+    Examples
+    --------
+    >>> str(Point(0, 1)), str(Point(2, -1)), str(BASE)
+    ('q0+', 'q2-', 'base')
+    """
+
+    query: int = 0
+    sign: Sign = 0
+
+    @property
+    def is_perturbed(self) -> bool:
+        """Whether a direction takes part in it."""
+        return self.sign != 0
+
+    def __str__(self) -> str:
+        """Return the name that programs and messages have for it."""
+        return f"q{self.query}{'+' if self.sign > 0 else '-'}" if self.sign else "base"
+
+
+BASE = Point()
+"""The unperturbed weights."""
+
+
+@cache
+def parse_point(text: str) -> Point:
+    """Return the point that is written as `text`; the empty text is the base, too.
+
+    Raises
+    ------
+    ValueError
+        If it is none.
+    """
+    if text in ("", "base"):
+        return BASE
+    if match := _QUERY.fullmatch(text):
+        return Point(int(match[1]), _SIGNS[match[2]])
+    raise ValueError(f"{text!r} is no evaluation point, as q0+, q0-, q1+ and base are")
+
+
+def points_of_step(num_queries: int, difference: Difference) -> tuple[Point, ...]:
+    """Return the points of one step, in the order in which a segment visits them."""
+    if difference == "central":
+        return tuple(Point(query, sign) for query in range(num_queries) for sign in (1, -1))
+    return (BASE, *(Point(query, 1) for query in range(num_queries)))
+
+
+def points_of_query(query: int, difference: Difference) -> tuple[Point, Point]:
+    """Return the two points whose losses make the projected gradient of `query`, the one at ``+ε`` first."""
+    return Point(query, 1), Point(query, -1) if difference == "central" else BASE
+
+
+WrittenPoint = Annotated[Point, PlainValidator(parse_point), PlainSerializer(str, return_type=str)]
+"""A point that files hold as text."""
