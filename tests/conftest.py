@@ -13,6 +13,7 @@ for _variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELE
 os.environ["MPLBACKEND"] = "Agg"
 
 import ipaddress
+import multiprocessing
 import socket
 import sys
 from typing import Any
@@ -99,3 +100,19 @@ def _one_torch_thread() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_begin_as_copies() -> None:
+    """Give ranks torch without a second for importing it, in everything that a test starts through our launcher."""
+    from tests.support.forked import copy_ranks
+
+    copy_ranks()
+
+
+@pytest.fixture
+def fresh_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the ranks of this test started as users' are: fresh processes, which import all they need."""
+    from executors.ranks import launch
+
+    monkeypatch.setattr(launch, "PROCESSES", multiprocessing.get_context("spawn"))

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 WAIT_HINT = "look at that rank's process and host; `--resume` goes on from the log, and `--timeout` says how long to wait"
 DEFAULT_TIMEOUT_S = 120.0
+PROCESSES = multiprocessing.get_context("spawn")
+"""Ranks are fresh processes: a copy of one that has threads, or a CUDA context, may hang."""
 
 _SETTLE_S = 0.1
 """Between the end of the first rank that fails and the question which others have failed with it."""
@@ -154,10 +156,9 @@ def _launch(
     directory: Path, function: Callable[..., Any], arguments: tuple[object, ...], world_size: int
 ) -> Any:
     """Start the ranks, and return the result of rank 0 when all have ended."""
-    context = multiprocessing.get_context("spawn")
-    receiving, sending = context.Pipe(duplex=False)
+    receiving, sending = PROCESSES.Pipe(duplex=False)
     ranks = [
-        context.Process(
+        PROCESSES.Process(
             target=_rank,
             args=(
                 RankInfo(rank, rank, world_size),

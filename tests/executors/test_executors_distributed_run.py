@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 
 from executors.ranks.launch import launch
@@ -21,7 +16,8 @@ from executors.runs.runlog import read_header
 from executors.runs.schedule import Schedule
 from executors.runs.settings import DataSettings, RunSettings
 from tests.support import distributed
-from tests.support.command import rows_of, saved_lines, saved_model, zosim
+from tests.support.command import saved_lines, saved_model, zosim
+from tests.support.runs import STEPS, digests_of, killed, numbers_of, options, shorten, stopped, train
 from zosim import __version__ as zosim_version
 from zosim.plans import Plan
 from zosim.program_set import ProgramSet
@@ -29,35 +25,12 @@ from zosim.timeline import Timeline
 
 pytestmark = pytest.mark.dist
 
-STEPS = 8
-NUMBERS = ("step", "query", "seed", "loss_plus", "loss_minus", "projected_grad", "learning_rate")
-
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     saved_lines(folder / "data.jsonl")
     return saved_model("opt", folder), folder / "data.jsonl"
-
-
-def options(inputs, out, *more, steps=STEPS):
-    model, data = inputs
-    return [
-        "run", "--model", model, "--data", data, "--steps", steps, "--batch", 4, "--lr", "1e-3", "--threads", 1,
-        "--digest-every", 3, "--no-tensorboard", "--out", out, *more,
-    ]  # fmt: skip
-
-
-def train(inputs, out, *more, steps=STEPS):
-    return zosim(*options(inputs, out, *more, steps=steps))
-
-
-def numbers_of(out):
-    return [[row[name] for name in NUMBERS] for row in rows_of(out)]
-
-
-def digests_of(out):
-    return [json.loads(line) for line in (out / "digests.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +68,7 @@ def test_a_run_of_several_is_replayed_by_one(pertp, inputs, tmp_path):
 def test_a_killed_rank_is_named_and_the_run_goes_on_on_one(pertp, inputs, tmp_path):
     """Killed after some steps; resumed by one rank, it ends as if nothing had been."""
     out = tmp_path / "out"
-    with started(inputs, out, "--method", "pertp", "--residency", "resident", steps=400) as run:
-        victim = rank_of(run, 1, out, num_rows=2)
-        victim.send_signal(signal.SIGKILL)
-        said = run.communicate(timeout=300)[1]
-    assert run.returncode == 2
+    said = killed(inputs, out, 1, "--method", "pertp", "--residency", "resident")
     assert "rank 1 died (SIGKILL), last at step[" in said
     shorten(out, STEPS)
     assert train(inputs, out, "--resume", "--no-launch", "--mesh", "data=1", "--steps", STEPS) == 0
@@ -141,16 +110,9 @@ def test_shards_go_on_as_micro_batches_of_one_rank_and_back(inputs, tmp_path):
 
 
 def test_a_rank_that_stands_still_is_named(inputs, tmp_path):
-    out = tmp_path / "out"
-    more = ("--mesh", "data=2", "--timeout", 3, "--transfers", "sliced", "--digest-every", 0)
-    with started(inputs, out, *more, steps=400) as run:
-        victim = rank_of(run, 1, out, num_rows=2)
-        victim.send_signal(signal.SIGSTOP)
-        said = run.communicate(timeout=300)[1]
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.kill()
-    assert run.returncode == 2
-    assert re.search(r"rank 0 stopped: \S+/all_gather: waited 3 s for rank 1, last at ", said)
+    more = ("--mesh", "data=2", "--transfers", "sliced", "--digest-every", 0)
+    wanted = ("rank 0 stopped", "waited {} s for rank 1, last at ", "/all_gather")
+    stopped(inputs, tmp_path, 1, *more, wanted=wanted)
 
 
 def test_a_late_joiner_needs_no_file_of_the_run(pertp, inputs, tmp_path):
@@ -245,54 +207,3 @@ def test_a_plan_on_several_hosts_is_explained(pertp, inputs, tmp_path, capsys):
     assert "ssh b " in told
     assert "srun --nodes 2" in told
     assert not (tmp_path / "out").exists()
-
-
-class started:  # noqa: N801 - reads as the context that it is
-    """Starts a run as a process of its own, and ends it whatever happens."""
-
-    def __init__(self, inputs, out, *more, steps):
-        self._arguments = [str(a) for a in options(inputs, out, *more, steps=steps)]
-
-    def __enter__(self):
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self._run = subprocess.Popen(
-            [sys.executable, "-m", "zosim", *self._arguments],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        return self._run
-
-    def __exit__(self, *error):
-        for process in (
-            psutil.Process(self._run.pid).children(recursive=True) if self._run.poll() is None else ()
-        ):
-            process.kill()
-        self._run.kill()
-        self._run.communicate()
-
-
-def rank_of(run, rank, out, *, num_rows):
-    """Wait until a run has logged some steps, and return the process of one of its ranks."""
-    end = time.monotonic() + 120
-    while not (out / "steps.jsonl").exists() or len(rows_of_unfinished(out)) < num_rows:
-        assert run.poll() is None, run.stderr.read()
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    for process in psutil.Process(run.pid).children(recursive=True):
-        if any(mapped.path.endswith(f"/progress-{rank}") for mapped in process.memory_maps()):
-            return process
-    raise AssertionError
-
-
-def rows_of_unfinished(out):
-    return (out / "steps.jsonl").read_text().splitlines()
-
-
-def shorten(out, num_steps):
-    """Leave no more steps in a log than a run of `num_steps` has, and no digest of later ones."""
-    lines = (out / "steps.jsonl").read_text().splitlines(keepends=True)[: num_steps - 2]
-    (out / "steps.jsonl").write_text("".join(lines))
-    kept = [line for line in digests_of(out) if line["num_steps"] <= len(lines)]
-    (out / "digests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from executors.runs.divergence import DivergenceWatch
@@ -18,8 +15,10 @@ from executors.runs.history import read_history
 from executors.runs.jsonlines import JsonLines, read_lines
 from executors.runs.runlog import RunLog
 from tests.support.command import loaded, saved_lines, zosim
+from tests.support.forked import Command
 from tests.support.recorded import OFFLOADED, RESIDENT, STEPS, cut, options, same, saved_inputs, whole_run
 from tests.support.reference_mezo import differing
+from tests.support.waiting import wait_until
 from topology.errors import RunError
 
 
@@ -129,21 +128,16 @@ def test_resuming_on_other_data_is_refused(inputs, run, tmp_path, capsys):
     assert "data_sha256" in capsys.readouterr().err
 
 
-def spawn(arguments):
-    command = [sys.executable, "-m", "zosim", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-
 def kill_at(inputs, out, size, *more):
     """Start a run, and kill it once its log has `size` bytes."""
-    process = spawn(options(inputs, out, *more))
-    log, give_up = out / "steps.jsonl", time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < give_up:
-        if log.exists() and log.stat().st_size >= size:
-            break
-        time.sleep(0.0005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    log = out / "steps.jsonl"
+    with Command(*options(inputs, out, *more)) as process:
+        wait_until(
+            lambda: not process.is_running or (log.exists() and log.stat().st_size >= size),
+            "the log",
+            nap_s=0.0005,
+        )
+        process.kill()
 
 
 @pytest.mark.dist
@@ -158,21 +152,20 @@ def test_killed_at_a_random_instant_and_resumed_elsewhere(inputs, whole, tmp_pat
     assert same(out, whole), f"killed at {size} bytes"
 
 
+def has_open(process, path):
+    return str(path) in [file.path for file in process.open_files()]
+
+
 @pytest.mark.dist
 def test_a_killed_launcher_takes_its_rank_along(inputs, whole, tmp_path):
     out = tmp_path / "out"
-    arguments = [a for a in options(inputs, out, *OFFLOADED, "--steps", 5000) if a != "--no-launch"]
-    process = spawn(arguments)
-    give_up = time.monotonic() + 60
-    while not (out / "steps.jsonl").exists() or not (out / "steps.jsonl").stat().st_size:
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
-    process.kill()
-    process.communicate()
-    time.sleep(0.3)
-    size = (out / "steps.jsonl").stat().st_size
-    time.sleep(0.3)
-    assert (out / "steps.jsonl").stat().st_size == size, "an orphan goes on writing"
+    log = out / "steps.jsonl"
+    arguments = [a for a in options(inputs, out, *OFFLOADED, "--steps", 100_000) if a != "--no-launch"]
+    with Command(*arguments) as process:
+        wait_until(lambda: log.exists() and log.stat().st_size, "a step")
+        (rank,) = (p for p in psutil.Process(process.pid).children(recursive=True) if has_open(p, log))
+        process.kill()
+    wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, "the end of an orphan")
     history = read_history(out)
     assert zosim(*options(inputs, out, *RESIDENT, "--resume", "--steps", history.num_steps + 1)) == 0
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from test_executors_distributed_run import digests_of, numbers_of, train
 
 from executors.runs.runlog import read_header
 from tests.support.command import saved_lines, saved_model
+from tests.support.runs import digests_of, numbers_of, train
 from zosim.plans import Plan
 
 pytestmark = pytest.mark.dist

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
-import time
 
-import psutil
 import pytest
-from test_executors_distributed_run import digests_of, numbers_of, rank_of, shorten, started, train
 
 from executors.ranks.launch import launch
 from executors.runs.runlog import read_header
 from tests.support import staged
 from tests.support.command import saved_lines, saved_model, zosim
+from tests.support.runs import STEPS, digests_of, killed, numbers_of, shorten, stopped, train
 from tests.support.staged import Case
 from topology.errors import RunError
 from zosim.plans import Plan
@@ -31,7 +27,6 @@ FOURS = {
     ),
 }
 THREES = {"three": Case(("block.0", "block.1.mlp"), "llama", accumulate=2)}
-STEPS = 8
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +96,7 @@ def test_one_rank_replays_stages(runs, inputs, tmp_path):
 
 def test_a_killed_stage_is_named_and_one_rank_goes_on(runs, inputs, tmp_path):
     out = tmp_path / "out"
-    with started(inputs, out, "--mesh", "stage=2", "--residency", "resident", steps=400) as run:
-        victim = rank_of(run, 1, out, num_rows=2)
-        begin = time.monotonic()
-        victim.send_signal(signal.SIGKILL)
-        said = run.communicate(timeout=60)[1]
-    assert run.returncode == 2
-    assert time.monotonic() - begin < 20
+    said = killed(inputs, out, 1, "--mesh", "stage=2", "--residency", "resident")
     assert "rank 1 (stage 2 of 2, behind cut block.0.mlp) died (SIGKILL), last at step[" in said
     shorten(out, STEPS)
     assert train(inputs, out, "--resume", "--no-launch", "--mesh", "data=1", "--steps", STEPS) == 0
@@ -125,11 +114,9 @@ def test_a_run_of_one_goes_on_on_stages(runs, inputs, tmp_path):
 
 
 def test_a_stage_that_dies_while_it_sends_is_named():
-    begin = time.monotonic()
     said = r"rank 0 \(stage 1 of 2, before cut block\.1\.mlp\) died \(SIGKILL\), last at step\["
     with pytest.raises(RunError, match=said):
         launch(staged.die_while_sending, world_size=2)
-    assert time.monotonic() - begin < 30
 
 
 def test_codecs_need_leave_and_something_to_encode(inputs, tmp_path, capsys):
@@ -186,20 +173,11 @@ def test_one_process_does_what_stages_do_with_the_same_codec(inputs, tmp_path):
 
 def test_a_stage_that_stands_still_is_named_by_all_that_wait_for_it(inputs, tmp_path):
     """The third stage waits for the second, which waits for the first; only the first is named."""
-    out = tmp_path / "out"
-    cuts = ("--cut", "block.0.mlp,block.1", "--timeout", 3, "--residency", "resident")
-    with started(inputs, out, *cuts, steps=400) as run:
-        victim = rank_of(run, 0, out, num_rows=2)
-        victim.send_signal(signal.SIGSTOP)
-        begin = time.monotonic()
-        said = run.communicate(timeout=60)[1]
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.kill()
-    assert run.returncode == 2
-    assert "waited 3 s for rank 0 (stage 1 of 3, before cut block.0.mlp), last at " in said
+    cuts = ("--cut", "block.0.mlp,block.1", "--residency", "resident")
+    wanted = ("waited {} s for rank 0 (stage 1 of 3, before cut block.0.mlp), last at ",)
+    said = stopped(inputs, tmp_path, 0, *cuts, wanted=wanted)
     assert "for rank 1" not in said
     assert "for rank 2" not in said
-    assert time.monotonic() - begin < 25
 
 
 @pytest.mark.slow

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
-import time
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from tests.support.command import saved_lines, saved_model
+from tests.support.forked import Command
+from tests.support.runs import FOREVER, PATIENCE_S, options, wait_for_steps
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.dist
-
-PATIENCE_S = 300
 
 
 @pytest.fixture(scope="module")
@@ -25,61 +23,53 @@ def inputs(tmp_path_factory):
     return saved_model("opt", folder), folder / "data.jsonl"
 
 
-def started_by_hand(inputs, out, *more, num_ranks=2):
-    """Start ranks as no launcher does, each with an environment of its own."""
+@contextmanager
+def started_by_hand(inputs, out, *more):
+    """Start two ranks as no launcher does, each with an environment of its own, and wait until they have made steps."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": 1,
-    }
-    options = [
-        "run", "--model", inputs[0], "--data", inputs[1], "--steps", 100_000, "--batch", 4, "--threads", 1,
-        "--no-tensorboard", "--out", out, *more,
-    ]  # fmt: skip
-    command = [sys.executable, "-m", "zosim", *map(str, options)]
-    places = [
-        {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, **common} for rank in range(num_ranks)
-    ]
-    environments = [os.environ | {name: str(value) for name, value in place.items()} for place in places]
-    return [
-        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        for environment in environments
-    ]
+    with ExitStack() as started:
+        ranks = [
+            started.enter_context(
+                Command(
+                    *options(inputs, out, *more, steps=FOREVER),
+                    RANK=rank,
+                    LOCAL_RANK=rank,
+                    WORLD_SIZE=2,
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=port,
+                    GLOO_SOCKET_IFNAME="lo",
+                )
+            )
+            for rank in range(2)
+        ]
+        yield ranks
 
 
-@pytest.mark.parametrize(
-    ("happens", "more", "says"),
-    [
-        (
-            signal.SIGKILL,
-            ("--mesh", "data=2", "--transfers", "shared", "--timeout", 30),
-            "rank 0, last at step[",
-        ),
-        (
-            signal.SIGSTOP,
-            ("--mesh", "perturb=2", "--residency", "resident", "--timeout", 4),
-            "waited 4 s for rank 0, last at step[",
-        ),
-    ],
-    ids=["killed", "stopped"],
-)
-def test_who_is_left_ends_in_time_and_names_rank_0(inputs, tmp_path, happens, more, says):
-    ranks = started_by_hand(inputs, tmp_path / "out", *more)
-    try:
-        log, end = tmp_path / "out" / "steps.jsonl", time.monotonic() + PATIENCE_S
-        while not log.exists() or not log.stat().st_size:
-            assert all(rank.poll() is None for rank in ranks)
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        ranks[0].send_signal(happens)
-        said = ranks[1].communicate(timeout=PATIENCE_S)[1]
-        assert ranks[1].returncode == 2
-        assert says in said
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+def test_who_is_left_ends_by_itself_and_names_a_killed_rank_0(inputs, tmp_path):
+    """It has more patience than the test: that it ends shows that the death is noticed."""
+    more = ("--mesh", "data=2", "--transfers", "shared", "--timeout", 10 * HANG_S)
+    with started_by_hand(inputs, tmp_path / "out", *more) as ranks:
+        wait_for_steps(ranks[0], tmp_path / "out", 1)
+        ranks[0].kill()
+        said = ranks[1].end()
+        assert ranks[1].exit_code == 2
+    assert "rank 0, last at step[" in said
+
+
+def test_who_is_left_does_not_wait_for_ever_for_a_stopped_rank_0(inputs, tmp_path):
+    for patience_s in PATIENCE_S:
+        out = tmp_path / f"patience-{patience_s}"
+        more = ("--mesh", "perturb=2", "--residency", "resident", "--timeout", patience_s)
+        with started_by_hand(inputs, out, *more) as ranks:
+            try:
+                wait_for_steps(ranks[0], out, 1)
+            except AssertionError:
+                continue
+            ranks[0].send_signal(signal.SIGSTOP)
+            said = ranks[1].end()
+            assert ranks[1].exit_code == 2
+        if f"waited {patience_s} s for rank 0, last at step[" in said:
+            return
+    raise AssertionError(said)

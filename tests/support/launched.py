@@ -88,7 +88,7 @@ def memory_of_loading(folder):
             while not ended.wait(0.002):
                 seen.append(own_bytes())
 
-        watcher = threading.Thread(target=watch)
+        watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         with Session(plan, load_base(folder, plan), communicator=communicator) as session:
             ended.set()
