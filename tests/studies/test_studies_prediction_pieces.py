@@ -77,7 +77,7 @@ def test_two_parties_take_turns(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10.0)
+        thread.join()
     assert order == [(number, number % 2) for number in range(6)]
 
 

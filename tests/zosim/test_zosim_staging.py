@@ -59,8 +59,15 @@ def test_stages_are_told_of_where_they_lose() -> None:
     assert "stage=" in line
 
 
-@pytest.mark.parametrize("rng", ["mezo", "counter"])
-@pytest.mark.parametrize("hardware", ["dgx-h100", "cpu-cluster-1gbit"])
+@pytest.mark.parametrize(
+    ("hardware", "rng"),
+    [
+        ("dgx-h100", "counter"),
+        ("cpu-cluster-1gbit", "mezo"),
+        pytest.param("dgx-h100", "mezo", marks=pytest.mark.slow),
+        pytest.param("cpu-cluster-1gbit", "counter", marks=pytest.mark.slow),
+    ],
+)
 def test_bounds_of_pipelines_hold_and_are_close(hardware: str, rng: str) -> None:
     asked = request(
         hardware,
