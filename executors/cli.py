@@ -182,7 +182,8 @@ def run(
         str | None,
         _option(
             _ESTIMATOR,
-            "What is minimised: loss (default), accuracy, f1, or module:function of logits and batch.",
+            "What is minimised: loss (default), accuracy, f1, or module:function of logits and batch. The module is "
+            "imported and its code run: name only what you trust.",
         ),
     ] = None,
     seed: Annotated[

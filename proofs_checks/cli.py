@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as jsonlib
 import math
 import time
 from dataclasses import replace
@@ -29,7 +30,10 @@ def check(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller samples, as the tests take them.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Decides every random number.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Print JSON on stdout, a line for each claim as soon as it is checked."),
+    ] = False,
 ) -> None:
     """Check the papers' claims against the shipped code; exit with 1 if one fails or a planted fault survives."""
     from proofs_checks.claims import Context
@@ -41,8 +45,6 @@ def check(
         return
     context = Context(seed=seed, size="quick" if quick else "full")
     results = _run_all(chosen, context, mutate=mutate, json=json)
-    if json:
-        emit({"seed": seed, "size": context.size, "claims": results}, json=True)
     failed = [item["name"] for item in results if not item["holds"]]
     if not json:
         stdout.print(_summary(results, failed), markup=False, soft_wrap=True)
@@ -68,7 +70,10 @@ def _run_all(
             outcome = claim.run(context)
             mutants = [try_mutant(claim, mutant, planted) for mutant in claim.mutants] if mutate else []
             results.append(_result(claim, outcome, mutants, time.perf_counter() - begin))
-            if not json:
+            if json:  # at once, so that a check that is stopped has said what it knows
+                of_context = {"seed": context.seed, "size": context.size}
+                print(jsonlib.dumps(results[-1] | of_context, allow_nan=False), flush=True)
+            else:
                 stdout.print("\n".join(_lines(claim, outcome, mutants)) + "\n", markup=False, soft_wrap=True)
             bar.advance(task)
     return results

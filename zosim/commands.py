@@ -12,7 +12,9 @@ from costmodel.configs import read_model_spec
 from topology.errors import PlanError, TimelineError
 from topology.graph import Topology
 from topology.hardware import resolve
+from topology.reading import read_json_object
 from topology.units import format_seconds
+from topology.validation import readable
 from zosim.analysis.compare import compare as compare_timelines
 from zosim.analysis.compare import slowest_rank
 from zosim.analysis.trace import save_trace
@@ -348,12 +350,17 @@ def compare(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Hold a run against its prediction, instruction by instruction."""
+    """Hold a run against its prediction, instruction by instruction.
+
+    The plan is the one that is named, or the run's own: DIR/plan.json, or what DIR/run.json says of it.
+    """
     plan_file, run = (plan_or_run / "plan.json", plan_or_run) if run is None else (plan_or_run, run)
     if not run.is_dir():
         raise TimelineError(f"{run} is not the directory of a run", hint="`zosim run --out DIR` writes one")
     ran = run / "program.json"
-    subject = subject_of(Plan.load(plan_file), hardware, profile, threads, ran if ran.exists() else None)
+    subject = subject_of(
+        _plan_of_run(plan_file, run), hardware, profile, threads, ran if ran.exists() else None
+    )
     measured = Timeline.load(run / "timeline.json")
     chosen = slowest_rank(measured) if rank is None else rank
     if chosen not in measured.ranks:
@@ -364,3 +371,18 @@ def compare(
         predicted, measured, subject.programs.program_of(chosen), chosen, subject.at_pace_of(measured)
     )
     emit(json.loads(comparison.to_json()), json=as_json, text=comparison)
+
+
+def _plan_of_run(plan_file: Path, run: Path) -> Plan:
+    """Return the plan in a file or, where there is none beside a run, the one that its header holds."""
+    header = run / "run.json"
+    if plan_file.exists() or plan_file.parent != run:
+        return Plan.load(plan_file)
+    if not header.is_file():
+        raise TimelineError(
+            f"no plan of the run {run}: neither {plan_file} nor {header} is there",
+            hint=f"name the plan that it ran: zosim compare PLAN {run}",
+        )
+    fields = read_json_object(header, "run's header", TimelineError).get("plan")
+    with readable(f"the plan in {header}", TimelineError, model=Plan):
+        return Plan.model_validate(fields)

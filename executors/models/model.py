@@ -7,6 +7,7 @@ blocks left. Masks, positions, projections, logits and the loss are therefore th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -40,6 +41,14 @@ Objective = Callable[[Tensor, Batch], Tensor]
 
 LossDType = Literal["model", "fp64"]
 IGNORED_LABEL = -100
+
+
+def _concerns_a_user(record: logging.LogRecord) -> bool:
+    """Whether transformers warns of more than how segments are run: heads on one token, with the loss that is the default."""
+    message = record.getMessage()
+    return not message.startswith(
+        ("We strongly recommend passing in an `attention_mask`", "`loss_type=None` was set")
+    )
 
 
 class CutModel:
@@ -88,6 +97,7 @@ class CutModel:
         cut_blocks: tuple[int, ...] = (),
     ) -> None:
         self.model = model.eval()
+        logging.getLogger("transformers.modeling_utils").addFilter(_concerns_a_user)
         self.objective = objective
         self.loss_dtype = loss_dtype
         self.loss_chunk_tokens = loss_chunk_tokens

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from executors.randomness.rng import generator_on
 from executors.steps import arithmetic
 from proofs_checks.claims import Claim, Context, Outcome, try_mutant
 from proofs_checks.mutation import Mutant, MutantError
+from proofs_checks.registry import claims_named
 from proofs_checks.statistics import compare_means, standard_errors_off
 from topology.errors import PlanError
 
@@ -102,10 +104,24 @@ def invoke(*arguments):
 def test_the_command_reports_one_claim_in_json():
     result = invoke("quantised-rge", "--mutate", "--quick", "--json")
     assert result.exit_code == 0
-    report = json.loads(result.stdout)
-    (claim,) = report["claims"]
+    (claim,) = map(json.loads, result.stdout.splitlines())
     assert claim["holds"]
+    assert (claim["seed"], claim["size"]) == (0, "quick")
     assert {mutant["verdict"] for mutant in claim["mutants"]} == {"caught"}
+
+
+def test_a_check_that_is_stopped_has_said_what_it_knows(monkeypatch):
+    chosen = claims_named(None)[:2]
+
+    def interrupted(_context):
+        raise KeyboardInterrupt
+
+    stopped = replace(chosen[1], check=interrupted)
+    monkeypatch.setattr("proofs_checks.registry.claims_named", lambda _name: (chosen[0], stopped))
+    result = invoke("--quick", "--json")
+    assert result.exit_code != 0
+    (claim,) = map(json.loads, result.stdout.splitlines())
+    assert claim["name"] == chosen[0].name
 
 
 def test_the_command_fails_naming_the_claim_when_shipped_code_is_wrong():

@@ -269,7 +269,14 @@ def test_compare_looks_at_the_slowest_rank_or_the_one_named(plan_of_four: Path, 
     named = json.loads(call("compare", plan_of_four, run, "--rank", "2", "--json").stdout)
     assert named["rank"] == 2
     assert "the run has no rank 9" in call("compare", plan_of_four, run, "--rank", "9", fails=True).stderr
-    assert "no plan at" in call("compare", run, fails=True).stderr
+    error = call("compare", run, fails=True).stderr
+    assert "plan.json" in error
+    assert "run.json" in error
+    assert f"zosim compare PLAN {run}" in error
+    (run / "run.json").write_text(json.dumps({"plan": Plan.load(plan_of_four).model_dump(mode="json")}))
+    assert json.loads(call("compare", run, "--json").stdout) == same
+    (run / "run.json").write_text('{"plan": 3}')
+    assert "the plan in" in call("compare", run, fails=True).stderr
     Plan.load(plan_of_four).save(run / "plan.json")
     assert json.loads(call("compare", run, "--json").stdout) == same
     assert "is not the directory of a run" in call("compare", plan_of_four, fails=True).stderr
