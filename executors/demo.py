@@ -7,6 +7,7 @@ demo calls what they call.
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 HOST = "host"
 _NUM_EVALUATED = 500
 _CALIBRATION_S = 20.0
+_NUM_STAGES = 7
 _METHOD_NAMES = {"resident": "MeZO, all on the device", "offloaded": "ZO2-style offload"}
 
 
@@ -127,12 +129,14 @@ class Stages:
         self.num_threads = num_threads
         self.seed = seed
         self._stage = 0
+        self._began_s = self._stage_began_s = time.perf_counter()
 
     def run(self) -> Outcome:
         """Go through all stages."""
         _check_out(self.out)
         topology = self._detect()
         pretrained = self._model()
+        self._first_plan(topology, pretrained)
         profile = self._calibrate(topology)
         decision = self._plan(topology, profile, pretrained)
         summary = self._train(decision.chosen.plan, pretrained)
@@ -152,9 +156,8 @@ class Stages:
         from executors.models.pretrain import Recipe, pretrained_model, progress_bar
         from zosim.console import stderr
 
-        self._heading("a small language model, pretrained here on text that Python brings along")
+        self._heading("a small language model of bytes, pretrained on text that Python brings along")
         recipe = self.recipe or Recipe()
-        stderr.print(f"{recipe.num_steps} steps of AdamW, a minute or two the first time", markup=False)
         with progress_bar(recipe) as on_step:
             pretrained = pretrained_model(recipe, on_step=on_step)
         stderr.print(
@@ -164,14 +167,38 @@ class Stages:
         )
         return pretrained
 
+    def _first_plan(self, topology: Topology, pretrained: Pretrained) -> None:
+        """Show what data sheets say before anything is measured."""
+        from zosim.console import stderr
+        from zosim.hardware.profiles import profile_for
+        from zosim.planning.planner import choose
+        from zosim.planning.views import simulation_view
+
+        self._heading("a first plan and its simulated step, from data sheets alone")
+        profile = profile_for(topology, topology.compute_devices[0].id)
+        chosen = choose(self._request(topology, profile, pretrained, None)).chosen
+        assert chosen.prediction is not None
+        stderr.print(simulation_view(chosen.subject, chosen.prediction))
+
     def _calibrate(self, topology: Topology) -> Profile:
         from executors.calibration.calibrating import calibrated
-        from zosim.console import stderr
+        from zosim.console import progress, stderr
         from zosim.hardware.profiles import save_host_profile
 
-        self._heading(f"what this machine does per second ({self.calibration_s:.0f} s)")
+        self._heading(
+            f"what this machine really does per second: measured for {self.calibration_s:.0f} s, and about a minute for "
+            "what goes with that"
+        )
         device = topology.compute_devices[0].id
-        profile, fit = calibrated(topology, device, num_threads=self.num_threads, budget_s=self.calibration_s)
+        with progress() as bar:
+            task = bar.add_task("calibrating", total=100)
+            profile, fit = calibrated(
+                topology,
+                device,
+                num_threads=self.num_threads,
+                budget_s=self.calibration_s,
+                on_share=lambda share: bar.update(task, completed=round(100 * share)),
+            )
         self.num_threads = profile.num_threads
         path = save_host_profile(profile)
         stderr.print(
@@ -252,6 +279,7 @@ class Stages:
         rows = [line.row for line in read_lines(self.out / "metrics.jsonl")]
         evaluations = [row for row in rows if row.get("split") == "eval"]
         assert decision.chosen.prediction is not None
+        self._say_duration()
         return Outcome(
             comparison=compare(
                 subject.timeline, measured, subject.program, at_pace=subject.at_pace_of(measured)
@@ -263,10 +291,21 @@ class Stages:
         )
 
     def _heading(self, text: str) -> None:
+        """Say how long the stage before took, and what comes."""
         from zosim.console import stderr
 
+        self._say_duration()
         self._stage += 1
-        stderr.print(f"\n{self._stage}. {text}", style="bold", soft_wrap=True)
+        stderr.print(f"\n[bold]{self._stage} of {_NUM_STAGES}. {text}[/bold]", soft_wrap=True)
+
+    def _say_duration(self) -> None:
+        from zosim.console import stderr
+
+        now_s = time.perf_counter()
+        if self._stage:
+            stage_s, all_s = now_s - self._stage_began_s, now_s - self._began_s
+            stderr.print(f"[dim]took {stage_s:.0f} s, {all_s:.0f} s so far[/dim]")
+        self._stage_began_s = now_s
 
 
 def _between(decision: Decision) -> int:

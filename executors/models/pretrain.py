@@ -1,6 +1,7 @@
-"""The embedded default: a small byte-level OPT, pretrained on the spot and kept in the user's cache.
+"""The embedded default: a small byte-level OPT, kept in the user's cache as an ordinary Hugging Face model directory.
 
-It is saved as an ordinary Hugging Face model directory, so every command treats it as any other model.
+The default recipe's weights come with the package, since pretraining takes a minute on an idle machine and a quarter of an
+hour on a busy one. ``python -m executors.models.pretrain`` makes them again. Other recipes are pretrained on the spot.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from zosim.cache import CACHE_VARIABLE, cache_directory
 if TYPE_CHECKING:
     from transformers import OPTForCausalLM
 
-_FORMAT = 1
+_FORMAT = 2
 """Raised when what a recipe makes changes, so that older caches are not taken for it."""
 
 _MANIFEST = "manifest.json"
+_SHIPPED = Path(__file__).parent / "data" / "opt-bytes.safetensors"
+_SHIPPED_FACTS = _SHIPPED.with_suffix(".json")
 
 OnStep = Callable[[int, float], None]
 """Told the number of steps done and the last loss in bits per byte."""
@@ -145,7 +148,7 @@ class Pretrained:
 def pretrained_model(
     recipe: Recipe = Recipe(), *, cache: Path | None = None, on_step: OnStep | None = None
 ) -> Pretrained:
-    """Return the model that `recipe` makes, from the cache if it is there whole, else pretrained now.
+    """Return the model that `recipe` makes, from the cache if it is there whole, else from the package, or pretrained now.
 
     Parameters
     ----------
@@ -304,12 +307,11 @@ def _fill(recipe: Recipe, folder: Path, on_step: OnStep | None) -> None:
     from safetensors.torch import save_file
 
     data = text.installed_corpus()
+    shipped = _shipped_facts(recipe)
     started = time.perf_counter()
-    model = pretrain(recipe, data, on_step=on_step)
-    seconds = time.perf_counter() - started
-    tied = set(model.all_tied_weights_keys) if hasattr(model, "all_tied_weights_keys") else {"lm_head.weight"}
-    weights = {name: value.contiguous() for name, value in model.state_dict().items() if name not in tied}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model = pretrain(recipe, data, on_step=on_step) if shipped is None else _shipped_model(recipe)
+    seconds = time.perf_counter() - started if shipped is None else shipped["seconds"]
+    save_file(_own_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     text.byte_tokenizer().save_pretrained(folder)
@@ -317,12 +319,59 @@ def _fill(recipe: Recipe, folder: Path, on_step: OnStep | None) -> None:
     facts = {
         "recipe": asdict(recipe),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": torch.__version__ if shipped is None else shipped["torch"],
         "bits_per_byte": bits_per_byte(model, recipe, data),
         "seconds": seconds,
         "sha256": {path.name: _sha256(path) for path in sorted(folder.iterdir())},
     }
     (folder / _MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _own_weights(model: OPTForCausalLM) -> dict[str, torch.Tensor]:
+    """Return a model's tensors, a tied one once."""
+    tied = set(model.all_tied_weights_keys) if hasattr(model, "all_tied_weights_keys") else {"lm_head.weight"}
+    return {name: value.contiguous() for name, value in model.state_dict().items() if name not in tied}
+
+
+def _shipped_facts(recipe: Recipe) -> dict[str, Any] | None:
+    """Return what is known of the weights that come with the package; None if they are not this recipe's."""
+    if not _SHIPPED_FACTS.is_file():
+        return None
+    facts: dict[str, Any] = json.loads(_SHIPPED_FACTS.read_text(encoding="utf-8"))
+    return facts if facts["recipe"] == asdict(recipe) and facts["sha256"] == _sha256(_SHIPPED) else None
+
+
+def _shipped_model(recipe: Recipe) -> OPTForCausalLM:
+    from safetensors.torch import load_file
+
+    model = build_model(recipe)
+    missing, unknown = model.load_state_dict(load_file(_SHIPPED), strict=False)
+    assert not unknown, unknown
+    assert set(missing) <= {"lm_head.weight"}, missing  # tied to the table
+    return model.eval()
+
+
+def ship(recipe: Recipe = Recipe()) -> None:
+    """Pretrain, and write the weights that come with the package, and how they were made."""
+    from safetensors.torch import save_file
+
+    data = text.installed_corpus()
+    started = time.perf_counter()
+    with progress_bar(recipe) as on_step:
+        model = pretrain(recipe, data, on_step=on_step)
+    seconds = time.perf_counter() - started
+    _SHIPPED.parent.mkdir(exist_ok=True)
+    save_file(_own_weights(model), _SHIPPED, metadata={"format": "pt"})
+    facts = {
+        "command": "python -m executors.models.pretrain",
+        "recipe": asdict(recipe),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "bits_per_byte": bits_per_byte(model, recipe, data),
+        "seconds": seconds,
+        "sha256": _sha256(_SHIPPED),
+    }
+    _SHIPPED_FACTS.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _intact(target: Path) -> Pretrained | None:
@@ -359,3 +408,7 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+if __name__ == "__main__":
+    ship()

@@ -144,7 +144,8 @@ def _check_tokenizer_files(directory: Path) -> None:
         )
 
 
-_SOME_TEXT = "some text, Some more:  2 + 2\n"
+_SOME_TEXT = "some text, Some more:  2 + 2\n" + 80 * "a" + " é"
+"""Long enough for a pattern that tries every way to part a word to show it."""
 _TRY_TOKENIZER = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, (8, 8))
