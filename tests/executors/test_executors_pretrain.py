@@ -209,3 +209,12 @@ def test_the_shipped_recipe_learns() -> None:
     made = pretrain.pretrained_model()
     # A byte's entropy in this text without context is about 4.6 bits; 600 steps reach about 2.7.
     assert made.bits_per_byte < 3.2
+
+
+def test_the_weights_that_come_with_the_package_are_the_default_recipe_s_and_know_text(tmp_path: Path) -> None:
+    began = []
+    made = pretrain.pretrained_model(cache=tmp_path, on_step=lambda *step: began.append(step))
+    assert began == []  # nothing was pretrained
+    assert made.bits_per_byte < 3.5  # an untrained model needs about 8
+    facts = json.loads((made.model / "manifest.json").read_text())
+    assert pretrain.Recipe(**facts["recipe"]) == pretrain.Recipe()
