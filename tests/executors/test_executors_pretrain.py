@@ -211,7 +211,9 @@ def test_the_shipped_recipe_learns() -> None:
     assert made.bits_per_byte < 3.2
 
 
-def test_the_weights_that_come_with_the_package_are_the_default_recipe_s_and_know_text(tmp_path: Path) -> None:
+def test_the_weights_that_come_with_the_package_are_the_default_recipe_s_and_know_text(
+    tmp_path: Path,
+) -> None:
     began = []
     made = pretrain.pretrained_model(cache=tmp_path, on_step=lambda *step: began.append(step))
     assert began == []  # nothing was pretrained
