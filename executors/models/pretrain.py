@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -337,7 +337,7 @@ def _shipped_facts(recipe: Recipe) -> dict[str, Any] | None:
     """Return what is known of the weights that come with the package; None if they are not this recipe's."""
     if not _SHIPPED_FACTS.is_file():
         return None
-    facts: dict[str, Any] = json.loads(_SHIPPED_FACTS.read_text(encoding="utf-8"))
+    facts = read_json_object(_SHIPPED_FACTS, "description of the weights that come with zosim", ModelError)
     return facts if facts["recipe"] == asdict(recipe) and facts["sha256"] == _sha256(_SHIPPED) else None
 
 
