@@ -348,7 +348,8 @@ def _shipped_model(recipe: Recipe) -> OPTForCausalLM:
     missing, unknown = model.load_state_dict(load_file(_SHIPPED), strict=False)
     assert not unknown, unknown
     assert set(missing) <= {"lm_head.weight"}, missing  # tied to the table
-    return model.eval()
+    model.eval()
+    return model
 
 
 def ship(recipe: Recipe = Recipe()) -> None:
