@@ -93,7 +93,7 @@ def newest_checkpoint(
     model : torch.nn.Module
         With the base's parameters, for names and shapes.
     refused : callable
-        Told, in words, why a checkpoint is not used.
+        Called with the reason, in words, why a checkpoint is not used.
     """
     for path in reversed(_files(history.directory / CHECKPOINTS_NAME)):
         try:
@@ -148,7 +148,7 @@ def _whole(text: str | None, path: Path) -> int:
 
 
 class _open:  # noqa: N801 - reads as the context that it is
-    """Opens a safetensors file; whatever keeps it from being read is told by its name."""
+    """Opens a safetensors file; errors name it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

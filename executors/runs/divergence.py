@@ -32,7 +32,7 @@ class DivergenceWatch:
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
 
     def diverges(self, num_steps: int, loss: float) -> bool:
-        """Note the loss that the latest of `num_steps` steps found at the weights before it.
+        """Note the loss of the latest of `num_steps` steps, which is that of the weights before it.
 
         Returns
         -------
@@ -44,7 +44,7 @@ class DivergenceWatch:
             self._best = loss
         level = median(self._recent)
         if len(self._recent) == WINDOW_STEPS and level < self._best:
-            # The loss was found at the weights before the step.
+            # The loss is that of the weights before the step.
             self._best, self.best_step = level, num_steps - 1
         return len(self._recent) >= _LEAST_STEPS and self._is_far(level)
 

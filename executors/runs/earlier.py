@@ -1,4 +1,4 @@
-"""What an earlier process left of a run, read by rank 0 and told to the others.
+"""What an earlier process left of a run, read by rank 0 and sent to the others.
 
 The others need not see the directory: they get the header, the log and what else is small as bytes. All then replay the
 same steps from the same base, and so each has the weights to go on with.
@@ -72,15 +72,15 @@ class EarlierRun:
         self, history: History, model: nn.Module, refused: Callable[[str], None]
     ) -> Checkpoint | None:
         """Return the checkpoint to start from; None unless all ranks see the same."""
-        found = newest_checkpoint(history, model, refused)
+        newest = newest_checkpoint(history, model, refused)
         if self._communicator is None:
-            return found
-        steps = torch.tensor(-1 if found is None else found.num_steps)
+            return newest
+        steps = torch.tensor(-1 if newest is None else newest.num_steps)
         seen = self._communicator.all_gather_host(steps, "choosing a checkpoint").tolist()
         if len(set(seen)) > 1:
             refused("not all ranks see the same checkpoint: all replay from the base weights")
             return None
-        return found
+        return newest
 
 
 def is_begun(out: Path, *, resume: bool) -> bool:

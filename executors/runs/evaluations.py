@@ -57,7 +57,7 @@ class Evaluator:
     num_examples : int or None
         Only the first so many.
     task : str
-        ``"choice"``, ``"perplexity"``, ``"generation"``, or ``"auto"``: told by the lines.
+        ``"choice"``, ``"perplexity"``, ``"generation"``, or ``"auto"``, which looks at the lines.
     generation : Generation
         How free answers are made and read.
     """
@@ -140,7 +140,7 @@ class Evaluations:
     Attributes
     ----------
     best, latest : dict or None
-        What was found, with the ``num_steps`` behind it.
+        Metrics, with the ``num_steps`` behind them.
     """
 
     def __init__(self, settings: RunSettings) -> None:
@@ -151,7 +151,7 @@ class Evaluations:
         self.latest: dict[str, Any] | None = None
 
     def recall(self, directory: Path, num_steps: int) -> None:
-        """Remember what an earlier process found in the first so many steps.
+        """Take over the evaluations of an earlier process in the first so many steps.
 
         Raises
         ------

@@ -67,11 +67,11 @@ class History:
 
     def digest(self, num_steps: int) -> str:
         """Return a hash over what the first steps did, to tell this run's checkpoints from another's."""
-        found = hashlib.blake2b(self.header["base_digest"].encode(), digest_size=16)
+        digest = hashlib.blake2b(self.header["base_digest"].encode(), digest_size=16)
         for record in self.records[:num_steps]:
             numbers = (record.step, record.seeds, record.projected_gradients, record.learning_rate)
-            found.update(f"{numbers!r}\n".encode())
-        return found.hexdigest()
+            digest.update(f"{numbers!r}\n".encode())
+        return digest.hexdigest()
 
 
 def read_history(directory: str | Path) -> History:
@@ -101,10 +101,10 @@ def _steps_of(path: Path, lines: Sequence[Line], queries: int) -> list[list[Line
     steps = [list(lines[begin : begin + queries]) for begin in range(0, whole, queries)]
     for position, line in enumerate(lines):
         step, query = divmod(position, queries)
-        found = (line.row.get("step"), line.row.get("query"))
-        if found != (step, query) or not all(type(number) is int for number in found):
+        numbers = (line.row.get("step"), line.row.get("query"))
+        if numbers != (step, query) or not all(type(number) is int for number in numbers):
             raise RunError(
-                f"{path} line {line.number} is of step {found[0]!r}, query {found[1]!r}, where step {step}, "
+                f"{path} line {line.number} is of step {numbers[0]!r}, query {numbers[1]!r}, where step {step}, "
                 f"query {query} belongs",
                 hint="lines are missing or from another run; restore the file from a copy",
             )
@@ -176,14 +176,14 @@ def _gradient(plus: float, other: float, epsilon: float, dtype: torch.dtype, *, 
 
 
 def _digests(path: Path) -> dict[int, str]:
-    found: dict[int, str] = {}
+    digests: dict[int, str] = {}
     for line in read_lines(path):
         step, digest = line.row.get("num_steps"), line.row.get("digest")
         if type(step) is not int or not isinstance(digest, str):
             raise RunError(f"{path} line {line.number} is damaged: it holds no digest")
-        if found.setdefault(step, digest) != digest:
+        if digests.setdefault(step, digest) != digest:
             raise RunError(f"{path} line {line.number} contradicts an earlier digest of step {step}")
-    return found
+    return digests
 
 
 def _refuse_truncated(history: History, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What one step found, in memory and as rows of a log."""
+"""Losses and projected gradients of one step, in memory and as rows of a log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUM_SEEDS = 1_000_000_000
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step found.
+    """Losses and projected gradients of one step.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ def seed_of(seed: int, step: int, query: int) -> int:
 
 
 def record_of(frame: StepFrame, seconds: float) -> StepRecord:
-    """Return what a step that ran found."""
+    """Return the record of a step that ran."""
     queries = range(len(frame.seeds))
     central = BASE not in frame.losses
     return StepRecord(

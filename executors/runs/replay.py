@@ -42,9 +42,8 @@ _MACHINE_FIELDS = (
     "float32_matmul_precision",
 )
 
-Told = Callable[[str], None]
 OnStep = Callable[[int, int], None]
-"""Told the number of steps done, and how many there are to do."""
+"""Called with the number of steps done, and how many there are to do."""
 
 
 def replay(
@@ -56,7 +55,7 @@ def replay(
     plan: Plan | None = None,
     device: str = "cpu",
     use_checkpoints: bool = False,
-    warn: Told = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
     on_step: OnStep = lambda _done, _all: None,
 ) -> dict[str, Any]:
     """Rebuild a run's weights and write them as a model directory.
@@ -76,7 +75,7 @@ def replay(
     use_checkpoints : bool
         Whether to start from a checkpoint rather than from the base weights.
     warn : callable
-        Told what may make bits differ from the run's.
+        Called with what may make bits differ from the run's.
     on_step : callable
 
     Returns
@@ -252,7 +251,7 @@ def plan_alone(history: History) -> Plan | None:
 def advance(
     session: Session, history: History, num_steps: int, *, on_step: OnStep = lambda _done, _all: None
 ) -> int:
-    """Replay a run's steps up to `num_steps`, and return how many digests were found to agree.
+    """Replay a run's steps up to `num_steps`, and return how many digests agreed.
 
     It flushes where the run did, and nowhere else: where flushing rounds weights, a run that goes on from here would
     otherwise not be the one that was interrupted.
@@ -287,10 +286,10 @@ def _flush_points(history: History) -> Callable[[int], bool]:
 
 
 def _check_digest(session: Session, history: History, num_steps: int) -> None:
-    found = session.digest()
-    if found != history.digests[num_steps]:
+    digest = session.digest()
+    if digest != history.digests[num_steps]:
         raise RunError(
-            f"{history.directory}: after {num_steps} steps the parameters have digest {found}, the run recorded "
+            f"{history.directory}: after {num_steps} steps the parameters have digest {digest}, the run recorded "
             f"{history.digests[num_steps]}",
             hint="bits hold for one torch build, instruction set, device type and thread count; "
             f"{HEADER_NAME} has the run's",

@@ -73,7 +73,7 @@ class RunFiles:
             self._digested.add(num_steps)
 
     def evaluation(self, num_steps: int, metrics: Mapping[str, Any]) -> None:
-        """Write what an evaluation found."""
+        """Write the metrics of an evaluation."""
         self._metrics.append([metrics])
         self._reporter.evaluation(
             num_steps, {k: v for k, v in metrics.items() if k not in ("num_steps", "split")}
