@@ -157,13 +157,13 @@ def fit_profile(
                 f"the profile is for {base_profile.num_threads}"
             )
             raise ProfileError(message, hint="measure with the number of threads that runs will use")
-    problem = _Problem.of(fitted, base_profile, statistic)
+    problem = _CalibrationProblem.of(fitted, base_profile, statistic)
     solution = problem.solve()
     return _outcome(problem, solution, measurements)
 
 
 @dataclass(frozen=True)
-class _Problem:
+class _CalibrationProblem:
     """The fit as vectors: one entry per measurement, one per constant."""
 
     measurements: tuple[Measurement, ...]
@@ -176,7 +176,9 @@ class _Problem:
     statistic: Statistic
 
     @classmethod
-    def of(cls, measurements: Sequence[Measurement], profile: Profile, statistic: Statistic) -> _Problem:
+    def of(
+        cls, measurements: Sequence[Measurement], profile: Profile, statistic: Statistic
+    ) -> _CalibrationProblem:
         constants = [
             constant
             for constant in profile.constants
@@ -290,7 +292,9 @@ def _softened_slope(log_ratio: Array) -> Array:
     return np.where(scaled < 1e-4, 1.0, scaled / (root * np.where(softened > 0, softened, 1.0)))
 
 
-def _outcome(problem: _Problem, x: Array, measurements: Sequence[Measurement]) -> tuple[Profile, FitReport]:
+def _outcome(
+    problem: _CalibrationProblem, x: Array, measurements: Sequence[Measurement]
+) -> tuple[Profile, FitReport]:
     log_ratios = problem.log_ratios(x)
     jacobian = problem.jacobian(x)
     weights = problem.heed / np.sqrt(1 + (log_ratios / OUTLIER) ** 2)

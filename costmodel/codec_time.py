@@ -197,7 +197,7 @@ def fit_codec_profile(measured: Sequence[tuple[CodecWork, float]], source: str) 
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class CutLink:
     """What a tensor crosses: a link, between processors that take as long as `profile` says.
 
     Attributes
@@ -236,7 +236,7 @@ class Crossing:
 
 
 def crossing(
-    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: Link
+    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: CutLink
 ) -> Crossing:
     """Return what crossing a link with this codec takes."""
     size = message_bytes(spec, shape, element_bytes, stats)
@@ -251,7 +251,7 @@ def crossing(
 
 
 def fastest_crossing(
-    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: Link
+    spec: CodecSpec, shape: Sequence[int], element_bytes: int, stats: SymbolStatistics, over: CutLink
 ) -> Crossing:
     """Return the crossing with the encoding that is fastest for the numbers that `spec` makes.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from costmodel.formats import FORMATS, DType
 from costmodel.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec
 from costmodel.pieces import AttentionImpl, Pass, attention_part, lookup, norm
-from costmodel.tape import Buffer, Tape
+from costmodel.tape import Tape, TapeBuffer
 from costmodel.work import ModelCode, Work
 from topology.errors import ModelError
 
@@ -136,7 +136,7 @@ def _embed_work(spec: ModelSpec, shape: Pass) -> Work:
 
 def _head_work(spec: ModelSpec, shape: Pass) -> Work:
     tape = Tape(shape.dtype)
-    hidden = Buffer(shape.rows * spec.hidden_size, shape.dtype)
+    hidden = TapeBuffer(shape.rows * spec.hidden_size, shape.dtype)
     if spec.final_norm:
         hidden = norm(tape, spec, hidden)
     if spec.embed_dim != spec.hidden_size:
@@ -179,16 +179,18 @@ def _front_work(spec: ModelSpec, shape: Pass) -> Work:
 def _back_work(spec: ModelSpec, shape: Pass) -> Work:
     """Play the rest of such a block."""
     tape = Tape(shape.dtype)
-    residual = Buffer(shape.rows * spec.hidden_size, shape.dtype)
+    residual = TapeBuffer(shape.rows * spec.hidden_size, shape.dtype)
     output = tape.linear(shape.rows, spec.intermediate_size, spec.hidden_size)
     output = tape.map(residual, output, drop=(output,))
     _adapters(tape, spec, shape, behind=True)
     return tape.work(output_bytes=output.size_bytes)
 
 
-def _up_to_mlp(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[Buffer, Buffer, tuple[Buffer, ...]]:
+def _up_to_mlp(
+    tape: Tape, spec: ModelSpec, shape: Pass
+) -> tuple[TapeBuffer, TapeBuffer, tuple[TapeBuffer, ...]]:
     """Play a block up to its MLP; return the residual stream, the MLP's input, and what stays alive meanwhile."""
-    entry = Buffer(shape.rows * spec.hidden_size, shape.dtype)
+    entry = TapeBuffer(shape.rows * spec.hidden_size, shape.dtype)
     normed = norm(tape, spec, entry)
     attended, kept = attention_part(tape, spec, shape)
     residual = tape.map(entry, attended, drop=(normed, attended) if spec.family != "gpt2" else (normed,))
@@ -205,14 +207,14 @@ def _block_work(spec: ModelSpec, shape: Pass) -> Work:
     return tape.work(output_bytes=output.size_bytes)
 
 
-def _mlp(tape: Tape, spec: ModelSpec, shape: Pass, normed: Buffer) -> Buffer:
+def _mlp(tape: Tape, spec: ModelSpec, shape: Pass, normed: TapeBuffer) -> TapeBuffer:
     inner = _first_of_mlp(tape, spec, shape, normed)
     output = tape.linear(shape.rows, spec.intermediate_size, spec.hidden_size)
     tape.free(inner, normed)
     return output
 
 
-def _first_of_mlp(tape: Tape, spec: ModelSpec, shape: Pass, normed: Buffer) -> Buffer:
+def _first_of_mlp(tape: Tape, spec: ModelSpec, shape: Pass, normed: TapeBuffer) -> TapeBuffer:
     """Play the MLP up to the input of its second linear."""
     if spec.mlp == "gated":
         gate = tape.linear(shape.rows, spec.hidden_size, spec.intermediate_size)
@@ -225,7 +227,7 @@ def _first_of_mlp(tape: Tape, spec: ModelSpec, shape: Pass, normed: Buffer) -> B
     return _activate(tape, spec, inner)
 
 
-def _activate(tape: Tape, spec: ModelSpec, inner: Buffer) -> Buffer:
+def _activate(tape: Tape, spec: ModelSpec, inner: TapeBuffer) -> TapeBuffer:
     """Play the activation: one kernel, or eight for ``gelu_new``, which transformers writes out."""
     if spec.activation != "gelu_new":
         return tape.map(inner, drop=(inner,), exponentials=0 if spec.activation == "relu" else 1)
@@ -246,7 +248,7 @@ def _adapters(tape: Tape, spec: ModelSpec, shape: Pass, *, behind: bool | None =
         narrow = tape.linear(shape.rows, inputs, spec.adapter_rank)
         wide = tape.linear(shape.rows, spec.adapter_rank, outputs)
         scaled = tape.map(wide, drop=(narrow, wide))
-        total = tape.map(Buffer(scaled.num_elements, shape.dtype), scaled, drop=(scaled,))
+        total = tape.map(TapeBuffer(scaled.num_elements, shape.dtype), scaled, drop=(scaled,))
         tape.free(total)
 
 

@@ -86,7 +86,7 @@ class HostLimits:
 
 
 @dataclass(frozen=True)
-class Finding:
+class MemoryShortage:
     """Something that the host cannot give.
 
     Attributes
@@ -127,7 +127,7 @@ def preflight_host(
     pinned_bytes: int = 0,
     shared_memory_bytes: int = 0,
     limits: HostLimits | None = None,
-) -> list[Finding]:
+) -> list[MemoryShortage]:
     """Return what stands in the way of a plan on this host; nothing if nothing does.
 
     Parameters
@@ -150,10 +150,10 @@ def preflight_host(
     return [finding for finding in checks if finding is not None]
 
 
-def _host_finding(required: int, limits: HostLimits) -> Finding | None:
+def _host_finding(required: int, limits: HostLimits) -> MemoryShortage | None:
     if required <= limits.available_bytes:
         return None
-    return Finding(
+    return MemoryShortage(
         "host memory",
         f"the plan needs {format_bytes(required)} of host memory, {format_bytes(limits.available_bytes)} are "
         f"available ({limits.limited_by})",
@@ -163,10 +163,10 @@ def _host_finding(required: int, limits: HostLimits) -> Finding | None:
     )
 
 
-def _pinned_finding(pinned: int, limits: HostLimits) -> Finding | None:
+def _pinned_finding(pinned: int, limits: HostLimits) -> MemoryShortage | None:
     if limits.locked_bytes is None or pinned <= limits.locked_bytes:
         return None
-    return Finding(
+    return MemoryShortage(
         "pinned memory",
         f"the plan pins {format_bytes(pinned)} in one process, RLIMIT_MEMLOCK allows "
         f"{format_bytes(limits.locked_bytes)}",
@@ -176,12 +176,12 @@ def _pinned_finding(pinned: int, limits: HostLimits) -> Finding | None:
     )
 
 
-def _shared_finding(shared: int, limits: HostLimits) -> Finding | None:
+def _shared_finding(shared: int, limits: HostLimits) -> MemoryShortage | None:
     free = limits.shared_memory_bytes
     if shared == 0 or (free is not None and shared <= free):
         return None
     available = "there is none" if free is None else f"{format_bytes(free)} are free"
-    return Finding(
+    return MemoryShortage(
         "shared memory",
         f"the plan puts {format_bytes(shared)} into {SHARED_MEMORY_PATH}, {available}",
         f"enlarge it with `mount -o remount,size=... {SHARED_MEMORY_PATH}`, or start the container with --shm-size",

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from costmodel.formats import DType
 from costmodel.model_spec import ModelSpec
-from costmodel.tape import Buffer, Tape
+from costmodel.tape import Tape, TapeBuffer
 from costmodel.work import Attention
 
 AttentionImpl = Literal["eager", "sdpa", "flash"]
@@ -32,7 +32,7 @@ class Pass(BaseModel):
         return self.batch * self.seq
 
 
-def lookup(tape: Tape, num_elements: int) -> Buffer:
+def lookup(tape: Tape, num_elements: int) -> TapeBuffer:
     """Play a gather: reads as many elements of the table as it writes."""
     output = tape.new(num_elements)
     tape.elementwise_bytes += 2 * output.size_bytes
@@ -40,7 +40,7 @@ def lookup(tape: Tape, num_elements: int) -> Buffer:
     return output
 
 
-def norm(tape: Tape, spec: ModelSpec, hidden: Buffer, rows: int | None = None) -> Buffer:
+def norm(tape: Tape, spec: ModelSpec, hidden: TapeBuffer, rows: int | None = None) -> TapeBuffer:
     """Play a LayerNorm (one kernel) or transformers' RMSNorm (six, and a cast each way in half precision)."""
     if spec.norm == "layernorm":
         return tape.map(hidden)
@@ -56,7 +56,7 @@ def norm(tape: Tape, spec: ModelSpec, hidden: Buffer, rows: int | None = None) -
     return tape.map(narrow, drop=(narrow,))
 
 
-def attention_part(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[Buffer, Buffer]:
+def attention_part(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[TapeBuffer, TapeBuffer]:
     """Play projections and attention; return its output and what stays alive to the end of the block."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
     q, k, v = _project(tape, spec, shape, queries, keys)
@@ -67,7 +67,7 @@ def attention_part(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[Buffer, Bu
     if shape.attention == "eager":
         mixed, kept = _eager(tape, spec, shape)
     else:
-        mixed, kept = _fused(tape, spec, shape, (q, k, v)), Buffer(0, shape.dtype)
+        mixed, kept = _fused(tape, spec, shape, (q, k, v)), TapeBuffer(0, shape.dtype)
     output = tape.linear(shape.rows, queries, spec.hidden_size)
     tape.free(q, k, v, mixed)
     return output, kept
@@ -75,10 +75,10 @@ def attention_part(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[Buffer, Bu
 
 def _project(
     tape: Tape, spec: ModelSpec, shape: Pass, queries: int, keys: int
-) -> tuple[Buffer, Buffer, Buffer]:
+) -> tuple[TapeBuffer, TapeBuffer, TapeBuffer]:
     if spec.fused_qkv:
         fused = tape.linear(shape.rows, spec.hidden_size, queries + 2 * keys)
-        view = Buffer(0, shape.dtype)
+        view = TapeBuffer(0, shape.dtype)
         return fused, view, view
     q = tape.linear(shape.rows, spec.hidden_size, queries)
     if spec.family == "opt":
@@ -88,7 +88,7 @@ def _project(
     return q, k, tape.linear(shape.rows, spec.hidden_size, keys)
 
 
-def _qk_norm(tape: Tape, spec: ModelSpec, buffer: Buffer) -> Buffer:
+def _qk_norm(tape: Tape, spec: ModelSpec, buffer: TapeBuffer) -> TapeBuffer:
     if not spec.qk_norm:
         return buffer
     normed = norm(tape, spec, buffer, rows=buffer.num_elements // spec.head_dim)
@@ -96,7 +96,7 @@ def _qk_norm(tape: Tape, spec: ModelSpec, buffer: Buffer) -> Buffer:
     return normed
 
 
-def _prefixed(tape: Tape, spec: ModelSpec, shape: Pass, states: Buffer) -> Buffer:
+def _prefixed(tape: Tape, spec: ModelSpec, shape: Pass, states: TapeBuffer) -> TapeBuffer:
     """Play the copy of keys or values behind those of the virtual tokens."""
     keys = spec.num_key_value_heads * spec.head_dim
     longer = lookup(tape, shape.batch * (shape.seq + spec.num_prefix_tokens) * keys)
@@ -104,13 +104,13 @@ def _prefixed(tape: Tape, spec: ModelSpec, shape: Pass, states: Buffer) -> Buffe
     return longer
 
 
-def _rotate_both(tape: Tape, q: Buffer, k: Buffer) -> tuple[Buffer, Buffer]:
+def _rotate_both(tape: Tape, q: TapeBuffer, k: TapeBuffer) -> tuple[TapeBuffer, TapeBuffer]:
     rotated = _rotate(tape, q), _rotate(tape, k)
     tape.free(q, k)
     return rotated
 
 
-def _rotate(tape: Tape, buffer: Buffer) -> Buffer:
+def _rotate(tape: Tape, buffer: TapeBuffer) -> TapeBuffer:
     """Play ``x * cos + rotate_half(x) * sin``: five kernels, the tables being small."""
     cosine = tape.map(buffer)
     half = tape.map(buffer, num_elements=buffer.num_elements // 2)
@@ -119,7 +119,7 @@ def _rotate(tape: Tape, buffer: Buffer) -> Buffer:
     return tape.map(cosine, sine, drop=(cosine, sine))
 
 
-def _fused(tape: Tape, spec: ModelSpec, shape: Pass, qkv: tuple[Buffer, ...]) -> Buffer:
+def _fused(tape: Tape, spec: ModelSpec, shape: Pass, qkv: tuple[TapeBuffer, ...]) -> TapeBuffer:
     """Play a fused attention kernel: scores stay on chip."""
     tape.attention.append(_attention(spec, shape, materialised=False))
     tape.num_kernels += 1
@@ -128,7 +128,7 @@ def _fused(tape: Tape, spec: ModelSpec, shape: Pass, qkv: tuple[Buffer, ...]) ->
     return output
 
 
-def _eager(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[Buffer, Buffer]:
+def _eager(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[TapeBuffer, TapeBuffer]:
     """Play the two batched products with every score stored; the probabilities live to the end of the block."""
     per_token = spec.num_heads * spec.head_dim
     tape.attention.append(_attention(spec, shape, materialised=True))
@@ -147,20 +147,20 @@ def _eager(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[Buffer, Buffer]:
     return tape.map(mixed, drop=(mixed, *repeated)), probabilities
 
 
-def _repeat_heads(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[Buffer, ...]:
+def _repeat_heads(tape: Tape, spec: ModelSpec, shape: Pass) -> tuple[TapeBuffer, ...]:
     if spec.num_key_value_heads == spec.num_heads:
         return ()
     return tuple(lookup(tape, shape.rows * spec.num_heads * spec.head_dim) for _ in "kv")
 
 
-def _contiguous_copies(tape: Tape, shape: Pass, per_token: int, count: int) -> tuple[Buffer, ...]:
+def _contiguous_copies(tape: Tape, shape: Pass, per_token: int, count: int) -> tuple[TapeBuffer, ...]:
     """Play the copies that a batched product makes of transposed operands; one row alone needs none."""
     if shape.batch == 1:
         return ()
     return tuple(lookup(tape, shape.rows * per_token) for _ in range(count))
 
 
-def _softmax(tape: Tape, spec: ModelSpec, scores: Buffer) -> Buffer:
+def _softmax(tape: Tape, spec: ModelSpec, scores: TapeBuffer) -> TapeBuffer:
     """Play a softmax, in float32 for all families but GPT-2, and back to the compute format."""
     if spec.family == "gpt2":
         return tape.map(scores, drop=(scores,), exponentials=1)

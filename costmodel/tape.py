@@ -17,7 +17,7 @@ _COUNTS = ("num_kernels", "num_shared_kernels", "elementwise_bytes", "num_expone
 
 
 @dataclass(frozen=True, eq=False)
-class Buffer:
+class TapeBuffer:
     """A tensor on the tape; two of equal size are still two."""
 
     num_elements: int
@@ -50,17 +50,17 @@ class Tape:
     num_exponentials: int = 0
     matmuls: list[Matmul] = field(default_factory=list)
     attention: list[Attention] = field(default_factory=list)
-    _live: set[Buffer] = field(default_factory=set)
+    _live: set[TapeBuffer] = field(default_factory=set)
 
-    def new(self, num_elements: int, dtype: DType | None = None) -> Buffer:
+    def new(self, num_elements: int, dtype: DType | None = None) -> TapeBuffer:
         """Return a freshly allocated tensor."""
-        buffer = Buffer(num_elements, dtype or self.dtype)
+        buffer = TapeBuffer(num_elements, dtype or self.dtype)
         self._live.add(buffer)
         self.live_bytes += buffer.size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return buffer
 
-    def free(self, *buffers: Buffer) -> None:
+    def free(self, *buffers: TapeBuffer) -> None:
         """Drop tensors; one that was never allocated here (the caller's) or was dropped already stays as it is."""
         for buffer in buffers:
             if buffer in self._live:
@@ -69,12 +69,12 @@ class Tape:
 
     def map(
         self,
-        *inputs: Buffer,
+        *inputs: TapeBuffer,
         num_elements: int | None = None,
         dtype: DType | None = None,
-        drop: tuple[Buffer, ...] = (),
+        drop: tuple[TapeBuffer, ...] = (),
         exponentials: int = 0,
-    ) -> Buffer:
+    ) -> TapeBuffer:
         """Return the output of one element-wise kernel over `inputs`, sized and typed like the first of them.
 
         `drop` names inputs that nothing refers to once the kernel is done; `exponentials` says how many the kernel
@@ -90,13 +90,13 @@ class Tape:
         self.free(*drop)
         return output
 
-    def cast(self, buffer: Buffer, dtype: DType, *, drop: bool = False) -> Buffer:
+    def cast(self, buffer: TapeBuffer, dtype: DType, *, drop: bool = False) -> TapeBuffer:
         """Return `buffer` in another format: itself where it has that format already."""
         if FORMATS[buffer.dtype].element_bytes == FORMATS[dtype].element_bytes:
             return buffer
         return self.map(buffer, dtype=dtype, drop=(buffer,) if drop else ())
 
-    def linear(self, rows: int, inputs: int, outputs: int) -> Buffer:
+    def linear(self, rows: int, inputs: int, outputs: int) -> TapeBuffer:
         """Return the output of a matrix product with a weight; a bias rides along for free."""
         self.matmuls.append(Matmul(m=rows, n=outputs, k=inputs))
         self.num_kernels += 1

@@ -51,7 +51,7 @@ def demo(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoResult:
     """What the demo found.
 
     Attributes
@@ -131,7 +131,7 @@ class Stages:
         self._stage = 0
         self._began_s = self._stage_began_s = time.perf_counter()
 
-    def run(self) -> Outcome:
+    def run(self) -> DemoResult:
         """Go through all stages."""
         _check_out(self.out)
         topology = self._detect()
@@ -268,7 +268,7 @@ class Stages:
         summary: dict[str, Any] = launch(run_in_rank, settings, world_size=plan.placement.world_size)
         return summary
 
-    def _compare(self, decision: Decision, summary: dict[str, Any]) -> Outcome:
+    def _compare(self, decision: Decision, summary: dict[str, Any]) -> DemoResult:
         from executors.runs.jsonlines import read_lines
         from zosim.analysis.compare import compare
         from zosim.timeline import Timeline
@@ -280,7 +280,7 @@ class Stages:
         evaluations = [row for row in rows if row.get("split") == "eval"]
         assert decision.chosen.prediction is not None
         self._say_duration()
-        return Outcome(
+        return DemoResult(
             comparison=compare(
                 subject.timeline, measured, subject.program, at_pace=subject.at_pace_of(measured)
             ),

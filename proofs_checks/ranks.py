@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 _TIMEOUT_S = 60.0
 
 
-class _Meeting:
+class _Rendezvous:
     """Where the members of one group lay down what the others take."""
 
     def __init__(self, num_members: int) -> None:
@@ -42,7 +42,7 @@ class _Meeting:
         return messages
 
 
-class Room:
+class ThreadedRanks:
     """The groups of a plan's ranks, as communicators of one process.
 
     Parameters
@@ -53,7 +53,7 @@ class Room:
     def __init__(self, plan: Plan) -> None:
         self.groups = {"world": (tuple(range(plan.placement.world_size)),), **plan.groups}
         self.meetings = {
-            (kind, name, part): _Meeting(len(part))
+            (kind, name, part): _Rendezvous(len(part))
             for kind in ("program", "host loop")
             for name, parts in self.groups.items()
             for part in parts
@@ -88,7 +88,7 @@ class InProcess:
 
     timeout_s = _TIMEOUT_S
 
-    def __init__(self, room: Room, rank: int) -> None:
+    def __init__(self, room: ThreadedRanks, rank: int) -> None:
         self._room = room
         self.rank = rank
         self.world_size = len(room.groups["world"][0])
@@ -170,7 +170,7 @@ def on_all_ranks(plan: Plan, work: Callable[[int, Communicator], Result]) -> Seq
     Exception
         What the first rank raised that did not merely miss another.
     """
-    room = Room(plan)
+    room = ThreadedRanks(plan)
     world_size = plan.placement.world_size
 
     def run(rank: int) -> Result:

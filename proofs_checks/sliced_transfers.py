@@ -27,7 +27,7 @@ _TOLERANCE = 2e-3
 
 
 @dataclass(frozen=True)
-class Parts:
+class TransferParts:
     """Seconds of one block on one of `n` ranks, each with a lane of its own to the host.
 
     Attributes
@@ -89,11 +89,11 @@ def simulated(num_ranks: int, transfers: str, whole: float, link: float) -> floa
     return simulate_set(programs(num_ranks, transfers), machines(num_ranks, lane, link * lane)).step_time_s
 
 
-def parts_of(num_ranks: int, whole: float, link: float) -> Parts:
+def parts_of(num_ranks: int, whole: float, link: float) -> TransferParts:
     """Return the parts of a sliced step, from sizes and bandwidths alone."""
     forwards = seconds(2, 0.0)
     share = whole / num_ranks
-    return Parts(share, (num_ranks - 1) * share / link, forwards.block, share, forwards.head)
+    return TransferParts(share, (num_ranks - 1) * share / link, forwards.block, share, forwards.head)
 
 
 def check_sliced(context: Context) -> Outcome:

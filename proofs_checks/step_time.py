@@ -19,7 +19,7 @@ NUM_BLOCKS = 9
 """A multiple of the three slots: else the next first upload may wait for the last offload, whose slot it takes."""
 _FLOP_PER_S = 1e12
 _FORMATS = {"matmul_rate": ".float32", "attention_rate": ".float32", "draw_rate": ".normal.float32"}
-_INSTANT = 1e30
+_INSTANT = 1e24
 """A rate at which nothing takes time."""
 
 _RATIOS = (0.1, 0.5, 0.9, 1.0, 1.1, 2.0, 10.0)

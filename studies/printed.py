@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from studies.against_print.report import findings_table
-from studies.published.audit import Finding, audit
+from studies.published.audit import AuditFinding, audit
 from studies.published.cells import Cell, cells_of
 from studies.published.conventions import MEBIBYTE
 from studies.published.fitted_profile import load_published_profile
 from studies.published.memory import parts_of
-from studies.published.predicting import Answer, answers
-from studies.published.rows import Row, shipped_rows
+from studies.published.predicting import CellPrediction, answers
+from studies.published.rows import PublishedRow, shipped_rows
 from zosim.report import Bullets, Report, Table
 
 _TITLES = {
@@ -36,7 +36,10 @@ def write(paper: str, out: Path) -> Path:
 
 
 def _report(
-    paper: str, pairs: Sequence[tuple[Row, Answer]], findings: Sequence[Finding], plots: Sequence[Path]
+    paper: str,
+    pairs: Sequence[tuple[PublishedRow, CellPrediction]],
+    findings: Sequence[AuditFinding],
+    plots: Sequence[Path],
 ) -> str:
     words = (
         f"Made by `python -m studies.{paper.lower()}`. Predictions come "
@@ -58,7 +61,9 @@ def _report(
     ).to_markdown()
 
 
-def _table(number: str, pairs: Sequence[tuple[Row, Answer]], findings: Sequence[Finding]) -> Report:
+def _table(
+    number: str, pairs: Sequence[tuple[PublishedRow, CellPrediction]], findings: Sequence[AuditFinding]
+) -> Report:
     rules = {
         place: finding.rule for finding in findings if finding.sets_apart for place in finding.places[:1]
     }
@@ -72,7 +77,7 @@ def _table(number: str, pairs: Sequence[tuple[Row, Answer]], findings: Sequence[
     )
 
 
-def _line(row: Row, answer: Answer, rules: dict[str, str]) -> tuple[str, ...]:
+def _line(row: PublishedRow, answer: CellPrediction, rules: dict[str, str]) -> tuple[str, ...]:
     printed = row["value"] or ("out of memory" if row.is_out_of_memory else "")
     predicted = "" if answer.predicted is None else f"{answer.predicted:.4g}"
     interval = "" if answer.low is None else f"{answer.low:.4g} to {answer.high:.4g}"
@@ -83,7 +88,7 @@ def _line(row: Row, answer: Answer, rules: dict[str, str]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _verdict(row: Row, answer: Answer, rules: dict[str, str]) -> str:
+def _verdict(row: PublishedRow, answer: CellPrediction, rules: dict[str, str]) -> str:
     is_lacking = answer.note.startswith("out of memory")
     if row.is_out_of_memory:
         return "out of memory, as printed" if is_lacking else "printed as out of memory, predicted to fit"
@@ -96,7 +101,7 @@ def _verdict(row: Row, answer: Answer, rules: dict[str, str]) -> str:
     return "within" if answer.low <= row.value <= answer.high else "outside"
 
 
-def _conventions(paper: str, rows: Sequence[Row]) -> Iterator[str]:
+def _conventions(paper: str, rows: Sequence[PublishedRow]) -> Iterator[str]:
     """Yield what the numbers say about how they were counted, each with one example computed from the rows."""
     cells = [cell for cell in cells_of(rows)[0] if cell.value is not None]
     if paper == "ZO2":
@@ -145,11 +150,13 @@ def _rate(cell: Cell) -> float:
     return flops * cell.printed / cell.case.plan.tokens_per_step
 
 
-def _answered(pairs: Sequence[tuple[Row, Answer]], kind: str) -> list[tuple[Row, Answer]]:
+def _answered(
+    pairs: Sequence[tuple[PublishedRow, CellPrediction]], kind: str
+) -> list[tuple[PublishedRow, CellPrediction]]:
     return [(row, answer) for row, answer in pairs if row.kind == kind and row.value and answer.predicted]
 
 
-def _plot(kind: str, pairs: Sequence[tuple[Row, Answer]], out: Path) -> Path:
+def _plot(kind: str, pairs: Sequence[tuple[PublishedRow, CellPrediction]], out: Path) -> Path:
     import matplotlib as mpl
 
     mpl.use("Agg")

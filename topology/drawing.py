@@ -65,7 +65,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _Drawing:
     """Where nodes stand, how wide they are, and the boxes of the hosts as (x, y, width, height)."""
 
     positions: dict[str, tuple[float, float]]
@@ -118,15 +118,15 @@ def _save(picture: Picture, file: Path) -> None:
         raise TopologyError(message) from error
 
 
-def _extent(layout: _Layout) -> tuple[float, float, float, float]:
+def _extent(layout: _Drawing) -> tuple[float, float, float, float]:
     xs = [x for x, _ in layout.positions.values()]
     ys = [y for _, y in layout.positions.values()]
     return min(xs) - 1.5, max(xs) + 1.5, min(ys) - 1.6, max(ys) + 1.7
 
 
-def _arrange(topology: Topology) -> _Layout:
+def _arrange(topology: Topology) -> _Drawing:
     """Place each host's nodes in rows by kind, hosts side by side, networks below as bars."""
-    layout = _Layout({}, {}, {})
+    layout = _Drawing({}, {}, {})
     offset = 0.0
     for host in topology.hosts:
         rows = _rows(topology, [node for node in topology.nodes if node.host == host.id])
@@ -152,7 +152,7 @@ def _arrange(topology: Topology) -> _Layout:
     return layout
 
 
-def _deepest_arc(topology: Topology, host_id: str, layout: _Layout) -> float:
+def _deepest_arc(topology: Topology, host_id: str, layout: _Drawing) -> float:
     """How far the arcs between a host's GPUs reach below their row."""
     spans = [
         abs(layout.positions[link.source][0] - layout.positions[link.target][0])
@@ -200,7 +200,7 @@ def _write(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
     axes.text(x, y, one_line(text), parse_math=False, **style)
 
 
-def _draw_hosts(axes: Axes, topology: Topology, layout: _Layout) -> None:
+def _draw_hosts(axes: Axes, topology: Topology, layout: _Drawing) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     for host in topology.hosts:
@@ -259,7 +259,7 @@ def _detail(node: Node) -> str:
     return node.label or {"pcie_root": "PCIe root", "pcie_switch": "PCIe switch"}.get(node.kind, "")
 
 
-def _draw_links(axes: Axes, topology: Topology, layout: _Layout) -> None:
+def _draw_links(axes: Axes, topology: Topology, layout: _Drawing) -> None:
     # In a wide row one label stands for all links of a type; alone, each link has its own.
     crowded = Counter((link.type.name, _depths(link, layout)) for link in topology.links)
     labelled: set[object] = set()
@@ -274,12 +274,12 @@ def _draw_links(axes: Axes, topology: Topology, layout: _Layout) -> None:
             _draw_line(axes, link, layout, wanted and math.isfinite(link.bandwidth_bytes_per_s))
 
 
-def _depths(link: Link, layout: _Layout) -> tuple[float, float]:
+def _depths(link: Link, layout: _Drawing) -> tuple[float, float]:
     low, high = sorted(layout.positions[end][1] for end in (link.source, link.target))
     return low, high
 
 
-def _draw_line(axes: Axes, link: Link, layout: _Layout, labelled: bool) -> None:
+def _draw_line(axes: Axes, link: Link, layout: _Drawing, labelled: bool) -> None:
     (x0, y0), (x1, y1) = layout.positions[link.source], layout.positions[link.target]
     at = 0.5
     # A bar is met straight above or below the other end, and its links are labelled next to it.
@@ -292,7 +292,7 @@ def _draw_line(axes: Axes, link: Link, layout: _Layout, labelled: bool) -> None:
         _label(axes, link, x0 + at * (x1 - x0), y0 + at * (y1 - y0))
 
 
-def _draw_arc(axes: Axes, link: Link, layout: _Layout) -> None:
+def _draw_arc(axes: Axes, link: Link, layout: _Drawing) -> None:
     """A link between two GPUs of a row, as an arc below them whose depth grows with their distance."""
     import numpy as np
 

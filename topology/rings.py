@@ -92,7 +92,7 @@ class RingSet:
 
 
 @dataclass(frozen=True)
-class _Joint:
+class _SharedWire:
     """Physical links of one bandwidth between two GPUs."""
 
     ends: frozenset[str]
@@ -168,16 +168,16 @@ def _check(topology: Topology, gpu_ids: Sequence[str]) -> None:
         raise TopologyError(message, hint="name each GPU once")
 
 
-def _joints(topology: Topology, gpu_ids: set[str]) -> dict[str, list[tuple[str, _Joint]]]:
+def _joints(topology: Topology, gpu_ids: set[str]) -> dict[str, list[tuple[str, _SharedWire]]]:
     """Return, for each GPU, its neighbours among the others with what joins them."""
     alike: dict[tuple[frozenset[str], float], list[Link]] = defaultdict(list)
     for link in topology.links:
         if link.type.kind == "nvlink" and {link.source, link.target} <= gpu_ids:
             ends = frozenset((link.source, link.target))
             alike[ends, link.bandwidth_bytes_per_s / link.count].append(link)
-    neighbours: dict[str, list[tuple[str, _Joint]]] = defaultdict(list)
+    neighbours: dict[str, list[tuple[str, _SharedWire]]] = defaultdict(list)
     for (ends, bandwidth), links in alike.items():
-        joint = _Joint(ends, bandwidth, tuple(links))
+        joint = _SharedWire(ends, bandwidth, tuple(links))
         one, other = sorted(ends)
         neighbours[one].append((other, joint))
         neighbours[other].append((one, joint))
@@ -185,8 +185,8 @@ def _joints(topology: Topology, gpu_ids: set[str]) -> dict[str, list[tuple[str, 
 
 
 def _cycles(
-    gpu_ids: tuple[str, ...], neighbours: dict[str, list[tuple[str, _Joint]]]
-) -> Iterator[tuple[tuple[str, ...], tuple[_Joint, ...]]]:
+    gpu_ids: tuple[str, ...], neighbours: dict[str, list[tuple[str, _SharedWire]]]
+) -> Iterator[tuple[tuple[str, ...], tuple[_SharedWire, ...]]]:
     """Yield every cycle once, as the GPUs in order and what joins each to the next."""
     if len(gpu_ids) == 2:
         # There and back over the two directions of one link.
@@ -198,8 +198,8 @@ def _cycles(
     visits = count()
 
     def extend(
-        order: tuple[str, ...], path: tuple[_Joint, ...]
-    ) -> Iterator[tuple[tuple[str, ...], tuple[_Joint, ...]]]:
+        order: tuple[str, ...], path: tuple[_SharedWire, ...]
+    ) -> Iterator[tuple[tuple[str, ...], tuple[_SharedWire, ...]]]:
         if next(visits) > MAX_VISITS:
             message = f"these {len(gpu_ids)} GPUs can be visited in too many orders to look for rings"
             raise TopologyError(message, hint="ask for fewer GPUs")
@@ -214,8 +214,8 @@ def _cycles(
 
 
 def _limited(
-    cycles: Iterator[tuple[tuple[str, ...], tuple[_Joint, ...]]],
-) -> Iterator[tuple[tuple[str, ...], tuple[_Joint, ...]]]:
+    cycles: Iterator[tuple[tuple[str, ...], tuple[_SharedWire, ...]]],
+) -> Iterator[tuple[tuple[str, ...], tuple[_SharedWire, ...]]]:
     for number, cycle in enumerate(cycles):
         if number == MAX_CYCLES:
             message = f"more than {MAX_CYCLES} rings of NVLinks visit these GPUs"

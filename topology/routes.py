@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from topology.errors import TopologyError
-from topology.routing import Hop, NoRoute, find_path
+from topology.routing import NoRoute, RouteHop, find_path
 from topology.schema import FORWARDING_KINDS, Link, Node
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Routes:
 
     def __init__(self, topology: Routable) -> None:
         self._topology = topology
-        self._paths: dict[tuple[str, str], tuple[Hop, ...] | None] = {}
+        self._paths: dict[tuple[str, str], tuple[RouteHop, ...] | None] = {}
 
     def route(self, source_id: str, target_id: str) -> Route:
         """The route that :meth:`topology.graph.Topology.route` describes."""
@@ -123,14 +123,14 @@ class Routes:
             raise TopologyError(message, hint="`zosim topology validate` names the nodes nothing reaches")
         return self._make_route(source_id, target_id, hops, staged_in=None)
 
-    def path(self, source_id: str, target_id: str) -> tuple[Hop, ...] | None:
+    def path(self, source_id: str, target_id: str) -> tuple[RouteHop, ...] | None:
         """Links passed between two nodes, the widest way; None if there is none."""
         pair = source_id, target_id
         if pair not in self._paths:
             self._paths[pair] = self._found_path(source_id, target_id)
         return self._paths[pair]
 
-    def _found_path(self, source_id: str, target_id: str) -> tuple[Hop, ...] | None:
+    def _found_path(self, source_id: str, target_id: str) -> tuple[RouteHop, ...] | None:
         ends = self._topology.node(source_id).host, self._topology.node(target_id).host
         # Traffic within a host stays there, even where its adapters are wider than its sockets' link.
         same_host = ends[0] == ends[1] is not None
@@ -154,7 +154,7 @@ class Routes:
         return self._make_route(source_id, target_id, hops, staged_in=memory_id)
 
     def _make_route(
-        self, source_id: str, target_id: str, hops: tuple[Hop, ...], *, staged_in: str | None
+        self, source_id: str, target_id: str, hops: tuple[RouteHop, ...], *, staged_in: str | None
     ) -> Route:
         declared = self._declared_resource_ids(source_id, target_id, hops, staged_in)
         measured_id = measured_resource_id(source_id, target_id)
@@ -173,7 +173,7 @@ class Routes:
         )
 
     def _declared_resource_ids(
-        self, source_id: str, target_id: str, hops: tuple[Hop, ...], staged_in: str | None
+        self, source_id: str, target_id: str, hops: tuple[RouteHop, ...], staged_in: str | None
     ) -> tuple[str, ...]:
         ends = (source_id, staged_in, target_id)
         memories = [

@@ -18,7 +18,7 @@ class NoRoute(LookupError):  # noqa: N818 - reads as the statement it makes
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class RouteHop:
     """A link passed in one direction."""
 
     link: Link
@@ -32,7 +32,7 @@ def find_path(
     target_id: str,
     forwarding_kinds: Collection[str],
     hosts: Collection[str | None] | None = None,
-) -> tuple[Hop, ...]:
+) -> tuple[RouteHop, ...]:
     """The widest path; among those the one of least latency, then fewest links, then first by name.
 
     Parameters
@@ -97,9 +97,9 @@ def _widest(edges: _Edges, source_id: str, target_id: str) -> float:
     raise NoRoute(source_id, target_id)
 
 
-def _shortest(edges: _Edges, source_id: str, target_id: str, width: float) -> tuple[Hop, ...]:
+def _shortest(edges: _Edges, source_id: str, target_id: str, width: float) -> tuple[RouteHop, ...]:
     # An entry is (latency, links, names passed); the names are unique, so the hops are never compared.
-    start: tuple[float, int, tuple[str, ...], str, tuple[Hop, ...]] = (0.0, 0, (), source_id, ())
+    start: tuple[float, int, tuple[str, ...], str, tuple[RouteHop, ...]] = (0.0, 0, (), source_id, ())
     queue = [start]
     done: set[str] = set()
     while queue:
@@ -117,7 +117,7 @@ def _shortest(edges: _Edges, source_id: str, target_id: str, width: float) -> tu
                     num_links + 1,
                     (*names, target, link.id),
                     target,
-                    (*hops, Hop(link, node_id, target)),
+                    (*hops, RouteHop(link, node_id, target)),
                 )
                 heapq.heappush(queue, entry)
     raise NoRoute(source_id, target_id)

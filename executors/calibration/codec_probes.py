@@ -13,7 +13,7 @@ from costmodel.codec_time import CodecWork, decode_work, encode_work
 from costmodel.codecs import ENCODINGS, CodecSpec, Encoding
 from costmodel.symbols import SymbolStatistics
 from executors.codecs.codec import codec_of, decode
-from executors.codecs.encodings import BY_NAME, Layout, Payload, Symbols
+from executors.codecs.encodings import BY_NAME, MessageLayout, Payload, Symbols
 from executors.codecs.entropy import is_available
 from executors.codecs.packing import Bytes
 from executors.codecs.quantising import dequantise, quantise
@@ -127,7 +127,7 @@ def _encodings(encoding: Encoding, num_rows: int) -> Iterator[CodecProbe]:
         for density in DENSITIES:
             symbols = symbols_of(_activations(density, num_rows), CodecSpec(bits))
             stats = symbols.statistics
-            layout = Layout(stats.num_elements, NUM_COLUMNS, bits)
+            layout = MessageLayout(stats.num_elements, NUM_COLUMNS, bits)
             payload = BY_NAME[encoding].encode(symbols)
             name = f"{encoding} {bits} bits {density:g}"
             encode = partial(_encode, encoding, symbols.values, bits)

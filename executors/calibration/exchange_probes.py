@@ -25,7 +25,7 @@ _TIMEOUT = timedelta(seconds=60)
 _END = -1
 
 
-class _Rank:
+class _ProbeRank:
     """One of two processes that gather each other's bytes.
 
     Parameters
@@ -69,7 +69,7 @@ def exchange_probes() -> Iterator[list[Probe]]:
             [sys.executable, "-m", __name__, str(store)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
         try:
-            rank = _Rank(store, 0)
+            rank = _ProbeRank(store, 0)
             yield [_probe(rank, size) for size in SIZES]
             rank.agree(_END)
             peer.wait(_TIMEOUT.total_seconds())
@@ -79,7 +79,7 @@ def exchange_probes() -> Iterator[list[Probe]]:
                 peer.wait()
 
 
-def _probe(rank: _Rank, size: int) -> Probe:
+def _probe(rank: _ProbeRank, size: int) -> Probe:
     def prepare() -> None:
         rank.agree(size)
 
@@ -95,7 +95,7 @@ def _probe(rank: _Rank, size: int) -> Probe:
 def _answer(store: str) -> None:
     """Do what rank 0 says until it says that it is enough."""
     torch.set_num_threads(1)
-    rank = _Rank(Path(store), 1)
+    rank = _ProbeRank(Path(store), 1)
     while (size := rank.agree(0)) != _END:
         rank.exchange(size)
 

@@ -211,7 +211,7 @@ def _measured(
 
 
 @dataclass(frozen=True)
-class _Step:
+class _TimedStep:
     """A step that was taken, the reference beside it, and for how long the reference kept it waiting."""
 
     number: int
@@ -220,11 +220,11 @@ class _Step:
     paused_s: float
 
 
-def _steps(session: Session, batch: Batch, budget_s: float, fast_s: float | None) -> list[_Step]:
+def _steps(session: Session, batch: Batch, budget_s: float, fast_s: float | None) -> list[_TimedStep]:
     reference = None if fast_s is None else Reference()
     for _ in range(_WARM_STEPS):
         session.step(batch)
-    taken: list[_Step] = []
+    taken: list[_TimedStep] = []
     began = ended = time.perf_counter()
     before_s = reference.seconds() if reference else 0.0
     while _goes_on(taken, ended - began, budget_s, fast_s):
@@ -234,12 +234,12 @@ def _steps(session: Session, batch: Batch, budget_s: float, fast_s: float | None
         session.step(batch)
         ended = time.perf_counter()
         after_s = reference.seconds() if reference else 0.0
-        taken.append(_Step(session.num_steps - 1, ended - start, max(before_s, after_s), paused_s))
+        taken.append(_TimedStep(session.num_steps - 1, ended - start, max(before_s, after_s), paused_s))
         before_s = after_s
     return taken
 
 
-def _goes_on(taken: Sequence[_Step], spent_s: float, budget_s: float, fast_s: float | None) -> bool:
+def _goes_on(taken: Sequence[_TimedStep], spent_s: float, budget_s: float, fast_s: float | None) -> bool:
     """Return whether to take another step: within the budget, and some time past it until a few had full pace."""
     if len(taken) < _LEAST_STEPS:
         return True
@@ -250,13 +250,13 @@ def _goes_on(taken: Sequence[_Step], spent_s: float, budget_s: float, fast_s: fl
     )
 
 
-def _at_full_pace(taken: Sequence[_Step], fast_s: float | None) -> list[_Step]:
+def _at_full_pace(taken: Sequence[_TimedStep], fast_s: float | None) -> list[_TimedStep]:
     """Return the steps that no stranger disturbed, or the few that took least."""
     kept = _undisturbed(taken, fast_s)
     return kept if len(kept) >= _LEAST_KEPT else sorted(taken, key=lambda step: step.seconds)[:_LEAST_KEPT]
 
 
-def _undisturbed(taken: Sequence[_Step], fast_s: float | None) -> list[_Step]:
+def _undisturbed(taken: Sequence[_TimedStep], fast_s: float | None) -> list[_TimedStep]:
     limit_s = SLOWER * min(step.seconds for step in taken)
     limit_reference_s = math.inf if fast_s is None else UNDISTURBED * fast_s
     return [step for step in taken if step.seconds <= limit_s and step.reference_s <= limit_reference_s]
@@ -268,7 +268,7 @@ def _with_steps(timeline: Timeline, numbers: Collection[int]) -> Timeline:
     return replace(timeline, spans=spans, first_steady_step=min(numbers))
 
 
-def _gaps(timeline: Timeline, kept: Sequence[_Step]) -> tuple[float, float]:
+def _gaps(timeline: Timeline, kept: Sequence[_TimedStep]) -> tuple[float, float]:
     """Return, of these steps, the median time since the last computation before, but for pauses, and the mean between two."""
     computing: dict[int, list[Span]] = defaultdict(list)
     for span in sorted(timeline.spans, key=lambda span: span.start_s):

@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from costmodel.codecs import ENCODINGS, CodecSpec, most_bytes, num_groups
 from executors.codecs.container import GRIDS, SCOPES, Header, assemble, disassemble, dtype_number
-from executors.codecs.encodings import BY_NAME, Layout, Payload, Symbols, encode_smallest
+from executors.codecs.encodings import BY_NAME, MessageLayout, Payload, Symbols, encode_smallest
 from executors.codecs.grids import fitted
 from executors.codecs.packing import Bytes
 from executors.codecs.quantising import Quantised, dequantise, grid_format, quantise
@@ -169,7 +169,9 @@ def _quantised(header: Header, body: Bytes, device: torch.device) -> Quantised:
     columns = _num_columns(header.shape)
     if header.background >= 2**header.bits:
         raise CodecError(f"background {header.background} is no symbol of {header.bits} bits")
-    symbols = BY_NAME[payload.encoding].decode(payload, Layout(header.num_elements, columns, header.bits))
+    symbols = BY_NAME[payload.encoding].decode(
+        payload, MessageLayout(header.num_elements, columns, header.bits)
+    )
     rows = torch.from_numpy(symbols).reshape(-1, columns or 1).to(device)
     return Quantised(spec, header.shape, header.dtype, rows, tuple(p.to(device) for p in parameters))
 

@@ -96,7 +96,7 @@ class Symbols:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MessageLayout:
     """What a receiver knows of the symbols before it reads them.
 
     Attributes
@@ -152,7 +152,7 @@ class SymbolEncoding(ABC):
         """Return the symbols, written down."""
 
     @abstractmethod
-    def decode(self, payload: Payload, layout: Layout) -> Bytes:
+    def decode(self, payload: Payload, layout: MessageLayout) -> Bytes:
         """Return the symbols.
 
         Raises
@@ -175,7 +175,7 @@ class Dense(SymbolEncoding):
         """Return the symbols, packed."""
         return Payload(self.name, pack(symbols.values, symbols.bits), num_items=len(symbols.values))
 
-    def decode(self, payload: Payload, layout: Layout) -> Bytes:
+    def decode(self, payload: Payload, layout: MessageLayout) -> Bytes:
         """Return the symbols."""
         (body,) = _sections(payload, packed_bytes(layout.num_elements, layout.bits))
         return unpack(body, layout.num_elements, layout.bits)
@@ -203,7 +203,7 @@ class Index(SymbolEncoding):
         )
         return Payload(self.name, np.concatenate(body), symbols.background, num_items=len(symbols.places))
 
-    def decode(self, payload: Payload, layout: Layout) -> Bytes:
+    def decode(self, payload: Payload, layout: MessageLayout) -> Bytes:
         """Return the symbols, kept ones among the background."""
         place_bits, count_bits = index_bits(layout.num_columns)
         num, num_rows = payload.num_items, layout.num_rows
@@ -245,7 +245,7 @@ class Bitmap(SymbolEncoding):
             self.name, np.concatenate(body), symbols.background, num_items=symbols.statistics.num_kept
         )
 
-    def decode(self, payload: Payload, layout: Layout) -> Bytes:
+    def decode(self, payload: Payload, layout: MessageLayout) -> Bytes:
         """Return the symbols, kept ones where bits are set."""
         num = payload.num_items
         packed, kept = _sections(
@@ -287,7 +287,7 @@ class RunLength(SymbolEncoding):
         body = np.concatenate([pack_wide(runs, gap_bits), pack(values, symbols.bits)])
         return Payload(self.name, body, symbols.background, gap_bits, num)
 
-    def decode(self, payload: Payload, layout: Layout) -> Bytes:
+    def decode(self, payload: Payload, layout: MessageLayout) -> Bytes:
         """Return the symbols, each after its run."""
         num, gap_bits = payload.num_items, payload.gap_bits
         if gap_bits not in range(1, MAX_GAP_BITS + 1):
@@ -333,7 +333,7 @@ class Entropy(SymbolEncoding):
         body = np.concatenate([*table, words.astype("<u4").view(np.uint8)])
         return Payload(self.name, body, num_items=len(words))
 
-    def decode(self, payload: Payload, layout: Layout) -> Bytes:
+    def decode(self, payload: Payload, layout: MessageLayout) -> Bytes:
         """Return the symbols."""
         mask_bytes = packed_bytes(2**layout.bits, 1)
         mask = np.unpackbits(payload.body[:mask_bytes], count=2**layout.bits, bitorder="little")

@@ -10,9 +10,9 @@ import numpy as np
 
 from studies.against_print.intervals import Coverage
 from studies.against_print.sheets import sheet_outcomes, sheets_section
-from studies.against_print.splits import OURS, SPLITS, Outcome, outcomes
+from studies.against_print.splits import OURS, SPLITS, SplitOutcome, outcomes
 from studies.checkout import commit
-from studies.published.audit import Finding, audit
+from studies.published.audit import AuditFinding, audit
 from studies.published.cells import cells_of
 from studies.published.fitted_profile import known_cells, load_published_profile
 from studies.published.rows import shipped_rows
@@ -39,7 +39,7 @@ def written() -> str:
     rows = shipped_rows()
     cells, _, _ = cells_of(rows)
     findings = audit(rows)
-    all_outcomes: list[Outcome] = []
+    all_outcomes: list[SplitOutcome] = []
     for split in SPLITS:
         mine = [cell for cell in known_cells(cells, split.paper, split.domain) if cell.value is not None]
         all_outcomes += outcomes(split, mine, findings)
@@ -59,7 +59,7 @@ def written() -> str:
     ).to_markdown()
 
 
-def _errors(results: Sequence[Outcome]) -> Table:
+def _errors(results: Sequence[SplitOutcome]) -> Table:
     columns = (
         *("split", "predictor", "cells", "median", "90 %", "goal", "met", "between: median / 90 %"),
         *("rank correlation", "median of those apart"),
@@ -67,7 +67,7 @@ def _errors(results: Sequence[Outcome]) -> Table:
     return Table(columns, _error_rows(results), numeric=("cells", "median", "90 %", *columns[-3:]))
 
 
-def _error_rows(results: Sequence[Outcome]) -> Iterator[tuple[str, ...]]:
+def _error_rows(results: Sequence[SplitOutcome]) -> Iterator[tuple[str, ...]]:
     for item in results:
         is_ours = item.predictor == OURS
         has_goal = is_ours and item.split.goal is not None
@@ -92,7 +92,7 @@ def _error_rows(results: Sequence[Outcome]) -> Iterator[tuple[str, ...]]:
         yield item.split.name, item.predictor, count, *figures, goal, met, inner, rank, apart
 
 
-def _misses(results: Sequence[Outcome]) -> str:
+def _misses(results: Sequence[SplitOutcome]) -> str:
     missed = [item.split.name for item in results if item.predictor == OURS and not item.meets_goal]
     return "Goals missed: " + ("; ".join(missed) if missed else "none") + "."
 
@@ -131,8 +131,8 @@ CHOICES = """Choices that are no numbers, made after seeing rows, each with its 
 * a communicator per axis of a mesh of two axes, and two more."""
 
 
-def _coverage(results: Sequence[Outcome]) -> Report:
-    columns: dict[str, Callable[[tuple[Outcome, Coverage]], str]] = {
+def _coverage(results: Sequence[SplitOutcome]) -> Report:
+    columns: dict[str, Callable[[tuple[SplitOutcome, Coverage]], str]] = {
         "split": lambda item: item[0].split.name,
         "cells": lambda item: f"{item[1].num_cells}",
         "within": lambda item: f"{item[1].cells:.0%}",
@@ -155,9 +155,9 @@ other settings (or models) than the one asked for, and for the extrapolations fr
 together, so it counts configurations. Width: median of high over low, less 1."""
 
 
-def findings_table(title: str, findings: Sequence[Finding]) -> Report:
+def findings_table(title: str, findings: Sequence[AuditFinding]) -> Report:
     """Return the audit as a section with that title."""
-    columns: dict[str, Callable[[Finding], str]] = {
+    columns: dict[str, Callable[[AuditFinding], str]] = {
         "what": lambda finding: finding.rule,
         "cells": lambda finding: "; ".join(finding.places),
         "apart": lambda finding: "yes" if finding.sets_apart else "no",

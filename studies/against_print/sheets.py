@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodel.profile import Bound
-from studies.published.audit import Finding, set_apart
+from studies.published.audit import AuditFinding, set_apart
 from studies.published.cells import Cell, preset_machine
 from studies.published.constants import PAPERS
 from zosim.engines.recurrence import step_time_bound
@@ -46,7 +46,7 @@ class SheetOutcome:
     planned: float
 
 
-def sheet_outcomes(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[SheetOutcome]:
+def sheet_outcomes(cells: Sequence[Cell], findings: Sequence[AuditFinding]) -> list[SheetOutcome]:
     """Return what data sheets say about the throughputs among `cells` that are not set apart."""
     apart = set_apart(findings)
     return [

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from studies.against_print.intervals import Coverage, beyond, coverage_of, left_out
-from studies.published.audit import Finding, set_apart
+from studies.published.audit import AuditFinding, set_apart
 from studies.published.baselines import BASELINES, Baseline
 from studies.published.cells import Cell
 from studies.published.constants import Domain
 from studies.published.grid import Array
-from studies.published.rows import Row
+from studies.published.rows import PublishedRow
 
 OURS = "simulator's closed form"
 
@@ -43,7 +43,7 @@ def _is_between(cell: Cell) -> bool:
 
 
 @dataclass(frozen=True)
-class Split:
+class HeldOutSplit:
     """A way of keeping rows back.
 
     Attributes
@@ -71,36 +71,38 @@ class Split:
 
 
 SPLITS = (
-    Split("DistZO2 throughput, one setting left out", "DistZO2", "speed", (1.5, 4.5)),
-    Split(
+    HeldOutSplit("DistZO2 throughput, one setting left out", "DistZO2", "speed", (1.5, 4.5)),
+    HeldOutSplit(
         "DistZO2 throughput, from s = 2048 and BS 4-6",
         "DistZO2",
         "speed",
         (3, 10),
         lambda cell: cell.is_transfer or (cell.case.plan.seq == 2048 and 4 <= cell.case.plan.batch <= 6),
     ),
-    Split(
+    HeldOutSplit(
         "DistZO2 throughput, from 6.7B and less",
         "DistZO2",
         "speed",
         (3, 10),
         lambda cell: cell.row["model"] in _SMALL,
     ),
-    Split("ZO2 throughput, one setting left out", "ZO2", "speed", (3, 9)),
-    Split("DistZO2 throughput, one model left out", "DistZO2", "speed", None, group=_model, asks=_is_between),
-    Split("ZO2 throughput, one model left out", "ZO2", "speed", None, group=_model, asks=_is_between),
-    Split("DistZO2 memory, one setting left out", "DistZO2", "memory", (2, 7)),
-    Split("ZO2 memory, one setting left out", "ZO2", "memory", (4, 12)),
+    HeldOutSplit("ZO2 throughput, one setting left out", "ZO2", "speed", (3, 9)),
+    HeldOutSplit(
+        "DistZO2 throughput, one model left out", "DistZO2", "speed", None, group=_model, asks=_is_between
+    ),
+    HeldOutSplit("ZO2 throughput, one model left out", "ZO2", "speed", None, group=_model, asks=_is_between),
+    HeldOutSplit("DistZO2 memory, one setting left out", "DistZO2", "memory", (2, 7)),
+    HeldOutSplit("ZO2 memory, one setting left out", "ZO2", "memory", (4, 12)),
 )
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SplitOutcome:
     """Errors of one predictor on one split.
 
     Attributes
     ----------
-    split : Split
+    split : HeldOutSplit
     predictor : str
     errors : array
         Relative, ``predicted / printed - 1``, of the cells that can be right.
@@ -118,7 +120,7 @@ class Outcome:
         Of the 90 % intervals, where the predictor has any.
     """
 
-    split: Split
+    split: HeldOutSplit
     predictor: str
     errors: Array
     apart: Array
@@ -146,7 +148,9 @@ class Outcome:
         return self.median <= self.split.goal[0] and self.p90 <= self.split.goal[1]
 
 
-def outcomes(split: Split, cells: Sequence[Cell], findings: Sequence[Finding]) -> list[Outcome]:
+def outcomes(
+    split: HeldOutSplit, cells: Sequence[Cell], findings: Sequence[AuditFinding]
+) -> list[SplitOutcome]:
     """Return how each predictor does on a split; `cells` are those of its paper and domain with printed values."""
     asked = [
         cell
@@ -170,7 +174,7 @@ def outcomes(split: Split, cells: Sequence[Cell], findings: Sequence[Finding]) -
     return results
 
 
-def _theirs(split: Split, cells: Sequence[Cell], asked: Sequence[Cell], baseline: Baseline) -> Array:
+def _theirs(split: HeldOutSplit, cells: Sequence[Cell], asked: Sequence[Cell], baseline: Baseline) -> Array:
     rates = [cell for cell in cells if not cell.is_transfer]
     if split.knows is not None:
         return baseline([cell for cell in rates if split.knows(cell)], asked)
@@ -184,13 +188,13 @@ def _theirs(split: Split, cells: Sequence[Cell], asked: Sequence[Cell], baseline
 
 
 def _outcome(
-    split: Split, name: str, asked: Sequence[Cell], predicted: Array, apart: frozenset[str]
-) -> Outcome:
+    split: HeldOutSplit, name: str, asked: Sequence[Cell], predicted: Array, apart: frozenset[str]
+) -> SplitOutcome:
     printed = np.array([cell.printed for cell in asked])
     errors = predicted / printed - 1
     is_answered = np.isfinite(errors)
     is_apart = np.array([cell.row.place in apart for cell in asked])
-    return Outcome(
+    return SplitOutcome(
         split,
         name,
         errors[is_answered & ~is_apart],
@@ -236,7 +240,7 @@ def mean_rank_correlation(
     return float(np.mean(correlations)) if correlations else float("nan")
 
 
-def _printed_row(row: Row) -> tuple[str, ...]:
+def _printed_row(row: PublishedRow) -> tuple[str, ...]:
     return (*row.setting, row["table"], row["cell"].partition("c")[0])
 
 

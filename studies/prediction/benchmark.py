@@ -23,7 +23,7 @@ from studies.prediction.cases import (
 )
 from studies.prediction.measuring import SESSIONS_AT_ONCE, measure, measure_ranks
 from studies.prediction.pieces import Content, Pieces, content_of_fit, content_of_rows, fit_of, rows_of
-from studies.prediction.predicting import Choice, Row, predict, predict_ranks
+from studies.prediction.predicting import Choice, PredictedCase, predict, predict_ranks
 from studies.prediction.report import Benchmark, machine_words
 from studies.prediction.turns import measure_in_turn
 from topology import Topology, detect
@@ -72,7 +72,7 @@ def run_benchmark(
         If `pieces` has no time for the next one.
     """
     topology = detect()
-    run = _Run(topology, topology.of_kind("cpu")[0].id, pieces or Pieces(), say)
+    run = _BenchmarkRun(topology, topology.of_kind("cpu")[0].id, pieces or Pieces(), say)
     for number in threads:
         run.calibrate(number, calibration_s)
     held_out = run.rows("held-out", held_out_cases(num_held_out))
@@ -97,7 +97,7 @@ def run_benchmark(
 
 
 @dataclass
-class _Run:
+class _BenchmarkRun:
     """One go at a benchmark."""
 
     topology: Topology
@@ -118,18 +118,18 @@ class _Run:
         name = f"calibration-{threads}-{budget_s:g}s"
         self.profiles[threads], self.fits[threads] = fit_of(self.pieces.of(name, make))
 
-    def rows(self, name: str, cases: Sequence[Case]) -> list[Row]:
+    def rows(self, name: str, cases: Sequence[Case]) -> list[PredictedCase]:
         """Return the rows of cases of one process, as many at a time as take turns."""
         cases = [case for case in cases if case.num_threads in self.profiles]
-        all_rows: list[Row] = []
+        all_rows: list[PredictedCase] = []
         for begin in range(0, len(cases), SESSIONS_AT_ONCE):
             chosen = cases[begin : begin + SESSIONS_AT_ONCE]
             all_rows += self._kept_rows(f"{name}-{begin}", chosen, self._alone)
         return all_rows
 
-    def rows_of_ranks(self, cases: Sequence[Case]) -> list[Row]:
+    def rows_of_ranks(self, cases: Sequence[Case]) -> list[PredictedCase]:
         """Return the rows of cases of several ranks, in their order; those that cannot be run here are left out."""
-        row_of: dict[Case, Row] = {}
+        row_of: dict[Case, PredictedCase] = {}
         for num_ranks in sorted({case.num_ranks for case in cases}):
             alike = [case for case in cases if case.num_ranks == num_ranks]
             rows = self._kept_rows(f"ranks-{num_ranks}", alike, self._of_ranks)
@@ -142,8 +142,8 @@ class _Run:
         return Choice.with_and_without_limit(tuple(rows), again)
 
     def _kept_rows(
-        self, name: str, cases: Sequence[Case], measured: Callable[[Sequence[Case]], list[Row]]
-    ) -> list[Row]:
+        self, name: str, cases: Sequence[Case], measured: Callable[[Sequence[Case]], list[PredictedCase]]
+    ) -> list[PredictedCase]:
         def make() -> Content:
             self.say(f"running {name}: {len(cases)} cases")
             return {"cases": [case.name for case in cases], "rows": content_of_rows(measured(cases))}
@@ -152,11 +152,11 @@ class _Run:
         digest = zlib.crc32("; ".join(case.name for case in cases).encode())
         return rows_of(self.pieces.of(f"{name}-{digest:08x}", make)["rows"])
 
-    def _alone(self, cases: Sequence[Case]) -> list[Row]:
+    def _alone(self, cases: Sequence[Case]) -> list[PredictedCase]:
         measured = measure(cases, topology=self.topology.name, device=self.device)
         return predict(measured, self.profiles, self.topology, self.device)
 
-    def _of_ranks(self, cases: Sequence[Case]) -> list[Row]:
+    def _of_ranks(self, cases: Sequence[Case]) -> list[PredictedCase]:
         try:
             measured = measure_ranks(cases, topology=self.topology.name, device=self.device)
         except ZosimError as error:
@@ -165,7 +165,7 @@ class _Run:
             return []
         return predict_ranks(measured, self.profiles[1], self.topology)
 
-    def _in_turn(self, cases: Sequence[Case]) -> list[Row]:
+    def _in_turn(self, cases: Sequence[Case]) -> list[PredictedCase]:
         measured = measure_in_turn(cases, topology=self.topology.name, device=self.device)
         predicted = []
         for item in measured:

@@ -50,7 +50,7 @@ class Round:
 
 
 @dataclass
-class Measured:
+class MeasuredSteps:
     """What a case did."""
 
     case: Case
@@ -92,7 +92,7 @@ class Measured:
 
 def measure(
     cases: Sequence[Case], *, topology: str, device: str, on_case: OnCase = lambda _: None
-) -> list[Measured]:
+) -> list[MeasuredSteps]:
     """Return what each case did, in the order of `cases`.
 
     Notes
@@ -101,7 +101,7 @@ def measure(
     step leaves behind slow the next. torch's number of threads is as before afterwards.
     """
     before = torch.get_num_threads()
-    measurements: list[Measured] = []
+    measurements: list[MeasuredSteps] = []
     try:
         for begin in range(0, len(cases), SESSIONS_AT_ONCE):
             chosen = cases[begin : begin + SESSIONS_AT_ONCE]
@@ -112,29 +112,29 @@ def measure(
     return measurements
 
 
-def measure_ranks(cases: Sequence[Case], *, topology: str, device: str) -> list[Measured]:
+def measure_ranks(cases: Sequence[Case], *, topology: str, device: str) -> list[MeasuredSteps]:
     """Return what cases of equally many ranks did, which are started once for all of them."""
     if not cases:
         return []
     (num_ranks,) = {case.num_ranks for case in cases}
-    measured: list[Measured] = launch(_in_rank, tuple(cases), topology, device, world_size=num_ranks)
+    measured: list[MeasuredSteps] = launch(_in_rank, tuple(cases), topology, device, world_size=num_ranks)
     return measured
 
 
-def _in_rank(cases: Sequence[Case], topology: str, device: str) -> list[Measured]:
+def _in_rank(cases: Sequence[Case], topology: str, device: str) -> list[MeasuredSteps]:
     torch.set_num_threads(1)
     with process_group(device_type="cpu"):
         return [_of_ranks(case, topology, device) for case in cases]
 
 
-def _of_ranks(case: Case, topology: str, device: str) -> Measured:
+def _of_ranks(case: Case, topology: str, device: str) -> MeasuredSteps:
     turn = Turn(case, topology, device)
     for _ in range(_RANK_ROUNDS):
         turn.take(STEPS_PER_ROUND)
     return turn.measured()
 
 
-def _take_turns(cases: Sequence[Case], topology: str, device: str) -> list[Measured]:
+def _take_turns(cases: Sequence[Case], topology: str, device: str) -> list[MeasuredSteps]:
     turns = []
     for case in cases:
         torch.set_num_threads(case.num_threads)
@@ -183,13 +183,13 @@ class Turn:
         steps = tuple(end - begin for begin, end in pairwise(ends))
         self._taken.append(Round(steps, foreign_cores, before_s, reference_now_s(PACE_S)))
 
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredSteps:
         """Return what the case did, and end its session."""
         session, taken = self._session, self._taken
         memory = session.memory()
         # Rounds of other cases lie between rounds, so lines are compared within the last one.
         timeline = replace(session.timeline(), first_steady_step=session.num_steps - len(taken[-1].step_s))
-        measurement = Measured(
+        measurement = MeasuredSteps(
             self.case,
             session.plan,
             timeline,

@@ -12,7 +12,7 @@ from typing import Any
 from costmodel.calibration import FitReport, Residual
 from costmodel.profile import Profile
 from studies.checkout import commit
-from studies.prediction.predicting import Row
+from studies.prediction.predicting import PredictedCase
 from topology.errors import ZosimError
 from topology.reading import read_json_object
 from zosim.analysis.compare import Line
@@ -74,14 +74,16 @@ def _read(path: Path) -> Content:
     return content
 
 
-def content_of_rows(rows: list[Row]) -> list[Content]:
+def content_of_rows(rows: list[PredictedCase]) -> list[Content]:
     """Return rows as JSON has them."""
     return [asdict(row) for row in rows]
 
 
-def rows_of(content: list[Content]) -> list[Row]:
+def rows_of(content: list[Content]) -> list[PredictedCase]:
     """Return the rows of :func:`content_of_rows`."""
-    return [Row(**{**row, "lines": tuple(Line(**line) for line in row["lines"])}) for row in content]
+    return [
+        PredictedCase(**{**row, "lines": tuple(Line(**line) for line in row["lines"])}) for row in content
+    ]
 
 
 def content_of_fit(profile: Profile, fit: FitReport) -> Content:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from costmodel.pace import at_pace, pace_in
 from costmodel.profile import Profile
-from studies.prediction.measuring import Measured
+from studies.prediction.measuring import MeasuredSteps
 from topology import Topology
 from zosim.analysis.compare import Line, compare
 from zosim.engines.simulate import simulate
@@ -41,7 +41,7 @@ class Paced:
 
 
 @dataclass(frozen=True)
-class Row(Paced):
+class PredictedCase(Paced):
     """One case, predicted and measured.
 
     Attributes
@@ -96,8 +96,8 @@ class Row(Paced):
 
 
 def predict(
-    measured: Sequence[Measured], profiles: Mapping[int, Profile], topology: Topology, device: str
-) -> list[Row]:
+    measured: Sequence[MeasuredSteps], profiles: Mapping[int, Profile], topology: Topology, device: str
+) -> list[PredictedCase]:
     """Return a row per case, predicted with the profile of its number of threads."""
     machines = {
         threads: Machine.from_topology(topology, device, profile) for threads, profile in profiles.items()
@@ -112,22 +112,24 @@ def predict(
     return rows
 
 
-def _paces(item: Measured, profile: Profile) -> tuple[float, float]:
+def _paces(item: MeasuredSteps, profile: Profile) -> tuple[float, float]:
     """Return the machine's pace before a case and after it."""
     before_s, after_s = item.references_s
     return pace_in(profile, before_s), pace_in(profile, after_s)
 
 
-def predict_ranks(measured: Sequence[Measured], profile: Profile, topology: Topology) -> list[Row]:
+def predict_ranks(
+    measured: Sequence[MeasuredSteps], profile: Profile, topology: Topology
+) -> list[PredictedCase]:
     """Return a row per case of several ranks, predicted with the profile of one thread."""
     return [_row_of_ranks(item, topology, profile) for item in measured]
 
 
-def _row_of_ranks(item: Measured, topology: Topology, profile: Profile) -> Row:
+def _row_of_ranks(item: MeasuredSteps, topology: Topology, profile: Profile) -> PredictedCase:
     subject, paces = Subject(item.plan, topology, profile), _paces(item, profile)
     prediction = subject.prediction
     compared = compare(subject.timeline, item.timeline, subject.program)
-    return Row(
+    return PredictedCase(
         name=item.case.name,
         placement=item.case.placement,
         predicted_s=prediction.step_time_s,
@@ -151,19 +153,21 @@ class Choice:
 
     Attributes
     ----------
-    rows : tuple of Row
+    rows : tuple of PredictedCase
     limit_bytes : int or None
         Memory of each device, where it is limited.
-    again : Row or None
+    again : PredictedCase or None
         One of them measured once more, in turn with all.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PredictedCase, ...]
     limit_bytes: int | None = None
-    again: Row | None = None
+    again: PredictedCase | None = None
 
     @classmethod
-    def with_and_without_limit(cls, rows: tuple[Row, ...], again: Row | None = None) -> tuple[Choice, ...]:
+    def with_and_without_limit(
+        cls, rows: tuple[PredictedCase, ...], again: PredictedCase | None = None
+    ) -> tuple[Choice, ...]:
         """Return the choice among all, and among the half that needs least memory, as it was predicted."""
         if len(rows) < _LEAST_CHOICES:
             return ()
@@ -171,12 +175,12 @@ class Choice:
         return cls(rows, None, again), cls(rows, middle, again)
 
     @property
-    def chosen(self) -> Row:
+    def chosen(self) -> PredictedCase:
         """The placement that was predicted to fit and to be the fastest."""
         return min(self._within(lambda row: row.predicted_bytes), key=lambda row: row.predicted_s)
 
     @property
-    def best(self) -> Row:
+    def best(self) -> PredictedCase:
         """The placement that did fit and was the fastest; where none did, the chosen one."""
         fitting = self._within(lambda row: row.measured_bytes) or [self.chosen]
         return min(fitting, key=lambda row: row.measured_s)
@@ -195,7 +199,7 @@ class Choice:
         pair = sorted((first.measured_s, self.again.measured_s))
         return pair[1] / pair[0]
 
-    def _within(self, size_of: Callable[[Row], int]) -> list[Row]:
+    def _within(self, size_of: Callable[[PredictedCase], int]) -> list[PredictedCase]:
         return [row for row in self.rows if self.limit_bytes is None or size_of(row) <= self.limit_bytes]
 
     @property
@@ -204,12 +208,12 @@ class Choice:
         return self.chosen.measured_s / self.best.measured_s
 
 
-def _row(item: Measured, machine: Machine, paced_s: float, paces: tuple[float, float]) -> Row:
+def _row(item: MeasuredSteps, machine: Machine, paced_s: float, paces: tuple[float, float]) -> PredictedCase:
     program = lower(item.plan)
     central = simulate(program, machine)
     low, high = (simulate(program, machine, bound=bound).step_time_s for bound in ("low", "high"))
     compared = compare(central, item.timeline, program)
-    return Row(
+    return PredictedCase(
         name=item.case.name,
         placement=item.case.placement,
         predicted_s=central.step_time_s,

@@ -17,7 +17,7 @@ from scipy.stats import binom
 
 from costmodel.calibration import FitReport
 from costmodel.profile import Profile
-from studies.prediction.predicting import PACE_CHANGED, Choice, Row
+from studies.prediction.predicting import PACE_CHANGED, Choice, PredictedCase
 from zosim.report import Code, Part, Report, Table
 
 STEP_GOAL = (0.08, 0.20)
@@ -49,7 +49,7 @@ class Summary:
     """Of step times predicted for the pace that was measured before each case."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Summary:
+    def of(cls, rows: Sequence[PredictedCase]) -> Summary:
         """Return the figures of these rows."""
         names = ("step_error", "memory_error", "paced_error")
         step, memory, paced = ([getattr(row, name) for row in rows] for name in names)
@@ -101,20 +101,20 @@ class Benchmark:
     command: str
     commit: str
     machine: str
-    held_out: tuple[Row, ...]
-    tuning: tuple[Row, ...]
-    ranks: tuple[Row, ...]
+    held_out: tuple[PredictedCase, ...]
+    tuning: tuple[PredictedCase, ...]
+    ranks: tuple[PredictedCase, ...]
     choices: tuple[Choice, ...]
     profiles: Mapping[int, Profile]
     fits: Mapping[int, FitReport]
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[PredictedCase, ...]:
         """Everything that no constant was chosen by: held-out cases, several ranks, plans to choose from."""
         return (*self.held_out, *self.ranks, *self.choice_rows)
 
     @property
-    def choice_rows(self) -> tuple[Row, ...]:
+    def choice_rows(self) -> tuple[PredictedCase, ...]:
         """Every plan that there was to choose from, once."""
         return tuple(row for choice in self.choices if choice.limit_bytes is None for row in choice.rows)
 
@@ -262,7 +262,7 @@ least of the processors; memory is arena plus live tensors, peaks over the first
         )
 
     def _groups(self) -> Report:
-        columns: dict[str, Callable[[tuple[str, list[Row]]], str]] = {
+        columns: dict[str, Callable[[tuple[str, list[PredictedCase]]], str]] = {
             "group": lambda group: group[0],
             "cases": lambda group: f"{len(group[1])}",
             "median error": lambda group: f"{np.median(np.abs([row.step_error for row in group[1]])):.1%}",
@@ -311,7 +311,7 @@ def _open_names(fit: FitReport) -> str:
 _DISTURBED = 0.1
 
 
-def _grouped(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+def _grouped(rows: Sequence[PredictedCase]) -> Iterator[tuple[str, list[PredictedCase]]]:
     """Yield the rows by number of threads, format, residency and size of step."""
     groups = {
         "1 thread": lambda row: "1 thread," in row.name,
@@ -330,8 +330,8 @@ def _grouped(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
             yield name, chosen
 
 
-def _cases(rows: Sequence[Row]) -> Table:
-    columns: dict[str, Callable[[Row], str]] = {
+def _cases(rows: Sequence[PredictedCase]) -> Table:
+    columns: dict[str, Callable[[PredictedCase], str]] = {
         "case": lambda row: row.name,
         "predicted (ms)": lambda row: f"{row.predicted_s * 1e3:.1f}",
         "interval": lambda row: f"{row.low_s * 1e3:.1f}–{row.high_s * 1e3:.1f}",

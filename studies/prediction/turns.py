@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from executors.ranks.launch import launch, process_group
 from studies.prediction.cases import Case
-from studies.prediction.measuring import STEPS_PER_ROUND, Measured, Turn
+from studies.prediction.measuring import STEPS_PER_ROUND, MeasuredSteps, Turn
 from topology.errors import RunError
 
 NUM_ROUNDS = 9
@@ -51,7 +51,7 @@ class Baton:
         (self._folder / str(number + 1)).touch()
 
 
-def measure_in_turn(cases: Sequence[Case], *, topology: str, device: str) -> list[Measured]:
+def measure_in_turn(cases: Sequence[Case], *, topology: str, device: str) -> list[MeasuredSteps]:
     """Return what cases of one process and of equally many ranks did, in the order of `cases`.
 
     Notes
@@ -66,25 +66,25 @@ def measure_in_turn(cases: Sequence[Case], *, topology: str, device: str) -> lis
         ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
     ):
         future = pool.submit(_alone, alone, topology, device, folder)
-        from_ranks: list[Measured] = launch(
+        from_ranks: list[MeasuredSteps] = launch(
             _in_rank, of_ranks, topology, device, folder, world_size=num_ranks
         )
         rest = {"alone": iter(future.result()), "ranks": iter(from_ranks)}
     return [next(rest["alone" if case.num_ranks == 1 else "ranks"]) for case in cases]
 
 
-def _alone(cases: Sequence[Case], topology: str, device: str, folder: str) -> list[Measured]:
+def _alone(cases: Sequence[Case], topology: str, device: str, folder: str) -> list[MeasuredSteps]:
     return _take_turns(cases, topology, device, Baton(folder), 0)
 
 
-def _in_rank(cases: Sequence[Case], topology: str, device: str, folder: str) -> list[Measured]:
+def _in_rank(cases: Sequence[Case], topology: str, device: str, folder: str) -> list[MeasuredSteps]:
     with process_group(device_type="cpu"):
         return _take_turns(cases, topology, device, Baton(folder), 1)
 
 
 def _take_turns(
     cases: Sequence[Case], topology: str, device: str, baton: Baton, first: int
-) -> list[Measured]:
+) -> list[MeasuredSteps]:
     """Make sessions in turn `first`, and run a round of each in every second turn after it."""
     baton.wait(first)
     turns = []

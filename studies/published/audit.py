@@ -14,7 +14,7 @@ from costmodel.formats import FORMATS
 from costmodel.model_spec import EMBED, HEAD
 from studies.published.cells import Cell, cells_of
 from studies.published.conventions import MEBIBYTE
-from studies.published.rows import Row
+from studies.published.rows import PublishedRow
 from zosim.operations import Forward
 
 SPREAD = 0.04
@@ -30,7 +30,7 @@ _PEAKS = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class AuditFinding:
     """Something that cannot be, or two things that cannot both be.
 
     Attributes
@@ -51,12 +51,12 @@ class Finding:
     sets_apart: bool = True
 
 
-def audit(rows: Sequence[Row]) -> list[Finding]:
+def audit(rows: Sequence[PublishedRow]) -> list[AuditFinding]:
     """Return what is wrong with printed cells, rule by rule."""
     cells, _, _ = cells_of(rows)
     known = [cell for cell in cells if cell.value is not None]
     speeds = [cell for cell in known if cell.row.kind == "throughput"]
-    findings: list[Finding] = []
+    findings: list[AuditFinding] = []
     for rule in _RULES:
         findings += rule(speeds)
     findings += _transfers(known)
@@ -65,7 +65,7 @@ def audit(rows: Sequence[Row]) -> list[Finding]:
     return findings
 
 
-def set_apart(findings: Sequence[Finding]) -> frozenset[str]:
+def set_apart(findings: Sequence[AuditFinding]) -> frozenset[str]:
     """Return the places of the cells that are scored apart."""
     return frozenset(finding.places[0] for finding in findings if finding.sets_apart)
 
@@ -74,7 +74,7 @@ def _step_s(cell: Cell) -> float:
     return cell.case.plan.tokens_per_step / cell.printed
 
 
-def _above_peak(cells: Sequence[Cell]) -> Iterator[Finding]:
+def _above_peak(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
     for cell in cells:
         flops = sum(
             part.flops
@@ -86,7 +86,7 @@ def _above_peak(cells: Sequence[Cell]) -> Iterator[Finding]:
         kind = "fp32" if cell.row["precision"] == "fp32" else "half"
         peak = _PEAKS[cell.row["gpu_type"], kind]
         if rate > peak * (1 + SPREAD):
-            yield Finding(
+            yield AuditFinding(
                 "a rate above the GPU's peak",
                 (cell.row.place,),
                 f"{_name(cell)}: each GPU multiplies {flops / 1e12:.0f} Tflop a step (attention not counted) in "
@@ -94,7 +94,7 @@ def _above_peak(cells: Sequence[Cell]) -> Iterator[Finding]:
             )
 
 
-def _faster_than_bus(cells: Sequence[Cell]) -> Iterator[Finding]:
+def _faster_than_bus(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
     for cell in cells:
         if not cell.case.method.is_offloaded:
             continue
@@ -104,7 +104,7 @@ def _faster_than_bus(cells: Sequence[Cell]) -> Iterator[Finding]:
         )
         rate = size / _step_s(cell)
         if rate > _PCIE4_X16 * (1 + SPREAD):
-            yield Finding(
+            yield AuditFinding(
                 "a transfer faster than its bus",
                 (cell.row.place,),
                 f"{_name(cell)}: at least {size / 1e9:.1f} GB a step each way over each GPU's PCIe 4.0 x16 in "
@@ -112,7 +112,7 @@ def _faster_than_bus(cells: Sequence[Cell]) -> Iterator[Finding]:
             )
 
 
-def _more_than_lanes(cells: Sequence[Cell]) -> Iterator[Finding]:
+def _more_than_lanes(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
     """Twice the GPUs at the same batch, or at twice the batch with the same work for each."""
     for cell in cells:
         ranks = cell.case.plan.placement.world_size
@@ -130,7 +130,7 @@ def _more_than_lanes(cells: Sequence[Cell]) -> Iterator[Finding]:
             what = "the same batch" if same_batch else "twice the batch, so as much for each GPU"
             # A pair in which two GPUs lag far behind every other pair says that they are slow, not that four are fast.
             first, second = (cell, other) if factor < 3 else (other, cell)
-            yield Finding(
+            yield AuditFinding(
                 "more speed-up than GPUs",
                 (first.row.place, second.row.place),
                 f"{_name(cell)} at batch {mine.batch} on {ranks} GPUs {cell.printed:g} tokens/s, {_name(other)} at batch "
@@ -148,7 +148,7 @@ def _without_copies(cell: Cell, cells: Sequence[Cell]) -> str:
     return ""
 
 
-def _more_work_in_less_time(cells: Sequence[Cell]) -> Iterator[Finding]:
+def _more_work_in_less_time(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
     for cell in cells:
         for other in cells:
             longer = (
@@ -160,7 +160,7 @@ def _more_work_in_less_time(cells: Sequence[Cell]) -> Iterator[Finding]:
             if other.case.plan.mesh != cell.case.plan.mesh:
                 continue
             if _step_s(cell) > _step_s(other) * (1 + SPREAD):
-                yield Finding(
+                yield AuditFinding(
                     "more work in less time",
                     (cell.row.place, other.row.place),
                     f"{_name(cell)}: a step of {cell.case.plan.tokens_per_step} tokens takes {_step_s(cell):.3f} s "
@@ -169,7 +169,7 @@ def _more_work_in_less_time(cells: Sequence[Cell]) -> Iterator[Finding]:
                 )
 
 
-def _same_tokens_differ(cells: Sequence[Cell]) -> Iterator[Finding]:
+def _same_tokens_differ(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
     """Half the sequence at twice the batch: as many tokens, and at most the attention's part less work."""
     for cell in cells:
         for other in cells:
@@ -181,7 +181,7 @@ def _same_tokens_differ(cells: Sequence[Cell]) -> Iterator[Finding]:
             gain = flops[1] / flops[0]
             factor = cell.printed / other.printed
             if factor > gain * (1 + 2 * SPREAD):
-                yield Finding(
+                yield AuditFinding(
                     "two tables that disagree",
                     (cell.row.place, other.row.place),
                     f"{_name(cell)}: {here.tokens_per_step} tokens a step in both, {cell.printed:g} tokens/s as {here.batch} x "
@@ -190,7 +190,7 @@ def _same_tokens_differ(cells: Sequence[Cell]) -> Iterator[Finding]:
                 )
 
 
-def _half_bytes_slower(cells: Sequence[Cell]) -> Iterator[Finding]:
+def _half_bytes_slower(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
     """Pure fp16 against automatic mixed precision: the same products, half the bytes everywhere."""
     for cell in cells:
         for other in cells:
@@ -205,7 +205,7 @@ def _half_bytes_slower(cells: Sequence[Cell]) -> Iterator[Finding]:
             ):
                 continue
             if cell.printed * (1 + SPREAD) < other.printed:
-                yield Finding(
+                yield AuditFinding(
                     "half the bytes in more time",
                     (cell.row.place, other.row.place),
                     f"{_name(cell)}: pure fp16 at {cell.printed:g} tokens/s takes {_step_s(cell):.1f} s a step, mixed precision "
@@ -214,7 +214,7 @@ def _half_bytes_slower(cells: Sequence[Cell]) -> Iterator[Finding]:
                 )
 
 
-def _formats_differ(cells: Sequence[Cell]) -> Iterator[Finding]:
+def _formats_differ(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
     """Mixed precision in fp16 and in bf16 without compression: the same bytes and the same peaks."""
     for cell in cells:
         for other in cells:
@@ -223,7 +223,7 @@ def _formats_differ(cells: Sequence[Cell]) -> Iterator[Finding]:
             if pair != ("amp-fp16", "amp-bf16") or not same or cell.case.method.option != "compress=none":
                 continue
             if other.printed > cell.printed * (1 + 2 * SPREAD):
-                yield Finding(
+                yield AuditFinding(
                     "two tables that disagree",
                     (cell.row.place, other.row.place),
                     f"{_name(cell)}: {cell.printed:g} tokens/s under fp16 autocast, {other.printed:g} under bf16, which moves "
@@ -231,7 +231,7 @@ def _formats_differ(cells: Sequence[Cell]) -> Iterator[Finding]:
                 )
 
 
-def _transfers(cells: Sequence[Cell]) -> Iterator[Finding]:
+def _transfers(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
     """Slices over n lanes: Eq. 3 gives at most n times the rate of whole blocks."""
     rates = {(c.row["model"], c.row["quantity"], c.row["method"]): c for c in cells if c.is_transfer}
     for (model, quantity, method), cell in rates.items():
@@ -241,7 +241,7 @@ def _transfers(cells: Sequence[Cell]) -> Iterator[Finding]:
         lanes = cell.case.plan.placement.world_size
         least = (cell.printed - 0.005) / (plain.printed + 0.005)
         if least > lanes * (1 + SPREAD):
-            yield Finding(
+            yield AuditFinding(
                 "more speed-up than lanes",
                 (cell.row.place, plain.row.place),
                 f"{model}, {quantity.removesuffix('_rate')}: {cell.printed:g} against {plain.printed:g} billion parameters/s, "
@@ -251,7 +251,7 @@ def _transfers(cells: Sequence[Cell]) -> Iterator[Finding]:
     yield from _offload_against_steps(cells)
 
 
-def _offload_against_steps(cells: Sequence[Cell]) -> Iterator[Finding]:
+def _offload_against_steps(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
     best = {
         c.row["model"]: c
         for c in cells
@@ -265,7 +265,7 @@ def _offload_against_steps(cells: Sequence[Cell]) -> Iterator[Finding]:
             continue
         needed = _block_parameters(cell) / _step_s(cell) / 1e9
         if needed > rate.printed * (1 + SPREAD):
-            yield Finding(
+            yield AuditFinding(
                 "two tables that disagree",
                 (rate.row.place, cell.row.place),
                 f"{_name(cell)} at {cell.printed:g} tokens/s must offload its blocks at {needed:.2f} billion parameters/s, "
@@ -274,7 +274,7 @@ def _offload_against_steps(cells: Sequence[Cell]) -> Iterator[Finding]:
             )
 
 
-def _memory(cells: Sequence[Cell]) -> Iterator[Finding]:
+def _memory(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
     for cell in cells:
         if cell.row.kind != "memory" or cell.value is None:
             continue
@@ -284,7 +284,7 @@ def _memory(cells: Sequence[Cell]) -> Iterator[Finding]:
         block = _block_parameters(cell) / plan.model.num_blocks
         least = (plan.model.num_parameters if not cell.case.method.is_offloaded else edges + block) * width
         if cell.printed * MEBIBYTE < least or cell.printed * MEBIBYTE > cell.case.capacity_bytes:
-            yield Finding(
+            yield AuditFinding(
                 "memory that does not fit",
                 (cell.row.place,),
                 f"{_name(cell)}: {cell.printed:g} MiB printed, weights alone take {least / MEBIBYTE:.0f}, the GPU has "
@@ -292,7 +292,7 @@ def _memory(cells: Sequence[Cell]) -> Iterator[Finding]:
             )
 
 
-def _ratios(rows: Sequence[Row]) -> Iterator[Finding]:
+def _ratios(rows: Sequence[PublishedRow]) -> Iterator[AuditFinding]:
     """Ratios in parentheses against the numbers that they are of."""
     for row in rows:
         if not row["quantity"].endswith("_ratio") or row.value is None:
@@ -310,7 +310,7 @@ def _ratios(rows: Sequence[Row]) -> Iterator[Finding]:
         low, high = (mine.value - 0.5) / (base.value + 0.5), (mine.value + 0.5) / (base.value - 0.5)
         # Printed ratios are cut as often as rounded.
         if row.value < low - 2 * half or row.value > high + half:
-            yield Finding(
+            yield AuditFinding(
                 "a ratio that is not that of its numbers",
                 (row.place, base.place),
                 f"{row['model']}, {row['method']} {row['precision']}: {row.value:g} printed, {mine.value:g} / {base.value:g} "
@@ -320,8 +320,8 @@ def _ratios(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _find(
-    rows: Sequence[Row], like: Row, quantity: str, method: str, precision: str, cell: str
-) -> Row | None:
+    rows: Sequence[PublishedRow], like: PublishedRow, quantity: str, method: str, precision: str, cell: str
+) -> PublishedRow | None:
     wanted = {"quantity": quantity, "method": method, "precision": precision}
     wanted |= {name: like[name] for name in ("paper", "table", "model", "batch_size", "seq_len")}
     wanted |= {"cell": cell} if cell else {}
@@ -353,7 +353,7 @@ def _name(cell: Cell) -> str:
     return f"{cell.row['model']} {cell.case.method.describe()}"
 
 
-_RULES: tuple[Callable[[Sequence[Cell]], Iterator[Finding]], ...] = (
+_RULES: tuple[Callable[[Sequence[Cell]], Iterator[AuditFinding]], ...] = (
     _above_peak,
     _faster_than_bus,
     _more_than_lanes,

@@ -13,7 +13,7 @@ from studies.published.constants import Values, profile_values
 from studies.published.conventions import (
     ABLATIONS,
     UNITS,
-    Case,
+    PublishedCase,
     UnknownRow,
     case_of,
     decays,
@@ -22,7 +22,7 @@ from studies.published.conventions import (
 )
 from studies.published.grid import Array, Compiled, compiled
 from studies.published.paper_code import as_published, only
-from studies.published.rows import Row
+from studies.published.rows import PublishedRow
 from topology.documents import load_preset
 from topology.errors import ZosimError
 from zosim.hardware.machine import Machine
@@ -39,21 +39,21 @@ class Cell:
 
     Attributes
     ----------
-    row : Row
+    row : PublishedRow
         The first row that prints it.
-    case : Case
+    case : PublishedCase
     values : tuple of float
         What rows print for it, the first as in `row`; more than one if they disagree.
-    rows : tuple of Row
+    rows : tuple of PublishedRow
         All rows that print it.
     """
 
-    row: Row
-    case: Case
+    row: PublishedRow
+    case: PublishedCase
     values: tuple[float, ...] = ()
-    rows: tuple[Row, ...] = ()
+    rows: tuple[PublishedRow, ...] = ()
 
-    def printed_in(self, row: Row) -> Cell:
+    def printed_in(self, row: PublishedRow) -> Cell:
         """Return the cell as it is known after one more row that prints it."""
         assert row.value is not None
         values = self.values if row.value in self.values else (*self.values, row.value)
@@ -142,7 +142,7 @@ class Cell:
         return self.amount / self.compiled.step_s([self.machine(values) for values in sets])
 
 
-def cells_of(rows: Iterable[Row]) -> tuple[list[Cell], dict[int, Cell], dict[int, str]]:
+def cells_of(rows: Iterable[PublishedRow]) -> tuple[list[Cell], dict[int, Cell], dict[int, str]]:
     """Return the measurements behind `rows`, the one behind each row by index, and why the others have none."""
     by_key: dict[tuple[object, ...], Cell] = {}
     of_row: dict[int, tuple[object, ...]] = {}
@@ -160,7 +160,7 @@ def cells_of(rows: Iterable[Row]) -> tuple[list[Cell], dict[int, Cell], dict[int
     return list(by_key.values()), {index: by_key[key] for index, key in of_row.items()}, reasons
 
 
-def _cell(row: Row) -> Cell:
+def _cell(row: PublishedRow) -> Cell:
     if not row.is_predictable:
         raise UnknownRow(f"{row['quantity']} is not predicted, only throughput, memory and transfer rates")
     if row["paper"] not in ("ZO2", "DistZO2"):
@@ -170,7 +170,7 @@ def _cell(row: Row) -> Cell:
     return Cell(row, transfer_case_of(row) if row.kind == "transfer" else case_of(row))
 
 
-def _program(case: Case, transfer: str) -> Program:
+def _program(case: PublishedCase, transfer: str) -> Program:
     program = lower(case.plan)
     if transfer:
         return only(program, *(UPLOAD if transfer == "upload_rate" else OFFLOAD))

@@ -22,7 +22,7 @@ Domain = Literal["speed", "memory"]
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedConstant:
     """A constant to be fitted.
 
     Attributes
@@ -45,42 +45,42 @@ class Fitted:
     high: float = float("inf")
 
 
-SPEED: dict[str, tuple[Fitted, ...]] = {
+SPEED: dict[str, tuple[FittedConstant, ...]] = {
     "ZO2": (
-        Fitted("product_rate_fp32", "flop/s", "large float32 products, TF32 off", 17 * TERA, 0.1, high=19.5 * TERA),
-        Fitted("product_rate_fp32_wide", "flop/s", "float32 products of hidden size 9216 and more", 17 * TERA, 0.3, high=19.5 * TERA),
-        Fitted("product_rate_half", "flop/s", "large products in fp16 and bf16", 200 * TERA, 0.3, high=312 * TERA),
-        Fitted("product_half_dim", "1", "dimension at which a product runs at half its rate", 60, 1.0),
-        Fitted("memory_rate", "byte/s", "passes over parameters", 1.65 * TERA, 0.08, high=1.935 * TERA),
-        Fitted("activation_rate", "byte/s", "passes over activations and stored scores", 1.5 * TERA, 0.2, high=1.935 * TERA),
-        Fitted("draw_rate", "number/s", "normals drawn on the GPU", 300 * GIGA, 0.7),
-        Fitted("kernel_s", "s", "what any kernel takes, however small", 4e-6, 0.35),
-        Fitted("copy_rate", "byte/s", "copies that overlap, each way", 20 * GIGA, 0.3, high=31.5 * GIGA),
-        Fitted("copy_rate_waiting", "byte/s", "copies that the host waits for, each way", 12 * GIGA, 0.3, high=31.5 * GIGA),
-        Fitted("allocation_s_per_byte", "s/byte", "a slot taken and given back", 0.2e-9, 0.7),
-        Fitted("pace_widest", "1", "pace of all that runs for hidden sizes above 9216, others' being 1", 1.0, 0.1),
+        FittedConstant("product_rate_fp32", "flop/s", "large float32 products, TF32 off", 17 * TERA, 0.1, high=19.5 * TERA),
+        FittedConstant("product_rate_fp32_wide", "flop/s", "float32 products of hidden size 9216 and more", 17 * TERA, 0.3, high=19.5 * TERA),
+        FittedConstant("product_rate_half", "flop/s", "large products in fp16 and bf16", 200 * TERA, 0.3, high=312 * TERA),
+        FittedConstant("product_half_dim", "1", "dimension at which a product runs at half its rate", 60, 1.0),
+        FittedConstant("memory_rate", "byte/s", "passes over parameters", 1.65 * TERA, 0.08, high=1.935 * TERA),
+        FittedConstant("activation_rate", "byte/s", "passes over activations and stored scores", 1.5 * TERA, 0.2, high=1.935 * TERA),
+        FittedConstant("draw_rate", "number/s", "normals drawn on the GPU", 300 * GIGA, 0.7),
+        FittedConstant("kernel_s", "s", "what any kernel takes, however small", 4e-6, 0.35),
+        FittedConstant("copy_rate", "byte/s", "copies that overlap, each way", 20 * GIGA, 0.3, high=31.5 * GIGA),
+        FittedConstant("copy_rate_waiting", "byte/s", "copies that the host waits for, each way", 12 * GIGA, 0.3, high=31.5 * GIGA),
+        FittedConstant("allocation_s_per_byte", "s/byte", "a slot taken and given back", 0.2e-9, 0.7),
+        FittedConstant("pace_widest", "1", "pace of all that runs for hidden sizes above 9216, others' being 1", 1.0, 0.1),
     ),
     "DistZO2": (
-        Fitted("product_rate_half", "flop/s", "large products in fp16", 140 * TERA, 0.05, high=148 * TERA),
-        Fitted("attention_rate", "flop/s", "fused attention, masked half skipped", 75 * TERA, 0.4, high=148 * TERA),
-        Fitted("product_half_dim", "1", "dimension at which a product runs at half its rate", 60, 1.0),
-        Fitted("memory_rate", "byte/s", "passes over GPU memory", 3.4 * TERA, 0.08, high=4.0 * TERA),
-        Fitted("draw_rate", "number/s", "normals drawn on the GPU", 300 * GIGA, 0.7),
-        Fitted("kernel_s", "s", "what any kernel takes, however small", 5e-6, 0.5),
-        Fitted("host_upload_rate", "byte/s", "host to all GPUs together", 60 * GIGA, 0.7, high=126 * GIGA),
-        Fitted("host_offload_rate", "byte/s", "all GPUs together to the host, isolated", 60 * GIGA, 1.5, high=126 * GIGA),
+        FittedConstant("product_rate_half", "flop/s", "large products in fp16", 140 * TERA, 0.05, high=148 * TERA),
+        FittedConstant("attention_rate", "flop/s", "fused attention, masked half skipped", 75 * TERA, 0.4, high=148 * TERA),
+        FittedConstant("product_half_dim", "1", "dimension at which a product runs at half its rate", 60, 1.0),
+        FittedConstant("memory_rate", "byte/s", "passes over GPU memory", 3.4 * TERA, 0.08, high=4.0 * TERA),
+        FittedConstant("draw_rate", "number/s", "normals drawn on the GPU", 300 * GIGA, 0.7),
+        FittedConstant("kernel_s", "s", "what any kernel takes, however small", 5e-6, 0.5),
+        FittedConstant("host_upload_rate", "byte/s", "host to all GPUs together", 60 * GIGA, 0.7, high=126 * GIGA),
+        FittedConstant("host_offload_rate", "byte/s", "all GPUs together to the host, isolated", 60 * GIGA, 1.5, high=126 * GIGA),
     ),
 }  # fmt: skip
 """By paper: each ran on its own machine with its own code."""
 
 
-def _temporaries(table_copies: float) -> tuple[Fitted, ...]:
+def _temporaries(table_copies: float) -> tuple[FittedConstant, ...]:
     """Return the constants of both papers' code, given how many copies its expressions leave alive of a tensor."""
     return (
-        Fitted("context_bytes", "byte", "CUDA context, libraries, and the allocator's rounding", 1.2e9, 0.5),
-        Fitted("table_temporaries", "1", "copies of the largest table alive while it is changed", table_copies, 0.05),
-        Fitted("logit_copies", "1", "copies of the logits alive in the loss", 3.0, 0.5),
-        Fitted("second_logit_copies", "1", "further copies where both signs pass block by block", 1.5, 0.7),
+        FittedConstant("context_bytes", "byte", "CUDA context, libraries, and the allocator's rounding", 1.2e9, 0.5),
+        FittedConstant("table_temporaries", "1", "copies of the largest table alive while it is changed", table_copies, 0.05),
+        FittedConstant("logit_copies", "1", "copies of the logits alive in the loss", 3.0, 0.5),
+        FittedConstant("second_logit_copies", "1", "further copies where both signs pass block by block", 1.5, 0.7),
     )  # fmt: skip
 
 
@@ -88,21 +88,21 @@ PERTURBING, UPDATING = 3.0, 4.0
 """Copies alive of a tensor: ``z``, ``s z`` and ``(s z) ε`` in a perturbation; ``z``, ``g z``, ``λ θ`` and their sum in an
 update with weight decay, which ZO2's public code makes and DistZO2's Algorithm 1 does not."""
 
-MEMORY: dict[str, tuple[Fitted, ...]] = {
+MEMORY: dict[str, tuple[FittedConstant, ...]] = {
     "ZO2": (
         *_temporaries(UPDATING),
-        Fitted("block_temporaries", "1", "temporaries of one block, in units of those counted", 1.0, 0.2),
-        Fitted("kept_probabilities", "1", "of them kept longer by MeZO, whose outputs hold them", 0.3, 0.7),
-        Fitted("phase_norm", "1", "how phases share cached memory: 1 not at all, infinite wholly", 3.0, 0.5, low=1.0),
+        FittedConstant("block_temporaries", "1", "temporaries of one block, in units of those counted", 1.0, 0.2),
+        FittedConstant("kept_probabilities", "1", "of them kept longer by MeZO, whose outputs hold them", 0.3, 0.7),
+        FittedConstant("phase_norm", "1", "how phases share cached memory: 1 not at all, infinite wholly", 3.0, 0.5, low=1.0),
     ),
     "DistZO2": (
         *_temporaries(PERTURBING),
-        Fitted("communicator_bytes", "byte", "buffers of one NCCL communicator", 0.5e9, 0.7),
+        FittedConstant("communicator_bytes", "byte", "buffers of one NCCL communicator", 0.5e9, 0.7),
     ),
 }  # fmt: skip
 
 
-def constants_of(paper: str, domain: Domain) -> tuple[Fitted, ...]:
+def constants_of(paper: str, domain: Domain) -> tuple[FittedConstant, ...]:
     """Return the constants of a paper's machine and code."""
     return (SPEED if domain == "speed" else MEMORY)[paper]
 
@@ -116,7 +116,7 @@ def profile_values(
     ----------
     paper : {"ZO2", "DistZO2"}
     values : mapping of str to float
-        Fitted constants by name.
+        FittedConstant constants by name.
     hidden_size : int
         Of the model.
     ranks : int

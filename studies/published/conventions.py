@@ -18,7 +18,7 @@ from typing import Literal
 from costmodel.configs import read_model_spec
 from costmodel.formats import FORMATS, DType
 from costmodel.model_spec import ModelSpec
-from studies.published.rows import Row
+from studies.published.rows import PublishedRow
 from topology.documents import load_preset
 from topology.errors import PlanError, ZosimError
 from topology.graph import Topology
@@ -99,7 +99,7 @@ class Method:
         return "+".join((self.base, *self.parallel)) + (f" ({self.option})" if self.option else "")
 
 
-def method_of(row: Row) -> Method:
+def method_of(row: PublishedRow) -> Method:
     """Return the method of a row.
 
     Raises
@@ -128,7 +128,7 @@ def method_of(row: Row) -> Method:
 
 
 @dataclass(frozen=True)
-class Case:
+class PublishedCase:
     """A row's plan and where it runs.
 
     Attributes
@@ -161,7 +161,7 @@ class Case:
         return self.topology.device_spec(self.device).memory_bytes
 
 
-def case_of(row: Row) -> Case:
+def case_of(row: PublishedRow) -> PublishedCase:
     """Return the case that a throughput or memory row describes.
 
     Raises
@@ -199,7 +199,7 @@ def case_of(row: Row) -> Case:
         )
     except PlanError as error:
         raise UnknownRow(error.message) from error
-    return Case(plan, preset, row["paper"], method)
+    return PublishedCase(plan, preset, row["paper"], method)
 
 
 def _attention(paper: str, model: str) -> Literal["eager", "sdpa"]:
@@ -212,7 +212,7 @@ def _attention(paper: str, model: str) -> Literal["eager", "sdpa"]:
     return "eager" if paper == "ZO2" and _model(model).family == "opt" else "sdpa"
 
 
-def transfer_case_of(row: Row) -> Case:
+def transfer_case_of(row: PublishedRow) -> PublishedCase:
     """Return the case of a transfer-rate row: the copies of a step on all GPUs of the host, and nothing else.
 
     Raises
@@ -229,7 +229,7 @@ def transfer_case_of(row: Row) -> Case:
     return alike(case, residency=case.plan.residency.model_copy(update={"transfers": transfers}))
 
 
-def prefetches(case: Case) -> bool:
+def prefetches(case: PublishedCase) -> bool:
     """Whether the code that made a cell uploads a block while the one before it computes.
 
     Algorithms 2 of both papers do. But DistZO2's rows on four GPUs at other sequences than 2048, all of Table 7, take
@@ -300,6 +300,6 @@ def _model(name: str) -> ModelSpec:
     return read_model_spec(name)
 
 
-def alike(case: Case, **changes: object) -> Case:
+def alike(case: PublishedCase, **changes: object) -> PublishedCase:
     """Return `case` with another plan."""
     return replace(case, plan=case.plan.model_copy(update=changes))

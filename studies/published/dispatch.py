@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from studies.published.fitted_profile import PublishedProfile, load_published_profile
-from studies.published.predicting import Answer, answers
-from studies.published.rows import Row
+from studies.published.predicting import CellPrediction, answers
+from studies.published.rows import PublishedRow
 from studies.published.sparq import PAPER
 from studies.published.sparq_predicting import sparq_answer
 
 
 def answers_of_all(
-    rows: Sequence[Row], profile: PublishedProfile, *, on_cell: Callable[[], None] | None = None
-) -> list[Answer]:
+    rows: Sequence[PublishedRow], profile: PublishedProfile, *, on_cell: Callable[[], None] | None = None
+) -> list[CellPrediction]:
     """Return what is predicted for each row, in order, whatever table it is of.
 
     Parameters
     ----------
-    rows : sequence of Row
+    rows : sequence of PublishedRow
     profile : PublishedProfile
         Where it was fitted without rows of SparQ's tables, those that ship decide their constants.
     on_cell : callable, optional

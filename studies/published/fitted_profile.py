@@ -16,7 +16,7 @@ from studies.published.cells import Cell, cells_of
 from studies.published.constants import PAPERS, Domain
 from studies.published.fitting import Solution, conformal_half_width, fit
 from studies.published.grid import Array
-from studies.published.rows import Row
+from studies.published.rows import PublishedRow
 from studies.published.sparq_fit import SparqFit, calibrate_sparq
 from topology.errors import ProfileError
 from topology.reading import read_json_object
@@ -118,7 +118,7 @@ class PublishedProfile(_Frozen):
             raise ProfileError(f"the profile cannot be written to {path}: {error}") from error
 
 
-def calibrate_on(rows: Sequence[Row]) -> PublishedProfile:
+def calibrate_on(rows: Sequence[PublishedRow]) -> PublishedProfile:
     """Return what `rows` say about all papers' machines and runs.
 
     Raises

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from studies.published.cells import Cell
-from studies.published.constants import Domain, Fitted, Values, constants_of
+from studies.published.constants import Domain, FittedConstant, Values, constants_of
 from studies.published.grid import Array
 from studies.published.memory import predicted_mib
 from topology.errors import ProfileError
@@ -45,7 +45,7 @@ class Solution:
 
     Attributes
     ----------
-    constants : tuple of Fitted
+    constants : tuple of FittedConstant
     x : array
         Logarithms of their values.
     cells : tuple of Cell
@@ -58,7 +58,7 @@ class Solution:
         Of `x`.
     """
 
-    constants: tuple[Fitted, ...]
+    constants: tuple[FittedConstant, ...]
     x: Array
     cells: tuple[Cell, ...]
     residuals: Array
@@ -170,7 +170,9 @@ def predictor(domain: Domain) -> Predictor:
 class _Problem:
     """The fit as vectors."""
 
-    def __init__(self, cells: tuple[Cell, ...], constants: tuple[Fitted, ...], predict: Predictor) -> None:
+    def __init__(
+        self, cells: tuple[Cell, ...], constants: tuple[FittedConstant, ...], predict: Predictor
+    ) -> None:
         self.cells, self.constants, self.predict = cells, constants, predict
         self.start = np.log([constant.prior for constant in constants])
         self.sigma = np.array([constant.sigma for constant in constants])
@@ -242,14 +244,14 @@ def setting_weights(cells: Sequence[Cell]) -> Array:
     return np.asarray(weights / weights.mean())
 
 
-def _bounds(constants: Sequence[Fitted]) -> tuple[Array, Array]:
+def _bounds(constants: Sequence[FittedConstant]) -> tuple[Array, Array]:
     """Return the logarithms of the bounds that physics sets."""
     with np.errstate(divide="ignore"):
         low = np.log([constant.low for constant in constants])
     return np.asarray(low), np.log([constant.high for constant in constants])
 
 
-def _named(constants: Sequence[Fitted], x: Array) -> dict[str, float]:
+def _named(constants: Sequence[FittedConstant], x: Array) -> dict[str, float]:
     return dict(zip((constant.name for constant in constants), np.exp(x).tolist(), strict=True))
 
 

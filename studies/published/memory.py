@@ -19,7 +19,7 @@ from costmodel.forward import forward_work
 from costmodel.model_spec import block_segment
 from studies.published.cells import Cell
 from studies.published.constants import Values
-from studies.published.conventions import MEBIBYTE, Case
+from studies.published.conventions import MEBIBYTE, PublishedCase
 from zosim.instructions import Space
 from zosim.lowering.schedule import StepWriter
 
@@ -84,7 +84,7 @@ class Parts:
         }
 
 
-def parts_of(case: Case) -> Parts:
+def parts_of(case: PublishedCase) -> Parts:
     """Return the counted sizes of rank 0.
 
     Notes

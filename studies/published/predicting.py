@@ -13,7 +13,7 @@ from studies.published.conventions import MEBIBYTE, prefetches
 from studies.published.fitted_profile import FoundFit, PublishedProfile
 from studies.published.fitting import predictor
 from studies.published.memory import parts_of, predicted_mib
-from studies.published.rows import Row
+from studies.published.rows import PublishedRow
 
 _STEP = 1e-3
 Z90 = 1.645
@@ -38,7 +38,7 @@ CAUSES = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class CellPrediction:
     """What is said about one row.
 
     Attributes
@@ -66,39 +66,39 @@ class Answer:
 
 
 def answers(
-    rows: Sequence[Row], profile: PublishedProfile, *, on_cell: Callable[[], None] | None = None
-) -> list[Answer]:
+    rows: Sequence[PublishedRow], profile: PublishedProfile, *, on_cell: Callable[[], None] | None = None
+) -> list[CellPrediction]:
     """Return what is predicted for each row, in order. What their `value` holds does not matter.
 
     Parameters
     ----------
-    rows : sequence of Row
+    rows : sequence of PublishedRow
     profile : PublishedProfile
     on_cell : callable, optional
         Told of each measurement that was predicted.
     """
     cells, of_row, reasons = cells_of([replace(row, fields={**row.fields, "value": ""}) for row in rows])
-    by_key: dict[tuple[object, ...], Answer] = {}
+    by_key: dict[tuple[object, ...], CellPrediction] = {}
     for cell in cells:
         by_key[cell.key] = _answer(cell, profile)
         if on_cell is not None:
             on_cell()
     return [
-        by_key[of_row[index].key] if index in of_row else Answer(note=reasons[index])
+        by_key[of_row[index].key] if index in of_row else CellPrediction(note=reasons[index])
         for index in range(len(rows))
     ]
 
 
-def _answer(cell: Cell, profile: PublishedProfile) -> Answer:
+def _answer(cell: Cell, profile: PublishedProfile) -> CellPrediction:
     domain: Domain = "memory" if cell.row.kind == "memory" else "speed"
     fit = profile.fit(cell.row["paper"], domain)
     if fit is None:
-        return Answer(note=f"the profile was fitted without rows on {domain} of {cell.row['paper']}")
+        return CellPrediction(note=f"the profile was fitted without rows on {domain} of {cell.row['paper']}")
     lacking = "" if cell.is_transfer else _lacking(cell, profile)
     if lacking and domain == "speed":
-        return Answer(bottleneck="device memory", note=lacking)
+        return CellPrediction(bottleneck="device memory", note=lacking)
     predicted, half = interval(cell, fit)
-    return Answer(
+    return CellPrediction(
         predicted,
         predicted * float(np.exp(-half)),
         predicted * float(np.exp(half)),

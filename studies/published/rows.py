@@ -1,7 +1,7 @@
 """Cells of published tables: the rows that ship, rows that a user brings, and what makes two of them one measurement.
 
 A row is one printed cell with everything that its table, caption and set-up section say about it. Papers print many
-measurements several times; whoever splits rows into known and unknown ones must do it by :attr:`Row.setting`.
+measurements several times; whoever splits rows into known and unknown ones must do it by :attr:`PublishedRow.setting`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RowsError(ZosimError):
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRow:
     """One printed cell.
 
     Attributes
@@ -125,7 +125,7 @@ class Row:
         return f"{self['paper']} Table {self['table']}, {self['cell'] or self['model']}"
 
 
-def read_rows(path: str | Path) -> list[Row]:
+def read_rows(path: str | Path) -> list[PublishedRow]:
     """Return the rows of a CSV file, in order. Empty lines are no rows.
 
     Raises
@@ -146,7 +146,7 @@ def read_rows(path: str | Path) -> list[Row]:
         raise RowsError(
             f"{path} lacks the columns {', '.join(missing)}", hint=f"columns needed are {', '.join(REQUIRED)}"
         )
-    return [Row(_fields(columns, line), f"{path}, line {number}") for number, line in lines[1:]]
+    return [PublishedRow(_fields(columns, line), f"{path}, line {number}") for number, line in lines[1:]]
 
 
 def _fields(columns: Sequence[str], line: Sequence[str]) -> Mapping[str, str]:
@@ -156,18 +156,18 @@ def _fields(columns: Sequence[str], line: Sequence[str]) -> Mapping[str, str]:
     return MappingProxyType(fields)
 
 
-def shipped_rows(paper: str | None = None) -> list[Row]:
+def shipped_rows(paper: str | None = None) -> list[PublishedRow]:
     """Return the rows that ship with the project, of one paper or of all, tables in order."""
     folder = resources.files("studies.published") / "data"
     names = sorted(item.name for item in folder.iterdir() if item.name.endswith(".csv"))
-    rows: list[Row] = []
+    rows: list[PublishedRow] = []
     for name in names:
         with resources.as_file(folder / name) as path:
             rows += read_rows(path)
     return [row for row in rows if paper is None or row["paper"] == paper]
 
 
-def write_rows(path: str | Path, rows: Sequence[Row], added: Sequence[Mapping[str, str]]) -> None:
+def write_rows(path: str | Path, rows: Sequence[PublishedRow], added: Sequence[Mapping[str, str]]) -> None:
     """Write `rows` with the columns of `added` behind their own, in the same order.
 
     Raises

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from studies.published.rows import Row
+from studies.published.rows import PublishedRow
 from topology.errors import ZosimError
 
 PAPER = "SparQ"
@@ -131,7 +131,7 @@ def _weights(bits: int) -> dict[int, float]:
     return {low: 1 - part, high: part}
 
 
-def volume_case(row: Row) -> VolumeCase:
+def volume_case(row: PublishedRow) -> VolumeCase:
     """Return what a volume's row is about.
 
     Raises
@@ -155,13 +155,13 @@ def volume_case(row: Row) -> VolumeCase:
     )
 
 
-def dataset_of(row: Row) -> str:
+def dataset_of(row: PublishedRow) -> str:
     """Return a row's data set, however it is spelled."""
     plain = re.sub(r"[\W_]", "", row["dataset"]).upper()
     return next((name for name in DATASETS if re.sub(r"\W", "", name) == plain), row["dataset"])
 
 
-def refuse_other_settings(row: Row) -> None:
+def refuse_other_settings(row: PublishedRow) -> None:
     """Raise if a row is not of the tables' setting.
 
     Raises
@@ -174,7 +174,7 @@ def refuse_other_settings(row: Row) -> None:
             raise NotPredicted(f"{column} {row[column]!r} is not that of these tables: {wanted}")
 
 
-def _num_points(row: Row, method: str) -> int:
+def _num_points(row: PublishedRow, method: str) -> int:
     """Return the activations of a step: of ``2P`` points for ZO-SGD, of ``P + 1`` for SparQ unless it says central."""
     said = re.search(r"P=(\d+)", row["note"])
     num_queries = int(said[1]) if said else NUM_QUERIES
@@ -182,7 +182,7 @@ def _num_points(row: Row, method: str) -> int:
     return 2 * num_queries if is_central else num_queries + 1
 
 
-def _bits(row: Row, method: str) -> int:
+def _bits(row: PublishedRow, method: str) -> int:
     if method in ("FO-SGD", "ZO-SGD"):
         return BASE_BITS
     match = re.search(r"(\d+)\s*-?bit", row["precision"]) or re.search(r"(\d+)Q", row["method"])
@@ -192,7 +192,7 @@ def _bits(row: Row, method: str) -> int:
     return bits
 
 
-def _digits(row: Row, model: str) -> int:
+def _digits(row: PublishedRow, model: str) -> int:
     if row["table"] == "1":
         return 2
     return 1 if model == "OPT-125M" else 0
@@ -204,7 +204,7 @@ class Printed:
 
     case: VolumeCase
     value: float
-    row: Row
+    row: PublishedRow
 
     @property
     def half_unit(self) -> float:
@@ -212,7 +212,7 @@ class Printed:
         return 0.5 * 10.0**-self.case.digits
 
 
-def printed_volumes(rows: Iterable[Row]) -> list[Printed]:
+def printed_volumes(rows: Iterable[PublishedRow]) -> list[Printed]:
     """Return the volumes that rows print, of each run the number with most digits; what is not of these runs is left out."""
     by_key: dict[tuple[object, ...], Printed] = {}
     for row in rows:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from studies.published.rows import Row
+from studies.published.rows import PublishedRow
 from studies.published.sparq import printed_volumes
 from studies.published.sparq_memory import MemoryFit, fit_peaks, printed_peaks
 from studies.published.sparq_volumes import VolumeFit, fit_volumes
@@ -21,7 +21,7 @@ class SparqFit(BaseModel):
     peaks: MemoryFit | None = None
 
 
-def calibrate_sparq(rows: Sequence[Row]) -> SparqFit | None:
+def calibrate_sparq(rows: Sequence[PublishedRow]) -> SparqFit | None:
     """Return what rows say about the constants of SparQ's tables; None if there is none of these tables."""
     volumes, peaks = printed_volumes(rows), printed_peaks(rows)
     if not volumes and not peaks:

@@ -21,7 +21,7 @@ from scipy.optimize import least_squares
 from costmodel.backward import kept_bytes
 from costmodel.configs import read_model_spec, spec_of_config
 from costmodel.model_spec import ModelSpec
-from studies.published.rows import Row
+from studies.published.rows import PublishedRow
 from studies.published.sparq import DATASETS, PAPER, NotPredicted, dataset_of, refuse_other_settings
 
 PEAK = "memory_peak_total"
@@ -103,7 +103,7 @@ class MemoryFit(BaseModel):
         return {constant.name: constant.value for constant in self.constants}
 
 
-def peak_case(row: Row) -> PeakCase:
+def peak_case(row: PublishedRow) -> PeakCase:
     """Return what a peak's row is about.
 
     Raises
@@ -121,7 +121,7 @@ def peak_case(row: Row) -> PeakCase:
     return PeakCase(row["model"], dataset, method in ("FO-SGD", "AQ-SGD"))
 
 
-def printed_peaks(rows: Iterable[Row]) -> list[PeakCase]:
+def printed_peaks(rows: Iterable[PublishedRow]) -> list[PeakCase]:
     """Return the peaks that rows print, once for two methods that share one; what is not of these runs is left out."""
     by_key = {}
     for row in rows:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from studies.published.predicting import Answer
-from studies.published.rows import Row
+from studies.published.predicting import CellPrediction
+from studies.published.rows import PublishedRow
 from studies.published.sparq import (
     KEPT,
     MESSAGES,
@@ -19,7 +19,7 @@ from studies.published.sparq_memory import PEAK, peak_case, peak_gib
 from studies.published.sparq_volumes import predicted_volume
 
 
-def sparq_answer(row: Row, fit: SparqFit) -> Answer:
+def sparq_answer(row: PublishedRow, fit: SparqFit) -> CellPrediction:
     """Return what is predicted for a row of SparQ's tables."""
     try:
         if row["quantity"] in (VOLUME, KEPT):
@@ -27,17 +27,17 @@ def sparq_answer(row: Row, fit: SparqFit) -> Answer:
         if row["quantity"] == PEAK:
             return _peak_answer(row, fit)
     except NotPredicted as reason:
-        return Answer(note=reason.message)
-    return Answer(note=f"{row['quantity']} is not predicted, only communication volumes and memory")
+        return CellPrediction(note=reason.message)
+    return CellPrediction(note=f"{row['quantity']} is not predicted, only communication volumes and memory")
 
 
-def _volume_answer(case: VolumeCase, fit: SparqFit) -> Answer:
+def _volume_answer(case: VolumeCase, fit: SparqFit) -> CellPrediction:
     if fit.volumes is None:
-        return Answer(note="the profile was fitted without communication volumes of SparQ")
+        return CellPrediction(note="the profile was fitted without communication volumes of SparQ")
     volume = predicted_volume(case, fit.volumes)
     unit = "whole GB" if case.digits == 0 else f"{10.0**-case.digits:g} GB"
     note = f"{volume.exact:.3g} GB before it is printed in {unit}"
-    return Answer(volume.printed, volume.low, volume.high, _CARRIED[case.method], note)
+    return CellPrediction(volume.printed, volume.low, volume.high, _CARRIED[case.method], note)
 
 
 _CARRIED = {
@@ -49,10 +49,12 @@ _CARRIED = {
 }
 
 
-def _peak_answer(row: Row, fit: SparqFit) -> Answer:
+def _peak_answer(row: PublishedRow, fit: SparqFit) -> CellPrediction:
     if fit.peaks is None:
-        return Answer(note="the profile was fitted without memory of SparQ")
+        return CellPrediction(note="the profile was fitted without memory of SparQ")
     gib, largest = peak_gib(peak_case(row), fit.peaks.values)
     factor = math.exp(fit.peaks.half_width)
     note = f"{gib:.3g} GiB before it is printed in whole ones"
-    return Answer(max(round(gib), 1), math.floor(gib / factor), math.ceil(gib * factor), largest, note)
+    return CellPrediction(
+        max(round(gib), 1), math.floor(gib / factor), math.ceil(gib * factor), largest, note
+    )

@@ -30,7 +30,7 @@ _NOISE = 0.01
 
 
 @dataclass(frozen=True)
-class Row:
+class Reading:
     """One instruction of a step.
 
     Attributes
@@ -98,7 +98,7 @@ def run_on(subject: Subject, term: str, times: float) -> Timeline:
     return replace(other.simulated(num_steps=6).expanded(), source="measured")
 
 
-def rows_of(subject: Subject, term: str, times: float, *, seed: int = 0) -> list[Row]:
+def rows_of(subject: Subject, term: str, times: float, *, seed: int = 0) -> list[Reading]:
     """Return a step's instructions, predicted, and measured on such a machine with some noise."""
     generator = np.random.default_rng(seed)
     actual = changed(subject.profile, TERMS[term], times)
@@ -107,7 +107,7 @@ def rows_of(subject: Subject, term: str, times: float, *, seed: int = 0) -> list
         cost = estimate(item.work, subject.profile)
         noise = 1 + _NOISE * float(generator.standard_normal())
         measured_s = estimate(item.work, actual).seconds * noise
-        rows.append(Row(item.id, item.label, cost.seconds, measured_s, _causes(cost.terms)))
+        rows.append(Reading(item.id, item.label, cost.seconds, measured_s, _causes(cost.terms)))
     return rows
 
 

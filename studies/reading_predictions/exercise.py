@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from studies.exercises import Verdict
-from studies.reading_predictions.cases import TERMS, Row, on_cpu, rows_of
+from studies.reading_predictions.cases import TERMS, Reading, on_cpu, rows_of
 
-Diagnose = Callable[[Sequence[Row]], tuple[str, float]]
+Diagnose = Callable[[Sequence[Reading]], tuple[str, float]]
 """From a step's rows to the cause that is predicted wrongly, and how many times as long it takes."""
 
 FUNCTION = "diagnose"
@@ -36,7 +36,7 @@ def check(diagnose: Diagnose) -> Verdict:
     return Verdict(True, f"{len(_CASES)} wrong constants found, each with its factor")
 
 
-def _complaint(answer: object, rows: Sequence[Row], term: str, times: float) -> str:
+def _complaint(answer: object, rows: Sequence[Reading], term: str, times: float) -> str:
     """Return what is wrong with a diagnosis, or nothing."""
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], int | float)):
         return "return a cause and a factor, such as ('draw', 2.0)"
@@ -57,7 +57,7 @@ def _complaint(answer: object, rows: Sequence[Row], term: str, times: float) -> 
     return f"{named} is it, but it does not take {factor:.3g} times as long: take off what else is in each row first"
 
 
-def _why_not(named: str, rows: Sequence[Row]) -> str:
+def _why_not(named: str, rows: Sequence[Reading]) -> str:
     """Return a row that speaks against a cause."""
     without = [row for row in rows if row.terms.get(named, 0.0) < 0.01 * row.predicted_s]
     off = max(without, key=lambda row: abs(row.measured_s - row.predicted_s), default=None)

@@ -42,7 +42,7 @@ _GRID_AXES = ("copy_h2d_bandwidth", "copy_d2h_bandwidth", "matmul_rate", "draw_r
 
 
 @dataclass(frozen=True)
-class Row:
+class Timing:
     """One way of predicting.
 
     Attributes
@@ -122,22 +122,22 @@ def setting(model: str, preset: str, num_hosts: int) -> tuple[World, Plan, Machi
     return World.of(lower_all(plan), machines), plan, machines[0]
 
 
-def event_by_event(world: World) -> Row:
+def event_by_event(world: World) -> Timing:
     """Time the simulation of every rank until steps repeat."""
     run = Lockstep(world, MAX_UNLIKE_STEPS, ())
     times, _ = timed(run.go)
     step_s = None if run.cycle is None else run.cycle.period_s / run.cycle.num_steps
-    return Row("event by event, with contention", *times, run.num_events, step_s)
+    return Timing("event by event, with contention", *times, run.num_events, step_s)
 
 
-def folded(world: World) -> Row:
+def folded(world: World) -> Timing:
     """Time folding, and the simulation of one rank of each kind."""
     num_ranks = fold(world).size
     times, step_s = timed(lambda: steady_step_s(fold(world)))
-    return Row(f"folded to {num_ranks} ranks, with contention", *times, world.size, step_s)
+    return Timing(f"folded to {num_ranks} ranks, with contention", *times, world.size, step_s)
 
 
-def grid(plan: Plan, machine: Machine, points_per_axis: int) -> Row:
+def grid(plan: Plan, machine: Machine, points_per_axis: int) -> Timing:
     """Time the closed form of one rank's program over a grid of batches, lengths, bandwidths and rates."""
     factors = {name: np.geomspace(0.1, 10.0, points_per_axis).tolist() for name in _GRID_AXES}
     times, step_times = timed(
@@ -145,14 +145,14 @@ def grid(plan: Plan, machine: Machine, points_per_axis: int) -> Row:
             plan, machine, batches=[plan.batch, 2 * plan.batch], seqs=[1024, 2048], factors=factors
         )
     )
-    return Row("closed form, configurations", *times, int(step_times.size), None)
+    return Timing("closed form, configurations", *times, int(step_times.size), None)
 
 
-def naive(world: World) -> Row:
+def naive(world: World) -> Timing:
     """Time the plain model of one step."""
     times, (step_s, num_processes) = timed(lambda: naive_step(world))
     name = f"plain simpy, {world.size} ranks, nothing shared"
-    return Row(name, *times, num_processes, step_s)
+    return Timing(name, *times, num_processes, step_s)
 
 
 def unshared(world: World) -> World:
@@ -160,7 +160,7 @@ def unshared(world: World) -> World:
     return replace(world, capacities={}, fifo=frozenset())
 
 
-def median(rows: Sequence[Row]) -> Row:
+def median(rows: Sequence[Timing]) -> Timing:
     """Return the middle one of several readings."""
     return sorted(rows, key=lambda row: row.seconds)[len(rows) // 2]
 

@@ -16,12 +16,12 @@ import typer
 from costmodel.profile import load_profile
 from studies.checkout import commit
 from studies.prediction.report import machine_words
-from studies.shaped.cases import NETWORKS, RATES, TWO, Layout
+from studies.shaped.cases import NETWORKS, RATES, TWO, HostLayout
 from studies.shaped.links import LinkFigures
 from studies.shaped.network import ShapedNetwork, rate_bits_per_s
 from studies.shaped.predicting import ShapedRow, predict
 from studies.shaped.ranks import run_ranks
-from studies.shaped.report import Link, ShapedBenchmark
+from studies.shaped.report import LinkRow, ShapedBenchmark
 from studies.shaped.worker import CaseSteps, NetworkSteps
 from topology import detect
 from topology.errors import RunError, ZosimError
@@ -93,7 +93,7 @@ def calibrate_hosts(folder: Path, budget_s: float) -> None:
         raise RunError("the calibration failed", hint="try `zosim calibrate --threads 1`")
 
 
-def measure(rate: str, layout: Layout, folder: Path) -> None:
+def measure(rate: str, layout: HostLayout, folder: Path) -> None:
     """Run the cases of a network, and keep what was measured in `folder`."""
     result = folder / f"{rate}-{layout.name}.json"
     result.unlink(missing_ok=True)
@@ -109,14 +109,14 @@ def _report(folder: Path, out: Path) -> Path:
     machine = detect()
     message_s = profile.values()["message_s"]
     rows: list[ShapedRow] = []
-    links: list[Link] = []
+    links: list[LinkRow] = []
     for rate in RATES:
         for layout in NETWORKS:
             steps = _read(folder, rate, layout)
             if steps is None:
                 continue
             latency_s = max(0.0, steps.link.message_s - message_s)
-            links.append(Link(rate, layout.name, latency_s, steps.link))
+            links.append(LinkRow(rate, layout.name, latency_s, steps.link))
             rows += predict(rate, layout, steps, latency_s, machine, profile)
     if not rows:
         raise RunError(f"no network in {folder} was measured", hint=f"--part {_PARTS[1]} measures one")
@@ -132,7 +132,7 @@ def _report(folder: Path, out: Path) -> Path:
     return benchmark.write(out)
 
 
-def _read(folder: Path, rate: str, layout: Layout) -> NetworkSteps | None:
+def _read(folder: Path, rate: str, layout: HostLayout) -> NetworkSteps | None:
     """Return what was measured of a network, None if nothing was."""
     path = folder / f"{rate}-{layout.name}.json"
     if not path.exists():

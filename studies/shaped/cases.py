@@ -29,7 +29,7 @@ _SLICED: Mapping[str, Any] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Layout:
+class HostLayout:
     """Hosts, and ranks on each; and whether ranks are stages."""
 
     num_hosts: int
@@ -47,9 +47,9 @@ class Layout:
         return f"{self.num_hosts}x{self.ranks_per_host}{'s' if self.are_stages else ''}"
 
 
-TWO, FOUR, PAIRS = Layout(2), Layout(4), Layout(2, 2)
+TWO, FOUR, PAIRS = HostLayout(2), HostLayout(4), HostLayout(2, 2)
 LAYOUTS = (TWO, FOUR, PAIRS)
-STAGED = Layout(2, are_stages=True)
+STAGED = HostLayout(2, are_stages=True)
 """Measured and reported apart: its cases take as long as all others of two hosts."""
 
 NETWORKS = (*LAYOUTS, STAGED)
@@ -67,7 +67,7 @@ def _stages(
     queries: int = 1,
     difference: str = "central",
     densities: Mapping[str, float] = MappingProxyType({}),
-) -> tuple[Layout, Mapping[str, int], Mapping[str, Any]]:
+) -> tuple[HostLayout, Mapping[str, int], Mapping[str, Any]]:
     """Return a strategy of two stages, cut behind the second block or inside it."""
     cut = "block.1.mlp" if inside else "block.1"
     split = {"cuts": [cut], "residual_codec": codec, "codec": codec if inside else "none"}
@@ -80,7 +80,7 @@ def _stages(
     return STAGED, {"stage": 2}, MappingProxyType(axes)
 
 
-STRATEGIES: Mapping[str, tuple[Layout, Mapping[str, int], Mapping[str, Any]]] = MappingProxyType(
+STRATEGIES: Mapping[str, tuple[HostLayout, Mapping[str, int], Mapping[str, Any]]] = MappingProxyType(
     {
         "ddp": (TWO, {"data": 2}, _RESIDENT),
         "ddp, offloaded": (TWO, {"data": 2}, _OFFLOADED),
@@ -110,7 +110,7 @@ STRATEGIES: Mapping[str, tuple[Layout, Mapping[str, int], Mapping[str, Any]]] = 
 
 
 @dataclass(frozen=True)
-class Setting:
+class NetworkSetting:
     """A model and a batch."""
 
     shape: Shape
@@ -120,8 +120,8 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(Shape("opt", 128, 4, 512), 16, 128, "float32"),
-    Setting(Shape("llama", 192, 6, 2000, tied=False), 16, 128, "bfloat16"),
+    NetworkSetting(Shape("opt", 128, 4, 512), 16, 128, "float32"),
+    NetworkSetting(Shape("llama", 192, 6, 2000, tied=False), 16, 128, "bfloat16"),
 )
 """Blocks of about 0.8 MB in their formats: an eighth of a second of a link of 100 Mbit/s, half of which is sliced away."""
 
@@ -132,10 +132,10 @@ class ShapedCase:
 
     rate: str
     strategy: str
-    setting: Setting
+    setting: NetworkSetting
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> HostLayout:
         """Its hosts and ranks."""
         return STRATEGIES[self.strategy][0]
 
@@ -161,6 +161,6 @@ def all_cases() -> list[ShapedCase]:
     return [ShapedCase(*row) for row in product(RATES, STRATEGIES, SETTINGS)]
 
 
-def cases_of(rate: str, layout: Layout) -> list[ShapedCase]:
+def cases_of(rate: str, layout: HostLayout) -> list[ShapedCase]:
     """Return the cases of one network."""
     return [case for case in all_cases() if (case.rate, case.layout) == (rate, layout)]

@@ -9,7 +9,7 @@ from statistics import median
 from costmodel.pace import at_pace, pace_in
 from costmodel.profile import Bound, Profile
 from studies.prediction.predicting import Paced
-from studies.shaped.cases import Layout, ShapedCase, cases_of
+from studies.shaped.cases import HostLayout, ShapedCase, cases_of
 from studies.shaped.hosts import machines_of, plan_of, topology_of
 from studies.shaped.worker import NetworkSteps
 from topology import Topology
@@ -77,7 +77,7 @@ class ShapedRow(Paced):
 
 def predict(
     rate: str,
-    layout: Layout,
+    layout: HostLayout,
     measured_steps: NetworkSteps,
     latency_s: float,
     machine: Topology,
@@ -88,7 +88,7 @@ def predict(
     Parameters
     ----------
     rate : str
-    layout : Layout
+    layout : HostLayout
     found : NetworkSteps
         What was measured on it.
     latency_s : float

@@ -25,7 +25,7 @@ _DISTURBED = 0.2
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkRow:
     """What a network was measured to be."""
 
     rate: str
@@ -44,7 +44,7 @@ class ShapedBenchmark:
     message_s: float
     pace: float
     """While calibrating."""
-    links: tuple[Link, ...]
+    links: tuple[LinkRow, ...]
     rows: tuple[ShapedRow, ...]
 
     def write(self, folder: Path) -> Path:
@@ -131,7 +131,7 @@ Measured step times are medians on rank 0."""
         return Report("Figures", Table(columns, lines, numeric=columns[1:]), goal, disturbance, pace)
 
     def _links(self) -> Report:
-        columns: dict[str, Callable[[Link], str]] = {
+        columns: dict[str, Callable[[LinkRow], str]] = {
             "rate": lambda link: link.rate,
             "hosts x ranks": lambda link: link.layout,
             "small message (µs)": lambda link: f"{link.figures.message_s * 1e6:.0f}",

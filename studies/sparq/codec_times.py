@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from costmodel.codec_time import CodecWork, Crossing, Link, crossing, fastest_crossing, load_codec_profile
+from costmodel.codec_time import CodecWork, Crossing, CutLink, crossing, fastest_crossing, load_codec_profile
 from costmodel.codecs import CodecSpec, codec_spec
 from costmodel.symbols import statistics_of_density
 from executors.calibration.codec_probes import NUM_COLUMNS, NUM_ROWS, measure_codecs, whole_probes
@@ -38,7 +38,7 @@ def measured() -> list[tuple[str, CodecWork, float, CodecWork, float]]:
 def over(bandwidth_bytes_per_s: float) -> tuple[Crossing, Crossing]:
     """Return how a tensor crosses a link fastest in 4 bits, and as plain numbers of 16 bits."""
     stats = statistics_of_density(LINK_SHAPE, bits=4, density=LINK_DENSITY)
-    link = Link(bandwidth_bytes_per_s, load_codec_profile())
+    link = CutLink(bandwidth_bytes_per_s, load_codec_profile())
     return (
         fastest_crossing(codec_spec("q4"), LINK_SHAPE, 2, stats, link),
         crossing(CodecSpec(), LINK_SHAPE, 2, stats, link),

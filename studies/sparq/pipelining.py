@@ -24,7 +24,7 @@ from executors.ranks.communicator import Communicator
 from executors.ranks.launch import launch, process_group
 from executors.runs.planning import HOST
 from executors.runs.session import Session
-from studies.sparq.training import INSIDE, Case, batches_of, plan_of, tensors_of
+from studies.sparq.training import INSIDE, CodecCase, batches_of, plan_of, tensors_of
 from topology.hardware import resolve
 from zosim.console import stderr, stdout
 from zosim.instructions import Stream
@@ -77,7 +77,7 @@ def plans() -> list[Plan]:
     pretrained = pretrained_model()
     model = load_model(str(pretrained.model))
     batch = tensors_of(batches_of(pretrained, model, 0), 0)
-    split = Case("none", INSIDE).split()
+    split = CodecCase("none", INSIDE).split()
     made = plan_of(model, split, epsilon=TaskSettings().epsilon, num_stages=2).model_dump(mode="json")
     made["seq"] = batch["input_ids"].shape[1]
     made["estimator"]["num_queries"] = NUM_QUERIES

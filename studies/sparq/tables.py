@@ -10,14 +10,14 @@ from costmodel.backward import kept_bytes
 from costmodel.configs import read_model_spec
 from studies.against_print.report import constants_table
 from studies.published.fitted_profile import load_published_profile
-from studies.published.predicting import Answer
-from studies.published.rows import Row, shipped_rows
+from studies.published.predicting import CellPrediction
+from studies.published.rows import PublishedRow, shipped_rows
 from studies.published.sparq import DATASETS, FORWARD, KEPT, PAPER, VOLUME, WIDTHS, Printed, printed_volumes
 from studies.published.sparq_fit import SparqFit
 from studies.published.sparq_memory import PEAK, MemoryFit
 from studies.published.sparq_predicting import sparq_answer
 from studies.published.sparq_volumes import VolumeFit, fit_volumes, predicted_volume
-from studies.sparq.volumes import Finding, find, findings, printed, read_volumes, tokens
+from studies.sparq.volumes import EncodingFinding, find, findings, printed, read_volumes, tokens
 from zosim.report import Bullets, Report, Table
 
 GOAL = (5.0, 15.0)
@@ -59,7 +59,7 @@ _CHOICES = (
 )
 
 
-def _table(number: str, pairs: Sequence[tuple[Row, Answer]]) -> Report:
+def _table(number: str, pairs: Sequence[tuple[PublishedRow, CellPrediction]]) -> Report:
     headings = (
         "cell",
         "model",
@@ -225,7 +225,7 @@ def conventions() -> Iterator[str]:
 
 def encodings() -> Table:
     """Return bits per element, and the densities that encodings would need for them."""
-    columns: dict[str, Callable[[Finding], str]] = {
+    columns: dict[str, Callable[[EncodingFinding], str]] = {
         "ZO-SGD sent": lambda item: item.baseline,
         "model": lambda item: item.volume.model,
         "data": lambda item: item.volume.dataset,
@@ -250,7 +250,7 @@ _DENSE = (
 )
 
 
-def anomalies(rows: Sequence[Row]) -> Iterator[str]:
+def anomalies(rows: Sequence[PublishedRow]) -> Iterator[str]:
     """Yield what contradicts itself, with its arithmetic."""
     volumes = read_volumes()
 
@@ -293,7 +293,7 @@ def anomalies(rows: Sequence[Row]) -> Iterator[str]:
     yield from _text_against_tables()
 
 
-def _memory_anomalies(rows: Sequence[Row]) -> Iterator[str]:
+def _memory_anomalies(rows: Sequence[PublishedRow]) -> Iterator[str]:
     shown = {
         (r["model"], r["dataset"], r["method"]): float(r["value"]) for r in rows if r["quantity"] == PEAK
     }

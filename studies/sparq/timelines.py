@@ -44,7 +44,7 @@ direction, a zeroth-order one in P."""
 
 
 @dataclass(frozen=True)
-class Method:
+class DrawnMethod:
     """A method of Fig. 3.
 
     Attributes
@@ -68,22 +68,22 @@ class Method:
 
 
 METHODS = (
-    Method("FO-SGD, table tied", "sgd", is_tied=True),
-    Method("FO-SGD", "sgd"),
-    Method("AQ-SGD, 4 and 8 bits", "aq-sgd"),
-    Method("ZO-SGD, 2P", difference="central"),
-    Method("ZO-SGD, P + 1"),
-    Method("SparQ, 4 bits, P + 1", codec="q4:dense"),
-    Method("SparQ, 4 bits, P = 1", codec="q4:dense", num_queries=1),
+    DrawnMethod("FO-SGD, table tied", "sgd", is_tied=True),
+    DrawnMethod("FO-SGD", "sgd"),
+    DrawnMethod("AQ-SGD, 4 and 8 bits", "aq-sgd"),
+    DrawnMethod("ZO-SGD, 2P", difference="central"),
+    DrawnMethod("ZO-SGD, P + 1"),
+    DrawnMethod("SparQ, 4 bits, P + 1", codec="q4:dense"),
+    DrawnMethod("SparQ, 4 bits, P = 1", codec="q4:dense", num_queries=1),
 )
 
 
 @dataclass(frozen=True)
-class Step:
+class MethodStep:
     """A method's predicted step over one link."""
 
     link: str
-    method: Method
+    method: DrawnMethod
     subject: Subject
 
     @property
@@ -117,7 +117,7 @@ def networked(bandwidth_bytes_per_s: float) -> Topology:
     return Topology.model_validate(topology.model_copy(update={"links": tuple(links)}).model_dump())
 
 
-def plan_of(method: Method) -> Plan:
+def plan_of(method: DrawnMethod) -> Plan:
     """Return the plan whose step, or whose first-order baseline's, is predicted."""
     return Plan(
         model=read_model_spec("opt-1.3b", cut_blocks=(11,)),
@@ -135,7 +135,7 @@ def plan_of(method: Method) -> Plan:
     )
 
 
-def steps() -> Iterator[Step]:
+def steps() -> Iterator[MethodStep]:
     """Yield every method over every link."""
     for link, bandwidth in LINKS.items():
         topology = networked(bandwidth)
@@ -151,12 +151,12 @@ def steps() -> Iterator[Step]:
                     }
                 )
                 subject = baseline_subject(subject, settings)
-            yield Step(link, method, subject)
+            yield MethodStep(link, method, subject)
 
 
-def table(steps: list[Step]) -> Table:
+def table(steps: list[MethodStep]) -> Table:
     """Return the steps as a table."""
-    columns: dict[str, Callable[[Step], str]] = {
+    columns: dict[str, Callable[[MethodStep], str]] = {
         "link": lambda step: step.link,
         "method": lambda step: step.method.name,
         "step": lambda step: format_seconds(step.subject.prediction.step_time_s),
@@ -173,7 +173,7 @@ def table(steps: list[Step]) -> Table:
     return Table.of(steps, columns, numeric=("step", "forward", "back", "sums", "scalars", "both devices"))
 
 
-def compared(steps: list[Step]) -> Bullets:
+def compared(steps: list[MethodStep]) -> Bullets:
     """Return how many times as long SparQ's steps take as first-order ones, link by link."""
     lines = []
     for link in dict.fromkeys(step.link for step in steps):
@@ -191,7 +191,7 @@ def _messages(count: int, size_bytes: int) -> str:
     return f"{count} x {format_bytes(size_bytes // count)}" if count else ""
 
 
-def draw(steps: list[Step], out: Path) -> Path:
+def draw(steps: list[MethodStep], out: Path) -> Path:
     """Draw one steady step of every method over one link, and return the picture's path."""
     import matplotlib as mpl
 
@@ -220,7 +220,7 @@ def draw(steps: list[Step], out: Path) -> Path:
     return path
 
 
-def _rows(step: Step) -> list[tuple[str, list[tuple[str, float, float]]]]:
+def _rows(step: MethodStep) -> list[tuple[str, list[tuple[str, float, float]]]]:
     """Return, for each rank and stream that is busy, spans of its last listed steady step."""
     timeline = step.subject.timeline
     number = timeline.steady_steps[-1]

@@ -42,7 +42,7 @@ SEEDS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
-class Case:
+class CodecCase:
     """Where the model is cut, and what what crosses goes through.
 
     Attributes
@@ -73,26 +73,26 @@ def _with(codec: str, encoding: str) -> str:
     return codec if codec_spec(codec).is_lossless else f"{codec}:{encoding}"
 
 
-def _cases() -> Iterator[Case]:
+def _cases() -> Iterator[CodecCase]:
     """Yield the cases, those first that matter most."""
-    yield Case("none", INSIDE)
+    yield CodecCase("none", INSIDE)
     for bits in (4, 1, 2, 8):
-        yield Case(f"inside {bits}", INSIDE, f"q{bits}:affine-zero")
+        yield CodecCase(f"inside {bits}", INSIDE, f"q{bits}:affine-zero")
     for bits in (4, 2, 8):
-        yield Case(f"between {bits}", BETWEEN, "none", f"q{bits}")
+        yield CodecCase(f"between {bits}", BETWEEN, "none", f"q{bits}")
     for bits in (4, 2, 8):
-        yield Case(f"inside {bits}, residual {bits}", INSIDE, f"q{bits}:affine-zero", f"q{bits}")
+        yield CodecCase(f"inside {bits}, residual {bits}", INSIDE, f"q{bits}:affine-zero", f"q{bits}")
     for bits in (2, 4):
-        yield Case(f"inside {bits}, stochastic", INSIDE, f"q{bits}:affine-zero:stochastic")
-    yield Case("between 2, stochastic", BETWEEN, "none", "q2:stochastic")
-    yield Case("between 2, per token", BETWEEN, "none", "q2:token")
+        yield CodecCase(f"inside {bits}, stochastic", INSIDE, f"q{bits}:affine-zero:stochastic")
+    yield CodecCase("between 2, stochastic", BETWEEN, "none", "q2:stochastic")
+    yield CodecCase("between 2, per token", BETWEEN, "none", "q2:token")
 
 
 CASES = tuple(_cases())
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainedCase:
     """What one run came to.
 
     Attributes
@@ -134,7 +134,7 @@ class Row:
         return self.case, self.seed, self.num_steps, self.epsilon
 
 
-def read_rows(path: Path = RESULTS) -> list[Row]:
+def read_rows(path: Path = RESULTS) -> list[TrainedCase]:
     """Return the runs in a file; none if there is no file."""
     if not path.is_file():
         return []
@@ -142,9 +142,11 @@ def read_rows(path: Path = RESULTS) -> list[Row]:
         return [_row(line) for line in csv.DictReader(file)]
 
 
-def _row(line: Mapping[str, str]) -> Row:
+def _row(line: Mapping[str, str]) -> TrainedCase:
     kinds = {"case": str, "seed": int, "num_steps": int}
-    return Row(**{field.name: kinds.get(field.name, float)(line[field.name]) for field in fields(Row)})
+    return TrainedCase(
+        **{field.name: kinds.get(field.name, float)(line[field.name]) for field in fields(TrainedCase)}
+    )
 
 
 def _append(path: Path, names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
@@ -162,10 +164,10 @@ class Through(nn.Module):
     Parameters
     ----------
     model : torch.nn.Module
-    case : Case
+    case : CodecCase
     """
 
-    def __init__(self, model: nn.Module, case: Case) -> None:
+    def __init__(self, model: nn.Module, case: CodecCase) -> None:
         super().__init__()
         self.model = model
         self._logits: Tensor | None = None
@@ -221,8 +223,8 @@ def tensors_of(batches: Batches, number: int) -> Batch:
 
 
 def run(
-    pretrained: Pretrained, case: Case, seed: int, num_steps: int, epsilon: float
-) -> tuple[Row, list[float]]:
+    pretrained: Pretrained, case: CodecCase, seed: int, num_steps: int, epsilon: float
+) -> tuple[TrainedCase, list[float]]:
     """Train once; return what came of it, and the losses of all steps."""
     model = load_model(str(pretrained.model))
     batches = batches_of(pretrained, model, seed)
@@ -241,7 +243,7 @@ def run(
     losses = [record.loss for record in records]
     squares = [g * g for record in records for g in record.projected_gradients]
     plain, coded = (_accuracy(pretrained, m) for m in (tuned, Through(tuned, case)))
-    row = Row(
+    row = TrainedCase(
         case.name,
         seed,
         num_steps,
@@ -265,7 +267,7 @@ def _accuracy(pretrained: Pretrained, model: nn.Module) -> ChoiceResult:
 
 
 def _sent_bytes(
-    pretrained: Pretrained, model: nn.Module, case: Case, batches: Batches, epsilon: float
+    pretrained: Pretrained, model: nn.Module, case: CodecCase, batches: Batches, epsilon: float
 ) -> float:
     """Return the bytes that stages would send per step, from steps that leave the weights where they are."""
     copy = load_model(str(pretrained.model))
@@ -279,11 +281,11 @@ def _sent_bytes(
     return messages["bytes_per_step"]
 
 
-def summary(rows: list[Row]) -> Table:
+def summary(rows: list[TrainedCase]) -> Table:
     """Return a row per case: seeds, means over them, and how far its loss is from that without a codec, seed by seed."""
     plain = {row.seed: row.loss for row in rows if row.case == "none"}
     by_case = {case.name: [row for row in rows if row.case == case.name] for case in CASES}
-    columns: dict[str, Callable[[list[Row]], str]] = {
+    columns: dict[str, Callable[[list[TrainedCase]], str]] = {
         "case": lambda of: of[0].case,
         "seeds": lambda of: f"{len(of)}",
         "accuracy, %": lambda of: f"{100 * fmean(row.accuracy for row in of):.1f}",
@@ -323,7 +325,7 @@ def main() -> None:
             if (name, seed, given.steps, given.eps) in known:
                 continue
             row, losses = run(pretrained, named[name], seed, given.steps, given.eps)
-            _append(given.out, tuple(f.name for f in fields(Row)), [tuple(vars(row).values())])
+            _append(given.out, tuple(f.name for f in fields(TrainedCase)), [tuple(vars(row).values())])
             points = [
                 (name, seed, given.eps, k + CURVE_STEPS, round(fmean(losses[k : k + CURVE_STEPS]), 5))
                 for k in range(0, given.steps, CURVE_STEPS)

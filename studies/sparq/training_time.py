@@ -27,7 +27,7 @@ from executors.ranks.launch import launch, process_group
 from executors.ranks.mesh import alone
 from executors.runs.planning import HOST
 from executors.runs.session import Session
-from studies.sparq.training import BETWEEN, INSIDE, Case, batches_of, plan_of, tensors_of
+from studies.sparq.training import BETWEEN, INSIDE, CodecCase, batches_of, plan_of, tensors_of
 from topology.hardware import resolve
 from zosim.console import stderr, stdout
 from zosim.planning.predict import Subject
@@ -36,13 +36,13 @@ from zosim.report import Table
 
 RESULTS = Path(__file__).with_name("training_time.csv")
 CASES = (
-    (Case("one device", INSIDE), ""),
-    (Case("inside, none", INSIDE), "dense"),
-    (Case("inside, 4", INSIDE, "q4:affine-zero"), "dense"),
-    (Case("inside, 4", INSIDE, "q4:affine-zero"), "smallest"),
-    (Case("inside, 4, residual 8", INSIDE, "q4:affine-zero", "q8"), "smallest"),
-    (Case("between, none", BETWEEN), "dense"),
-    (Case("between, 8", BETWEEN, "none", "q8"), "dense"),
+    (CodecCase("one device", INSIDE), ""),
+    (CodecCase("inside, none", INSIDE), "dense"),
+    (CodecCase("inside, 4", INSIDE, "q4:affine-zero"), "dense"),
+    (CodecCase("inside, 4", INSIDE, "q4:affine-zero"), "smallest"),
+    (CodecCase("inside, 4, residual 8", INSIDE, "q4:affine-zero", "q8"), "smallest"),
+    (CodecCase("between, none", BETWEEN), "dense"),
+    (CodecCase("between, 8", BETWEEN, "none", "q8"), "dense"),
 )
 """Cases with their encoding; one device does without stages."""
 
@@ -77,7 +77,7 @@ class Timed:
     foreign_cores: float
 
 
-def plan_for(pretrained: Pretrained, case: Case, encoding: str) -> Plan:
+def plan_for(pretrained: Pretrained, case: CodecCase, encoding: str) -> Plan:
     """Return the plan of a case, as long as the task's longest batch."""
     model = load_model(str(pretrained.model))
     batch = tensors_of(batches_of(pretrained, model, 0), 0)
@@ -90,7 +90,7 @@ def plan_for(pretrained: Pretrained, case: Case, encoding: str) -> Plan:
     return plan if encoding else alone(plan)
 
 
-def _density(model: CutModel, batch: Batch, case: Case) -> float:
+def _density(model: CutModel, batch: Batch, case: CodecCase) -> float:
     """Return the part of the activation's symbols (between blocks: of the hidden state's) that is not the most frequent."""
     inside = case.cut == INSIDE
     spec = codec_spec(case.codec if inside else case.residual_codec)

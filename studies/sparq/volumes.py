@@ -126,7 +126,7 @@ def tokens(volume: Volume, *, activations: float, bits: float) -> Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class EncodingFinding:
     """One SparQ volume against the ZO-SGD run of the same model and data.
 
     Attributes
@@ -149,7 +149,7 @@ class Finding:
     density: dict[int, Interval]
 
 
-def findings(volumes: list[Volume]) -> Iterator[Finding]:
+def findings(volumes: list[Volume]) -> Iterator[EncodingFinding]:
     """Yield every SparQ volume that has a ZO-SGD run beside it, under each supposition."""
     for volume in volumes:
         against = find(volumes, volume.model, volume.dataset, "ZO-SGD")
@@ -163,4 +163,4 @@ def findings(volumes: list[Volume]) -> Iterator[Finding]:
         for name, crossings, width in BASELINES:
             bits = bits_per_element(volume, against, activations=FORWARD, baseline_bits=crossings * width)
             density = {w: density_needed(bits, volume.bits, w) for w in (index, 16, 32)}
-            yield Finding(volume, name, bits, bits.holds(volume.bits), density)
+            yield EncodingFinding(volume, name, bits, bits.holds(volume.bits), density)

@@ -36,7 +36,7 @@ Step = Callable[[int], object]
 
 
 @dataclass(frozen=True)
-class Row:
+class ContenderTimes:
     """One contender's time.
 
     Attributes
@@ -57,7 +57,7 @@ class Row:
 def main() -> None:
     """Time the contenders and print the table."""
     options = _options()
-    settings = [Setting(options.shape, options.dtype, options.threads, options.batch, options.seq)]
+    settings = [SpeedSetting(options.shape, options.dtype, options.threads, options.batch, options.seq)]
     if options.beside:
         settings += [replace(settings[0], dtype="bfloat16"), replace(settings[0], shape="1m", threads=1)]
     results = []
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SpeedSetting:
     """What is timed: a key of :data:`SHAPES`, a format of weights and products, threads, and a batch."""
 
     shape: str
@@ -85,14 +85,14 @@ class Setting:
         return f"OPT-{self.shape} shape, {self.dtype}, {batch}, {self.threads} thread(s)"
 
 
-def timed(setting: Setting, rounds: int) -> dict[str, list[float]]:
+def timed(setting: SpeedSetting, rounds: int) -> dict[str, list[float]]:
     """Return seconds of every contender in every round."""
     torch.set_num_threads(setting.threads)
     model = _model(setting.shape, getattr(torch, setting.dtype))
     return measure(model, setting.batch, setting.seq, setting.dtype, rounds)
 
 
-def report(setting: Setting, seconds: dict[str, list[float]]) -> None:
+def report(setting: SpeedSetting, seconds: dict[str, list[float]]) -> None:
     """Print the table of one setting."""
     rounds = len(next(iter(seconds.values())))
     print(f"{setting.describe()}, torch {torch.__version__}, medians of {rounds} rounds")
@@ -128,11 +128,11 @@ def measure(model: Any, batch: int, seq: int, dtype: str, rounds: int) -> dict[s
     return seconds
 
 
-def table(seconds: dict[str, list[float]]) -> list[Row]:
+def table(seconds: dict[str, list[float]]) -> list[ContenderTimes]:
     """Return one row per contender."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return [
-        Row(
+        ContenderTimes(
             name,
             median,
             min(seconds[name]),

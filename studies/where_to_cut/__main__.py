@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from studies.sparq.training_epsilon import read_seen
-from studies.where_to_cut.cases import Crossing, forward_bytes, same_numbers, slopes
+from studies.where_to_cut.cases import CutCrossing, forward_bytes, same_numbers, slopes
 from zosim.console import stdout
 
-USUAL = Crossing(768, 3072, 32, 256, True, 32, 32, 5, "forward")
+USUAL = CutCrossing(768, 3072, 32, 256, True, 32, 32, 5, "forward")
 """A block of OPT-125M, a batch of 32, five directions."""
 
 

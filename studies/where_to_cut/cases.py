@@ -16,7 +16,7 @@ from zosim.plans import Estimator, Mesh, Placement, Plan, Split
 
 
 @dataclass(frozen=True)
-class Crossing:
+class CutCrossing:
     """A step of a model that is cut once, every message packed densely.
 
     Attributes
@@ -47,7 +47,7 @@ class Crossing:
 
 
 @cache
-def plan_of(crossing: Crossing) -> Plan:
+def plan_of(crossing: CutCrossing) -> Plan:
     """Return the plan of two stages."""
     config = {
         "model_type": "opt",
@@ -78,7 +78,7 @@ def _codec(bits: int) -> str:
     return "none" if bits == 32 else f"q{bits}:dense"
 
 
-def forward_bytes(crossing: Crossing) -> float:
+def forward_bytes(crossing: CutCrossing) -> float:
     """Return the bytes that the plan's program sends forward in a step, headers and grids left out."""
     plan = plan_of(crossing)
     shapes = [(crossing.hidden, plan.split.residual_codec)]

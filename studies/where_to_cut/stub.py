@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from studies.where_to_cut.cases import Crossing
+from studies.where_to_cut.cases import CutCrossing
 
 
-def bytes_forward(crossing: Crossing) -> float:
+def bytes_forward(crossing: CutCrossing) -> float:
     """Return the bytes that the first stage sends to the second in one step, headers left out.
 
     Parameters
     ----------
-    crossing : Crossing
+    crossing : CutCrossing
         ``hidden``, ``inner`` (widths of the residual stream and of the MLP's activation), ``batch``, ``seq``, ``inside``
         (at the input of the MLP's second linear, or between blocks), ``activation_bits``, ``residual_bits``,
         ``num_queries``, ``difference`` (``"central"`` or ``"forward"``).

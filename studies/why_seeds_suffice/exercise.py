@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from studies.exercises import Verdict
-from studies.why_seeds_suffice.training import EPSILON, LogRow, Run, num_differing, train
+from studies.why_seeds_suffice.training import EPSILON, LogRow, TunedRun, num_differing, train
 
 Rebuild = Callable[[Mapping[str, Tensor], Sequence[LogRow], float], Mapping[str, Tensor]]
 """From base weights, log and ε to the weights after the run."""
@@ -31,7 +31,7 @@ def check(rebuild: Rebuild) -> Verdict:
     return Verdict(True, f"{len(_CASES)} runs rebuilt bit for bit, from {sum(n for n, _ in _CASES)} rows")
 
 
-def _complaint(answer: object, run: Run) -> str:
+def _complaint(answer: object, run: TunedRun) -> str:
     """Return what is wrong with rebuilt weights, or nothing."""
     if not isinstance(answer, Mapping) or answer.keys() != run.tuned.keys():
         return "return a dict with the names of the base weights, every one of them"

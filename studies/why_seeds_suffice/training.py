@@ -38,7 +38,7 @@ class LogRow:
 
 
 @dataclass(frozen=True)
-class Run:
+class TunedRun:
     """A finished run.
 
     Attributes
@@ -88,7 +88,7 @@ def session_of(model: nn.Module, *, offloaded: bool, seed: int = 0) -> Session:
     return Session(plan, model, learning_rate=lambda step: 1e-2 / (1 + step), seed=seed, num_timed_steps=0)
 
 
-def train(num_steps: int, *, seed: int = 0) -> Run:
+def train(num_steps: int, *, seed: int = 0) -> TunedRun:
     """Train the small model on random tokens, its blocks offloaded."""
     model = small_model()
     base = weights_of(model)
@@ -99,7 +99,7 @@ def train(num_steps: int, *, seed: int = 0) -> Run:
             ids = torch.randint(0, 64, (2, 16), generator=generator)
             batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
             records.append(session.step(batch))
-        return Run(base, session.state_dict(), tuple(records))
+        return TunedRun(base, session.state_dict(), tuple(records))
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -4,11 +4,11 @@ import csv
 
 import pytest
 
-from studies.published.rows import REQUIRED, Row, RowsError, read_rows, shipped_rows, write_rows
+from studies.published.rows import REQUIRED, PublishedRow, RowsError, read_rows, shipped_rows, write_rows
 
 
 def row(**fields):
-    return Row({**dict.fromkeys(REQUIRED, ""), **fields}, "a test")
+    return PublishedRow({**dict.fromkeys(REQUIRED, ""), **fields}, "a test")
 
 
 def test_all_papers_ship_and_every_row_says_what_it_is_of():

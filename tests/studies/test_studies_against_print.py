@@ -5,9 +5,9 @@ import pytest
 
 from studies.against_print.sheets import sheet_outcomes, sheets_section
 from studies.against_print.splits import mean_rank_correlation
-from studies.published.audit import Finding
+from studies.published.audit import AuditFinding
 from studies.published.cells import cells_of, preset_machine
-from studies.published.rows import Row, shipped_rows
+from studies.published.rows import PublishedRow, shipped_rows
 from zosim.report import Table
 
 CELLS, _, _ = cells_of([row for row in shipped_rows() if row["model"] == "OPT-1.3B" and row["table"] == "1"])
@@ -28,7 +28,7 @@ def test_data_sheets_know_nothing_of_rows(outcomes):
 def test_cells_without_a_throughput_and_those_apart_are_left_out(outcomes):
     speeds = [cell for cell in CELLS if cell.row.kind == "throughput" and cell.value is not None]
     assert len(outcomes) == len(speeds)
-    finding = Finding("a rule", (speeds[0].row.place,), "its arithmetic")
+    finding = AuditFinding("a rule", (speeds[0].row.place,), "its arithmetic")
     assert len(sheet_outcomes(CELLS, [finding])) == len(speeds) - 1
 
 
@@ -50,7 +50,7 @@ def printed_row(table, values, **fields):
         "seq_len": "2048", "precision": "fp16", "quantity": "throughput", "unit": "tokens/s", **fields,
     }  # fmt: skip
     return [
-        Row({**base, "method": method, "gpus": gpus, "value": str(value), "cell": f"r1c{column}"})
+        PublishedRow({**base, "method": method, "gpus": gpus, "value": str(value), "cell": f"r1c{column}"})
         for column, ((method, gpus), value) in enumerate(zip(methods, values, strict=False))
     ]
 

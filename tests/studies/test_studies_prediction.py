@@ -21,8 +21,8 @@ from studies.prediction.cases import (
     rank_cases,
     tuning_cases,
 )
-from studies.prediction.measuring import Measured, Round
-from studies.prediction.predicting import Choice, Row
+from studies.prediction.measuring import MeasuredSteps, Round
+from studies.prediction.predicting import Choice, PredictedCase
 from studies.prediction.report import Benchmark, Summary
 from topology import load_preset
 from zosim.analysis.compare import Line
@@ -30,7 +30,7 @@ from zosim.analysis.compare import Line
 TINY = {family: Shape(family, 32, 2, 50, tied=family != "llama") for family in ("opt", "gpt2", "llama")}
 
 
-def row(predicted_s: float, measured_s: float, **fields) -> Row:
+def row(predicted_s: float, measured_s: float, **fields) -> PredictedCase:
     values = {
         "name": "opt 1x32 fp32 1 thread, delayed",
         "placement": "delayed",
@@ -47,7 +47,7 @@ def row(predicted_s: float, measured_s: float, **fields) -> Row:
         "pace_before": 1.0,
         "pace_after": 1.0,
     }
-    return Row(**(values | fields))
+    return PredictedCase(**(values | fields))
 
 
 def test_the_held_out_list_is_fixed_by_its_seed_and_apart_from_the_tuning_list():
@@ -90,7 +90,7 @@ def test_models_are_the_same_every_time():
 
 def test_measured_steps_are_those_of_the_quieter_rounds():
     rounds = [Round((5.0, 5.0), 0.9), Round((1.0, 2.0), 0.0), Round((3.0, 2.0), 0.1), Round((9.0,), 1.0)]
-    measured = Measured(tuning_cases()[0], None, None, 0, 0, 0, rounds)  # type: ignore[arg-type]
+    measured = MeasuredSteps(tuning_cases()[0], None, None, 0, 0, 0, rounds)  # type: ignore[arg-type]
     assert measured.step_s == 2.0
     assert measured.num_samples == 4
     assert measured.foreign_cores == pytest.approx(0.05)
@@ -98,7 +98,7 @@ def test_measured_steps_are_those_of_the_quieter_rounds():
 
 def test_the_pace_of_a_case_is_that_around_its_quieter_rounds():
     rounds = [Round((1.0,), 0.0, 1.0, 2.0), Round((1.0,), 0.1, 3.0, 4.0), Round((1.0,), 0.9, 9.0, 9.0)]
-    measured = Measured(tuning_cases()[0], None, None, 0, 0, 0, rounds)  # type: ignore[arg-type]
+    measured = MeasuredSteps(tuning_cases()[0], None, None, 0, 0, 0, rounds)  # type: ignore[arg-type]
     assert measured.references_s == (2.0, 3.0)
 
 

@@ -16,16 +16,18 @@ from studies.prediction.pieces import (
     fit_of,
     rows_of,
 )
-from studies.prediction.predicting import Choice, Row
+from studies.prediction.predicting import Choice, PredictedCase
 from studies.prediction.turns import Baton
 from topology import load_preset
 from topology.errors import RunError, ZosimError
 from zosim.analysis.compare import Line
 
 
-def row(name: str, measured_s: float) -> Row:
+def row(name: str, measured_s: float) -> PredictedCase:
     lines = (Line("draw", 1.0, None, 0.5), Line("forward", None, 2.0, -0.25))
-    return Row(name, "delayed", 1.0, 0.9, 1.1, measured_s, 0.0, 100, 90, "draw", lines, 1.0, 1.1, 1.2)
+    return PredictedCase(
+        name, "delayed", 1.0, 0.9, 1.1, measured_s, 0.0, 100, 90, "draw", lines, 1.0, 1.1, 1.2
+    )
 
 
 def test_what_is_done_is_not_done_again(tmp_path):

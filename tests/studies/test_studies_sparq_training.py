@@ -13,7 +13,7 @@ from executors.models.pretrain import Recipe, build_model
 from executors.runs.session import Session
 from studies.sparq import pipelining
 from studies.sparq.codec_times import LINKS, over
-from studies.sparq.training import CASES, Case, Through, plan_of, read_rows, summary
+from studies.sparq.training import CASES, CodecCase, Through, plan_of, read_rows, summary
 from studies.sparq.training_epsilon import CODINGS, EPSILONS, gradients, read_seen
 from studies.sparq.training_time import CASES as TIMED_CASES
 
@@ -28,9 +28,9 @@ def batch(seed=0):
 @pytest.mark.parametrize(
     "case",
     [
-        Case("inside", "block.1.mlp", "q2:affine-zero", "q3"),
-        Case("between", "block.0", "none", "q2"),
-        Case("plain", "block.1.mlp"),
+        CodecCase("inside", "block.1.mlp", "q2:affine-zero", "q3"),
+        CodecCase("between", "block.0", "none", "q2"),
+        CodecCase("plain", "block.1.mlp"),
     ],
 )
 def test_what_is_evaluated_is_what_a_session_forwards(case):

@@ -38,7 +38,7 @@ def test_the_reference_takes_a_real_step(tiny) -> None:
 
 def test_tables_name_their_setting(tiny, capsys) -> None:
     threads = torch.get_num_threads()
-    setting = speed.Setting("tiny", "bfloat16", 1, 2, 8)
+    setting = speed.SpeedSetting("tiny", "bfloat16", 1, 2, 8)
     try:
         speed.report(setting, speed.timed(setting, rounds=1))
     finally:

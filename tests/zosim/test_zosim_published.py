@@ -25,7 +25,7 @@ from studies.published.grid import compiled
 from studies.published.memory import parts_of
 from studies.published.paper_code import as_published
 from studies.published.predicting import answers
-from studies.published.rows import Row, read_rows, shipped_rows, write_rows
+from studies.published.rows import PublishedRow, read_rows, shipped_rows, write_rows
 from topology.errors import ProfileError
 from zosim.engines.recurrence import step_time_bound
 from zosim.engines.simulate import simulate
@@ -44,7 +44,7 @@ DIST = {"paper": "DistZO2", "gpu_type": "H20-96GB", "precision": "fp16", "batch_
 
 
 def row(**fields):
-    return Row({**BASE, **fields}, "a test")
+    return PublishedRow({**BASE, **fields}, "a test")
 
 
 def app():
@@ -338,7 +338,7 @@ def test_a_fit_recovers_constants_from_its_own_predictions(profile):
     known = [item for item in known_cells(cells_of(ROWS)[0], "DistZO2", "memory") if item.value is not None]
     values = profile.fit("DistZO2", "memory").values
     rows = [
-        Row({**item.row.fields, "value": f"{parts_of(item.case).device_bytes(values) / 2**20:.6f}"})
+        PublishedRow({**item.row.fields, "value": f"{parts_of(item.case).device_bytes(values) / 2**20:.6f}"})
         for item in known
     ]
     solution = fit(cells_of(rows)[0], "DistZO2", "memory")

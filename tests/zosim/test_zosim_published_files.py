@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from studies.published.commands import predict
 from studies.published.dispatch import answers_of_all
 from studies.published.fitted_profile import calibrate_on, load_published_profile
-from studies.published.rows import Row, read_rows, shipped_rows, write_rows
+from studies.published.rows import PublishedRow, read_rows, shipped_rows, write_rows
 from topology.errors import ZosimError
 
 ROWS = shipped_rows()
@@ -89,15 +89,15 @@ def test_a_cell_that_does_not_fit_says_so_whatever_is_printed(tmp_path):
 
 
 def test_a_dash_or_oom_prints_no_number():
-    assert [Row({"value": text}).value for text in ("-", "OOM", "\N{EM DASH}", "N/A")] == [None] * 4
-    assert Row({"value": "OOM"}).is_out_of_memory
-    assert not Row({"value": "-"}).is_out_of_memory
+    assert [PublishedRow({"value": text}).value for text in ("-", "OOM", "\N{EM DASH}", "N/A")] == [None] * 4
+    assert PublishedRow({"value": "OOM"}).is_out_of_memory
+    assert not PublishedRow({"value": "-"}).is_out_of_memory
 
 
 def test_what_a_table_prints_never_leaks_into_its_prediction():
     sample = [row for index, row in enumerate(ROWS) if index % 47 == 0]
-    emptied = [Row({**row.fields, "value": ""}, row.where) for row in sample]
-    changed = [Row({**row.fields, "value": "1"}, row.where) for row in sample]
+    emptied = [PublishedRow({**row.fields, "value": ""}, row.where) for row in sample]
+    changed = [PublishedRow({**row.fields, "value": "1"}, row.where) for row in sample]
     said = answers_of_all(sample, PROFILE)
     assert said == answers_of_all(emptied, PROFILE) == answers_of_all(changed, PROFILE)
 
@@ -122,7 +122,7 @@ TEXTS = st.sampled_from(
     changes=st.dictionaries(st.sampled_from(list(ROWS[0].fields)), TEXTS, max_size=3),
 )
 def test_every_row_is_predicted_or_left_empty_with_the_reason(index, changes):
-    (said,) = answers_of_all([Row({**ROWS[index].fields, **changes}, "a test")], PROFILE)
+    (said,) = answers_of_all([PublishedRow({**ROWS[index].fields, **changes}, "a test")], PROFILE)
     if said.predicted is None:
         assert said.note
     else:
@@ -134,7 +134,7 @@ def test_one_row_is_enough_to_calibrate_on(paper):
     row = next(
         row for row in ROWS if row["paper"] == paper and row["quantity"] in ("throughput", "comm_volume")
     )
-    other = Row({**row.fields, "model": "a model of nobody's", "value": "3"}, "a test")
+    other = PublishedRow({**row.fields, "model": "a model of nobody's", "value": "3"}, "a test")
     found = calibrate_on([row, other])
     (said,) = answers_of_all([row], found)
     assert said.low <= row.value <= said.high or said.predicted == pytest.approx(row.value, rel=0.1)
@@ -149,7 +149,7 @@ def test_a_row_that_cannot_be_right_is_still_a_row_to_calibrate_on():
 @pytest.mark.parametrize("value", ["fast", "-3"])
 def test_a_number_that_is_none_is_named_when_calibrating(value):
     with pytest.raises(ZosimError, match="value is"):
-        calibrate_on([Row({**ROWS[0].fields, "value": value}, "a test, line 2")])
+        calibrate_on([PublishedRow({**ROWS[0].fields, "value": value}, "a test, line 2")])
 
 
 def test_rows_written_and_read_again_are_the_same(tmp_path):

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from studies.published.dispatch import answers_of_all
 from studies.published.fitted_profile import PublishedProfile, calibrate_on, load_published_profile
-from studies.published.rows import Row, read_rows, shipped_rows
+from studies.published.rows import PublishedRow, read_rows, shipped_rows
 from studies.published.sparq import VolumeCase, printed_volumes, volume_case
 from studies.published.sparq_fit import calibrate_sparq
 from studies.published.sparq_memory import fit_peaks, peak_case, peak_gib, printed_peaks
@@ -25,7 +25,7 @@ BASE = {
 
 
 def row(**fields):
-    return Row({**BASE, **fields}, "a test")
+    return PublishedRow({**BASE, **fields}, "a test")
 
 
 def answer(**fields):

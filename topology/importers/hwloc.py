@@ -27,7 +27,7 @@ HOST_BRIDGE = "0-1"
 
 
 @dataclass
-class _Walk:
+class _HwlocTree:
     """What the file tells beside its tree, and how many of each have been found."""
 
     builder: MachineBuilder
@@ -82,7 +82,7 @@ def from_hwloc_xml(
     if not domains:
         message = f"{str(path)!r} has no NUMANode"
         raise TopologyError(message, hint="hwloc 2 always writes one; was the file filtered?")
-    walk = _Walk(builder, path, gpu, cpu, memory_bandwidth, len(domains))
+    walk = _HwlocTree(builder, path, gpu, cpu, memory_bandwidth, len(domains))
     numas = [_add_numa(walk, domain) for domain in domains]
     for package in machine.iterfind(".//object[@type='Package']"):
         _add_package(walk, package)
@@ -93,7 +93,7 @@ def from_hwloc_xml(
     return builder.build(f"Imported from the hwloc file {Path(path).name}.")
 
 
-def _add_numa(walk: _Walk, domain: ET.Element) -> str:
+def _add_numa(walk: _HwlocTree, domain: ET.Element) -> str:
     index = integer(domain, "os_index", walk.path)
     fields = assumed_memory(None, walk.memory_bandwidth, walk.num_domains)
     size_bytes = integer(domain, "local_memory", walk.path)
@@ -101,13 +101,13 @@ def _add_numa(walk: _Walk, domain: ET.Element) -> str:
     return walk.builder.add_numa(index, "host0", fields)
 
 
-def _add_package(walk: _Walk, package: ET.Element) -> None:
+def _add_package(walk: _HwlocTree, package: ET.Element) -> None:
     _, index = walk.next_id("cpu")
     inside = [f"numa{domain.get('os_index')}" for domain in package.iterfind(".//object[@type='NUMANode']")]
     walk.builder.add_cpu(index, "host0", inside or ["numa0"], _cpu_spec(walk, package, index))
 
 
-def _cpu_spec(walk: _Walk, package: ET.Element, index: int) -> DeviceSpec:
+def _cpu_spec(walk: _HwlocTree, package: ET.Element, index: int) -> DeviceSpec:
     if walk.cpu is not None:
         return require_device(walk.cpu, "cpu", str(walk.path))
     known = find_device(_info(package, "CPUModel") or "")
@@ -122,7 +122,7 @@ def _info(element: ET.Element, name: str) -> str | None:
     return None if info is None else info.get("value")
 
 
-def _add_bridges(walk: _Walk, parent: ET.Element, numa: str) -> None:
+def _add_bridges(walk: _HwlocTree, parent: ET.Element, numa: str) -> None:
     """Find host bridges below any object; those inside a NUMA domain's package or group belong to it."""
     own = parent.find("object[@type='NUMANode']")
     here = numa if own is None else f"numa{own.get('os_index')}"
@@ -143,7 +143,7 @@ def _has_devices(bridge: ET.Element) -> bool:
     return any(device.get("pci_type", "").startswith(wanted) for device in devices)
 
 
-def _add_children(walk: _Walk, parent: ET.Element, parent_id: str) -> None:
+def _add_children(walk: _HwlocTree, parent: ET.Element, parent_id: str) -> None:
     for child in parent.findall("object"):
         if child.get("type") == "PCIDev":
             _add_device(walk, child, parent_id)
@@ -159,7 +159,7 @@ def _add_children(walk: _Walk, parent: ET.Element, parent_id: str) -> None:
             _add_children(walk, child, switch)
 
 
-def _add_device(walk: _Walk, device: ET.Element, parent: str) -> None:
+def _add_device(walk: _HwlocTree, device: ET.Element, parent: str) -> None:
     pci_class = attribute(device, "pci_type", walk.path)
     if pci_class.startswith(GPU_CLASSES):
         spec = _gpu_spec(walk, device)
@@ -178,7 +178,7 @@ def _add_device(walk: _Walk, device: ET.Element, parent: str) -> None:
     walk.builder.join(parent, node, _link_type(device, walk.path))
 
 
-def _gpu_spec(walk: _Walk, device: ET.Element) -> DeviceSpec | None:
+def _gpu_spec(walk: _HwlocTree, device: ET.Element) -> DeviceSpec | None:
     """The GPU's specification; None for a display adapter that does not compute."""
     models = [_info(part, "GPUModel") for part in device.iterfind("object[@type='OSDev']")]
     model = next((name for name in models if name), None)

@@ -40,7 +40,7 @@ SWITCH_CLASS = "0x0680"
 
 
 @dataclass
-class _Walk:
+class _NcclTree:
     """What has been found on the way through the tree."""
 
     builder: MachineBuilder
@@ -86,7 +86,7 @@ def from_nccl_xml(
         raise TopologyError(message, hint="dump it with NCCL_TOPO_DUMP_FILE while a job starts")
     builder = MachineBuilder(Path(path).stem)
     builder.add_node("host0", "host")
-    walk = _Walk(builder, path, gpu)
+    walk = _NcclTree(builder, path, gpu)
     numas = []
     for domain in domains:
         index = integer(domain, "numaid", path)
@@ -120,14 +120,14 @@ def _socket_type(domain: ET.Element) -> LinkType:
     return types["upi-sapphire-rapids" if is_recent_intel else "qpi-broadwell"]
 
 
-def _add_root(walk: _Walk, pci: ET.Element, numa: str) -> None:
+def _add_root(walk: _NcclTree, pci: ET.Element, numa: str) -> None:
     root = walk.builder.add_node(f"root{walk.num_roots}", "pcie_root", host="host0")
     walk.num_roots += 1
     walk.builder.join(numa, root, catalogue().link_types["fabric"])
     _add_pci(walk, pci, root)
 
 
-def _add_pci(walk: _Walk, pci: ET.Element, parent: str) -> None:
+def _add_pci(walk: _NcclTree, pci: ET.Element, parent: str) -> None:
     gpu, nic = pci.find("gpu"), pci.find("nic")
     children = pci.findall("pci")
     if gpu is not None:
@@ -144,7 +144,7 @@ def _add_pci(walk: _Walk, pci: ET.Element, parent: str) -> None:
         _add_pci(walk, child, node)
 
 
-def _add_gpu(walk: _Walk, pci: ET.Element, gpu: ET.Element) -> str:
+def _add_gpu(walk: _NcclTree, pci: ET.Element, gpu: ET.Element) -> str:
     index = integer(gpu, "dev", walk.path)
     known = PCI_ID_TO_DEVICE.get(pci.get("device", ""))
     spec = find_device(walk.gpu or known or "")
@@ -158,7 +158,7 @@ def _add_gpu(walk: _Walk, pci: ET.Element, gpu: ET.Element) -> str:
     return node
 
 
-def _add_nic(walk: _Walk, nic: ET.Element) -> str:
+def _add_nic(walk: _NcclTree, nic: ET.Element) -> str:
     node = walk.builder.add_node(f"nic{walk.num_nics}", "nic", host="host0")
     walk.num_nics += 1
     net = nic.find("net")
@@ -184,7 +184,7 @@ def _link_type(pci: ET.Element, path: str | Path) -> LinkType:
     return pcie_type(generation, lanes)
 
 
-def _add_nvlinks(walk: _Walk) -> None:
+def _add_nvlinks(walk: _NcclTree) -> None:
     seen: set[frozenset[str]] = set()
     to_switch: dict[str, tuple[int, LinkType]] = {}
     for node, nvlink, sm in walk.nvlinks:

@@ -37,7 +37,7 @@ _MAX_MEMBERS = 64
 class _Running:
     """An activity under way: seconds left at full speed when its speed last changed."""
 
-    kind: _Kind
+    kind: _FluidKind
     key: tuple[int, ...]
     tag: Any
     anchor_s: float
@@ -49,7 +49,7 @@ class _Running:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kind:
+class _FluidKind:
     """An activity, with the resources that can limit it.
 
     Attributes
@@ -57,7 +57,7 @@ class _Kind:
     number : int
         In the order in which activities were first seen.
     activity : Activity
-    uses : tuple of (_Resource, float)
+    uses : tuple of (_FluidResource, float)
         What it asks of each at full speed.
     columns, amounts : array
         Numbers of these resources, and what a unit of rate takes of each.
@@ -65,13 +65,13 @@ class _Kind:
 
     number: int
     activity: Activity
-    uses: tuple[tuple[_Resource, float], ...]
+    uses: tuple[tuple[_FluidResource, float], ...]
     columns: Indices
     amounts: Array
 
 
 @dataclass(slots=True, eq=False)
-class _Resource:
+class _FluidResource:
     """What the running activities ask of a resource, and who waits for it if it serves one at a time."""
 
     number: int
@@ -110,7 +110,7 @@ class Fluid:
         fifo = frozenset(fifo)
         limited = [name for name, capacity in capacities.items() if name in fifo or math.isfinite(capacity)]
         self._resources = {
-            name: _Resource(number, capacities[name], queue=deque() if name in fifo else None)
+            name: _FluidResource(number, capacities[name], queue=deque() if name in fifo else None)
             for number, name in enumerate(limited)
         }
         self._capacity = np.array([capacities[name] for name in limited], dtype=np.float64)
@@ -119,7 +119,7 @@ class Fluid:
         self._ends: list[tuple[float, int, _Running]] = []
         self._num_ends = 0
         self._num_searches = 0
-        self._kinds: dict[int, _Kind] = {}
+        self._kinds: dict[int, _FluidKind] = {}
         self._remembered: dict[tuple[int, ...], list[float]] = {}
 
     def start(self, activity: Activity, key: tuple[int, ...], now_s: float, tag: Any) -> None:
@@ -163,12 +163,12 @@ class Fluid:
             self._changed.pop(item, None)
         return [item.tag for item in sorted(ended, key=lambda item: item.key)]
 
-    def _kind(self, activity: Activity) -> _Kind:
+    def _kind(self, activity: Activity) -> _FluidKind:
         taken: dict[str, float] = {}
         for name, use in activity.uses:
             if name in self._resources:
                 taken[name] = taken.get(name, 0.0) + use
-        return _Kind(
+        return _FluidKind(
             len(self._kinds),
             activity,
             tuple((self._resources[name], use * activity.bound) for name, use in taken.items()),
@@ -254,12 +254,12 @@ def _speed_alone(item: _Running) -> float:
     return min((capacity / amount for capacity, amount in asked if amount > capacity * _FULL), default=1.0)
 
 
-def relative_speeds(kinds: Sequence[_Kind], capacity: Array) -> list[float]:
+def relative_speeds(kinds: Sequence[_FluidKind], capacity: Array) -> list[float]:
     """Return the part of its full speed at which each activity runs beside the others.
 
     Parameters
     ----------
-    kinds : sequence of _Kind
+    kinds : sequence of _FluidKind
         Each uses at least one resource.
     capacity : array
         Of all resources.

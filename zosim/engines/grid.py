@@ -22,7 +22,7 @@ from costmodel.estimate import work_terms
 from costmodel.profile import Bound, Profile
 from costmodel.work import Work
 from topology.errors import PlanError
-from zosim.engines.recurrence import MAX_STEPS, Member, Node, Recurrence, second_half_s
+from zosim.engines.recurrence import MAX_STEPS, Member, Recurrence, RecurrenceNode, second_half_s
 from zosim.engines.shortening import are_alike, shortened
 from zosim.engines.steady import MAX_CYCLE, TOLERANCE
 from zosim.engines.world import World
@@ -77,9 +77,9 @@ def step_time_bounds(
     """
     batches, seqs = tuple(batches) or (plan.batch,), tuple(seqs) or (plan.seq,)
     shape = tuple(len(values) for values in factors.values())
-    order = _Order.of(lower(plan, rank), machine)
+    order = _GridOrder.of(lower(plan, rank), machine)
     works = _Works(plan, rank, order.program)
-    costs = _Costs(machine, factors, order.program, bound)
+    costs = _GridCosts(machine, factors, order.program, bound)
     seconds_per_step = np.empty((len(batches), len(seqs), *shape))
     for (i, batch), (j, seq) in itertools.product(enumerate(batches), enumerate(seqs)):
         seconds = costs.of(works.at(batch, seq))
@@ -126,7 +126,7 @@ def _second_block(name: str) -> str:
     return re.sub(r"\bblock\.(?!0\b)\d+", "block.1", name)
 
 
-class _Costs:
+class _GridCosts:
     """Seconds of instructions along the axes, each costed only for the values that it depends on."""
 
     def __init__(
@@ -198,7 +198,7 @@ class _Read(dict[str, float]):
 
 
 @dataclass(frozen=True)
-class _Link:
+class _Chain:
     """A node, or a chain of nodes that wait for each other alone, as one.
 
     Attributes
@@ -220,27 +220,27 @@ class _Link:
 
 
 @dataclass(frozen=True)
-class _Order:
+class _GridOrder:
     """Who waits for whom in the steps of one rank.
 
     Attributes
     ----------
     program : Program
-    first : tuple of tuple of _Link
+    first : tuple of tuple of _Chain
         The steps that reach back into the prologue, in order.
-    usual : tuple of _Link
+    usual : tuple of _Chain
         Every later step.
     carried : tuple of Member
         Whom later steps wait for: where they shift alike, everything does.
     """
 
     program: Program
-    first: tuple[tuple[_Link, ...], ...]
-    usual: tuple[_Link, ...]
+    first: tuple[tuple[_Chain, ...], ...]
+    usual: tuple[_Chain, ...]
     carried: tuple[Member, ...]
 
     @classmethod
-    def of(cls, program: Program, machine: Machine) -> _Order:
+    def of(cls, program: Program, machine: Machine) -> _GridOrder:
         """Return the order of a program; of the machine it matters only whether the host takes time of its own.
 
         Raises
@@ -313,15 +313,15 @@ class _Order:
 
 
 def _links(
-    nodes: Sequence[Node], number: Mapping[str, int], carried: set[Member], *, fused: bool
-) -> Iterator[_Link]:
+    nodes: Sequence[RecurrenceNode], number: Mapping[str, int], carried: set[Member], *, fused: bool
+) -> Iterator[_Chain]:
     """Yield nodes in their order, chains of them as one if they may be."""
     followers: dict[Member, int] = {}
     for node in nodes:
         for distance, before, _ in node.edges:
             if distance == 0:
                 followers[before] = followers.get(before, 0) + 1
-    chains: dict[Member, _Link] = {}
+    chains: dict[Member, _Chain] = {}
     for node in nodes:
         (name,) = node.members
         edges = tuple((distance, before, delay_s > 0) for distance, before, delay_s in node.edges)
@@ -330,12 +330,12 @@ def _links(
         if fused and last in chains and followers[last] == 1 and last not in carried and not edges[0][2]:
             joined = chains.pop(last)
             edges, numbers = joined.edges, (*joined.numbers, *numbers)
-        chains[name] = _Link(name, edges, numbers, node.earliest_s > 0)
+        chains[name] = _Chain(name, edges, numbers, node.earliest_s > 0)
     yield from chains.values()
 
 
 def _advanced(
-    links: Sequence[_Link],
+    links: Sequence[_Chain],
     ends: Sequence[Mapping[Member, Floats]],
     seconds: Mapping[tuple[int, ...], Floats],
     step_s: Floats,

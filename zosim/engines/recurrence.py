@@ -134,7 +134,7 @@ def run_times_of(world: World, num_steps: int) -> dict[tuple[int, Place], tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class RecurrenceNode:
     """An instruction, or a collective or message as one instruction of all who meet.
 
     Attributes
@@ -173,7 +173,7 @@ class Recurrence:
         self.orders = [Order(world.program(rank), num_steps) for rank in range(world.size)]
         self.max_distance = max(order.max_distance for order in self.orders)
         self._times: list[Times] = []
-        self._steady_nodes: list[Node] = []
+        self._steady_nodes: list[RecurrenceNode] = []
 
     def advance(self) -> Times:
         """Evaluate the next position and return start and end of its instructions."""
@@ -188,7 +188,7 @@ class Recurrence:
                 here[member] = start_s, start_s + node.seconds
         return here
 
-    def nodes(self, position: int) -> list[Node]:
+    def nodes(self, position: int) -> list[RecurrenceNode]:
         """Return what runs at a position, each after what it waits for there.
 
         Steps that reach back no further than other steps all look alike.
@@ -201,7 +201,7 @@ class Recurrence:
             self._steady_nodes = nodes_here
         return nodes_here
 
-    def _ordered_nodes(self, position: int) -> list[Node]:
+    def _ordered_nodes(self, position: int) -> list[RecurrenceNode]:
         together: dict[Hashable, list[Member]] = {}
         for rank, order in enumerate(self.orders):
             for item in order.instructions(position):
@@ -228,7 +228,7 @@ class Recurrence:
         meeting = self.orders[member.rank].meeting(Place(position, member.instruction))
         return meeting and self.world.party(member.rank, meeting)[1]
 
-    def _node(self, members: tuple[Member, ...], position: int) -> Node:
+    def _node(self, members: tuple[Member, ...], position: int) -> RecurrenceNode:
         part = self.orders[0].part(position)
         earliest_s, edges = 0.0, []
         for member in members:
@@ -238,7 +238,7 @@ class Recurrence:
         seconds = max(
             self.world.template(rank).activities[part, instruction].seconds for rank, instruction in members
         )
-        return Node(members, earliest_s, tuple(dict.fromkeys(edges)), seconds)
+        return RecurrenceNode(members, earliest_s, tuple(dict.fromkeys(edges)), seconds)
 
     def _waits(self, member: Member, position: int) -> tuple[float, list[tuple[int, Member, float]]]:
         """Return the earliest start of an instruction, and its edges."""
@@ -258,7 +258,7 @@ class Recurrence:
             ]
         return (host_s if follows is None else 0.0), edges
 
-    def _name(self, node: Node, position: int) -> str:
+    def _name(self, node: RecurrenceNode, position: int) -> str:
         rank, instruction = node.members[0]
         name = f"{self._part(position)}/{instruction}"
         if self.world.size == 1:

@@ -107,12 +107,12 @@ def simulate_world(world: World, *, num_steps: int | None = None) -> Timeline:
     check_num_steps(num_steps)
     wanted = MAX_UNLIKE_STEPS if num_steps is None else num_steps
     with without_garbage_collection():
-        run = _Run(world, wanted)
+        run = _SimpyRun(world, wanted)
         run.go()
         if run.shortened is None:
             return run.timeline(run.cycle)
         # The same run with fewer like steps, whose last steps and flush only come later.
-        short = _Run(world, run.shortened)
+        short = _SimpyRun(world, run.shortened)
         short.go()
         return short.timeline(run.cycle, 0 if num_steps is None else num_steps - run.shortened)
 
@@ -138,7 +138,7 @@ def _together(programs: Sequence[Program]) -> ProgramSet:
     return ProgramSet(tuple(programs), tuple(range(len(programs))), dict.fromkeys(sorted(names), everybody))
 
 
-class _Run:
+class _SimpyRun:
     """One simulation of a fixed number of steps."""
 
     def __init__(self, world: World, num_steps: int) -> None:
@@ -146,7 +146,7 @@ class _Run:
         self.num_steps = num_steps
         self.env = simpy.Environment()
         self.fluid = FluidProcess(self.env, Fluid(world.capacities, world.fifo))
-        self.ranks = [_Rank(self, rank) for rank in range(world.size)]
+        self.ranks = [_SimulatedRank(self, rank) for rank in range(world.size)]
         self.depth = max(rank.order.max_distance for rank in self.ranks)
         self.detector = SteadyDetector(self.depth)
         self.cycle: Cycle | None = None
@@ -214,10 +214,10 @@ class _Run:
         return assemble(self.world, spans, self.num_steps, cycle, num_omitted)
 
 
-class _Rank:
+class _SimulatedRank:
     """The streams of one rank."""
 
-    def __init__(self, run: _Run, index: int) -> None:
+    def __init__(self, run: _SimpyRun, index: int) -> None:
         self.run = run
         self.index = index
         self.program = run.world.program(index)
@@ -263,7 +263,7 @@ class _Rank:
             self._count_other(place, -1)
             self._finish(place, start_s, activity)
 
-    def awaited(self, place: Place) -> Iterator[tuple[_Rank, Place]]:
+    def awaited(self, place: Place) -> Iterator[tuple[_SimulatedRank, Place]]:
         """Yield what an instruction waits for besides its stream, on this rank and on its peers."""
         for needed in self.order.waits_for(place):
             yield self, needed
@@ -336,7 +336,7 @@ class _Rank:
         return np.array([time for item in self.program.step for time in times[item.id]], dtype=np.float64)
 
 
-def _refuse_deadlock(run: _Run) -> None:
+def _refuse_deadlock(run: _SimpyRun) -> None:
     """Raise for the first rank of which a stream can never go on."""
     for rank in run.ranks:
         if rank.waiting:
@@ -345,10 +345,10 @@ def _refuse_deadlock(run: _Run) -> None:
             raise ProgramError(message, hint="remove one of these dependencies, or reorder a stream")
 
 
-def _circle(run: _Run, rank: _Rank) -> list[str]:
+def _circle(run: _SimpyRun, rank: _SimulatedRank) -> list[str]:
     """Return the instructions that wait for each other, the first again at the end."""
     node = rank, min(rank.waiting.values())
-    path: list[tuple[_Rank, Place]] = []
+    path: list[tuple[_SimulatedRank, Place]] = []
     while node not in path:
         path.append(node)
         undone = _undone(run, *node)
@@ -358,7 +358,7 @@ def _circle(run: _Run, rank: _Rank) -> list[str]:
     return [_name(item) for item in (*path[path.index(node) :], node)]
 
 
-def _undone(run: _Run, rank: _Rank, place: Place) -> list[tuple[_Rank, Place]]:
+def _undone(run: _SimpyRun, rank: _SimulatedRank, place: Place) -> list[tuple[_SimulatedRank, Place]]:
     """Return what an instruction that has not started still waits for."""
     needed = [(rank, before) for before in rank.order.predecessors(place)] + list(rank.awaited(place))
     undone = [(other, before) for other, before in needed if before not in other.done]
@@ -377,7 +377,7 @@ def _undone(run: _Run, rank: _Rank, place: Place) -> list[tuple[_Rank, Place]]:
     ]
 
 
-def _name(node: tuple[_Rank, Place]) -> str:
+def _name(node: tuple[_SimulatedRank, Place]) -> str:
     rank, place = node
     name = f"{rank.order.part(place.position)}/{place.instruction}"
     return name if rank.run.world.size == 1 else f"{name} of rank {rank.run.world.numbers[rank.index]}"

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel.codec_time import (
-    Link,
+    CutLink,
     codec_profile_of,
     coding_terms,
     decode_work,
@@ -152,7 +152,7 @@ class Ranking:
             places.append(int(chosen[places[-1]]))
         return tuple(names[place - 1] for place in reversed(places[1:]))
 
-    def _table(self, names: Sequence[str], codecs: Codecs) -> _Table:
+    def _table(self, names: Sequence[str], codecs: Codecs) -> _CostTable:
         seconds, points = self._costs.seconds(self._site), self._site.num_points
         ends = np.array([0, *(self._costs.ends[name] for name in names), len(seconds.forward)])
         crossings = np.array([(0.0, 0.0, 0.0), *(self._crossing(name, codecs) for name in names), (0.0,) * 3])
@@ -163,7 +163,7 @@ class Ranking:
         )
         own = forward[None, :] - forward[:, None] + decode[:, None] + encode[None, :]
         busy = once[None, :] - once[:, None] + walk[:, None] + points * own
-        return _Table(
+        return _CostTable(
             np.maximum(busy, points * transfer[None, :]),
             np.maximum(own, transfer[None, :]),
             crossings.sum(1),
@@ -209,7 +209,7 @@ class Ranking:
             key=lambda found: found[1].entropy_bits * found[1].num_elements,
         )
         hop, values = self._coded_hop, self._site.machines[0].profile.values()
-        link = Link(hop.bandwidth_bytes_per_s, codec_profile_of(values), hop.latency_s)
+        link = CutLink(hop.bandwidth_bytes_per_s, codec_profile_of(values), hop.latency_s)
         return fastest_crossing(spec, shape, self._element_bytes, stats, link).spec
 
     def _tensor(
@@ -268,7 +268,7 @@ def _slowest(channels: Iterable[Mapping[Send | Recv, Hop]]) -> Hop:
 
 
 @dataclass(frozen=True)
-class _Table:
+class _CostTable:
     """Of a stage from one place to another: seconds of a step, seconds for one point, bytes; and of crossings."""
 
     busy_s: Seconds

@@ -27,7 +27,7 @@ _FOR_WEIGHTS = 0.9
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _StageShape:
     """A mesh with its cuts and codecs, and the seconds that a step takes at least."""
 
     mesh: Mesh
@@ -65,16 +65,16 @@ def staged_plans(request: Request, fastest_s: float = inf) -> Iterator[Plan]:
     yield from plans_of(request, (_placed(request, shape) for shape in dict.fromkeys(chosen)))
 
 
-def _placed(request: Request, shape: _Shape) -> tuple[Mesh, Placement, tuple[ModelSpec, Split]]:
+def _placed(request: Request, shape: _StageShape) -> tuple[Mesh, Placement, tuple[ModelSpec, Split]]:
     placement = next(layouts(request, shape.mesh.world_size))
     model = request.cutting.cut(request.model, shape.cuts)
     return shape.mesh, placement, (model, shape.ranking.split(shape.cuts, shape.codecs))
 
 
-def _shapes(request: Request) -> Iterator[_Shape]:
+def _shapes(request: Request) -> Iterator[_StageShape]:
     """Yield every mesh of several stages with the best cuts, for each pair of codecs."""
     costs = Costs(request.model, request.cutting)
-    known: dict[tuple[object, ...], list[_Shape]] = {}
+    known: dict[tuple[object, ...], list[_StageShape]] = {}
     for mesh in _meshes(request, costs):
         site = site_of(request, mesh, next(layouts(request, mesh.stage)))
         key = mesh.stage, site.num_sequences, site.num_points
@@ -84,10 +84,10 @@ def _shapes(request: Request) -> Iterator[_Shape]:
                 shape for codecs in ranking.codecs for shape in _best(request, mesh, ranking, codecs)
             ]
         for shape in known[key]:
-            yield _Shape(mesh, shape.cuts, shape.codecs, shape.ranking, shape.bound_s)
+            yield _StageShape(mesh, shape.cuts, shape.codecs, shape.ranking, shape.bound_s)
 
 
-def _best(request: Request, mesh: Mesh, ranking: Ranking, codecs: Codecs) -> Iterator[_Shape]:
+def _best(request: Request, mesh: Mesh, ranking: Ranking, codecs: Codecs) -> Iterator[_StageShape]:
     """Yield the best cuts whose stages fit their devices, or the best of all with the uploads that those take."""
     limit = _FOR_WEIGHTS * request.device_limit_bytes(request.device)
     found = ranking.best_of_all(codecs, limit)
@@ -98,7 +98,7 @@ def _best(request: Request, mesh: Mesh, ranking: Ranking, codecs: Codecs) -> Ite
             return
         uploads_s = ranking.weight_bytes(found.cuts) / request.profile.values()["copy_h2d_bandwidth"]
         bound_s = max(found.bound_s, uploads_s)
-    yield _Shape(mesh, found.cuts, codecs, ranking, bound_s)
+    yield _StageShape(mesh, found.cuts, codecs, ranking, bound_s)
 
 
 def _meshes(request: Request, costs: Costs) -> Iterator[Mesh]:

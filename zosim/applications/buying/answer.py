@@ -12,9 +12,9 @@ from costmodel.configs import read_model_spec
 from costmodel.prices import Payment, PriceTable, Range, load_prices, shipped_prices
 from topology.errors import PlanError
 from topology.units import QuantityError, format_seconds, parse_quantity
-from zosim.applications.buying.machine import Job, Machine, machines_named
+from zosim.applications.buying.machine import Job, PricedMachine, machines_named
 from zosim.applications.buying.offers import Limits, Market, Offer, RankBy, Refusal, plain
-from zosim.applications.buying.sensitivity import Change, Effect, Room, effects, limiter, percent, rooms
+from zosim.applications.buying.sensitivity import Change, Effect, MemoryRoom, effects, limiter, percent, rooms
 from zosim.applications.buying.shortfall import shortfall
 from zosim.options import axis, dtype_named
 from zosim.planning.request import Method
@@ -37,7 +37,7 @@ class Answer:
         Machines that are no offer.
     limiters : tuple of str
         What limits each offer.
-    explained : tuple of (Offer, tuple of Effect, tuple of Room)
+    explained : tuple of (Offer, tuple of Effect, tuple of MemoryRoom)
         What would change the first of them.
     lacking : tuple of str
         Where nothing stays within the limits, what would let something in.
@@ -47,7 +47,7 @@ class Answer:
     offers: tuple[Offer, ...]
     refused: tuple[Refusal, ...]
     limiters: tuple[str, ...]
-    explained: tuple[tuple[Offer, tuple[Effect, ...], tuple[Room, ...]], ...]
+    explained: tuple[tuple[Offer, tuple[Effect, ...], tuple[MemoryRoom, ...]], ...]
     lacking: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -277,7 +277,7 @@ def _change(change: Change) -> str:
     return f"{words}, then {change.placement}" if change.placement and change.matters else words
 
 
-def _sentences(offer: Offer, effects: Sequence[Effect], rooms: Sequence[Room]) -> list[str]:
+def _sentences(offer: Offer, effects: Sequence[Effect], rooms: Sequence[MemoryRoom]) -> list[str]:
     """Return in words what simulating found, and what memory would buy."""
     sentences = []
     prediction = offer.machine.prediction
@@ -311,6 +311,6 @@ def _offer_data(offer: Offer, limiter: str) -> dict[str, Any]:
     }
 
 
-def _plan_data(machine: Machine) -> dict[str, Any]:
+def _plan_data(machine: PricedMachine) -> dict[str, Any]:
     """Return the plan without the model, which all offers share."""
     return machine.plan.model_dump(mode="json", exclude={"model"})

@@ -77,7 +77,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Machine:
+class PricedMachine:
     """A machine with as many of its devices as a job may use, and what the job takes there.
 
     Attributes
@@ -144,7 +144,7 @@ def _bound_s(request: Request, plan: Plan) -> float:
     return Bounds(request).of(plan).seconds
 
 
-def simulated(machine: Machine) -> Machine:
+def simulated(machine: PricedMachine) -> PricedMachine:
     """Return a machine with its best plan simulated, event by event, interval included.
 
     Where the simulated step takes longer than another placement's bound, that one is simulated, too.

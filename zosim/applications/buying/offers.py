@@ -15,7 +15,7 @@ from typing import Literal
 from costmodel.prices import JobCost, Payment, PriceTable, Range, job_costs
 from topology.errors import PlanError
 from topology.graph import Topology
-from zosim.applications.buying.machine import Job, Machine, interval, simulated
+from zosim.applications.buying.machine import Job, PricedMachine, interval, simulated
 from zosim.planning.planner import Candidate, candidates
 
 RankBy = Literal["money", "hours", "energy"]
@@ -50,13 +50,13 @@ class Offer:
 
     Attributes
     ----------
-    machine : Machine
+    machine : PricedMachine
     cost : JobCost
     verdict : {"yes", "perhaps", "no"}
         Whether it stays within budget and deadline.
     """
 
-    machine: Machine
+    machine: PricedMachine
     cost: JobCost
     verdict: Verdict
 
@@ -145,7 +145,7 @@ class Market:
                     priced += self._priced(result)
         return self._simulated(self._ranked(priced), num_simulated), refused
 
-    def _bounded(self, name: str, topology: Topology, count: int) -> Machine | Refusal:
+    def _bounded(self, name: str, topology: Topology, count: int) -> PricedMachine | Refusal:
         try:
             listed = sorted(
                 candidates(self.job.request(name, topology, count)),
@@ -156,7 +156,7 @@ class Market:
         best = listed[0]
         if best.missing:
             return self._lacking(name, count, listed)
-        machine = Machine(
+        machine = PricedMachine(
             name,
             topology,
             best.plan.placement.world_size,
@@ -181,7 +181,7 @@ class Market:
             closest.bound.missing_bytes,
         )
 
-    def _hopeless(self, machine: Machine) -> Refusal | None:
+    def _hopeless(self, machine: PricedMachine) -> Refusal | None:
         """Return why a machine is given up before it is simulated, if it is."""
         deadline, budget = self.limits.deadline_hours, self.limits.budget
         alone = partial(Refusal, machine.name, machine.num_devices, remedy="")
@@ -198,12 +198,12 @@ class Market:
             return alone(reason, cause="money", least=min(cost.spent.value for cost in costs))
         return None
 
-    def _costs(self, machine: Machine) -> tuple[JobCost, ...]:
+    def _costs(self, machine: PricedMachine) -> tuple[JobCost, ...]:
         hours = self.job.hours(machine.step_s)
         costs = job_costs(self.prices, machine.name, machine.topology, machine.num_devices, hours)
         return tuple(cost for cost in costs if self.pay in (None, cost.payment))
 
-    def _priced(self, machine: Machine) -> list[Offer]:
+    def _priced(self, machine: PricedMachine) -> list[Offer]:
         return [Offer(machine, cost, self.limits.verdict(cost)) for cost in self._costs(machine)]
 
     def key(self, offer: Offer) -> tuple[int, float]:
@@ -234,6 +234,6 @@ def plain(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _is_same(one: Machine, other: Machine) -> bool:
+def _is_same(one: PricedMachine, other: PricedMachine) -> bool:
     """Whether more devices were allowed, but not used."""
     return one.name == other.name and one.plan == other.plan

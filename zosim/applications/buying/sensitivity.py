@@ -13,7 +13,7 @@ from topology.errors import PlanError
 from topology.graph import Topology
 from topology.units import format_bytes
 from zosim.applications.buying.levers import Lever
-from zosim.applications.buying.machine import Job, Machine
+from zosim.applications.buying.machine import Job, PricedMachine
 from zosim.applications.buying.offers import Market, Offer
 from zosim.planning.bounds import Bounds
 from zosim.planning.explain import ALIKE
@@ -70,7 +70,7 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryRoom:
     """A memory at which a faster placement fits.
 
     Attributes
@@ -98,7 +98,7 @@ def percent(times: float) -> str:
     return f"{change:+.0%}" if abs(change) >= _WORTH_SAYING else f"{change:+.1%}"
 
 
-def limiter(job: Job, machine: Machine) -> str:
+def limiter(job: Job, machine: PricedMachine) -> str:
     """Return the figure that shortens the machine's step most when it is doubled, and by how much.
 
     Memory is left out: it limits which placements there are, not how long this one takes.
@@ -115,7 +115,7 @@ def limiter(job: Job, machine: Machine) -> str:
     return f"{name} (x2: {percent(gains[name])})" if gains[name] < 1 - ALIKE else "no single figure"
 
 
-def _of_plan_s(job: Job, machine: Machine, topology: Topology) -> float:
+def _of_plan_s(job: Job, machine: PricedMachine, topology: Topology) -> float:
     request = job.request(machine.name, topology, machine.num_devices)
     return Bounds(request).of(machine.plan).seconds
 
@@ -167,7 +167,7 @@ def _change(
     )
 
 
-def _altered(job: Job, machine: Machine, topology: Topology) -> Candidate | None:
+def _altered(job: Job, machine: PricedMachine, topology: Topology) -> Candidate | None:
     """Return the fastest placement of the machine's mesh that fits a changed machine."""
     try:
         request = job.request(machine.name, topology, machine.num_devices, mesh=machine.plan.mesh)
@@ -182,20 +182,20 @@ def _span(effect: Effect) -> float:
     return float("inf") if None in times else max(times) - min(times)  # type: ignore[type-var, operator]
 
 
-def rooms(machine: Machine) -> tuple[Room, ...]:
+def rooms(machine: PricedMachine) -> tuple[MemoryRoom, ...]:
     """Return the memories at which faster placements fit, the smallest first; larger ones only if faster still."""
-    best: dict[tuple[str, str], Room] = {}
+    best: dict[tuple[str, str], MemoryRoom] = {}
     for room in _lacking(machine):
         size = (room.where, format_bytes(room.needed_bytes, _DIGITS))
         best[size] = min(best.get(size, room), room, key=lambda item: item.times)
-    useful: list[Room] = []
+    useful: list[MemoryRoom] = []
     for room in sorted(best.values(), key=lambda item: item.needed_bytes):
         if all(room.times < known.times - ALIKE for known in useful if known.where == room.where):
             useful.append(room)
     return tuple(useful)
 
 
-def _lacking(machine: Machine) -> Iterator[Room]:
+def _lacking(machine: PricedMachine) -> Iterator[MemoryRoom]:
     """Yield what placements that are faster than the machine's best need, where one memory alone lacks."""
     best_s = _best_s([machine.best])
     for candidate in machine.candidates:
@@ -204,9 +204,9 @@ def _lacking(machine: Machine) -> Iterator[Room]:
             continue
         parts = candidate.missing.split("; ")
         if len(parts) == 1 and "of device memory" in parts[0]:
-            yield Room("device", candidate.footprints.largest.device_bytes, candidate.describe(), times)
+            yield MemoryRoom("device", candidate.footprints.largest.device_bytes, candidate.describe(), times)
         elif len(parts) == 1:
-            yield Room("host", candidate.footprints.fullest.size_bytes, candidate.describe(), times)
+            yield MemoryRoom("host", candidate.footprints.fullest.size_bytes, candidate.describe(), times)
 
 
 def _best_s(listed: Sequence[Candidate]) -> float:

@@ -79,7 +79,7 @@ class Predicted(FrozenModel):
         )
 
 
-class Measured(FrozenModel):
+class Measurement(FrozenModel):
     """What was measured, in numbers that follow from the spans.
 
     Attributes
@@ -97,7 +97,7 @@ class Measured(FrozenModel):
     host_bytes: int = Field(ge=0)
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Measured:
+    def of(cls, timeline: Timeline) -> Measurement:
         """Return what a measured timeline comes to."""
         rank = timeline.ranks[0] if timeline.ranks else 0
         return cls(
@@ -126,7 +126,7 @@ class Evidence(FrozenModel):
     is_edited : bool
         Whether these are other programs than the plan was lowered to by the zosim that made the file.
     prediction : Predicted
-    measurement : Measured
+    measurement : Measurement
     timeline : Timeline
         The measured spans.
     """
@@ -141,7 +141,7 @@ class Evidence(FrozenModel):
     programs: dict[str, Any]
     is_edited: bool
     prediction: Predicted
-    measurement: Measured
+    measurement: Measurement
     timeline: Timeline
 
     @model_validator(mode="after")
@@ -206,7 +206,7 @@ class Evidence(FrozenModel):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckedStatement:
     """One statement of an evidence file, held against what follows from the rest of it.
 
     Attributes
@@ -222,7 +222,7 @@ class Finding:
     holds: bool
 
 
-def check(evidence: Evidence) -> tuple[Finding, ...]:
+def check(evidence: Evidence) -> tuple[CheckedStatement, ...]:
     """Return every statement of an evidence file with what comes of making it again.
 
     Raises
@@ -242,7 +242,7 @@ def check(evidence: Evidence) -> tuple[Finding, ...]:
         *_compared(
             "measured",
             evidence.measurement.model_dump(),
-            Measured.of(evidence.timeline).model_dump(),
+            Measurement.of(evidence.timeline).model_dump(),
             SAME_MEASUREMENT,
         ),
         _spans_belong(evidence),
@@ -252,15 +252,15 @@ def check(evidence: Evidence) -> tuple[Finding, ...]:
 
 def _compared(
     whose: str, stated: Mapping[str, Any], predicted: Mapping[str, Any], tolerance: float
-) -> Iterator[Finding]:
+) -> Iterator[CheckedStatement]:
     for name, value in stated.items():
         again = predicted[name]
         is_number = isinstance(value, int | float)
         same = abs(again - value) <= tolerance * abs(value) if is_number else again == value
-        yield Finding(f"{whose} {name}", value, again, same)
+        yield CheckedStatement(f"{whose} {name}", value, again, same)
 
 
-def _spans_belong(evidence: Evidence) -> Finding:
+def _spans_belong(evidence: Evidence) -> CheckedStatement:
     """Return whether every measured span is of an instruction that its rank ran."""
     known = {
         (rank, part, item.id)
@@ -273,15 +273,15 @@ def _spans_belong(evidence: Evidence) -> Finding:
         if (span.rank, span.part, span.instruction) not in known
     }
     words = f"{len(foreign)}, such as {min(foreign)}" if foreign else "none"
-    return Finding("spans of no instruction", "none", words, not foreign)
+    return CheckedStatement("spans of no instruction", "none", words, not foreign)
 
 
-def _programs_belong(evidence: Evidence) -> Finding:
+def _programs_belong(evidence: Evidence) -> CheckedStatement:
     """Return whether the programs are what the plan is lowered to, where they say so."""
     if evidence.is_edited:
-        return Finding("programs", "edited by hand", "not compared with the plan", True)
+        return CheckedStatement("programs", "edited by hand", "not compared with the plan", True)
     same = lower_all(evidence.plan).to_json() == evidence.program_set.to_json()
-    return Finding("programs", "the plan's", "the plan's" if same else "others", same)
+    return CheckedStatement("programs", "the plan's", "the plan's" if same else "others", same)
 
 
 def evidence_of(run: str | Path, subject: Subject) -> Evidence:
@@ -328,7 +328,7 @@ def evidence_of(run: str | Path, subject: Subject) -> Evidence:
         programs=json.loads(plain.programs.to_json()),
         is_edited=lower_all(plain.plan).to_json() != plain.programs.to_json(),
         prediction=Predicted.of(plain),
-        measurement=Measured.of(timeline),
+        measurement=Measurement.of(timeline),
         timeline=timeline,
     )
 

@@ -49,7 +49,7 @@ class NetworkLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class FlowPart:
     """Part of a route that a message crosses as a whole before it goes on: links by name, and their latency."""
 
     links: tuple[str, ...]
@@ -60,12 +60,12 @@ class Leg:
 class Flow:
     """A message of `size_bytes` that starts at `start_s` and crosses one leg after the other."""
 
-    legs: tuple[Leg, ...]
+    legs: tuple[FlowPart, ...]
     size_bytes: float
     start_s: float = 0.0
 
 
-def legs_of(route: Iterable[str], links: Mapping[str, NetworkLink]) -> tuple[Leg, ...]:
+def legs_of(route: Iterable[str], links: Mapping[str, NetworkLink]) -> tuple[FlowPart, ...]:
     """Return the legs of a route: every ``fifo`` link alone, ``maxmin`` links in unbroken runs.
 
     Examples
@@ -74,14 +74,14 @@ def legs_of(route: Iterable[str], links: Mapping[str, NetworkLink]) -> tuple[Leg
     >>> [leg.links for leg in legs_of(["a", "b", "q", "a"], links)]
     [('a', 'b'), ('q',), ('a',)]
     """
-    legs: list[Leg] = []
+    legs: list[FlowPart] = []
     for is_fifo, run in itertools.groupby(route, key=lambda name: links[name].sharing == "fifo"):
         names = tuple(run)
         latencies = [links[name].latency_s for name in names]
         legs += (
-            [Leg((name,), latency_s) for name, latency_s in zip(names, latencies, strict=True)]
+            [FlowPart((name,), latency_s) for name, latency_s in zip(names, latencies, strict=True)]
             if is_fifo
-            else [Leg(names, math.fsum(latencies))]
+            else [FlowPart(names, math.fsum(latencies))]
         )
     return tuple(legs)
 
@@ -96,7 +96,7 @@ def network_of(topology: Topology) -> dict[str, NetworkLink]:
 
 def legs_between(
     topology: Topology, links: Mapping[str, NetworkLink], source_id: str, target_id: str
-) -> tuple[Leg, ...]:
+) -> tuple[FlowPart, ...]:
     """Return the legs of the widest route between two nodes of a topology, whose network `links` is.
 
     The memory at either end is read while the first leg is crossed and written while the last one is; a measured
@@ -109,18 +109,18 @@ def legs_between(
     """
     route = topology.route(source_id, target_id)
     if not route.resource_ids:
-        return (Leg((), route.latency_s),) if route.links else ()
+        return (FlowPart((), route.latency_s),) if route.links else ()
     ends = [name for name in (source_id, target_id) if name in route.resource_ids]
     measured = tuple(name for name in route.resource_ids if name.startswith("measured:"))
     crossed = [name for name in route.resource_ids if name not in {*ends, *measured}]
-    legs = list(legs_of(crossed, links)) or [Leg(())]
+    legs = list(legs_of(crossed, links)) or [FlowPart(())]
     if source_id in ends:
-        legs[0] = Leg((source_id, *legs[0].links), legs[0].latency_s)
+        legs[0] = FlowPart((source_id, *legs[0].links), legs[0].latency_s)
     if target_id in ends and target_id != source_id:
-        legs[-1] = Leg((*legs[-1].links, target_id), legs[-1].latency_s)
+        legs[-1] = FlowPart((*legs[-1].links, target_id), legs[-1].latency_s)
     rest_s = max(route.latency_s - math.fsum(leg.latency_s for leg in legs), 0.0)
-    legs[-1] = Leg(legs[-1].links, legs[-1].latency_s + rest_s)
-    return tuple(Leg((*leg.links, *measured), leg.latency_s) for leg in legs)
+    legs[-1] = FlowPart(legs[-1].links, legs[-1].latency_s + rest_s)
+    return tuple(FlowPart((*leg.links, *measured), leg.latency_s) for leg in legs)
 
 
 def finish_times(flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> list[float]:
@@ -147,11 +147,11 @@ def finish_times(flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> lis
     --------
     1 GB and 3 GB share 1 GB/s until the first ends after 2 s; the other has the link to itself for its last 2 GB.
 
-    >>> leg = Leg(("a",))
+    >>> leg = FlowPart(("a",))
     >>> finish_times([Flow((leg,), 1e9), Flow((leg,), 3e9)], {"a": NetworkLink(1e9)})
     [2.0, 4.0]
     """
-    return _Run(flows, links).finished() if flows else []
+    return _FlowRun(flows, links).finished() if flows else []
 
 
 class _Legs(Rows):
@@ -201,7 +201,7 @@ class _Legs(Rows):
         return self._rows, self._resources
 
 
-class _Run:
+class _FlowRun:
     """One simulation, its clock counted from the first start."""
 
     def __init__(self, flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> None:
