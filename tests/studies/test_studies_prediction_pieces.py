@@ -52,7 +52,7 @@ def test_what_is_done_is_not_done_again(tmp_path):
 
 def test_a_spoilt_piece_is_named(tmp_path):
     (tmp_path / "one.json").write_text('{"rows": []')
-    with pytest.raises(ZosimError, match=r"one\.json is no piece"):
+    with pytest.raises(ZosimError, match=r"one\.json is not a piece"):
         Pieces(tmp_path).of("one", dict)
 
 
