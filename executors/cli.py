@@ -278,6 +278,14 @@ def run(
     checkpoint_every: Annotated[
         int | None, _option(_KEEPING, "Steps between checkpoints; 0 (default): the log is enough.", min=0)
     ] = None,
+    checksums: Annotated[
+        bool | None,
+        _option(
+            _KEEPING,
+            "Notice bits of weights that nothing wrote; by default on a CPU.",
+            "--checksums/--no-checksums",
+        ),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with what OUT holds.", rich_help_panel=_KEEPING)
     ] = False,

@@ -88,6 +88,7 @@ def settings_from(given: Given) -> tuple[RunSettings, list[str]]:
         evaluation=_evaluation(given, run.get("evaluation") or {}),
         digest_every=_or(given, run, "digest_every", _DIGEST_EVERY),
         checkpoint_every=_or(given, run, "checkpoint_every", 0),
+        checksums=given["device"] == "cpu" if given["checksums"] is None else given["checksums"],
         resume=given["resume"],
         early_stop=given["early_stop"],
         tensorboard=given["tensorboard"],

@@ -127,6 +127,11 @@ class JsonLines:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def cut(self, keep_bytes: int) -> None:
+        """Keep the first `keep_bytes` bytes."""
+        os.ftruncate(self._file, keep_bytes)
+        os.fsync(self._file)
+
     def close(self) -> None:
         """End the file."""
         try:

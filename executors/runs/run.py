@@ -28,6 +28,7 @@ from executors.ranks.communicator import Communicator, default_communicator
 from executors.ranks.launch import process_group
 from executors.ranks.rank_info import is_launched
 from executors.runs.adapters import keep_beginning, save_tuned
+from executors.runs.agreement import Disagreement
 from executors.runs.checkpoint import save_checkpoint
 from executors.runs.divergence import DivergenceWatch
 from executors.runs.earlier import EarlierRun, is_begun
@@ -46,7 +47,7 @@ from executors.runs.replay import (
 )
 from executors.runs.reporter import Reporter
 from executors.runs.run_files import BEST_NAME, METRICS_NAME, NoFiles, RunFiles, remove_partial
-from executors.runs.runlog import RunLog, write_header
+from executors.runs.runlog import REFUSED_NAME, RunLog, write_header
 from executors.runs.session import Session
 from executors.runs.settings import RunSettings, refuse_other_identity
 from topology.errors import RunError
@@ -147,6 +148,7 @@ class Run:
                 stopped = self._train(session)
                 if stopped is None:
                     return self._finish(session)
+                self._verify(session)  # a bit that changed can ruin a loss, too
             keep, why = stopped
             return self._keep_last_good(keep, why)
 
@@ -196,6 +198,7 @@ class Run:
             "num_micro_batches": settings.accumulate,
             "objective": objective_named(settings.objective),
             "communicator": self.communicator,
+            "checksums": settings.checksums,
         }
         if self.history is None:
             return self._first_session(model, options)
@@ -322,17 +325,43 @@ class Run:
     def _due(self, session: Session) -> None:
         """Do what is due after the steps so far and has not been done."""
         settings, done = self.settings, session.num_steps
-        if settings.digest_every and done and done % settings.digest_every == 0:
-            self._record_digest(session, done)
-        if settings.checkpoint_every and done and done % settings.checkpoint_every == 0:
+        digest, checkpoint = (
+            bool(every and done and done % every == 0)
+            for every in (settings.digest_every, settings.checkpoint_every)
+        )
+        evaluation = self.evaluations.is_due(done)
+        if digest or checkpoint or evaluation:
+            self._verify(session)
+        if digest:
+            self._on_rank_0(
+                session, lambda: self._files.digest(done, session.digest()), "hashing the parameters"
+            )
+        if checkpoint:
             self._save_checkpoint(session, done)
-        if self.evaluations.is_due(done):
+        if evaluation:
             metrics = self.evaluations.evaluate(session)
             self._files.evaluation(done, metrics)
 
-    def _record_digest(self, session: Session, done: int) -> None:
-        session.compare_replicas()
-        self._on_rank_0(session, lambda: self._files.digest(done, session.digest()), "hashing the parameters")
+    def _verify(self, session: Session) -> None:
+        """Verify the weights and what all ranks did; if they are refused, cut the log back to what was agreed on.
+
+        Raises
+        ------
+        Disagreement
+            On all ranks.
+        """
+        try:
+            session.verify()
+        except Disagreement as error:
+            agreed = error.num_agreed_steps
+            if self.communicator is None:
+                self.log.cut(agreed)
+            else:  # the launcher ends all ranks with the first that refuses
+                self.communicator.on_rank_0(lambda: self.log.cut(agreed), "cutting the log")
+            error.hint = (
+                f"{error.hint}; `--resume` goes on after {agreed} steps, and {REFUSED_NAME} keeps the others"
+            )
+            raise
 
     def _save_checkpoint(self, session: Session, done: int) -> None:
         history = History(self.out, self.header, tuple(self.records), 0, {})
@@ -364,7 +393,7 @@ class Run:
             if self.writes:
                 timeline = replace(timeline, reference_s=self.reference_s)
                 write_atomically(self.out / TIMELINE_NAME, timeline.to_json())
-        session.compare_replicas()
+        self._verify(session)
 
         def finish() -> None:
             self.log.refuse_moved()

@@ -17,13 +17,14 @@ from torch import nn
 from executors.files import locked, write_atomically
 from executors.models.weight_files import weights_digest
 from executors.runs.header import checked
-from executors.runs.jsonlines import JsonLines
+from executors.runs.jsonlines import JsonLines, read_lines
 from topology.errors import RunError
 from topology.reading import parse_json, read_text
 from topology.signed import with_digest, without_digest
 
 HEADER_NAME = "run.json"
 STEPS_NAME = "steps.jsonl"
+REFUSED_NAME = "steps-refused.jsonl"
 RUNLOG_VERSION = 2
 
 
@@ -84,6 +85,14 @@ class RunLog:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def cut(self, num_steps: int) -> None:
+        """Keep the first `num_steps` steps; move what follows to :data:`REFUSED_NAME`, which it replaces."""
+        lines = read_lines(self.directory / STEPS_NAME)
+        kept = [line for line in lines if line.row["step"] < num_steps]
+        refused = "".join(json.dumps(line.row) + "\n" for line in lines[len(kept) :])
+        write_atomically(self.directory / REFUSED_NAME, refused)
+        self._steps.cut(kept[-1].end if kept else 0)
 
     def close(self) -> None:
         """End the log, and let go of the directory."""

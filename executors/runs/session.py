@@ -24,11 +24,11 @@ from executors.formats import TORCH_DTYPES
 from executors.models.engine import engine_for
 from executors.models.model import Batch, LossDType, Objective
 from executors.models.weight_files import save_pretrained, weights_digest
-from executors.ranks.agreement import refuse_unlike_sums
 from executors.ranks.communicator import Communicator, default_communicator
 from executors.ranks.mesh import stage_of
 from executors.ranks.rank_info import progress_of_this_rank
 from executors.ranks.whole_model import WholeModel
+from executors.runs.agreement import RankReport, StepInputs, refuse_disagreement
 from executors.runs.measured import measured_timeline, messages_per_step
 from executors.runs.records import StepRecord, record_of, refuse_nonfinite, seed_of
 from executors.runs.runlog import header_of
@@ -84,6 +84,8 @@ class Session:
     communicator : Communicator, optional
         The other ranks of a plan that has several; by default those of torch's process group. All ranks then make the
         session, and call its methods in the same order; each is given the whole batch.
+    checksums : bool
+        Whether a checksum follows every change of weights, so that :meth:`verify` notices bits that nothing wrote.
 
     Raises
     ------
@@ -109,6 +111,7 @@ class Session:
         base_digest: str | None = None,
         objective: Objective | None = None,
         communicator: Communicator | None = None,
+        checksums: bool = False,
     ) -> None:
         self.plan = plan
         self.model = model
@@ -163,6 +166,7 @@ class Session:
             num_draw_threads=num_draw_threads,
             num_micro_batches=num_micro_batches,
             watch_updates=plan.loses_updates,
+            checksums=checksums,
             communicator=self.communicator,
         )
         move_module_buffers(model, self.device)
@@ -172,6 +176,8 @@ class Session:
         self._present = PresentWeights(self.engine, storage, self.device, self._whole)
         self._live_bytes = 0
         self._first_timed = 0
+        self._verified_steps = 0
+        self._inputs = StepInputs()
 
     def _rank_among_others(self, rank: int) -> int:
         """Return this rank's number, once it is sure that there are as many ranks as the plan has."""
@@ -221,12 +227,26 @@ class Session:
         num_timed = number - self._first_timed
         self.interpreter.backend.recording = num_timed < self._num_timed_steps
         begin = time.perf_counter()
-        batch = self._own_rows(batch)
-        frame = self._observed_step(batch, seeds, rate) if num_timed < _OBSERVED_STEPS else None
-        frame = frame or self.interpreter.step(batch, seeds, rate)
+        own_rows = self._own_rows(batch)
+        frame = self._observed_step(own_rows, seeds, rate) if num_timed < _OBSERVED_STEPS else None
+        frame = frame or self.interpreter.step(own_rows, seeds, rate)
         record = record_of(frame, time.perf_counter() - begin)
+        self._note_inputs(record, batch)
         refuse_nonfinite(record)
         return record
+
+    def _note_inputs(self, record: StepRecord, batch: Batch) -> None:
+        if self.communicator is not None:
+            used = self.interpreter.hyperparameters
+            self._inputs.note(
+                record.step,
+                batch,
+                seeds=record.seeds,
+                learning_rate=record.learning_rate,
+                epsilon=used.epsilon,
+                weight_decay=used.weight_decay,
+                projected_gradients=record.projected_gradients,
+            )
 
     def _own_rows(self, batch: Batch) -> Batch:
         if self.communicator is None:
@@ -250,7 +270,7 @@ class Session:
     def start_at(self, step: int) -> None:
         """Number the next step; the model holds the weights after `step` steps. Only before the first step."""
         self.interpreter.start_at(step)
-        self._first_timed = step
+        self._first_timed = self._verified_steps = step
 
     def replay(self, record: StepRecord) -> None:
         """Do to the weights, bit for bit, what a logged step did, without its forwards.
@@ -264,7 +284,7 @@ class Session:
             raise RunError(f"step {record.step} cannot be replayed as step {self.num_steps}")
         self.interpreter.backend.recording = False
         self.interpreter.replay(record.seeds, record.projected_gradients, record.learning_rate)
-        self._first_timed = self.num_steps
+        self._first_timed = self._verified_steps = self.num_steps
 
     def digest(self) -> str:
         """Flush, and return a hash over names, formats, shapes and bits of all parameters."""
@@ -272,20 +292,23 @@ class Session:
         with self._whole.here():
             return weights_digest(self.model, self.plan.weights.dtype)
 
-    def compare_replicas(self) -> None:
-        """Flush, and make sure that all ranks hold, and have computed, the same parameters.
+    def verify(self) -> None:
+        """Flush, and make sure that weights hold what instructions wrote, and that all ranks hold and did the same.
 
         Raises
         ------
-        RunError
-            If they do not; the message names the ranks and the parameter groups in which they differ.
+        Disagreement
+            On all ranks, if not; the message names the ranks, what differs, and since when.
         """
         self.flush()
-        watch = self.interpreter.replica_watch
-        if self.communicator is not None and watch is not None:
-            own = dict(zip(watch.names, watch.sums().tolist(), strict=True))
-            rows = self.communicator.all_gather_json(own, "comparing replicas", dict[str, int])
-            refuse_unlike_sums(rows, self.num_steps)
+        checksums, inputs = self.interpreter.checksums, self._inputs
+        disturbances = checksums.disturbances(self.num_steps)
+        reports = [RankReport(checksums.sums(), disturbances, inputs.history, inputs.latest)]
+        if (others := self.communicator) is not None:
+            reports = others.all_gather_json(reports[0], "comparing replicas", RankReport)
+        members = others.members if others is not None else None
+        refuse_disagreement(reports, self._verified_steps, self.num_steps, members)
+        self._verified_steps, self._inputs = self.num_steps, StepInputs()
 
     def flush(self) -> None:
         """Apply pending updates; all ranks have to. Evaluations and checkpoints flush by themselves."""

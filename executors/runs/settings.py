@@ -104,6 +104,8 @@ class RunSettings:
     evaluation : EvaluationSettings or None
     digest_every, checkpoint_every : int
         Steps between digests of the parameters and between checkpoints; 0 for never.
+    checksums : bool
+        Whether a checksum follows every change of weights.
     resume : bool
         Whether to go on with what `out` holds.
     early_stop : bool
@@ -143,6 +145,7 @@ class RunSettings:
     evaluation: EvaluationSettings | None = None
     digest_every: int = 0
     checkpoint_every: int = 0
+    checksums: bool = False
     resume: bool = False
     early_stop: bool = True
     random_weights: bool = False

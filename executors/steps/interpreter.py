@@ -18,10 +18,10 @@ from costmodel.model_spec import HEAD
 from executors.models.engine import ForwardEngine
 from executors.models.model import Batch
 from executors.models.parameters import stand_in
-from executors.ranks.agreement import ReplicaWatch
 from executors.ranks.communicator import Communicator
 from executors.ranks.host_memory import HOST, HostMemory, PeersTicket
 from executors.steps.buffers import BufferStore
+from executors.steps.checksums import WeightChecksums
 from executors.steps.frames import Hyperparameters, StepFrame
 from executors.steps.ops import Action, Actions, Context
 from executors.steps.ops.codec import Crossings
@@ -53,6 +53,8 @@ class Interpreter:
         Parts that a batch is forwarded in, whose losses are accumulated.
     watch_updates : bool
         Whether to count updates that rounding undoes.
+    checksums : bool
+        Whether a checksum follows every change of weights (:class:`executors.steps.checksums.WeightChecksums`).
     communicator : Communicator, optional
         The other ranks, where the program takes any.
 
@@ -72,6 +74,7 @@ class Interpreter:
         num_draw_threads: int = 1,
         num_micro_batches: int = 1,
         watch_updates: bool = False,
+        checksums: bool = False,
         communicator: Communicator | None = None,
     ) -> None:
         _refuse_first_order(program)
@@ -83,7 +86,8 @@ class Interpreter:
         self._host_memory = _host_memory(program, communicator, backend)
         positions = {name: communicator.position(name) for name in program.groups} if communicator else {}
         self.store = BufferStore(program, engine, self._allocated, positions)
-        self.replica_watch = ReplicaWatch(program, self.store, backend.device) if communicator else None
+        self.checksums = WeightChecksums(program, self.store, backend, every_change=checksums)
+        self.hyperparameters = hyperparameters
         self.update_watch = UpdateWatch(program, self.store, backend.device) if watch_updates else None
         self._context = Context(
             program,
@@ -258,6 +262,7 @@ class Interpreter:
                 self._context.bind([placed])
         if self._host_memory is not None and self._communicator is not None:
             self._communicator.barrier("loading the weights")
+        self.checksums.begin()
 
     def _let_go(self) -> None:
         """Let parameters that other stages hold be zeros that take no memory: masks are made with them as with any.
@@ -326,8 +331,7 @@ class Interpreter:
             action = self._actions.of(part, instruction)
             if self.update_watch is not None:
                 action = self.update_watch.watched(instruction, action)
-            if self.replica_watch is not None:
-                action = self.replica_watch.watched(instruction, action)
+            action = self.checksums.watched(part, instruction, action)
             resolved.append(_Resolved(instruction, action, waits, before, peers))
         return resolved
 

@@ -3,6 +3,7 @@
 ``python -m studies.speed --shape 125m --threads 2 --dtype float32`` prints the table that the documentation quotes;
 with ``--beside`` those of bfloat16, and of the small shape with one thread, follow it. "mezo (default)" is the plan
 that a user gets without choosing: resident, block by block, updated at once.
+With ``--checksums`` there are three placements instead, each with and without a checksum after every change of weights.
 The contenders take turns of two steps, so that a machine that slows down slows all of them; the second is timed.
 """
 
@@ -31,6 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "125m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50272},
 }
 _RATE, _EPSILON = 1e-7, 1e-3
+_CHECKSUMS = ", checksums"
 Batch = dict[str, torch.Tensor]
 Step = Callable[[int], object]
 
@@ -62,7 +64,7 @@ def main() -> None:
         settings += [replace(settings[0], dtype="bfloat16"), replace(settings[0], shape="1m", threads=1)]
     results = []
     for setting in settings:
-        seconds = timed(setting, options.rounds)
+        seconds = timed(setting, options.rounds, checksums=options.checksums)
         report(setting, seconds)
         results.append({"setting": setting.describe(), "seconds": seconds})
     if options.json is not None:
@@ -85,11 +87,11 @@ class SpeedSetting:
         return f"OPT-{self.shape} shape, {self.dtype}, {batch}, {self.threads} thread(s)"
 
 
-def timed(setting: SpeedSetting, rounds: int) -> dict[str, list[float]]:
+def timed(setting: SpeedSetting, rounds: int, *, checksums: bool = False) -> dict[str, list[float]]:
     """Return seconds of every contender in every round."""
     torch.set_num_threads(setting.threads)
     model = _model(setting.shape, getattr(torch, setting.dtype))
-    return measure(model, setting.batch, setting.seq, setting.dtype, rounds)
+    return measure(model, setting.batch, setting.seq, setting.dtype, rounds, checksums=checksums)
 
 
 def report(setting: SpeedSetting, seconds: dict[str, list[float]]) -> None:
@@ -102,9 +104,25 @@ def report(setting: SpeedSetting, seconds: dict[str, list[float]]) -> None:
             f"{row.name:28s}{row.median_s * 1e3:8.1f}ms{row.fastest_s * 1e3:8.1f}ms"
             f"{row.to_literal:11.3f}{row.to_forwards:12.3f}"
         )
+    for name, share in checksum_shares(seconds).items():
+        print(f"checksums add {share:+.1%} to a step: {name}")
 
 
-def measure(model: Any, batch: int, seq: int, dtype: str, rounds: int) -> dict[str, list[float]]:
+def checksum_shares(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Return what checksums add to a step, as a share of one without: the median over rounds."""
+    return {
+        name: statistics.median(
+            own / without for own, without in zip(seconds[name + _CHECKSUMS], values, strict=True)
+        )
+        - 1
+        for name, values in seconds.items()
+        if name + _CHECKSUMS in seconds
+    }
+
+
+def measure(
+    model: Any, batch: int, seq: int, dtype: str, rounds: int, *, checksums: bool = False
+) -> dict[str, list[float]]:
     """Return seconds of every contender in every round, after one round that is thrown away.
 
     Notes
@@ -116,15 +134,17 @@ def measure(model: Any, batch: int, seq: int, dtype: str, rounds: int) -> dict[s
         0, model.config.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(0)
     )
     data = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-    contenders = dict(_contenders(model, data, dtype))
+    contenders = dict(_contenders(model, data, dtype, checksums=checksums))
+    # Small shares are told by the time on cores, which a busy machine changes less.
+    clock = time.process_time if checksums else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):  # a session observes its memory in the first two steps
         for name, step in contenders.items():
             step(2 * turn)
-            begin = time.perf_counter()
+            begin = clock()
             step(2 * turn + 1)
             if turn:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(clock() - begin)
     return seconds
 
 
@@ -143,7 +163,7 @@ def table(seconds: dict[str, list[float]]) -> list[ContenderTimes]:
     ]
 
 
-def _contenders(model: nn.Module, data: Batch, dtype: str) -> list[tuple[str, Step]]:
+def _contenders(model: nn.Module, data: Batch, dtype: str, *, checksums: bool) -> list[tuple[str, Step]]:
     literal, forwards = copy.deepcopy(model), copy.deepcopy(model)
     contenders: list[tuple[str, Step]] = [
         ("literal loop", lambda step: literal_step(literal, data, step, _RATE, _EPSILON)),
@@ -161,13 +181,16 @@ def _contenders(model: nn.Module, data: Batch, dtype: str) -> list[tuple[str, St
         "mezo, directions kept": {"directions": kept},
         "counter, gaussian kept": {"directions": counter_kept},
     }
+    if checksums:
+        points = {name: points[name] for name in ("mezo (default)", "mezo, offloaded", "counter, rademacher")}
     for name, axes in points.items():
-        session = _session(copy.deepcopy(model), data, dtype, **axes)
-        contenders.append((name, lambda _step, session=session: session.step(data)))  # type: ignore[misc]
+        for suffix in ("", _CHECKSUMS) if checksums else ("",):
+            session = _session(copy.deepcopy(model), data, dtype, checksums=bool(suffix), **axes)
+            contenders.append((name + suffix, lambda _step, session=session: session.step(data)))  # type: ignore[misc]
     return contenders
 
 
-def _session(model: nn.Module, data: Batch, dtype: str, **axes: Any) -> Session:
+def _session(model: nn.Module, data: Batch, dtype: str, *, checksums: bool, **axes: Any) -> Session:
     batch, seq = data["input_ids"].shape
     plan = Plan(
         model=spec_of_model(model),
@@ -178,7 +201,9 @@ def _session(model: nn.Module, data: Batch, dtype: str, **axes: Any) -> Session:
         weights=Weights.model_validate({"dtype": dtype}),
         **axes,
     )
-    return Session(plan, model, learning_rate=_RATE, num_draw_threads=torch.get_num_threads())
+    return Session(
+        plan, model, learning_rate=_RATE, num_draw_threads=torch.get_num_threads(), checksums=checksums
+    )
 
 
 def _model(shape: str, dtype: torch.dtype) -> nn.Module:
@@ -203,6 +228,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--beside", action="store_true", help="then bfloat16, and the small shape on one thread"
+    )
+    parser.add_argument(
+        "--checksums", action="store_true", help="what checksums of weights add, in three placements"
     )
     parser.add_argument("--json", type=Path, default=None, help="write every round's seconds here")
     return parser.parse_args()

@@ -1,3 +1,5 @@
+"""What is made of the reports of several ranks."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,32 +7,76 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executors.ranks.agreement import bit_sum, refuse_disagreement
-from topology.errors import RunError
+from executors.runs.agreement import Disagreement, RankReport, StepInputs, refuse_disagreement
+from executors.steps.checksums import Disturbance, bit_sum
 
-NAMES = ["block.0", "block.1", "embed"]
+GOOD = {"block.0": 1, "block.1": 2, "embed": 3}
 
 
-def refused(found):
-    with pytest.raises(RunError) as caught:
-        refuse_disagreement(found, NAMES, 10)
-    return caught.value.message
+def refused(reports, members=None):
+    with pytest.raises(Disagreement) as caught:
+        refuse_disagreement(reports, 7, 10, members)
+    assert caught.value.num_agreed_steps == 7
+    return caught.value.message.removeprefix("after 10 steps, and not yet after 7, ")
+
+
+def holding(**changed):
+    return RankReport(GOOD | changed)
 
 
 def test_replicas_that_agree_are_let_through():
-    refuse_disagreement([(1, 2, 3)] * 4, NAMES, 10)
+    refuse_disagreement([RankReport(GOOD)] * 4, 7, 10)
 
 
 def test_who_is_outvoted_is_named_with_what_differs():
-    good, bad = (1, 2, 3), (1, 7, 3)
+    good, bad = holding(), holding(**{"block.1": 7})
     said = refused([good, bad, good, good])
-    assert said == "after 10 steps replicas differ: rank 1 differs from the other 3 in block.1"
-    said = refused([good, bad, (0, 2, 3), good, good])
-    assert said == "after 10 steps replicas differ: ranks 1 and 2 differ from the other 3 in block.0, block.1"
+    assert said == "replicas differ: rank 1 differs from the other 3 in block.1"
+    said = refused([good, bad, holding(**{"block.0": 0}), good, good])
+    assert said == "replicas differ: ranks 1 and 2 differ from the other 3 in block.0, block.1"
 
 
 def test_of_two_neither_is_right():
-    assert refused([(1, 2, 3), (1, 2, 4)]).endswith("ranks 0 and 1 differ in embed")
+    assert refused([holding(), holding(embed=4)]) == "replicas differ: ranks 0 and 1 differ in embed"
+
+
+def test_stages_are_compared_with_those_that_hold_the_same():
+    first, last = RankReport({"block.0": 1}), RankReport({"block.1": 2})
+    refuse_disagreement([first, last, first, last], 7, 10)
+    said = refused([first, last, first, RankReport({"block.1": 3})])
+    assert said == "replicas differ: ranks 1 and 3 differ in block.1"
+
+
+def test_the_earliest_disturbance_is_named_with_the_owner_of_the_share():
+    late = Disturbance(9, "step/block.0/update[q0]", "block.0")
+    early = Disturbance(8, "step/block.1/update[q0]", "block.1", "host", 1)
+    reports = [RankReport(GOOD, [late]), RankReport(GOOD, [early]), RankReport(GOOD, [early])]
+    said = refused(reports, {"host": (0, 2)}.get)
+    assert said == (
+        "ranks 1 and 2 found other bits in block.1 (the share of rank 2) than were left there, in step 8, "
+        "step/block.1/update[q0]"
+    )
+
+
+def noted(num_steps, *, odd_step=-1, **odd):
+    inputs = StepInputs()
+    for step in range(num_steps):
+        numbers = {"learning_rate": 0.1, "epsilon": 1e-3} | (odd if step == odd_step else {})
+        inputs.note(step, {"input_ids": torch.tensor([[step]])}, **numbers)
+    return RankReport(GOOD, (), inputs.history, inputs.latest)
+
+
+def test_the_first_step_with_another_input_is_named():
+    good, bad = noted(9), noted(9, odd_step=4, learning_rate=0.2)
+    said = refused([good, good, bad])
+    assert said == "ranks did other steps: rank 2 differs from the other 2 in the learning rate of step 4"
+    nan = [noted(9, odd_step=4, learning_rate=float("nan")) for _ in range(2)]
+    refuse_disagreement(nan, 7, 10)
+
+
+def test_inputs_of_steps_that_are_no_longer_kept_are_compared_too():
+    said = refused([noted(1500), noted(1500, odd_step=3, epsilon=1.0)])
+    assert said == "ranks did other steps: ranks 0 and 1 differ"
 
 
 @given(st.binary(min_size=64, max_size=64), st.integers(0, 511))
@@ -38,4 +84,5 @@ def test_any_one_bit_changes_the_sum(content, bit):
     raw = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     changed = raw.clone()
     changed[bit // 8] ^= 1 << (bit % 8)
-    assert bit_sum(raw) != bit_sum(changed)
+    assert bit_sum(raw).tolist() != bit_sum(changed).tolist()
+    assert (bit_sum(raw, 4) != bit_sum(changed, 4)).nonzero().tolist() == [[bit // 128]]

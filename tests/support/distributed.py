@@ -137,7 +137,8 @@ def trained(case, plan, **options):
     from tests.support.tiny import model_of
 
     model = model_of(case.get("model", "opt"), getattr(torch, case.get("dtype", "float32")))
-    with Session(plan, model, learning_rate=RATE, weight_decay=DECAY, seed=SEED, **options) as session:
+    options = {"checksums": True, "weight_decay": DECAY, **options}
+    with Session(plan, model, learning_rate=RATE, seed=SEED, **options) as session:
         found = []
         for number, batch in enumerate(lines_for(case)):
             record = session.step(batch)
@@ -145,8 +146,8 @@ def trained(case, plan, **options):
                 (record.losses_plus, record.losses_minus, record.loss_base, record.projected_gradients)
             )
             if number == 1:
-                session.compare_replicas()
-        session.compare_replicas()
+                session.verify()
+        session.verify()
         return {"steps": found, "digest": session.digest(), "loss": session.loss(lines_for(case)[0])}
 
 
@@ -177,44 +178,31 @@ MODES = {
 }
 
 
-def plant_bits():
-    """Change one bit of one block on rank 1 of 3, in each mode, and return what is said after the next step."""
+def plant_faults():
+    """Plant each fault on rank 1 of 3, in each mode, and return what is said at the next verification."""
     import torch
 
     from executors.ranks.communicator import Communicator
     from executors.ranks.launch import process_group
+    from executors.runs.session import Session
+    from tests.support import faults
+    from tests.support.tiny import model_of
 
     torch.set_num_threads(1)
+    said = {}
     with process_group("cpu"):
         communicator = Communicator(plan_for({"mesh": {"data": 3}}).groups)
-        return {name: _planted(axes, communicator) for name, axes in MODES.items()}
-
-
-def _planted(axes, communicator):
-    from executors.runs.session import Session
-    from tests.support.reference_mezo import bits
-    from tests.support.tiny import model_of
-    from topology.errors import RunError
-
-    case = {"mesh": {"data": 3}, "batch": 3, **axes}
-    model = model_of("opt")
-    with Session(plan_for(case), model, learning_rate=RATE, communicator=communicator) as session:
-
-        def flip(block, _inputs):
-            if session.num_steps == 2 and communicator.rank == 1 and not flipped:
-                flipped.append(bits(block.fc1.weight.data).view(-1)[7].bitwise_xor_(1))
-
-        flipped = []
-        session.engine.blocks[1].register_forward_pre_hook(flip)
-        for batch in lines_for(case, 4):
-            session.step(batch)
-            if session.num_steps == 2:
-                session.compare_replicas()
-        try:
-            session.compare_replicas()
-        except RunError as error:
-            return error.message
-        return "nothing was noticed"
+        options = {"learning_rate": RATE, "weight_decay": DECAY, "communicator": communicator}
+        for name, axes in MODES.items():
+            case = {"mesh": {"data": 3}, "batch": 3, **axes}
+            for fault in ("bit in a forward", "bit at rest", "batch", "learning rate"):
+                checksums = name == "resident"
+                with Session(plan_for(case), model_of("opt"), checksums=checksums, **options) as session:
+                    lines = lines_for(case, faults.STEPS)
+                    told = faults.disturbed(session, lines, fault, victim=1)
+                assert set(communicator.all_gather_json(told, name)) == {told}
+                said[f"{name}, {fault}"] = told.removeprefix("after 4 steps, and not yet after 2, ")
+    return said
 
 
 def start_unlike():
@@ -331,3 +319,19 @@ def run_unlike(settings):
                 except RunError as error:
                     said[name] = error.message
     return said
+
+
+def run_with_fault(settings, step):
+    """Run as `settings` say, with another learning rate on rank 1 in one step."""
+    from executors.ranks.rank_info import RankInfo
+    from executors.runs.run import run_in_rank
+    from executors.runs.session import Session
+
+    real = Session.step
+
+    def faulty(session, batch, **given):
+        return real(session, batch, **given, **({"learning_rate": 1.0} if session.num_steps == step else {}))
+
+    if RankInfo.here().rank == 1:
+        Session.step = faulty
+    return run_in_rank(settings)

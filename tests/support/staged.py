@@ -16,7 +16,12 @@ from tests.support.tiny import batches, model_of, plan_of
 from zosim.plans import Plan, Split
 
 STEPS, SIZE = 3, 4
-SETTINGS = {"learning_rate": lambda step: 1e-2 / (step + 1), "weight_decay": 0.1, "seed": 5}
+SETTINGS = {
+    "checksums": True,
+    "learning_rate": lambda step: 1e-2 / (step + 1),
+    "weight_decay": 0.1,
+    "seed": 5,
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class Case:
 def outcome(session, lines):
     """Train, and return losses, projected gradients and weights."""
     records = [session.step(batch) for batch in lines]
-    session.compare_replicas()
+    session.verify()
     found = [(r.losses_plus, r.losses_minus, r.loss_base, r.projected_gradients) for r in records]
     return found, session.digest(), session.loss(lines[0]), session.state_dict()
 

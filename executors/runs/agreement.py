@@ -1,0 +1,187 @@
+"""Whether the ranks of a run did the same, and hold what they left.
+
+Between two comparisons each rank notes what it put into every step, and what its checksums found. A comparison brings
+these together, so that all ranks come to the same conclusion and end with the same words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from executors.steps.checksums import Disturbance
+from topology.errors import RunError
+
+_MOST_STEPS = 1000
+"""Steps whose inputs are kept one by one for the next comparison; of all others one hash is."""
+
+
+class Disagreement(RunError):  # noqa: N818 - reads as the statement it makes
+    """Weights that do not follow from the run's steps on some rank.
+
+    Attributes
+    ----------
+    num_agreed_steps : int
+        Steps that the latest comparison without a difference had behind it.
+    """
+
+    num_agreed_steps: int = 0
+
+
+class StepInputs:
+    """What one rank put into the steps since a comparison.
+
+    Batches are those of all ranks, so that every rank has the same.
+    """
+
+    def __init__(self) -> None:
+        self._history = hashlib.blake2b(digest_size=16)
+        self._latest: deque[dict[str, str]] = deque(maxlen=_MOST_STEPS)
+
+    def note(self, step: int, batch: Mapping[str, Tensor], **numbers: object) -> None:
+        """Note the batch of a step and other inputs by name; as texts, since NaN does not equal itself."""
+        tokens = hashlib.blake2b(digest_size=8)
+        for name, tensor in batch.items():
+            tokens.update(f"{name} {tuple(tensor.shape)}".encode())
+            tokens.update(tensor.cpu().contiguous().numpy().tobytes())
+        texts = {name.replace("_", " "): repr(number) for name, number in numbers.items()}
+        row = {"step": str(step), "batch": tokens.hexdigest(), **texts}
+        self._history.update(json.dumps(row).encode())
+        self._latest.append(row)
+
+    @property
+    def history(self) -> str:
+        """Hash of all that was noted."""
+        return self._history.hexdigest()
+
+    @property
+    def latest(self) -> list[dict[str, str]]:
+        """What was noted of the latest steps."""
+        return list(self._latest)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank says of itself in a comparison.
+
+    Attributes
+    ----------
+    sums : mapping of str to int
+        Checksum of what it holds or wrote, by name.
+    disturbances : sequence of Disturbance
+        Weights that it did not find as it had left them, the earliest first.
+    history : str
+    inputs : sequence of mapping of str to str
+        See :class:`StepInputs`.
+    """
+
+    sums: Mapping[str, int]
+    disturbances: Sequence[Disturbance] = ()
+    history: str = ""
+    inputs: Sequence[Mapping[str, str]] = field(default=(), repr=False)
+
+
+def refuse_disagreement(
+    reports: Sequence[RankReport],
+    num_agreed_steps: int,
+    num_steps: int,
+    members: Callable[[str], Sequence[int]] | None = None,
+) -> None:
+    """Raise if ranks did not do the same, or do not hold what they left.
+
+    Parameters
+    ----------
+    reports : sequence of RankReport
+        By rank.
+    num_agreed_steps, num_steps : int
+        Steps behind the comparison before, and behind this one.
+    members : callable, optional
+        Returns the ranks of a group; needed where ranks share weights out.
+
+    Raises
+    ------
+    Disagreement
+    """
+    said = _other_inputs(reports)
+    if not said:
+        said = "; ".join(filter(None, (_other_sums(reports), _disturbed(reports, members))))
+    if not said:
+        return
+    error = Disagreement(
+        f"after {num_steps} steps, and not yet after {num_agreed_steps}, {said}",
+        hint="a bit changed in memory, a program wrote where it must not, or ranks were given, drew or rounded otherwise: "
+        "run every rank on the same files, torch build and thread count",
+    )
+    error.num_agreed_steps = num_agreed_steps
+    raise error
+
+
+def _other_inputs(reports: Sequence[RankReport]) -> str:
+    """Return in words which ranks had other inputs in the first step in which any had; empty if none had."""
+    for rows in zip(*(report.inputs for report in reports), strict=False):
+        odd = odd_ranks([tuple(row.items()) for row in rows])
+        if odd:
+            names = [name for name in rows[0] if len({row.get(name) for row in rows}) > 1]
+            return f"ranks did other steps: {odd} in the {', '.join(names)} of step {rows[0]['step']}"
+    odd = odd_ranks([report.history for report in reports])
+    return f"ranks did other steps: {odd}" if odd else ""
+
+
+def _other_sums(reports: Sequence[RankReport]) -> str:
+    """Return in words which ranks hold other parameters than those that hold them, too; empty if none does."""
+    names_of: dict[tuple[int, ...], list[str]] = {}
+    for name in dict.fromkeys(name for report in reports for name in report.sums):
+        holders = tuple(rank for rank, report in enumerate(reports) if name in report.sums)
+        names_of.setdefault(holders, []).append(name)
+    said = []
+    for holders, names in names_of.items():
+        rows = [tuple(reports[rank].sums[name] for name in names) for rank in holders]
+        odd = odd_ranks(rows, holders)
+        if odd:
+            others = [name for i, name in enumerate(names) if len({row[i] for row in rows}) > 1]
+            said.append(f"{odd} in {', '.join(others)}")
+    return f"replicas differ: {'; '.join(said)}" if said else ""
+
+
+def _disturbed(reports: Sequence[RankReport], members: Callable[[str], Sequence[int]] | None) -> str:
+    """Return in words the earliest weights that ranks did not find as they had left them; empty if there are none."""
+    found = [(report.disturbances[0], rank) for rank, report in enumerate(reports) if report.disturbances]
+    if not found:
+        return ""
+    first, _ = min(found)
+    same = (first.step, first.what, first.share, first.position)
+    ranks = [r for d, r in found if (d.step, d.what, d.share, d.position) == same]
+    owner = f" (the share of rank {members(first.share)[first.position]})" if first.share and members else ""
+    who = "this process" if len(reports) == 1 else _ranks(ranks)
+    return f"{who} found other bits in {first.what}{owner} than were left there, in step {first.step}, {first.where}"
+
+
+def odd_ranks(rows: Sequence[Hashable], ranks: Sequence[int] = ()) -> str:
+    """Return in words which ranks differ from most others; empty if none does.
+
+    Parameters
+    ----------
+    rows : sequence
+        What each rank has.
+    ranks : sequence of int
+        Their numbers; empty if they are all.
+    """
+    ((common, count), *_) = Counter(rows).most_common()
+    if count == len(rows):
+        return ""
+    ranks = ranks or range(len(rows))
+    others = [rank for rank, row in zip(ranks, rows, strict=True) if row != common]
+    if 2 * count == len(rows):  # nobody is outvoted
+        return f"{_ranks(list(ranks) if len(rows) == 2 else others)} differ"
+    return f"{_ranks(others)} differ{'s' if len(others) == 1 else ''} from the other {count}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"

@@ -1,0 +1,212 @@
+"""Checksums of a rank's weights, taken as a program changes them, and carried along with what it copies.
+
+A program says of every instruction which bytes it writes. Weights whose bits are not those that the last of these
+instructions left were changed by something else: a fault of the memory, or a stray write. Such a change stays in the
+weights for good, and where no other rank holds them too, nothing else would notice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from executors.steps.buffers import BufferStore
+from executors.steps.frames import StepFrame
+from executors.steps.ops.operands import Action
+from executors.steps.streams import Backend
+from zosim.contents import FrozenWeights, GroupWeights
+from zosim.instructions import Access, Instruction, Part
+from zosim.operations import Cast, Collective, Copy, Perturb, Update
+from zosim.program import Program
+
+_FACTOR = 6364136223846793005
+"""Odd, so that the checksum of an earlier step never drops out of the number that it went into."""
+
+_NEVER = torch.iinfo(torch.int64).max
+
+AT_REST = "at rest"
+
+Place = tuple[str, int, str]
+"""Buffer, first byte, and name of the weights there."""
+
+
+@dataclass(frozen=True, order=True)
+class Disturbance:
+    """Weights that something else than an instruction of this rank changed.
+
+    Attributes
+    ----------
+    step : int
+        In which that was noticed.
+    where : str
+        Instruction that read other bits than were left for it, with its part; :data:`AT_REST` after a flush.
+    what : str
+        Name of the weights.
+    share : str
+        Group among whose members the weights are shared out; empty where they are not.
+    position : int
+        Place in that group of the member whose share was changed.
+    """
+
+    step: int
+    where: str
+    what: str
+    share: str = ""
+    position: int = 0
+
+
+class WeightChecksums:
+    """Checksums of the weights that one rank holds, verified where the rank changes them next.
+
+    Parameters
+    ----------
+    program : Program
+    store : BufferStore
+    backend : Backend
+    every_change : bool
+        Whether a checksum is taken after every change. Otherwise only copies that ranks share have one, from an offload to
+        the first change after the next upload.
+
+    Notes
+    -----
+    The checksum is the sum of the bits as 64-bit integers, modulo 2^64: a difference in one bit always changes it. Weights
+    that are shared out have one for each share, since each share has one writer. With `every_change`, a change in place
+    reads the weights twice more: before, and after. Nothing is read back from a device before :meth:`disturbances`.
+    """
+
+    def __init__(
+        self, program: Program, store: BufferStore, backend: Backend, *, every_change: bool = False
+    ) -> None:
+        self._store = store
+        self._backend = backend
+        self._every_change = every_change
+        self._shared = {buffer.name for buffer in program.buffers if buffer.shared}
+        self._initial = [access for access in program.initial if store.is_weights(access)]
+        self._at_rest = [access for access in program.final if store.is_weights(access)]
+        self._num_shares = {
+            _name(access): program.groups[access.share] for access in self._at_rest if access.share
+        }
+        self._share_of = {_name(access): access.share for access in self._at_rest}
+        self._checksums: dict[Place, Tensor] = {}
+        # By instruction and weights: the first step in which each share had other bits.
+        self._first: dict[tuple[str, str], Tensor] = {}
+        # Of every block that left its slot for a copy that ranks share, as this rank computed it.
+        leaving = [a for a in self._at_rest if a.share and isinstance(a.what, GroupWeights)]
+        self._left = {_name(a): torch.zeros((), dtype=torch.int64, device=backend.device) for a in leaving}
+
+    def begin(self) -> None:
+        """Take checksums of what the first step reads, once the weights are loaded."""
+        for access in self._initial:
+            if self._every_change or access.buffer in self._shared:
+                self._checksums[_place(access)] = self._checksum(access)
+
+    def watched(self, part: Part, instruction: Instruction, action: Action) -> Action:
+        """Return `action` with checksums around it: carried by what copies weights, verified and taken by what changes them."""
+        op = instruction.op
+        if isinstance(op, Copy | Collective):
+            return self._carrying(instruction, action)
+        if not isinstance(op, Perturb | Update | Cast):
+            return action
+        written = [access for access in instruction.writes if self._store.is_weights(access)]
+        read = [access for access in instruction.reads if self._store.is_weights(access)]
+        if not isinstance(
+            op, Cast
+        ):  # a point that is written to another place leaves the weights as they are
+            read = [access for access in read if _place(access) in map(_place, written)]
+        if not read:
+            return action
+        where = f"{part}/{instruction.id}"
+
+        def change(frame: StepFrame) -> None:
+            for access in read:
+                self._verify(access, where, frame.step)
+            action(frame)
+            for access in written:
+                if self._every_change:
+                    self._checksums[_place(access)] = self._checksum(access)
+                else:
+                    self._checksums.pop(_place(access), None)
+
+        return change
+
+    def _carrying(self, instruction: Instruction, action: Action) -> Action:
+        pairs = list(zip(instruction.reads, instruction.writes, strict=True))
+        if not all(self._store.is_weights(access) for pair in pairs for access in pair):
+            return action
+
+        def carry(frame: StepFrame) -> None:
+            for read, write in pairs:
+                checksum = self._checksums.get(_place(read))
+                if checksum is None and write.buffer in self._shared:
+                    checksum = self._checksum(read)
+                if checksum is None:
+                    continue
+                self._checksums[_place(write)] = checksum
+                if write.buffer in self._shared and _name(write) in self._left:
+                    self._left[_name(write)].mul_(_FACTOR).add_(self._backend.borrow(checksum).sum())
+            action(frame)
+
+        return carry
+
+    def sums(self) -> dict[str, int]:
+        """Return by name the checksum of what this rank holds for itself, and of all that it wrote to copies that ranks share.
+
+        After a flush. Ranks that hold the same weights and computed the same have the same.
+        """
+        own = {_name(access): self._checksum(access) for access in self._at_rest if not access.share}
+        return {what: int(total.sum()) for what, total in {**self._left, **own}.items()}
+
+    def disturbances(self, num_steps: int | None = None) -> list[Disturbance]:
+        """Return what else than this rank's instructions changed the weights, the earliest first.
+
+        Parameters
+        ----------
+        num_steps : int, optional
+            Steps behind the weights, which are then looked at where they lie; only after a flush.
+        """
+        if num_steps is not None:
+            for access in self._at_rest:
+                self._verify(access, AT_REST, num_steps)
+        return sorted(
+            Disturbance(step, where, what, self._share_of.get(what, ""), position)
+            for (where, what), steps in self._first.items()
+            for position, step in enumerate(steps.tolist())
+            if step != _NEVER
+        )
+
+    def _verify(self, access: Access, where: str, step: int) -> None:
+        expected = self._checksums.get(_place(access))
+        if expected is None:
+            return
+        present = self._checksum(access)
+        # Of a device, waiting for the answer would hold up the stream.
+        if present.device.type == "cpu" and torch.equal(present, expected):
+            return
+        first = self._first.get((where, _name(access)))
+        if first is None:
+            first = self._first[where, _name(access)] = torch.full_like(present, _NEVER)
+        is_other = present != self._backend.borrow(expected)
+        torch.minimum(first, torch.where(is_other, step, _NEVER), out=first)
+
+    def _checksum(self, access: Access) -> Tensor:
+        """Return one checksum for each share of some weights."""
+        return bit_sum(self._store.whole(access), self._num_shares.get(_name(access), 1))
+
+
+def bit_sum(raw: Tensor, num_shares: int = 1) -> Tensor:
+    """Return the sums of the bits of equal shares of some bytes, as 64-bit integers."""
+    bits = raw.view(torch.int64)
+    return bits.sum().view(1) if num_shares == 1 else bits.view(num_shares, -1).sum(1)
+
+
+def _place(access: Access) -> Place:
+    return access.buffer, access.offset_bytes, _name(access)
+
+
+def _name(access: Access) -> str:
+    """Return the name of weights, wherever they have been perturbed to."""
+    what = access.what
+    assert isinstance(what, GroupWeights | FrozenWeights)
+    return what.group if isinstance(what, GroupWeights) else str(what)
