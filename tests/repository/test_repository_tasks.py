@@ -118,3 +118,18 @@ def test_without_a_task_the_tasks_are_listed() -> None:
     unknown = subprocess.run([sys.executable, script, "tset"], capture_output=True, text=True, check=False)
     assert unknown.returncode == 2
     assert "no task 'tset'" in unknown.stderr
+
+
+def test_full_adds_the_slow_tests_to_all_or_to_those_named(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "task_list", raising=False)
+    import task_list
+
+    commands: list[list[str]] = []
+    monkeypatch.setattr(task_list, "_tool", lambda command: commands.append([*command]) or 0)
+    for arguments in ([], ["--full"], ["tests/zosim"], ["--full", "tests/zosim"]):
+        task_list.test(arguments)
+    quick, full, *named = [command for command in commands if command[0] == "pytest"]
+    assert full == [*quick, "--run-slow"]
+    assert named == [["pytest", "tests/zosim"], ["pytest", "--run-slow", "tests/zosim"]]
