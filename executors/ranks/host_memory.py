@@ -22,7 +22,6 @@ from executors.ranks.communicator import Communicator
 from executors.ranks.launch import WAIT_HINT
 from executors.ranks.leftovers import held_file, remove_leftovers
 from executors.ranks.rank_info import give_up, last_words
-from executors.steps.streams import Ticket
 from topology.errors import DoesNotFit, RunError
 from topology.units import format_bytes
 from zosim.instructions import Buffer
@@ -169,31 +168,6 @@ class HostMemory:
 
     def _place(self, rank: int, instruction: str) -> int:
         return self._ranks.index(rank) * len(self._awaited) + self._awaited[instruction]
-
-
-class PeersTicket(Ticket):
-    """Says when the other ranks of the host have finished an instruction.
-
-    Parameters
-    ----------
-    memory : HostMemory
-    instruction : str
-    turn : int
-    has_failed : callable
-        Whether this rank cannot go on anyway.
-    """
-
-    __slots__ = ("_has_failed", "_instruction", "_memory", "_turn")
-
-    def __init__(
-        self, memory: HostMemory, instruction: str, turn: int, has_failed: Callable[[], bool]
-    ) -> None:
-        self._memory, self._instruction, self._turn = memory, instruction, turn
-        self._has_failed = has_failed
-
-    def wait(self) -> None:
-        """Wait for them."""
-        self._memory.wait(self._instruction, self._turn, self._has_failed)
 
 
 def awaited(program: Program) -> list[str]:

@@ -19,13 +19,14 @@ from executors.models.engine import ForwardEngine
 from executors.models.model import Batch
 from executors.models.parameters import stand_in
 from executors.ranks.communicator import Communicator
-from executors.ranks.host_memory import HOST, HostMemory, PeersTicket
+from executors.ranks.host_memory import HOST, HostMemory
+from executors.steps.agreement import ReplicaWatch
 from executors.steps.buffers import BufferStore
 from executors.steps.checksums import WeightChecksums
 from executors.steps.frames import Hyperparameters, StepFrame
 from executors.steps.ops import Action, Actions, Context
 from executors.steps.ops.codec import Crossings
-from executors.steps.streams import Backend, Task, Ticket
+from executors.steps.streams import Backend, PeersTicket, Task, Ticket
 from executors.steps.update_watch import UpdateWatch
 from executors.threads import DrawThreads
 from topology.errors import ModelError, ProgramError, RunError

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from executors.ranks.host_memory import HostMemory
 from executors.steps.heap import keep_freed_memory
 from topology.errors import RunError, ZosimError
 from zosim.instructions import Buffer, Instruction, Part, Stream
@@ -27,6 +28,31 @@ class Ticket(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Hold the calling thread until then, and raise if it failed."""
+
+
+class PeersTicket(Ticket):
+    """Says when the other ranks of the host have finished an instruction.
+
+    Parameters
+    ----------
+    memory : HostMemory
+    instruction : str
+    turn : int
+    has_failed : callable
+        Whether this rank cannot go on anyway.
+    """
+
+    __slots__ = ("_has_failed", "_instruction", "_memory", "_turn")
+
+    def __init__(
+        self, memory: HostMemory, instruction: str, turn: int, has_failed: Callable[[], bool]
+    ) -> None:
+        self._memory, self._instruction, self._turn = memory, instruction, turn
+        self._has_failed = has_failed
+
+    def wait(self) -> None:
+        """Wait for them."""
+        self._memory.wait(self._instruction, self._turn, self._has_failed)
 
 
 @dataclass(slots=True)
