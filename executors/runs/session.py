@@ -32,7 +32,6 @@ from executors.runs.agreement import RankReport, StepInputs, refuse_disagreement
 from executors.runs.measured import measured_timeline, messages_per_step
 from executors.runs.records import StepRecord, record_of, refuse_nonfinite, seed_of
 from executors.runs.runlog import header_of
-from executors.steps.agreement import refuse_unlike_sums
 from executors.steps.interpreter import Hyperparameters, Interpreter, StepFrame
 from executors.steps.memory import MemoryReport, observed, report
 from executors.steps.preparing import autocast_dtype, move_module_buffers, own_device, prepare

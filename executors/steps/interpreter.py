@@ -20,7 +20,6 @@ from executors.models.model import Batch
 from executors.models.parameters import stand_in
 from executors.ranks.communicator import Communicator
 from executors.ranks.host_memory import HOST, HostMemory
-from executors.steps.agreement import ReplicaWatch
 from executors.steps.buffers import BufferStore
 from executors.steps.checksums import WeightChecksums
 from executors.steps.frames import Hyperparameters, StepFrame
