@@ -60,7 +60,7 @@ def calibrate(
         load(registered(CALIBRATIONS)["rows"])(rows, output, as_json=as_json)
         return
     from executors.calibration.calibrating import calibrated
-    from executors.runs.asking import default_threads
+    from executors.runs.overrides import default_threads
     from executors.runs.planning import host_node
     from zosim.hardware.profiles import save_host_profile
 

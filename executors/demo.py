@@ -246,8 +246,8 @@ class Stages:
     def _train(self, plan: Plan, pretrained: Pretrained) -> dict[str, Any]:
         from executors.models.pretrain import TaskSettings
         from executors.ranks.launch import launch
+        from executors.runs.learning_rate import LearningRate
         from executors.runs.run import run_in_rank
-        from executors.runs.schedule import Schedule
         from executors.runs.settings import DataSettings, EvaluationSettings, RunSettings
 
         self._heading(
@@ -258,7 +258,7 @@ class Stages:
             model=str(pretrained.model),
             plan=plan,
             data=DataSettings(str(pretrained.train), shuffle=True),
-            schedule=Schedule("constant", TaskSettings().learning_rate, self.num_steps),
+            learning_rate=LearningRate("constant", TaskSettings().learning_rate, num_steps=self.num_steps),
             out=str(self.out),
             seed=self.seed,
             num_threads=self.num_threads or 1,

@@ -26,17 +26,11 @@ from zosim.options import (
     HOST,
     EngineName,
     Hardware,
-    Json,
-    MethodName,
     PlanFile,
     ProfileFile,
     ProgramFile,
     Threads,
     cutting_of,
-    formats_of,
-    given,
-    memory_limit,
-    mesh_of,
     subject_of,
 )
 from zosim.planning.planner import Request, choose
@@ -44,9 +38,22 @@ from zosim.planning.views import decision_data, decision_view, prediction_data, 
 from zosim.planning.visibility import about_epsilon
 from zosim.plans import Mesh, Plan
 from zosim.report import Report
+from zosim.stated import (
+    METHOD_HELP,
+    PLAN_SECTIONS,
+    AllowLossy,
+    Json,
+    MaxDeviceMemory,
+    MaxHostMemory,
+    MethodName,
+    Stated,
+    memory_limit,
+    with_settings,
+)
 from zosim.timeline import Timeline
 
 
+@with_settings(PLAN_SECTIONS)
 def plan(
     model: Annotated[
         str,
@@ -54,84 +61,18 @@ def plan(
             help="A shipped size (opt-13b), a model directory, a config.json, or a saved ModelSpec."
         ),
     ],
+    stated: Stated,
     hardware: Annotated[str, typer.Option(help="A preset's name, a topology file, or host.")] = HOST,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 1,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
-    method: Annotated[
-        MethodName,
-        typer.Option(
-            help="mezo stays on the device, zo2 offloads blocks; pertp, ddp and 2d share a step out among ranks, "
-            "sparq cuts the model into stages."
-        ),
-    ] = MethodName.AUTO,
-    mesh: Annotated[
-        str | None, typer.Option(help="Fix the ranks, the outer axis first, such as data=2,perturb=2.")
-    ] = None,
+    method: Annotated[MethodName, typer.Option(help=METHOD_HELP)] = MethodName.AUTO,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Most devices to use; by default all, or the one named.")
     ] = None,
-    cut: Annotated[
-        list[str] | None,
-        typer.Option(help="Fix the cuts between stages, in order: block.5 behind it, block.5.mlp inside."),
-    ] = None,
-    codec: Annotated[
-        str, typer.Option(help="Codecs of MLP activations to try, such as q4,q8; lossy.")
-    ] = "none",
-    residual_codec: Annotated[
-        str, typer.Option(help="Codecs of the residual stream to try; lossy.")
-    ] = "none",
     densities: Annotated[
         Path | None, typer.Option(help="Measured densities of the cuts, from `zosim probe --json`.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Format of weights, products and transfers.")] = "float16",
-    compute_dtype: Annotated[str | None, typer.Option(help="Format of the products, such as tf32.")] = None,
-    transfer_dtype: Annotated[
-        str | None, typer.Option(help="Format of offloaded blocks; narrower is lossy.")
-    ] = None,
-    allow_lossy: Annotated[
-        bool, typer.Option("--allow-lossy", help="Consider plans that lose precision.")
-    ] = False,
-    max_device_memory: Annotated[
-        str | None, typer.Option(help="Such as 20GiB; by default all of it.")
-    ] = None,
-    max_host_memory: Annotated[str | None, typer.Option(help="Such as 64GiB; by default all of it.")] = None,
-    rng: Annotated[str, typer.Option(help="mezo or counter.")] = "mezo",
-    order: Annotated[str, typer.Option(help="registration (MeZO) or execution (ZO2).")] = "registration",
-    direction: Annotated[str, typer.Option(help="gaussian or rademacher.")] = "gaussian",
-    difference: Annotated[str, typer.Option(help="central or forward.")] = "central",
-    queries: Annotated[int, typer.Option(min=1, help="Directions per step.")] = 1,
-    eps: Annotated[float, typer.Option(help="Smoothing radius.")] = 1e-3,
-    attention: Annotated[str, typer.Option(help="eager or sdpa.")] = "sdpa",
-    residency: Annotated[str | None, typer.Option(help="Fix the blocks: resident or offloaded.")] = None,
-    transfers: Annotated[
-        str | None, typer.Option(help="Fix how ranks share host copies: private, shared or sliced.")
-    ] = None,
-    share_group: Annotated[
-        str | None, typer.Option(help="Fix who shares blocks out: the ranks of one host, or the world.")
-    ] = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="Fix the slots that blocks pass through.")] = None,
-    overlap: Annotated[bool | None, typer.Option(help="Fix whether copies run beside compute.")] = None,
-    reuse_slots: Annotated[bool | None, typer.Option(help="Fix whether slots are allocated once.")] = None,
-    update: Annotated[str | None, typer.Option(help="Fix the update: immediate or delayed.")] = None,
-    traversal: Annotated[
-        str | None, typer.Option(help="Fix the traversal: sweep, blockwise or querywise.")
-    ] = None,
-    edges: Annotated[str | None, typer.Option(help="Fix embedding and head: resident or offloaded.")] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            help="How weights come to a point: serial (the default; in place and back), copies, or any, for the faster."
-        ),
-    ] = None,
-    draw_ahead: Annotated[
-        bool | None, typer.Option(help="Fix whether directions are drawn, and copies written, ahead.")
-    ] = None,
-    keep_directions: Annotated[
-        bool | None, typer.Option(help="Keep every direction from its draw to its update, in more memory.")
-    ] = None,
-    loss_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Fix the tokens whose logits live at once.")
-    ] = None,
+    allow_lossy: AllowLossy = False,
+    max_device_memory: MaxDeviceMemory = None,
+    max_host_memory: MaxHostMemory = None,
     device: Annotated[
         str | None, typer.Option(help="Node of the topology; by default its first GPU.")
     ] = None,
@@ -143,9 +84,8 @@ def plan(
     """Choose the fastest placement that fits, and say why."""
     topology = resolve(hardware)
     node = device or topology.compute_devices[0].id
-    shape = None if mesh is None else mesh_of(mesh)
     profiles = Profiles(topology, path=profile, num_threads=threads, is_host=hardware == HOST)
-    formats = formats_of(dtype, compute_dtype, transfer_dtype)
+    mesh = Mesh(**stated.pop("mesh")) if "mesh" in stated else None
     request = Request(
         model=read_model_spec(model),
         topology=topology,
@@ -153,45 +93,15 @@ def plan(
         device=node,
         profile=profiles.of(node),
         profiles=profiles,
-        batch=batch,
-        seq=seq,
+        **({"batch": 1, "seq": 2048} | stated.pop("plan", {})),
         method=method.value,
-        mesh=shape,
-        cutting=cutting_of(model, cut or (), codec, residual_codec, densities),
-        max_ranks=_max_ranks(ranks, shape, topology, device),
+        mesh=mesh,
+        cutting=cutting_of(model, **stated.pop("split", {}), densities=densities),
+        max_ranks=_max_ranks(ranks, mesh, topology, device),
         max_device_bytes=memory_limit("--max-device-memory", max_device_memory),
         max_host_bytes=memory_limit("--max-host-memory", max_host_memory),
         allow_lossy=allow_lossy,
-        any_weights=weights == "any",
-        fixed={
-            "estimator": {"difference": difference, "num_queries": queries, "epsilon": eps},
-            "directions": {
-                "distribution": direction,
-                "rng": rng,
-                "order": order,
-                **given(kept=keep_directions, drawn_ahead=draw_ahead),
-            },
-            "weights": {
-                **formats["weights"],
-                **given(perturbation=None if weights == "any" else weights),
-            },
-            "residency": formats.get("residency", {})
-            | given(
-                blocks=residency,
-                num_slots=slots,
-                overlap=overlap,
-                reuse_slots=reuse_slots,
-                edges=edges,
-                transfers=transfers,
-                share_group=share_group,
-            ),
-            "schedule": given(update=update, traversal=traversal),
-            "forward": {
-                **formats["forward"],
-                "attention": attention,
-                **given(loss_chunk_tokens=loss_chunk),
-            },
-        },
+        fixed=stated,
     )
     decision = choose(request)
     for warning in about_epsilon(decision.chosen.plan):

@@ -34,7 +34,6 @@ from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.instructions import Stream
 from zosim.lowering import lower
-from zosim.planning.explain import describe
 from zosim.plans import Placement, Plan
 from zosim.program import Program
 from zosim.spans import Span
@@ -201,7 +200,7 @@ def _measured(
     ) as session:
         taken = _steps(session, batch, budget_s, fast_s)
         timeline = session.timeline()
-    name = f"step of {shape.family} {shape.hidden} wide, {shape.batch}x{shape.seq} {shape.dtype}, {describe(plan)}"
+    name = f"step of {shape.family} {shape.hidden} wide, {shape.batch}x{shape.seq} {shape.dtype}, {plan.describe()}"
     kept = _at_full_pace(taken, fast_s)
     seconds = median(step.seconds for step in kept)
     gap_s, pause_s = _gaps(timeline, kept)

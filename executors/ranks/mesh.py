@@ -14,7 +14,7 @@ from costmodel.model_spec import ModelSpec
 from topology.errors import DoesNotFit, PlanError
 from zosim.planning.planner import Candidate, Request, choose
 from zosim.planning.space import shares
-from zosim.plans import Directions, Estimator, Mesh, Plan, Split
+from zosim.plans import Estimator, Mesh, Plan, Split
 
 
 def alone(plan: Plan) -> Plan:
@@ -25,7 +25,7 @@ def alone(plan: Plan) -> Plan:
     if plan.placement.world_size == 1:
         return plan
     data = plan.model_dump(mode="json")
-    if not draws_by_halves(plan.directions):
+    if not plan.directions.draws_by_halves:
         data["model"] = uncut(plan.model).model_dump(mode="json")
     data["mesh"], data["split"] = {}, {}
     data["placement"] |= {
@@ -34,11 +34,6 @@ def alone(plan: Plan) -> Plan:
     }
     data["residency"] |= {"transfers": "private"}
     return Plan.model_validate(data)
-
-
-def draws_by_halves(directions: Directions) -> bool:
-    """Whether the order of draws depends on which blocks are cut inside: one generator passes halves in turn."""
-    return (directions.rng, directions.order) == ("mezo", "execution")
 
 
 def uncut(model: ModelSpec) -> ModelSpec:

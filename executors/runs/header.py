@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from costmodel.configs import LoRA, Prefix
-from executors.runs.schedule import Schedule
+from executors.runs.learning_rate import LearningRate
 from executors.runs.settings import DataSettings, EvaluationSettings, LossName
 from topology.errors import RunError, ZosimError
 from topology.limits import Seed
@@ -26,7 +26,7 @@ class _Section(BaseModel):
 class RunSection(_Section):
     """What ``zosim run`` was asked for; fields as of :class:`executors.runs.settings.RunSettings`."""
 
-    schedule: Schedule
+    schedule: LearningRate
     digest_every: NonNegativeInt
     checkpoint_every: NonNegativeInt
     identity: dict[str, Any] | None = None

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from executors.runs.jsonlines import Line, read_lines
+from executors.runs.learning_rate import LearningRate
 from executors.runs.records import StepRecord, seed_of
 from executors.runs.runlog import STEPS_NAME, read_header
-from executors.runs.schedule import Schedule
 from executors.steps.arithmetic import projected_gradient
 from topology.errors import RunError
 from zosim.plans import Plan
@@ -120,7 +120,7 @@ class _Check:
         self._epsilon = header["epsilon"]
         run = header.get("run")
         # A loop of one's own may choose seeds and rates as it likes.
-        self._schedule = Schedule(**run["schedule"]) if run else None
+        self._schedule = LearningRate(**run["schedule"]) if run else None
 
     def record(self, step: int, lines: Sequence[Line]) -> StepRecord:
         """Return a step's record."""

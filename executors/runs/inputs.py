@@ -166,7 +166,8 @@ def evaluation_data(settings: RunSettings) -> Dataset | None:
         return None
     data = settings.data
     return open_data(
-        settings, DataSettings(wanted.path, data.template, data.label_words, truncate=data.truncate)
+        settings,
+        DataSettings(wanted.path, data.template, data.label_words, truncate=data.truncate, shuffle=False),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +11,7 @@ from costmodel.formats import FORMATS
 from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
 from executors.datasets.data import LineFile
-from executors.ranks.mesh import draws_by_halves, fastest_plan, mesh_named, spread, uncut
+from executors.ranks.mesh import fastest_plan, mesh_named, spread, uncut
 from executors.steps.preparing import check_device
 from topology.errors import DataError, DoesNotFit, ModelError, PlanError, UnknownFamily
 from topology.hardware import resolve
@@ -20,25 +19,19 @@ from topology.validation import readable
 from zosim.hardware.profiles import Profiles
 from zosim.instructions import Space
 from zosim.lowering import lower_all
-from zosim.options import mesh_of
 from zosim.planning.planner import Method, Request, choose
-from zosim.plans import Plan, Split
+from zosim.planning.request import without_any
+from zosim.plans import ANY, AXES, Mesh, Plan, Residency, Split, fields_of
 from zosim.program_set import ProgramSet
+from zosim.stated import Stated
 
 if TYPE_CHECKING:
     from topology.graph import Topology
 
 HOST = "host"
 
-_KEPT: dict[str, tuple[str, ...]] = {
-    "estimator": ("difference", "num_queries", "epsilon"),
-    "directions": ("distribution", "rng", "order", "kept"),
-    "weights": ("dtype", "perturbation"),
-    "residency": ("transfer_dtype",),
-    "schedule": (),
-    "forward": ("compute_dtype", "attention"),
-}
-"""What of the plan that options are laid over a new placement keeps, by axis."""
+_FREE_AXES = tuple(name for name in AXES if name not in ("mesh", "placement", "split"))
+"""Axes whose fields options state one by one."""
 
 _SHARING = ("pertp", "ddp", "2d", "sparq")
 """Methods that share a step out among ranks, wherever blocks reside."""
@@ -46,44 +39,59 @@ _SHARING = ("pertp", "ddp", "2d", "sparq")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the options said, None where they said nothing.
+    """What the options stated.
 
     Attributes
     ----------
-    method, residency : str or None
-    batch, seq : int or None
+    stated : mapping
+        Fields by section: of the plan, its axes among them, and of the run.
+    method : str or None
+    ranks : int or None
+        How many there are to be, where the planner chooses their mesh.
+    allow_lossy : bool
+    max_device_bytes, max_host_bytes : int or None
+        What a plan that is made on the spot may take.
     device : str
         ``"cpu"`` or a CUDA device.
     num_threads : int
-    allow_lossy : bool
-    max_device_bytes : int or None
-        What a plan that is made on the spot may take of the device.
-    mesh : str or None
-        Such as ``"data=2,perturb=2"``.
-    ranks : int or None
-        How many there are to be, where the planner chooses their mesh.
-    cuts : tuple of str
-        Where the model is cut; empty for even cuts inside blocks.
-    axes : mapping
-        Fields by axis and name.
     """
 
+    stated: Stated = field(default_factory=dict)
     method: str | None = None
-    residency: str | None = None
-    batch: int | None = None
-    seq: int | None = None
-    device: str = "cpu"
-    num_threads: int = 1
+    ranks: int | None = None
     allow_lossy: bool = False
     max_device_bytes: int | None = None
-    mesh: str | None = None
-    ranks: int | None = None
-    cuts: tuple[str, ...] = ()
-    axes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    max_host_bytes: int | None = None
+    device: str = "cpu"
+    num_threads: int = 1
 
     def given(self, axis: str) -> dict[str, Any]:
-        """Return the fields of an axis that were given."""
-        return dict(self.axes.get(axis, {}))
+        """Return the fields of an axis that are stated; formats follow that of the weights unless they are, too."""
+        fields = dict(self.stated.get(axis, {}))
+        follows = {"forward": "compute_dtype", "residency": "transfer_dtype"}.get(axis)
+        if follows is not None and "dtype" in self.stated.get("weights", {}):
+            fields.setdefault(follows, None)
+        return fields
+
+    @property
+    def residency(self) -> str | None:
+        """Where blocks are to reside."""
+        return self.stated.get("residency", {}).get("blocks")
+
+    @property
+    def mesh(self) -> dict[str, Any] | None:
+        """The mesh that is named."""
+        return self.stated.get("mesh")
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """Where the model is cut; empty for even cuts inside blocks."""
+        return tuple(self.stated.get("split", {}).get("cuts", ()))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Batch and sequence length, those that are stated."""
+        return self.stated.get("plan", {})
 
     @property
     def placing(self) -> Method | None:
@@ -99,13 +107,13 @@ class Asked:
     def wanted_mesh(self) -> dict[str, Any] | None:
         """The mesh that the options name, or that the method means."""
         if self.mesh is not None:
-            mesh = mesh_of(self.mesh)
+            mesh = Mesh(**self.mesh)
             if self.ranks not in (None, mesh.world_size):
                 raise PlanError(
-                    f"--mesh {self.mesh} has {mesh.world_size} ranks, not {self.ranks}",
+                    f"--mesh {mesh.describe()} has {mesh.world_size} ranks, not {self.ranks}",
                     hint="leave --ranks out",
                 )
-            return mesh.model_dump(exclude_defaults=True)
+            return self.mesh
         if self.seeks_mesh:
             return None
         if self.cuts and self.method in (None, "sparq"):
@@ -153,13 +161,18 @@ def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
         start = _planned(asked, model, base, longest)
     else:
         start = base or _named_placement(asked, model, longest)
+        if ANY in asked.given("weights").values():
+            raise PlanError(
+                "--weights any leaves the choice to the planner, which does not make this plan",
+                hint="say serial or copies, or add --method auto",
+            )
     plan = _laid_over(start, asked, model)
     if plan.mesh.stage == 1 and not plan.split.is_lossy and asked.cuts:
         raise PlanError(
             f"--cut {','.join(asked.cuts)} with one stage changes nothing: nothing crosses, and no codec rounds",
             hint="add --codec, or leave out --mesh",
         )
-    if not plan.split.cuts and asked.given("split"):
+    if not plan.split.cuts and _codecs(asked):
         raise PlanError(
             "codecs are for what crosses a cut, and the plan has none",
             hint="add --mesh stage=2, or --mesh stage=1 --cut block.N.mlp for one process",
@@ -185,20 +198,18 @@ def _laid_over(base: Plan, asked: Asked, model: ModelSpec) -> Plan:
     """Return `base` with every option that was given in place of its own field."""
     data = base.model_dump(mode="json")
     data["model"] = model.model_dump(mode="json")
-    data |= {name: value for name in ("batch", "seq") if (value := getattr(asked, name)) is not None}
+    data |= asked.sizes
     if asked.residency is not None and asked.residency != base.residency.blocks:
         if asked.placing is not None:
             raise PlanError(
                 f"--method {asked.method} places the blocks otherwise than --residency {asked.residency}",
                 hint="one of the two is enough",
             )
-        data["residency"] = {
-            "blocks": asked.residency,
-            "transfer_dtype": base.residency.transfer_dtype,
-        }
+        data["residency"] = {"transfer_dtype": base.residency.transfer_dtype}
         data["schedule"] = _schedule_beside(asked.residency)
-    for axis, fields in asked.axes.items():
-        data[axis] = data[axis] | fields
+    for axis in _FREE_AXES:
+        data[axis] = data[axis] | without_any(asked.given(axis))
+    data["split"] |= _codecs(asked)
     cuts = asked.wanted_cuts(model.num_blocks, base)
     if list(cuts) != list(data["split"].get("cuts", ())):
         data["split"] |= {"cuts": cuts, "densities": ()}
@@ -206,6 +217,10 @@ def _laid_over(base: Plan, asked: Asked, model: ModelSpec) -> Plan:
         spread(data, mesh)
     with readable("options of zosim run", PlanError, model=Plan):
         return Plan.model_validate(data)
+
+
+def _codecs(asked: Asked) -> dict[str, Any]:
+    return {name: value for name, value in asked.given("split").items() if name != "cuts"}
 
 
 def _num_devices(device: str) -> int:
@@ -231,8 +246,8 @@ def _named_placement(asked: Asked, model: ModelSpec, longest: int | None) -> Pla
             {
                 "model": model.model_dump(mode="json"),
                 "placement": {"topology": HOST, "devices": [node]},
-                "batch": asked.batch or 1,
-                "seq": _sequence_length(asked, model, longest),
+                "batch": asked.sizes.get("batch", 1),
+                "seq": asked.sizes.get("seq") or _sequence_length(model, longest),
                 "residency": {"blocks": residency},
                 "schedule": _schedule_beside(residency),
             }
@@ -245,15 +260,18 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
     profiles = Profiles(topology, num_threads=asked.num_threads, is_host=True)
     kept = {} if base is None else base.model_dump(mode="json")
     fixed = {
-        axis: {name: value for name, value in kept.get(axis, {}).items() if name in names} | asked.given(axis)
-        for axis, names in _KEPT.items()
+        axis: {
+            name: kept[axis][name]
+            for name, field in fields_of(AXES[axis]).items()
+            if kept and not field.setting.planned
+        }
+        | asked.given(axis)
+        for axis in _FREE_AXES
     }
     if not asked.seeks_mesh:
-        fixed["residency"] = {
-            name: value for name, value in fixed["residency"].items() if name == "transfer_dtype"
-        }
-    elif asked.residency is not None:
-        fixed["residency"]["blocks"] = asked.residency
+        # Where one rank's blocks reside is the method's; options about their moving are laid over its plan.
+        names = [name for name, field in fields_of(Residency).items() if not field.setting.planned]
+        fixed["residency"] = {name: value for name, value in fixed["residency"].items() if name in names}
     with readable("options of zosim run", PlanError):
         request = Request(
             model=uncut(model),
@@ -262,10 +280,11 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
             device=node,
             profile=profiles.of(node),
             profiles=profiles,
-            batch=asked.batch or kept.get("batch", 1),
-            seq=kept.get("seq", 0) if base and not asked.seq else _sequence_length(asked, model, longest),
+            batch=asked.sizes.get("batch") or kept.get("batch", 1),
+            seq=asked.sizes.get("seq") or kept.get("seq") or _sequence_length(model, longest),
             method=cast("Method", asked.method or "auto") if asked.seeks_mesh else asked.placing or "auto",
             max_device_bytes=asked.max_device_bytes,
+            max_host_bytes=asked.max_host_bytes,
             allow_lossy=asked.allow_lossy,
             fixed=fixed,
         )
@@ -274,8 +293,8 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
         return fastest_plan(request, asked.ranks or 1)
 
 
-def _sequence_length(asked: Asked, model: ModelSpec, longest: int | None) -> int:
-    return asked.seq or min(longest or model.max_positions, model.max_positions)
+def _sequence_length(model: ModelSpec, longest: int | None) -> int:
+    return min(longest or model.max_positions, model.max_positions)
 
 
 def host_node(device: str) -> tuple[Topology, str]:
@@ -302,7 +321,7 @@ def spec_for(
     spec = _spec_for(model, adapters, (), **loading)
     cuts = asked.wanted_cuts(spec.num_blocks, base)
     cut_blocks = Split(cuts=cuts).cut_blocks
-    if not cuts and base is not None and draws_by_halves(base.directions):
+    if not cuts and base is not None and base.directions.draws_by_halves:
         cut_blocks = base.model.cut_blocks
     return _spec_for(model, adapters, cut_blocks, **loading) if cut_blocks else spec
 

@@ -191,7 +191,7 @@ class Run:
         """Return a session on the weights that the log leads to, its files open behind them."""
         settings = self.settings
         options = {
-            "learning_rate": settings.schedule.at,
+            "learning_rate": settings.learning_rate.at,
             "device": settings.device,
             "num_timed_steps": settings.num_timed_steps,
             "num_draw_threads": settings.num_threads,

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import NonNegativeFloat, PositiveInt
 
 from costmodel.configs import LoRA, Prefix
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
-from executors.ranks.mesh import draws_by_halves
-from executors.runs.schedule import Schedule
+from executors.runs.learning_rate import LearningRate
 from topology.errors import PlanError, RunError
-from zosim.plans import Plan
+from zosim.plans import AXES, Plan, Setting, fields_of, is_decisive
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 
 LossName = Literal["model", "fp64"]
 TaskName = Literal["auto", "choice", "perplexity", "generation"]
+
+
+def _label_words(text: str) -> dict[str, str]:
+    from executors.datasets.prompts import parse_label_words
+
+    return parse_label_words(text)
 
 
 @dataclass(frozen=True)
@@ -33,11 +40,27 @@ class DataSettings:
     shuffle : bool
     """
 
-    path: str
-    template: str | None = None
-    label_words: dict[str, str] | None = None
-    truncate: bool = False
-    shuffle: bool = False
+    path: Annotated[str, Setting("--data", "JSON lines: input_ids and labels, or text fields.")]
+    template: Annotated[str | None, Setting("--template", 'Such as "{text} It was {label}."', "numbers")] = (
+        None
+    )
+    label_words: Annotated[
+        dict[str, str] | None,
+        Setting("--label-words", "Such as 0=terrible,1=great.", "numbers", typed=str, parse=_label_words),
+    ] = None
+    truncate: Annotated[
+        bool, Setting("--truncate", "Cut lines that are longer than --seq, or refuse them.", "numbers")
+    ] = False
+    shuffle: Annotated[
+        bool,
+        Setting(
+            "--shuffle",
+            "Off: batch k is lines kB to kB+B-1.",
+            "numbers",
+            typed=Literal["on", "off"],
+            parse={"on": True, "off": False}.get,
+        ),
+    ] = True
 
 
 @dataclass(frozen=True)
@@ -60,12 +83,31 @@ class EvaluationSettings:
         Tokens of a generated answer at most.
     """
 
-    path: str
-    every: int = 0
-    num_examples: int | None = None
-    keep_best: bool = False
-    task: TaskName = "auto"
-    max_new_tokens: int = 32
+    path: Annotated[str, Setting("--eval-data", "Lines to evaluate on.")]
+    every: Annotated[
+        int,
+        Setting(
+            "--eval-every",
+            "Steps between evaluations.",
+            "numbers where transfers round",
+            usual="only before the first and after the last",
+            recorded_as="eval_every",
+        ),
+    ] = 0
+    num_examples: Annotated[
+        int | None, Setting("--eval-examples", "Only the first so many.", usual="all")
+    ] = None
+    keep_best: Annotated[bool, Setting("--keep-best", "Keep the best weights in OUT/best.")] = False
+    task: Annotated[
+        TaskName,
+        Setting(
+            "--eval-task",
+            "What they ask for: one of several answers, all labels, or free text; auto: told by the lines.",
+        ),
+    ] = "auto"
+    max_new_tokens: Annotated[
+        int, Setting("--eval-max-new-tokens", "Tokens of a generated answer at most.")
+    ] = 32
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -84,7 +126,7 @@ class RunSettings:
         Directory or name of the base weights.
     plan : Plan
     data : DataSettings
-    schedule : Schedule
+    learning_rate : LearningRate
         Learning rates, and with them the number of steps.
     out : str
         Directory of the run.
@@ -127,33 +169,78 @@ class RunSettings:
         If the settings contradict each other.
     """
 
-    model: str
+    model: Annotated[str, Setting("--model", "Directory (or cached name) of the base weights.", "numbers")]
     plan: Plan
     data: DataSettings
-    schedule: Schedule
-    out: str
+    learning_rate: LearningRate
+    out: Annotated[str, Setting("--out", "Directory of the run.")]
     program: Program | ProgramSet | None = None
-    seed: int = 0
-    weight_decay: float = 0.0
-    loss_dtype: LossName = "model"
-    objective: str = "loss"
-    accumulate: int = 1
-    device: str = "cpu"
-    num_threads: int = 1
+    seed: Annotated[
+        int, Setting("--seed", "Of directions, the shuffle, and what adapters begin as.", "numbers")
+    ] = 0
+    weight_decay: Annotated[
+        float, Setting("--weight-decay", "Of all but biases and layer norms.", "numbers")
+    ] = 0.0
+    loss_dtype: Annotated[
+        LossName, Setting("--loss-dtype", "Format that the loss is computed in.", "numbers")
+    ] = "model"
+    objective: Annotated[
+        str,
+        Setting(
+            "--objective",
+            "What is minimised: loss, accuracy, f1, or module:function of logits and batch. The module is imported and "
+            "its code run: name only what you trust.",
+            "numbers",
+        ),
+    ] = "loss"
+    accumulate: Annotated[
+        int,
+        Setting("--accumulate", "Micro-batches that a step's batch is forwarded in.", "numbers"),
+    ] = 1
+    device: Annotated[str, Setting("--device", "cpu, cuda or cuda:N.")] = "cpu"
+    num_threads: Annotated[
+        int,
+        Setting(
+            "--threads",
+            "Threads of a CPU's kernels, of each rank.",
+            usual="$OMP_NUM_THREADS, else its part of the cores",
+        ),
+    ] = 1
     lora: LoRA | None = None
     prefix: Prefix | None = None
     evaluation: EvaluationSettings | None = None
-    digest_every: int = 0
-    checkpoint_every: int = 0
-    checksums: bool = False
-    resume: bool = False
-    early_stop: bool = True
-    random_weights: bool = False
-    allow_download: bool = False
-    tensorboard: bool = False
+    digest_every: Annotated[
+        int,
+        Setting(
+            "--digest-every",
+            "Steps between digests of the parameters; 0 for never.",
+            "numbers where transfers round",
+        ),
+    ] = 100
+    checkpoint_every: Annotated[
+        int,
+        Setting(
+            "--checkpoint-every",
+            "Steps between checkpoints; 0: the log is enough.",
+            "numbers where transfers round",
+        ),
+    ] = 0
+    checksums: Annotated[
+        bool,
+        Setting("--checksums", "Notice bits of weights that nothing wrote.", usual="on a CPU"),
+    ] = False
+    resume: Annotated[bool, Setting("--resume", "Go on with what OUT holds.")] = False
+    early_stop: Annotated[bool, Setting("--early-stop", "Stop when the loss diverges.")] = True
+    random_weights: Annotated[
+        bool, Setting("--random-weights", "Use the architecture alone, or its weights.", "numbers")
+    ] = False
+    allow_download: Annotated[bool, Setting("--allow-download", "Fetch a named model.")] = False
+    tensorboard: Annotated[bool, Setting("--tensorboard", "Write logs for TensorBoard if installed.")] = True
     num_timed_steps: int = 100
     log_every: int = 1
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    timeout_s: Annotated[float, Setting("--timeout", "Seconds until a rank that waits gives up.")] = (
+        DEFAULT_TIMEOUT_S
+    )
 
     def __post_init__(self) -> None:
         if self.num_threads < 1:
@@ -199,7 +286,7 @@ class RunSettings:
     @property
     def num_steps(self) -> int:
         """Steps of the whole run."""
-        return self.schedule.num_steps
+        return self.learning_rate.num_steps
 
     def identity(self, data_sha256: str, earlier: Plan | None = None) -> dict[str, Any]:
         """Return what decides the run's numbers beside its base weights, by the option's name.
@@ -213,64 +300,34 @@ class RunSettings:
             Plan of the run that is gone on with, on whose mesh as many micro-batches are named as cut a batch into the
             same parts.
         """
-        plan, schedule = self.plan, self.schedule
-        same = {
-            **plan.estimator.model_dump(mode="json"),
-            "direction": plan.directions.distribution,
-            "rng": plan.directions.rng,
-            "order": plan.directions.order,
-            "dtype": plan.weights.dtype,
-            "compute_dtype": plan.compute_dtype,
-            "batch": plan.batch,
-            "attention": plan.forward.attention,
-            "loss_chunk_tokens": plan.forward.loss_chunk_tokens,
-            "loss_dtype": self.loss_dtype,
-            "objective": self.objective,
+        plan, rate = self.plan, self.learning_rate
+        is_rounded = plan.is_transfer_lossy
+        same = plan.identity()
+        parts: tuple[Any, ...] = (self, self.data, rate, self.evaluation or EvaluationSettings(""))
+        for settings in parts:
+            kind: type = type(settings)
+            same |= {
+                field.identity: getattr(settings, field.name)
+                for field in fields_of(kind).values()
+                if field.name not in _BY_DIGEST and is_decisive(field, transfers_round=is_rounded)
+            }
+        same |= {
             "accumulate": self._accumulate_beside(earlier or plan),
-            "weight_decay": self.weight_decay,
-            "seed": self.seed,
-            "shuffle": self.data.shuffle,
             "data_sha256": data_sha256,
-            "template": self.data.template,
-            "label_words": self.data.label_words,
             "truncate": plan.seq if self.data.truncate else None,
-            "lr": schedule.learning_rate,
-            "lr_schedule": schedule.kind,
-            "warmup": schedule.warmup_steps,
-            # Under a constant rate a run may be prolonged.
-            "steps": None if schedule.kind == "constant" else schedule.num_steps,
+            # Under a constant rate a run may be prolonged, where nothing is rounded at its end.
+            "steps": None if rate.kind == "constant" and not is_rounded else rate.num_steps,
             "lora": None if self.lora is None else self.lora.model_dump(mode="json", exclude_defaults=True),
         }
         if self.prefix is not None:
             same["prefix"] = self.prefix.num_tokens
-        if plan.weights.perturbation != "serial":
-            same["weights"] = plan.weights.perturbation
-        if plan.model.cut_blocks and draws_by_halves(plan.directions):
+        if plan.model.cut_blocks and plan.directions.draws_by_halves:
             same["cut_blocks"] = list(plan.model.cut_blocks)  # their halves are drawn one after the other
-        if plan.split.is_lossy:
-            same["split"] = plan.split.model_dump(mode="json", exclude={"densities"})
-        return same | (self._lossy_identity() if plan.is_transfer_lossy else {})
+        return same
 
     def _accumulate_beside(self, earlier: Plan) -> int:
         num_parts = self.accumulate * self.plan.mesh.data
         return num_parts // earlier.mesh.data if num_parts % earlier.mesh.data == 0 else self.accumulate
-
-    def _lossy_identity(self) -> dict[str, Any]:
-        """Return what decides the numbers where offloading rounds weights: when and where it happens."""
-        every = self.evaluation.every if self.evaluation else 0
-        return {
-            "transfer_dtype": self.plan.transfer_dtype,
-            # How ranks share a copy does not matter.
-            "residency": self.plan.residency.model_dump(
-                mode="json", exclude={"transfers", "share_group", "transfer_dtype"}
-            ),
-            "update": self.plan.schedule.update,
-            "traversal": self.plan.schedule.traversal,
-            "digest_every": self.digest_every,
-            "checkpoint_every": self.checkpoint_every,
-            "eval_every": every,
-            "steps": self.num_steps,
-        }
 
     def to_header(self, data_sha256: str) -> dict[str, Any]:
         """Return the settings as ``run.json`` keeps them."""
@@ -278,7 +335,7 @@ class RunSettings:
             "identity": self.identity(data_sha256),
             "model": self.model,
             "data": asdict(self.data),
-            "schedule": asdict(self.schedule),
+            "schedule": asdict(self.learning_rate),
             "lora": None if self.lora is None else self.lora.model_dump(mode="json"),
             "prefix": None if self.prefix is None else self.prefix.model_dump(mode="json"),
             "objective": self.objective,
@@ -291,7 +348,44 @@ class RunSettings:
         }
 
 
-def refuse_other_identity(recorded: dict[str, Any], asked: dict[str, Any], where: str) -> None:
+@dataclass(frozen=True)
+class AdapterSettings:
+    """What is tuned beside a frozen base, as options say it; a run keeps it as LoRA or Prefix."""
+
+    lora_rank: Annotated[
+        PositiveInt | None, Setting("--lora-rank", "Tune adapters of this rank alone.", "numbers")
+    ] = None
+    lora_targets: Annotated[
+        tuple[str, ...] | None,
+        Setting(
+            "--lora-targets",
+            "Linears that get one, such as q_proj,v_proj.",
+            "numbers",
+            typed=str,
+            parse=lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
+        ),
+    ] = None
+    lora_alpha: Annotated[
+        NonNegativeFloat | None,
+        Setting("--lora-alpha", "They add alpha over rank times B A x.", "numbers", usual="twice the rank"),
+    ] = None
+    prefix: Annotated[
+        PositiveInt | None,
+        Setting("--prefix", "Tune this many virtual tokens before every block's keys alone.", "numbers"),
+    ] = None
+
+
+RUN_SECTIONS: dict[str, type] = {
+    "run": RunSettings,
+    "data": DataSettings,
+    "learning_rate": LearningRate,
+    "evaluation": EvaluationSettings,
+    "adapters": AdapterSettings,
+}
+"""What has the settings of a run beside those of its plan."""
+
+
+def refuse_other_identity(recorded: dict[str, Any], stated: dict[str, Any], where: str) -> None:
     """Raise for the first setting in which a command differs from the run that it would go on with.
 
     Raises
@@ -299,9 +393,23 @@ def refuse_other_identity(recorded: dict[str, Any], asked: dict[str, Any], where
     RunError
         Naming the setting and both values.
     """
-    for name in {**recorded, **asked}:
-        if recorded.get(name) != asked.get(name):
+    recorded = _in_present_words(recorded)
+    for name in {**recorded, **stated}:
+        if recorded.get(name, _USUAL.get(name)) != stated.get(name, _USUAL.get(name)):
             raise RunError(
-                f"{where} was run with {name}={recorded.get(name)!r}, this command says {asked.get(name)!r}",
+                f"{where} was run with {name}={recorded.get(name)!r}, this command says {stated.get(name)!r}",
                 hint="a resumed run must compute the same numbers: leave the option out, or give another --out",
             )
+
+
+_BY_DIGEST = ("model", "random_weights")
+"""Fields that the digest of the base weights answers for."""
+
+_USUAL = {field.identity: field.default for kind in AXES.values() for field in fields_of(kind).values()}
+"""What a field of a plan is that an earlier version did not record."""
+
+
+def _in_present_words(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return an identity that an earlier version recorded: it kept some axes as mappings."""
+    flat = {name: value for name, value in recorded.items() if name not in ("residency", "split")}
+    return {**flat, **recorded.get("residency", {}), **recorded.get("split", {})}

@@ -12,8 +12,8 @@ import pytest
 
 from executors.ranks.launch import launch
 from executors.ranks.mesh import spread
+from executors.runs.learning_rate import LearningRate
 from executors.runs.runlog import read_header
-from executors.runs.schedule import Schedule
 from executors.runs.settings import DataSettings, RunSettings
 from tests.support import distributed
 from tests.support.command import saved_lines, saved_model, zosim
@@ -128,7 +128,7 @@ def test_a_late_joiner_needs_no_file_of_the_run(pertp, inputs, tmp_path):
         model=str(inputs[0]),
         plan=Plan.model_validate(data),
         data=DataSettings(str(inputs[1]), shuffle=True),
-        schedule=Schedule("constant", 1e-3, num_steps=STEPS),
+        learning_rate=LearningRate("constant", 1e-3, num_steps=STEPS),
         out=str(out),
         digest_every=3,
         resume=True,
@@ -144,7 +144,8 @@ def test_ranks_that_begin_unlike_are_refused_in_words(pertp, inputs, tmp_path):
         model=str(inputs[0]),
         plan=Plan.load(pertp / "pair" / "plan.json"),
         data=DataSettings(str(inputs[1])),
-        schedule=Schedule("constant", 1e-3, num_steps=STEPS),
+        learning_rate=LearningRate("constant", 1e-3, num_steps=STEPS),
+        digest_every=0,
         out=str(tmp_path / "out"),
     )
     said = launch(distributed.run_unlike, settings, world_size=2)

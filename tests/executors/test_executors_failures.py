@@ -12,9 +12,9 @@ import pytest
 from executors import load_model, plan_of_model
 from executors.files import write_atomically
 from executors.ranks.launch import launch
+from executors.runs.learning_rate import LearningRate
 from executors.runs.run import Run
 from executors.runs.runlog import RunLog
-from executors.runs.schedule import Schedule
 from executors.runs.settings import DataSettings, RunSettings
 from tests.support.command import saved_lines, saved_model
 from topology.errors import RunError
@@ -85,12 +85,12 @@ def test_a_resume_that_fails_lets_go_of_the_log(tmp_path, monkeypatch):
     settings = RunSettings(
         model=str(model),
         plan=plan_of_model(load_model(model), batch=2, seq=9),
-        data=DataSettings(str(tmp_path / "data.jsonl")),
-        schedule=Schedule("constant", 1e-3, num_steps=2),
+        data=DataSettings(str(tmp_path / "data.jsonl"), shuffle=False),
+        learning_rate=LearningRate("constant", 1e-3, num_steps=2),
         out=str(tmp_path / "out"),
     )
     Run(settings).run()
-    settings = replace(settings, schedule=Schedule("constant", 1e-3, num_steps=4), resume=True)
+    settings = replace(settings, learning_rate=LearningRate("constant", 1e-3, num_steps=4), resume=True)
 
     def fail(*_given):
         message = "it cannot be replayed"

@@ -9,7 +9,7 @@ from executors.ranks.mesh import alone, launch_lines, mesh_named, spread
 from executors.runs.planning import Asked, even_cuts
 from tests.support.distributed import FOURS, PAIRS, plan_for
 from topology.errors import PlanError
-from zosim.plans import Plan
+from zosim.plans import Mesh, Plan
 
 CASES = PAIRS | FOURS
 
@@ -31,7 +31,7 @@ def test_alone_is_what_was_spread(name):
 )
 def test_what_is_no_mesh_is_refused(text):
     with pytest.raises(PlanError, match="--mesh"):
-        _ = Asked(mesh=text).wanted_mesh
+        _ = Asked({"mesh": Mesh.parse(text).model_dump(exclude_defaults=True)}).wanted_mesh
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_what_is_no_mesh_is_refused(text):
     ],
 )
 def test_the_outer_axis_is_named_first_and_stages_are_innermost(text, axes):
-    assert Asked(mesh=text).wanted_mesh == axes
+    assert Asked({"mesh": Mesh.parse(text).model_dump(exclude_defaults=True)}).wanted_mesh == axes
 
 
 def test_methods_use_the_devices_that_there_are():
@@ -80,6 +80,6 @@ def test_cuts_part_blocks_evenly():
     assert even_cuts(12, 2) == ("block.5.mlp",)
     assert even_cuts(3, 2) == ("block.0.mlp",)
     assert even_cuts(4, 4) == ("block.0.mlp", "block.1.mlp", "block.2.mlp")
-    assert Asked(cuts=("block.1", "block.2.mlp")).wanted_mesh == {"stage": 3}
-    assert Asked(mesh="stage=2").wanted_cuts(12, None) == ("block.5.mlp",)
-    assert Asked(mesh="data=2").wanted_cuts(12, None) == ()
+    assert Asked({"split": {"cuts": ("block.1", "block.2.mlp")}}).wanted_mesh == {"stage": 3}
+    assert Asked({"mesh": {"stage": 2}}).wanted_cuts(12, None) == ("block.5.mlp",)
+    assert Asked({"mesh": {"data": 2}}).wanted_cuts(12, None) == ()

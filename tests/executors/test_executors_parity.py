@@ -15,7 +15,7 @@ import torch
 from costmodel.configs import LoRA, Prefix
 from executors.models.lora import attach_lora
 from executors.models.prefix import attach_prefix
-from executors.runs.schedule import Schedule
+from executors.runs.learning_rate import LearningRate
 from executors.runs.session import Session
 from tests.support.reference_mezo import CachedPrefix, LiteralMezo, differing
 from tests.support.tiny import batches, model_of, plan_of
@@ -106,7 +106,7 @@ def assert_parity(shape, dtype, tuned, placement, order, weights, decay, rate):
     )
     placed = PLACEMENTS[placement] | {"weights": {"perturbation": weights}}
     plan = plan_of(model, size=2, seq=6, dtype=dtype, directions={"order": order}, **placed)
-    schedule = Schedule(rate, BASE_RATE, NUM_STEPS, warmup_steps=5 if rate == "cosine" else 0)
+    schedule = LearningRate(rate, BASE_RATE, num_steps=NUM_STEPS, warmup_steps=5 if rate == "cosine" else 0)
     with Session(plan, model, learning_rate=schedule.at, weight_decay=decay, seed=11) as session:
         for step, batch in enumerate(batches(NUM_STEPS, size=2, seq=6)):
             record = session.step(batch)

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from executors.runs.schedule import Schedule
 from safetensors.torch import load_file
 
 from executors.ranks.launch import launch
 from executors.runs.run import run_in_rank
-from executors.runs.schedule import Schedule
 from executors.runs.session import Session
 from executors.runs.settings import DataSettings, RunSettings
 from proofs_checks.ranks import on_all_ranks

@@ -290,5 +290,5 @@ def preload() -> None:
     import transformers.models.opt.modeling_opt  # noqa: F401
 
     import executors.cli
-    import executors.runs.asking
+    import executors.runs.overrides
     import executors.runs.run  # noqa: F401

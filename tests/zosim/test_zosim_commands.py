@@ -16,7 +16,7 @@ from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 
-PLAN = ["plan", "--model", "opt-125m", "--hardware", "a100-80gb-milan", "--seq", "128"]
+PLAN = ["plan", "--model", "opt-125m", "--hardware", "a100-80gb-milan", "--seq", "128", "--dtype", "fp16"]
 
 
 def call(*words: str | Path, fails: bool = False) -> Result:
@@ -144,9 +144,9 @@ def test_lower_prints_a_program(plan_file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says", "hint"),
     [
-        (["--dtype", "fp17"], "--dtype fp17 is no format", "float16"),
+        (["--dtype", "fp17"], "--dtype fp17 is not valid: must be one of", "float16"),
         (["--rng", "mezzo"], "must be one of 'mezo' or 'counter'", "did you mean 'mezo'"),
-        (["--eps", "0"], "epsilon", None),
+        (["--eps", "0"], "--eps 0.0 is not valid", None),
         (["--max-device-memory", "lots"], "lots", None),
         (["--max-device-memory", "20"], "--max-device-memory 20: a number without a unit", "80 GiB"),
         (["--max-device-memory", "0GiB"], "--max-device-memory 0GiB leaves no memory", "all of it without"),
@@ -199,7 +199,19 @@ def test_a_plan_for_other_hardware_names_the_devices(plan_file: Path) -> None:
     assert "cpu0" in error
 
 
-RANKS = ["plan", "--model", "opt-125m", "--hardware", "h20-4x-milan", "--seq", "128", "--batch", "4"]
+RANKS = [
+    "plan",
+    "--model",
+    "opt-125m",
+    "--hardware",
+    "h20-4x-milan",
+    "--seq",
+    "128",
+    "--batch",
+    "4",
+    "--dtype",
+    "fp16",
+]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from costmodel.symbols import TensorSymbols
 from topology import load_preset
 from topology.errors import PlanError
 from zosim.hardware.profiles import Profiles
-from zosim.options import cutting_of, mesh_of
+from zosim.options import cutting_of
 from zosim.planning.cut_search import Ranking
 from zosim.planning.cuts import Cutting, read_densities, sparsest_near_the_middle
 from zosim.planning.pipelining import counts_of_print, pipelining
@@ -118,7 +118,7 @@ def test_stages_stand_beside_data_and_perturb():
     for text in ("data=2,stage=2", "perturb=2,stage=2"):
         fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
         cutting = cutting_of(MODEL, ("block.5",))
-        plan = choose(request("dgx-h100", cutting, mesh=mesh_of(text), fixed=fixed)).chosen.plan
+        plan = choose(request("dgx-h100", cutting, mesh=Mesh.parse(text), fixed=fixed)).chosen.plan
         assert plan.placement.world_size == 4
         assert len(plan.split.cuts) == 1
 
@@ -193,7 +193,7 @@ def test_a_saved_model_is_cut_between_its_blocks():
 @pytest.mark.parametrize(("difference", "per_cut"), [("forward", 3), ("central", 4)])
 def test_a_step_sends_as_many_activations_as_print_counts(difference, per_cut):
     fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
-    asked = request("dgx-h100", cutting_of(MODEL, ("block.3,block.7",)), mesh=Mesh(stage=3), fixed=fixed)
+    asked = request("dgx-h100", cutting_of(MODEL, ("block.3", "block.7")), mesh=Mesh(stage=3), fixed=fixed)
     asked = replace(asked, fixed={**asked.fixed, "estimator": {"num_queries": 2, "difference": difference}})
     decision = choose(asked)
     subject = decision.chosen.subject

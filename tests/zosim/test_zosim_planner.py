@@ -8,9 +8,9 @@ from costmodel import read_model_spec
 from topology import load_preset
 from topology.errors import DoesNotFit, PlanError
 from zosim.hardware.profiles import profile_for, save_host_profile
-from zosim.planning.planner import Request, choose, describe, placements
+from zosim.planning.planner import Request, choose, placements
 from zosim.planning.predict import Subject
-from zosim.plans import AXES, ForwardPass, Plan, Residency, Weights
+from zosim.plans import ANY, AXES, ForwardPass, Plan, Residency, Weights
 
 GIB = 2**30
 
@@ -68,17 +68,17 @@ def test_copies_are_looked_at_where_they_are_asked_for_and_chosen_where_they_are
         ("copies", False),
         ("copies", True),
     }
-    found = weights_of(request(any_weights=True))
+    found = weights_of(request(fixed={"weights": {"perturbation": ANY}}))
     assert set(found) == {("serial", False), ("copies", False), ("copies", True)}
     assert found["copies", True] < found["serial", False]
-    chosen = choose(request(any_weights=True)).chosen
+    chosen = choose(request(fixed={"weights": {"perturbation": ANY}})).chosen
     assert (chosen.plan.weights.perturbation, chosen.seconds) == ("copies", min(found.values()))
 
 
 def test_copies_are_chosen_only_where_memory_admits_them() -> None:
-    free = choose(request(any_weights=True)).chosen
+    free = choose(request(fixed={"weights": {"perturbation": ANY}})).chosen
     limit = free.footprints.largest.device_bytes - 1
-    tight = choose(request(any_weights=True, max_device_bytes=limit)).chosen
+    tight = choose(request(fixed={"weights": {"perturbation": ANY}}, max_device_bytes=limit)).chosen
     assert tight.footprints.largest.device_bytes <= limit
     assert tight.seconds >= free.seconds
     assert tight.plan != free.plan
@@ -160,7 +160,7 @@ def test_narrower_transfers_help_exactly_where_the_bus_limits() -> None:
         )
     )
     assert "pcie" in wide.reasons[0]
-    assert "lossy" in describe(lossy.chosen.plan)
+    assert "lossy" in lossy.chosen.describe()
     assert lossy.chosen.seconds < 0.6 * wide.chosen.seconds
 
 

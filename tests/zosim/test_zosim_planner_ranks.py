@@ -10,7 +10,6 @@ from topology.clusters import cluster
 from topology.errors import DoesNotFit, PlanError
 from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.hardware.profiles import Profiles
-from zosim.options import mesh_of
 from zosim.planning.planner import Request, choose, placements
 from zosim.planning.space import layouts, meshes
 from zosim.plans import AXES, Estimator, Mesh, Weights
@@ -126,15 +125,15 @@ def test_queries_are_shared_out_as_far_as_that_helps() -> None:
 
 
 def test_a_mesh_reads_as_it_is_nested() -> None:
-    assert mesh_of("data=2,perturb=4") == Mesh(data=2, perturb=4, inner="perturb")
-    assert mesh_of("perturb=2, data=3") == Mesh(data=3, perturb=2, inner="data")
+    assert Mesh.parse("data=2,perturb=4") == Mesh(data=2, perturb=4, inner="perturb")
+    assert Mesh.parse("perturb=2, data=3") == Mesh(data=3, perturb=2, inner="data")
     for text, says in (
         ("data=2,date=2", "'date' is no axis"),
         ("data=0", "no size"),
         ("data=2,data=2", "twice"),
     ):
         with pytest.raises(PlanError, match=says):
-            mesh_of(text)
+            Mesh.parse(text)
 
 
 def test_ranks_lie_on_one_host_if_they_fit_and_on_like_numbers_of_devices_otherwise() -> None:

@@ -20,67 +20,6 @@ ALIKE = 5e-4
 _BUSY = 0.7
 
 
-def describe(plan: Plan) -> str:
-    """Return a plan in a few words, axis by axis where it differs from plain MeZO."""
-    words = [plan.method]
-    if plan.mesh.world_size > 1:
-        words.append(plan.mesh.describe())
-        words += _where(plan)
-    if plan.split.cuts:
-        words.append(f"cut at {' and '.join(plan.split.cuts)}")
-        inside = [_short(plan.split.codec)] if plan.split.cut_blocks else []
-        codecs = [name for name in (*inside, _short(plan.split.residual_codec)) if name != "none"]
-        words += [f"{' and '.join(codecs)} (lossy)"] if codecs else []
-    if plan.residency.blocks == "offloaded":
-        words.append(f"{plan.residency.num_slots} slot{'s' if plan.residency.num_slots > 1 else ''}")
-        if plan.is_shared_out:
-            words.append(_shares(plan))
-        if not plan.residency.overlap:
-            words.append("no overlap")
-        if not plan.residency.reuse_slots:
-            words.append("slots allocated anew")
-        if plan.residency.edges == "offloaded":
-            words.append("embedding and head offloaded")
-        if plan.is_transfer_lossy:
-            words.append(f"{plan.transfer_dtype} transfers (lossy)")
-    else:
-        words.append(plan.schedule.traversal)
-    if plan.weights.perturbation == "copies":
-        words.append("copies written ahead" if plan.directions.drawn_ahead else "copies of weights")
-    elif plan.directions.drawn_ahead:
-        words.append("draws ahead")
-    if plan.directions.kept:
-        words.append("directions kept")
-    if plan.forward.loss_chunk_tokens:
-        words.append(f"loss in chunks of {plan.forward.loss_chunk_tokens}")
-    return ", ".join(words)
-
-
-def _short(codec: str) -> str:
-    """Return a codec's name without the words that go without saying."""
-    usual = ("symmetric", "nearest", "tensor", "smallest")
-    return ":".join(word for word in codec.split(":") if word not in usual)
-
-
-def _where(plan: Plan) -> Iterator[str]:
-    """Yield on how many hosts ranks are, and whether they are other devices than the first ones."""
-    hosts = len(plan.placement.ranks_by_host)
-    if hosts > 1:
-        yield f"{hosts} hosts"
-    devices = plan.placement.devices
-    if len(set(devices)) == 1:
-        yield f"all on {devices[0]}"
-    elif hosts == 1:
-        yield f"on {devices[0]}..{devices[-1]}" if len(devices) > 2 else f"on {devices[0]} and {devices[1]}"
-
-
-def _shares(plan: Plan) -> str:
-    among = "" if plan.residency.share_group == "host" else " among all hosts"
-    if plan.residency.transfers == "sliced":
-        return f"blocks sliced{among}"
-    return f"host copy shared{among}"
-
-
 def reasons(
     chosen: Candidate,
     prediction: Prediction,

@@ -17,7 +17,7 @@ from topology.units import format_bytes, format_seconds
 from zosim.engines.simulate import without_garbage_collection
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.cuts import sparsest_near_the_middle
-from zosim.planning.explain import ALIKE, about_cuts, describe, reasons
+from zosim.planning.explain import ALIKE, about_cuts, reasons
 from zosim.planning.footprint import Footprints
 from zosim.planning.predict import Prediction, Subject
 from zosim.planning.request import Method, Request
@@ -25,7 +25,7 @@ from zosim.planning.space import placements
 from zosim.planning.staging import staged_plans
 from zosim.plans import INSIDE, Plan
 
-__all__ = ["Candidate", "Decision", "Method", "Request", "candidates", "choose", "describe", "placements"]
+__all__ = ["Candidate", "Decision", "Method", "Request", "candidates", "choose", "placements"]
 
 _LOSS_CHUNK_TOKENS = 512
 _SIGNIFICANT_DIGITS = 6
@@ -85,7 +85,7 @@ class Candidate:
 
     def describe(self) -> str:
         """Return the plan in a few words."""
-        return describe(self.plan)
+        return self.plan.describe()
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,7 +14,7 @@ from topology.graph import Topology
 from topology.validation import readable
 from zosim.hardware.profiles import Profiles
 from zosim.planning.cuts import Cutting
-from zosim.plans import AXES, Axis, Mesh, Placement
+from zosim.plans import ANY, AXES, Axis, Mesh, Placement
 
 Method = Literal["auto", "mezo", "zo2", "pertp", "ddp", "2d", "sparq"]
 Blocks = Literal["resident", "offloaded"]
@@ -60,15 +60,13 @@ class Request:
         Limits below what the hardware has.
     allow_lossy : bool
         Whether plans that compute something else (a narrower transfer format) may be considered.
-    any_weights : bool
-        Whether weights may come to a point in either way, whichever is faster: the numbers of the two differ in roundings,
-        so that by default they are walked in place, as the reference loop does.
     cutting : Cutting
         Where a mesh of several stages may cut the model, and with which codecs.
     fixed : mapping
         Values of fields that every plan must have, by axis and name, such as ``{"weights": {"dtype": "float16"}}``. What the
         planner would choose gives way to them, which is how an ablation is asked for; what it does not choose, such as the
-        estimator and the formats, has its defaults without them.
+        estimator and the formats, has its defaults without them. :data:`~zosim.plans.ANY` in place of a value leaves the
+        choice to the planner, although the numbers differ in roundings.
     """
 
     model: ModelSpec
@@ -85,7 +83,6 @@ class Request:
     max_device_bytes: int | None = None
     max_host_bytes: int | None = None
     allow_lossy: bool = False
-    any_weights: bool = False
     cutting: Cutting = field(default_factory=Cutting)
     fixed: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
@@ -115,7 +112,7 @@ class Request:
         """
         name = next(name for name, axis in AXES.items() if axis is kind)
         with readable("what the plan is asked to fix", PlanError, model=kind):
-            return kind.model_validate(self.fixed.get(name, {}))
+            return kind.model_validate(without_any(self.fixed.get(name, {})))
 
     @property
     def blocks(self) -> tuple[Blocks, ...]:
@@ -144,6 +141,11 @@ class Request:
         memories = {self.topology.host_memory(device).id for device in devices}
         has = sum(self.topology.node(memory).memory_bytes for memory in memories)
         return has if self.max_host_bytes is None else min(has, self.max_host_bytes)
+
+
+def without_any(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields that have a value."""
+    return {name: value for name, value in fields.items() if value != ANY}
 
 
 def profiles_of(

@@ -14,9 +14,9 @@ from topology.errors import PlanError
 from topology.validation import readable
 from zosim.hardware.machines import machines_for
 from zosim.planning.cut_search import splits
-from zosim.planning.request import Blocks, Request, profiles_of
+from zosim.planning.request import Blocks, Request, profiles_of, without_any
 from zosim.planning.segment_costs import Costs, Site
-from zosim.plans import Estimator, Mesh, Placement, Plan, Residency, Split, TransferDType, Weights
+from zosim.plans import ANY, Estimator, Mesh, Placement, Plan, Residency, Split, TransferDType, Weights
 
 Transfers = Literal["private", "shared", "sliced"]
 Point = Mapping[str, Mapping[str, object]]
@@ -310,7 +310,8 @@ def _plan(
 ) -> Plan:
     """Return one point as a plan, with the fields that the request fixes."""
     axes = {
-        axis: {**point.get(axis, {}), **request.fixed.get(axis, {})} for axis in {**point, **request.fixed}
+        axis: {**point.get(axis, {}), **without_any(request.fixed.get(axis, {}))}
+        for axis in {**point, **request.fixed}
     }
     if axes.get("residency", {}).get("blocks") != "offloaded":
         axes.get("residency", {}).pop("transfer_dtype", None)
@@ -348,10 +349,10 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
 
 def _perturbations(request: Request) -> Iterator[Point]:
     """Yield the ways in which weights may come to their points: in place, or as copies written in turn or ahead."""
-    are_copies = request.fixed.get("weights", {}).get("perturbation") == "copies"
-    if not are_copies:
+    stated = request.fixed.get("weights", {}).get("perturbation")
+    if stated != "copies":
         yield {}
-    if are_copies or request.any_weights:
+    if stated in ("copies", ANY):
         yield {"weights": {"perturbation": "copies"}}
         yield {"weights": {"perturbation": "copies"}, "directions": {"drawn_ahead": True}}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from topology.units import format_bytes, format_seconds
 from zosim.analysis.counts import step_counts
-from zosim.planning.explain import about_ranks, contention_words, describe, host_memory_words
+from zosim.planning.explain import about_ranks, contention_words, host_memory_words
 from zosim.planning.footprint import HostFootprint
 from zosim.planning.pipelining import about_stages, pipelining
 from zosim.planning.planner import Candidate, Decision
@@ -47,7 +47,7 @@ def prediction_view(subject: Subject, prediction: Prediction) -> Table:
     limit, device = prediction.bottleneck, prediction.footprint
     several = plan.placement.world_size > 1
     facts = [
-        ("plan", f"{plan.model.name}, batch {plan.batch} x {plan.seq} tokens, {describe(plan)}"),
+        ("plan", f"{plan.model.name}, batch {plan.batch} x {plan.seq} tokens, {plan.describe()}"),
         ("devices" if several else "device", f"{_devices(plan)} ({prediction.profile_origin} figures)"),
         ("step time", prediction.interval),
         ("throughput", f"{prediction.tokens_per_s:,.4g} tokens/s"),

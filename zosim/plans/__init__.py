@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ValidationError, model_validator
 
@@ -27,12 +27,14 @@ from zosim.plans.mesh import Coordinates, Mesh
 from zosim.plans.placement import Placement
 from zosim.plans.residency import Residency, TransferDType
 from zosim.plans.schedule import Schedule
+from zosim.plans.setting import ANY, Setting, fields_of, is_decisive
 from zosim.plans.split import INSIDE, Split, check_cut_names, cut_behind, last_before
 from zosim.plans.upgrade import PLAN_VERSION, upgrade
 from zosim.plans.weights import StorageDType, Weights
 from zosim.points import Point, points_of_step
 
 __all__ = [
+    "ANY",
     "AXES",
     "INSIDE",
     "PLAN_VERSION",
@@ -46,12 +48,15 @@ __all__ = [
     "Plan",
     "Residency",
     "Schedule",
+    "Setting",
     "Split",
     "StorageDType",
     "TransferDType",
     "Weights",
     "check_cut_names",
     "cut_behind",
+    "fields_of",
+    "is_decisive",
     "last_before",
     "upgrade",
 ]
@@ -71,16 +76,21 @@ class Plan(Axis):
 
     version: Literal[2] = PLAN_VERSION
     model: ModelSpec
-    placement: Placement
-    batch: Extent
-    seq: Extent
+    batch: Annotated[
+        Extent,
+        Setting("--batch", "Sequences per step over all ranks.", changes="numbers", usual="1, or the plan's"),
+    ]
+    seq: Annotated[
+        Extent, Setting("--seq", "Most tokens per sequence.", usual="2048; of a run the longest line's")
+    ]
     mesh: Mesh = Mesh()
+    placement: Placement
     split: Split = Split()
     estimator: Estimator = Estimator()
-    directions: Directions = Directions()
-    weights: Weights = Weights()
     residency: Residency = Residency()
     schedule: Schedule = Schedule()
+    weights: Weights = Weights()
+    directions: Directions = Directions()
     forward: ForwardPass = ForwardPass()
 
     @model_validator(mode="before")
@@ -100,8 +110,29 @@ class Plan(Axis):
                 f"seq={self.seq} exceeds the {self.model.max_positions} positions of {self.model.name}",
                 f"use --seq {self.model.max_positions} or less",
             )
-        for name in AXES:
-            yield from getattr(self, name).conflicts(self)
+        for axis in self.axes.values():
+            yield from axis.conflicts(self)
+
+    @property
+    def axes(self) -> dict[str, Axis]:
+        """The axes by name."""
+        return {name: getattr(self, name) for name in AXES}
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides a run's losses and weights, by name: two plans that agree in it compute the same."""
+        fields: dict[str, Any] = {"batch": self.batch}
+        for axis in self.axes.values():
+            for field in fields_of(type(axis)).values():
+                if is_decisive(
+                    field, transfers_round=self.is_transfer_lossy, codecs_round=self.split.is_lossy
+                ):
+                    fields[field.identity] = axis.model_dump(mode="json", include={field.name})[field.name]
+        fields["compute_dtype"] = self.compute_dtype
+        return fields
+
+    def describe(self) -> str:
+        """Return the plan in a few words, axis by axis where it differs from plain MeZO."""
+        return ", ".join((self.method, *(words for axis in self.axes.values() for words in axis.words(self))))
 
     @property
     def compute_dtype(self) -> DType:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from costmodel.distributions import DistributionName
 from zosim.plans.axis import Axis
+from zosim.plans.setting import Setting
+
+if TYPE_CHECKING:
+    from zosim.plans import Plan
 
 
 class Directions(Axis):
@@ -28,8 +33,42 @@ class Directions(Axis):
         forward finds is prepared while the one before runs.
     """
 
-    distribution: DistributionName = "gaussian"
-    rng: Literal["mezo", "counter"] = "mezo"
-    order: Literal["registration", "execution"] = "registration"
-    kept: bool = False
-    drawn_ahead: bool = False
+    distribution: Annotated[
+        DistributionName,
+        Setting("--direction", "Distribution of the directions.", changes="numbers", recorded_as="direction"),
+    ] = "gaussian"
+    rng: Annotated[
+        Literal["mezo", "counter"],
+        Setting("--rng", "One generator for all, or a keyed stream for each parameter.", changes="numbers"),
+    ] = "mezo"
+    order: Annotated[
+        Literal["registration", "execution"],
+        Setting("--order", "Order of draws under --rng mezo: MeZO's or ZO2's.", changes="numbers"),
+    ] = "registration"
+    kept: Annotated[
+        bool,
+        Setting(
+            "--keep-directions",
+            "Draw every direction once and keep it until its update, in one more copy of the trainable weights.",
+        ),
+    ] = False
+    drawn_ahead: Annotated[
+        bool,
+        Setting(
+            "--draw-ahead",
+            "Draw directions, and write copies of weights, on a stream of their own, ahead of the forwards.",
+            planned=True,
+        ),
+    ] = False
+
+    @property
+    def draws_by_halves(self) -> bool:
+        """Whether the order of draws depends on which blocks are cut inside: one generator passes halves in turn."""
+        return (self.rng, self.order) == ("mezo", "execution")
+
+    def words(self, plan: Plan) -> Iterator[str]:
+        """Yield how directions are drawn, where it is not when they are needed."""
+        if self.drawn_ahead and plan.weights.perturbation == "serial":
+            yield "draws ahead"
+        if self.kept:
+            yield "directions kept"

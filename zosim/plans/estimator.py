@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from topology.limits import Queries
 from zosim.plans.axis import Axis, Conflict
+from zosim.plans.setting import Setting
 
 if TYPE_CHECKING:
     from zosim.plans import Plan
@@ -30,9 +31,15 @@ class Estimator(Axis):
         Smoothing radius ``ε``.
     """
 
-    difference: Literal["central", "forward"] = "central"
-    num_queries: Queries = 1
-    epsilon: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
+    difference: Annotated[
+        Literal["central", "forward"], Setting("--difference", "Finite difference.", changes="numbers")
+    ] = "central"
+    num_queries: Annotated[Queries, Setting("--queries", "Directions per step.", changes="numbers")] = 1
+    epsilon: Annotated[
+        float,
+        Field(gt=0, allow_inf_nan=False),
+        Setting("--eps", "Smoothing radius epsilon.", changes="numbers"),
+    ] = 1e-3
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what would take minutes to lower: more forwards of segments than a step's programs can be ordered with."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BeforeValidator
 
 from costmodel.formats import DType
 from topology.limits import Extent
 from zosim.plans.axis import Axis, Conflict
+from zosim.plans.setting import Setting
+from zosim.plans.weights import in_full
 
 if TYPE_CHECKING:
     from zosim.plans import Plan
@@ -27,9 +31,35 @@ class ForwardPass(Axis):
         Tokens whose logits are alive at once; None for all.
     """
 
-    compute_dtype: DType | None = None
-    attention: Literal["eager", "sdpa"] = "sdpa"
-    loss_chunk_tokens: Extent | None = None
+    compute_dtype: Annotated[
+        Annotated[DType, BeforeValidator(in_full)] | None,
+        Setting(
+            "--compute-dtype",
+            "Format of the matrix products, such as tf32 or bfloat16.",
+            changes="numbers",
+            usual="--dtype",
+        ),
+    ] = None
+    attention: Annotated[
+        Literal["eager", "sdpa"], Setting("--attention", "Implementation of attention.", changes="numbers")
+    ] = "sdpa"
+    loss_chunk_tokens: Annotated[
+        Extent | None,
+        Setting(
+            "--loss-chunk-tokens",
+            "Tokens whose logits are alive at once.",
+            changes="numbers",
+            planned=True,
+            usual="all, or as many as fit",
+            aliases=("--loss-chunk",),
+        ),
+    ] = None
+
+    def words(self, plan: Plan) -> Iterator[str]:
+        """Yield how the loss is taken, where it is not that of all tokens at once."""
+        del plan
+        if self.loss_chunk_tokens:
+            yield f"loss in chunks of {self.loss_chunk_tokens}"
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what the products cannot read."""

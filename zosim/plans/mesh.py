@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import model_validator
 
 from topology.errors import PlanError
 from topology.limits import MAX_RANKS, Ranks
+from topology.validation import did_you_mean
 from zosim.plans.axis import Axis, Conflict
+from zosim.plans.setting import Setting
 
 if TYPE_CHECKING:
     from zosim.plans import Plan
@@ -42,10 +44,53 @@ class Mesh(Axis):
         it matter.
     """
 
-    data: Ranks = 1
-    perturb: Ranks = 1
-    stage: Ranks = 1
-    inner: Literal["perturb", "data"] = "perturb"
+    setting: ClassVar[Setting] = Setting(
+        "--mesh",
+        "Ranks, the outer axis first, such as data=2,perturb=2 or stage=2.",
+        planned=True,
+    )
+
+    data: Annotated[Ranks, Setting(help="By --mesh.", planned=True)] = 1
+    perturb: Annotated[Ranks, Setting(help="By --mesh.", planned=True)] = 1
+    stage: Annotated[Ranks, Setting(help="By --mesh.", planned=True)] = 1
+    inner: Annotated[Literal["perturb", "data"], Setting(help="By --mesh.", planned=True)] = "perturb"
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Return the mesh that a text such as ``data=2,perturb=2`` names, the outer axis first; stages are neighbours.
+
+        Raises
+        ------
+        PlanError
+            If an axis is unknown or named twice, or a size is no count.
+        """
+        known = ("data", "perturb", "stage")
+        sizes: dict[str, int] = {}
+        for item in text.split(","):
+            name, _, size = (part.strip() for part in item.partition("="))
+            if name not in known:
+                raise PlanError(
+                    f"--mesh {text}: {name!r} is no axis of a mesh", hint=did_you_mean(name, known)
+                )
+            if name in sizes:
+                raise PlanError(f"--mesh {text} names {name} twice", hint="such as data=2,perturb=2")
+            if not size.isdecimal() or int(size) < 1:
+                raise PlanError(
+                    f"--mesh {text}: {item.strip()!r} gives {name} no size", hint="such as data=2,perturb=2"
+                )
+            sizes[name] = int(size)
+        inner = (
+            [name for name in sizes if name != "stage"][-1]
+            if {"data", "perturb"} <= set(sizes)
+            else "perturb"
+        )
+        return cls.model_validate({**sizes, "inner": inner})
+
+    def words(self, plan: Plan) -> Iterator[str]:
+        """Yield the axes of more than one rank."""
+        del plan
+        if self.world_size > 1:
+            yield self.describe()
 
     @model_validator(mode="after")
     def _has_not_too_many(self) -> Mesh:

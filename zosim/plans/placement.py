@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
 from pydantic import Field, model_validator
 
 from topology.errors import PlanError
 from zosim.plans.axis import Axis
+from zosim.plans.setting import Setting
+
+if TYPE_CHECKING:
+    from zosim.plans import Plan
 
 
 class Placement(Axis):
@@ -21,9 +28,24 @@ class Placement(Axis):
         Host of each rank's device, in rank order; empty if all are on one.
     """
 
-    topology: str
-    devices: tuple[str, ...] = Field(min_length=1)
-    hosts: tuple[str, ...] = ()
+    topology: Annotated[str, Setting(help="By --hardware.")]
+    devices: Annotated[tuple[str, ...], Field(min_length=1), Setting(help="By --device and --ranks.")]
+    hosts: Annotated[tuple[str, ...], Setting(help="By the topology.")] = ()
+
+    def words(self, plan: Plan) -> Iterator[str]:
+        """Yield on how many hosts several ranks are, and whether they are other devices than the first ones."""
+        del plan
+        if self.world_size == 1:
+            return
+        hosts, devices = len(self.ranks_by_host), self.devices
+        if hosts > 1:
+            yield f"{hosts} hosts"
+        if len(set(devices)) == 1:
+            yield f"all on {devices[0]}"
+        elif hosts == 1:
+            yield (
+                f"on {devices[0]}..{devices[-1]}" if len(devices) > 2 else f"on {devices[0]} and {devices[1]}"
+            )
 
     @property
     def world_size(self) -> int:

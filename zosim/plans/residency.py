@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BeforeValidator
 
 from costmodel.formats import FORMATS
 from topology.limits import Slots
 from zosim.plans.axis import Axis, Conflict
+from zosim.plans.setting import Changes, Setting
+from zosim.plans.weights import in_full
 
 if TYPE_CHECKING:
     from zosim.plans import Plan
 
-TransferDType = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3"]
+TransferDType = Annotated[
+    Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3"], BeforeValidator(in_full)
+]
+
+
+_ROUNDING: Changes = "numbers where transfers round"
 
 
 class Residency(Axis):
@@ -45,14 +54,60 @@ class Residency(Axis):
         that of the weights. A narrower one loses precision at every offload, and is only planned when loss is allowed.
     """
 
-    blocks: Literal["resident", "offloaded"] = "resident"
-    edges: Literal["resident", "offloaded"] = "resident"
-    num_slots: Slots = 3
-    overlap: bool = True
-    reuse_slots: bool = True
-    transfers: Literal["private", "shared", "sliced"] = "private"
-    share_group: Literal["host", "world"] = "host"
-    transfer_dtype: TransferDType | None = None
+    blocks: Annotated[
+        Literal["resident", "offloaded"],
+        Setting("--residency", "Where blocks live between their uses.", _ROUNDING, planned=True),
+    ] = "resident"
+    edges: Annotated[
+        Literal["resident", "offloaded"],
+        Setting("--edges", "The same for embedding and head.", _ROUNDING, planned=True),
+    ] = "resident"
+    num_slots: Annotated[
+        Slots,
+        Setting("--slots", "Device slots that offloaded blocks pass through.", _ROUNDING, planned=True),
+    ] = 3
+    overlap: Annotated[bool, Setting("--overlap", "Run copies beside compute.", _ROUNDING, planned=True)] = (
+        True
+    )
+    reuse_slots: Annotated[
+        bool, Setting("--reuse-slots", "Allocate slots once.", _ROUNDING, planned=True)
+    ] = True
+    transfers: Annotated[
+        Literal["private", "shared", "sliced"],
+        Setting("--transfers", "How ranks share host copies of offloaded blocks.", planned=True),
+    ] = "private"
+    share_group: Annotated[
+        Literal["host", "world"],
+        Setting(
+            "--share-group",
+            "Who shares blocks out: the ranks of one host, or all.",
+            planned=True,
+            usual="host",
+        ),
+    ] = "host"
+    transfer_dtype: Annotated[
+        TransferDType | None,
+        Setting(
+            "--transfer-dtype", "Format of offloaded blocks; narrower is lossy.", _ROUNDING, usual="--dtype"
+        ),
+    ] = None
+
+    def words(self, plan: Plan) -> Iterator[str]:
+        """Yield how offloaded blocks move."""
+        if self.blocks == "resident":
+            return
+        yield f"{self.num_slots} slot{'s' if self.num_slots > 1 else ''}"
+        if plan.is_shared_out:
+            among = "" if self.share_group == "host" else " among all hosts"
+            yield f"blocks sliced{among}" if self.transfers == "sliced" else f"host copy shared{among}"
+        if not self.overlap:
+            yield "no overlap"
+        if not self.reuse_slots:
+            yield "slots allocated anew"
+        if self.edges == "offloaded":
+            yield "embedding and head offloaded"
+        if plan.is_transfer_lossy:
+            yield f"{plan.transfer_dtype} transfers (lossy)"
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what does not move, or not so."""

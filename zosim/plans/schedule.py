@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from zosim.plans.axis import Axis, Conflict
+from zosim.plans.setting import Setting
 
 if TYPE_CHECKING:
     from zosim.plans import Plan
@@ -26,8 +27,29 @@ class Schedule(Axis):
         the next step (ZO2's efficient update), with a flush at the end.
     """
 
-    traversal: Literal["sweep", "blockwise", "querywise"] = "blockwise"
-    update: Literal["immediate", "delayed"] = "immediate"
+    traversal: Annotated[
+        Literal["sweep", "blockwise", "querywise"],
+        Setting(
+            "--traversal",
+            "Perturb everything first, or block by block, or that for one query at a time.",
+            changes="numbers where transfers round",
+            planned=True,
+        ),
+    ] = "blockwise"
+    update: Annotated[
+        Literal["immediate", "delayed"],
+        Setting(
+            "--update",
+            "Apply a step's update at once, or in the next.",
+            changes="numbers where transfers round",
+            planned=True,
+        ),
+    ] = "immediate"
+
+    def words(self, plan: Plan) -> Iterator[str]:
+        """Yield the traversal, which of offloaded blocks goes without saying."""
+        if plan.residency.blocks == "resident":
+            yield self.traversal
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what the traversal cannot do."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import model_validator
 
@@ -13,12 +13,18 @@ from costmodel.model_spec import BACK, FRONT, block_index
 from costmodel.symbols import CutSymbols, TensorSymbols
 from topology.errors import PlanError
 from zosim.plans.axis import Axis, Conflict
+from zosim.plans.setting import Setting
 
 if TYPE_CHECKING:
     from zosim.plans import Plan
 
 INSIDE = ".mlp"
 """Ends the name of a cut inside a block."""
+
+
+def _listed(typed: Iterable[str]) -> tuple[str, ...]:
+    """Return the names in texts that list them with commas."""
+    return tuple(name for text in typed for part in text.split(",") if (name := part.strip()))
 
 
 class Split(Axis):
@@ -43,10 +49,46 @@ class Split(Axis):
         one. Empty takes all symbols to be equally frequent.
     """
 
-    cuts: tuple[str, ...] = ()
-    codec: str = "none"
-    residual_codec: str = "none"
-    densities: tuple[float | CutSymbols, ...] = ()
+    cuts: Annotated[
+        tuple[str, ...],
+        Setting(
+            "--cut",
+            "Where stages begin, in order: block.5 (behind it), block.5.mlp (inside).",
+            "numbers where codecs round",
+            planned=True,
+            typed=list[str],
+            parse=_listed,
+        ),
+    ] = ()
+    codec: Annotated[
+        str,
+        Setting(
+            "--codec",
+            "Of MLP activations that cross a cut, such as q4 or q4:affine-zero:token; the planner tries several, q4,q8; lossy.",
+            "numbers where codecs round",
+        ),
+    ] = "none"
+    residual_codec: Annotated[
+        str,
+        Setting(
+            "--residual-codec",
+            "Of the residual stream that crosses a cut; lossy.",
+            "numbers where codecs round",
+        ),
+    ] = "none"
+    densities: Annotated[
+        tuple[float | CutSymbols, ...], Setting(help="Measured by `zosim probe`, read by `zosim plan`.")
+    ] = ()
+
+    def words(self, plan: Plan) -> Iterator[str]:
+        """Yield the cuts, and their codecs."""
+        del plan
+        if self.cuts:
+            yield f"cut at {' and '.join(self.cuts)}"
+            inside = [_short(self.codec)] if self.cut_blocks else []
+            codecs = [name for name in (*inside, _short(self.residual_codec)) if name != "none"]
+            if codecs:
+                yield f"{' and '.join(codecs)} (lossy)"
 
     @model_validator(mode="after")
     def _cuts_have_names(self) -> Split:
@@ -124,3 +166,9 @@ def last_before(cut: str, segments: Container[str]) -> str:
     if cut.endswith(INSIDE):
         return cut.removesuffix(INSIDE) + FRONT
     return cut + BACK if cut + BACK in segments else cut
+
+
+def _short(codec: str) -> str:
+    """Return a codec's name without the words that go without saying."""
+    usual = ("symmetric", "nearest", "tensor", "smallest")
+    return ":".join(word for word in codec.split(":") if word not in usual)

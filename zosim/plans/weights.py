@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from pydantic import BeforeValidator
+
+from costmodel.formats import format_name
 from zosim.plans.axis import Axis
+from zosim.plans.setting import Setting
 
-StorageDType = Literal["float64", "float32", "float16", "bfloat16"]
+if TYPE_CHECKING:
+    from zosim.plans import Plan
+
+
+def in_full(name: object) -> object:
+    """Return the name of a format without its abbreviation, such as ``float16`` for ``fp16``."""
+    return format_name(name) if isinstance(name, str) else name
+
+
+StorageDType = Annotated[Literal["float64", "float32", "float16", "bfloat16"], BeforeValidator(in_full)]
 
 
 class Weights(Axis):
@@ -25,5 +39,26 @@ class Weights(Axis):
         of one draw.
     """
 
-    dtype: StorageDType = "float32"
-    perturbation: Literal["serial", "copies"] = "serial"
+    dtype: Annotated[
+        StorageDType,
+        Setting(
+            "--dtype",
+            "Format of the weights, and of products and transfers, if they have none of their own.",
+            changes="numbers",
+        ),
+    ] = "float32"
+    perturbation: Annotated[
+        Literal["serial", "copies"],
+        Setting(
+            "--weights",
+            "How weights come to a point: serial, in place and back, with MeZO's drift, or copies beside them; any: the faster.",
+            changes="numbers",
+            recorded_as="weights",
+            may_be_any=True,
+        ),
+    ] = "serial"
+
+    def words(self, plan: Plan) -> Iterator[str]:
+        """Yield how weights come to a point, where it is not in place."""
+        if self.perturbation == "copies":
+            yield "copies written ahead" if plan.directions.drawn_ahead else "copies of weights"

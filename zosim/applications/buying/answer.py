@@ -16,7 +16,7 @@ from zosim.applications.buying.machine import Job, PricedMachine, machines_named
 from zosim.applications.buying.offers import Limits, Market, Offer, RankBy, Refusal, plain
 from zosim.applications.buying.sensitivity import Change, Effect, MemoryRoom, effects, limiter, percent, rooms
 from zosim.applications.buying.shortfall import shortfall
-from zosim.options import axis, dtype_named
+from zosim.options import axis
 from zosim.planning.request import Method
 from zosim.plans import Weights
 from zosim.report import Bullets, Part, Report, Table
@@ -170,7 +170,7 @@ def buy(
         batch=batch,
         seq=seq,
         num_steps=steps,
-        weights=axis(Weights, dtype=dtype_named("dtype", dtype)),
+        weights=axis(Weights, dtype=dtype),
         method=method,
     )
     market = Market(

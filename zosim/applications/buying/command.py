@@ -13,7 +13,7 @@ from costmodel.prices import Payment, PriceTable, shipped_prices_text
 from topology.errors import PlanError
 from zosim.applications.buying.answer import buy as answer_for
 from zosim.console import emit, stderr
-from zosim.options import MethodName
+from zosim.stated import MethodName
 
 
 class RankName(enum.StrEnum):

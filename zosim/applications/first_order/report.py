@@ -9,7 +9,6 @@ from typing import Any
 from topology.units import format_bytes
 from zosim.analysis.counts import StepCounts, step_counts
 from zosim.applications.first_order.programs import FirstOrder, baseline_plan, lower_first_order
-from zosim.planning.explain import describe
 from zosim.planning.predict import Subject
 from zosim.planning.views import prediction_data
 from zosim.report import Bullets, Report, Table
@@ -51,7 +50,7 @@ def comparison_data(subject: Subject, baseline: Subject, settings: FirstOrder) -
 def comparison_view(subject: Subject, baseline: Subject, settings: FirstOrder) -> Report:
     """Return both side by side: time, what is sent, memory by parts."""
     settings = with_samples(settings, subject.plan.batch)
-    columns = ("per step", describe(subject.plan), settings.describe())
+    columns = ("per step", subject.plan.describe(), settings.describe())
     sides = [_facts(side) for side in (subject, baseline)]
     rows = [(name, mine, sides[1][name]) for name, mine in sides[0].items()]
     return Report("", Table(columns, rows), Bullets(_remarks(subject, baseline)))

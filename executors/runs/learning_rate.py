@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args
 
 from topology.errors import RunError
+from zosim.plans import Setting
 
-ScheduleKind = Literal["constant", "linear", "cosine"]
-SCHEDULE_KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
+Kind = Literal["constant", "linear", "cosine"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class LearningRate:
     """The learning rate that each step's update is applied with.
 
     Attributes
@@ -41,20 +42,28 @@ class Schedule:
 
     Examples
     --------
-    >>> [Schedule("linear", 1.0, num_steps=4).at(t) for t in range(5)]
+    >>> [LearningRate("linear", 1.0, num_steps=4).at(t) for t in range(5)]
     [1.0, 0.75, 0.5, 0.25, 0.0]
     """
 
-    kind: ScheduleKind
-    learning_rate: float
-    num_steps: int
-    warmup_steps: int = 0
+    kind: Annotated[
+        Kind, Setting("--lr-schedule", "How the learning rate falls.", "numbers", recorded_as="lr_schedule")
+    ] = "constant"
+    learning_rate: Annotated[
+        float, Setting("--lr", "Largest learning rate.", "numbers", recorded_as="lr")
+    ] = 1e-6
+    num_steps: Annotated[
+        int, Setting("--steps", "Steps of the whole run.", "numbers", recorded_as="steps")
+    ] = field(kw_only=True)
+    warmup_steps: Annotated[
+        int, Setting("--warmup", "Steps until the largest rate.", "numbers", recorded_as="warmup")
+    ] = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in SCHEDULE_KINDS:
+        if self.kind not in KINDS:
             raise RunError(
                 f"there is no learning-rate schedule {self.kind!r}",
-                hint="schedules are " + ", ".join(SCHEDULE_KINDS),
+                hint="schedules are " + ", ".join(KINDS),
             )
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
             raise RunError(

@@ -1,0 +1,210 @@
+"""From the options of ``zosim run`` to its settings.
+
+A value that is stated decides; else what an interrupted run recorded, if it is resumed; else the plan; else a default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from costmodel.configs import LoRA, Prefix
+from executors.ranks.rank_info import RankInfo, is_launched
+from executors.runs.learning_rate import LearningRate
+from executors.runs.planning import Asked, longest_example, plan_for, refuse_too_large, spec_for
+from executors.runs.programs import recorded_programs
+from executors.runs.runlog import HEADER_NAME, read_header
+from executors.runs.settings import RUN_SECTIONS, DataSettings, EvaluationSettings, RunSettings
+from topology.errors import PlanError, RunError
+from topology.validation import readable
+from zosim.planning.visibility import about_epsilon
+from zosim.plans import Plan, fields_of
+from zosim.program_set import ProgramSet
+from zosim.stated import Stated
+from zosim.validate_set import validate_set
+
+Recorded = Mapping[str, Any]
+"""The header of a run, or a part of it."""
+
+
+def settings_from(
+    asked: Asked, *, plan_file: Path | None = None, program_file: Path | None = None
+) -> tuple[RunSettings, list[str]]:
+    """Return the settings of a run, and warnings about its smoothing radius and this machine.
+
+    Parameters
+    ----------
+    asked : Asked
+        What the options stated, of the plan and of the run.
+    plan_file, program_file : path, optional
+        Of a plan that is carried out, and of a program in place of the plan's own.
+
+    Raises
+    ------
+    ZosimError
+        If something is missing, contradicts itself or does not fit.
+    """
+    stated = asked.stated
+    out = _required(stated.get("run", {}).get("out"), "a directory to write to", "--out DIR")
+    is_resumed = stated.get("run", {}).get("resume", False)
+    header = read_header(out) if is_resumed and (Path(out) / HEADER_NAME).exists() else {}
+    fields = _laid_over(_recorded_fields(header), stated)
+    run = fields["run"]
+    if is_resumed and not header and "model" not in run:
+        raise RunError(
+            f"{out} holds no run to go on with", hint="look for another --out, or begin one with --model DIR"
+        )
+    model = _required(run.get("model"), "a model", "--model DIR")
+    _required(fields["data"].get("path"), "data", "--data FILE (JSON lines)")
+    _required(fields["learning_rate"].get("num_steps"), "a number of steps", "--steps N")
+    lora, prefix = _adapters(fields["adapters"], header, seed=run.get("seed", 0))
+    base = _base_plan(plan_file, header)
+    ranks = _num_ranks(asked, base, has_plan=plan_file is not None)
+    asked = replace(
+        asked,
+        ranks=ranks,
+        device=run.get("device", "cpu"),
+        num_threads=run.get("num_threads") or default_threads(ranks or 1),
+        stated=_with_implied_residency(asked, is_open=plan_file is None and not is_resumed),
+    )
+    loading = {name: run.get(name, False) for name in ("allow_download", "random_weights")}
+    spec = spec_for(model, lora or prefix, asked, base, **loading)
+    plan = plan_for(asked, spec, base, longest_example(fields["data"]["path"]))
+    program = _program_by_hand(program_file) or _recorded_program(out, header, plan)
+    run.setdefault("num_threads", default_threads(max(map(len, plan.placement.ranks_by_host))))
+    run.setdefault("checksums", asked.device == "cpu")
+    run.setdefault("accumulate", _num_micro_batches(header, plan))
+    settings = RunSettings(
+        **run,
+        plan=plan,
+        data=DataSettings(**fields["data"]),
+        learning_rate=LearningRate(**fields["learning_rate"]),
+        program=program,
+        lora=lora,
+        prefix=prefix,
+        evaluation=_evaluation(fields["evaluation"]),
+    )
+    large = refuse_too_large(plan, program, random_weights=settings.random_weights)
+    return settings, [*about_epsilon(plan), *large]
+
+
+def default_threads(num_ranks: int = 1) -> int:
+    """Return ``$OMP_NUM_THREADS``, or the physical cores that each of a host's ranks may use."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted):
+        return int(wanted)
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed) // num_ranks)
+
+
+def _recorded_fields(header: Recorded) -> Stated:
+    """Return what a resumed run takes over from its record, by section: what changes its numbers, and its data."""
+    run = header.get("run", {})
+    own = {**header, **run}
+    names = [field.name for field in fields_of(RunSettings).values() if field.setting.changes != "speed"]
+    return {
+        "run": {name: own[name] for name in names if name in own and name != "accumulate"},
+        "data": dict(run.get("data", {})),
+        "learning_rate": dict(run.get("schedule", {})),
+        "evaluation": dict(run.get("evaluation") or {}),
+    }
+
+
+def _laid_over(recorded: Stated, stated: Stated) -> Stated:
+    """Return the fields of every section of a run: those that are stated in place of those that were recorded."""
+    return {name: {**recorded.get(name, {}), **stated.get(name, {})} for name in RUN_SECTIONS}
+
+
+def _required(value: Any, what: str, option: str) -> Any:
+    if value is None:
+        raise RunError(f"a run needs {what}", hint=f"add {option}")
+    return value
+
+
+def _base_plan(path: Path | None, header: Recorded) -> Plan | None:
+    if path is not None:
+        return Plan.load(path)
+    return Plan.model_validate(header["plan"]) if header else None
+
+
+def _program_by_hand(path: Path | None) -> ProgramSet | None:
+    """Return the program of a file, which need not be one that a plan is lowered to."""
+    if path is None:
+        return None
+    programs = ProgramSet.load(path)
+    validate_set(programs)
+    return programs
+
+
+def _recorded_program(out: str, header: Recorded, plan: Plan) -> ProgramSet | None:
+    """Return the program that a resumed run was given by hand, as long as its plan stays."""
+    edited = header.get("run", {}).get("edited_program", False)
+    return recorded_programs(out, header) if edited and Plan.model_validate(header["plan"]) == plan else None
+
+
+def _num_ranks(asked: Asked, base: Plan | None, *, has_plan: bool) -> int | None:
+    """Return how many ranks the options ask for, or else those of this host that a launcher has started."""
+    if asked.ranks is not None or has_plan or asked.mesh is not None or asked.cuts:
+        return asked.ranks
+    there = RankInfo.here().world_size
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == str(there)
+    known = 1 if base is None else base.placement.world_size
+    return there if is_launched() and is_one_host and there != known else None
+
+
+def _with_implied_residency(asked: Asked, *, is_open: bool) -> Stated:
+    """Return what is stated, blocks offloaded if ranks are to share copies of them, and nothing else places them."""
+    residency = asked.stated.get("residency", {})
+    shares = residency.get("transfers") in ("shared", "sliced")
+    if not (shares and is_open and asked.placing is None and "blocks" not in residency):
+        return asked.stated
+    return {**asked.stated, "residency": {**residency, "blocks": "offloaded"}}
+
+
+def _num_micro_batches(header: Recorded, plan: Plan) -> int:
+    """Return the micro-batches of a step: of a run that is gone on with, as make up the parts of a batch that it had.
+
+    Shards of a batch are such parts, too: a rank alone forwards those of two ranks one after the other, to the same
+    losses. Where equal parts cannot be made, what was recorded stays.
+    """
+    recorded: int = header.get("run", {}).get("accumulate", 1)
+    if not header:
+        return recorded
+    num_parts, num_shards = recorded * Plan.model_validate(header["plan"]).mesh.data, plan.mesh.data
+    is_even = num_parts % num_shards == 0 and plan.batch % num_parts == 0
+    return num_parts // num_shards if is_even else recorded
+
+
+def _adapters(stated: Mapping[str, Any], header: Recorded, *, seed: int) -> tuple[LoRA | None, Prefix | None]:
+    """Return the adapters or the prefix that a run tunes; what was recorded stays where nothing is stated."""
+    run = header.get("run", {})
+    lora, prefix = run.get("lora"), run.get("prefix")
+    if "prefix" in stated:
+        prefix = {"seed": seed} | (prefix or {}) | {"num_tokens": stated["prefix"]}
+    named = {"lora_rank": "rank", "lora_targets": "target_modules", "lora_alpha": "alpha"}
+    changed = {named[name]: value for name, value in stated.items() if name in named}
+    if changed:
+        lora = (lora or {"seed": seed}) | changed
+        if not {"rank", "target_modules"} <= set(lora):
+            raise PlanError(
+                "adapters need a rank and the linears that they stand beside",
+                hint="such as --lora-rank 8 --lora-targets q_proj,v_proj",
+            )
+    with readable("the adapters", PlanError):
+        return (
+            LoRA.model_validate(lora) if lora else None,
+            Prefix.model_validate(prefix) if prefix else None,
+        )
+
+
+def _evaluation(fields: Mapping[str, Any]) -> EvaluationSettings | None:
+    if "path" in fields:
+        return EvaluationSettings(**fields)
+    if fields.get("every") or fields.get("keep_best"):
+        raise RunError("there is nothing to evaluate on", hint="add --eval-data FILE")
+    return None

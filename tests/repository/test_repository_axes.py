@@ -1,0 +1,111 @@
+"""Every axis of a plan has one home: what its fields are is declared there, and everything else is derived."""
+
+from __future__ import annotations
+
+import json
+import typing
+
+import pytest
+
+from zosim import cli, registry
+from zosim.plans import AXES, Plan
+from zosim.plans.setting import Changes, fields_of
+from zosim.stated import PLAN_SECTIONS, options_of
+
+OF_A_PLAN = {option.name for option in options_of(PLAN_SECTIONS)}
+
+
+def options(command: str) -> dict[str, object]:
+    entry = registry.registered()[command]
+    parameters = cli.build(command, registry.load(entry)).params
+    return {parameter.name: parameter for parameter in parameters if parameter.name in OF_A_PLAN}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_every_field_has_a_setting(axis: str) -> None:
+    kind = AXES[axis]
+    fields = fields_of(kind)
+    assert set(fields) == set(kind.model_fields)
+    for name, field in fields.items():
+        assert field.setting.help.endswith("."), name
+        assert field.setting.changes in typing.get_args(Changes)
+        assert (
+            field.setting.flag.startswith("--") or kind.setting or axis == "placement" or name == "densities"
+        )
+
+
+def test_no_two_fields_have_one_name_in_a_runs_identity_or_one_option() -> None:
+    names = [field.identity for kind in (Plan, *AXES.values()) for field in fields_of(kind).values()]
+    assert len(set(names)) == len(names)
+    flags = [option.flag for option in options_of(PLAN_SECTIONS)]
+    assert len(set(flags)) == len(flags)
+
+
+def test_plan_and_run_have_the_same_options_for_a_plan() -> None:
+    pytest.importorskip("torch")
+    planning, running = options("plan"), options("run")
+    assert set(planning) == set(running) == OF_A_PLAN
+    for name, option in planning.items():
+        other = running[name]
+        assert (option.opts, option.secondary_opts, option.help) == (
+            other.opts,
+            other.secondary_opts,
+            other.help,
+        )
+        assert option.default is other.default is None
+
+
+def test_what_is_typed_arrives_in_its_field() -> None:
+    typed = {
+        "directions.kept": True,
+        "weights.dtype": "fp16",
+        "split.cuts": ["block.1,block.3.mlp", "block.5"],
+        "plan.batch": 3,
+    }
+    stated: dict[str, dict[str, object]] = {}
+    for option in options_of(PLAN_SECTIONS):
+        if option.field is not None and (key := f"{option.section}.{option.field.name}") in typed:
+            option.state(typed[key], stated)
+    assert stated == {
+        "directions": {"kept": True},
+        "weights": {"dtype": "float16"},
+        "split": {"cuts": ("block.1", "block.3.mlp", "block.5")},
+        "plan": {"batch": 3},
+    }
+
+
+def test_plans_of_version_1_are_read(tmp_path: typing.Any) -> None:
+    from costmodel import read_model_spec
+    from zosim.plans import Placement
+
+    plan = Plan.model_validate(
+        {
+            "model": read_model_spec("opt-125m"),
+            "placement": Placement(topology="a100-80gb-milan", devices=("gpu0",)),
+            "batch": 2,
+            "seq": 16,
+            "directions": {"rng": "counter", "kept": True},
+            "weights": {"dtype": "float16", "perturbation": "copies"},
+            "residency": {"blocks": "offloaded", "transfer_dtype": "float8_e4m3"},
+            "schedule": {"update": "delayed"},
+        }
+    )
+    old = json.loads(plan.model_dump_json())
+    old |= {"version": 1}
+    for axis in ("directions", "weights", "schedule", "forward"):
+        del old[axis]
+    del old["residency"]["transfer_dtype"]
+    old["estimator"] |= {"direction": "gaussian", "rng": "counter", "order": "registration"}
+    old["precision"] = {"storage": "float16", "compute": "float16", "transfer": "float8_e4m3"}
+    old["runtime"] = {
+        "traversal": "blockwise",
+        "update": "delayed",
+        "attention": "sdpa",
+        "loss_chunk_tokens": None,
+        "draw_ahead": False,
+        "keep_directions": True,
+        "weights": "copies",
+    }
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(old))
+    assert Plan.load(path) == plan

@@ -1,0 +1,135 @@
+"""What is known of a field beside its type: said once, where the field is declared.
+
+The options of ``zosim plan`` and ``zosim run``, what ``--resume`` lays over what was recorded, what two runs must have in
+common to be the same run, and what the planner may choose are read from here.
+
+Examples
+--------
+>>> from zosim.plans.directions import Directions
+>>> field = fields_of(Directions)["kept"]
+>>> field.setting.flag, field.default, field.setting.changes
+('--keep-directions', False, 'speed')
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel
+
+Changes = Literal["numbers", "speed", "numbers where transfers round", "numbers where codecs round"]
+"""What another value changes: losses and weights, or how fast they come about alone, or losses and weights where
+offloaded blocks, or what crosses a cut, are kept in a coarser format."""
+
+
+ANY = "any"
+"""In place of a value: the planner chooses, although another value changes the numbers in their roundings."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of a field.
+
+    Attributes
+    ----------
+    flag : str
+        Option of ``zosim plan`` and ``zosim run``; "" for a field that the command line does not name.
+    help : str
+        What it is, as the help page says it.
+    changes : str
+        See :data:`Changes`.
+    planned : bool
+        Whether the planner chooses it where it is left out.
+    usual : str
+        What a field that is left out is, in words; by default the default.
+    recorded_as : str
+        Name in a run's identity, where it is not the field's.
+    aliases : tuple of str
+        Earlier spellings of the option, which still work and are not shown.
+    may_be_any : bool
+        Whether :data:`ANY` may be typed.
+    typed : type, optional
+        What is typed, where it is not of the field's type.
+    parse : callable, optional
+        Makes the field's value of what was typed.
+    """
+
+    flag: str = ""
+    help: str = ""
+    changes: Changes = "speed"
+    planned: bool = False
+    usual: str = ""
+    recorded_as: str = ""
+    aliases: tuple[str, ...] = ()
+    may_be_any: bool = False
+    typed: Any = None
+    parse: Callable[[Any], object] | None = None
+
+
+@dataclass(frozen=True)
+class SettingField:
+    """A field with what is known of it.
+
+    Attributes
+    ----------
+    name : str
+    annotation : object
+        Its type, constraints included, of which the setting is left out.
+    default : object
+        ``...`` where it has none.
+    setting : Setting
+    """
+
+    name: str
+    annotation: Any
+    default: Any
+    setting: Setting
+
+    @property
+    def identity(self) -> str:
+        """Name in a run's identity."""
+        return self.setting.recorded_as or self.name
+
+
+@cache
+def fields_of(kind: type) -> Mapping[str, SettingField]:
+    """Return the fields of an axis, or of another class of fields, that have a setting, by name."""
+    defaults = _defaults(kind)
+    fields = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if get_origin(hint) is not Annotated:
+            continue
+        annotation, *metadata = get_args(hint)
+        for setting in (item for item in metadata if isinstance(item, Setting)):
+            constraints = [item for item in metadata if item is not setting]
+            typed = Annotated[(annotation, *constraints)] if constraints else annotation
+            fields[name] = SettingField(name, typed, defaults.get(name, ...), setting)
+    return fields
+
+
+def is_decisive(field: SettingField, *, transfers_round: bool = False, codecs_round: bool = False) -> bool:
+    """Whether another value of a field changes losses and weights, where formats round or do not."""
+    return {
+        "numbers": True,
+        "speed": False,
+        "numbers where transfers round": transfers_round,
+        "numbers where codecs round": codecs_round,
+    }[field.setting.changes]
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    if issubclass(kind, BaseModel):
+        return {
+            name: field.get_default(call_default_factory=True)
+            for name, field in kind.model_fields.items()
+            if not field.is_required()
+        }
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(kind)  # type: ignore[arg-type]
+        if field.default is not dataclasses.MISSING
+    }
