@@ -144,7 +144,9 @@ def _on_timer(_number: int, _frame: FrameType | None) -> None:
     raise _TooSlow
 
 
-def _work(connection: Connection, targets: Sequence[Target], reload: Callable[[str, int], Case]) -> None:
+def _work(
+    connection: Connection, folder: Path, targets: Sequence[Target], reload: Callable[[str, int], Case]
+) -> None:
     """Take numbers of cases from a connection until there are none, and send what came of them."""
     signal.signal(signal.SIGPROF, _on_timer)
     sys.stdin = io.StringIO("")
@@ -152,16 +154,15 @@ def _work(connection: Connection, targets: Sequence[Target], reload: Callable[[s
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     by_name = {target.name: target for target in targets}
-    with tempfile.TemporaryDirectory(prefix="zosim-fuzz-", dir=_memory_folder()) as folder:
-        while (job := connection.recv()) is not None:
-            name, number = job
-            case = reload(name, number)
-            connection.send(None)
-            try:
-                outcome = run_case(by_name[name], case, Path(folder) / "case")
-            except _TooSlow as error:  # the timer went off in the last moment
-                outcome = Outcome("slow", _where(error), CPU_LIMIT_S)
-            connection.send(outcome)
+    while (job := connection.recv()) is not None:
+        name, number = job
+        case = reload(name, number)
+        connection.send(None)
+        try:
+            outcome = run_case(by_name[name], case, folder / "case")
+        except _TooSlow as error:  # the timer went off in the last moment
+            outcome = Outcome("slow", _where(error), CPU_LIMIT_S)
+        connection.send(outcome)
 
 
 def _memory_folder() -> str | None:
@@ -181,12 +182,15 @@ class Worker:
 
     def __init__(self, targets: Sequence[Target], reload: Callable[[str, int], Case]) -> None:
         self._targets, self._reload = targets, reload
+        self._folder = Path(tempfile.mkdtemp(prefix="zosim-fuzz-", dir=_memory_folder()))
         self._start()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")
         self._connection, other = context.Pipe()
-        self._process = context.Process(target=_work, args=(other, self._targets, self._reload), daemon=True)
+        self._process = context.Process(
+            target=_work, args=(other, self._folder, self._targets, self._reload), daemon=True
+        )
         self._process.start()
         other.close()
 
@@ -214,7 +218,7 @@ class Worker:
         cpu_s, waited_s = self._cpu_s() - self._began_s, time.monotonic() - self._last_s
         if cpu_s < CPU_LIMIT_S + 5 and waited_s < WALL_LIMIT_S:
             return None
-        self.close()
+        self._end()
         self._start()
         return Outcome("slow" if cpu_s >= CPU_LIMIT_S else "hang", "where no signal is heard", cpu_s)
 
@@ -225,7 +229,11 @@ class Worker:
         return 0.0
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and remove its files."""
+        self._end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end(self) -> None:
         self._process.kill()
         self._process.join()
         self._connection.close()

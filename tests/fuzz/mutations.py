@@ -242,8 +242,9 @@ def mutated_xml(generator: Random, text: str) -> str:
         case 5 if len(element):
             element.remove(generator.choice(list(element)))
         case 6:
+            copied = ET.tostring(other)  # once: the other may hold this one, which grows
             for _ in range(generator.choice((1, 3, 200))):
-                element.append(ET.fromstring(ET.tostring(other)))
+                element.append(ET.fromstring(copied))
         case 7:
             for _ in range(generator.choice((5, 2_000))):
                 element = ET.SubElement(element, other.tag, other.attrib)
