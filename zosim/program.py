@@ -171,14 +171,14 @@ def _upgraded(data: Any) -> Any:
         return [_upgraded(item) for item in data]
     if not isinstance(data, dict):
         return data
-    found = {name: _upgraded(value) for name, value in data.items()}
-    if "version" in found:
-        found["version"] = PROGRAM_VERSION
-    if "what" in found and found.get("point", ""):
-        found["what"] = f"{found['what']}@{found['point']}"
-    if "what" in found:
-        found.pop("point", None)
-    return found
+    upgraded = {name: _upgraded(value) for name, value in data.items()}
+    if "version" in upgraded:
+        upgraded["version"] = PROGRAM_VERSION
+    if "what" in upgraded and upgraded.get("point", ""):
+        upgraded["what"] = f"{upgraded['what']}@{upgraded['point']}"
+    if "what" in upgraded:
+        upgraded.pop("point", None)
+    return upgraded
 
 
 _ADAPTER: TypeAdapter[Program] = TypeAdapter(Program)

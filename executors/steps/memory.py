@@ -109,8 +109,8 @@ class LiveTensors(TorchDispatchMode):
 
 
 @contextmanager
-def observed(device: torch.device, found: list[int]) -> Iterator[None]:
-    """Append to `found` the peak of live tensors on `device` while the block runs.
+def observed(device: torch.device, peaks: list[int]) -> Iterator[None]:
+    """Append to `peaks` the peak of live tensors on `device` while the block runs.
 
     On CUDA this is what the allocator handed out beyond what it had handed out before.
     """
@@ -118,11 +118,11 @@ def observed(device: torch.device, found: list[int]) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         yield
-        found.append(torch.cuda.max_memory_allocated(device) - before)
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
         return
     with LiveTensors() as tensors:
         yield
-    found.append(tensors.peak_bytes)
+    peaks.append(tensors.peak_bytes)
 
 
 def report(

@@ -93,10 +93,10 @@ class CudaBackend(Backend):
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device if ":" in device else f"{device}:0")
-        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if self.device.type != "cuda" or self.device.index >= found:
+        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if self.device.type != "cuda" or self.device.index >= num_devices:
             raise RunError(
-                f"there is no device {device!r}: torch {torch.__version__} finds {found} CUDA devices",
+                f"there is no device {device!r}: torch {torch.__version__} finds {num_devices} CUDA devices",
                 hint="run with --device cpu, or install a torch build that supports this machine's GPU",
             )
         torch.cuda.set_device(self.device)
@@ -204,10 +204,10 @@ class CudaBackend(Backend):
 
     def _thread(self, name: str) -> _Thread:
         with self._lock:
-            found = self._threads.get(name)
-            if found is None:
-                found = self._threads[name] = _Thread(name, self.device)
-            return found
+            thread = self._threads.get(name)
+            if thread is None:
+                thread = self._threads[name] = _Thread(name, self.device)
+            return thread
 
     def drain(self) -> None:
         """Wait for the threads and the device, and raise what could not be issued."""
@@ -219,12 +219,12 @@ class CudaBackend(Backend):
 
     def measured(self) -> list[Measured]:
         """Return what was recorded, in seconds since the backend was made."""
-        found = []
+        measured = []
         for (instruction, part, step), start, end in self._timed:
             start_s = self._origin.elapsed_time(start) / 1e3
             end_s = max(start_s, self._origin.elapsed_time(end) / 1e3)
-            found.append(Measured(instruction, part, step, start_s, end_s))
-        return found
+            measured.append(Measured(instruction, part, step, start_s, end_s))
+        return measured
 
     def close(self) -> None:
         """Wait for the device; its streams end with the process."""

@@ -138,12 +138,12 @@ class UpdateWatch:
 
 def _without_gaps(placed: Placed) -> list[tuple[int, int]]:
     """Return where tensors that lie behind one another begin and end."""
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for view in placed.views:
         begin = int(view.storage_offset() - placed.flat.storage_offset())
         end = begin + view.numel()
-        if found and found[-1][1] == begin:
-            found[-1] = found[-1][0], end
+        if runs and runs[-1][1] == begin:
+            runs[-1] = runs[-1][0], end
         else:
-            found.append((begin, end))
-    return found
+            runs.append((begin, end))
+    return runs

@@ -88,9 +88,9 @@ def _from_hazards(before: Sequence[Instruction], part: Sequence[Instruction]) ->
     connected = []
     for order, instruction in enumerate(part):
         event = _Event(1, order, instruction)
-        found = list(_conflicts(touched, event))
+        conflicts = list(_conflicts(touched, event))
         _touch(touched, event)
-        connected.append(replace(instruction, after=_edges(instruction.stream, found)))
+        connected.append(replace(instruction, after=_edges(instruction.stream, conflicts)))
     return tuple(connected)
 
 
@@ -115,10 +115,10 @@ def _inside(inner: Access, outer: Access) -> bool:
     return outer.offset_bytes <= inner.offset_bytes and inner.end_bytes <= outer.end_bytes
 
 
-def _edges(stream: Stream | None, found: Iterable[_Event]) -> tuple[Dependency, ...]:
+def _edges(stream: Stream | None, conflicts: Iterable[_Event]) -> tuple[Dependency, ...]:
     """Keep the latest conflict of every stream but `stream`; the earlier ones are ordered before it."""
     latest: dict[Stream, _Event] = {}
-    for event in found:
+    for event in conflicts:
         other = event.instruction.stream
         if other != stream:
             known = latest.get(other)
