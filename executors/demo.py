@@ -28,7 +28,7 @@ HOST = "host"
 _NUM_EVALUATED = 500
 _CALIBRATION_S = 20.0
 _NUM_STAGES = 7
-_METHOD_NAMES = {"resident": "MeZO, all on the device", "offloaded": "ZO2-style offload"}
+_METHOD_NAMES = ("MeZO, all on the device", "ZO2-style offload")
 
 
 def demo(
@@ -251,7 +251,7 @@ class Stages:
         from executors.runs.settings import DataSettings, EvaluationSettings, RunSettings
 
         self._heading(
-            f"{self.num_steps} steps of {_METHOD_NAMES[plan.residency.blocks]}, under torch.distributed"
+            f"{self.num_steps} steps of {_METHOD_NAMES[plan.is_offloaded]}, under torch.distributed"
         )
         _clear(self.out)
         settings = RunSettings(
@@ -312,10 +312,12 @@ def _between(decision: Decision) -> int:
     """Return a limit that lets in the leanest offloaded plan, and little more: no resident one."""
     candidates = (decision.chosen, *decision.others)
     leanest = {
-        blocks: min(c.subject.footprint.device_bytes for c in candidates if c.plan.residency.blocks == blocks)
-        for blocks in ("resident", "offloaded")
+        is_offloaded: min(
+            c.subject.footprint.device_bytes for c in candidates if c.plan.is_offloaded == is_offloaded
+        )
+        for is_offloaded in (False, True)
     }
-    return leanest["offloaded"] + (leanest["resident"] - leanest["offloaded"]) // 4
+    return leanest[True] + (leanest[False] - leanest[True]) // 4
 
 
 def _check_out(out: Path) -> None:

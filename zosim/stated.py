@@ -124,7 +124,7 @@ class _Option:
             return self.setting.typed
         if self.field is None:
             return str
-        typed = _bare(self.field.annotation)
+        typed = bare(self.field.annotation)
         values = (*get_args(typed), ANY) if self.setting.may_be_any else get_args(typed)
         return Literal[values] if get_origin(typed) is Literal else typed
 
@@ -152,12 +152,12 @@ class _Option:
                 fields[self.field.name] = TypeAdapter(self.field.annotation).validate_python(value)
 
 
-def _bare(annotation: Any) -> Any:
+def bare(annotation: Any) -> Any:
     """Return a type without constraints and without None."""
     if get_origin(annotation) is Annotated:
-        return _bare(get_args(annotation)[0])
+        return bare(get_args(annotation)[0])
     inner = [part for part in get_args(annotation) if part is not type(None)]
-    return _bare(inner[0]) if type(None) in get_args(annotation) else annotation
+    return bare(inner[0]) if type(None) in get_args(annotation) else annotation
 
 
 def options_of(sections: Mapping[str, type]) -> list[_Option]:

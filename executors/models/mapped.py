@@ -21,7 +21,7 @@ def moves_mapped(plan: Plan) -> bool:
 
     Stages compute with parameters before that.
     """
-    return plan.residency.transfers != "private" and plan.mesh.stage == 1
+    return plan.is_shared_out
 
 
 def own_format(source: str | Path) -> DType | None:

@@ -185,7 +185,7 @@ def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
             hint="add --allow-lossy if that is meant; `zosim probe` measures what is lost",
         )
     may_lose = asked.allow_lossy or (base is not None and base.is_transfer_lossy)
-    if plan.is_transfer_lossy and plan.residency.blocks == "offloaded" and not may_lose:
+    if plan.is_transfer_lossy and plan.is_offloaded and not may_lose:
         raise PlanError(
             f"transfer format {plan.transfer_dtype} is narrower than storage format {plan.weights.dtype} "
             "and loses precision at every offload",

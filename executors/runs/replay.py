@@ -218,10 +218,10 @@ def session_at(
             f"{history.directory} and the placement asked for differ, and one of them rounds weights in transfer",
             hint="replay it as it was run",
         )
-    elif plan.weights.perturbation != history.plan.weights.perturbation:
+    elif (named := plan.identity()["weights"]) != (recorded := history.plan.identity()["weights"]):
         raise RunError(
-            f"{history.directory} went to its points by weights={history.plan.weights.perturbation}, the placement asked for "
-            f"by {plan.weights.perturbation}: their bits differ",
+            f"{history.directory} went to its points by weights={recorded}, the placement asked for by {named}: their bits "
+            "differ",
             hint="replay it as it was run",
         )
     if checkpoint is not None:

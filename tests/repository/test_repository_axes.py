@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import typing
+from pathlib import Path
 
 import pytest
 
 from zosim import cli, registry
 from zosim.plans import AXES, Plan
 from zosim.plans.setting import Changes, fields_of
-from zosim.stated import PLAN_SECTIONS, options_of
+from zosim.stated import PLAN_SECTIONS, bare, options_of
+
+ROOT = Path(__file__).resolve().parents[2]
+HOMES = (
+    "zosim/plans/",  # what a value is
+    "zosim/lowering/",  # what it does to a step
+    "zosim/planning/space.py",  # which values are tried
+    "zosim/planning/sketch.py",  # the closed form of a step, whose copies overlap or do not
+    "zosim/planning/visits.py",
+    "executors/runs/planning.py",  # options laid over a plan
+)
+PASSED_ON = {("forward", "attention")}
+"""Named to torch and to the cost model, which know what it means."""
 
 OF_A_PLAN = {option.name for option in options_of(PLAN_SECTIONS)}
 
@@ -109,3 +123,32 @@ def test_plans_of_version_1_are_read(tmp_path: typing.Any) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(old))
     assert Plan.load(path) == plan
+
+
+def choices() -> set[tuple[str, str]]:
+    """Fields whose values are words or yes and no, formats left out: what they mean, each home knows of its own layer."""
+    return {
+        (axis, name)
+        for axis, kind in AXES.items()
+        for name, field in fields_of(kind).items()
+        if not name.endswith("dtype")
+        and (bare(field.annotation) is bool or typing.get_origin(bare(field.annotation)) is typing.Literal)
+    }
+
+
+def test_what_a_choice_means_is_known_in_its_homes_alone() -> None:
+    known = choices() - PASSED_ON
+    assert {("weights", "perturbation"), ("directions", "kept"), ("schedule", "update")} <= known
+    readers = []
+    for package in ("topology", "costmodel", "zosim", "executors"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if name.startswith(HOMES):
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute | ast.Name)):
+                    continue
+                axis = node.value.attr if isinstance(node.value, ast.Attribute) else node.value.id
+                if (axis, node.attr) in known:
+                    readers.append(f"{name}:{node.lineno} reads {axis}.{node.attr}")
+    assert not readers, "ask the plan a question in place of reading its axes: " + "; ".join(readers)

@@ -63,7 +63,7 @@ def about_ranks(plan: Plan, prediction: Prediction) -> Iterator[str]:
     """Yield what several ranks cost each other, and what follows from their being several."""
     if prediction.exchange_s:
         share = prediction.exchange_s / prediction.step_time_s
-        of_blocks = " and shares of blocks" if plan.residency.transfers == "sliced" else ""
+        of_blocks = " and shares of blocks" if plan.is_sliced else ""
         yield (
             f"the exchange of losses{of_blocks} keeps a rank's link busy for "
             f"{format_seconds(prediction.exchange_s)} a step ({share:.1%})"

@@ -94,8 +94,7 @@ def _working(subject: Subject, rank: int) -> float:
 
 def counts_of_print(plan: Plan) -> int:
     """Return the activations that SparQ counts for one pipeline: ``(P + 1)(M - 1)``, or ``2P(M - 1)`` if central."""
-    queries, num_cuts = plan.estimator.num_queries, plan.mesh.stage - 1
-    return (2 * queries if plan.estimator.difference == "central" else queries + 1) * num_cuts
+    return plan.estimator.num_points * (plan.mesh.stage - 1)
 
 
 def scalars_of_print(plan: Plan) -> int:
@@ -115,7 +114,7 @@ def about_stages(subject: Subject) -> Iterator[str]:
         )
     pipelines = len(plan.mesh.pipelines) // plan.mesh.perturb
     printed = counts_of_print(plan) * pipelines
-    formula = "2P(M - 1)" if plan.estimator.difference == "central" else "(P + 1)(M - 1)"
+    formula = f"{plan.estimator.points_formula}(M - 1)"
     each = f" for each of {pipelines} shards" if pipelines > 1 else ""
     yield f"{found.num_activations} activations a step forward, {printed} by SparQ's count {formula}{each}"
     yield (

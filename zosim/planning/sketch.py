@@ -133,7 +133,6 @@ def _part(plan: Plan, rank: int) -> Hashable:
     """
     stage = (plan.split, plan.segments_of(rank)) if plan.mesh.stage > 1 else ()
     points = plan.points_of(rank)
-    num_shares = len(plan.groups[plan.residency.share_group][0]) if plan.is_shared_out else 1
     residency = plan.residency.model_copy(update={"num_slots": 1})
     return (
         len(points),
@@ -141,7 +140,7 @@ def _part(plan: Plan, rank: int) -> Hashable:
         len(plan.rows_of(rank)),
         plan.placement.world_size,
         stage,
-        num_shares,
+        plan.num_shares,
         repr((residency, plan.schedule, plan.directions, plan.weights, plan.forward)),
     )
 

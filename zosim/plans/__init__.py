@@ -191,6 +191,21 @@ class Plan(Axis):
         return {last_before(cut, self.model.segments): number for number, cut in enumerate(self.split.cuts)}
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether blocks live on the host, and pass through slots of the device."""
+        return self.residency.blocks == "offloaded"
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether ranks get parts of blocks from each other."""
+        return self.residency.transfers == "sliced"
+
+    @property
+    def num_shares(self) -> int:
+        """Ranks among whom a block is shared out; 1 where none is."""
+        return len(self.groups[self.residency.share_group][0]) if self.is_shared_out else 1
+
+    @property
     def is_shared_out(self) -> bool:
         """Whether ranks share one host copy of the offloaded blocks."""
         return self.residency.transfers != "private" and self.placement.world_size > 1

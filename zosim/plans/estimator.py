@@ -56,6 +56,11 @@ class Estimator(Axis):
             )
 
     @property
+    def points_formula(self) -> str:
+        """The number of points, of ``P`` queries."""
+        return "2P" if self.difference == "central" else "(P + 1)"
+
+    @property
     def num_points(self) -> int:
         """Points at which a step evaluates the loss."""
         return 2 * self.num_queries if self.difference == "central" else self.num_queries + 1
