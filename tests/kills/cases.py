@@ -119,7 +119,7 @@ class Strike:
     point : Point or None
         When; else one of the next two says it.
     log_part : float or None
-        When the log has this part of its final length.
+        When this part of what the log still lacks is there.
     time_part : float or None
         After this part of the time that an undisturbed run took.
     """

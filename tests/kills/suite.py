@@ -191,7 +191,7 @@ class Attempt:
         self._look(command, strike, came=came, status=status)
 
     def _wait_for_instant(self, command: Command, strike: Strike, handshake: Path) -> None:
-        begin, log = time.monotonic(), self._out / "steps.jsonl"
+        begin, log, before = time.monotonic(), self._out / "steps.jsonl", len(self._logged)
 
         def is_reached() -> bool:
             if command.status is not None:
@@ -199,7 +199,8 @@ class Attempt:
             if strike.point is not None:
                 return (handshake / "reached").exists()
             if strike.log_part is not None:
-                return log.exists() and log.stat().st_size >= strike.log_part * self._whole.log_bytes
+                wanted = before + strike.log_part * (self._whole.log_bytes - before)
+                return log.exists() and log.stat().st_size >= wanted > before
             assert strike.time_part is not None
             return time.monotonic() - begin >= strike.time_part * self._whole.seconds
 
