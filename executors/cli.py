@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,6 +13,9 @@ from executors.report import summary_view
 from executors.runs.settings import RUN_SECTIONS
 from topology.errors import RunError
 from zosim.console import emit, progress, stderr
+from zosim.planning.planner import Decision
+from zosim.planning.request import Method
+from zosim.plans import Plan
 from zosim.stated import (
     METHOD_HELP,
     PLAN_SECTIONS,
@@ -22,6 +26,7 @@ from zosim.stated import (
     MethodName,
     Stated,
     memory_limit,
+    stated_in,
     with_settings,
 )
 
@@ -55,6 +60,93 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Train a model: carry out a plan, or make one and carry it out."""
+    summary = _run(
+        stated,
+        plan,
+        method=None if method is None else method.value,
+        ranks=ranks,
+        program=program,
+        allow_lossy=allow_lossy,
+        max_device_memory=max_device_memory,
+        max_host_memory=max_host_memory,
+        launch=launch,
+    )
+    if "launch" in summary:
+        emit(summary, json=as_json, text=summary["launch"])
+    elif summary:
+        emit(summary, json=as_json, text=summary_view(summary))
+
+
+def run_with(
+    plan: Plan | Decision | str | Path | None = None,
+    *,
+    method: Method | None = None,
+    ranks: int | None = None,
+    program: str | Path | None = None,
+    allow_lossy: bool = False,
+    max_device_memory: str | None = None,
+    max_host_memory: str | None = None,
+    launch: bool = True,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train a model: carry out a plan, or make one and carry it out. In Python this is ``zosim.run``.
+
+    Parameters
+    ----------
+    plan : Plan, Decision or path, optional
+    method, ranks, program, allow_lossy, max_device_memory, max_host_memory, launch
+        As options of `zosim run`.
+    **settings
+        Any other option of `zosim run`, by its name: ``model="path/to/model"``, ``data="train.jsonl"``, ``steps=100``,
+        ``out="runs/first"``, ``lr=1e-6`` and so on.
+
+    Returns
+    -------
+    dict
+        What the run came to: ``num_steps``, ``first_loss``, ``last_loss``, ``step_time_s``, ``device_bytes`` and others.
+
+    Raises
+    ------
+    ZosimError
+        If something is unknown, contradicts something else, or a rank fails.
+    """
+    stated = stated_in(settings, {**PLAN_SECTIONS, **RUN_SECTIONS})
+    with tempfile.TemporaryDirectory(prefix="zosim-plan-") as folder:
+        return _run(
+            stated,
+            _as_file(plan, Path(folder)),
+            method=method,
+            ranks=ranks,
+            program=None if program is None else Path(program),
+            allow_lossy=allow_lossy,
+            max_device_memory=max_device_memory,
+            max_host_memory=max_host_memory,
+            launch=launch,
+        )
+
+
+def _as_file(plan: Plan | Decision | str | Path | None, folder: Path) -> Path | None:
+    """Return the file that holds a plan; one that is an object is written into `folder`."""
+    if plan is None or isinstance(plan, str | Path):
+        return None if plan is None else Path(plan)
+    file = folder / "plan.json"
+    (plan if isinstance(plan, Plan) else plan.plan).save(file)
+    return file
+
+
+def _run(
+    stated: Stated,
+    plan: Path | None,
+    *,
+    method: Method | None,
+    ranks: int | None,
+    program: Path | None,
+    allow_lossy: bool,
+    max_device_memory: str | None,
+    max_host_memory: str | None,
+    launch: bool,
+) -> dict[str, Any]:
+    """Return what a run came to; on other ranks than the first nothing, and for several hosts the lines to start."""
     from executors.files import refuse_other_names
     from executors.ranks.launch import launch as launch_ranks
     from executors.ranks.mesh import launch_lines
@@ -74,7 +166,7 @@ def run(
     refuse_other_names(path for path in named if path)
     asked = Asked(
         stated,
-        method=None if method is None else method.value,
+        method=method,
         ranks=ranks,
         allow_lossy=allow_lossy,
         max_device_bytes=memory_limit("--max-device-memory", max_device_memory),
@@ -86,16 +178,14 @@ def run(
         stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)
     if len(placement.ranks_by_host) > 1 and not is_launched():
         lines = launch_lines(settings.plan, sys.argv[1:])
-        emit({"launch": lines}, json=as_json, text=lines)
-        return
+        return {"launch": lines}
     if not is_launched():
         refuse_missing_data(settings)
     world_size = placement.world_size
     if not launch and world_size > 1 and not is_launched():
         raise RunError(f"--no-launch runs one rank, the plan has {world_size}", hint="leave it out")
     summary = launch_ranks(run_in_rank, settings, world_size=world_size) if launch else run_in_rank(settings)
-    if is_first:
-        emit(summary, json=as_json, text=summary_view(summary))
+    return summary if is_first else {}
 
 
 def replay(
@@ -130,7 +220,6 @@ def replay(
     from executors.runs.planning import Asked, plan_for
     from executors.runs.replay import replay as replay_run
     from executors.runs.runlog import read_header
-    from zosim.plans import Plan
 
     header = read_header(directory)
     torch.set_num_threads(threads or header["num_threads"])

@@ -17,10 +17,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from topology.errors import ZosimError
     from zosim.analysis.compare import Comparison
     from zosim.analysis.trace import save_trace
+    from zosim.applications.buying.answer import buy
     from zosim.engines.recurrence import step_time_bound
+    from zosim.face import compare, plan, simulate
     from zosim.hardware.machine import Machine
     from zosim.lowering import lower
     from zosim.planning.planner import Decision, Request, choose
@@ -40,7 +44,13 @@ if TYPE_CHECKING:
     from zosim.program import Program
     from zosim.timeline import Timeline
 
+    run: Callable[..., dict[str, Any]]
+
 _HOMES = {
+    "buy": "zosim.applications.buying.answer",
+    "compare": "zosim.face",
+    "plan": "zosim.face",
+    "simulate": "zosim.face",
     "Comparison": "zosim.analysis.compare",
     "Decision": "zosim.planning.planner",
     "Directions": "zosim.plans",
@@ -92,15 +102,24 @@ __all__ = [
     "Weights",
     "ZosimError",
     "__version__",
+    "buy",
     "choose",
+    "compare",
     "lower",
+    "plan",
+    "run",
     "save_trace",
+    "simulate",
     "step_time_bound",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Load what `name` stands for."""
+    if name == "run":
+        from zosim.registry import FUNCTIONS, load, registered
+
+        return load(registered(FUNCTIONS)["run"])
     if name not in _HOMES:
         message = f"module 'zosim' has no attribute {name!r}"
         raise AttributeError(message)

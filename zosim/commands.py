@@ -8,20 +8,13 @@ from typing import Annotated
 
 import typer
 
-from costmodel.configs import read_model_spec
-from topology.errors import PlanError, TimelineError
-from topology.graph import Topology
-from topology.hardware import resolve
-from topology.reading import read_json_object
+from topology.errors import PlanError
 from topology.units import format_seconds
-from topology.validation import readable
-from zosim.analysis.compare import compare as compare_timelines
-from zosim.analysis.compare import slowest_rank
+from zosim import face
 from zosim.analysis.trace import save_trace
 from zosim.applications.first_order.options import FirstOrderName, first_order_of, no_first_order
 from zosim.applications.first_order.report import baseline_subject, comparison_data, comparison_view
 from zosim.console import emit, stderr
-from zosim.hardware.profiles import Profiles
 from zosim.options import (
     HOST,
     EngineName,
@@ -30,13 +23,11 @@ from zosim.options import (
     ProfileFile,
     ProgramFile,
     Threads,
-    cutting_of,
     subject_of,
 )
-from zosim.planning.planner import Request, choose
 from zosim.planning.views import decision_data, decision_view, prediction_data, simulation_view, stages_data
 from zosim.planning.visibility import about_epsilon
-from zosim.plans import Mesh, Plan
+from zosim.plans import Plan
 from zosim.report import Report
 from zosim.stated import (
     METHOD_HELP,
@@ -50,7 +41,6 @@ from zosim.stated import (
     memory_limit,
     with_settings,
 )
-from zosim.timeline import Timeline
 
 
 @with_settings(PLAN_SECTIONS)
@@ -82,46 +72,26 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Choose the fastest placement that fits, and say why."""
-    topology = resolve(hardware)
-    node = device or topology.compute_devices[0].id
-    profiles = Profiles(topology, path=profile, num_threads=threads, is_host=hardware == HOST)
-    mesh = Mesh(**stated.pop("mesh")) if "mesh" in stated else None
-    request = Request(
-        model=read_model_spec(model),
-        topology=topology,
-        hardware=hardware,
-        device=node,
-        profile=profiles.of(node),
-        profiles=profiles,
-        **({"batch": 1, "seq": 2048} | stated.pop("plan", {})),
+    decision = face.decide(
+        model,
+        hardware,
+        stated,
         method=method.value,
-        mesh=mesh,
-        cutting=cutting_of(model, **stated.pop("split", {}), densities=densities),
-        max_ranks=_max_ranks(ranks, mesh, topology, device),
+        ranks=ranks,
+        densities=densities,
+        allow_lossy=allow_lossy,
         max_device_bytes=memory_limit("--max-device-memory", max_device_memory),
         max_host_bytes=memory_limit("--max-host-memory", max_host_memory),
-        allow_lossy=allow_lossy,
-        fixed=stated,
+        device=device,
+        threads=threads,
+        profile=profile,
     )
-    decision = choose(request)
     for warning in about_epsilon(decision.chosen.plan):
         stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)
     if output is not None:
         decision.chosen.plan.save(output)
         stderr.print(f"wrote {output}")
     emit(decision_data(decision), json=as_json, text=decision_view(decision))
-
-
-def _max_ranks(ranks: int | None, mesh: Mesh | None, topology: Topology, device: str | None) -> int:
-    """Return how many ranks a plan may have: as many as the options say, else one for every device."""
-    if ranks is not None and mesh is not None and mesh.world_size > ranks:
-        raise PlanError(
-            f"--mesh {mesh.describe()} has {mesh.world_size} ranks, more than --ranks {ranks}",
-            hint="one of the two is enough",
-        )
-    if mesh is not None or device is not None:
-        return ranks or (1 if mesh is None else mesh.world_size)
-    return ranks or len(topology.compute_devices)
 
 
 def lower(
@@ -207,12 +177,12 @@ def simulate(
         no_first_order(microbatches, schedule, samples)
         if first_order_trace is not None:
             raise PlanError("--first-order-trace without --first-order", hint="such as --first-order sgd")
-    subject = subject_of(
-        Plan.load(plan_file),
+    subject = face.simulate(
+        plan_file,
         hardware,
-        profile,
-        threads,
-        program,
+        profile=profile,
+        threads=threads,
+        program=program,
         one_process=one_process,
         engine=engine.value,
     )
@@ -264,35 +234,6 @@ def compare(
 
     The plan is the one that is named, or the run's own: DIR/plan.json, or what DIR/run.json says of it.
     """
-    plan_file, run = (plan_or_run / "plan.json", plan_or_run) if run is None else (plan_or_run, run)
-    if not run.is_dir():
-        raise TimelineError(f"{run} is not the directory of a run", hint="`zosim run --out DIR` writes one")
-    ran = run / "program.json"
-    subject = subject_of(
-        _plan_of_run(plan_file, run), hardware, profile, threads, ran if ran.exists() else None
-    )
-    measured = Timeline.load(run / "timeline.json")
-    chosen = slowest_rank(measured) if rank is None else rank
-    if chosen not in measured.ranks:
-        ranks = ", ".join(map(str, measured.ranks))
-        raise TimelineError(f"the run has no rank {chosen}", hint=f"its ranks: {ranks}")
-    predicted = subject.timeline_of(chosen)
-    comparison = compare_timelines(
-        predicted, measured, subject.programs.program_of(chosen), chosen, subject.at_pace_of(measured)
-    )
+    plan_file, run = (None, plan_or_run) if run is None else (plan_or_run, run)
+    comparison = face.compare(run, plan_file, hardware=hardware, profile=profile, threads=threads, rank=rank)
     emit(json.loads(comparison.to_json()), json=as_json, text=comparison)
-
-
-def _plan_of_run(plan_file: Path, run: Path) -> Plan:
-    """Return the plan in a file or, where there is none beside a run, the one that its header holds."""
-    header = run / "run.json"
-    if plan_file.exists() or plan_file.parent != run:
-        return Plan.load(plan_file)
-    if not header.is_file():
-        raise TimelineError(
-            f"no plan of the run {run}: neither {plan_file} nor {header} is there",
-            hint=f"name the plan that it ran: zosim compare PLAN {run}",
-        )
-    fields = read_json_object(header, "run's header", TimelineError).get("plan")
-    with readable(f"the plan in {header}", TimelineError, model=Plan):
-        return Plan.model_validate(fields)

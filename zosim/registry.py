@@ -33,6 +33,10 @@ CALIBRATIONS = "zosim.calibrations"
 """What else `zosim calibrate` can learn from, by the option's name: such code may stand to the right of the command."""
 
 
+FUNCTIONS = "zosim.functions"
+"""Functions of `zosim` whose code stands to the right of it, by name."""
+
+
 def registered(group: str = GROUP) -> dict[str, EntryPoint]:
     """Entry point of every subcommand, or of another group, by name in alphabetical order.
 

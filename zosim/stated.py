@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from topology.errors import PlanError
 from topology.units import QuantityError, parse_bytes
-from topology.validation import readable
+from topology.validation import did_you_mean, readable
 from zosim.plans import ANY, AXES, Plan
 from zosim.plans.setting import Setting, SettingField, fields_of
 
@@ -174,6 +174,24 @@ def options_of(sections: Mapping[str, type]) -> list[_Option]:
             for flag in ((setting.flag, *setting.aliases) if setting.flag else ())
         ]
     return options
+
+
+def stated_in(settings: Mapping[str, object], sections: Mapping[str, type]) -> Stated:
+    """Return settings that were given by the names of their options, such as ``keep_directions``, by section and field.
+
+    Raises
+    ------
+    PlanError
+        If there is no such setting, or a value is none of it.
+    """
+    options = {option.name: option for option in options_of(sections)}
+    stated: Stated = {}
+    for name, value in settings.items():
+        if name not in options:
+            raise PlanError(f"there is no setting {name!r}", hint=did_you_mean(name, tuple(options)))
+        if value is not None:
+            options[name].state(value, stated)
+    return stated
 
 
 def with_settings(sections: Mapping[str, type]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -1,0 +1,288 @@
+"""What a notebook calls: plan, simulate and compare, each the whole of the command of its name but for what it prints.
+
+Examples
+--------
+>>> import zosim
+>>> decision = zosim.plan(
+...     "opt-125m", "a100-80gb-milan", batch=1, seq=128, max_device_memory="2GiB", dtype="float16"
+... )
+>>> decision.plan.method
+'mezo'
+>>> zosim.simulate(decision, engine="simpy").step_time_s == decision.prediction.step_time_s
+True
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from costmodel.configs import read_model_spec
+from topology.errors import PlanError, TimelineError
+from topology.graph import Topology
+from topology.hardware import resolve
+from topology.reading import read_json_object
+from topology.validation import readable
+from zosim.analysis.compare import Comparison, slowest_rank
+from zosim.analysis.compare import compare as compare_timelines
+from zosim.hardware.profiles import Profiles
+from zosim.options import HOST, cutting_of, subject_of
+from zosim.planning.planner import Decision, Request, choose
+from zosim.planning.predict import Engine, Subject
+from zosim.planning.request import Method
+from zosim.plans import Mesh, Plan
+from zosim.stated import PLAN_SECTIONS, Stated, memory_limit, stated_in
+from zosim.timeline import Timeline
+
+
+def plan(
+    model: str,
+    hardware: str = HOST,
+    *,
+    method: Method = "auto",
+    ranks: int | None = None,
+    densities: str | Path | None = None,
+    allow_lossy: bool = False,
+    max_device_memory: str | None = None,
+    max_host_memory: str | None = None,
+    device: str | None = None,
+    threads: int | None = None,
+    profile: str | Path | None = None,
+    **settings: Any,
+) -> Decision:
+    """Choose the fastest placement that fits, and say why.
+
+    Parameters
+    ----------
+    model : str
+        A shipped size such as ``"opt-13b"``, a model directory, a config.json, or a saved ModelSpec.
+    hardware : str
+        A preset's name, a topology file, or ``"host"``.
+    method : str
+        Only placements of this method.
+    ranks : int, optional
+        Most devices to use; by default all, or the one named.
+    densities : path, optional
+        Measured densities of the cuts, from `zosim probe --json`.
+    allow_lossy : bool
+        Whether plans that lose precision may be chosen.
+    max_device_memory, max_host_memory : str, optional
+        Such as ``"20GiB"``; by default all of it.
+    device : str, optional
+        Node of the topology; by default its first GPU.
+    threads : int, optional
+        Of a CPU's kernels; by default all cores, shared out among its ranks.
+    profile : path, optional
+        Calibrated rates to predict with, from `zosim calibrate -o`.
+    **settings
+        Any setting of a plan, by the name of its option: ``batch=4``, ``seq=2048``, ``dtype="bfloat16"``, ``slots=2``,
+        ``mesh="data=2,perturb=2"`` and so on.
+
+    Raises
+    ------
+    ZosimError
+        If something is unknown, contradicts something else, or nothing fits.
+    """
+    stated = stated_in(settings, PLAN_SECTIONS)
+    return decide(
+        model,
+        hardware,
+        stated,
+        method=method,
+        ranks=ranks,
+        densities=densities,
+        allow_lossy=allow_lossy,
+        max_device_bytes=memory_limit("--max-device-memory", max_device_memory),
+        max_host_bytes=memory_limit("--max-host-memory", max_host_memory),
+        device=device,
+        threads=threads,
+        profile=profile,
+    )
+
+
+def decide(
+    model: str,
+    hardware: str,
+    stated: Stated,
+    *,
+    method: Method,
+    ranks: int | None,
+    densities: str | Path | None,
+    allow_lossy: bool,
+    max_device_bytes: int | None,
+    max_host_bytes: int | None,
+    device: str | None,
+    threads: int | None,
+    profile: str | Path | None,
+) -> Decision:
+    """Return the planner's answer where settings are `stated` by section, as options state them."""
+    topology = resolve(hardware)
+    node = device or topology.compute_devices[0].id
+    profiles = Profiles(
+        topology,
+        path=None if profile is None else Path(profile),
+        num_threads=threads,
+        is_host=hardware == HOST,
+    )
+    fixed = dict(stated)
+    mesh = Mesh(**fixed.pop("mesh")) if "mesh" in fixed else None
+    measured = None if densities is None else Path(densities)
+    request = Request(
+        model=read_model_spec(model),
+        topology=topology,
+        hardware=hardware,
+        device=node,
+        profile=profiles.of(node),
+        profiles=profiles,
+        **({"batch": 1, "seq": 2048} | fixed.pop("plan", {})),
+        method=method,
+        mesh=mesh,
+        cutting=cutting_of(model, **fixed.pop("split", {}), densities=measured),
+        max_ranks=_max_ranks(ranks, mesh, topology, device),
+        max_device_bytes=max_device_bytes,
+        max_host_bytes=max_host_bytes,
+        allow_lossy=allow_lossy,
+        fixed=fixed,
+    )
+    return choose(request)
+
+
+def _max_ranks(ranks: int | None, mesh: Mesh | None, topology: Topology, device: str | None) -> int:
+    """Return how many ranks a plan may have: as many as the options say, else one for every device."""
+    if ranks is not None and mesh is not None and mesh.world_size > ranks:
+        raise PlanError(
+            f"--mesh {mesh.describe()} has {mesh.world_size} ranks, more than --ranks {ranks}",
+            hint="one of the two is enough",
+        )
+    if mesh is not None or device is not None:
+        return ranks or (1 if mesh is None else mesh.world_size)
+    return ranks or len(topology.compute_devices)
+
+
+def simulate(
+    plan: Plan | Decision | str | Path,
+    hardware: str | None = None,
+    *,
+    profile: str | Path | None = None,
+    threads: int | None = None,
+    program: str | Path | None = None,
+    one_process: bool = False,
+    engine: Engine = "lockstep",
+) -> Subject:
+    """Predict a plan's step time and memory, event by event.
+
+    Parameters
+    ----------
+    plan : Plan, Decision or path
+    hardware : str, optional
+        A preset's name, a topology file, or ``"host"``; by default what the plan was made for.
+    profile : path, optional
+        Calibrated rates to predict with.
+    threads : int, optional
+        Of a CPU's kernels; by default all cores, shared out among its ranks.
+    program : path, optional
+        Programs to use in place of what the plan is lowered to.
+    one_process : bool
+        As if one process of each host drove all its GPUs.
+    engine : {"lockstep", "simpy"}
+
+    Returns
+    -------
+    Subject
+        Its ``prediction`` has step time, memory and bottleneck, its ``timeline`` the spans.
+
+    Raises
+    ------
+    ZosimError
+        If the hardware has not the plan's devices, or a program breaks a rule.
+    """
+    subject = subject_of(
+        _plan_in(plan),
+        hardware,
+        None if profile is None else Path(profile),
+        threads,
+        None if program is None else Path(program),
+        one_process=one_process,
+        engine=engine,
+    )
+    # What is wrong with a program is said here, and not when somebody looks at a number.
+    _ = subject.programs
+    return subject
+
+
+def compare(
+    run: str | Path,
+    plan: Plan | str | Path | None = None,
+    *,
+    hardware: str | None = None,
+    profile: str | Path | None = None,
+    threads: int | None = None,
+    rank: int | None = None,
+) -> Comparison:
+    """Hold a run against its prediction, instruction by instruction.
+
+    Parameters
+    ----------
+    run : path
+        Directory of the run.
+    plan : Plan or path, optional
+        By default the run's own: its plan.json, or what its run.json says of it.
+    hardware, profile, threads
+        As for :func:`simulate`.
+    rank : int, optional
+        Rank to look at; by default the last to end its steps.
+
+    Raises
+    ------
+    ZosimError
+        If there is no such run, or it has no such rank.
+    """
+    directory = Path(run)
+    if not directory.is_dir():
+        raise TimelineError(
+            f"{directory} is not the directory of a run", hint="`zosim run --out DIR` writes one"
+        )
+    ran = directory / "program.json"
+    subject = simulate(
+        plan_of_run(directory) if plan is None else plan,
+        hardware,
+        profile=profile,
+        threads=threads,
+        program=ran if ran.exists() else None,
+    )
+    measured = Timeline.load(directory / "timeline.json")
+    chosen = slowest_rank(measured) if rank is None else rank
+    if chosen not in measured.ranks:
+        ranks = ", ".join(map(str, measured.ranks))
+        raise TimelineError(f"the run has no rank {chosen}", hint=f"its ranks: {ranks}")
+    predicted = subject.timeline_of(chosen)
+    return compare_timelines(
+        predicted, measured, subject.programs.program_of(chosen), chosen, subject.at_pace_of(measured)
+    )
+
+
+def plan_of_run(directory: Path) -> Plan:
+    """Return the plan beside a run or, where there is none, the one that its header holds.
+
+    Raises
+    ------
+    TimelineError
+        If there is neither.
+    """
+    file, header = directory / "plan.json", directory / "run.json"
+    if file.exists():
+        return Plan.load(file)
+    if not header.is_file():
+        raise TimelineError(
+            f"no plan of the run {directory}: neither {file} nor {header} is there",
+            hint=f"name the plan that it ran: zosim compare PLAN {directory}",
+        )
+    fields = read_json_object(header, "run's header", TimelineError).get("plan")
+    with readable(f"the plan in {header}", TimelineError, model=Plan):
+        return Plan.model_validate(fields)
+
+
+def _plan_in(plan: Plan | Decision | str | Path) -> Plan:
+    if isinstance(plan, Decision):
+        return plan.plan
+    return plan if isinstance(plan, Plan) else Plan.load(plan)
