@@ -8,7 +8,8 @@ Examples
 ... )
 >>> decision.plan.method
 'mezo'
->>> zosim.simulate(decision, engine="simpy").step_time_s == decision.prediction.step_time_s
+>>> by_simpy = zosim.simulate(decision, engine="simpy").step_time_s
+>>> abs(by_simpy / decision.prediction.step_time_s - 1) < 1e-9
 True
 """
 

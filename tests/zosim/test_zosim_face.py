@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import zosim
+from zosim.cli import app
+from zosim.report import Report, Table
 
 
 def test_every_promised_name_is_there() -> None:
@@ -24,3 +28,36 @@ def test_every_promised_name_is_there() -> None:
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(AttributeError, match="no attribute 'backward'"):
         zosim.backward  # noqa: B018
+
+
+def test_planning_from_python_is_the_command(tmp_path: Path) -> None:
+    options = {
+        "batch": 2,
+        "seq": 64,
+        "dtype": "float16",
+        "method": "zo2",
+        "slots": 2,
+        "keep_directions": True,
+    }
+    decision = zosim.plan("opt-125m", "a100-80gb-milan", max_device_memory="4GiB", **options)
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = [word for word in words if word != "True"]
+    command = ["plan", "--model", "opt-125m", "--hardware", "a100-80gb-milan", "--max-device-memory", "4GiB"]
+    result = CliRunner().invoke(app, [*command, *words, "-o", str(tmp_path / "plan.json")])
+    assert result.exit_code == 0, result.output
+    assert zosim.Plan.load(tmp_path / "plan.json") == decision.plan
+    assert zosim.simulate(tmp_path / "plan.json").step_time_s == decision.prediction.step_time_s
+    assert len(repr(decision)) < 200
+    assert "<table>" in decision._repr_html_()
+
+
+def test_a_setting_that_there_is_not_is_named_with_its_neighbour() -> None:
+    with pytest.raises(zosim.ZosimError, match="no setting 'sloots'") as caught:
+        zosim.plan("opt-125m", "a100-80gb-milan", sloots=2)
+    assert "slots" in (caught.value.hint or "")
+
+
+def test_what_is_shown_in_a_notebook_brings_no_markup_of_its_own() -> None:
+    report = Report("a <b>", "x <script>", Table(("c",), [("<i>",)]))
+    assert "<script>" not in report.to_html()
+    assert "<i>" not in report.to_html()
