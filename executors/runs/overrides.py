@@ -61,7 +61,6 @@ def settings_from(
         )
     model = _required(run.get("model"), "a model", "--model DIR")
     _required(fields["data"].get("path"), "data", "--data FILE (JSON lines)")
-    _required(fields["learning_rate"].get("num_steps"), "a number of steps", "--steps N")
     lora, prefix = _adapters(fields["adapters"], header, seed=run.get("seed", 0))
     base = _base_plan(plan_file, header)
     ranks = _num_ranks(asked, base, has_plan=plan_file is not None)
@@ -75,6 +74,7 @@ def settings_from(
     loading = {name: run.get(name, False) for name in ("allow_download", "random_weights")}
     spec = spec_for(model, lora or prefix, asked, base, **loading)
     plan = plan_for(asked, spec, base, longest_example(fields["data"]["path"]))
+    _required(fields["learning_rate"].get("num_steps"), "a number of steps", "--steps N")
     program = _program_by_hand(program_file) or _recorded_program(out, header, plan)
     run.setdefault("num_threads", default_threads(max(map(len, plan.placement.ranks_by_host))))
     run.setdefault("checksums", asked.device == "cpu")

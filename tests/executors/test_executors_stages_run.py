@@ -147,7 +147,7 @@ def test_what_a_codec_changed_is_gone_on_with_by_the_same_alone(runs, inputs, tm
         train(inputs, out, "--resume", "--mesh", "data=1", "--no-launch", "--codec", "q4", "--allow-lossy")
         == 2
     )
-    assert "was run with split=" in capsys.readouterr().err
+    assert "was run with codec='q8'" in capsys.readouterr().err
     assert train(inputs, out, "--resume", "--mesh", "data=1", "--no-launch", "--steps", 5) == 0
     assert Plan.load(out / "plan.json").split.cuts == ("block.1.mlp",)
     assert train(inputs, out, "--resume", "--mesh", "stage=2", "--steps", STEPS) == 0
