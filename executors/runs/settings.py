@@ -395,9 +395,10 @@ def refuse_other_identity(recorded: dict[str, Any], stated: dict[str, Any], wher
     """
     recorded = _in_present_words(recorded)
     for name in {**recorded, **stated}:
-        if recorded.get(name, _USUAL.get(name)) != stated.get(name, _USUAL.get(name)):
+        was, is_now = (values.get(name, _USUAL.get(name)) for values in (recorded, stated))
+        if was != is_now:
             raise RunError(
-                f"{where} was run with {name}={recorded.get(name)!r}, this command says {stated.get(name)!r}",
+                f"{where} was run with {name}={was!r}, this command says {is_now!r}",
                 hint="a resumed run must compute the same numbers: leave the option out, or give another --out",
             )
 
