@@ -15,6 +15,11 @@ from tests.support.tiny import batches, model_of, plan_of
 OFFLOADED = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
 
 
+def moved_as(transfer):
+    """Return the axes of offloaded blocks that cross the bus in a format of their own."""
+    return OFFLOADED | {"residency": OFFLOADED["residency"] | {"transfer_dtype": transfer}}
+
+
 def lost(model, rate, *, steps=3, **plan):
     with Session(plan_of(model, **plan), model, learning_rate=rate) as session:
         for batch in batches(steps):
@@ -25,7 +30,7 @@ def lost(model, rate, *, steps=3, **plan):
 
 @pytest.mark.parametrize("transfer", ["float16", "bfloat16", "float8_e4m3"])
 def test_a_narrow_transfer_loses_small_updates_and_keeps_large_ones(transfer):
-    plan = OFFLOADED | {"residency": {"transfer_dtype": transfer}}
+    plan = moved_as(transfer)
     small, large = (lost(model_of("opt"), rate, **plan) for rate in (1e-8, 1e-1))
     assert (small.storage, small.transfer) == ("float32", transfer)
     assert small.lost_in_transfer + small.lost_in_storage > 0.95
@@ -42,9 +47,7 @@ def test_the_share_is_that_of_a_count_by_hand():
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     tuned = copy.deepcopy(model)
-    with Session(
-        plan_of(tuned, **OFFLOADED, residency={"transfer_dtype": "bfloat16"}), tuned, learning_rate=rate
-    ) as session:
+    with Session(plan_of(tuned, **moved_as("bfloat16")), tuned, learning_rate=rate) as session:
         record = session.step(batches(1)[0])
         session.flush()
         found = session.lost_updates()
@@ -70,7 +73,7 @@ def test_the_share_is_that_of_a_count_by_hand():
 
 
 def test_a_sample_tells_the_share_of_all(monkeypatch):
-    plan = OFFLOADED | {"residency": {"transfer_dtype": "bfloat16"}}
+    plan = moved_as("bfloat16")
     every = lost(model_of("opt"), 1e-4, **plan)
     monkeypatch.setattr("executors.steps.update_watch.SAMPLED_ELEMENTS", 500)
     sampled = lost(model_of("opt"), 1e-4, **plan)
@@ -100,4 +103,4 @@ def test_half_precision_storage_is_watched_too_and_float32_is_not():
 
 
 def test_steps_that_update_nothing_do_not_count():
-    assert lost(model_of("opt"), 0.0, **OFFLOADED, residency={"transfer_dtype": "bfloat16"}) is None
+    assert lost(model_of("opt"), 0.0, **moved_as("bfloat16")) is None
