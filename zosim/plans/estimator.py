@@ -14,7 +14,7 @@ from zosim.plans.setting import Setting
 if TYPE_CHECKING:
     from zosim.plans import Plan
 
-MAX_FORWARDS = 1024
+MAX_FORWARDS = 4096
 """Of segments, by one rank in one step. Ordering a program takes time that grows faster than its length."""
 
 
