@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,8 +13,6 @@ from executors.report import summary_view
 from executors.runs.settings import RUN_SECTIONS
 from topology.errors import RunError
 from zosim.console import emit, progress, stderr
-from zosim.planning.planner import Decision
-from zosim.planning.request import Method
 from zosim.plans import Plan
 from zosim.stated import (
     METHOD_HELP,
@@ -29,6 +27,10 @@ from zosim.stated import (
     stated_in,
     with_settings,
 )
+
+if TYPE_CHECKING:
+    from zosim.planning.planner import Decision
+    from zosim.planning.request import Method
 
 
 @with_settings({**PLAN_SECTIONS, **RUN_SECTIONS})
@@ -129,8 +131,10 @@ def _as_file(plan: Plan | Decision | str | Path | None, folder: Path) -> Path | 
     """Return the file that holds a plan; one that is an object is written into `folder`."""
     if plan is None or isinstance(plan, str | Path):
         return None if plan is None else Path(plan)
+    from zosim.planning.planner import Decision
+
     file = folder / "plan.json"
-    (plan if isinstance(plan, Plan) else plan.plan).save(file)
+    (plan.plan if isinstance(plan, Decision) else plan).save(file)
     return file
 
 

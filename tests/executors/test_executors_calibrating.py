@@ -161,8 +161,8 @@ def test_a_small_budget_leaves_later_shapes_out(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_steps_beside_a_stranger_do_not_count() -> None:
-    def step(number: int, seconds: float, reference_s: float) -> whole_steps._Step:
-        return whole_steps._Step(number, seconds, reference_s, 0.0)
+    def step(number: int, seconds: float, reference_s: float) -> whole_steps._TimedStep:
+        return whole_steps._TimedStep(number, seconds, reference_s, 0.0)
 
     fast = [step(number, 1.0, 1.05) for number in range(3)]
     slow = [step(3, 1.2, 1.5), step(4, 2.0, 1.0)]
