@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from executors.runs.schedule import Schedule
 from safetensors.torch import load_file
 
 from executors.ranks.launch import launch
+from executors.runs.learning_rate import LearningRate
 from executors.runs.run import run_in_rank
 from executors.runs.session import Session
 from executors.runs.settings import DataSettings, RunSettings
@@ -194,7 +194,7 @@ def test_ranks_that_disagree_end_and_go_on_to_the_right_bits(inputs, tmp_path):
         model=str(inputs[0]),
         plan=plan_for({"mesh": {"perturb": 2}, **SLICED}),
         data=DataSettings(str(inputs[1])),
-        schedule=Schedule("constant", 1e-3, num_steps=7),
+        learning_rate=LearningRate("constant", 1e-3, num_steps=7),
         out=str(tmp_path / "out"),
         digest_every=2,
     )

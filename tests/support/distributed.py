@@ -299,7 +299,7 @@ def run_unlike(settings):
     from topology.errors import RunError
 
     changes = {
-        "number of steps": {"schedule": replace(settings.schedule, num_steps=20)},
+        "number of steps": {"learning_rate": replace(settings.learning_rate, num_steps=20)},
         "digest every": {"digest_every": 5},
         "num threads": mock.patch("torch.get_num_threads", return_value=7),
         "torch": mock.patch("torch.__version__", "2.99.0"),
