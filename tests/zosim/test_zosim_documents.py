@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import zosim
 from topology.errors import MachineError, PlanError
 from zosim.cli import app
 from zosim.documents import check_writable, read_document
@@ -50,3 +52,16 @@ def test_there_is_one_way_to_calibrate_at_a_time() -> None:
     result = CliRunner().invoke(app, ["calibrate", "--rows", "shipped", "--evidence", "run.json"])
     assert result.exit_code == 2
     assert "leave one of them out" in result.stderr
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    "axis", ["weights", "residency", "forward", "estimator", "runtime", "precision", "mesh"]
+)
+@pytest.mark.parametrize("broken", [None, [], [1], "x", 3, {"dtype": []}], ids=repr)
+def test_an_axis_that_is_none_is_refused_as_what_it_is(tmp_path, version, axis, broken):
+    good = json.loads(zosim.plan("opt-1m", "cpu-laptop", seq=16).plan.model_dump_json())
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(good | {"version": version, axis: broken}))
+    with pytest.raises(PlanError):
+        zosim.Plan.load(file)

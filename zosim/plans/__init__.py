@@ -281,10 +281,15 @@ def _share(count: int, num_parts: int, part: int) -> range:
 
 def _without_usual_formats(data: dict[str, Any]) -> dict[str, Any]:
     """Leave out formats of products and transfers that are the weights', so that the same plan has one spelling."""
-    stated = dict(data.get("weights", {})).get("dtype", "float32")
+    stated = _fields(data.get("weights")).get("dtype", "float32")
     usual = {}
     for axis, name in (("forward", "compute_dtype"), ("residency", "transfer_dtype")):
-        fields = data.get(axis)
-        if fields is not None and dict(fields).get(name) == stated:
-            usual[axis] = {**dict(fields), name: None}
+        fields = _fields(data.get(axis))
+        if fields.get(name) == stated:
+            usual[axis] = {**fields, name: None}
     return data | usual
+
+
+def _fields(axis: object) -> dict[str, Any]:
+    """Return the fields of an axis, built or not; none of what is no axis, which its type refuses."""
+    return dict(axis) if isinstance(axis, dict | Axis) else {}

@@ -36,9 +36,12 @@ def upgrade(data: dict[str, Any]) -> dict[str, Any]:
         if axis == "version":
             continue
         if axis not in ("estimator", "precision", "runtime") or not isinstance(fields, dict):
-            upgraded[axis] = (dict(fields) | upgraded.get(axis, {})) if isinstance(fields, dict) else fields
+            moved_here = upgraded.get(axis, {})
+            upgraded[axis] = fields | moved_here if isinstance(fields, dict) else fields
             continue
         for name, value in fields.items():
             new_axis, new_name = _MOVED.get((axis, name), (axis, name))
-            upgraded.setdefault(new_axis, {})[new_name] = value
+            fields_there = upgraded.setdefault(new_axis, {})
+            if isinstance(fields_there, dict):  # what is no axis is refused as what it is
+                fields_there[new_name] = value
     return upgraded
