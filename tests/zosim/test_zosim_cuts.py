@@ -179,7 +179,7 @@ def test_densities_are_read_from_a_probe(tmp_path):
     with pytest.raises(PlanError, match="'inside block 5' is the name of no cut"):
         Cutting(densities=read_densities(path))
     path.write_text("[1]")
-    with pytest.raises(PlanError, match="holds no densities"):
+    with pytest.raises(PlanError, match="it holds no JSON object"):
         read_densities(path)
 
 

@@ -132,8 +132,8 @@ class FirstOrderLayout:
         cut = self.stage if side == "out" else self.stage - 1
         width = self._width_of(cut)
         begin, size = sum(self.rows[:number]) * width, self.rows[number] * width
-        host = Access(f"messages.{side}", Named(f"messages:{side}"), None, size, begin)
-        what = Named(f"known:{side}", f"m{number}")
+        host = Access(f"messages.{side}", Named(f"messages.{side}:samples"), None, size, begin)
+        what = Named(f"known.{side}:message", f"m{number}")
         return host, Access(f"known.{side}.{number % self.num_wires}", what, 0, size)
 
     def _width_of(self, cut: int) -> int:
