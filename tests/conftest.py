@@ -14,6 +14,7 @@ os.environ["MPLBACKEND"] = "Agg"
 
 import ipaddress
 import multiprocessing
+import signal
 import socket
 import sys
 from typing import Any
@@ -27,6 +28,10 @@ settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("nightly", max_examples=2000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+# A shell starts what runs in the background with interrupts ignored, and children inherit that; tests interrupt theirs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ON_DEMAND = {
     "slow": "tests of more than about ten seconds",
