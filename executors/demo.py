@@ -296,7 +296,7 @@ class Stages:
 
         self._say_duration()
         self._stage += 1
-        stderr.print(f"\n[bold]{self._stage} of {_NUM_STAGES}. {text}[/bold]", soft_wrap=True)
+        stderr.print(f"\n{self._stage} of {_NUM_STAGES}. {text}", style="bold", soft_wrap=True)
 
     def _say_duration(self) -> None:
         from zosim.console import stderr
@@ -304,7 +304,7 @@ class Stages:
         now_s = time.perf_counter()
         if self._stage:
             stage_s, all_s = now_s - self._stage_began_s, now_s - self._began_s
-            stderr.print(f"[dim]took {stage_s:.0f} s, {all_s:.0f} s so far[/dim]")
+            stderr.print(f"took {stage_s:.0f} s, {all_s:.0f} s so far", style="dim")
         self._stage_began_s = now_s
 
 

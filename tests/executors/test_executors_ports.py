@@ -233,7 +233,9 @@ def test_a_stranger_who_writes_under_every_key_runs_no_code(inputs, tmp_path, st
             writer.join()
     assert stranger.num_sent > 0
     for rank, words in zip((first, second), said, strict=True):
-        assert rank.returncode == 0 or (rank.returncode == 2 and "error: " in words), words
+        # gloo takes what torchrun's store holds for structures of its own: rubbish there may crash a rank, but runs nothing.
+        is_crash = rank.returncode in (-signal.SIGSEGV, -signal.SIGABRT)
+        assert rank.returncode == 0 or is_crash or (rank.returncode == 2 and "error: " in words), words
 
 
 KEYS = [
