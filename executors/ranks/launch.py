@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -172,12 +172,28 @@ def _launch(
         for rank in range(world_size)
     ]
     try:
-        for rank in ranks:
-            rank.start()
+        with _main_left_alone() if function.__module__ != "__main__" else nullcontext():
+            for rank in ranks:
+                rank.start()
         sending.close()
         return _result(ranks, receiving, directory)
     finally:
         _end(ranks)
+
+
+@contextmanager
+def _main_left_alone() -> Iterator[None]:
+    """Keep new processes from importing the caller's script, which may have no guard and would launch again."""
+    main = sys.modules["__main__"]
+    kept: dict[str, Any] = {
+        name: main.__dict__[name] for name in ("__spec__", "__file__") if name in main.__dict__
+    }
+    main.__dict__.pop("__file__", None)
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(kept)
 
 
 def _result(ranks: Sequence[BaseProcess], receiving: connection.Connection, directory: Path) -> Any:

@@ -20,6 +20,7 @@ from executors.ranks.rank_info import (
     progress_of_this_rank,
 )
 from tests.support import launched
+from tests.support.waiting import HANG_S
 from topology.errors import RunError
 
 pytestmark = pytest.mark.dist
@@ -119,6 +120,7 @@ LAUNCH = """
 import sys
 from executors.ranks.launch import launch
 from tests.support import launched
+from tests.support.waiting import HANG_S
 
 if __name__ == "__main__":
     launch(launched.say_and_wait, sys.argv[1], world_size=2)
@@ -150,3 +152,20 @@ def test_ranks_end_with_their_launcher(number, stopped, tmp_path, monkeypatch):
         assert list(temporary.iterdir()) != []
         launch(RankInfo.here)
     assert list(temporary.iterdir()) == []
+
+
+def test_a_script_without_a_guard_is_not_run_again_by_its_ranks(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nfrom executors import launch\nprint('begins')\nprint(launch(os.getcwd, world_size=2))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["begins", str(tmp_path)]
