@@ -153,6 +153,8 @@ class Market:
             )
         except PlanError as error:
             return Refusal(name, count, error.message)
+        if not listed:
+            return Refusal(name, count, f"--method {self.job.method} has no placement on so many devices")
         best = listed[0]
         if best.missing:
             return self._lacking(name, count, listed)
