@@ -64,7 +64,7 @@ def pairs(programs: ProgramSet) -> Iterator[Pair]:
         alike = representatives[programs.roles[rank], *part]
         if len(alike) < 2:
             alike.append(rank)
-    ranks = sorted(rank for found in representatives.values() for rank in found)
+    ranks = sorted(rank for alike in representatives.values() for rank in alike)
     for position, first in enumerate(ranks):
         for second in ranks[position + 1 :]:
             offsets = {
@@ -95,28 +95,28 @@ class Side:
     @cached_property
     def streams(self) -> dict[Stream, list[Placed]]:
         """Instructions of each stream, in order."""
-        found: dict[Stream, list[Placed]] = {stream: [] for stream in _STREAMS}
+        by_stream: dict[Stream, list[Placed]] = {stream: [] for stream in _STREAMS}
         for item in self.placed:
-            found[item.instruction.stream].append(item)
-        return found
+            by_stream[item.instruction.stream].append(item)
+        return by_stream
 
     @cached_property
     def collectives(self) -> dict[str, list[Placed]]:
         """Collectives of each group, in order."""
-        found: dict[str, list[Placed]] = defaultdict(list)
+        by_group: dict[str, list[Placed]] = defaultdict(list)
         for item in self.placed:
             if isinstance(item.instruction.op, Collective):
-                found[item.instruction.op.group].append(item)
-        return found
+                by_group[item.instruction.op.group].append(item)
+        return by_group
 
     @cached_property
     def meetings(self) -> dict[Operation, list[Placed]]:
         """Collectives, sends and receipts of each kind, in order."""
-        found: dict[Operation, list[Placed]] = defaultdict(list)
+        by_kind: dict[Operation, list[Placed]] = defaultdict(list)
         for item in self.placed:
             if isinstance(item.instruction.op, Collective | Send | Recv):
-                found[_kind(item.instruction.op)].append(item)
-        return found
+                by_kind[_kind(item.instruction.op)].append(item)
+        return by_kind
 
     @cached_property
     def positions(self) -> dict[int, int]:
@@ -127,15 +127,15 @@ class Side:
     def shared_accesses(self) -> dict[str, list[Touch]]:
         """Accesses to each shared buffer, in order, steps counted from the beginning."""
         shared = {buffer.name for buffer in self.program.buffers if buffer.shared}
-        found: dict[str, list[Touch]] = defaultdict(list)
+        by_buffer: dict[str, list[Touch]] = defaultdict(list)
         for item in self.placed:
             for access in item.instruction.reads:
                 if access.buffer in shared:
-                    found[access.buffer].append(Touch(item, absolute(access, item.step), writes=False))
+                    by_buffer[access.buffer].append(Touch(item, absolute(access, item.step), writes=False))
             for access in item.instruction.writes:
                 if access.buffer in shared:
-                    found[access.buffer].append(Touch(item, absolute(access, item.step), writes=True))
-        return found
+                    by_buffer[access.buffer].append(Touch(item, absolute(access, item.step), writes=True))
+        return by_buffer
 
     def refuse_unordered_collectives(self) -> None:
         """Raise if two collectives of one group could start in either order.

@@ -80,8 +80,8 @@ class Order:
     @cached_property
     def max_distance(self) -> int:
         """Largest iteration distance of any dependency, at least 1 for the stream's own order."""
-        found = (edge.distance for _, item in self.program.instructions() for edge in item.after)
-        return max(found, default=1) or 1
+        distances = (edge.distance for _, item in self.program.instructions() for edge in item.after)
+        return max(distances, default=1) or 1
 
     def part(self, position: int) -> Part:
         """Part that stands at a position."""
@@ -137,16 +137,16 @@ class Order:
 
     def waits_for(self, place: Place) -> tuple[Place, ...]:
         """Places of this rank named by the instruction's ``after``, those before the run left out."""
-        return tuple(found for group, found in self.awaited(place) if not group)
+        return tuple(there for group, there in self.awaited(place) if not group)
 
     def waits_for_peers(self, place: Place) -> tuple[tuple[str, Place], ...]:
         """Places on the other members of a group named by ``after``, those before the run left out."""
-        return tuple((group, found) for group, found in self.awaited(place) if group)
+        return tuple((group, there) for group, there in self.awaited(place) if group)
 
     def awaited(self, place: Place) -> list[tuple[str, Place]]:
         """Places named by the instruction's ``after``, each with the group whose members it is on, "" for this rank."""
         part = self.part(place.position)
-        found = []
+        awaited = []
         for edge in self._by_part[part][place.instruction].after:
             position = place.position - edge.distance
             if position < 0:
@@ -154,8 +154,8 @@ class Order:
             # What the first step waits for in "the step before" need not be in the prologue.
             if part == "step" and position == 0 and edge.instruction not in self._by_part["prologue"]:
                 continue
-            found.append((edge.group, Place(position, edge.instruction)))
-        return found
+            awaited.append((edge.group, Place(position, edge.instruction)))
+        return awaited
 
     def follows(self, place: Place) -> Place | None:
         """Return the place just before this one on its stream, None for the first."""
@@ -188,18 +188,18 @@ class Order:
     @cached_property
     def _meetings(self) -> dict[Part, dict[str, Meeting]]:
         """Per part, collectives and messages, each kind numbered in order."""
-        found: dict[Part, dict[str, Meeting]] = {}
+        meetings: dict[Part, dict[str, Meeting]] = {}
         for part, items in self._by_part.items():
             counts: dict[tuple[str, int, bool], int] = {}
-            found[part] = {}
+            meetings[part] = {}
             for item in items.values():
                 channel = channel_of(item)
                 if channel is not None:
                     group, offset, sends = channel
                     number = counts.get(channel, 0)
                     counts[channel] = number + 1
-                    found[part][item.id] = Meeting(group, offset, number, sends)
-        return found
+                    meetings[part][item.id] = Meeting(group, offset, number, sends)
+        return meetings
 
     def opens_step(self, place: Place) -> bool:
         """Whether a place is the first computation of a step, which the host prepares."""

@@ -289,10 +289,10 @@ def merged(timelines: Sequence[Timeline]) -> Timeline:
     """
     kinds = {(item.program, item.source, item.num_steps, item.repeat) for item in timelines}
     if len(kinds) != 1:
-        found = "; ".join(
+        runs = "; ".join(
             f"{name} ({source}, {steps} steps)" for name, source, steps, _ in sorted(kinds, key=repr)
         )
-        message = f"timelines of different runs cannot be merged: {found or 'none given'}"
+        message = f"timelines of different runs cannot be merged: {runs or 'none given'}"
         raise TimelineError(message, hint="give one timeline per rank of the same run")
     return replace(
         timelines[0],

@@ -53,9 +53,9 @@ def unrolled(name: str, parts: list[tuple[Part, int, tuple[Instruction, ...]]]) 
             here[instruction.id] = index + offset
         positions.append(here)
         for instruction in instructions:
-            found = [(d.group, _resolve(name, part, instruction, d, positions)) for d in instruction.after]
-            own = tuple(at for group, at in found if at is not None and not group)
-            peers = tuple((group, at) for group, at in found if at is not None and group)
+            awaited = [(d.group, _resolve(name, part, instruction, d, positions)) for d in instruction.after]
+            own = tuple(at for group, at in awaited if at is not None and not group)
+            peers = tuple((group, at) for group, at in awaited if at is not None and group)
             yield Placed(index, part, step, instruction, own, peers)
             index += 1
 

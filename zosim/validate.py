@@ -136,10 +136,10 @@ class _State:
             wanted = absolute(access, step)
             held = self._covering(wanted)
             if held is None or not self._satisfies(held.access, wanted):
-                found = "nothing" if held is None else _show(held.access, step)
+                contents = "nothing" if held is None else _show(held.access, step)
                 raise Hazard(
                     f"program {self._program.name}: after the flush {access.buffer} must hold "
-                    f"{_show(wanted, step)}, but holds {found}",
+                    f"{_show(wanted, step)}, but holds {contents}",
                     hint="every pending update has to be applied, and every block offloaded, before the end",
                 )
 
@@ -193,13 +193,13 @@ class _State:
 
     def _state_hazard(self, item: Placed, wanted: Access, held: _Contents | None) -> Hazard:
         if held is None:
-            found, by = "nothing of the kind", ""
+            contents, by = "nothing of the kind", ""
         else:
-            found = _show(held.access, item.step)
+            contents = _show(held.access, item.step)
             by = f", left by {name_of(held.writer)}" if held.writer else ", there from the start"
         return Hazard(
             f"program {self._program.name}: {name_of(item)} needs {_show(wanted, item.step)} in "
-            f"{wanted.buffer}, but finds {found}{by}",
+            f"{wanted.buffer}, but finds {contents}{by}",
             hint="an instruction is missing, out of order, or uses another buffer",
         )
 

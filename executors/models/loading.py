@@ -337,15 +337,15 @@ def _silent_loading() -> Iterator[None]:
         transformers.utils.logging.set_verbosity(level)
 
 
-def _refuse_incomplete(source: str | Path, found: Mapping[str, Any]) -> None:
+def _refuse_incomplete(source: str | Path, loading_info: Mapping[str, Any]) -> None:
     """Raise where transformers would have drawn weights at random in place of those that a file lacks."""
-    wrong = [str(name) for name, *_ in found["mismatched_keys"]]
+    wrong = [str(name) for name, *_ in loading_info["mismatched_keys"]]
     if wrong:
         raise ModelError(
             f"the weights in {source} do not fit its config.json: {_some(wrong)} has another shape",
             hint="the two are of different models; copy both from one place",
         )
-    missing = [str(name) for name in found["missing_keys"]]
+    missing = [str(name) for name in loading_info["missing_keys"]]
     if missing:
         raise ModelError(
             f"the weights in {source} are incomplete: {_some(missing)} is missing",

@@ -26,12 +26,12 @@ def moves_mapped(plan: Plan) -> bool:
 
 def own_format(source: str | Path) -> DType | None:
     """Return the format that all weights in a directory are kept in; None where there are several, or none to read."""
-    found = set()
+    names = set()
     try:
         for path in sorted(filter(Path.is_file, Path(source).glob("*.safetensors"))):
             with safe_open(path, framework="pt") as file:
-                found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - no mapping
+                names |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError):
         return None  # whoever loads the model says what is wrong with it
-    kept_in = next((dtype for dtype, name in SAFETENSORS_NAMES.items() if found == {name}), None)
+    kept_in = next((dtype for dtype, name in SAFETENSORS_NAMES.items() if names == {name}), None)
     return format_of(kept_in) if kept_in is not None and kept_in.is_floating_point else None

@@ -173,9 +173,9 @@ def pretrained_model(
     """
     models = (cache or cache_directory()) / "models"
     target = models / recipe.name
-    found = _intact(target)
-    if found is not None:
-        return found
+    ready = _intact(target)
+    if ready is not None:
+        return ready
     try:
         models.mkdir(parents=True, exist_ok=True)
         with _locked(models / f"{recipe.name}.lock"):

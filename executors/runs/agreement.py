@@ -150,12 +150,12 @@ def _other_sums(reports: Sequence[RankReport]) -> str:
 
 def _disturbed(reports: Sequence[RankReport], members: Callable[[str], Sequence[int]] | None) -> str:
     """Return in words the earliest weights that ranks did not find as they had left them; empty if there are none."""
-    found = [(report.disturbances[0], rank) for rank, report in enumerate(reports) if report.disturbances]
-    if not found:
+    disturbed = [(report.disturbances[0], rank) for rank, report in enumerate(reports) if report.disturbances]
+    if not disturbed:
         return ""
-    first, _ = min(found)
+    first, _ = min(disturbed)
     same = (first.step, first.what, first.share, first.position)
-    ranks = [r for d, r in found if (d.step, d.what, d.share, d.position) == same]
+    ranks = [r for d, r in disturbed if (d.step, d.what, d.share, d.position) == same]
     owner = f" (the share of rank {members(first.share)[first.position]})" if first.share and members else ""
     who = "this process" if len(reports) == 1 else _ranks(ranks)
     return f"{who} found other bits in {first.what}{owner} than were left there, in step {first.step}, {first.where}"

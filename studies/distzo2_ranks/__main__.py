@@ -18,9 +18,11 @@ def contention() -> None:
     alone = offloaded(apart(), 1).step_time_s
     say(f"one GPU: {alone:.2f} s a step of one sequence")
     for name, topology in (("lanes of their own", apart()), ("one root", behind_one_root())):
-        seconds = {way: offloaded(topology, 2, transfers=way).step_time_s for way in TRANSFERS}
-        told = ", ".join(f"{way} {seconds[way] / alone:.2f}" for way in TRANSFERS)
-        say(f"  two GPUs, {name}, two sequences: times as long {told}")
+        seconds = {
+            transfers: offloaded(topology, 2, transfers=transfers).step_time_s for transfers in TRANSFERS
+        }
+        listed = ", ".join(f"{transfers} {seconds[transfers] / alone:.2f}" for transfers in TRANSFERS)
+        say(f"  two GPUs, {name}, two sequences: times as long {listed}")
 
 
 def slices() -> None:
@@ -28,12 +30,12 @@ def slices() -> None:
     machines = (("rtx4090-2x", 2, "opt-13b"), ("h20-4x-milan", 4, "opt-13b"), ("dgx-h100", 8, "opt-13b"))
     for name, num_gpus, model in machines:
         seconds = {
-            way: offloaded(load_preset(name), num_gpus, transfers=way, model=model).step_time_s
-            for way in TRANSFERS
+            transfers: offloaded(load_preset(name), num_gpus, transfers=transfers, model=model).step_time_s
+            for transfers in TRANSFERS
         }
-        told = ", ".join(f"{way} {seconds[way]:.2f} s" for way in TRANSFERS)
+        listed = ", ".join(f"{transfers} {seconds[transfers]:.2f} s" for transfers in TRANSFERS)
         best = min(seconds, key=seconds.__getitem__)
-        say(f"{name}, {num_gpus} GPUs: {told}; {best} is best")
+        say(f"{name}, {num_gpus} GPUs: {listed}; {best} is best")
 
 
 def directions() -> None:

@@ -18,7 +18,7 @@ from zosim.lowering.buckets import bucket_bytes
 from zosim.lowering.split import most_message_bytes
 from zosim.plans import Plan
 
-Way = Literal["forward", "backward"]
+Phase = Literal["forward", "backward"]
 Side = Literal["in", "out"]
 
 ID_BYTES = 3 * 8
@@ -119,13 +119,13 @@ class FirstOrderLayout:
             segment=segment,
         )
 
-    def wire(self, way: Way, side: Side, number: int) -> Access:
+    def wire(self, phase: Phase, side: Side, number: int) -> Access:
         """Return the access to a message, of the largest size that it can have."""
-        is_next = (way == "forward") == (side == "out")
+        is_next = (phase == "forward") == (side == "out")
         cut = self.stage if is_next else self.stage - 1
-        size = most_message_bytes(self.coded(way), cut, self.rows[number])
-        what = Named(f"cut.{cut}:{way}", f"m{number}")
-        return Access(f"wire.{way}.{side}.{number % self.num_wires}", what, 0, size)
+        size = most_message_bytes(self.coded(phase), cut, self.rows[number])
+        what = Named(f"cut.{cut}:{phase}", f"m{number}")
+        return Access(f"wire.{phase}.{side}.{number % self.num_wires}", what, 0, size)
 
     def known(self, side: Side, number: int) -> tuple[Access, Access]:
         """Return where the last messages of a microbatch's samples are on the host, and on the device."""
@@ -213,7 +213,7 @@ class FirstOrderLayout:
 
     @property
     def num_wires(self) -> int:
-        """Messages one way that the stage holds at one time."""
+        """Messages of one phase that the stage holds at one time."""
         return min(_NUM_WIRES, self.settings.num_microbatches)
 
     @cached_property
@@ -248,13 +248,13 @@ class FirstOrderLayout:
             "attention": self.plan.forward.attention,
         }
 
-    def keeps(self, way: Way) -> bool:
-        """Whether last messages are kept of what crosses that way."""
-        return way == "forward" and self.settings.num_kept_samples > 0
+    def keeps(self, phase: Phase) -> bool:
+        """Whether last messages are kept of what crosses in that phase."""
+        return phase == "forward" and self.settings.num_kept_samples > 0
 
-    def coded(self, way: Way) -> Plan:
-        """Return the plan with the codec of what crosses that way."""
-        codec = self.settings.codec if way == "forward" else self.settings.gradient_codec
+    def coded(self, phase: Phase) -> Plan:
+        """Return the plan with the codec of what crosses in that phase."""
+        codec = self.settings.codec if phase == "forward" else self.settings.gradient_codec
         split = self.plan.split.model_copy(update={"codec": codec, "residual_codec": codec})
         return self.plan.model_copy(update={"split": split})
 

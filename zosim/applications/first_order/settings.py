@@ -68,7 +68,7 @@ def turns(schedule: Schedule, num_microbatches: int, num_stages: int, stage: int
 
     Examples
     --------
-    >>> " ".join(f"{way[0]}{number}" for way, number in turns("1f1b", 3, 2, 0))
+    >>> " ".join(f"{phase[0]}{number}" for phase, number in turns("1f1b", 3, 2, 0))
     'f0 f1 b0 f2 b1 b2'
     """
     ahead = num_kept_at_once(schedule, num_microbatches, num_stages, stage)

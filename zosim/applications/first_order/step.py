@@ -7,7 +7,7 @@ from costmodel.forward import forward_work
 from costmodel.model_spec import EMBED, HEAD, ParameterGroup
 from costmodel.sweeps import copy_work
 from costmodel.work import Work
-from zosim.applications.first_order.layout import ID_BYTES, FirstOrderLayout, Side, Way
+from zosim.applications.first_order.layout import ID_BYTES, FirstOrderLayout, Phase, Side
 from zosim.applications.first_order.settings import FirstOrder, turns
 from zosim.instructions import Access, Stream
 from zosim.lowering.listing import Listing
@@ -50,10 +50,10 @@ class FirstOrderWriter(Listing):
         """Write one step: load, microbatches there and back, sums of gradients, updates."""
         load = copy_work(ID_BYTES * sum(self.layout.rows) * self.plan.seq)
         self.emit("load", Load(), Stream.H2D, "load", EMBED, (), (self.layout.batch,), load)
-        for way, number in turns(
+        for phase, number in turns(
             self.settings.schedule, self.settings.num_microbatches, self.plan.mesh.stage, self.layout.stage
         ):
-            if way == "forward":
+            if phase == "forward":
                 self._forward_model(number)
             else:
                 self._backward_model(number)
@@ -163,74 +163,74 @@ class FirstOrderWriter(Listing):
 
     # -- messages ----------------------------------------------------------------------------------------------
 
-    def _leave(self, way: Way, number: int, segment: str) -> None:
+    def _leave(self, phase: Phase, number: int, segment: str) -> None:
         """Write how what a stage leaves becomes a message, and goes."""
-        cut, offset = (self.layout.stage, 1) if way == "forward" else (self.layout.stage - 1, -1)
+        cut, offset = (self.layout.stage, 1) if phase == "forward" else (self.layout.stage - 1, -1)
         plan, rows, wire = (
-            self.layout.coded(way),
+            self.layout.coded(phase),
             self.layout.rows[number],
-            self.layout.wire(way, "out", number),
+            self.layout.wire(phase, "out", number),
         )
         codec = plan.split.codec
-        tensor = self._crossing(way, segment, number, leaves=True)
-        coding = self._with_change(coding_work(plan, cut, rows, "encode"), tensor, way)
-        known = self._fetch(way, "out", number, segment)
+        tensor = self._crossing(phase, segment, number, leaves=True)
+        coding = self._with_change(coding_work(plan, cut, rows, "encode"), tensor, phase)
+        known = self._fetch(phase, "out", number, segment)
         self.emit(
-            f"encode/{way}[m{number}]", Encode(codec, codec), Stream.COMPUTE, "encode", segment,
+            f"encode/{phase}[m{number}]", Encode(codec, codec), Stream.COMPUTE, "encode", segment,
             (tensor, *known), (wire, *known), coding,
         )  # fmt: skip
-        self._put_back(way, "out", number, segment)
+        self._put_back(phase, "out", number, segment)
         link = Work(link_bytes=expected_message_bytes(plan, cut, rows))
         send = Send(PIPELINE, offset)
-        self.emit(f"send/{way}[m{number}]", send, Stream.LINK, "send", segment, (wire,), (), link)
+        self.emit(f"send/{phase}[m{number}]", send, Stream.LINK, "send", segment, (wire,), (), link)
 
-    def _arrive(self, way: Way, number: int, segment: str) -> None:
+    def _arrive(self, phase: Phase, number: int, segment: str) -> None:
         """Write how a message comes, and becomes what it was."""
-        cut, offset = (self.layout.stage - 1, -1) if way == "forward" else (self.layout.stage, 1)
+        cut, offset = (self.layout.stage - 1, -1) if phase == "forward" else (self.layout.stage, 1)
         plan, rows, wire = (
-            self.layout.coded(way),
+            self.layout.coded(phase),
             self.layout.rows[number],
-            self.layout.wire(way, "in", number),
+            self.layout.wire(phase, "in", number),
         )
         link = Work(link_bytes=expected_message_bytes(plan, cut, rows))
         recv = Recv(PIPELINE, offset)
-        self.emit(f"recv/{way}[m{number}]", recv, Stream.RECV, "recv", segment, (), (wire,), link)
-        tensor = self._crossing(way, segment, number, leaves=False)
-        coding = self._with_change(coding_work(plan, cut, rows, "decode"), tensor, way)
-        known = self._fetch(way, "in", number, segment)
+        self.emit(f"recv/{phase}[m{number}]", recv, Stream.RECV, "recv", segment, (), (wire,), link)
+        tensor = self._crossing(phase, segment, number, leaves=False)
+        coding = self._with_change(coding_work(plan, cut, rows, "decode"), tensor, phase)
+        known = self._fetch(phase, "in", number, segment)
         self.emit(
-            f"decode/{way}[m{number}]", Decode(), Stream.COMPUTE, "decode", segment,
+            f"decode/{phase}[m{number}]", Decode(), Stream.COMPUTE, "decode", segment,
             (wire, *known), (tensor, *known), coding,
         )  # fmt: skip
-        self._put_back(way, "in", number, segment)
+        self._put_back(phase, "in", number, segment)
 
-    def _crossing(self, way: Way, segment: str, number: int, *, leaves: bool) -> Access:
+    def _crossing(self, phase: Phase, segment: str, number: int, *, leaves: bool) -> Access:
         """Return the access to what crosses at the edge of a stage that `segment` is at."""
-        is_before = (way == "forward") != leaves
+        is_before = (phase == "forward") != leaves
         edge = self.layout.before(segment) if is_before else segment
         return (
             self.layout.hidden(edge, number)
-            if way == "forward"
+            if phase == "forward"
             else self.layout.hidden_gradient(edge, number)
         )
 
-    def _with_change(self, work: Work, tensor: Access, way: Way) -> Work:
+    def _with_change(self, work: Work, tensor: Access, phase: Phase) -> Work:
         """Return the work of a message; of changes, with reading, adding and writing what is known of them."""
-        if not self.layout.keeps(way):
+        if not self.layout.keeps(phase):
             return work
         return work.model_copy(update={"elementwise_bytes": 3 * tensor.size_bytes, "num_kernels": 2})
 
-    def _fetch(self, way: Way, side: Side, number: int, segment: str) -> tuple[Access, ...]:
+    def _fetch(self, phase: Phase, side: Side, number: int, segment: str) -> tuple[Access, ...]:
         """Write how the last messages of a microbatch's samples come to the device; return where."""
-        if not self.layout.keeps(way):
+        if not self.layout.keeps(phase):
             return ()
         host, here = self.layout.known(side, number)
         name, work = f"messages/fetch/{side}[m{number}]", copy_work(host.size_bytes)
         self.emit(name, Copy(), Stream.H2D, "fetch", segment, (host,), (here,), work)
         return (here,)
 
-    def _put_back(self, way: Way, side: Side, number: int, segment: str) -> None:
-        if self.layout.keeps(way):
+    def _put_back(self, phase: Phase, side: Side, number: int, segment: str) -> None:
+        if self.layout.keeps(phase):
             host, here = self.layout.known(side, number)
             name, work = f"messages/keep/{side}[m{number}]", copy_work(host.size_bytes)
             self.emit(name, Copy(), Stream.D2H, "keep", segment, (here,), (host,), work)
