@@ -257,12 +257,12 @@ def _forked(arguments: list[str], variables: Mapping[str, str], said: int) -> in
         os.environ.update(variables)
         tempfile.tempdir = None
         atexit._clear()
-        contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
-        contexts["spawn"] = contexts["forkserver"] = contexts["fork"]
         # Of its launcher a rank that is forked would inherit what a new Python does not have.
         os.register_at_fork(after_in_child=_take_default_handlers)
+        from executors.ranks import launch
         from zosim import cli
 
+        launch.PROCESSES = multiprocessing.get_context("fork")
         points.install()
         sys.argv = ["zosim", *arguments]
         cli.main()
@@ -290,5 +290,6 @@ def preload() -> None:
     import transformers.models.opt.modeling_opt  # noqa: F401
 
     import executors.cli
+    import executors.ranks.launch
     import executors.runs.overrides
     import executors.runs.run  # noqa: F401
