@@ -122,6 +122,13 @@ def combine_terms(terms: Mapping[str, float], device_kind: DeviceKind) -> float:
     return behind_s + max(sum(terms.values()) - behind_s - host, host)
 
 
+def device_s(cost: OperationCost, device_kind: DeviceKind) -> float:
+    """Return the seconds that the device itself is busy with an operation: without the host's, and what launches kernels."""
+    if device_kind == "cpu":
+        return cost.seconds - cost.terms.get("overhead", 0.0) - cost.terms.get("dispatch", 0.0)
+    return sum(seconds for name, seconds in cost.terms.items() if name not in _HOST_TERMS)
+
+
 def _matmul_s(part: Matmul, dtype: str, width: int, values: Mapping[str, float]) -> float:
     rate = _rate("matmul_rate", dtype, values)
     multiplying_s = part.flops / (rate * _efficiency(part, dtype, values))

@@ -21,7 +21,7 @@ from zosim.report import Report, Table
 _HEAD = """Commit `{commit}`. Made by `python -m studies.against_print` from the rows that ship with the project.
 
 Constants are fitted to printed rows through the closed form of the simulator: the plan of each row is lowered to a
-program on the preset hardware, the works are those of the papers' code (`studies/published/paper_code.py`), and the fit moves
+program on the preset hardware, the works are those of the papers' code (`zosim/applications/published_code.py`), and the fit moves
 only the constants listed below. Rows are kept back by setting: all methods of one model, batch, sequence and precision
 at once, in whichever table they are printed; or by model, all rows of one that lies between others. Every left-out
 figure is of constants fitted anew without those rows. Errors are absolute, in percent. Cells that the audit sets apart

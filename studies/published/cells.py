@@ -21,10 +21,10 @@ from studies.published.conventions import (
     transfer_case_of,
 )
 from studies.published.grid import Array, Compiled, compiled
-from studies.published.paper_code import as_published, only
 from studies.published.rows import PublishedRow
 from topology.documents import load_preset
 from topology.errors import ZosimError
+from zosim.applications.published_code import as_published, only
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.lowering import lower

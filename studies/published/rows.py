@@ -6,16 +6,14 @@ measurements several times; whoever splits rows into known and unknown ones must
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import resources
-from itertools import zip_longest
 from pathlib import Path
-from types import MappingProxyType
 
-from topology.errors import ZosimError
+from zosim.tables import RowsError, TableRow, read_table, write_table
+
+__all__ = ["PublishedRow", "RowsError", "read_rows", "shipped_rows", "write_rows"]
 
 REQUIRED = (
     "paper", "table", "model", "method", "gpus", "gpu_type", "batch_size", "seq_len", "precision", "quantity", "unit",
@@ -31,48 +29,16 @@ OUT_OF_MEMORY = "OOM"
 NO_VALUE = ("", "-", "\N{EN DASH}", "\N{EM DASH}", OUT_OF_MEMORY, "N/A")
 """What stands in upper case where a table prints no number."""
 
-_SURPLUS = "surplus"
-"""Column that holds what a line has more of than the header."""
-
-
 LARGEST_COUNT = 10**9
 """Above any number of GPUs, rows of a batch or tokens that a table prints."""
 
 
-class RowsError(ZosimError):
-    """Published rows that cannot be read, understood or written."""
+class PublishedRow(TableRow):
+    """One printed cell."""
 
-
-@dataclass(frozen=True)
-class PublishedRow:
-    """One printed cell.
-
-    Attributes
-    ----------
-    fields : mapping of str to str
-        The row as it was read, every column of it.
-    where : str
-        File and line, for messages.
-    """
-
-    fields: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    where: str = ""
-
-    def __getitem__(self, column: str) -> str:
-        return self.fields.get(column, "").strip()
-
-    def count(self, column: str) -> int:
-        """Return a whole number above 0 and below :data:`LARGEST_COUNT`.
-
-        Raises
-        ------
-        RowsError
-            If the column holds something else.
-        """
-        text = self[column]
-        if not text.isdecimal() or not 0 < (number := int(text[:12])) < LARGEST_COUNT:
-            raise RowsError(f"{self.where}: {column} is {text!r}", hint="write a whole number above 0")
-        return number
+    def count(self, column: str, below: int = LARGEST_COUNT) -> int:
+        """Return a whole number above 0 and below :data:`LARGEST_COUNT`."""
+        return super().count(column, below)
 
     @cached_property
     def value(self) -> float | None:
@@ -83,18 +49,7 @@ class PublishedRow:
         RowsError
             If the column holds no number above 0.
         """
-        text = self["value"]
-        if text.upper() in NO_VALUE:
-            return None
-        try:
-            number = float(text)
-        except ValueError:
-            number = -1.0
-        if not 0 < number < float("inf"):
-            raise RowsError(
-                f"{self.where}: value is {text!r}", hint="write a number above 0, or leave it empty"
-            )
-        return number
+        return None if self["value"].upper() in NO_VALUE else self.number("value")
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -133,27 +88,7 @@ def read_rows(path: str | Path) -> list[PublishedRow]:
     RowsError
         If the file cannot be read, or lacks a column.
     """
-    try:
-        # Spreadsheets begin a file with a byte order mark.
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            lines = [(reader.line_num, line) for line in reader if line]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise RowsError(f"the rows {path} cannot be read: {error}") from error
-    columns = [name.strip() for name in lines[0][1]] if lines else []
-    missing = [name for name in REQUIRED if name not in columns]
-    if missing:
-        raise RowsError(
-            f"{path} lacks the columns {', '.join(missing)}", hint=f"columns needed are {', '.join(REQUIRED)}"
-        )
-    return [PublishedRow(_fields(columns, line), f"{path}, line {number}") for number, line in lines[1:]]
-
-
-def _fields(columns: Sequence[str], line: Sequence[str]) -> Mapping[str, str]:
-    fields = dict(zip_longest(columns, line[: len(columns)], fillvalue=""))
-    if len(line) > len(columns):
-        fields[_SURPLUS] = ",".join(line[len(columns) :])
-    return MappingProxyType(fields)
+    return [PublishedRow(row.fields, row.where) for row in read_table(path, REQUIRED)]
 
 
 def shipped_rows(paper: str | None = None) -> list[PublishedRow]:
@@ -175,22 +110,4 @@ def write_rows(path: str | Path, rows: Sequence[PublishedRow], added: Sequence[M
     RowsError
         If the file cannot be written.
     """
-    columns = _columns(row.fields for row in rows) or list(REQUIRED)
-    more = [name for name in _columns(added) if name not in columns]
-    try:
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(
-                file, [*columns, *more], lineterminator="\n", restval="", extrasaction="ignore"
-            )
-            writer.writeheader()
-            for row, extra in zip(rows, added, strict=True):
-                writer.writerow({**row.fields, **extra})
-    except OSError as error:
-        raise RowsError(f"the predictions cannot be written to {path}: {error}") from error
-
-
-def _columns(items: Iterable[Mapping[str, str]]) -> list[str]:
-    names: dict[str, None] = {}
-    for item in items:
-        names.update(dict.fromkeys(item))
-    return list(names)
+    write_table(path, rows, added, REQUIRED)

@@ -23,10 +23,10 @@ from studies.published.fitted_profile import (
 from studies.published.fitting import conformal_half_width, fit, refitted
 from studies.published.grid import compiled
 from studies.published.memory import parts_of
-from studies.published.paper_code import as_published
 from studies.published.predicting import answers
 from studies.published.rows import PublishedRow, read_rows, shipped_rows, write_rows
 from topology.errors import ProfileError
+from zosim.applications.published_code import as_published
 from zosim.engines.recurrence import step_time_bound
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine

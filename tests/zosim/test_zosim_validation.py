@@ -1,0 +1,144 @@
+"""Measurements of others: each row gets a prediction or a reason, and errors are counted group by group."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from topology.errors import ZosimError
+from zosim.applications.validation.predicting import PREDICTORS, outcome
+from zosim.applications.validation.rows import Forecast, MeasuredRow, read_rows
+from zosim.applications.validation.scoring import scores
+from zosim.applications.validation.site import Sites
+from zosim.cli import app
+
+PRESET = "a100-80gb-milan"
+MATMUL = {"kind": "matmul", "hardware": PRESET, "dtype": "float16", "m": "4096", "n": "8192", "k": "8192"}
+TINY = json.dumps(
+    {
+        "model_type": "opt",
+        "vocab_size": 512,
+        "max_position_embeddings": 256,
+        "hidden_size": 64,
+        "ffn_dim": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 64,
+        "do_layer_norm_before": True,
+    }
+)
+STEP = {"model": "tiny", "model_config": TINY, "batch": "4", "seq": "64", "dtype": "float16", "devices": "1"}
+ROWS = {
+    "matmul": MATMUL,
+    "elementwise": {"dtype": "float16", "bytes": "200000000"},
+    "attention": {"dtype": "float16", "batch": "2", "heads": "16", "seq": "2048", "head_dim": "128", "causal": "true"},
+    "attention_backward": {"dtype": "float16", "batch": "2", "heads": "16", "seq": "2048", "head_dim": "128"},
+    "draw": {"dtype": "float16", "elements": "100000000"},
+    "copy": {"direction": "d2h", "bytes": "1000000000"},
+    "p2p": {"hardware": "dgx-h100", "ranks": "2", "bytes": "1000000"},
+    "all_reduce": {"hardware": "dgx-h100", "ranks": "8", "bytes": "1000000"},
+    "forward": STEP,
+    "streamed_generation": {**STEP, "generated_tokens": "3"},
+    "step": {**STEP, "method": "mezo", "code": "published"},
+    "device_memory": {**STEP, "method": "zo2"},
+    "host_memory": {**STEP, "method": "zo2"},
+    "first_order_step": {**STEP, "hardware": "dgx-h100", "data_parallel": "2", "optimizer": "adam"},
+    "first_order_memory": {**STEP, "optimizer": "adam"},
+}  # fmt: skip
+
+
+def _row(kind: str, /, **changes: str) -> MeasuredRow:
+    return MeasuredRow({"kind": kind, "hardware": PRESET, **ROWS[kind], **changes}, "here")
+
+
+def _forecast(kind: str, /, **changes: str) -> Forecast:
+    said = outcome(_row(kind, **changes), Sites())
+    assert isinstance(said, Forecast), said
+    return said
+
+
+@pytest.mark.parametrize("kind", list(PREDICTORS))
+def test_every_kind_of_row_is_predicted_within_its_own_interval(kind: str) -> None:
+    said = _forecast(kind)
+    assert 0 < said.low <= said.predicted <= said.high < float("inf")
+
+
+def test_a_row_does_not_need_what_was_measured() -> None:
+    assert _forecast("step") == _forecast("step", measured="12345")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "word"),
+    [
+        ("matmul", {"m": "0"}, "m is '0'"),
+        ("matmul", {"m": "many"}, "m is 'many'"),
+        ("matmul", {"dtype": "int3"}, "int3"),
+        ("matmul", {"hardware": "no-such-machine"}, "no-such-machine"),
+        ("matmul", {"hardware": ""}, "hardware"),
+        ("matmul", {"kind": "matmulx"}, "matmulx"),
+        ("copy", {"direction": "up"}, "up"),
+        ("all_reduce", {"ranks": "9"}, "9"),
+        ("all_reduce", {"ranks": "1"}, "one rank"),
+        ("step", {"model_config": "[1]"}, "JSON object"),
+        ("step", {"model_config": "", "model": "opt-9z"}, "opt-9z"),
+        ("step", {"method": "sgd"}, "sgd"),
+        ("step", {"seq": "0"}, "seq is '0'"),
+        ("first_order_step", {"data_parallel": "64"}, "64"),
+        ("first_order_step", {"optimizer": "lion"}, "lion"),
+    ],
+)
+def test_what_cannot_be_predicted_says_why(kind: str, changes: dict[str, str], word: str) -> None:
+    said = outcome(_row(kind, **changes), Sites())
+    assert isinstance(said, str)
+    assert word in said
+
+
+def test_the_command_writes_the_columns_of_the_rows_and_four_more(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", **MATMUL, "measured": "0.0025", "flag": "", "note": "kept, as it is"},
+        {"id": "b", **MATMUL, "kind": "sorting", "measured": "1", "flag": "", "note": ""},
+        {"id": "c", **MATMUL, "measured": "1e-9", "flag": "another clock", "note": ""},
+        {"id": "d", **MATMUL, "measured": "", "flag": "", "note": ""},
+    ]
+    given, written = tmp_path / "rows.csv", tmp_path / "out.csv"
+    with given.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    done = CliRunner().invoke(app, ["validate", str(given), "-o", str(written), "--json"])
+    assert done.exit_code == 0, done.output
+    with written.open(newline="") as file:
+        out = list(csv.DictReader(file))
+    assert [list(row) for row in out] == [[*rows[0], "predicted", "low", "high", "why"]] * 4
+    assert [row["note"] for row in out] == [row["note"] for row in rows]
+    assert [bool(row["why"]) for row in out] == [False, True, False, False]
+    assert out[0]["predicted"] == out[2]["predicted"] == out[3]["predicted"]
+    data = json.loads(done.stdout)
+    error = float(out[0]["predicted"]) / 0.0025 - 1
+    (matmul, sorting) = data["groups"]
+    assert (matmul["rows"], matmul["blank"], sorting["blank"]) == (1, 0, 1)
+    assert matmul["signed"] == pytest.approx(error, abs=1e-5)
+    assert matmul["median"] == pytest.approx(abs(error), abs=1e-5)
+
+
+def test_errors_are_counted_by_group_with_their_sign_and_coverage() -> None:
+    row = _row("matmul", group="products", measured="2")
+    outcomes = [(row, Forecast(1, 0.5, 2.5)), (row, Forecast(3, 2.5, 4)), (row, Forecast(2.2, 2, 3))]
+    (score,) = scores([*outcomes, (row, "why not")])
+    assert (score.num_rows, score.num_blank, score.num_inside) == (4, 1, 2)
+    assert score.median == pytest.approx(0.5)
+    assert score.signed == pytest.approx(0.1)
+    assert score.coverage == pytest.approx(2 / 3)
+    assert score.width == pytest.approx(1.6)
+
+
+@pytest.mark.parametrize("text", ["", "kind\nmatmul\n", "id,measured\n"])
+def test_a_file_without_the_columns_is_refused_in_words(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with pytest.raises(ZosimError, match="lacks the columns"):
+        read_rows(path)

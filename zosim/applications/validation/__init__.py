@@ -1,0 +1,1 @@
+"""Predictions held against measurements that somebody else made."""

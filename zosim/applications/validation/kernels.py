@@ -1,0 +1,57 @@
+"""Single kernels on a device, without what launches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from costmodel.estimate import device_s, estimate
+from costmodel.sweeps import draw_work
+from costmodel.work import Attention, Matmul, Work
+from zosim.applications.validation.rows import Forecast, MeasuredRow
+from zosim.applications.validation.site import Site, bounded
+
+
+def kernel(row: MeasuredRow, site: Site) -> Forecast:
+    """Return the seconds of a kernel."""
+    work, profile = WORKS[row["kind"]](row), site.profile
+    return bounded(lambda bound: device_s(estimate(work, profile, bound=bound), profile.device_kind))
+
+
+def _matmul(row: MeasuredRow) -> Work:
+    m, n, k = (row.count(name) for name in "mnk")
+    return Work(dtype=row.dtype, matmuls=(Matmul(m=m, n=n, k=k),), num_kernels=1)
+
+
+def _elementwise(row: MeasuredRow) -> Work:
+    return Work(dtype=row.dtype, elementwise_bytes=row.count("bytes"), num_kernels=1, num_shared_kernels=1)
+
+
+def _attention(row: MeasuredRow) -> Work:
+    part = Attention(
+        num=row.count("batch") * row.count("heads"),
+        query=row.count("seq"),
+        key=row.count("seq"),
+        head_dim=row.count("head_dim"),
+        materialised=row["attention_kernel"] == "eager",
+        causal_skip=row.flag("causal") and row["attention_kernel"] != "eager",
+    )
+    return Work(dtype=row.dtype, attention=(part,), num_kernels=1)
+
+
+def _attention_backward(row: MeasuredRow) -> Work:
+    forward = _attention(row)
+    return forward.model_copy(update={"attention": forward.attention * 2})
+
+
+def _draw(row: MeasuredRow) -> Work:
+    return draw_work(row.count("elements"), dtype=row.dtype)
+
+
+WORKS: dict[str, Callable[[MeasuredRow], Work]] = {
+    "matmul": _matmul,
+    "elementwise": _elementwise,
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "draw": _draw,
+}
+"""Work of a kernel by the kind of its row."""

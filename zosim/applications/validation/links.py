@@ -1,0 +1,70 @@
+"""Copies, messages and collectives, from the call to the end."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from costmodel.collectives import all_reduce_s, point_to_point_s
+from costmodel.estimate import CopyDirection, device_s, estimate
+from costmodel.sweeps import copy_work
+from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
+from zosim.applications.validation.site import Site, bounded
+from zosim.hardware.machine import Ring
+from zosim.hardware.machines import machines_for
+from zosim.operations import Send
+
+
+def copy(row: MeasuredRow, site: Site) -> Forecast:
+    """Return the seconds of a transfer between a device and its host's memory, or another device."""
+    size_bytes, direction = row.count("bytes"), row["direction"]
+    if direction == "d2d":
+        here, there = site.devices_of(row, 2)
+        route = site.topology.route(here, there)
+        return bounded(
+            lambda _: point_to_point_s(
+                size_bytes, latency_s=route.latency_s, bandwidth_bytes_per_s=route.bandwidth_bytes_per_s
+            )
+        )
+    if direction not in get_args(CopyDirection):
+        raise Unpredictable(f"direction {direction!r} is none of h2d, d2h, d2d")
+    way: CopyDirection = "h2d" if direction == "h2d" else "d2h"
+    work, profile = copy_work(size_bytes), site.profile
+    return bounded(
+        lambda bound: device_s(estimate(work, profile, bound=bound, direction=way), profile.device_kind)
+    )
+
+
+def message(row: MeasuredRow, site: Site) -> Forecast:
+    """Return the seconds of a message between two ranks; where there are several hosts, of two of them."""
+    hosts = {site.topology.host_of(device).id: device for device in reversed(site.devices)}
+    pair = tuple(reversed(hosts.values()))[:2] if len(hosts) > 1 else site.devices_of(row, 2)
+    machines = machines_for(site.topology, pair, site.profile, {"pipeline": ((0, 1),)})
+    hop = machines[0].channels[Send("pipeline", 1)]
+    return bounded(
+        lambda _: point_to_point_s(
+            row.count("bytes"), latency_s=hop.latency_s, bandwidth_bytes_per_s=hop.bandwidth_bytes_per_s
+        )
+    )
+
+
+def all_reduce(row: MeasuredRow, site: Site) -> Forecast:
+    """Return the seconds of a sum over the first ranks' buffers."""
+    ring = ring_of(row, site)
+    return bounded(
+        lambda _: all_reduce_s(
+            row.count("bytes"),
+            ring.num_ranks,
+            latency_s=ring.latency_s,
+            bandwidth_bytes_per_s=ring.bandwidth_bytes_per_s,
+        )
+    )
+
+
+def ring_of(row: MeasuredRow, site: Site) -> Ring:
+    """Return the ring of a row's ranks."""
+    num_ranks = row.count("ranks")
+    if num_ranks < 2:
+        raise Unpredictable("a collective of one rank takes no time")
+    devices = site.devices_of(row, num_ranks)
+    machines = machines_for(site.topology, devices, site.profile, {"world": (tuple(range(num_ranks)),)})
+    return machines[0].rings["world"]

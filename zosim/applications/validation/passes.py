@@ -1,0 +1,64 @@
+"""Forward passes that generate tokens, with all weights on the device or some of them in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from costmodel.estimate import estimate
+from costmodel.formats import FORMATS
+from costmodel.forward import forward_work
+from costmodel.model_spec import HEAD, ModelSpec
+from costmodel.profile import Bound, Profile
+from costmodel.sweeps import copy_work
+from costmodel.work import Work
+from zosim.applications.validation.rows import Forecast, MeasuredRow
+from zosim.applications.validation.site import Site, bounded
+from zosim.applications.validation.steps import attention_of, model_of
+
+
+def forward(row: MeasuredRow, site: Site) -> Forecast:
+    """Return the seconds of one pass over the prompt, with the logits of its last token."""
+    works = list(_pass_works(row, model_of(row), num_rows=row.count("seq"), length=row.count("seq")))
+    return bounded(lambda bound: _seconds(works, site.profile, bound))
+
+
+def streamed_generation(row: MeasuredRow, site: Site) -> Forecast:
+    """Return the seconds of a pass over the prompt and one more for each further token, weights uploaded in each."""
+    model, seq, profile = model_of(row), row.count("seq"), site.profile
+    blocks = [group for group in model.groups if group.segments[0].startswith("block")]
+    size = FORMATS[row.dtype].element_bytes * sum(group.num_parameters for group in blocks)
+    uploaded = min(row.count_or("bytes", size), size)
+    passes = [list(_pass_works(row, model, num_rows=seq, length=seq))]
+    passes += [
+        list(_pass_works(row, model, num_rows=1, length=seq + number))
+        for number in range(1, row.count_or("generated_tokens", 1))
+    ]
+    # Accelerate's hooks copy a layer's weights when it is called; the others copy ahead.
+    overlaps = row["code"] != "hf-accelerate"
+
+    def seconds(bound: Bound) -> float:
+        # Stages run in turn, and so do their uploads.
+        upload_s = estimate(copy_work(uploaded), profile, bound=bound).seconds
+        computed = [_seconds(works, profile, bound) for works in passes]
+        return sum(max(upload_s, one) if overlaps else upload_s + one for one in computed)
+
+    return bounded(seconds)
+
+
+def _pass_works(row: MeasuredRow, model: ModelSpec, *, num_rows: int, length: int) -> Iterator[Work]:
+    """Yield the work of every segment for so many tokens of a sequence, the last of which is number `length`."""
+    batch, dtype, attention = row.count("batch"), row.dtype, attention_of(row)
+    for segment in model.segments:
+        rows = 1 if segment == HEAD else num_rows
+        work = forward_work(model, segment, batch=batch, seq=rows, dtype=dtype, attention=attention)
+        if num_rows < length:
+            seen = tuple(part.model_copy(update={"key": length}) for part in work.attention)
+            work = work.model_copy(update={"attention": seen})
+        yield work
+
+
+def _seconds(works: list[Work], profile: Profile, bound: Bound) -> float:
+    total = works[0]
+    for work in works[1:]:
+        total += work
+    return estimate(total, profile, bound=bound).seconds

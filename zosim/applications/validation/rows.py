@@ -1,0 +1,101 @@
+"""Measurements that somebody made, a row each: what was done on which machine, and how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from costmodel.formats import FORMATS, DType, format_name
+from topology.errors import ZosimError
+from zosim.tables import TableRow, read_table
+
+REQUIRED = ("kind", "hardware")
+"""Columns without which nothing can be predicted."""
+
+ADDED = ("predicted", "low", "high", "why")
+"""Columns that predictions append."""
+
+
+class Unpredictable(ZosimError):  # noqa: N818 - reads as the statement it makes
+    """A row that says too little, or measures what is not modelled, with the reason."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A predicted number with the interval that 90 of 100 measurements should lie in, in SI units."""
+
+    predicted: float
+    low: float
+    high: float
+
+
+class MeasuredRow(TableRow):
+    """One measurement."""
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return self["id"] or self.where
+
+    @property
+    def group(self) -> str:
+        """Rows that are judged together: the column of that name, or else the kind."""
+        return self["group"] or self["kind"]
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether nothing speaks against the measurement (an empty `flag`)."""
+        return not self["flag"]
+
+    @cached_property
+    def measured(self) -> float | None:
+        """The measurement; None where the cell is empty."""
+        return self.number("measured") if self["measured"] else None
+
+    @property
+    def dtype(self) -> DType:
+        """Format of weights, activations and products.
+
+        Raises
+        ------
+        Unpredictable
+            If it is none, or none that computes.
+        """
+        name = format_name(self["dtype"])
+        if name not in FORMATS:
+            raise Unpredictable(f"dtype {self['dtype']!r} is none of {', '.join(FORMATS)}")
+        return name  # type: ignore[return-value]
+
+    def count_or(self, column: str, default: int) -> int:
+        """Return a whole number, `default` where the cell is empty."""
+        return self.count(column) if self[column] else default
+
+    def flag(self, column: str) -> bool:
+        """Return whether a cell says ``true``; empty is ``false``."""
+        return self[column].lower() == "true"
+
+
+def read_rows(path: str | Path) -> list[MeasuredRow]:
+    """Return the measurements of a CSV file, in order.
+
+    Raises
+    ------
+    RowsError
+        If the file cannot be read, or lacks a column.
+    """
+    return [MeasuredRow(row.fields, row.where) for row in read_table(path, REQUIRED)]
+
+
+def columns_of(outcome: Forecast | str) -> dict[str, str]:
+    """Return the cells that are appended for a forecast, or for the reason why there is none."""
+    if isinstance(outcome, str):
+        return dict(zip(ADDED, ("", "", "", outcome), strict=True))
+    numbers = (outcome.predicted, outcome.low, outcome.high)
+    return dict(zip(ADDED, (*(f"{number:.6g}" for number in numbers), ""), strict=True))
+
+
+def known_kinds(kinds: Sequence[str]) -> str:
+    """Return a hint that names the kinds of rows that are predicted."""
+    return "kinds are " + ", ".join(kinds)

@@ -1,0 +1,91 @@
+"""The machine that a row was measured on, with what its devices do per second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from costmodel.profile import Bound, Profile
+from topology.graph import Topology
+from topology.hardware import resolve
+from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
+from zosim.hardware.profiles import Profiles
+from zosim.options import HOST
+
+
+@dataclass(frozen=True)
+class Site:
+    """A machine.
+
+    Attributes
+    ----------
+    name : str
+    topology : Topology
+    profiles : Profiles
+    """
+
+    name: str
+    topology: Topology
+    profiles: Profiles
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """Its GPUs, or its CPUs where it has none."""
+        return tuple(node.id for node in self.topology.compute_devices)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """What operations cost on the first of them."""
+        return self.profiles.of(self.devices[0])
+
+    def devices_of(self, row: MeasuredRow, count: int) -> tuple[str, ...]:
+        """Return the first `count` devices.
+
+        Raises
+        ------
+        Unpredictable
+            If there are fewer.
+        """
+        if count > len(self.devices):
+            raise Unpredictable(f"{row['hardware']} has {len(self.devices)} devices, the row used {count}")
+        return self.devices[:count]
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Machines that rows name, each read once.
+
+    Attributes
+    ----------
+    folder : Path or None
+        Where topology files lie; None where rows name presets alone.
+    profile : Path or None
+        A calibration to predict with.
+    """
+
+    folder: Path | None = None
+    profile: Path | None = None
+    _known: dict[str, Site] = field(default_factory=dict, compare=False, repr=False)
+
+    def of(self, name: str) -> Site:
+        """Return the machine of that name: a file of the folder, a preset, or ``host``.
+
+        Raises
+        ------
+        TopologyError
+            If there is none, or it is not valid.
+        """
+        if name not in self._known:
+            path = None if self.folder is None else self.folder / name
+            topology = resolve(str(path) if path is not None and path.is_file() else name)
+            profiles = Profiles(topology, path=self.profile, is_host=name == HOST)
+            self._known[name] = Site(name, topology, profiles)
+        return self._known[name]
+
+
+def bounded(seconds: Callable[[Bound], float]) -> Forecast:
+    """Return a forecast from what a function says for the values of a profile's constants, and for either end of them."""
+    ends: Sequence[Bound] = ("central", "low", "high")
+    return Forecast(*(seconds(end) for end in ends))

@@ -1,0 +1,153 @@
+"""Training steps and the memory that they take: zeroth-order and first-order, simulated as plans are."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+from costmodel.configs import read_model_spec, spec_of_config
+from costmodel.formats import DType
+from costmodel.model_spec import ModelSpec
+from topology.errors import ModelError
+from topology.reading import parse_json
+from zosim.applications.first_order.programs import FirstOrder, lower_first_order
+from zosim.applications.published_code import as_published
+from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
+from zosim.applications.validation.site import Site
+from zosim.lowering import lower_all
+from zosim.options import axis
+from zosim.planning.predict import Subject
+from zosim.plans import ForwardPass, Mesh, Placement, Plan, Residency, Schedule, Split
+from zosim.program_set import ProgramSet
+
+
+def model_of(row: MeasuredRow) -> ModelSpec:
+    """Return the model of a row, with position tables long enough for its sequences.
+
+    Raises
+    ------
+    ModelError
+        If it is no known size, and the row has no configuration.
+    """
+    model = _model(row["model"], row["model_config"])
+    longest = row.count_or("seq", 1) + row.count_or("generated_tokens", 1)
+    if longest <= model.max_positions:
+        return model
+    return model.model_copy(update={"max_positions": longest})
+
+
+@cache
+def _model(name: str, config: str) -> ModelSpec:
+    if not config:
+        return read_model_spec(name)
+    data = parse_json(config, f"the configuration of {name}", ModelError)
+    if not isinstance(data, dict):
+        raise ModelError(f"the configuration of {name} is no JSON object")
+    return spec_of_config(data, name=name)
+
+
+def attention_of(row: MeasuredRow) -> Literal["eager", "sdpa"]:
+    """Return the implementation of attention; fused where the row does not say."""
+    return "eager" if row["attention_kernel"] == "eager" else "sdpa"
+
+
+def step(row: MeasuredRow, site: Site) -> Forecast:
+    """Return the seconds of a zeroth-order step."""
+    return _timed(_zeroth_order(row, site))
+
+
+def device_memory(row: MeasuredRow, site: Site) -> Forecast:
+    """Return the bytes that a zeroth-order step takes of its devices."""
+    return _device_bytes(_zeroth_order(row, site), row)
+
+
+def host_memory(row: MeasuredRow, site: Site) -> Forecast:
+    """Return the bytes that a zeroth-order step takes of its hosts."""
+    subject = _zeroth_order(row, site)
+    size = float(sum(host.size_bytes for host in subject.footprints.hosts))
+    if not size:
+        raise Unpredictable("nothing of the plan is in host memory")
+    return Forecast(size, size, size)
+
+
+def first_order_step(row: MeasuredRow, site: Site) -> Forecast:
+    """Return the seconds of a first-order step."""
+    return _timed(_first_order(row, site))
+
+
+def first_order_memory(row: MeasuredRow, site: Site) -> Forecast:
+    """Return the bytes that a first-order step takes of its devices."""
+    return _device_bytes(_first_order(row, site), row)
+
+
+def _timed(subject: Subject) -> Forecast:
+    return Forecast(subject.step_time_s, subject.bounding_step_s("low"), subject.bounding_step_s("high"))
+
+
+def _device_bytes(subject: Subject, row: MeasuredRow) -> Forecast:
+    del row
+    size = float(sum(taken.device_bytes for taken in subject.footprints.ranks))
+    return Forecast(size, size, size)
+
+
+def _zeroth_order(row: MeasuredRow, site: Site) -> Subject:
+    method = row["method"]
+    if method not in ("mezo", "zo2"):
+        raise Unpredictable(f"method {method!r} is none of mezo, zo2")
+    is_offloaded = method == "zo2"
+    dtype = row.dtype
+    devices = site.devices_of(row, row.count_or("devices", 1))
+    plan = axis(
+        Plan,
+        model=model_of(row),
+        placement=Placement(topology=site.name, devices=devices),
+        batch=row.count("batch"),
+        seq=row.count("seq"),
+        mesh=Mesh(data=len(devices)),
+        weights={"dtype": dtype},
+        residency=Residency(blocks="offloaded" if is_offloaded else "resident"),
+        schedule=Schedule(
+            traversal="blockwise" if is_offloaded else "sweep",
+            update="delayed" if is_offloaded else "immediate",
+        ),
+        forward=ForwardPass(attention=attention_of(row)),
+    )
+    programs = lower_all(plan)
+    if row["code"] == "published":
+        programs = ProgramSet(
+            tuple(as_published(program, plan, decays=is_offloaded) for program in programs.programs),
+            programs.roles,
+            programs.groups,
+        )
+    return Subject(plan, site.topology, site.profile, programs, site.profiles)
+
+
+def _first_order(row: MeasuredRow, site: Site) -> Subject:
+    data, stage = row.count_or("data_parallel", 1), row.count_or("pipeline_parallel", 1)
+    devices = site.devices_of(row, data * stage)
+    model = model_of(row)
+    dtype: DType = row.dtype
+    stored: DType = "float32" if row["code"] == "llm-foundry" else dtype
+    plan = axis(
+        Plan,
+        model=model,
+        placement=Placement(topology=site.name, devices=devices),
+        batch=row.count("batch"),
+        seq=row.count("seq"),
+        mesh=Mesh(data=data, stage=stage),
+        split=Split(cuts=_even_cuts(model, stage)),
+        weights={"dtype": stored},
+        forward={"attention": attention_of(row), "compute_dtype": dtype},
+    )
+    settings = axis(
+        FirstOrder,
+        optimizer=row["optimizer"] or "adam",
+        schedule="1f1b",
+        num_microbatches=row.count_or("num_micro_batches", 1),
+        dropout=row["code"] == "megatron-deepspeed",
+    )
+    return Subject(plan, site.topology, site.profile, lower_first_order(plan, settings), site.profiles)
+
+
+def _even_cuts(model: ModelSpec, num_stages: int) -> tuple[str, ...]:
+    return tuple(f"block.{model.num_blocks * stage // num_stages - 1}" for stage in range(1, num_stages))

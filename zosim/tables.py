@@ -1,0 +1,153 @@
+"""Tables of measurements as CSV files: rows kept as they were read, checked where a number is asked for."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from types import MappingProxyType
+
+from topology.errors import ZosimError
+
+_SURPLUS = "surplus"
+"""Column that holds what a line has more of than the header."""
+
+LARGEST_COUNT = 10**18
+"""Above any number of bytes, elements or tokens that is measured."""
+
+
+class RowsError(ZosimError):
+    """Rows of a table that cannot be read, understood or written."""
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One row of a table.
+
+    Attributes
+    ----------
+    fields : mapping of str to str
+        The row as it was read, every column of it.
+    where : str
+        File and line, for messages.
+    """
+
+    fields: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    where: str = ""
+
+    def __getitem__(self, column: str) -> str:
+        return self.fields.get(column, "").strip()
+
+    def count(self, column: str, below: int = LARGEST_COUNT) -> int:
+        """Return a whole number above 0 and below `below`.
+
+        Raises
+        ------
+        RowsError
+            If the column holds something else.
+        """
+        text = self[column]
+        if not (text.isascii() and text.isdecimal()) or len(text) > 20 or not 0 < int(text) < below:
+            raise RowsError(f"{self.where}: {column} is {text!r}", hint="write a whole number above 0")
+        return int(text)
+
+    def number(self, column: str) -> float:
+        """Return a finite number above 0.
+
+        Raises
+        ------
+        RowsError
+            If the column holds something else.
+        """
+        text = self[column]
+        try:
+            number = float(text)
+        except ValueError:
+            number = -1.0
+        if not 0 < number < float("inf"):
+            raise RowsError(
+                f"{self.where}: {column} is {text!r}", hint="write a number above 0, or leave it empty"
+            )
+        return number
+
+
+def read_table(path: str | Path, required: Sequence[str]) -> list[TableRow]:
+    """Return the rows of a CSV file, in order. Empty lines are no rows.
+
+    Parameters
+    ----------
+    path : path
+    required : sequence of str
+        Columns that it must have.
+
+    Raises
+    ------
+    RowsError
+        If the file cannot be read, or lacks a column.
+    """
+    try:
+        # Spreadsheets begin a file with a byte order mark.
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file)
+            lines = [(reader.line_num, line) for line in reader if line]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise RowsError(f"the rows {path} cannot be read: {error}") from error
+    columns = [name.strip() for name in lines[0][1]] if lines else []
+    missing = [name for name in required if name not in columns]
+    if missing:
+        raise RowsError(
+            f"{path} lacks the columns {', '.join(missing)}", hint=f"columns needed are {', '.join(required)}"
+        )
+    return [TableRow(_fields(columns, line), f"{path}, line {number}") for number, line in lines[1:]]
+
+
+def _fields(columns: Sequence[str], line: Sequence[str]) -> Mapping[str, str]:
+    fields = dict(zip_longest(columns, line[: len(columns)], fillvalue=""))
+    if len(line) > len(columns):
+        fields[_SURPLUS] = ",".join(line[len(columns) :])
+    return MappingProxyType(fields)
+
+
+def write_table(
+    path: str | Path,
+    rows: Sequence[TableRow],
+    added: Sequence[Mapping[str, str]],
+    columns: Sequence[str] = (),
+) -> None:
+    """Write `rows` with the columns of `added` behind their own, in the same order.
+
+    Parameters
+    ----------
+    path : path
+    rows : sequence of TableRow
+    added : sequence of mapping
+        As many.
+    columns : sequence of str
+        Heads of a file without rows.
+
+    Raises
+    ------
+    RowsError
+        If the file cannot be written.
+    """
+    own = _columns(row.fields for row in rows) or list(columns)
+    more = [name for name in _columns(added) if name not in own]
+    try:
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(
+                file, [*own, *more], lineterminator="\n", restval="", extrasaction="ignore"
+            )
+            writer.writeheader()
+            for row, extra in zip(rows, added, strict=True):
+                writer.writerow({**row.fields, **extra})
+    except OSError as error:
+        raise RowsError(f"the predictions cannot be written to {path}: {error}") from error
+
+
+def _columns(items: Iterable[Mapping[str, str]]) -> list[str]:
+    names: dict[str, None] = {}
+    for item in items:
+        names.update(dict.fromkeys(item))
+    return list(names)
