@@ -16,8 +16,9 @@ from executors.randomness.rng import generator_on
 from executors.randomness.walks import draw_rows, walk_past
 from executors.runs.session import Session
 from executors.threads import DrawThreads
-from proofs_checks.claims import Claim, Context, Outcome
+from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.placements import (
     BLOCKWISE,
     OFFLOADED,
@@ -238,99 +239,120 @@ def _unlike_resumed(directions: Directions, context: Context) -> int:
 
 CLAIMS = (
     Claim(
-        "same-direction-everywhere",
-        "Resident or offloaded, swept or block by block, updated at once or a step later, drawn ahead or not: "
-        "each step and query draws the same z, all three perturbations and the update use it, and runs end with "
-        "bit-equal weights. Under `mezo` z is what manual_seed and one normal per parameter give.",
-        "ZO2 section 5.1 and algorithm 1 (random state manager)",
-        "one torch build and thread count; transfer format = storage format",
-        check_placements,
-        (
-            Mutant(
-                "every group starts from the seed",
-                "executors.steps.ops.draw:Draws._walked",
-                "generator.set_state(values[source[0]][0])",
-                "generator.manual_seed(seeded.seeds[op.query])",
-            ),
-            Mutant(
-                "a delayed update draws from the present step",
-                "executors.steps.ops.draw:counter_key",
-                "source = frame.at(op.step)",
-                "source = frame.at(0) if frame.seeds else frame.at(op.step)",
-            ),
-            Mutant(
-                "rows perturbed with another rounding than their table",
-                "executors.steps.arithmetic:gathered",
-                "rows.add_(torch.mul(z, scale * epsilon))",
-                "rows.add_(z, alpha=scale * epsilon)",
-            ),
-            Mutant(
-                "gathered rows that skip the step to -ε",
-                "executors.steps.arithmetic:gathered",
-                "for scale in scales:",
-                "for scale in scales[:1]:",
+        name="same-direction-everywhere",
+        paper="zo2",
+        where=("Sec. 5.1", "Alg. 1"),
+        quotation="This precise synchronization ... guarantees that each parameter update adheres to the same stochastic path as established in MeZO.",
+        statement=(
+            "Resident or offloaded, swept or block by block, updated at once or a step later, drawn ahead or not: "
+            "each step and query draws the same z, all three perturbations and the update use it, and runs end with "
+            "bit-equal weights. Under `mezo` z is what manual_seed and one normal per parameter give."
+        ),
+        hypotheses=("one torch build and thread count; transfer format = storage format"),
+        references=("ZO2 section 5.1 and algorithm 1 (random state manager)"),
+        checks=(
+            printed(
+                check_placements,
+                Mutant(
+                    "every group starts from the seed",
+                    "executors.steps.ops.draw:Draws._walked",
+                    "generator.set_state(values[source[0]][0])",
+                    "generator.manual_seed(seeded.seeds[op.query])",
+                ),
+                Mutant(
+                    "a delayed update draws from the present step",
+                    "executors.steps.ops.draw:counter_key",
+                    "source = frame.at(op.step)",
+                    "source = frame.at(0) if frame.seeds else frame.at(op.step)",
+                ),
+                Mutant(
+                    "rows perturbed with another rounding than their table",
+                    "executors.steps.arithmetic:gathered",
+                    "rows.add_(torch.mul(z, scale * epsilon))",
+                    "rows.add_(z, alpha=scale * epsilon)",
+                ),
+                Mutant(
+                    "gathered rows that skip the step to -ε",
+                    "executors.steps.arithmetic:gathered",
+                    "for scale in scales:",
+                    "for scale in scales[:1]:",
+                ),
             ),
         ),
     ),
     Claim(
-        "drawing-orders",
-        "Registration order and execution order are different streams of the same distribution.",
-        "MeZO (registration order); ZO2 algorithm 1 (execution order: a final norm is drawn last)",
-        "a model whose final norm is registered before its blocks",
-        check_orders,
-        (
-            Mutant(
-                "the order ignored",
-                "zosim.lowering.directions:walk_order",
-                'plan.directions.order == "registration"',
-                "plan.directions.order",
-            ),
-            Mutant(
-                "normals of the wrong width",
-                "executors.randomness.directions:Gaussian.fill",
-                "out.normal_(0.0, 1.0,",
-                "out.normal_(0.0, 1.2,",
+        name="drawing-orders",
+        paper="zosim",
+        where=("zosim.lowering.directions",),
+        quotation="Two orders of drawing are two streams of one distribution.",
+        statement=("Registration order and execution order are different streams of the same distribution."),
+        hypotheses=("a model whose final norm is registered before its blocks"),
+        references=(
+            "MeZO (registration order); ZO2 algorithm 1 (execution order: a final norm is drawn last)"
+        ),
+        checks=(
+            printed(
+                check_orders,
+                Mutant(
+                    "the order ignored",
+                    "zosim.lowering.directions:walk_order",
+                    'plan.directions.order == "registration"',
+                    "plan.directions.order",
+                ),
+                Mutant(
+                    "normals of the wrong width",
+                    "executors.randomness.directions:Gaussian.fill",
+                    "out.normal_(0.0, 1.0,",
+                    "out.normal_(0.0, 1.2,",
+                ),
             ),
         ),
     ),
     Claim(
-        "slices-and-resume-points",
-        "`counter` makes any slice, any rows, on any number of threads, as the whole has them; `mezo` redraws a "
-        "group from its saved state, keeps rows and walks past groups as if all had been drawn; a run resumed from "
-        "base weights and log under another placement ends with the same bits.",
-        "ZO2 section 5.1; the counter keyed by (seed, step, query, parameter)",
-        "one torch build and device type",
-        check_slices,
-        (
-            Mutant(
-                "a slice read from its block's start",
-                "executors.randomness.counter:CounterDraws._window",
-                "numbers[low - begin : high - begin]",
-                "numbers[: high - low]",
-            ),
-            Mutant(
-                "a key without its step",
-                "executors.randomness.counter:CounterKey.of",
-                "mixed(seed, step, query)",
-                "mixed(seed, query)",
-            ),
-            Mutant(
-                "blocks numbered within their parameter",
-                "executors.randomness.counter:CounterDraws._seeds",
-                " + np.uint64(first_block)",
-                "",
-            ),
-            Mutant(
-                "a walk that draws pieces of 1000",
-                "executors.randomness.walks:_pieces",
-                "length = min(most, numel - begin)",
-                "length = min(1000, numel - begin)",
-            ),
-            Mutant(
-                "a resumed run that starts its seeds again",
-                "executors.runs.session:Session.seeds_of",
-                "step, query)",
-                "step - 2 * (self._first_timed > 0), query)",
+        name="slices-and-resume-points",
+        paper="zosim",
+        where=("executors.randomness.counter", "executors.randomness.walks"),
+        quotation="Any piece of a direction is drawn as the whole has it.",
+        statement=(
+            "`counter` makes any slice, any rows, on any number of threads, as the whole has them; `mezo` redraws a "
+            "group from its saved state, keeps rows and walks past groups as if all had been drawn; a run resumed from "
+            "base weights and log under another placement ends with the same bits."
+        ),
+        hypotheses=("one torch build and device type"),
+        references=("ZO2 section 5.1; the counter keyed by (seed, step, query, parameter)"),
+        checks=(
+            printed(
+                check_slices,
+                Mutant(
+                    "a slice read from its block's start",
+                    "executors.randomness.counter:CounterDraws._window",
+                    "numbers[low - begin : high - begin]",
+                    "numbers[: high - low]",
+                ),
+                Mutant(
+                    "a key without its step",
+                    "executors.randomness.counter:CounterKey.of",
+                    "mixed(seed, step, query)",
+                    "mixed(seed, query)",
+                ),
+                Mutant(
+                    "blocks numbered within their parameter",
+                    "executors.randomness.counter:CounterDraws._seeds",
+                    " + np.uint64(first_block)",
+                    "",
+                ),
+                Mutant(
+                    "a walk that draws pieces of 1000",
+                    "executors.randomness.walks:_pieces",
+                    "length = min(most, numel - begin)",
+                    "length = min(1000, numel - begin)",
+                ),
+                Mutant(
+                    "a resumed run that starts its seeds again",
+                    "executors.runs.session:Session.seeds_of",
+                    "step, query)",
+                    "step - 2 * (self._first_timed > 0), query)",
+                ),
             ),
         ),
     ),

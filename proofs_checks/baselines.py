@@ -9,8 +9,9 @@ from dataclasses import replace
 from costmodel.configs import spec_of_config
 from costmodel.datasheet import datasheet_profile
 from costmodel.work import Work
-from proofs_checks.claims import Claim, Context, Outcome
+from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome
 from topology import load_preset
 from zosim.analysis.counts import step_counts
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
@@ -178,61 +179,84 @@ def _wrong_parameters(details: list[str]) -> int:
 
 CLAIMS = (
     Claim(
-        "first-order-is-counted",
-        "A first-order step sends an activation and a gradient across each cut for every microbatch, keeps "
-        "s·b·h·(34 + 5·a·s/h) bytes a block, and takes 16 bytes a parameter with Adam.",
-        "SparQ section 2.3 (one activation and one gradient); Korthikanti et al. 2022, equation 1; Rajbhandari et al. 2020, 3.1",
-        "GELU, dropout, stored scores, half precision, no recomputation",
-        check_counts,
-        (
-            Mutant(
-                "gradients that stay where they are",
-                "zosim.applications.first_order.step:FirstOrderWriter._backward_model",
-                "if self.layout.stage:",
-                "if False:",
-            ),
-            Mutant(
-                "dropout that keeps no mask of the scores",
-                "costmodel.backward:_kept_by_attention",
-                "scores * _MASK_BYTES if dropout else 0",
-                "0",
-            ),
-            Mutant(
-                "half weights without a copy in float32",
-                "costmodel.backward:optimizer_bytes",
-                "(_STATE_TENSORS[optimizer] + has_copy)",
-                "_STATE_TENSORS[optimizer]",
+        name="first-order-is-counted",
+        paper="sparq",
+        where=("Sec. 2.3",),
+        quotation="FO methods generally exchange only a single forward activation and one backward gradient per iteration.",
+        statement=(
+            "A first-order step sends an activation and a gradient across each cut for every microbatch, keeps "
+            "s·b·h·(34 + 5·a·s/h) bytes a block, and takes 16 bytes a parameter with Adam."
+        ),
+        hypotheses=("GELU, dropout, stored scores, half precision, no recomputation"),
+        references=(
+            "SparQ section 2.3 (one activation and one gradient); Korthikanti et al. 2022, equation 1; Rajbhandari et al. 2020, 3.1"
+        ),
+        checks=(
+            printed(
+                check_counts,
+                Mutant(
+                    "gradients that stay where they are",
+                    "zosim.applications.first_order.step:FirstOrderWriter._backward_model",
+                    "if self.layout.stage:",
+                    "if False:",
+                ),
+                Mutant(
+                    "dropout that keeps no mask of the scores",
+                    "costmodel.backward:_kept_by_attention",
+                    "scores * _MASK_BYTES if dropout else 0",
+                    "0",
+                ),
+                Mutant(
+                    "half weights without a copy in float32",
+                    "costmodel.backward:optimizer_bytes",
+                    "(_STATE_TENSORS[optimizer] + has_copy)",
+                    "_STATE_TENSORS[optimizer]",
+                ),
             ),
         ),
     ),
     Claim(
-        "first-order-bubble",
-        "Even stages with free messages take (m + p - 1)(f + b), under GPipe's order and one-forward-one-backward alike.",
-        "Huang et al. 2019, section 2.3",
-        "updates take no time",
-        check_bubble,
-        (
-            Mutant(
-                "stages that do not wait for what arrives",
-                "zosim.lowering.hazards:_edges",
-                "if other != stream:",
-                "if other != stream and other != Stream.RECV:",
+        name="first-order-bubble",
+        paper="zosim",
+        where=("zosim.applications.first_order.programs",),
+        quotation="Even stages take (m + p - 1) pairs of forward and backward.",
+        statement=(
+            "Even stages with free messages take (m + p - 1)(f + b), under GPipe's order and one-forward-one-backward alike."
+        ),
+        hypotheses=("updates take no time"),
+        references=("Huang et al. 2019, section 2.3"),
+        checks=(
+            printed(
+                check_bubble,
+                Mutant(
+                    "stages that do not wait for what arrives",
+                    "zosim.lowering.hazards:_edges",
+                    "if other != stream:",
+                    "if other != stream and other != Stream.RECV:",
+                ),
             ),
         ),
     ),
     Claim(
-        "first-order-step-within-bounds",
-        "A first-order step takes at least as long as its busiest stream, and at most as long as everything in it one "
-        "after the other.",
-        "any schedule",
-        "no instruction shares a resource",
-        check_bounds,
-        (
-            Mutant(
-                "instructions that do not wait for their stream",
-                "zosim.engines.recurrence:Recurrence.advance",
-                "start_s = max(start_s,",
-                "start_s = min(start_s,",
+        name="first-order-step-within-bounds",
+        paper="zosim",
+        where=("zosim.applications.first_order.programs",),
+        quotation="A first-order step lies between its busiest stream and the sum of its parts.",
+        statement=(
+            "A first-order step takes at least as long as its busiest stream, and at most as long as everything in it one "
+            "after the other."
+        ),
+        hypotheses=("no instruction shares a resource"),
+        references=("any schedule"),
+        checks=(
+            printed(
+                check_bounds,
+                Mutant(
+                    "instructions that do not wait for their stream",
+                    "zosim.engines.recurrence:Recurrence.advance",
+                    "start_s = max(start_s,",
+                    "start_s = min(start_s,",
+                ),
             ),
         ),
     ),

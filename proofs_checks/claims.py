@@ -1,136 +1,308 @@
-"""What a claim is, and what comes of checking it."""
+"""What a claim is, what its checks must return for each verdict, and what comes of checking it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 from typing import Literal
 
 from proofs_checks.mutation import Mutant, MutantError
+from proofs_checks.outcomes import Context, Outcome
+from proofs_checks.papers import PAPERS, Paper
 
-Size = Literal["full", "quick"]
+
+class Role(StrEnum):
+    """What it says of a statement that a check passes."""
+
+    PRINTED = "as printed"
+    CONDITIONED = "under the added condition"
+    CORRECTED = "as corrected"
+    COUNTEREXAMPLE = "counterexample"
+    READING = "reading"
+    MISSING = "what is lacking"
+
+
+class Verdict(StrEnum):
+    """What is said of a statement, computed by :func:`verdict_of` from what its checks return."""
+
+    HOLDS = "holds"
+    CONDITION = "holds under a condition that the paper does not state"
+    CORRECTION = "holds after correction"
+    FAILS = "fails"
+    UNDECIDED = "cannot be decided from what is printed"
+    UNSETTLED = "unsettled: its checks do not return what any verdict needs"
 
 
 @dataclass(frozen=True)
-class Context:
-    """What a check is given.
+class Check:
+    """One thing that is run, and can come out wrong.
 
     Attributes
     ----------
-    seed : int
-        Decides every random number of the check.
-    size : str
-        ``"full"``, or ``"quick"`` for samples that just suffice to catch the planted faults.
+    role : Role
+        What passing says: see :class:`Claim`.
+    measure : callable
+        Takes a :class:`~proofs_checks.outcomes.Context`, returns an :class:`~proofs_checks.outcomes.Outcome`.
+    mutants : tuple of Mutant
+        Faults that the check must notice.
+    name : str
+        Of a reading: how the print is read. Else what the check does, by default its function's first line.
     """
 
-    seed: int = 0
-    size: Size = "full"
-
-    def samples(self, full: int, quick: int) -> int:
-        """Return the sample size."""
-        return full if self.size == "full" else quick
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a check measured. It holds if the statistic does not exceed the bound.
-
-    Attributes
-    ----------
-    statistic, bound : float
-    measured : str
-        What the statistic is, with its unit and its sample size.
-    details : tuple of str
-        One line for each part of the check.
-    """
-
-    statistic: float
-    bound: float
-    measured: str
-    details: tuple[str, ...] = ()
+    role: Role
+    measure: Callable[[Context], Outcome]
+    mutants: tuple[Mutant, ...] = ()
+    name: str = ""
 
     @property
-    def passed(self) -> bool:
-        """Whether the claim held; a statistic that is not a number does not hold."""
-        return self.statistic <= self.bound
+    def title(self) -> str:
+        """What the check does, in a line."""
+        if self.name:
+            return self.name
+        function = self.measure.func if isinstance(self.measure, partial) else self.measure
+        return (function.__doc__ or function.__name__).strip().partition("\n")[0]
+
+    def run(self, context: Context) -> Outcome:
+        """Measure, and count an error raised on the way as a failure."""
+        try:
+            return self.measure(context)
+        except Exception as error:  # noqa: BLE001 - broken mathematics may raise anything, and must name its claim
+            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return Outcome(math.nan, 0.0, "raised before it could be measured", (said,), error=said)
 
 
-def worst(outcomes: list[Outcome]) -> Outcome:
-    """Return the outcome nearest to its bound, with the details of all; outcomes share their unit."""
-    last = max(outcomes, key=lambda outcome: math.inf if math.isnan(outcome.statistic) else outcome.statistic)
-    details = tuple(line for outcome in outcomes for line in outcome.details)
-    return Outcome(last.statistic, last.bound, last.measured, details)
+def printed(measure: Callable[[Context], Outcome], *mutants: Mutant) -> Check:
+    """Return a check that passes where the statement holds as it is printed."""
+    return Check(Role.PRINTED, measure, mutants)
+
+
+def conditioned(measure: Callable[[Context], Outcome], *mutants: Mutant) -> Check:
+    """Return a check that passes where the statement holds under the claim's amendment, a condition."""
+    return Check(Role.CONDITIONED, measure, mutants)
+
+
+def corrected(measure: Callable[[Context], Outcome], *mutants: Mutant) -> Check:
+    """Return a check that passes where the statement holds with the claim's amendment, a correction."""
+    return Check(Role.CORRECTED, measure, mutants)
+
+
+def counterexample(measure: Callable[[Context], Outcome], *mutants: Mutant) -> Check:
+    """Return a check that passes where a case that meets every printed hypothesis breaks what is printed.
+
+    It asserts what happens instead, by theory of its own, so that wrong code does not pass for a counterexample.
+    """
+    return Check(Role.COUNTEREXAMPLE, measure, mutants)
+
+
+def reading(name: str, measure: Callable[[Context], Outcome], *mutants: Mutant) -> Check:
+    """Return a check that passes where the statement holds, if the print is read as `name` says."""
+    return Check(Role.READING, measure, mutants, name)
+
+
+def missing(measure: Callable[[Context], Outcome], *mutants: Mutant) -> Check:
+    """Return a check that passes where what is printed admits several outcomes; the amendment says what is lacking."""
+    return Check(Role.MISSING, measure, mutants)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement that is checked against the shipped code.
+    """A statement, judged by what is run.
 
     Attributes
     ----------
     name : str
+        Identifier: lower case, with dashes.
+    paper : str
+        A key of :data:`~proofs_checks.papers.PAPERS`.
+    where : tuple of str
+        Where in it, as it numbers: ``"Eq. 3"``, ``"Alg. 1"``, ``"Sec. 5.2"``, ``"App. C.1"``.
+    quotation : str
+        The paper's sentence or formula, briefly. Of ``zosim``, the promise in words.
     statement : str
-        What holds, with its symbols.
-    source : str
-        Paper and equation, section or algorithm.
-    assumptions : str
-        Under which it holds.
-    check : callable
-        Takes a :class:`Context`, returns an :class:`Outcome`.
-    mutants : tuple of Mutant
-        At least one; the check must catch each.
+        The same made precise, with every symbol; with the amendment, if there is one.
+    hypotheses : str
+        Under which it is judged: the paper's own, and what the checks take.
+    checks : tuple of Check
+        See Notes.
+    amendment : str
+        The condition that is added, the correction, or what is lacking: needed where a check has such a role.
+    breaks : str
+        Of a statement that does not hold as printed: which step of its proof the counterexample breaks.
+    consequence : str
+        What that means for whoever runs the software.
+    references : str
+        What else it rests on.
+    derivation : str
+        Page of ``docs/theory`` with its anchor: ``"zo2.md#smoothing"``.
+    awaits : str
+        Code that is not built yet, and with which the claim gets its faults.
+
+    Notes
+    -----
+    The verdict is computed:
+
+    ==================  ===============================================================
+    verdict             what must run, and pass
+    ==================  ===============================================================
+    holds               every ``printed`` check
+    under a condition   every ``conditioned`` check and every ``counterexample``
+    after correction    every ``corrected`` check and every ``counterexample``
+    fails               every ``counterexample``, of at least one, and no amended check
+    cannot be decided   of at least two ``reading`` checks some pass and some do not; or
+                        every ``missing`` check passes
+    ==================  ===============================================================
     """
 
     name: str
+    paper: str
+    where: tuple[str, ...]
+    quotation: str
     statement: str
-    source: str
-    assumptions: str
-    check: Callable[[Context], Outcome]
-    mutants: tuple[Mutant, ...]
+    hypotheses: str
+    checks: tuple[Check, ...]
+    amendment: str = ""
+    breaks: str = ""
+    consequence: str = ""
+    references: str = ""
+    derivation: str = ""
+    awaits: str = ""
 
     def __post_init__(self) -> None:
-        assert self.mutants, f"{self.name} has no planted fault"
+        assert self.paper in PAPERS, f"{self.name}: no paper {self.paper!r}"
+        assert self.where, f"{self.name} names no place"
+        for place in self.where:
+            self.source.check(place)
+        roles = {check.role for check in self.checks}
+        allowed = _ROLES_TOGETHER[_leading(roles)]
+        assert roles <= allowed, f"{self.name}: {', '.join(sorted(roles))} do not go together"
+        amended = roles & {Role.CONDITIONED, Role.CORRECTED, Role.MISSING}
+        assert bool(self.amendment) == bool(amended), f"{self.name}: an amendment goes with amended checks"
+        if amended & {Role.CONDITIONED, Role.CORRECTED}:
+            assert Role.COUNTEREXAMPLE in roles, f"{self.name}: no case breaks what is printed"
+        if Role.COUNTEREXAMPLE in roles:
+            assert self.breaks, f"{self.name} does not say what breaks"
+            assert self.consequence, f"{self.name} does not say what that means for a user"
+        if roles == {Role.READING}:
+            assert len(self.checks) > 1, f"{self.name} has one reading"
+        assert self.awaits or self.mutants, f"{self.name} has no planted fault"
 
-    def run(self, context: Context) -> Outcome:
-        """Check, and count an error raised on the way as a failure."""
-        try:
-            return self.check(context)
-        except Exception as error:  # noqa: BLE001 - broken mathematics may raise anything, and must name its claim
-            text = str(error).partition("\n")[0]
-            return Outcome(
-                math.nan, 0.0, "raised before it could be measured", (f"{type(error).__name__}: {text}",)
-            )
+    @property
+    def source(self) -> Paper:
+        """The paper."""
+        return PAPERS[self.paper]
+
+    @property
+    def mutants(self) -> tuple[Mutant, ...]:
+        """Planted faults of all checks, each once."""
+        return tuple(dict.fromkeys(mutant for check in self.checks for mutant in check.mutants))
+
+    def run(self, context: Context) -> Judged:
+        """Run every check, and compute the verdict."""
+        begin = time.perf_counter()
+        outcomes = tuple(check.run(context) for check in self.checks)
+        return Judged(self, outcomes, verdict_of(self, outcomes), time.perf_counter() - begin)
 
 
-Verdict = Literal["caught", "survived", "does not apply"]
+_ROLES_TOGETHER = {
+    Role.PRINTED: {Role.PRINTED},
+    Role.CONDITIONED: {Role.CONDITIONED, Role.COUNTEREXAMPLE},
+    Role.CORRECTED: {Role.CORRECTED, Role.COUNTEREXAMPLE},
+    Role.COUNTEREXAMPLE: {Role.COUNTEREXAMPLE},
+    Role.READING: {Role.READING},
+    Role.MISSING: {Role.MISSING},
+}
+"""By the role that leads to a verdict: roles that the checks of one claim may have."""
+
+_VERDICTS = {
+    Role.PRINTED: Verdict.HOLDS,
+    Role.CONDITIONED: Verdict.CONDITION,
+    Role.CORRECTED: Verdict.CORRECTION,
+    Role.COUNTEREXAMPLE: Verdict.FAILS,
+    Role.MISSING: Verdict.UNDECIDED,
+}
+
+
+def _leading(roles: set[Role]) -> Role:
+    return min(roles, key=list(_ROLES_TOGETHER).index)
+
+
+def verdict_of(claim: Claim, outcomes: tuple[Outcome, ...]) -> Verdict:
+    """Return what is said of a statement whose checks returned `outcomes`, by the table of :class:`Claim`."""
+    leading = _leading({check.role for check in claim.checks})
+    if leading is Role.READING:
+        raised = any(outcome.error for outcome in outcomes)
+        differ = len({outcome.passed for outcome in outcomes}) > 1
+        return Verdict.UNDECIDED if differ and not raised else Verdict.UNSETTLED
+    return _VERDICTS[leading] if all(outcome.passed for outcome in outcomes) else Verdict.UNSETTLED
 
 
 @dataclass(frozen=True)
-class MutantResult:
-    """What came of checking a claim against a planted fault.
+class Judged:
+    """What came of running a claim's checks.
 
     Attributes
     ----------
-    mutant : Mutant
-    verdict : str
-        ``"caught"`` if the check failed, as it must.
-    outcome : Outcome or None
-    reason : str
-        Why it does not apply.
+    claim : Claim
+    outcomes : tuple of Outcome
+        Of each check.
+    verdict : Verdict
+    seconds : float
     """
 
-    mutant: Mutant
+    claim: Claim
+    outcomes: tuple[Outcome, ...]
     verdict: Verdict
+    seconds: float
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the checks returned what a verdict needs."""
+        return self.verdict is not Verdict.UNSETTLED
+
+
+FaultVerdict = Literal["caught", "crashed", "survived", "does not apply"]
+
+
+@dataclass(frozen=True)
+class FaultResult:
+    """What came of a check while a fault was planted.
+
+    Attributes
+    ----------
+    check : Check
+    mutant : Mutant
+    verdict : str
+        ``"caught"`` if the check measured that something is wrong, ``"crashed"`` if it could not measure.
+    outcome : Outcome or None
+    reason : str
+        Why the fault does not apply, or what was raised.
+    """
+
+    check: Check
+    mutant: Mutant
+    verdict: FaultVerdict
     outcome: Outcome | None = None
     reason: str = ""
 
 
-def try_mutant(claim: Claim, mutant: Mutant, context: Context) -> MutantResult:
-    """Check `claim` while `mutant` is in force."""
+def faults_of(claim: Claim) -> Iterator[tuple[Check, Mutant]]:
+    """Yield each check with each fault that it must notice."""
+    for check in claim.checks:
+        for mutant in check.mutants:
+            yield check, mutant
+
+
+def try_mutant(check: Check, mutant: Mutant, context: Context) -> FaultResult:
+    """Run `check` while `mutant` is in force."""
     try:
         with mutant.apply():
-            outcome = claim.run(context)
+            outcome = check.run(context)
     except MutantError as error:
-        return MutantResult(mutant, "does not apply", reason=error.message)
-    return MutantResult(mutant, "survived" if outcome.passed else "caught", outcome)
+        return FaultResult(check, mutant, "does not apply", reason=error.message)
+    if outcome.error:
+        return FaultResult(check, mutant, "crashed", outcome, outcome.error)
+    return FaultResult(check, mutant, "survived" if outcome.passed else "caught", outcome)

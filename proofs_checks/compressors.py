@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from costmodel.codecs import ENCODINGS, CodecSpec, Grid, Scope
 from executors.codecs import codec_of, decode, dequantise, quantise
 from executors.codecs.fidelity import received, relative_error
 from executors.randomness.rng import generator_on
-from proofs_checks.claims import Claim, Context, Outcome, worst
+from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.statistics import compare_means
 
 BITS = tuple(range(1, 9))
@@ -41,7 +43,7 @@ def check_stochastic(context: Context) -> Outcome:
         spec = CodecSpec(bits, grid, "stochastic", scope)
         message = codec_of(spec).encode(repeated, generator_on(_CPU, context.seed + number))
         drawn = decode(message, shape=repeated.shape).reshape(-1, given.numel())
-        outcomes.append(compare_means(spec.name, drawn, given.reshape(-1), num_families=len(cases)))
+        outcomes.append(compare_means(spec.name, drawn, given.reshape(-1)))
     return worst(outcomes)
 
 
@@ -94,11 +96,7 @@ def check_expansion(context: Context) -> Outcome:
         expected = (fraction * (1 - fraction)).sum() * step**2
         generator = generator_on(_CPU, context.seed + number)
         squared = [(received(given, spec, generator) - given).square().sum() for _ in range(count)]
-        outcomes.append(
-            compare_means(
-                spec.name, torch.stack(squared)[:, None], expected[None], num_families=len(BITS) - 1
-            )
-        )
+        outcomes.append(compare_means(spec.name, torch.stack(squared)[:, None], expected[None]))
         random, nearest = (
             float((expected / given.square().sum()).sqrt()),
             relative_error(given, CodecSpec(bits)),
@@ -109,7 +107,7 @@ def check_expansion(context: Context) -> Outcome:
         )
     outcome = worst(outcomes)
     statistic = outcome.statistic if kappas[0] > 1 else math.inf
-    return Outcome(statistic, outcome.bound, outcome.measured, (*outcome.details, *lines))
+    return replace(outcome, statistic=statistic, details=(*outcome.details, *lines))
 
 
 def check_lossless(context: Context) -> Outcome:
@@ -159,12 +157,12 @@ def check_gradient_noise(context: Context) -> Outcome:
         columns = torch.stack([sampled, (sampled - true) ** 2], dim=1)
         how = "the same random numbers" if shared else "independent ones"
         expected = torch.tensor([true, variance], dtype=torch.float64)
-        outcomes.append(compare_means(f"{bits} bits, {how}", columns, expected, num_families=6))
+        outcomes.append(compare_means(f"{bits} bits, {how}", columns, expected))
         lines.append(
             f"{bits} bits, {how}: deviation {variance**0.5:.3g} of a gradient of {true:.3g}, at ε = {EPSILON:g}"
         )
     outcome = worst(outcomes)
-    return Outcome(outcome.statistic, outcome.bound, outcome.measured, (*outcome.details, *lines))
+    return replace(outcome, details=(*outcome.details, *lines))
 
 
 def _gradient(cut: _Cut, plus: Tensor, minus: Tensor, spec: CodecSpec, seed: int, shared: bool) -> float:
@@ -221,117 +219,156 @@ _SHORT = Mutant(
 
 CLAIMS = (
     Claim(
-        "codec-stochastic-unbiased",
-        "E[C(x)] = x for stochastic rounding on every grid, per tensor, token and channel, at 1 to 8 bits, measured "
-        "on decoded messages.",
-        "SparQ assumption 5 (its title; the inequality in it does not say so)",
-        "finite values; with one bit and 0 on the grid, values of one sign; float64, half precision rounds once more",
-        check_stochastic,
-        (
-            _NEAREST,
-            Mutant(
-                "an affine grid that starts at 0",
-                "executors.codecs.grids:Fitted.scaled",
-                "values.sub(self.offset)",
-                "values.sub(0 * self.offset)",
-            ),
-            Mutant(
-                "a zero point that is off by one",
-                "executors.codecs.grids:fitted",
-                "parameters[1].to(step.dtype)",
-                "parameters[1].to(step.dtype) + 1",
-            ),
-            _SHORT,
+        name="codec-stochastic-unbiased",
+        paper="zosim",
+        where=("executors.codecs",),
+        quotation="Stochastic rounding of activations is unbiased.",
+        statement=(
+            "E[C(x)] = x for stochastic rounding on every grid, per tensor, token and channel, at 1 to 8 bits, measured "
+            "on decoded messages."
         ),
-    ),
-    Claim(
-        "codec-nearest-contracts",
-        "‖x - C(x)‖² <= ‖x‖² - Σ_G max²_G < ‖x‖² for rounding to the nearest on a symmetric grid of 2 to 8 bits, "
-        "with max_G the largest magnitude of a group: κ < 1, though as near to 1 as an outlier makes it.",
-        "SparQ assumption 5: no value is farther from its nearest code than from 0, and the largest is a code",
-        "x not 0; symmetric grid",
-        check_contraction,
-        (
-            _SHORT,
-            Mutant(
-                "codes of which the highest is cut off",
-                "executors.codecs.grids:fitted",
-                "highest = zero + codes // 2",
-                "highest = zero + codes // 2 - 1",
-            ),
-            Mutant(
-                "rounding away from zero",
-                "executors.codecs.quantising:quantise",
-                "scaled.round_()",
-                "scaled.sign().mul_(scaled.abs().ceil_())",
+        hypotheses=(
+            "finite values; with one bit and 0 on the grid, values of one sign; float64, half precision rounds once more"
+        ),
+        references=("SparQ assumption 5 (its title; the inequality in it does not say so)"),
+        checks=(
+            printed(
+                check_stochastic,
+                _NEAREST,
+                Mutant(
+                    "an affine grid that starts at 0",
+                    "executors.codecs.grids:Fitted.scaled",
+                    "values.sub(self.offset)",
+                    "values.sub(0 * self.offset)",
+                ),
+                Mutant(
+                    "a zero point that is off by one",
+                    "executors.codecs.grids:fitted",
+                    "parameters[1].to(step.dtype)",
+                    "parameters[1].to(step.dtype) + 1",
+                ),
+                _SHORT,
             ),
         ),
     ),
     Claim(
-        "codec-stochastic-expands",
-        "E‖x - C(x)‖² = Σ f(1 - f)s² for stochastic rounding, with f the fraction of x/s: of normals κ > 1 at 2 "
-        "bits, so that an unbiased codec of few bits is none that assumption 5 allows.",
-        "SparQ assumption 5, whose title asks for what its inequality forbids at few bits",
-        "symmetric grid per tensor, 2 to 8 bits, normals",
-        check_expansion,
-        (_NEAREST, _SHORT),
-    ),
-    Claim(
-        "codec-encodings-lossless",
-        "decode(encode(x)) is the quantised x, bit for bit, in every encoding: their κ is that of quantisation.",
-        "SparQ appendix C.1 and remark 2",
-        "none",
-        check_lossless,
-        (
-            Mutant(
-                "packed symbols that overlap",
-                "executors.codecs.packing:_joined",
-                "(width << number)",
-                "(width << number) + (number == 1)",
-            ),
-            Mutant(
-                "places counted from the row before",
-                "executors.codecs.encodings:Index.decode",
-                "row * layout.num_columns + column",
-                "row * (layout.num_columns - 1) + column",
-            ),
-            Mutant(
-                "a bitmap read from the other end of its bytes",
-                "executors.codecs.encodings:Bitmap.decode",
-                'bitorder="little"',
-                'bitorder="big"',
-            ),
-            Mutant(
-                "long runs that lose an element",
-                "executors.codecs.encodings:RunLength.encode",
-                "symbols.gaps >> gap_bits",
-                "(symbols.gaps - 1).clip(0) >> gap_bits",
-            ),
-            Mutant(
-                "a table that is shifted by a symbol",
-                "executors.codecs.encodings:Entropy.decode",
-                "frequency[mask.view(np.bool_)]",
-                "frequency[np.roll(mask, 1).view(np.bool_)]",
+        name="codec-nearest-contracts",
+        paper="sparq",
+        where=("Asm. 5",),
+        quotation="‖x - C(x)‖ ≤ κ‖x‖, where κ ∈ [0, 1).",
+        statement=(
+            "‖x - C(x)‖² <= ‖x‖² - Σ_G max²_G < ‖x‖² for rounding to the nearest on a symmetric grid of 2 to 8 bits, "
+            "with max_G the largest magnitude of a group: κ < 1, though as near to 1 as an outlier makes it."
+        ),
+        hypotheses=("x not 0; symmetric grid"),
+        references=(
+            "SparQ assumption 5: no value is farther from its nearest code than from 0, and the largest is a code"
+        ),
+        checks=(
+            printed(
+                check_contraction,
+                _SHORT,
+                Mutant(
+                    "codes of which the highest is cut off",
+                    "executors.codecs.grids:fitted",
+                    "highest = zero + codes // 2",
+                    "highest = zero + codes // 2 - 1",
+                ),
+                Mutant(
+                    "rounding away from zero",
+                    "executors.codecs.quantising:quantise",
+                    "scaled.round_()",
+                    "scaled.sign().mul_(scaled.abs().ceil_())",
+                ),
             ),
         ),
     ),
     Claim(
-        "codec-gradient-noise",
-        "Through stochastic rounding and a linear rest, E[g] is the projected gradient, and Var[g] = Σ w²(v⁺ + v⁻ - "
-        "2c)/4ε², with v = f(1 - f)s² and c = 0 for independent random numbers, s⁺s⁻(min(f⁺, f⁻) - f⁺f⁻) for the same: "
-        "the deviation grows as 1/ε in one case and as 1/√ε in the other.",
-        "SparQ equation 4 with assumption 5; its lemma 1 bounds a bias that does not depend on the smoothing radius",
-        "loss linear in the activation; ReLU before the cut; symmetric grid per tensor",
-        check_gradient_noise,
-        (_NEAREST, _SHORT),
+        name="codec-stochastic-expands",
+        paper="zosim",
+        where=("executors.codecs",),
+        quotation="An unbiased codec of two bits is no contraction.",
+        statement=(
+            "E‖x - C(x)‖² = Σ f(1 - f)s² for stochastic rounding, with f the fraction of x/s: of normals κ > 1 at 2 "
+            "bits, so that an unbiased codec of few bits is none that assumption 5 allows."
+        ),
+        hypotheses=("symmetric grid per tensor, 2 to 8 bits, normals"),
+        references=("SparQ assumption 5, whose title asks for what its inequality forbids at few bits"),
+        checks=(printed(check_expansion, _NEAREST, _SHORT),),
     ),
     Claim(
-        "codec-nearest-blind",
-        "For ε -> 0 no code changes any more, and the projected gradient through the nearest codes tends to "
-        "w·codes·(∂ max a)/c, what moves the grid: another number than the gradient.",
-        "SparQ theorem 1 asks for ε <= 1/((d + 6)√T), which is such an ε",
-        "no activation on the border between two codes; symmetric grid per tensor; float64",
-        check_blindness,
-        (_SHORT,),
+        name="codec-encodings-lossless",
+        paper="sparq",
+        where=("App. C.1", "Remark 2"),
+        quotation="We can encode only the non-zero values together with their corresponding indices. ... a lossless compressor (κ = 0) like sparse representation",
+        statement=(
+            "decode(encode(x)) is the quantised x, bit for bit, in every encoding: their κ is that of quantisation."
+        ),
+        hypotheses=("none"),
+        references=("SparQ appendix C.1 and remark 2"),
+        checks=(
+            printed(
+                check_lossless,
+                Mutant(
+                    "packed symbols that overlap",
+                    "executors.codecs.packing:_joined",
+                    "(width << number)",
+                    "(width << number) + (number == 1)",
+                ),
+                Mutant(
+                    "places counted from the row before",
+                    "executors.codecs.encodings:Index.decode",
+                    "row * layout.num_columns + column",
+                    "row * (layout.num_columns - 1) + column",
+                ),
+                Mutant(
+                    "a bitmap read from the other end of its bytes",
+                    "executors.codecs.encodings:Bitmap.decode",
+                    'bitorder="little"',
+                    'bitorder="big"',
+                ),
+                Mutant(
+                    "long runs that lose an element",
+                    "executors.codecs.encodings:RunLength.encode",
+                    "symbols.gaps >> gap_bits",
+                    "(symbols.gaps - 1).clip(0) >> gap_bits",
+                ),
+                Mutant(
+                    "a table that is shifted by a symbol",
+                    "executors.codecs.encodings:Entropy.decode",
+                    "frequency[mask.view(np.bool_)]",
+                    "frequency[np.roll(mask, 1).view(np.bool_)]",
+                ),
+            ),
+        ),
+    ),
+    Claim(
+        name="codec-gradient-noise",
+        paper="zosim",
+        where=("executors.codecs",),
+        quotation="The variance of a projected gradient through a codec is known.",
+        statement=(
+            "Through stochastic rounding and a linear rest, E[g] is the projected gradient, and Var[g] = Σ w²(v⁺ + v⁻ - "
+            "2c)/4ε², with v = f(1 - f)s² and c = 0 for independent random numbers, s⁺s⁻(min(f⁺, f⁻) - f⁺f⁻) for the same: "
+            "the deviation grows as 1/ε in one case and as 1/√ε in the other."
+        ),
+        hypotheses=("loss linear in the activation; ReLU before the cut; symmetric grid per tensor"),
+        references=(
+            "SparQ equation 4 with assumption 5; its lemma 1 bounds a bias that does not depend on the smoothing radius"
+        ),
+        checks=(printed(check_gradient_noise, _NEAREST, _SHORT),),
+    ),
+    Claim(
+        name="codec-nearest-blind",
+        paper="zosim",
+        where=("executors.codecs",),
+        quotation="At a tiny radius a projected gradient through the nearest codes sees the grid alone.",
+        statement=(
+            "For ε -> 0 no code changes any more, and the projected gradient through the nearest codes tends to "
+            "w·codes·(∂ max a)/c, what moves the grid: another number than the gradient."
+        ),
+        hypotheses=("no activation on the border between two codes; symmetric grid per tensor; float64"),
+        references=("SparQ theorem 1 asks for ε <= 1/((d + 6)√T), which is such an ε"),
+        checks=(printed(check_blindness, _SHORT),),
     ),
 )

@@ -17,8 +17,9 @@ from costmodel.estimate import estimate
 from costmodel.forward import forward_work
 from costmodel.profile import Constant, Profile
 from costmodel.work import Attention, Matmul, Work
-from proofs_checks.claims import Claim, Context, Outcome
+from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome
 from topology import load_preset
 from topology.errors import DoesNotFit
 from zosim.engines.recurrence import step_time_bound
@@ -296,103 +297,138 @@ def check_memory(context: Context) -> Outcome:
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
-        "durations-fall-with-rates",
-        "No operation takes longer when any rate or cache is larger, nor less when any fixed duration is longer.",
-        "the cost model of costmodel.estimate: a roofline per product, sums of passes",
-        "constants changed one at a time, each by a factor of 2; CPUs and GPUs from data sheets",
-        check_rates,
-        (
-            Mutant(
-                "copies that a faster route makes slower",
-                "costmodel.estimate:_copy_s",
-                "(work.copy_bytes - cached) /",
-                "1e-18 * (work.copy_bytes - cached) *",
-            ),
-            Mutant(
-                "sweeps at no particular rate",
-                "costmodel.estimate:_cached_s",
-                'in_memory = _by_format(f"{kind}_bandwidth", dtype, values)',
-                "in_memory = 1e9",
+        name="durations-fall-with-rates",
+        paper="zosim",
+        where=("costmodel.estimate",),
+        quotation="Faster hardware is never slower.",
+        statement=(
+            "No operation takes longer when any rate or cache is larger, nor less when any fixed duration is longer."
+        ),
+        hypotheses=("constants changed one at a time, each by a factor of 2; CPUs and GPUs from data sheets"),
+        references=("the cost model of costmodel.estimate: a roofline per product, sums of passes"),
+        checks=(
+            printed(
+                check_rates,
+                Mutant(
+                    "copies that a faster route makes slower",
+                    "costmodel.estimate:_copy_s",
+                    "(work.copy_bytes - cached) /",
+                    "1e-18 * (work.copy_bytes - cached) *",
+                ),
+                Mutant(
+                    "sweeps at no particular rate",
+                    "costmodel.estimate:_cached_s",
+                    'in_memory = _by_format(f"{kind}_bandwidth", dtype, values)',
+                    "in_memory = 1e9",
+                ),
             ),
         ),
     ),
     Claim(
-        "durations-grow-with-sizes",
-        "No operation takes less time when any of its sizes is larger, and no forward when it sees more tokens.",
-        "the cost model of costmodel.estimate and costmodel.forward",
-        "sizes enlarged one at a time by 1.5 and by 4, the number of kernels excepted",
-        check_sizes,
-        (
-            Mutant(
-                "an efficiency that has no limit",
-                "costmodel.estimate:_efficiency",
-                "return part.m / (part.m + m)",
-                "return part.m**2 / (part.m + m)",
-            ),
-            Mutant(
-                "sweeps of which the cache holds more than there is",
-                "costmodel.estimate:_cached_bytes",
-                "min(float(size_bytes), cache_bytes * max(1, num_kernels))",
-                "1.5 * float(size_bytes)",
+        name="durations-grow-with-sizes",
+        paper="zosim",
+        where=("costmodel.estimate", "costmodel.forward"),
+        quotation="More work never takes less time.",
+        statement=(
+            "No operation takes less time when any of its sizes is larger, and no forward when it sees more tokens."
+        ),
+        hypotheses=("sizes enlarged one at a time by 1.5 and by 4, the number of kernels excepted"),
+        references=("the cost model of costmodel.estimate and costmodel.forward"),
+        checks=(
+            printed(
+                check_sizes,
+                Mutant(
+                    "an efficiency that has no limit",
+                    "costmodel.estimate:_efficiency",
+                    "return part.m / (part.m + m)",
+                    "return part.m**2 / (part.m + m)",
+                ),
+                Mutant(
+                    "sweeps of which the cache holds more than there is",
+                    "costmodel.estimate:_cached_bytes",
+                    "min(float(size_bytes), cache_bytes * max(1, num_kernels))",
+                    "1.5 * float(size_bytes)",
+                ),
             ),
         ),
     ),
     Claim(
-        "steps-lie-between-parts-and-sum",
-        "An operation takes at least its longest term and at most the sum of its terms; a step at least what its "
-        "busiest stream has to do, at most what all streams have together, and simulated at least its closed form.",
-        "max-plus algebra (Baccelli et al., chapter 3), zosim.engines.recurrence",
-        "one rank; streams that share nothing in the closed form",
-        check_bounds,
-        (
-            Mutant(
-                "launches in place of kernels",
-                "costmodel.estimate:combine_terms",
-                "return behind_s + max(",
-                "return behind_s + min(",
-            ),
-            Mutant(
-                "instructions that do not wait for their stream",
-                "zosim.engines.recurrence:Recurrence.advance",
-                "start_s = max(start_s,",
-                "start_s = min(start_s,",
+        name="steps-lie-between-parts-and-sum",
+        paper="zosim",
+        where=("zosim.engines.recurrence", "zosim.engines.simulate"),
+        quotation="A step lies between its longest part and the sum of its parts.",
+        statement=(
+            "An operation takes at least its longest term and at most the sum of its terms; a step at least what its "
+            "busiest stream has to do, at most what all streams have together, and simulated at least its closed form."
+        ),
+        hypotheses=("one rank; streams that share nothing in the closed form"),
+        references=("max-plus algebra (Baccelli et al., chapter 3), zosim.engines.recurrence"),
+        checks=(
+            printed(
+                check_bounds,
+                Mutant(
+                    "launches in place of kernels",
+                    "costmodel.estimate:combine_terms",
+                    "return behind_s + max(",
+                    "return behind_s + min(",
+                ),
+                Mutant(
+                    "instructions that do not wait for their stream",
+                    "zosim.engines.recurrence:Recurrence.advance",
+                    "start_s = max(start_s,",
+                    "start_s = min(start_s,",
+                ),
             ),
         ),
     ),
     Claim(
-        "durations-have-their-units",
-        "Where every second is counted as eight, every duration is eight times as many; where every byte is, none "
-        "changes.",
-        "dimensional homogeneity; units of costmodel.profile.CONSTANT_UNITS",
-        "the second of passes, copies and allocations only: products count elements",
-        check_units,
-        (
-            Mutant(
-                "a latency in microseconds",
-                "costmodel.estimate:_copy_s",
-                'values["copy_latency_s"] +',
-                "10e-6 +",
-            ),
-            Mutant(
-                "a cache in kibibytes",
-                "costmodel.estimate:_cached_bytes",
-                "cache_bytes * max(1, num_kernels)",
-                "cache_bytes ** 0.5 * 1024 * max(1, num_kernels)",
+        name="durations-have-their-units",
+        paper="zosim",
+        where=("costmodel.estimate", "costmodel.profile"),
+        quotation="Durations do not depend on units.",
+        statement=(
+            "Where every second is counted as eight, every duration is eight times as many; where every byte is, none "
+            "changes."
+        ),
+        hypotheses=("the second of passes, copies and allocations only: products count elements"),
+        references=("dimensional homogeneity; units of costmodel.profile.CONSTANT_UNITS"),
+        checks=(
+            printed(
+                check_units,
+                Mutant(
+                    "a latency in microseconds",
+                    "costmodel.estimate:_copy_s",
+                    'values["copy_latency_s"] +',
+                    "10e-6 +",
+                ),
+                Mutant(
+                    "a cache in kibibytes",
+                    "costmodel.estimate:_cached_bytes",
+                    "cache_bytes * max(1, num_kernels)",
+                    "cache_bytes ** 0.5 * 1024 * max(1, num_kernels)",
+                ),
             ),
         ),
     ),
     Claim(
-        "more-memory-still-fits",
-        "A plan that fits still fits where there is more memory, and the chosen step does not get longer.",
-        "zosim.planning.planner, zosim.planning.footprint",
-        "device memory limited from half a GiB to 20 GiB",
-        check_memory,
-        (
-            Mutant(
-                "a limit that is met from the other side",
-                "zosim.planning.bounds:Bounds._missing",
-                "if memory.device_bytes > limit:",
-                "if memory.device_bytes < limit:",
+        name="more-memory-still-fits",
+        paper="zosim",
+        where=("zosim.planning.planner",),
+        quotation="More memory never hurts.",
+        statement=(
+            "A plan that fits still fits where there is more memory, and the chosen step does not get longer."
+        ),
+        hypotheses=("device memory limited from half a GiB to 20 GiB"),
+        references=("zosim.planning.planner, zosim.planning.footprint"),
+        checks=(
+            printed(
+                check_memory,
+                Mutant(
+                    "a limit that is met from the other side",
+                    "zosim.planning.bounds:Bounds._missing",
+                    "if memory.device_bytes > limit:",
+                    "if memory.device_bytes < limit:",
+                ),
             ),
         ),
     ),

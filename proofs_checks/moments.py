@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,8 +14,9 @@ from executors.randomness.families import LowRank, QuantisedGaussian, Sphere
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
 from proofs_checks.analytic import DIMENSION, estimates
-from proofs_checks.claims import Claim, Context, Outcome, worst
+from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.statistics import compare_means
 
 SHAPE = (3, 4)
@@ -59,9 +61,7 @@ def check_families(context: Context) -> Outcome:
                 torch.tensor([direction.energy(SHAPE)], dtype=torch.float64),
             ]
         )
-        outcomes.append(
-            compare_means(direction.distribution.name, columns, expected, num_families=len(members))
-        )
+        outcomes.append(compare_means(direction.distribution.name, columns, expected))
     return worst(outcomes)
 
 
@@ -106,9 +106,9 @@ def check_estimates(direction: str, context: Context) -> Outcome:
         )
         expected = torch.tensor([expected_square(direction, difference)], dtype=torch.float64)
         squares = (applied**2).sum(1, keepdim=True)
-        outcome = compare_means(f"{difference} difference", squares, expected, num_families=2)
+        outcome = compare_means(f"{difference} difference", squares, expected)
         line = f"{outcome.details[0]}; mean {squares.mean():.3f}, theory {expected.item():.3f}"
-        outcomes.append(Outcome(outcome.statistic, outcome.bound, outcome.measured, (line,)))
+        outcomes.append(replace(outcome, details=(line,)))
     return worst(outcomes)
 
 
@@ -125,75 +125,96 @@ _CLAIM_OF_ESTIMATES = (
 
 CLAIMS = (
     Claim(
-        "direction-moments",
-        "Every family of directions has the mean, the second moment, the vanishing correlations and the energy "
-        "E[(a·z)²|z|²] that it declares: d + 2 for normals, d for signs and the sphere, mn + 2 + 2(m + n + 1)/r "
-        "for UVᵀ/√r, and what rounding makes of normals.",
-        "MeZO, ZO2 equation 3 (normals); QuZO equation 5 (rounded); moments of Wishart matrices (low rank)",
-        "float64 draws of 3 × 4 tensors",
-        check_families,
-        (
-            _WIDE,
-            Mutant(
-                "a sphere of radius 1",
-                "executors.randomness.families:Sphere.fill",
-                "math.sqrt(out.numel())",
-                "1.0",
-            ),
-            Mutant(
-                "low rank without its scale",
-                "executors.randomness.families:LowRank.fill",
-                "out.div_(math.sqrt(self.rank))",
-                "out.div_(self.rank)",
-            ),
-            Mutant(
-                "uniform numbers of variance 1 for normals",
-                "executors.randomness.directions:Gaussian.fill",
-                "out.normal_(0.0, 1.0, generator=generator)",
-                "out.uniform_(-(3.0**0.5), 3.0**0.5, generator=generator)",
-            ),
-            Mutant(
-                "a sign bit that is never set",
-                "executors.randomness.directions:Rademacher._fill_piece",
-                "words.random_(-(2**63), None, generator=generator)",
-                "words.random_(generator=generator)",
+        name="direction-moments",
+        paper="zosim",
+        where=("executors.randomness.families",),
+        quotation="Every family of directions has the moments that it declares.",
+        statement=(
+            "Every family of directions has the mean, the second moment, the vanishing correlations and the energy "
+            "E[(a·z)²|z|²] that it declares: d + 2 for normals, d for signs and the sphere, mn + 2 + 2(m + n + 1)/r "
+            "for UVᵀ/√r, and what rounding makes of normals."
+        ),
+        hypotheses=("float64 draws of 3 × 4 tensors"),
+        references=(
+            "MeZO, ZO2 equation 3 (normals); QuZO equation 5 (rounded); moments of Wishart matrices (low rank)"
+        ),
+        checks=(
+            printed(
+                check_families,
+                _WIDE,
+                Mutant(
+                    "a sphere of radius 1",
+                    "executors.randomness.families:Sphere.fill",
+                    "math.sqrt(out.numel())",
+                    "1.0",
+                ),
+                Mutant(
+                    "low rank without its scale",
+                    "executors.randomness.families:LowRank.fill",
+                    "out.div_(math.sqrt(self.rank))",
+                    "out.div_(self.rank)",
+                ),
+                Mutant(
+                    "uniform numbers of variance 1 for normals",
+                    "executors.randomness.directions:Gaussian.fill",
+                    "out.normal_(0.0, 1.0, generator=generator)",
+                    "out.uniform_(-(3.0**0.5), 3.0**0.5, generator=generator)",
+                ),
+                Mutant(
+                    "a sign bit that is never set",
+                    "executors.randomness.directions:Rademacher._fill_piece",
+                    "words.random_(-(2**63), None, generator=generator)",
+                    "words.random_(generator=generator)",
+                ),
             ),
         ),
     ),
     Claim(
-        "rge-gaussian-second-moment",
-        _CLAIM_OF_ESTIMATES.format(energy="(d + 2)", added="(ε²/4)(d + 4)((tr H)² + 2 tr H²)"),
-        "ZO2 equation 3; Nesterov and Spokoiny (2017), section 3 (bounds d + 4 where this is exact)",
-        "quadratic loss, exact arithmetic (float64 here)",
-        partial(check_estimates, "gaussian"),
-        (
-            _WIDE,
-            Mutant(
-                "a central difference divided by ε",
-                "executors.steps.arithmetic:projected_gradient",
-                "(2 * epsilon if central else epsilon)",
-                "epsilon",
-            ),
-            Mutant(
-                "a central difference that leaves out its second loss",
-                "executors.steps.arithmetic:projected_gradient",
-                "(loss_plus - loss_other)",
-                "(loss_plus - (0.0 if central else loss_other))",
+        name="rge-gaussian-second-moment",
+        paper="zosim",
+        where=("executors.steps.arithmetic",),
+        quotation="The second moment of an estimate with normals is known.",
+        statement=(_CLAIM_OF_ESTIMATES.format(energy="(d + 2)", added="(ε²/4)(d + 4)((tr H)² + 2 tr H²)")),
+        hypotheses=("quadratic loss, exact arithmetic (float64 here)"),
+        references=(
+            "ZO2 equation 3; Nesterov and Spokoiny (2017), section 3 (bounds d + 4 where this is exact)"
+        ),
+        checks=(
+            printed(
+                partial(check_estimates, "gaussian"),
+                _WIDE,
+                Mutant(
+                    "a central difference divided by ε",
+                    "executors.steps.arithmetic:projected_gradient",
+                    "(2 * epsilon if central else epsilon)",
+                    "epsilon",
+                ),
+                Mutant(
+                    "a central difference that leaves out its second loss",
+                    "executors.steps.arithmetic:projected_gradient",
+                    "(loss_plus - loss_other)",
+                    "(loss_plus - (0.0 if central else loss_other))",
+                ),
             ),
         ),
     ),
     Claim(
-        "rge-rademacher-second-moment",
-        _CLAIM_OF_ESTIMATES.format(energy="d", added="(ε²/4)·d·((tr H)² + 2 Σ_{i≠j} H_ij²)"),
-        "ZO2 equation 3 with signs for normals",
-        "quadratic loss, exact arithmetic (float64 here)",
-        partial(check_estimates, "rademacher"),
-        (
-            Mutant(
-                "signs of one word for all",
-                "executors.randomness.directions:Rademacher._spread",
-                "torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts, out=signs)",
-                "torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts * 0, out=signs)",
+        name="rge-rademacher-second-moment",
+        paper="zosim",
+        where=("executors.steps.arithmetic",),
+        quotation="The second moment of an estimate with signs is known.",
+        statement=(_CLAIM_OF_ESTIMATES.format(energy="d", added="(ε²/4)·d·((tr H)² + 2 Σ_{i≠j} H_ij²)")),
+        hypotheses=("quadratic loss, exact arithmetic (float64 here)"),
+        references=("ZO2 equation 3 with signs for normals"),
+        checks=(
+            printed(
+                partial(check_estimates, "rademacher"),
+                Mutant(
+                    "signs of one word for all",
+                    "executors.randomness.directions:Rademacher._spread",
+                    "torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts, out=signs)",
+                    "torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts * 0, out=signs)",
+                ),
             ),
         ),
     ),

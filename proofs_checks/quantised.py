@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from executors.randomness.families import QuantisedGaussian
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
-from proofs_checks.claims import Claim, Context, Outcome, worst
+from proofs_checks.claims import Claim, conditioned, counterexample, printed
 from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.statistics import compare_means
 
 BITS = tuple(range(2, 9))
@@ -45,18 +48,21 @@ def check_estimators(context: Context) -> Outcome:
                 f"{bits} bits up to ±{reach:g}, {name} (expected {moment:.4f}·∇)",
                 slope[:, None] * used,
                 moment * _GRADIENT,
-                num_families=2 * len(cases),
             )
             outcomes.append(outcome)
     return worst(outcomes)
 
 
-def check_rounding(context: Context) -> Outcome:
-    """Compare the mean and the variance of rounding given numbers with theory."""
+_WITHIN = (0.0, 0.31, -0.77, 1.5, -1.999)
+_BEYOND = (2.4, -5.0, 2.001, 100.0)
+
+
+def check_rounding(numbers: tuple[float, ...], context: Context) -> Outcome:
+    """Compare the mean and the variance of rounding given numbers with those of the clamped numbers."""
     outcomes = []
     generator = generator_on(torch.device("cpu"), context.seed)
     count = context.samples(100_000, 5000)
-    given = torch.tensor([0.0, 0.31, -0.77, 1.5, -1.999, 2.4, -5.0], dtype=torch.float64)
+    given = torch.tensor(numbers, dtype=torch.float64)
     for bits in BITS:
         rounding = _direction(bits, _CLAMPED).rounding
         kept = given.clamp(rounding.levels[0], rounding.levels[-1])
@@ -66,7 +72,7 @@ def check_rounding(context: Context) -> Outcome:
         rounded = rounding.rounded(given.expand(count, -1).contiguous(), generator)
         columns = torch.cat([rounded, (rounded - kept) ** 2], dim=1)
         expected = torch.cat([kept, variance])
-        outcomes.append(compare_means(f"{bits} bits", columns, expected, num_families=len(BITS)))
+        outcomes.append(compare_means(f"{bits} bits", columns, expected))
     return worst(outcomes)
 
 
@@ -83,53 +89,74 @@ _TOWARDS_ZERO = Mutant(
     "numbers.trunc()",
 )
 
+_CLAMPED_FAR = Mutant(
+    "codes clamped one too far",
+    "executors.randomness.quantisers:StochasticRounding.codes",
+    "clamp_(-self.highest, self.highest)",
+    "clamp_(-self.highest - 1, self.highest)",
+)
+
 CLAIMS = (
     Claim(
-        "stochastic-rounding-unbiased",
-        "E[Q(x)] = clamp(x) and Var[Q(x)] = f(1 - f)/s², with f the fraction of s·x, at 2 to 8 bits; the zero "
-        "point changes neither. Beyond the largest level the paper's E[Q(x)] = x does not hold.",
-        "QuZO equations 5 and 6; Connolly, Higham and Mary (2021)",
-        "values measured after the zero point is taken off and the scale divided out; symmetric codes",
-        check_rounding,
-        (
-            _NEAREST,
-            _TOWARDS_ZERO,
-            Mutant(
-                "a zero point that is forgotten",
-                "executors.randomness.quantisers:StochasticRounding.values",
-                "(codes - self.zero_point)",
-                "codes",
-            ),
-            Mutant(
-                "codes clamped one too far",
-                "executors.randomness.quantisers:StochasticRounding.codes",
-                "clamp_(-self.highest, self.highest)",
-                "clamp_(-self.highest - 1, self.highest)",
-            ),
+        name="stochastic-rounding-unbiased",
+        paper="quzo",
+        where=("Eq. 5", "Eq. 6"),
+        quotation="E[Q(x)] = x",
+        statement=(
+            "E[Q(x)] = clamp(x) and Var[Q(x)] = f(1 - f)/s², with f the fraction of s·x, at 2 to 8 bits; the zero "
+            "point changes neither. Beyond the largest level the paper's E[Q(x)] = x does not hold."
         ),
+        hypotheses=(
+            "values measured after the zero point is taken off and the scale divided out; symmetric codes"
+        ),
+        references=("QuZO equations 5 and 6; Connolly, Higham and Mary (2021)"),
+        checks=(
+            conditioned(
+                partial(check_rounding, _WITHIN),
+                _NEAREST,
+                _TOWARDS_ZERO,
+                Mutant(
+                    "a zero point that is forgotten",
+                    "executors.randomness.quantisers:StochasticRounding.values",
+                    "(codes - self.zero_point)",
+                    "codes",
+                ),
+            ),
+            counterexample(partial(check_rounding, _BEYOND), _CLAMPED_FAR),
+        ),
+        amendment="No number lies beyond the largest level.",
+        breaks="Equation 5 clamps to the range of the format, and the mean of a clamped number is the clamped number.",
+        consequence="Choose the scale so that directions are not clamped, or account for E[clamp(u)²] in the learning rate.",
     ),
     Claim(
-        "quantised-rge",
-        "With one rounding used twice (Q-RGE1) E[(û·∇)û] = E[Q(u)²]·∇, biased by the variance of the rounding; "
-        "with two independent roundings of one direction (Q-RGE2) E[(û₁·∇)û₂] = E[clamp(u)²]·∇, which is ∇ where "
-        "nothing is clamped, at any number of bits.",
-        "QuZO equations 3, 4, 8 and 10",
-        "linear loss, standard normal directions, symmetric codes, 2 to 8 bits",
-        check_estimators,
-        (
-            _NEAREST,
-            _TOWARDS_ZERO,
-            Mutant(
-                "one rounding where two are due",
-                "executors.randomness.families:QuantisedGaussian.fill_pair",
-                "second.copy_(self.rounding.rounded(first, generator))\n    first.copy_(self.rounding.rounded(first, generator))",
-                "first.copy_(self.rounding.rounded(first, generator))\n    second.copy_(first)",
-            ),
-            Mutant(
-                "the second rounding rounds the first",
-                "executors.randomness.families:QuantisedGaussian.fill_pair",
-                "first.copy_(self.rounding.rounded(first, generator))",
-                "first.copy_(self.rounding.rounded(second, generator))",
+        name="quantised-rge",
+        paper="zosim",
+        where=("executors.randomness.families",),
+        quotation="Two independent roundings of one direction leave no bias of their own.",
+        statement=(
+            "With one rounding used twice (Q-RGE1) E[(û·∇)û] = E[Q(u)²]·∇, biased by the variance of the rounding; "
+            "with two independent roundings of one direction (Q-RGE2) E[(û₁·∇)û₂] = E[clamp(u)²]·∇, which is ∇ where "
+            "nothing is clamped, at any number of bits."
+        ),
+        hypotheses=("linear loss, standard normal directions, symmetric codes, 2 to 8 bits"),
+        references=("QuZO equations 3, 4, 8 and 10"),
+        checks=(
+            printed(
+                check_estimators,
+                _NEAREST,
+                _TOWARDS_ZERO,
+                Mutant(
+                    "one rounding where two are due",
+                    "executors.randomness.families:QuantisedGaussian.fill_pair",
+                    "second.copy_(self.rounding.rounded(first, generator))\n    first.copy_(self.rounding.rounded(first, generator))",
+                    "first.copy_(self.rounding.rounded(first, generator))\n    second.copy_(first)",
+                ),
+                Mutant(
+                    "the second rounding rounds the first",
+                    "executors.randomness.families:QuantisedGaussian.fill_pair",
+                    "first.copy_(self.rounding.rounded(first, generator))",
+                    "first.copy_(self.rounding.rounded(second, generator))",
+                ),
             ),
         ),
     ),

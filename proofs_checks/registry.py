@@ -1,4 +1,4 @@
-"""Every claim, in the order in which they are listed and checked."""
+"""Every claim, in the order in which they are listed and checked: a module of claims is added to ``_MODULES``."""
 
 from __future__ import annotations
 
@@ -19,39 +19,55 @@ from proofs_checks import (
     unbiasedness,
 )
 from proofs_checks.claims import Claim
+from proofs_checks.papers import PAPERS
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
 
-CLAIMS: tuple[Claim, ...] = (
-    *unbiasedness.CLAIMS,
-    *moments.CLAIMS,
-    *alignment.CLAIMS,
-    *meshes.CLAIMS,
-    *restoring.CLAIMS,
-    *schedules.CLAIMS,
-    *step_time.CLAIMS,
-    *sliced_transfers.CLAIMS,
-    *stages.CLAIMS,
-    *cost_invariants.CLAIMS,
-    *baselines.CLAIMS,
-    *quantised.CLAIMS,
-    *compressors.CLAIMS,
-    *quantised_cut.CLAIMS,
+_MODULES = (
+    unbiasedness,
+    moments,
+    alignment,
+    meshes,
+    restoring,
+    schedules,
+    step_time,
+    sliced_transfers,
+    stages,
+    quantised,
+    compressors,
+    quantised_cut,
+    cost_invariants,
+    baselines,
 )
 
+CLAIMS: tuple[Claim, ...] = tuple(
+    sorted(
+        (claim for module in _MODULES for claim in module.CLAIMS),
+        key=lambda claim: list(PAPERS).index(claim.paper),
+    )
+)
+"""By paper, in the order of :data:`~proofs_checks.papers.PAPERS`."""
 
-def claims_named(name: str | None) -> tuple[Claim, ...]:
-    """Return the claim called `name`, or all of them.
+
+def claims_named(*names: str, paper: str | None = None) -> tuple[Claim, ...]:
+    """Return the claims of these names, or all of them, of one paper or of all.
 
     Raises
     ------
     ZosimError
-        If there is none of that name.
+        If there is no claim of a name, no such paper, or none of the named claims is of that paper.
     """
-    if name is None:
-        return CLAIMS
-    matching = tuple(claim for claim in CLAIMS if claim.name == name)
-    if not matching:
-        hint = did_you_mean(name, [claim.name for claim in CLAIMS])
-        raise ZosimError(f"there is no claim {name!r}", hint=hint)
-    return matching
+    known = [claim.name for claim in CLAIMS]
+    for name in names:
+        if name not in known:
+            raise ZosimError(f"there is no claim {name!r}", hint=did_you_mean(name, known))
+    if paper is not None and paper not in PAPERS:
+        raise ZosimError(f"there is no paper {paper!r}", hint=did_you_mean(paper, list(PAPERS)))
+    chosen = tuple(
+        claim
+        for claim in CLAIMS
+        if (not names or claim.name in names) and (paper is None or claim.paper == paper)
+    )
+    if not chosen:
+        raise ZosimError(f"none of these claims is of {paper}", hint="name no paper, or claims of that paper")
+    return chosen

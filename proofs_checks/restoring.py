@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from executors.runs.session import Session
+from executors.steps.arithmetic import Sweeper
 from proofs_checks.analytic import BATCH, DIMENSION, AnalyticModel, plan_of
-from proofs_checks.claims import Claim, Context, Outcome
+from proofs_checks.claims import Claim, corrected, counterexample, printed
 from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.placements import (
     BLOCKWISE,
     DELAYED,
@@ -77,6 +80,29 @@ def check_drift(context: Context) -> Outcome:
             f"{dtype}: a round trip changes {changed / total:.1%} of the weights, by {ratios:.2f} of the bound at most"
         )
     return Outcome(largest, 1.0, "drift of a weight in a round trip, over its bound", tuple(details))
+
+
+def check_unrestored(context: Context) -> Outcome:
+    """Count weights that a round trip changes, which must be those that NumPy's own arithmetic changes."""
+    generator = np.random.default_rng(context.seed)
+    wrong, details = 0, []
+    for dtype in (np.float64, np.float32, np.float16):
+        start = (0.02 * generator.standard_normal(2000)).astype(dtype)
+        z = generator.standard_normal(2000).astype(dtype)
+        theta = start.copy()
+        for scale in _ROUND_TRIP:
+            # A product in half precision is rounded once, from float32, in which torch has ε.
+            wide = np.promote_types(dtype, np.float32).type
+            theta = theta + (z.astype(wide) * wide(scale * EPSILON)).astype(dtype)
+        shipped, sweeper = torch.from_numpy(start.copy()), Sweeper()
+        for scale in _ROUND_TRIP:
+            sweeper.perturb(shipped, torch.from_numpy(z), scale, EPSILON)
+        changed = int((theta != start).sum())
+        wrong += int((shipped.numpy() != theta).sum()) + (changed == 0)
+        details.append(f"{dtype.__name__}: {changed} of {len(start)} weights end with other bits")
+    return Outcome(
+        wrong, 0, "weights that differ from NumPy's; formats that restore every bit", tuple(details)
+    )
 
 
 def _rounding_bound(sweeps: list[Sweep]) -> Tensor:
@@ -168,102 +194,145 @@ def _unlike_decay(axes: Mapping[str, Any]) -> int:
 
 CLAIMS = (
     Claim(
-        "perturb-sequence",
-        "A step perturbs every group by s = +1, -2, +1, each time to θ + (s·z)·ε with every operation rounded to "
-        "the storage format, whether the whole model or one block at a time is visited.",
-        "MeZO algorithm 1; ZO2 algorithm 3, lines 3 to 9",
-        "|z| below half the format's largest number, so that s·z is exact",
-        check_sequence,
-        (
-            Mutant(
-                "a fused multiply-add",
-                "executors.steps.arithmetic:Sweeper.perturb",
-                "torch.add(theta[begin:end], product, out=left[begin:end])",
-                "torch.add(theta[begin:end], z[begin:end], alpha=scale * epsilon, out=left[begin:end])",
-            ),
-            Mutant(
-                "every perturbation in two halves",
-                "executors.steps.arithmetic:Sweeper.perturb",
-                "torch.mul(z[begin:end], scale * epsilon, out=product)",
-                "torch.mul(z[begin:end], scale * epsilon / 2, out=product); theta[begin:end].add_(product)",
-            ),
-            Mutant(
-                "a second forward at +2ε",
-                "zosim.lowering.weights:Points.path",
-                "Leap(plus, minus, -2)",
-                "Leap(plus, minus, 1)",
+        name="perturb-sequence",
+        paper="zo2",
+        where=("Alg. 3",),
+        quotation="Parameters are first perturbed positively to compute the loss, followed by a negative perturbation of 2ε.",
+        statement=(
+            "A step perturbs every group by s = +1, -2, +1, each time to θ + (s·z)·ε with every operation rounded to "
+            "the storage format, whether the whole model or one block at a time is visited."
+        ),
+        hypotheses=("|z| below half the format's largest number, so that s·z is exact"),
+        references=("MeZO algorithm 1; ZO2 algorithm 3, lines 3 to 9"),
+        checks=(
+            printed(
+                check_sequence,
+                Mutant(
+                    "a fused multiply-add",
+                    "executors.steps.arithmetic:Sweeper.perturb",
+                    "torch.add(theta[begin:end], product, out=left[begin:end])",
+                    "torch.add(theta[begin:end], z[begin:end], alpha=scale * epsilon, out=left[begin:end])",
+                ),
+                Mutant(
+                    "every perturbation in two halves",
+                    "executors.steps.arithmetic:Sweeper.perturb",
+                    "torch.mul(z[begin:end], scale * epsilon, out=product)",
+                    "torch.mul(z[begin:end], scale * epsilon / 2, out=product); theta[begin:end].add_(product)",
+                ),
+                Mutant(
+                    "a second forward at +2ε",
+                    "zosim.lowering.weights:Points.path",
+                    "Leap(plus, minus, -2)",
+                    "Leap(plus, minus, 1)",
+                ),
             ),
         ),
     ),
     Claim(
-        "restore-drift",
-        "A round trip does not restore every bit, but |θ₃ - θ₀| <= u·(|θ₁| + |θ₂| + |θ₃|) for every weight, with u "
-        "the format's unit roundoff: the products cancel exactly and only three additions round.",
-        "MeZO algorithm 1; Higham (2002), section 2.2 (standard model of rounding)",
-        "round to nearest; fl(-2x) = -2·fl(x)",
-        check_drift,
-        (
-            Mutant(
-                "a second perturbation one percent short",
-                "executors.steps.arithmetic:Sweeper.perturb",
-                "scale * epsilon",
-                "(scale if scale > 0 else 0.99 * scale) * epsilon",
+        name="restore-drift",
+        paper="zo2",
+        where=("App. C", "Alg. 3"),
+        quotation="Parameters are then reset to their original state for gradient estimation.",
+        statement=(
+            "A round trip does not restore every bit, but |θ₃ - θ₀| <= u·(|θ₁| + |θ₂| + |θ₃|) for every weight, with u "
+            "the format's unit roundoff: the products cancel exactly and only three additions round."
+        ),
+        hypotheses=("round to nearest; fl(-2x) = -2·fl(x)"),
+        references=("MeZO algorithm 1; Higham (2002), section 2.2 (standard model of rounding)"),
+        checks=(
+            corrected(
+                check_drift,
+                Mutant(
+                    "a second perturbation one percent short",
+                    "executors.steps.arithmetic:Sweeper.perturb",
+                    "scale * epsilon",
+                    "(scale if scale > 0 else 0.99 * scale) * epsilon",
+                ),
+                Mutant(
+                    "no way back",
+                    "executors.steps.arithmetic:Sweeper.perturb",
+                    "scale * epsilon",
+                    "(scale if scale > 0 else -1) * epsilon",
+                ),
             ),
-            Mutant(
-                "no way back",
-                "executors.steps.arithmetic:Sweeper.perturb",
-                "scale * epsilon",
-                "(scale if scale > 0 else -1) * epsilon",
+            counterexample(
+                check_unrestored,
+                Mutant(
+                    "a fused multiply-add",
+                    "executors.steps.arithmetic:Sweeper.perturb",
+                    "torch.add(theta[begin:end], product, out=left[begin:end])",
+                    "torch.add(theta[begin:end], z[begin:end], alpha=scale * epsilon, out=left[begin:end])",
+                ),
+            ),
+        ),
+        amendment="Up to rounding: |θ₃ - θ₀| <= u·(|θ₁| + |θ₂| + |θ₃|) for every weight.",
+        breaks="Three rounded additions: (θ + εz) - 2εz + εz is θ only in exact arithmetic.",
+        consequence=(
+            "Weights drift by a random walk even where nothing is learned, most in half precision: "
+            "keep weights in float32, or perturb copies (--perturbation copies)."
+        ),
+    ),
+    Claim(
+        name="copies-leave-weights-alone",
+        paper="zosim",
+        where=("executors.steps.arithmetic",),
+        quotation="Evaluations at copies leave the weights alone.",
+        statement=(
+            "Where points are copies, evaluations change no bit of the weights, whatever their format: each point is "
+            "θ + (s·z)·ε for s = 1 and -1, with every operation rounded once, made of the same θ."
+        ),
+        hypotheses=("|z| below half the format's largest number"),
+        references=("MeZO algorithm 1, without its way from point to point (docs/decisions/0009)"),
+        checks=(
+            printed(
+                check_copies,
+                Mutant(
+                    "copies written over the weights",
+                    "executors.steps.arithmetic:Sweeper.perturb_scaled",
+                    "theta if out is None else out",
+                    "theta",
+                ),
+                Mutant(
+                    "a second copy from the first",
+                    "zosim.lowering.weights:Points.path",
+                    "Leap(BASE, minus, -1)",
+                    "Leap(BASE, minus, -2)",
+                ),
             ),
         ),
     ),
     Claim(
-        "copies-leave-weights-alone",
-        "Where points are copies, evaluations change no bit of the weights, whatever their format: each point is "
-        "θ + (s·z)·ε for s = 1 and -1, with every operation rounded once, made of the same θ.",
-        "MeZO algorithm 1, without its way from point to point (docs/decisions/0009)",
-        "|z| below half the format's largest number",
-        check_copies,
-        (
-            Mutant(
-                "copies written over the weights",
-                "executors.steps.arithmetic:Sweeper.perturb_scaled",
-                "theta if out is None else out",
-                "theta",
-            ),
-            Mutant(
-                "a second copy from the first",
-                "zosim.lowering.weights:Points.path",
-                "Leap(BASE, minus, -1)",
-                "Leap(BASE, minus, -2)",
-            ),
+        name="delayed-equals-immediate",
+        paper="zo2",
+        where=("App. D.3",),
+        quotation="The parameter update process remains independent for each block, allowing us to reorder the operations.",
+        statement=(
+            "An update delayed until its block's turn in the next step leaves the bits of an immediate one: it uses its "
+            "own step's g, z and learning rate, happens when g = 0 if there is decay, and is flushed at the end."
         ),
-    ),
-    Claim(
-        "delayed-equals-immediate",
-        "An update delayed until its block's turn in the next step leaves the bits of an immediate one: it uses its "
-        "own step's g, z and learning rate, happens when g = 0 if there is decay, and is flushed at the end.",
-        "ZO2 section D.3 and algorithm 1, lines 18 to 22 (whose test g ≠ 0 skips the decay)",
-        "a learning rate that changes every step",
-        check_delayed,
-        (
-            Mutant(
-                "the present step's learning rate",
-                "executors.steps.ops.sweep:Sweeps.update",
-                "rate = source.learning_rate",
-                "rate = frame.learning_rate or source.learning_rate",
-            ),
-            Mutant(
-                "no update where g = 0",
-                "executors.steps.ops.sweep:Sweeps.update",
-                "if source is None:",
-                "if source is None or not source.gradients[op.query]:",
-            ),
-            Mutant(
-                "a flush that applies nothing",
-                "executors.steps.interpreter:Interpreter.flush",
-                'self._run("flush", StepFrame(self._next_step, previous=self._frame))',
-                'self._run("flush", StepFrame(self._next_step))',
+        hypotheses=("a learning rate that changes every step"),
+        references=("ZO2 section D.3 and algorithm 1, lines 18 to 22 (whose test g ≠ 0 skips the decay)"),
+        checks=(
+            printed(
+                check_delayed,
+                Mutant(
+                    "the present step's learning rate",
+                    "executors.steps.ops.sweep:Sweeps.update",
+                    "rate = source.learning_rate",
+                    "rate = frame.learning_rate or source.learning_rate",
+                ),
+                Mutant(
+                    "no update where g = 0",
+                    "executors.steps.ops.sweep:Sweeps.update",
+                    "if source is None:",
+                    "if source is None or not source.gradients[op.query]:",
+                ),
+                Mutant(
+                    "a flush that applies nothing",
+                    "executors.steps.interpreter:Interpreter.flush",
+                    'self._run("flush", StepFrame(self._next_step, previous=self._frame))',
+                    'self._run("flush", StepFrame(self._next_step))',
+                ),
             ),
         ),
     ),

@@ -11,8 +11,9 @@ from torch import Tensor
 from executors.models.spec import spec_of_model
 from executors.ranks.communicator import Communicator
 from executors.runs.session import Session
-from proofs_checks.claims import Claim, Context, Outcome, worst
+from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.placements import (
     Trace,
     num_unlike,
@@ -131,11 +132,7 @@ def check_independent(context: Context) -> Outcome:
             first, second = (_drawn(trace, step) for trace in traces)
             length = min(len(first), len(second))
             products.append((first[:length] * second[:length]).double())
-        outcomes.append(
-            compare_means(
-                rng, torch.cat(products)[:, None], torch.zeros(1, dtype=torch.float64), num_families=2
-            )
-        )
+        outcomes.append(compare_means(rng, torch.cat(products)[:, None], torch.zeros(1, dtype=torch.float64)))
     return worst(outcomes)
 
 
@@ -191,59 +188,84 @@ _RESET = Mutant(
 
 CLAIMS = (
     Claim(
-        "stages-are-one-device",
-        "M stages, cut behind or inside blocks, draw between them the direction of one device, hold a tied table alike, "
-        "and end every step with its bits.",
-        "SparQ algorithms 1 to 3, with one direction over all nodes",
-        "no codec; one torch build and thread count",
-        check_one_direction,
-        (
-            _RESET,
-            Mutant(
-                "a back half that forgets the residual stream",
-                "executors.models.halves:HalvedBlock.back",
-                "residual + self._linear(activation)",
-                "self._linear(activation)",
+        name="stages-are-one-device",
+        paper="zosim",
+        where=("executors.runs.session",),
+        quotation="Stages end every step with the bits of one device.",
+        statement=(
+            "M stages, cut behind or inside blocks, draw between them the direction of one device, hold a tied table alike, "
+            "and end every step with its bits."
+        ),
+        hypotheses=("no codec; one torch build and thread count"),
+        references=("SparQ algorithms 1 to 3, with one direction over all nodes"),
+        checks=(
+            printed(
+                check_one_direction,
+                _RESET,
+                Mutant(
+                    "a back half that forgets the residual stream",
+                    "executors.models.halves:HalvedBlock.back",
+                    "residual + self._linear(activation)",
+                    "self._linear(activation)",
+                ),
             ),
         ),
     ),
     Claim(
-        "stages-draw-independently",
-        "E[u⁽¹⁾·u⁽²⁾] = 0: stages do not draw the same numbers, so that no stage's estimate is biased by another's gradient.",
-        "SparQ assumption 2; algorithms 1 to 3 reset every node to one seed, which breaks it",
-        "normals",
-        check_independent,
-        (_RESET,),
+        name="stages-draw-independently",
+        paper="zosim",
+        where=("executors.steps.ops.draw",),
+        quotation="Stages do not draw the same numbers.",
+        statement=(
+            "E[u⁽¹⁾·u⁽²⁾] = 0: stages do not draw the same numbers, so that no stage's estimate is biased by another's gradient."
+        ),
+        hypotheses=("normals"),
+        references=("SparQ assumption 2; algorithms 1 to 3 reset every node to one seed, which breaks it"),
+        checks=(printed(check_independent, _RESET),),
     ),
     Claim(
-        "stages-send-what-is-counted",
-        "A step sends (P + 1)(M - 1) activations for a forward difference, whose base point all queries share, and "
-        "2P(M - 1) for a central one.",
-        "SparQ appendix C.3",
-        "one data shard",
-        check_counts,
-        (
-            Mutant(
-                "a message behind every segment",
-                "zosim.lowering.split:Cuts.after",
-                "segment == rank.segments[-1] and not rank.is_last_stage",
-                "not rank.is_last_stage",
+        name="stages-send-what-is-counted",
+        paper="sparq",
+        where=("Sec. 3", "App. C.3"),
+        quotation="The central difference method requires transmitting 2 × P × (M - 1) activations ..., whereas the forward difference method requires transmitting only (P + 1) × (M - 1) activations.",
+        statement=(
+            "A step sends (P + 1)(M - 1) activations for a forward difference, whose base point all queries share, and "
+            "2P(M - 1) for a central one."
+        ),
+        hypotheses=("one data shard"),
+        references=("SparQ appendix C.3"),
+        checks=(
+            printed(
+                check_counts,
+                Mutant(
+                    "a message behind every segment",
+                    "zosim.lowering.split:Cuts.after",
+                    "segment == rank.segments[-1] and not rank.is_last_stage",
+                    "not rank.is_last_stage",
+                ),
             ),
         ),
     ),
     Claim(
-        "stages-send-only-scalars-back",
-        "Back go scalars alone: the loss of each point to each of M - 1 other stages, (P + 1)(M - 1) or 2P(M - 1) of them, "
-        "16 bytes a place with what the exchange carries beside them.",
-        "SparQ appendix C.3, which counts P(M - 1) differences",
-        "one data shard",
-        check_scalars,
-        (
-            Mutant(
-                "losses of stages that have none",
-                "zosim.lowering.mesh:Losses.exchange_losses",
-                " if rank.is_last_stage",
-                "",
+        name="stages-send-only-scalars-back",
+        paper="zosim",
+        where=("zosim.lowering.mesh",),
+        quotation="Only scalars go back.",
+        statement=(
+            "Back go scalars alone: the loss of each point to each of M - 1 other stages, (P + 1)(M - 1) or 2P(M - 1) of them, "
+            "16 bytes a place with what the exchange carries beside them."
+        ),
+        hypotheses=("one data shard"),
+        references=("SparQ appendix C.3, which counts P(M - 1) differences"),
+        checks=(
+            printed(
+                check_scalars,
+                Mutant(
+                    "losses of stages that have none",
+                    "zosim.lowering.mesh:Losses.exchange_losses",
+                    " if rank.is_last_stage",
+                    "",
+                ),
             ),
         ),
     ),

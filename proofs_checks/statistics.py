@@ -1,46 +1,119 @@
-"""Sample means against their theory, with an error rate that is stated for all comparisons together."""
+"""Sample means against their theory, with error rates that are stated for all comparisons of the suite together.
+
+One run of the whole suite on correct code raises a false alarm with a probability below :data:`FALSE_ALARMS`, by
+Bonferroni's inequality over :data:`MOST_COMPARISONS`: that many comparisons may be made in one run, and a test counts
+them. ``python -m proofs_checks.calibration`` holds the stated rate of every check against many seeds.
+"""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
-from scipy.stats import norm
+from scipy.stats import t as student
 from torch import Tensor
 
-from proofs_checks.claims import Outcome
+from proofs_checks.outcomes import Estimate, Outcome
 
-FALSE_ALARMS = 1e-4
-"""Probability that a true claim fails for a seed, over all comparisons of one check."""
+FALSE_ALARMS = 1e-6
+"""Probability that one run of all checks on correct code raises a false alarm."""
+
+MOST_COMPARISONS = 20_000
+"""Comparisons that one run of all checks may make."""
+
+LEVEL = FALSE_ALARMS / MOST_COMPARISONS
+"""Probability of a false alarm of one comparison."""
+
+MISSED = 1e-3
+"""Probability that a comparison does not notice an error of the size that it states."""
+
+NUM_BATCHES = 256
+"""Batches whose means are taken for normal: enough that Student's quantile is near the normal's."""
 
 
-def threshold(num_tests: int) -> float:
-    """Return the standard errors that a mean may be off, two-sided, Bonferroni-corrected for `num_tests`."""
-    return float(norm.isf(FALSE_ALARMS / (2 * num_tests)))
+def threshold(num_batches: int = NUM_BATCHES) -> float:
+    """Return the standard errors that a mean of so many batches may be off, two-sided.
+
+    Examples
+    --------
+    >>> round(threshold(256), 2), round(threshold(32), 2)
+    (6.96, 9.95)
+    """
+    return float(student.isf(LEVEL / 2, num_batches - 1))
 
 
-def standard_errors_off(samples: Tensor, expected: Tensor) -> Tensor:
-    """Return how many standard errors each column's mean lies from what is expected.
+def batch_means(samples: Tensor) -> Tensor:
+    """Return means of batches of neighbouring rows: at most :data:`NUM_BATCHES`, of one size.
+
+    Rows that do not fill a batch are added to none; with fewer rows than batches each row is one.
 
     Parameters
     ----------
     samples : torch.Tensor
-        Shape (n, k), float64.
+        Shape (n, k).
+
+    Returns
+    -------
+    torch.Tensor
+        Shape (batches, k), float64.
+    """
+    size = max(1, len(samples) // NUM_BATCHES)
+    count = len(samples) // size
+    return samples[: count * size].double().reshape(count, size, -1).mean(1)
+
+
+def estimates_of(
+    name: str, samples: Tensor, expected: Tensor, *, scale: Tensor | float | None = None
+) -> list[Estimate]:
+    """Return every column's mean beside its theory.
+
+    Parameters
+    ----------
+    name : str
+    samples : torch.Tensor
+        Shape (n, k): rows are independent.
     expected : torch.Tensor
         Shape (k,).
+    scale : torch.Tensor or float, optional
+        What errors are relative to; by default the theory's magnitude, and 1 where that is 0.
 
     Notes
     -----
-    A column that never varies has no standard error: it is 0 off where it equals its expectation to float64's
-    rounding, and infinitely far otherwise.
+    Batch means with their own standard error and Student's quantile. A column that never varies has no standard error:
+    it is right where it equals its theory to float64's rounding.
     """
-    off = (samples.mean(0) - expected).abs()
-    error = samples.std(0) / math.sqrt(len(samples))
+    means = batch_means(samples)
+    expected = expected.double()
+    count = len(means)
+    centre = means.mean(0)
+    error = means.std(0) / math.sqrt(count)
     rounding = 1e-9 * expected.abs().clamp(min=1.0)
-    return torch.where(error > rounding, off / error, torch.where(off <= rounding, 0.0, math.inf))
+    relative_to = (
+        expected.abs() if scale is None else torch.as_tensor(scale, dtype=torch.float64).expand_as(expected)
+    )
+    relative_to = torch.where(relative_to > 0, relative_to, 1.0)
+    limit = threshold(count)
+    seen = limit + float(student.isf(MISSED, count - 1))
+    estimates = []
+    for value, theory, deviation, least, unit in zip(
+        *(column.tolist() for column in (centre, expected, error, rounding, relative_to)), strict=True
+    ):
+        varies = deviation > least
+        reach = limit * deviation if varies else least
+        off = abs(value - theory)
+        p_value = float(2 * student.sf(off / deviation, count - 1)) if varies else float(off <= least)
+        resolution = (seen * deviation if varies else least) / unit
+        label = f"{name} [{len(estimates)}]" if len(expected) > 1 else name
+        estimates.append(
+            Estimate(label, value, theory, value - reach, value + reach, p_value, resolution, len(samples))
+        )
+    return estimates
 
 
-def compare_means(name: str, samples: Tensor, expected: Tensor, *, num_families: int = 1) -> Outcome:
+def compare_means(
+    name: str, samples: Tensor, expected: Tensor, *, scale: Tensor | float | None = None
+) -> Outcome:
     """Return the outcome of comparing every column's mean, and the mean along `expected`, with theory.
 
     Parameters
@@ -48,23 +121,60 @@ def compare_means(name: str, samples: Tensor, expected: Tensor, *, num_families:
     name : str
         For the details.
     samples : torch.Tensor
-        Shape (n, k).
+        Shape (n, k): rows are independent.
     expected : torch.Tensor
         Shape (k,).
-    num_families : int
-        Comparisons like this one in the same check.
+    scale : torch.Tensor or float, optional
+        What errors are relative to; by default the theory's magnitude, and 1 where that is 0.
 
     Notes
     -----
     The direction of the expectation is a comparison of its own: an error of the whole estimate's size shows there
     long before it shows in a single component.
     """
-    if len(expected) > 1:
+    samples, expected = samples.double(), expected.double()
+    estimates = estimates_of(name, samples, expected, scale=scale)
+    if len(expected) > 1 and float(expected.norm()):
         along = expected / expected.norm()
-        samples = torch.cat([samples, (samples @ along)[:, None]], dim=1)
-        expected = torch.cat([expected, expected.norm()[None]])
-    off = standard_errors_off(samples, expected)
-    statistic = float(off.max())
-    bound = threshold(len(expected) * num_families)
-    line = f"{name}: {statistic:.2f} standard errors at most, of {len(expected)} means, n = {len(samples)}"
-    return Outcome(statistic, bound, "standard errors between a mean and its theory", (line,))
+        estimates += estimates_of(
+            f"{name}, along its theory", (samples @ along)[:, None], expected.norm()[None]
+        )
+    return outcome_of(name, estimates)
+
+
+def outcome_of(name: str, estimates: list[Estimate]) -> Outcome:
+    """Return the outcome of comparisons that were made: the smallest probability, as decades below which it alarms."""
+    least = min(estimates, key=lambda estimate: _nan_first(estimate.p_value))
+    statistic = -math.log10(least.p_value) if least.p_value > 0 else math.inf
+    finest = min(estimate.resolution for estimate in estimates)
+    line = (
+        f"{name}: {least.value:.6g}, theory {least.theory:.6g}, interval [{least.low:.6g}, {least.high:.6g}] "
+        f"(farthest of {len(estimates)}, n = {least.num_samples}); notices {_percent(finest)}"
+    )
+    return Outcome(
+        math.nan if math.isnan(least.p_value) else statistic,
+        -math.log10(LEVEL),
+        "decades below 1 of the probability of means this far off",
+        (line,),
+        tuple(estimates),
+    )
+
+
+def _nan_first(value: float) -> float:
+    return -1.0 if math.isnan(value) else value
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.2g} %"
+
+
+def fitted_slope(x: list[float], y: list[float]) -> float:
+    """Return the exponent ``p`` of ``y ~ x^p``, by least squares of logarithms.
+
+    Examples
+    --------
+    >>> round(fitted_slope([1.0, 2.0, 4.0], [3.0, 12.0, 48.0]), 6)
+    2.0
+    """
+    slope, _ = np.polyfit(np.log(x), np.log(y), 1)
+    return float(slope)

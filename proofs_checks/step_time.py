@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from costmodel.configs import spec_of_config
 from costmodel.model_spec import ModelSpec
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
-from proofs_checks.claims import Claim, Context, Outcome
+from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
@@ -198,47 +199,63 @@ def _matmul_flops_of_one_forward() -> float:
 
 CLAIMS = (
     Claim(
-        "step-is-transfer-or-two-forwards",
-        "With N like blocks of transfer time t, forwards of c per block (2 per query), e before and h after them, a "
-        "steady offloaded step takes h + max(max(e, t) + N·c, N·t + c): the larger of transfer and forwards, plus "
-        "one block to fill the pipeline. Without overlap it takes e + N·(2t + c) + h.",
-        "ZO2 section 5.2, algorithm 2 and figure 5",
-        "copies both ways at one rate on engines of their own; sweeps and draws take no time; 3 slots, N a multiple of 3",
-        check_step_time,
-        (
-            Mutant(
-                "one slot for all blocks",
-                "zosim.lowering.residency:Homes._slot_name",
-                "% self._plan.residency.num_slots",
-                "% 1",
-            ),
-            Mutant(
-                "offloads on the uploads' engine",
-                "zosim.lowering.residency:Homes.offload",
-                'Stream.D2H, "offload"',
-                'Stream.H2D, "offload"',
+        name="step-is-transfer-or-two-forwards",
+        paper="zosim",
+        where=("zosim.engines.simulate",),
+        quotation="A steady offloaded step takes the larger of transfers and forwards, and one block to fill the pipeline.",
+        statement=(
+            "With N like blocks of transfer time t, forwards of c per block (2 per query), e before and h after them, a "
+            "steady offloaded step takes h + max(max(e, t) + N·c, N·t + c): the larger of transfer and forwards, plus "
+            "one block to fill the pipeline. Without overlap it takes e + N·(2t + c) + h."
+        ),
+        hypotheses=(
+            "copies both ways at one rate on engines of their own; sweeps and draws take no time; 3 slots, N a multiple of 3"
+        ),
+        references=("ZO2 section 5.2, algorithm 2 and figure 5"),
+        checks=(
+            printed(
+                check_step_time,
+                Mutant(
+                    "one slot for all blocks",
+                    "zosim.lowering.residency:Homes._slot_name",
+                    "% self._plan.residency.num_slots",
+                    "% 1",
+                ),
+                Mutant(
+                    "offloads on the uploads' engine",
+                    "zosim.lowering.residency:Homes.offload",
+                    'Stream.D2H, "offload"',
+                    'Stream.H2D, "offload"',
+                ),
             ),
         ),
     ),
     Claim(
-        "forwards-double-transfers-do-not",
-        "A step forwards every segment twice per query, but moves each offloaded block once up and once down, "
-        "however many queries; without the delayed update, twice.",
-        "ZO2 sections 4.1 (insight 2) and D.3",
-        "transfer format = storage format; bytes of alignment left out",
-        check_traffic,
-        (
-            Mutant(
-                "updates that do not wait for their block's turn",
-                "zosim.lowering.rank:Rank.is_delayed",
-                'self.plan.schedule.update == "delayed" and',
-                "False and",
-            ),
-            Mutant(
-                "one forward per query",
-                "zosim.lowering.weights:Points.path",
-                "(Leap(BASE, plus, 1),), (Leap(plus, minus, -2),), (Leap(minus, BASE, 1),)",
-                "(Leap(BASE, plus, 1),), (Leap(plus, BASE, -1),)",
+        name="forwards-double-transfers-do-not",
+        paper="zo2",
+        where=("Sec. 4.1", "App. D.1", "App. D.3"),
+        quotation="The dual-forward mechanism doubles the computation time, while the communication time per block remains unchanged.",
+        statement=(
+            "A step forwards every segment twice per query, but moves each offloaded block once up and once down, "
+            "however many queries; without the delayed update, twice."
+        ),
+        hypotheses=("transfer format = storage format; bytes of alignment left out"),
+        references=("ZO2 sections 4.1 (insight 2) and D.3"),
+        checks=(
+            printed(
+                check_traffic,
+                Mutant(
+                    "updates that do not wait for their block's turn",
+                    "zosim.lowering.rank:Rank.is_delayed",
+                    'self.plan.schedule.update == "delayed" and',
+                    "False and",
+                ),
+                Mutant(
+                    "one forward per query",
+                    "zosim.lowering.weights:Points.path",
+                    "(Leap(BASE, plus, 1),), (Leap(plus, minus, -2),), (Leap(minus, BASE, 1),)",
+                    "(Leap(BASE, plus, 1),), (Leap(plus, BASE, -1),)",
+                ),
             ),
         ),
     ),

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from proofs_checks.analytic import DIMENSION, estimates
-from proofs_checks.claims import Claim, Context, Outcome, worst
+from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.statistics import compare_means
 
 EPSILON = 0.3
@@ -93,7 +94,7 @@ def check_unbiased(direction: str, context: Context) -> Outcome:
             rng="mezo" if number % 2 else "counter",
         )
         name = f"{loss.name}, {difference}, {queries} {'query' if queries == 1 else 'queries'}"
-        outcomes.append(compare_means(name, sampled, loss.expected(direction), num_families=len(cases)))
+        outcomes.append(compare_means(name, sampled, loss.expected(direction)))
     return worst(outcomes)
 
 
@@ -124,39 +125,55 @@ _HALF_WAY = Mutant(
 
 CLAIMS = (
     Claim(
-        "rge-gaussian-unbiased",
-        "E[g·z] = ∇f_ε(θ) with f_ε(θ) = E f(θ + εz), z ~ N(0, I), for central and forward differences and for "
-        "averages over queries.",
-        "ZO2 equations 1 and 2 (MeZO); Nesterov and Spokoiny (2017), section 2",
-        "f integrable against the Gaussian; exact arithmetic (float64 here)",
-        partial(check_unbiased, "gaussian"),
-        (
-            _WRONG_STEP,
-            _WRONG_SIGN,
-            _SUMMED,
-            _HALF_WAY,
-            Mutant(
-                "normals of the wrong width",
-                "executors.randomness.directions:Gaussian.fill",
-                "out.normal_(0.0, 1.0,",
-                "out.normal_(0.0, 1.5,",
+        name="rge-gaussian-unbiased",
+        paper="zo2",
+        where=("Eq. 1", "Eq. 2", "Eq. 3", "Eq. 4", "App. C"),
+        quotation="As ε approaches 0, the directional derivative provides us an unbiased gradient estimator.",
+        statement=(
+            "E[g·z] = ∇f_ε(θ) with f_ε(θ) = E f(θ + εz), z ~ N(0, I), for central and forward differences and for "
+            "averages over queries."
+        ),
+        hypotheses=("f integrable against the Gaussian; exact arithmetic (float64 here)"),
+        references=("ZO2 equations 1 and 2 (MeZO); Nesterov and Spokoiny (2017), section 2"),
+        checks=(
+            printed(
+                partial(check_unbiased, "gaussian"),
+                _WRONG_STEP,
+                _WRONG_SIGN,
+                _SUMMED,
+                _HALF_WAY,
+                Mutant(
+                    "normals of the wrong width",
+                    "executors.randomness.directions:Gaussian.fill",
+                    "out.normal_(0.0, 1.0,",
+                    "out.normal_(0.0, 1.5,",
+                ),
             ),
         ),
     ),
     Claim(
-        "rge-rademacher-unbiased",
-        "E[g·z]_i = ∂_i E f(θ + εu), where u_i is uniform on [-1, 1] and the other u_j are random signs. It is not "
-        "the gradient of E f(θ + εz): that identity is the Gaussian's own.",
-        "ZO2 equation 1 with signs for normals; the fundamental theorem of calculus along one coordinate",
-        "f continuously differentiable; exact arithmetic (float64 here)",
-        partial(check_unbiased, "rademacher"),
-        (
-            _WRONG_STEP,
-            Mutant(
-                "signs that are one three times in four",
-                "executors.randomness.directions:Rademacher._fill_piece",
-                "words.random_(-(2**63), None, generator=generator)",
-                "words.random_(-(2**63), None, generator=generator).bitwise_and_(0x5555555555555555)",
+        name="rge-rademacher-unbiased",
+        paper="zosim",
+        where=("executors.randomness.directions",),
+        quotation="Signs in place of normals estimate the gradient of another smoothed loss.",
+        statement=(
+            "E[g·z]_i = ∂_i E f(θ + εu), where u_i is uniform on [-1, 1] and the other u_j are random signs. It is not "
+            "the gradient of E f(θ + εz): that identity is the Gaussian's own."
+        ),
+        hypotheses=("f continuously differentiable; exact arithmetic (float64 here)"),
+        references=(
+            "ZO2 equation 1 with signs for normals; the fundamental theorem of calculus along one coordinate"
+        ),
+        checks=(
+            printed(
+                partial(check_unbiased, "rademacher"),
+                _WRONG_STEP,
+                Mutant(
+                    "signs that are one three times in four",
+                    "executors.randomness.directions:Rademacher._fill_piece",
+                    "words.random_(-(2**63), None, generator=generator)",
+                    "words.random_(-(2**63), None, generator=generator).bitwise_and_(0x5555555555555555)",
+                ),
             ),
         ),
     ),

@@ -13,11 +13,22 @@ from executors.randomness.families import LowRank, QuantisedGaussian, Sphere
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
 from executors.steps import arithmetic
-from proofs_checks.claims import Claim, Context, Outcome, try_mutant
+from proofs_checks.claims import (
+    Claim,
+    Verdict,
+    conditioned,
+    corrected,
+    counterexample,
+    missing,
+    printed,
+    reading,
+    try_mutant,
+)
 from proofs_checks.mutation import Mutant, MutantError
+from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.registry import claims_named
-from proofs_checks.statistics import compare_means, standard_errors_off
-from topology.errors import PlanError
+from proofs_checks.statistics import compare_means, estimates_of
+from topology.errors import PlanError, ZosimError
 
 CPU = torch.device("cpu")
 HALVED = Mutant("halved", "executors.steps.arithmetic:projected_gradient", "2 * epsilon", "4 * epsilon")
@@ -27,8 +38,20 @@ def gradient():
     return arithmetic.projected_gradient(torch.tensor(3.0), torch.tensor(1.0), 1.0, central=True)
 
 
-def claim_that(check):
-    return Claim("c", "It holds.", "a paper", "none", check, (HALVED,))
+def claim_of(*checks, **fields):
+    texts = {"quotation": "g", "statement": "It holds.", "hypotheses": "none"}
+    return Claim(name="c", paper="zo2", where=("Eq. 1",), checks=checks, **texts, **fields)
+
+
+def yes(_context):
+    return Outcome(0.0, 1.0, "nothing", ("as it should be",))
+
+
+def no(_context):
+    return Outcome(2.0, 1.0, "nothing")
+
+
+BROKEN = {"breaks": "line 3", "consequence": "none"}
 
 
 def test_a_planted_fault_lasts_as_long_as_its_context_and_reaches_every_importer():
@@ -58,7 +81,7 @@ def test_a_fault_is_taken_back_after_an_error():
 def test_a_fault_that_does_not_fit_is_refused_and_counts_as_uncaught(mutant):
     with pytest.raises(MutantError), mutant.apply():
         pass
-    result = try_mutant(claim_that(lambda _context: Outcome(0.0, 1.0, "")), mutant, Context())
+    result = try_mutant(printed(yes, mutant), mutant, Context())
     assert (result.verdict, bool(result.reason)) == ("does not apply", True)
 
 
@@ -66,23 +89,69 @@ def test_an_error_in_a_check_fails_its_claim_naming_the_error():
     def check(_context):
         raise ZeroDivisionError("by nothing")
 
-    outcome = claim_that(check).run(Context())
-    assert not outcome.passed
-    assert outcome.details == ("ZeroDivisionError: by nothing",)
+    judged = claim_of(printed(check, HALVED)).run(Context())
+    assert judged.verdict is Verdict.UNSETTLED
+    assert judged.outcomes[0].error == "ZeroDivisionError: by nothing"
 
 
 def test_a_check_that_looks_away_lets_the_fault_survive():
-    blind = claim_that(lambda _context: Outcome(0.0, 1.0, "nothing"))
-    seeing = claim_that(lambda _context: Outcome(abs(gradient() - 1.0), 0.0, "error"))
-    assert try_mutant(blind, HALVED, Context()).verdict == "survived"
+    seeing = printed(lambda _context: Outcome(abs(gradient() - 1.0), 0.0, "error"), HALVED)
+    falling = printed(lambda _context: Outcome(1 / (gradient() - 0.5), 3.0, "inverse"), HALVED)
+    assert try_mutant(printed(yes, HALVED), HALVED, Context()).verdict == "survived"
     assert try_mutant(seeing, HALVED, Context()).verdict == "caught"
+    assert try_mutant(falling, HALVED, Context()).verdict == "crashed"
+
+
+@pytest.mark.parametrize(
+    ("checks", "fields", "verdict"),
+    [
+        ((printed(yes, HALVED),), {}, Verdict.HOLDS),
+        ((printed(yes, HALVED), printed(no)), {}, Verdict.UNSETTLED),
+        ((conditioned(yes, HALVED), counterexample(yes)), {"amendment": "x", **BROKEN}, Verdict.CONDITION),
+        ((conditioned(yes, HALVED), counterexample(no)), {"amendment": "x", **BROKEN}, Verdict.UNSETTLED),
+        ((corrected(yes, HALVED), counterexample(yes)), {"amendment": "x", **BROKEN}, Verdict.CORRECTION),
+        ((corrected(no, HALVED), counterexample(yes)), {"amendment": "x", **BROKEN}, Verdict.UNSETTLED),
+        ((counterexample(yes, HALVED),), BROKEN, Verdict.FAILS),
+        ((counterexample(no, HALVED),), BROKEN, Verdict.UNSETTLED),
+        ((reading("a", yes, HALVED), reading("b", no)), {}, Verdict.UNDECIDED),
+        ((reading("a", yes, HALVED), reading("b", yes)), {}, Verdict.UNSETTLED),
+        ((missing(yes, HALVED),), {"amendment": "the learning rate"}, Verdict.UNDECIDED),
+    ],
+)
+def test_a_verdict_follows_from_what_the_checks_return(checks, fields, verdict):
+    assert claim_of(*checks, **fields).run(Context()).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("checks", "fields"),
+    [
+        ((printed(yes),), {}),
+        ((printed(yes, HALVED), counterexample(yes)), BROKEN),
+        ((corrected(yes, HALVED),), {"amendment": "x"}),
+        ((corrected(yes, HALVED), counterexample(yes)), BROKEN),
+        ((counterexample(yes, HALVED),), {}),
+        ((reading("a", yes, HALVED),), {}),
+    ],
+)
+def test_a_claim_whose_checks_allow_no_verdict_is_refused(checks, fields):
+    with pytest.raises(AssertionError):
+        claim_of(*checks, **fields)
+
+
+def test_a_place_that_the_paper_does_not_have_is_refused():
+    with pytest.raises(ZosimError, match=r"zo2 has no 'Eq\. 9'"):
+        Claim("c", "zo2", ("Eq. 9",), "g", "It holds.", "none", (printed(yes, HALVED),))
 
 
 def test_a_mean_is_compared_in_standard_errors():
-    samples = torch.tensor([[1.0], [3.0]], dtype=torch.float64)  # mean 2, standard error 1
-    assert standard_errors_off(samples, torch.tensor([5.0])).item() == pytest.approx(3.0)
+    samples = torch.tensor(
+        [[1.0], [3.0]], dtype=torch.float64
+    )  # mean 2, standard error 1, one degree of freedom
+    (estimate,) = estimates_of("", samples, torch.tensor([5.0]))
+    assert estimate.p_value == pytest.approx(1 - 2 / math.pi * math.atan(3.0))
     constant = torch.ones((4, 2), dtype=torch.float64)
-    assert standard_errors_off(constant, torch.tensor([1.0, 2.0])).tolist() == [0.0, math.inf]
+    right, wrong = estimates_of("", constant, torch.tensor([1.0, 2.0]))
+    assert (right.p_value, wrong.p_value) == (1.0, 0.0)
 
 
 def test_true_means_stay_within_the_bound_and_false_ones_do_not():
@@ -105,19 +174,21 @@ def test_the_command_reports_one_claim_in_json():
     result = invoke("quantised-rge", "--mutate", "--quick", "--json")
     assert result.exit_code == 0
     (claim,) = map(json.loads, result.stdout.splitlines())
-    assert claim["holds"]
+    assert claim["passed"]
+    assert claim["verdict"] == "holds"
     assert (claim["seed"], claim["size"]) == (0, "quick")
-    assert {mutant["verdict"] for mutant in claim["mutants"]} == {"caught"}
+    verdicts = {mutant["verdict"] for check in claim["checks"] for mutant in check["mutants"]}
+    assert verdicts == {"caught"}
 
 
 def test_a_check_that_is_stopped_has_said_what_it_knows(monkeypatch):
-    chosen = claims_named(None)[:2]
+    chosen = claims_named()[:2]
 
     def interrupted(_context):
         raise KeyboardInterrupt
 
-    stopped = replace(chosen[1], check=interrupted)
-    monkeypatch.setattr("proofs_checks.registry.claims_named", lambda _name: (chosen[0], stopped))
+    stopped = replace(chosen[1], checks=(printed(interrupted, HALVED),))
+    monkeypatch.setattr("proofs_checks.registry.claims_named", lambda **_chosen: (chosen[0], stopped))
     result = invoke("--quick", "--json")
     assert result.exit_code != 0
     (claim,) = map(json.loads, result.stdout.splitlines())
@@ -131,7 +202,8 @@ def test_the_command_fails_naming_the_claim_when_shipped_code_is_wrong():
     with fault.apply():
         result = invoke("stochastic-rounding-unbiased", "--quick")
     assert result.exit_code == 1
-    assert "FAILS  stochastic-rounding-unbiased" in result.stdout
+    assert "  stochastic-rounding-unbiased" in result.stdout
+    assert "unsettled" in result.stdout
     assert "wrong: stochastic-rounding-unbiased" in result.stdout
 
 

@@ -1,0 +1,119 @@
+"""What a check is given, and what it measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Size = Literal["full", "quick"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a check is given.
+
+    Attributes
+    ----------
+    seed : int
+        Decides every random number of the check.
+    size : str
+        ``"full"``, or ``"quick"`` for samples that just suffice to catch the planted faults.
+    """
+
+    seed: int = 0
+    size: Size = "full"
+
+    def samples(self, full: int, quick: int) -> int:
+        """Return the sample size."""
+        return full if self.size == "full" else quick
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean of a sample beside its theory.
+
+    Attributes
+    ----------
+    name : str
+    value, theory : float
+    low, high : float
+        Interval that misses the theory with the probability of a false alarm that the suite allows one comparison.
+    p_value : float
+        Probability of a mean this far off, were the theory true; two-sided.
+    resolution : float
+        Smallest error, relative to the theory (to 1 where that is 0), that is noticed 999 times in 1000.
+    num_samples : int
+    """
+
+    name: str
+    value: float
+    theory: float
+    low: float
+    high: float
+    p_value: float
+    resolution: float
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check measured. What it asserts is so if the statistic does not exceed the bound.
+
+    Attributes
+    ----------
+    statistic, bound : float
+    measured : str
+        What the statistic is, with its unit and its sample size.
+    details : tuple of str
+        One line for each part of the check.
+    estimates : tuple of Estimate
+        What was compared with its theory by random samples; empty where a check is exact.
+    error : str
+        What was raised before anything could be measured; empty if nothing was.
+    """
+
+    statistic: float
+    bound: float
+    measured: str
+    details: tuple[str, ...] = ()
+    estimates: tuple[Estimate, ...] = ()
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether what is asserted is so; a statistic that is not a number asserts nothing."""
+        return self.statistic <= self.bound
+
+    @property
+    def resolution(self) -> float | None:
+        """Smallest relative error that some comparison notices 999 times in 1000; None where no sample is random."""
+        return min((estimate.resolution for estimate in self.estimates), default=None)
+
+
+def worst(outcomes: list[Outcome]) -> Outcome:
+    """Return the outcome nearest to its bound, with the details of all; outcomes share their unit."""
+
+    def share(outcome: Outcome) -> float:
+        if math.isnan(outcome.statistic):
+            return math.inf
+        return outcome.statistic / outcome.bound if outcome.bound else outcome.statistic
+
+    last = max(outcomes, key=share)
+    details = tuple(line for outcome in outcomes for line in outcome.details)
+    estimates = tuple(estimate for outcome in outcomes for estimate in outcome.estimates)
+    return Outcome(last.statistic, last.bound, last.measured, details, estimates, last.error)
+
+
+def everything_holds(outcomes: dict[str, Outcome]) -> Outcome:
+    """Return how many of unlike assertions are not so, which must be none; names go before their details."""
+    wrong = [name for name, outcome in outcomes.items() if not outcome.passed]
+    details = tuple(
+        f"{name}: {line}" if line else name
+        for name, outcome in outcomes.items()
+        for line in (
+            outcome.details or (f"{outcome.statistic:.4g} (bound {outcome.bound:.4g}), {outcome.measured}",)
+        )
+    )
+    estimates = tuple(estimate for outcome in outcomes.values() for estimate in outcome.estimates)
+    return Outcome(float(len(wrong)), 0.0, "assertions that are not so", details, estimates)
