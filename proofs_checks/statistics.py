@@ -95,7 +95,7 @@ def estimates_of(
     relative_to = torch.where(relative_to > 0, relative_to, 1.0)
     limit = threshold(count)
     seen = limit + float(student.isf(MISSED, count - 1))
-    estimates = []
+    estimates: list[Estimate] = []
     for value, theory, deviation, least, unit in zip(
         *(column.tolist() for column in (centre, expected, error, rounding, relative_to)), strict=True
     ):
