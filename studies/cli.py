@@ -63,6 +63,7 @@ STUDIES = (
     Study("speed", "a step against the reference loop and against two forwards (minutes)"),
     Study("shaped", "a command in every rank of hosts joined by slow links (as root)"),
     Study("sparq", "what SparQ's printed communication volumes are consistent with"),
+    Study("quzo", "the tables of QuZO made again, with an audit (a minute)"),
 )
 
 

@@ -84,11 +84,12 @@ def _line(row: PublishedRow, answer: CellPrediction, rules: dict[str, str]) -> t
     error = f"{answer.predicted / row.value - 1:+.1%}" if answer.predicted and row.value else ""
     return (
         row["cell"], row["model"], row["method"], row["batch_size"], row["seq_len"], row["precision"], row["quantity"],
-        printed, predicted, interval, error, _verdict(row, answer, rules),
+        printed, predicted, interval, error, verdict(row, answer, rules),
     )  # fmt: skip
 
 
-def _verdict(row: PublishedRow, answer: CellPrediction, rules: dict[str, str]) -> str:
+def verdict(row: PublishedRow, answer: CellPrediction, rules: dict[str, str]) -> str:
+    """Return whether what is printed lies within what is predicted, or why that is not said; `rules` sets places apart."""
     is_lacking = answer.note.startswith("out of memory")
     if row.is_out_of_memory:
         return "out of memory, as printed" if is_lacking else "printed as out of memory, predicted to fit"

@@ -8,12 +8,13 @@ by less is not reported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from costmodel.formats import FORMATS
 from costmodel.model_spec import EMBED, HEAD
 from studies.published.cells import Cell, cells_of
 from studies.published.conventions import MEBIBYTE
+from studies.published.findings import AuditFinding
+from studies.published.quzo_audit import quzo_findings
 from studies.published.rows import PublishedRow
 from zosim.operations import Forward
 
@@ -29,28 +30,6 @@ _PEAKS = {
 }
 
 
-@dataclass(frozen=True)
-class AuditFinding:
-    """Something that cannot be, or two things that cannot both be.
-
-    Attributes
-    ----------
-    rule : str
-        What is violated.
-    places : tuple of str
-        Cells concerned: paper, table and cell.
-    arithmetic : str
-        The numbers.
-    sets_apart : bool
-        Whether the first cell is scored apart. Off where the numbers do not say which of several cells is wrong.
-    """
-
-    rule: str
-    places: tuple[str, ...]
-    arithmetic: str
-    sets_apart: bool = True
-
-
 def audit(rows: Sequence[PublishedRow]) -> list[AuditFinding]:
     """Return what is wrong with printed cells, rule by rule."""
     cells, _, _ = cells_of(rows)
@@ -62,7 +41,7 @@ def audit(rows: Sequence[PublishedRow]) -> list[AuditFinding]:
     findings += _transfers(known)
     findings += _memory(known)
     findings += _ratios(rows)
-    return findings
+    return findings + quzo_findings(rows)
 
 
 def set_apart(findings: Sequence[AuditFinding]) -> frozenset[str]:

@@ -19,7 +19,7 @@ SHIPPED = "shipped"
 
 def predict(
     cases: Annotated[
-        Path, typer.Argument(help="Rows of the ZO2, DistZO2 and SparQ tables, `value` empty or not.")
+        Path, typer.Argument(help="Rows of the ZO2, DistZO2, SparQ and QuZO tables, `value` empty or not.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the rows with predictions here.")],
     profile: Annotated[
@@ -69,20 +69,20 @@ def _view(profile: PublishedProfile) -> Report:
         ]
         title = f"{fit.paper}, {fit.domain}: {len(rows)} constants from {fit.num_cells} cells"
         views.append(Table((title, "value", "interval", "unit", "identified by"), rows))
-    views += _sparq_views(profile)
+    views += _counted_views(profile)
     return Report("", *views)
 
 
-def _sparq_views(profile: PublishedProfile) -> list[Table]:
-    """Return the constants of SparQ's tables, without the effects of single runs."""
+def _counted_views(profile: PublishedProfile) -> list[Table]:
+    """Return the constants of SparQ's and QuZO's tables, of SparQ's without the effects of single runs."""
     views: list[Table] = []
     volumes, peaks = (profile.sparq.volumes, profile.sparq.peaks) if profile.sparq else (None, None)
-    for what, fit in (("volumes", volumes), ("memory", peaks)):
+    for what, fit in (("SparQ, volumes", volumes), ("SparQ, memory", peaks), ("QuZO, memory", profile.quzo)):
         if fit is not None:
             rows = [
                 (c.name, f"{c.value:.4g}", f"{c.low:.4g} to {c.high:.4g}", c.unit, c.meaning)
                 for c in fit.constants
             ]
-            title = f"SparQ, {what}: {len(rows)} constants from {fit.num_cells} cells"
+            title = f"{what}: {len(rows)} constants from {fit.num_cells} cells"
             views.append(Table((title, "value", "interval", "unit", "meaning"), rows))
     return views

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 
 from studies.published.fitted_profile import PublishedProfile, load_published_profile
 from studies.published.predicting import CellPrediction, answers
+from studies.published.quzo import PAPER as QUZO
+from studies.published.quzo_predicting import quzo_answer
 from studies.published.rows import PublishedRow
-from studies.published.sparq import PAPER
+from studies.published.sparq import PAPER as SPARQ
 from studies.published.sparq_predicting import sparq_answer
 
 
@@ -20,12 +22,21 @@ def answers_of_all(
     ----------
     rows : sequence of PublishedRow
     profile : PublishedProfile
-        Where it was fitted without rows of SparQ's tables, those that ship decide their constants.
+        Where it was fitted without rows of SparQ's or QuZO's tables, those that ship decide their constants.
     on_cell : callable, optional
         Told of each measurement that was predicted.
     """
-    fit = profile.sparq or load_published_profile().sparq
-    assert fit is not None, "the profile that ships has a part of every paper"
-    others = [row for row in rows if row["paper"] != PAPER]
-    said = iter(answers(others, profile, on_cell=on_cell))
-    return [sparq_answer(row, fit) if row["paper"] == PAPER else next(said) for row in rows]
+    sparq, quzo = (
+        profile.sparq or load_published_profile().sparq,
+        profile.quzo or load_published_profile().quzo,
+    )
+    assert sparq is not None, "the profile that ships has a part of every paper"
+    assert quzo is not None, "the profile that ships has a part of every paper"
+    said = iter(answers([row for row in rows if row["paper"] not in (SPARQ, QUZO)], profile, on_cell=on_cell))
+
+    def answer(row: PublishedRow) -> CellPrediction:
+        if row["paper"] == SPARQ:
+            return sparq_answer(row, sparq)
+        return quzo_answer(row, quzo) if row["paper"] == QUZO else next(said)
+
+    return [answer(row) for row in rows]

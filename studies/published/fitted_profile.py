@@ -16,6 +16,7 @@ from studies.published.cells import Cell, cells_of
 from studies.published.constants import PAPERS, Domain
 from studies.published.fitting import Solution, conformal_half_width, fit
 from studies.published.grid import Array
+from studies.published.quzo import QuzoFit, calibrate_quzo
 from studies.published.rows import PublishedRow
 from studies.published.sparq_fit import SparqFit, calibrate_sparq
 from topology.errors import ProfileError
@@ -91,12 +92,15 @@ class PublishedProfile(_Frozen):
         Of papers whose rows are timed on machines.
     sparq : SparqFit, optional
         Of SparQ's volumes and memory; None where no row was there to fit it.
+    quzo : QuzoFit, optional
+        Of QuZO's memory and seconds, likewise.
     """
 
     format: Literal["zosim-published-profile"] = "zosim-published-profile"
     version: Literal[1] = 1
     fits: tuple[FoundFit, ...]
     sparq: SparqFit | None = None
+    quzo: QuzoFit | None = None
 
     def fit(self, paper: str, domain: Domain) -> FoundFit | None:
         """Return the fit of a paper's domain; None where no row was there to fit it."""
@@ -134,11 +138,11 @@ def calibrate_on(rows: Sequence[PublishedRow]) -> PublishedProfile:
             mine = [cell for cell in known_cells(cells, paper, domain) if cell.value is not None]
             if mine:
                 fits.append(fitted_with_intervals(fit(mine, paper, domain), paper, domain, apart))
-    sparq = calibrate_sparq(rows)
-    if not fits and sparq is None:
+    sparq, quzo = calibrate_sparq(rows), calibrate_quzo(rows)
+    if not fits and sparq is None and quzo is None:
         hint = next(iter(reasons.values()), "give rows with values")
         raise ProfileError("none of the rows can be fitted", hint=hint)
-    return PublishedProfile(fits=tuple(fits), sparq=sparq)
+    return PublishedProfile(fits=tuple(fits), sparq=sparq, quzo=quzo)
 
 
 def known_cells(cells: Sequence[Cell], paper: str, domain: Domain) -> list[Cell]:

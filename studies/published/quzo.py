@@ -1,0 +1,456 @@
+"""QuZO's tables: memory of quantised fine-tuning on one A100, and seconds of a step of OPT-30B.
+
+``memory = weights in bits + 16-bit parts + bytes a token · tokens + context``
+
+Bytes a token are counted from the models' shapes: what a first-order step keeps for its backward
+(:mod:`costmodel.backward`), or what a forward alone holds (keys and values, copies of the logits, one block's
+temporaries). The paper states neither batch sizes nor lengths: it gives a grid of batches for each method, so the tokens
+of a peak are constants of a method and a data set. Conventions:
+
+* Table 14's baselines are LoRA runs as bitsandbytes makes them: linears in 8 or 4 bits, embeddings and head in 16, and
+  activations in 16 bits that LLM.int8() keeps more copies of;
+* QuZO's weights are all in its bits (Table 13: |w|/4 and |w|/8 of float32), and so is what else it holds;
+* Table 4 is full tuning and follows Table 13, in which everything a method has scales with its bits, and the gradient of
+  a layer takes the place of its activations where it is larger;
+* a gigabyte is 2^30 bytes, as torch and nvidia-smi count.
+
+Tables 13 and 15: :func:`formula` and :func:`step_s`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+from scipy.optimize import least_squares
+
+from costmodel.backward import kept_bytes
+from costmodel.configs import read_model_spec
+from costmodel.forward import forward_work
+from costmodel.model_spec import EMBED, HEAD, ModelSpec, block_segment
+from studies.published.fitting import conformal_half_width
+from studies.published.rows import PublishedRow
+from studies.published.sparq import NotPredicted
+from studies.published.sparq_memory import MemoryConstant
+from topology.errors import ZosimError
+
+PAPER = "QuZO"
+MEMORY, SECONDS, FORMULAS = (
+    ("memory", "memory_total"), "time_per_step", ("weight_memory_formula", "dynamic_memory_formula"),
+)  # fmt: skip
+DATASETS = ("SST-2", "MultiRC", "ReCoRD", "SQuAD", "DROP")
+GIBIBYTE = 2**30
+CAPACITY_GIB = 39.4
+"""What an A100 of 40 GB lets a process have, as nvidia-smi shows it."""
+
+LORA, ZEROTH_ORDER, FULL = ("LLM.INT8", "QLORA"), ("QUZO", "MEZO"), ("FO-SGD", "FO")
+FULL_TABLES = ("4",)
+"""Tables of full tuning, whose runs have tokens of their own."""
+
+_HALF = 16
+_SCALE = 0.12
+"""Spread of printed peaks around any model of them, in logs: what the batch that decides a peak happens to hold."""
+
+_LENGTHS = {"SST-2": 50, "MultiRC": 400, "ReCoRD": 300, "SQuAD": 300, "DROP": 500}
+"""Tokens of a long prompt by data set."""
+
+
+def _constants() -> dict[str, tuple[str, str, float, float]]:
+    constants: dict[str, tuple[str, str, float, float]] = {}
+    for data in DATASETS:
+        constants |= {
+            f"tokens|{data}": ("token", f"at the peak of a first-order run on {data}", 2000, 1.5),
+            f"length|{data}": ("token", f"of a sequence at that peak on {data}", _LENGTHS[data], 0.3),
+            f"nf4_part|{data}": ("1", f"of them in QLoRA's runs on {data}, others' being 1", 1, 0.3),
+            f"zeroth_order_part|{data}": ("1", f"of them in zeroth-order runs on {data}, beyond the next", 1, 0.5),
+            f"four_bit_part|{data}": ("1", f"of 8-bit QuZO's other bytes at 4 bits on {data}, beyond all's", 1, 0.25),
+        }  # fmt: skip
+    constants |= {
+        "zeroth_order_part": ("1", "tokens of a zeroth-order batch over those of a first-order one", 1, 1.0),
+        "int8_copies": ("1", "what LLM.int8() keeps for a backward over what the products need", 1.4, 0.4),
+        "four_bit_part": (
+            "1",
+            "of what 8-bit QuZO holds beside weights, at 4 bits (Table 13: 1/2)",
+            0.5,
+            0.3,
+        ),
+        "context": ("GiB", "CUDA context and libraries", 0.5, 0.5),
+        "logit_copies": ("1", "16-bit copies of the logits in a forward alone", 2, 0.4),
+        "table_part": ("1", "tokens of Table 4's runs over those of Table 14's", 1, 1.5),
+    }
+    for method in ("first order", "zeroth order"):
+        for data in DATASETS:
+            meaning = f"the same, {method} on {data}, beyond all's"
+            constants[f"table_part|{method}|{data}"] = ("1", meaning, 1, 0.7)
+    return constants
+
+
+CONSTANTS = _constants()
+"""Unit, meaning, prior and standard deviation of its logarithm."""
+
+_MODELS = {"OPT": "opt", "LLAMA-2": "llama-2", "LLAMA2": "llama-2", "LLAMA-3": "llama-3", "LLAMA3": "llama-3",
+           "LLAMA": "llama-2"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class QuzoCase:
+    """What a row's number is of.
+
+    Attributes
+    ----------
+    model : str
+        A shipped size.
+    method : str
+        As printed, without its brackets, in upper case.
+    bits : int
+        Of a weight.
+    dataset : str
+        One of :data:`DATASETS`; empty for all.
+    is_full : bool
+        Whether the table is one of full tuning.
+    gpus : int
+    value : float or None
+    """
+
+    model: str
+    method: str
+    bits: int
+    dataset: str
+    is_full: bool
+    gpus: int = 1
+    value: float | None = None
+
+
+class QuzoFit(BaseModel):
+    """Constants of QuZO's tables.
+
+    Attributes
+    ----------
+    constants : tuple of MemoryConstant
+    half_width : float
+        Of the 90 % interval in logs, from residuals of cells left out one by one.
+    num_cells : int
+    times : tuple of MemoryConstant
+        Of the seconds of a step; empty where no row prints them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    constants: tuple[MemoryConstant, ...]
+    half_width: float
+    num_cells: int
+    times: tuple[MemoryConstant, ...] = ()
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Values by name."""
+        return {constant.name: constant.value for constant in (*self.constants, *self.times)}
+
+
+def quzo_case(row: PublishedRow) -> QuzoCase:
+    """Return what a row of memory or of seconds is about.
+
+    Raises
+    ------
+    NotPredicted
+        If it names a model, a method or a precision that these tables do not have.
+    """
+    method = row["method"].split("(")[0].strip().upper()
+    if method not in (*LORA, *ZEROTH_ORDER, *FULL):
+        raise NotPredicted(f"method {row['method']!r} is not one of QuZO's tables'")
+    dataset = next((name for name in DATASETS if name.lower() == row["dataset"].lower()), "")
+    if row["dataset"] and not dataset:
+        raise NotPredicted(f"nothing is known of the batches of {row['dataset']!r}")
+    return QuzoCase(
+        model=_model(row["model"]),
+        method=method,
+        bits=_bits(row["precision"] or row["method"]),
+        dataset=dataset,
+        is_full=row["table"] in FULL_TABLES,
+        gpus=row.count("gpus") if row["gpus"] else 1,
+        value=row.value,
+    )
+
+
+def _model(printed: str) -> str:
+    size = (printed.upper().replace("-", " ").split() or [""])[-1]
+    family = printed.upper()[: -len(size)].strip(" -").replace(" ", "-")
+    name = f"{_MODELS.get(family, family.lower())}-{size.lower()}"
+    try:
+        read_model_spec(name)
+    except ZosimError as error:
+        raise NotPredicted(f"no model is known of {printed!r}") from error
+    return name
+
+
+def _bits(precision: str) -> int:
+    text = precision.lower()
+    for bits, names in {
+        4: ("4-bit", "w4", "int4"),
+        8: ("8-bit", "w8", "int8", "fp8"),
+        16: ("16",),
+        32: ("32",),
+    }.items():
+        if any(name in text for name in names):
+            return bits
+    raise NotPredicted(f"precision {precision!r} is none of 4-bit, 8-bit, fp16 and fp32")
+
+
+def printed_peaks(rows: Iterable[PublishedRow]) -> list[QuzoCase]:
+    """Return the peaks on one GPU and one data set that rows print."""
+    return [case for case in _printed(rows, MEMORY) if case.dataset and case.gpus == 1]
+
+
+def printed_steps(rows: Iterable[PublishedRow]) -> list[QuzoCase]:
+    """Return the seconds of a step that rows print."""
+    return _printed(rows, (SECONDS,))
+
+
+def _printed(rows: Iterable[PublishedRow], quantities: Sequence[str]) -> list[QuzoCase]:
+    cases = []
+    for row in rows:
+        if row["paper"] == PAPER and row["quantity"] in quantities and row.value is not None:
+            try:
+                cases.append(quzo_case(row))
+            except NotPredicted:
+                continue
+    return cases
+
+
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a model's shapes say.
+
+    Attributes
+    ----------
+    parameters, edges : int
+        All stored elements, and those outside the blocks.
+    kept, temporaries, cache, logits : float
+        Bytes a token in 16 bits: for a backward; a block's temporaries; keys and values; one copy of the logits.
+    """
+
+    parameters: int
+    edges: int
+    kept: float
+    temporaries: float
+    cache: float
+    logits: float
+
+
+@cache
+def counted(model: str, length: int) -> Counted:
+    """Return what is counted of a model for sequences of one length; attention stores its scores."""
+    spec, batch = read_model_spec(model), 8
+    tokens = batch * length
+
+    def kept(segment: str) -> int:
+        return kept_bytes(spec, segment, batch=batch, seq=length, dtype="float16", attention="eager")
+
+    block = forward_work(
+        spec,
+        block_segment(0),
+        batch=batch,
+        seq=length,
+        dtype="float16",
+        storage_dtype="float16",
+        attention="eager",
+    )
+    return Counted(
+        parameters=spec.num_parameters,
+        edges=_edges(spec),
+        kept=(spec.num_blocks * kept(block_segment(0)) + kept(HEAD)) / tokens,
+        temporaries=block.workspace_bytes / tokens,
+        cache=2 * spec.num_blocks * spec.num_key_value_heads * spec.head_dim * 2,
+        logits=2 * spec.vocab_size,
+    )
+
+
+def _edges(spec: ModelSpec) -> int:
+    return sum(group.num_parameters for group in spec.groups if group.segments[0] in (EMBED, HEAD))
+
+
+def peak_gib(case: QuzoCase, values: Mapping[str, float]) -> tuple[float, str]:
+    """Return the peak of all GPUs together in GiB, and what most of it is. Without a data set, the mean of all in logs."""
+    if not case.dataset:
+        each = [peak_gib(replace(case, dataset=data), values) for data in DATASETS]
+        return math.exp(float(np.mean([math.log(peak) for peak, _ in each]))), each[0][1]
+    parts = _parts(case, values)
+    return sum(parts.values()) / GIBIBYTE, max(parts, key=parts.__getitem__)
+
+
+def _parts(case: QuzoCase, values: Mapping[str, float]) -> dict[str, float]:
+    shape = counted(case.model, max(1, round(values[f"length|{case.dataset}"])))
+    tokens, context = _tokens(case, values), values["context"] * GIBIBYTE
+    weights = shape.parameters * case.bits / 8
+    if case.method in ZEROTH_ORDER:
+        one = shape.cache + values["logit_copies"] * shape.logits + shape.temporaries
+        part = _zeroth_order_part(case, values)
+        return {"weights": weights, "the forward": one * tokens * part, "context": context * part}
+    kept = shape.kept * tokens
+    if case.method in LORA:
+        linears = (shape.parameters - shape.edges) * case.bits / 8
+        copies = values["int8_copies"] if case.bits == 8 else 1.0
+        return {"weights": linears + 2 * shape.edges, "activations": kept * copies, "context": context}
+    # Layers differ in which of the two is larger, so that the sum of maxima is a smooth one.
+    dynamic = float(np.linalg.norm([weights, kept * case.bits / _HALF], 4))
+    return {"weights": weights, "activations and gradients": dynamic, "context": context * case.bits / 8}
+
+
+def _zeroth_order_part(case: QuzoCase, values: Mapping[str, float]) -> float:
+    """Return the bytes that everything but weights takes over those of an 8-bit run."""
+    if case.bits == 4 and not case.is_full:
+        return values["four_bit_part"] * values[f"four_bit_part|{case.dataset}"]
+    return min(case.bits, _HALF) / 8
+
+
+def _tokens(case: QuzoCase, values: Mapping[str, float]) -> float:
+    tokens, order = values[f"tokens|{case.dataset}"], "first order"
+    if case.method in ZEROTH_ORDER:
+        tokens *= values["zeroth_order_part"] * values[f"zeroth_order_part|{case.dataset}"]
+        order = "zeroth order"
+    if case.method in LORA and case.bits == 4:
+        tokens *= values[f"nf4_part|{case.dataset}"]
+    if case.is_full:
+        tokens *= values["table_part"] * values[f"table_part|{order}|{case.dataset}"]
+    return tokens
+
+
+# -- fitting ---------------------------------------------------------------------------------------------------
+
+
+def fit_peaks(known: Sequence[QuzoCase]) -> dict[str, float]:
+    """Return the constants most probable after these peaks, by name."""
+    return dict(zip(CONSTANTS, np.exp(_fitted(known)[0]).tolist(), strict=True))
+
+
+def _fitted(known: Sequence[QuzoCase]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    prior = np.log([constant[2] for constant in CONSTANTS.values()])
+    sigma = np.array([constant[3] for constant in CONSTANTS.values()])
+
+    def residuals(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        values = dict(zip(CONSTANTS, np.exp(x).tolist(), strict=True))
+        off = [math.log(peak_gib(case, values)[0] / (case.value or 1.0)) / _SCALE for case in known]
+        return np.concatenate([np.array(off), (x - prior) / sigma])
+
+    # Lengths are whole tokens, so that steps of a derivative must be wide enough to reach the next.
+    solution = least_squares(residuals, prior, diff_step=1e-3)
+    return solution.x, 2 * np.sqrt(np.diag(np.linalg.inv(solution.jac.T @ solution.jac)))
+
+
+def calibrate_quzo(rows: Sequence[PublishedRow]) -> QuzoFit | None:
+    """Return what rows say about the constants of QuZO's tables; None if too few of them do."""
+    known, steps = printed_peaks(rows), printed_steps(rows)
+    if len(known) < 2:
+        return None
+    x, spread = _fitted(known)
+    residuals = []
+    for case in known:
+        values = fit_peaks([other for other in known if other is not case])
+        residuals.append(math.log(peak_gib(case, values)[0] / (case.value or 1.0)))
+    constants = (
+        _constant(name, unit, meaning, float(at), float(half))
+        for (name, (unit, meaning, _, _)), at, half in zip(CONSTANTS.items(), x, spread, strict=True)
+    )
+    return QuzoFit(
+        constants=tuple(constants),
+        half_width=conformal_half_width(residuals),
+        num_cells=len(known),
+        times=fit_times(steps),
+    )
+
+
+def _constant(name: str, unit: str, meaning: str, at: float, half: float) -> MemoryConstant:
+    low, value, high = (math.exp(at + shift) for shift in (-half, 0.0, half))
+    return MemoryConstant(name=name, value=value, low=low, high=high, unit=unit, meaning=meaning)
+
+
+# -- seconds ---------------------------------------------------------------------------------------------------
+
+_PRODUCTS = 16e12
+"""Flop/s of large float32 products of OPT-30B's width on an A100, TF32 off: what ZO2's rows fit, between its two widths
+(``zosim calibrate --rows shipped``)."""
+
+_SWEEPS = 0.78 * 1.555e12
+"""Bytes/s of passes over the weights: of an A100-40GB's 1555 GB/s (data sheet) the part that ZO2's rows fit."""
+
+TIMES: dict[str, tuple[str, str, float, float]] = {
+    "step_tokens": ("token", "of one forward of Table 15's step", 1000, 1.0),
+    "exchange_rate": (
+        "byte/s",
+        "of the shards that the first-order run gathers and reduces, per GPU",
+        12e9,
+        1.0,
+    ),
+    "four_bit_time": ("1", "of a float32 step that its 4-bit one takes", 0.5, 0.5),
+}
+"""Unit, meaning, prior and standard deviation of its logarithm."""
+
+
+def step_s(case: QuzoCase, values: Mapping[str, float]) -> tuple[float, str]:
+    """Return the seconds of a step and what most of them are.
+
+    A float32 step is counted: two forwards and four passes over the weights, one GPU after the other; or one forward
+    and a backward of twice its operations on every GPU, with shards gathered twice and reduced once. Those in 4 bits are
+    printed as parts of these, see the audit.
+    """
+    parameters = read_model_spec(case.model).num_parameters
+    forward = 2 * parameters * values["step_tokens"] / _PRODUCTS
+    if case.method in ZEROTH_ORDER:
+        parts = {"matrix products": 2 * forward, "passes over parameters": 4 * 2 * 4 * parameters / _SWEEPS}
+    else:
+        away = (case.gpus - 1) / case.gpus
+        parts = {
+            "matrix products": 3 * forward,
+            "exchange": 3 * away * 4 * parameters / values["exchange_rate"],
+        }
+    factor = 1.0 if case.bits >= _HALF else values["four_bit_time"] * case.bits / 4
+    return factor * sum(parts.values()), max(parts, key=parts.__getitem__)
+
+
+def fit_times(known: Sequence[QuzoCase]) -> tuple[MemoryConstant, ...]:
+    """Return the constants of the seconds of a step that rows print; none without rows."""
+    if not known:
+        return ()
+    prior = np.log([constant[2] for constant in TIMES.values()])
+    sigma = np.array([constant[3] for constant in TIMES.values()])
+
+    def residuals(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        values = dict(zip(TIMES, np.exp(x).tolist(), strict=True))
+        off = [math.log(step_s(case, values)[0] / (case.value or 1.0)) / _SCALE for case in known]
+        return np.concatenate([np.array(off), (x - prior) / sigma])
+
+    solution = least_squares(residuals, prior)
+    spread = 2 * np.sqrt(np.diag(np.linalg.inv(solution.jac.T @ solution.jac)))
+    return tuple(
+        _constant(name, unit, meaning, float(at), float(half))
+        for (name, (unit, meaning, _, _)), at, half in zip(TIMES.items(), solution.x, spread, strict=True)
+    )
+
+
+# -- formulas --------------------------------------------------------------------------------------------------
+
+
+def formula(row: PublishedRow) -> str:
+    """Return what Table 13 must print: the bytes of float32 weights and activations over 32 bits' worth of them.
+
+    Raises
+    ------
+    NotPredicted
+        If its method is not one of that table.
+    """
+    name = row["method"].split("(")[0].strip().upper()
+    if name not in (*ZEROTH_ORDER, *FULL):
+        raise NotPredicted(f"method {row['method']!r} is not one of QuZO's tables'")
+    divisor = 32 // _bits(row["method"] if "bit" in row["method"] else row["precision"] or "fp32")
+    part = f"/{divisor}" if divisor > 1 else ""
+    if row["quantity"] == FORMULAS[0]:
+        return f"|w|{part}"
+    return f"max_l |w|{part}" if name in ZEROTH_ORDER else f"sum_l max(|a|{part}, |w|{part})"
