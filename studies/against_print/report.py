@@ -12,8 +12,9 @@ from studies.against_print.intervals import Coverage
 from studies.against_print.sheets import sheet_outcomes, sheets_section
 from studies.against_print.splits import OURS, SPLITS, SplitOutcome, outcomes
 from studies.checkout import commit
-from studies.published.audit import AuditFinding, audit
+from studies.published.audit import audit
 from studies.published.cells import cells_of
+from studies.published.findings import AuditFinding
 from studies.published.fitted_profile import known_cells, load_published_profile
 from studies.published.rows import shipped_rows
 from zosim.report import Report, Table

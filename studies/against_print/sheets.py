@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodel.profile import Bound
-from studies.published.audit import AuditFinding, set_apart
+from studies.published.audit import set_apart
 from studies.published.cells import Cell, preset_machine
 from studies.published.constants import PAPERS
+from studies.published.findings import AuditFinding
 from zosim.engines.recurrence import step_time_bound
 from zosim.lowering import lower
 from zosim.report import Report, Table

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from studies.against_print.intervals import Coverage, beyond, coverage_of, left_out
-from studies.published.audit import AuditFinding, set_apart
+from studies.published.audit import set_apart
 from studies.published.baselines import BASELINES, Baseline
 from studies.published.cells import Cell
 from studies.published.constants import Domain
+from studies.published.findings import AuditFinding
 from studies.published.grid import Array
 from studies.published.rows import PublishedRow
 
