@@ -238,11 +238,17 @@ def _targets(tensor: TensorSpec, lora: LoRA | None) -> bool:
 
 def _entries(tensors: list[TensorSpec], lora: LoRA | None) -> Iterator[ParameterEntry]:
     for tensor in tensors:
-        yield ParameterEntry(tensor.name, tensor.segments, tensor.num_elements, lora is None)
+        yield _entry(tensor, trainable=lora is None)
         if lora is not None and tensor.linear is not None and _targets(tensor, lora):
             module = tensor.name.removesuffix(".weight")
             for letter, width in zip("AB", tensor.linear, strict=True):
                 yield ParameterEntry(f"{module}.lora_{letter}.weight", tensor.segments, lora.rank * width)
+
+
+def _entry(tensor: TensorSpec, *, trainable: bool) -> ParameterEntry:
+    inputs, outputs = tensor.linear or (0, 0)
+    linear = (outputs, inputs) if tensor.linear else None
+    return ParameterEntry(tensor.name, tensor.segments, tensor.num_elements, trainable, linear)
 
 
 def _with_prefixes(
@@ -257,7 +263,7 @@ def _with_prefixes(
             for kind in ("keys", "values"):
                 yield ParameterEntry(f"{segment}.prefix_{kind}", tensor.segments, num_prefix_tokens * width)
         previous = segment
-        yield ParameterEntry(tensor.name, tensor.segments, tensor.num_elements, trainable=False)
+        yield _entry(tensor, trainable=False)
 
 
 def _adapter_shapes(tensors: list[TensorSpec], lora: LoRA | None, name: str) -> tuple[tuple[int, int], ...]:

@@ -96,6 +96,7 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
         "exponential": work.num_exponentials / values["exponential_rate"],
         "sweep": _sweep_s(work, values),
         **_draw_terms(work, values),
+        "rounding": _rounding_s(work, values),
         "cast": _cast_s(work, values),
         "copy": _copy_s(work, values, direction),
         "allocation": work.num_allocations * values["allocation_s"]
@@ -130,6 +131,8 @@ def device_s(cost: OperationCost, device_kind: DeviceKind) -> float:
 
 
 def _matmul_s(part: Matmul, dtype: str, width: int, values: Mapping[str, float]) -> float:
+    if part.format and f"matmul_rate.{part.format}" in values:
+        dtype, width = part.format, FORMATS[part.format].element_bytes
     rate = _rate("matmul_rate", dtype, values)
     multiplying_s = part.flops / (rate * _efficiency(part, dtype, values))
     moving_s = _moving_s(part, width, values)
@@ -207,6 +210,11 @@ def _draw_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]:
         "shared_draw": shared_s + work.num_shared_draws * values["sharing_s"] + split_s,
         "skip": skipped_s + work.num_jumps * (jump_s or 0.0),
     }
+
+
+def _rounding_s(work: Work, values: Mapping[str, float]) -> float:
+    """Return the time of random numbers to round with: no more than that of as many normals, drawn by one thread."""
+    return work.num_rounded / _rate("draw_rate.normal", "float32", values) if work.num_rounded else 0.0
 
 
 def _copy_s(work: Work, values: Mapping[str, float], direction: CopyDirection) -> float:

@@ -29,10 +29,6 @@ class Format:
     is_float : bool
     smallest_normal : float
         Of a float, the smallest positive number that it holds with all its digits.
-    group_elements : int
-        Neighbouring elements that have a scale in common; 0 where there are no scales.
-    scale : Format or None
-        Format of the scales.
     peak : str
         What data sheets call the rate of products in it.
     aliases : tuple of str
@@ -41,26 +37,19 @@ class Format:
     Examples
     --------
     >>> FORMATS["bfloat16"].bytes(1000), FORMATS["int4"].bytes(1000)
-    (2000, 516)
+    (2000, 500)
     """
 
     name: str
     bits: int
     is_float: bool = True
     smallest_normal: float = 0.0
-    group_elements: int = 0
-    scale: Format | None = None
     peak: Dtype | None = None
     aliases: tuple[str, ...] = ()
 
     def bytes(self, num_elements: int) -> int:
-        """Return the bytes of so many elements side by side, with their scales."""
-        if self.bits % 8 == 0 and self.scale is None:
-            return num_elements * (self.bits // 8)
-        elements = -(-num_elements * self.bits // 8)
-        if self.scale is None:
-            return elements
-        return elements + self.scale.bytes(-(-num_elements // self.group_elements))
+        """Return the bytes of so many elements side by side; scales, where they have any, come on top."""
+        return -(-num_elements * self.bits // 8)
 
     @property
     def element_bytes(self) -> int:
@@ -69,9 +58,9 @@ class Format:
         Raises
         ------
         PlanError
-            If elements are narrower than a byte, or share scales.
+            If elements are narrower than a byte.
         """
-        if self.bits % 8 or self.scale is not None:
+        if self.bits % 8:
             raise PlanError(
                 f"elements of {self.name} do not stand by themselves: nothing computes in it",
                 hint="compute in one of " + ", ".join(COMPUTE_FORMATS),
@@ -83,9 +72,6 @@ class Format:
         return size_bytes // self.element_bytes
 
 
-_FLOAT16 = Format("float16", 16, smallest_normal=2.0**-14, peak="fp16", aliases=("fp16", "half"))
-_FLOAT8 = Format("float8_e4m3", 8, smallest_normal=2.0**-6, peak="fp8", aliases=("fp8",))
-
 FORMATS: dict[str, Format] = {
     declared.name: declared
     for declared in (
@@ -93,14 +79,15 @@ FORMATS: dict[str, Format] = {
         Format("float32", 32, smallest_normal=2.0**-126, peak="fp32", aliases=("fp32", "float")),
         # A format of products: what they read and write is float32.
         Format("tf32", 32, smallest_normal=2.0**-126, peak="tf32"),
-        _FLOAT16,
+        Format("float16", 16, smallest_normal=2.0**-14, peak="fp16", aliases=("fp16", "half")),
         Format("bfloat16", 16, smallest_normal=2.0**-126, peak="bf16", aliases=("bf16",)),
-        _FLOAT8,
-        Format(
-            "float4_e2m1", 4, smallest_normal=1.0, group_elements=16, scale=_FLOAT8, aliases=("fp4", "nvfp4")
+        Format("float8_e4m3", 8, smallest_normal=2.0**-6, peak="fp8", aliases=("fp8",)),
+        Format("float8_e5m2", 8, smallest_normal=2.0**-14, peak="fp8"),
+        Format("float4_e2m1", 4, smallest_normal=1.0, aliases=("fp4",)),
+        *(
+            Format(f"int{bits}", bits, is_float=False, peak={8: "int8", 4: "int4"}.get(bits))
+            for bits in range(8, 1, -1)
         ),
-        Format("int8", 8, is_float=False, group_elements=128, scale=_FLOAT16, peak="int8"),
-        Format("int4", 4, is_float=False, group_elements=128, scale=_FLOAT16, peak="int4"),
         Format("int64", 64, is_float=False),
         Format("uint8", 8, is_float=False),
     )

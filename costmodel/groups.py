@@ -27,12 +27,15 @@ class ParameterEntry(NamedTuple):
         Segments that read it, in execution order.
     num_elements : int
     trainable : bool
+    linear : tuple of (int, int), optional
+        Outputs and inputs, where it is the weight of a linear layer.
     """
 
     name: str
     segments: tuple[str, ...]
     num_elements: int
     trainable: bool = True
+    linear: tuple[int, int] | None = None
 
 
 SECOND_LINEARS = ("fc2", "c_proj", "down_proj")
@@ -118,6 +121,8 @@ def joined_halves(groups: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...
                 name=segments[0],
                 segments=segments,
                 largest_trainable_tensor=max(part.largest_trainable_tensor for part in parts),
+                linears=sum((part.linears for part in parts), ()),
+                frozen_linears=sum((part.frozen_linears for part in parts), ()),
                 **{count: sum(getattr(part, count) for part in parts) for count in counts},
             )
         )
@@ -138,4 +143,12 @@ def _group(name: str, segments: tuple[str, ...], run: list[ParameterEntry]) -> P
         num_tensors=len(run),
         num_trainable_tensors=len(trainable),
         largest_trainable_tensor=max(trainable, default=0),
+        linears=_linears(run, trainable=True),
+        frozen_linears=_linears(run, trainable=False),
     )
+
+
+def _linears(run: list[ParameterEntry], *, trainable: bool) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of the linears of a block; embedding and head are no blocks."""
+    is_block = run[0].segments[0] not in (EMBED, HEAD)
+    return tuple(entry.linear for entry in run if is_block and entry.linear and entry.trainable == trainable)

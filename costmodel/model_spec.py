@@ -72,6 +72,8 @@ class ParameterGroup(BaseModel):
     num_tensors, num_trainable_tensors : int
     largest_trainable_tensor : int
         Elements of the largest trainable tensor.
+    linears, frozen_linears : tuple of (int, int)
+        Outputs and inputs of every linear layer of a block whose weight is in it, by whether that is tuned.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -83,6 +85,8 @@ class ParameterGroup(BaseModel):
     num_tensors: Extent
     num_trainable_tensors: ElementsOrNone
     largest_trainable_tensor: ElementsOrNone
+    linears: tuple[tuple[Extent, Extent], ...] = ()
+    frozen_linears: tuple[tuple[Extent, Extent], ...] = ()
 
     @property
     def is_tied(self) -> bool:

@@ -43,6 +43,7 @@ def draw_work(
     num_split_walks: int = 0,
     num_seeds: int = 0,
     num_jumped: int = 0,
+    num_rounded: int = 0,
 ) -> Work:
     """Return the work of drawing a direction of `num_elements` into a buffer, one kernel per tensor.
 
@@ -63,6 +64,8 @@ def draw_work(
         Times that threads share one generator's numbers; generators that are seeded.
     num_jumped : int
         Of what is skipped, what a CPU's generator gets past in one jump.
+    num_rounded : int
+        Of what is made, what is then rounded to codes of a byte, piece by piece in cache.
     """
     width = FORMATS[dtype].element_bytes
     return Work(
@@ -79,9 +82,10 @@ def draw_work(
         distribution=distribution,
         num_kernels=num_tensors,
         num_kept_rows=num_kept_rows,
+        num_rounded=num_rounded,
         scratch_bytes=2 * width * num_elements
         if is_scaled and width < FORMATS["float32"].element_bytes
-        else 0,
+        else 6 * width * num_rounded,
     )
 
 
@@ -89,7 +93,7 @@ def perturb_work(
     num_elements: int,
     *,
     dtype: DType = "float32",
-    direction_dtype: DType | None = None,
+    direction_dtype: str | None = None,
     arithmetic: Arithmetic = "fused",
     num_tensors: int = 1,
     largest_tensor: int | None = None,
@@ -120,7 +124,7 @@ def perturb_work(
         return Work(
             dtype=dtype,
             sweep_bytes=num_elements * axpy_bytes,
-            scratch_bytes=num_elements * 2 * z,
+            scratch_bytes=num_elements * 2 * theta,
             num_kernels=2,
             num_shared_kernels=_num_shared(num_elements, 2),
         )
@@ -154,7 +158,7 @@ def update_work(
     num_elements: int,
     *,
     dtype: DType = "float32",
-    direction_dtype: DType | None = None,
+    direction_dtype: str | None = None,
     arithmetic: Arithmetic = "fused",
     num_tensors: int = 1,
     largest_tensor: int | None = None,

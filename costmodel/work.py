@@ -25,12 +25,13 @@ class _Counted(BaseModel):
 
 
 class Matmul(_Counted):
-    """``num`` products of an ``m x k`` by a ``k x n`` matrix: ``2 m n k`` FLOPs each."""
+    """``num`` products of an ``m x k`` by a ``k x n`` matrix: ``2 m n k`` FLOPs each, in the work's format or its own."""
 
     m: PositiveInt
     n: PositiveInt
     k: PositiveInt
     num: PositiveInt = 1
+    format: str = ""
 
     @property
     def flops(self) -> int:
@@ -106,6 +107,8 @@ class Work(_Counted):
         many jumps these are.
     num_kept_rows : int
         Rows that are picked one by one out of numbers that are passed over.
+    num_rounded : int
+        Numbers rounded at random, each with a random number of its own.
     num_casts : int
         Numbers rewritten in another format.
     cast_dtype, cast_target : str
@@ -151,6 +154,7 @@ class Work(_Counted):
     num_jumped: NonNegativeInt = 0
     num_jumps: NonNegativeInt = 0
     num_kept_rows: NonNegativeInt = 0
+    num_rounded: NonNegativeInt = 0
     num_casts: NonNegativeInt = 0
     cast_dtype: DType = "float32"
     cast_target: DType = "float32"
@@ -235,6 +239,7 @@ _SUMMED = (
     "num_jumped",
     "num_jumps",
     "num_kept_rows",
+    "num_rounded",
     "num_casts",
     "num_kernels",
     "num_shared_kernels",

@@ -13,9 +13,9 @@ _NAMES_IN_TORCH = {"tf32": "float32", "float8_e4m3": "float8_e4m3fn"}
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, _NAMES_IN_TORCH.get(name, name))
     for name, declared in FORMATS.items()
-    if declared.scale is None
+    if name in (*COMPUTE_FORMATS, "float8_e5m2", "int8", "int64", "uint8")
 }
-"""What a tensor's elements are, by format; formats with scales take several tensors, and code of their own."""
+"""What a tensor's elements are, by format; narrower ones than a byte lie packed in bytes."""
 
 SAFETENSORS_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",

@@ -10,7 +10,7 @@ before the ``@``, the point or the query behind it; both forms are made here and
 ... )
 ('block.3@q0+', 'z:block.3@q0', 'block.3:out')
 >>> parse_contents("z:block.3@q0*eps")
-Direction(group='block.3', query=0, is_scaled=True)
+Direction(group='block.3', query=0, is_scaled=True, rounding=0)
 """
 
 from __future__ import annotations
@@ -71,15 +71,19 @@ class Direction:
     query : int
     is_scaled : bool
         Whether it is kept as ``z·ε``, rounded: good for perturbations alone.
+    rounding : int
+        Which of two independent roundings to few bits it is.
     """
 
     group: str
     query: int
     is_scaled: bool = False
+    rounding: int = 0
 
     def __str__(self) -> str:
         """Return the form of files and messages."""
-        return f"z:{self.group}@q{self.query}{'*eps' if self.is_scaled else ''}"
+        rounding = f"#{self.rounding}" if self.rounding else ""
+        return f"z:{self.group}@q{self.query}{'*eps' if self.is_scaled else rounding}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +246,10 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Contents]], ...] 
     (re.compile(form, re.ASCII), make)
     for form, make in (
         (r"z:(.+):rows@q(\d+)", lambda m: DirectionRows(m[1], int(m[2]))),
-        (r"z:(.+)@q(\d+)(\*eps)?", lambda m: Direction(m[1], int(m[2]), m[3] is not None)),
+        (
+            r"z:(.+)@q(\d+)(\*eps)?(?:#(\d+))?",
+            lambda m: Direction(m[1], int(m[2]), m[3] is not None, int(m[4] or 0)),
+        ),
         (
             r"rng:(.+?)(\+)?@q(\d+)",
             lambda m: GeneratorState(m[1], int(m[3]), m[2] is not None),

@@ -68,6 +68,10 @@ class Draw:
         state before the group, for drawing again, and the state after it (:class:`zosim.contents.GeneratorState`).
         ``"counter"``: keyed by (seed, step, query, parameter), no state.
     distribution : str
+    bits : int
+        Width of the codes that the direction is rounded to at random (:mod:`costmodel.roundings`); 0 where it is not.
+    rounding : int
+        Which of two independent roundings of one direction.
     """
 
     group: str
@@ -76,6 +80,8 @@ class Draw:
     keep: Literal["all", "rows", "none"] = "all"
     generator: Literal["mezo", "counter"] = "mezo"
     distribution: DistributionName = "gaussian"
+    bits: int = 0
+    rounding: int = 0
     kind: Literal["draw"] = "draw"
 
 
@@ -94,11 +100,22 @@ class Perturb:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """``θ - η·(g·z + wd·θ)``, rounded in that order, with the ``η`` and ``g`` of step ``step``."""
+    """``θ - η·(g·z + wd·θ)``, rounded in that order, with the ``η`` and ``g`` of step ``step``.
+
+    Weights that are codes are rounded to their grid at random, once.
+
+    Attributes
+    ----------
+    group : str
+    step, query : int
+    divisor : float
+        What ``g`` is divided by before.
+    """
 
     group: str
     step: int = 0
     query: int = 0
+    divisor: float = 1.0
     kind: Literal["update"] = "update"
 
 
@@ -114,6 +131,8 @@ class Forward:
     gather : tuple of str
         Token tables that are read through gathered rows, perturbed out of place with the rows of their
         direction, because another segment needs the table itself unperturbed until its turn.
+    beside : tuple of str
+        Groups that are read unperturbed, and whose direction is added in the products that they are in.
     microbatch : int
         In a first-order step, which part of the batch.
     """
@@ -121,6 +140,7 @@ class Forward:
     segment: str
     point: WrittenPoint
     gather: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     microbatch: int = 0
     kind: Literal["forward"] = "forward"
 

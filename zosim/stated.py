@@ -105,7 +105,10 @@ class _Option:
     def parameter(self) -> inspect.Parameter:
         """The parameter that typer makes the option of; its value is None where it is left out."""
         typed = self._typed
-        words: dict[str, Any] = {"help": self._help, "rich_help_panel": self.section.capitalize()}
+        words: dict[str, Any] = {
+            "help": self._help,
+            "rich_help_panel": self.section.replace("_", " ").capitalize(),
+        }
         names = f"{self.flag}/--no-{self.flag[2:]}" if typed is bool else self.flag
         if get_origin(typed) is Literal:
             # What is typed is checked with the field, whose refusal says what was probably meant.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from torch import nn
 
 from topology.errors import ModelError
@@ -87,3 +90,17 @@ def refuse_unsupported(model: nn.Module) -> None:
                 f"embedding {path} rescales its rows while it is read (max_norm={module.max_norm})",
                 hint="a forward must not change weights; build the model without max_norm",
             )
+
+
+def linears_of(block: nn.Module) -> Iterator[tuple[str, Any, int, int]]:
+    """Yield (path, module, inputs, outputs) of every linear layer of a block, those of adapters left out."""
+    from transformers.pytorch_utils import Conv1D
+
+    for path, module in block.named_modules():
+        if path.rpartition(".")[2].startswith("lora_"):
+            continue
+        if isinstance(module, nn.Linear):
+            yield path, module, module.in_features, module.out_features
+        elif isinstance(module, Conv1D):
+            inputs, outputs = module.weight.shape
+            yield path, module, inputs, outputs

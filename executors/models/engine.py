@@ -13,6 +13,7 @@ from executors.models.halves import Handed
 from executors.models.model import Batch, CutModel, LossDType, Objective
 from executors.models.parameters import NamedTensor
 from executors.models.recording_blocks import StepCache
+from topology.errors import PlanError
 from zosim.plans import Plan
 
 
@@ -82,7 +83,14 @@ def engine_for(
     ------
     ModelError
         If the model cannot be run so.
+    PlanError
+        If nothing runs the plan's weights.
     """
+    if plan.coding is not None:
+        raise PlanError(
+            f"weights in {plan.coding.format} are planned and simulated, but not run yet",
+            hint="run without --weight-format",
+        )
     return CutModel(
         model,
         loss_dtype=loss_dtype,

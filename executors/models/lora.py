@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from costmodel.configs import LoRA
 from executors.files import write_atomically
+from executors.models.blocks import find_blocks, linears_of
 from executors.models.weight_files import write_tensors
 from topology.errors import ModelError
 
@@ -105,17 +106,6 @@ def _add_adapter(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, Any, int, int]]:
     """Yield (name, module, inputs, outputs) of every linear of the blocks."""
-    from transformers.pytorch_utils import Conv1D
-
-    from executors.models.blocks import find_blocks
-
     for block in find_blocks(model):
-        for path, module in block.named_modules():
-            name = path.rpartition(".")[2]
-            if name.startswith("lora_"):
-                continue
-            if isinstance(module, nn.Linear):
-                yield name, module, module.in_features, module.out_features
-            elif isinstance(module, Conv1D):
-                inputs, outputs = module.weight.shape
-                yield name, module, inputs, outputs
+        for path, module, inputs, outputs in linears_of(block):
+            yield path.rpartition(".")[2], module, inputs, outputs

@@ -27,7 +27,7 @@ from costmodel.model_spec import (
     block_segment,
     segments_of,
 )
-from executors.models.blocks import block_list, refuse_unsupported
+from executors.models.blocks import block_list, linears_of, refuse_unsupported
 from executors.models.halves import Halfway, HalvedBlock, Handed, as_tensor, normalises_last
 from executors.models.parameters import NamedTensor, named_tensors
 from executors.models.recording_blocks import Calls, Role, StandIn, StepCache, Stop
@@ -294,8 +294,11 @@ class CutModel:
 
     def entries(self) -> list[ParameterEntry]:
         """Return every stored parameter in registration order, for grouping."""
+        linears = self._linears()
         entries = [
-            ParameterEntry(t.name, self._segments_of[t.name], t.num_elements, t.trainable)
+            ParameterEntry(
+                t.name, self._segments_of[t.name], t.num_elements, t.trainable, linears.get(id(t.parameter))
+            )
             for t in self.tensors
         ]
         return list(
@@ -303,6 +306,14 @@ class CutModel:
                 entries, self.cut_blocks, norm_after_mlp=any(map(normalises_last, self.blocks[:1]))
             )
         )
+
+    def _linears(self) -> dict[int, tuple[int, int]]:
+        """Return outputs and inputs of the blocks' linear layers, adapters left out, by their weights' identities."""
+        return {
+            id(module.weight): (outputs, inputs)
+            for block in self.blocks
+            for _, module, inputs, outputs in linears_of(block)
+        }
 
     def tensors_of(self, group: str) -> tuple[NamedTensor, ...]:
         """Return the parameters of a group in registration order.

@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from costmodel.distributions import Distribution
+from costmodel.roundings import normal_moments
 from executors.randomness.directions import Direction, Gaussian
 from executors.randomness.quantisers import StochasticRounding
 from topology.errors import PlanError
@@ -94,6 +95,7 @@ class QuantisedGaussian(Direction):
 
     Attributes
     ----------
+    moments : Moments
     distribution : Distribution
         Its second moment is that of one rounding, ``E[Q(u)²]``: what an estimate that uses a rounding twice is scaled by. It exceeds 1 by
         the variance of the rounding, and falls short by what is clamped.
@@ -103,13 +105,9 @@ class QuantisedGaussian(Direction):
 
     def __init__(self, rounding: StochasticRounding) -> None:
         self.rounding = rounding
-        levels = zip(rounding.levels, self._probabilities(), strict=True)
-        moments = [(level**2 * chance, level**4 * chance) for level, chance in levels]
-        self.distribution = Distribution(
-            f"gaussian-int{rounding.bits}", second_moment=sum(second for second, _ in moments)
-        )
-        self._fourth_moment = sum(fourth for _, fourth in moments)
-        self.cross_moment = _clamped_square(rounding.levels[-1])
+        self.moments = normal_moments(rounding.levels)
+        self.distribution = Distribution(f"gaussian-int{rounding.bits}", second_moment=self.moments.second)
+        self.cross_moment = self.moments.cross
 
     def fill(self, out: Tensor, generator: Generator) -> None:
         """Fill `out` with normals, rounded."""
@@ -124,35 +122,4 @@ class QuantisedGaussian(Direction):
 
     def energy(self, shape: Sequence[int]) -> float:
         """Return ``E[q⁴] + (d - 1)·E[q²]²`` of an element ``q``, one rounding used twice."""
-        return self._fourth_moment + (math.prod(shape) - 1) * self.distribution.second_moment**2
-
-    def _probabilities(self) -> list[float]:
-        """Return how often each level comes out: what its neighbouring cells and, at the ends, the tails give it."""
-        levels = self.rounding.levels
-        tail = _mass(levels[-1], math.inf)
-        probabilities = [tail, *(0.0 for _ in levels[2:]), tail]
-        for i in range(len(levels) - 1):
-            low, high = levels[i], levels[i + 1]
-            mass, first = _mass(low, high), _first_moment(low, high)
-            up = (first - low * mass) / (high - low)
-            probabilities[i] += mass - up
-            probabilities[i + 1] += up
-        return probabilities
-
-
-def _density(x: float) -> float:
-    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-
-
-def _mass(low: float, high: float) -> float:
-    return (math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2))) / 2
-
-
-def _first_moment(low: float, high: float) -> float:
-    return _density(low) - _density(high)
-
-
-def _clamped_square(limit: float) -> float:
-    """Return the expected square of a standard normal clamped to ±limit."""
-    inside = 2 * _mass(0.0, limit)
-    return inside - 2 * limit * _density(limit) + limit**2 * (1 - inside)
+        return self.moments.fourth + (math.prod(shape) - 1) * self.distribution.second_moment**2

@@ -173,6 +173,7 @@ class Directions:
         keep: Keep = "all",
         offset_bytes: int | None = None,
         scaled: bool = False,
+        rounding: int = 0,
         suffix: str = "",
     ) -> Access:
         """Write the draw of a direction, unless it is there, and return where it is.
@@ -187,6 +188,8 @@ class Directions:
         target = self.rows(group, query) if keep == "rows" else self.place(group, query, step, offset_bytes)
         if scaled and self._can_scale and keep == "all":
             target = replace(target, what=Direction(group.name, query, is_scaled=True))
+        if rounding:
+            target = replace(target, what=Direction(group.name, query, rounding=rounding))
         if self._are_kept and step < 0:
             return target
         for access in self._drawn:
@@ -195,7 +198,7 @@ class Directions:
         reads, writes = self._generator_accesses(group, query, step)
         self._listing.emit(
             f"{group.name}/draw[q{query}{'@t-1' if step else ''}]{suffix}",
-            self._operation(group, query, step, keep),
+            self._operation(group, query, step, keep, rounding),
             self._stream,
             "draw",
             segment,
@@ -212,11 +215,13 @@ class Directions:
         """Whether ``(s·z)·ε`` is ``s·w`` to the last bit: no ``w`` may be subnormal. Signs are as fast without."""
         distribution = self._rank.distribution
         smallest = self._plan.estimator.epsilon * distribution.smallest
-        return not distribution.is_sign and smallest >= FORMATS[self._rank.direction_format].smallest_normal
+        is_plain = self._plan.rounding is None and not distribution.is_sign
+        return is_plain and smallest >= FORMATS[self._rank.direction_format].smallest_normal
 
-    def _operation(self, group: ParameterGroup, query: int, step: int, keep: Keep) -> Draw:
-        directions = self._plan.directions
-        return Draw(group.name, step, query, keep, directions.rng, directions.distribution)
+    def _operation(self, group: ParameterGroup, query: int, step: int, keep: Keep, rounding: int = 0) -> Draw:
+        directions, rounded = self._plan.directions, self._plan.rounding
+        bits = 0 if rounded is None else rounded.bits
+        return Draw(group.name, step, query, keep, directions.rng, directions.distribution, bits, rounding)
 
     def _generator_accesses(
         self, group: ParameterGroup, query: int, step: int
@@ -256,7 +261,7 @@ class Directions:
         """
         directions, total = self._plan.directions, group.num_trainable
         if keep == "none":
-            return passing_work(total, directions, self._rank.direction_format)
+            return passing_work(total, directions, self._rank.draw_format)
         if directions.rng == "counter":
             return self._counted_work(group, keep, is_scaled=is_scaled)
         is_cut = self._rank.distribution.is_drawn_alone and total >= (
@@ -265,10 +270,11 @@ class Directions:
         num_rows, made, skipped = self._rows_of(total) if keep == "rows" else (0, total, 0)
         return draw_work(
             made,
-            dtype=self._rank.direction_format,
+            dtype=self._rank.draw_format,
             distribution=self._rank.distribution.draw_class,
             num_tensors=group.num_trainable_tensors,
             num_skipped=skipped,
+            num_rounded=self._rank.num_rounded(made),
             num_kept_rows=num_rows,
             is_shared=is_cut,
             is_scaled=is_scaled,
@@ -285,10 +291,11 @@ class Directions:
             num_kernels, num_blocks, made, skipped = self._counted_rows(total, length)
         return draw_work(
             made,
-            dtype=self._rank.direction_format,
+            dtype=self._rank.draw_format,
             distribution=self._rank.distribution.draw_class,
             num_tensors=num_kernels,
             num_skipped=skipped,
+            num_rounded=self._rank.num_rounded(made),
             is_shared=distribution.is_drawn_alone and keep == "all" and total > COUNTER_BLOCK_ELEMENTS,
             is_scaled=is_scaled,
             num_seeds=round(num_blocks),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from costmodel.forward import forward_work, shared_activation_bytes
+from costmodel.low_bits import coded_forward_work
 from costmodel.model_spec import EMBED, HEAD
 from costmodel.sweeps import copy_work
 from costmodel.work import Work
@@ -42,7 +43,7 @@ class Forwards:
         self._points = points
         self._cuts = cuts
         self._losses = losses
-        self._works: dict[str, Work] = {}
+        self._works: dict[tuple[str, bool], Work] = {}
 
     def buffers(self) -> Iterator[Buffer]:
         """Yield those of hidden states, of what all blocks read, and of the batch."""
@@ -102,16 +103,38 @@ class Forwards:
             previous = rank.model.segments[rank.model.segments.index(segment) - 1]
             reads.append(rank.hidden(point, previous))
         left = self._losses.left_by_head(point) if segment == HEAD else rank.hidden(point, segment)
-        op = Forward(segment, point, tuple(group.name for group in gathered))
-        name, work = f"{segment}/forward[{point}]", self._work(segment)
+        beside = [
+            group.name
+            for group in rank.model.groups_of(segment)
+            if point.is_perturbed and rank.is_beside(group)
+        ]
+        op = Forward(segment, point, tuple(group.name for group in gathered), tuple(beside))
+        name, work = f"{segment}/forward[{point}]", self._work(segment, is_beside=bool(beside))
         self._listing.emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), (left,), work)
         self._cuts.after(segment, point)
 
-    def _work(self, segment: str) -> Work:
-        """Return the work of forwarding `segment` at any point."""
-        if segment not in self._works:
-            self._works[segment] = self._counted(segment)
-        return self._works[segment]
+    def _work(self, segment: str, *, is_beside: bool) -> Work:
+        """Return the work of forwarding `segment` at any point, or of one whose direction is added in products."""
+        key = segment, is_beside
+        if key not in self._works:
+            self._works[key] = self._coded(self._counted(segment), segment, is_beside=is_beside)
+        return self._works[key]
+
+    def _coded(self, work: Work, segment: str, *, is_beside: bool) -> Work:
+        """Return `work` where the segment's linear layers are codes."""
+        plan, groups = self._plan, self._rank.model.groups_of(segment)
+        linears = [one for group in groups for one in (*group.linears, *group.frozen_linears)]
+        if plan.coding is None or not linears:
+            return work
+        low_bits = plan.low_bits
+        return coded_forward_work(
+            work,
+            linears,
+            plan.coding,
+            kernel=low_bits.product,
+            are_inputs_coded=low_bits.activations != "none",
+            is_beside=is_beside,
+        )
 
     def _counted(self, segment: str) -> Work:
         plan = self._plan

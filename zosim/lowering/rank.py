@@ -100,13 +100,25 @@ class Rank:
         return tuple(group for group in self.model.groups_of(segment) if group.num_trainable)
 
     def perturbed_whole(self, segment: str) -> tuple[ParameterGroup, ...]:
-        """Return those of them that are perturbed as a whole, and not by the rows that the batch names."""
-        return tuple(group for group in self.trainable(segment) if not self.gathers(group, segment))
+        """Return those of them that are perturbed as a whole: not by the rows that the batch names, nor within products."""
+        return tuple(
+            group
+            for group in self.trainable(segment)
+            if not (self.gathers(group, segment) or self.is_beside(group))
+        )
 
     def gathers(self, group: ParameterGroup, segment: str) -> bool:
         """Whether `segment` reads `group` through gathered rows, because a later segment needs it unperturbed."""
         readers = self.readers(group)
         return not self.is_swept and group.num_trainable > 0 and len(readers) > 1 and segment == readers[0]
+
+    def is_coded(self, group: ParameterGroup) -> bool:
+        """Whether linear layers of `group` are kept as codes."""
+        return self.plan.coding is not None and bool(group.linears or group.frozen_linears)
+
+    def is_beside(self, group: ParameterGroup) -> bool:
+        """Whether `group` stays as it is at every point, and forwards add its direction in their products."""
+        return self.plan.coding is not None and bool(group.linears)
 
     # -- what several axes look at -----------------------------------------------------------------------------
 
@@ -125,9 +137,18 @@ class Rank:
         return DISTRIBUTIONS[self.plan.directions.distribution]
 
     @property
-    def direction_format(self) -> DType:
-        """Format that directions are drawn and kept in: that of the weights that they are added to."""
-        return self.plan.weights.dtype
+    def direction_format(self) -> str:
+        """Format that directions are kept in: that of the weights that they are added to, or a byte for a code."""
+        return self.plan.weights.dtype if self.plan.rounding is None else "int8"
+
+    @property
+    def draw_format(self) -> DType:
+        """Format that directions are drawn in."""
+        return self.plan.weights.dtype if self.plan.rounding is None else "float32"
+
+    def num_rounded(self, num_elements: int) -> int:
+        """Return how many of the elements of a direction are rounded: signs never are."""
+        return 0 if self.plan.rounding is None or self.distribution.is_sign else num_elements
 
     def hidden(self, point: Point, segment: str) -> Access:
         """Return the access to the hidden state that `segment` leaves at `point`."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from costmodel.model_spec import ParameterGroup, block_index
+from costmodel.low_bits import Linear
+from costmodel.model_spec import EMBED, ParameterGroup, block_index
 from costmodel.sweeps import cast_work, copy_work
 from costmodel.work import Work
 from zosim.contents import FREED, UNSET, FrozenWeights, GroupWeights
 from zosim.instructions import Access, Buffer, Space, Stream
-from zosim.lowering.buckets import ALIGNMENT_BYTES, bucket_bytes
+from zosim.lowering.buckets import ALIGNMENT_BYTES, bucket_bytes, coded_bucket_bytes
 from zosim.lowering.listing import Listing
 from zosim.lowering.rank import Rank, is_edge
 from zosim.operations import Allocate, Cast, Collective, Copy, Free
 from zosim.points import BASE, Point
+
+CODED = "uint8"
+"""Format of buffers that hold codes beside other parameters: bytes."""
 
 
 class Homes:
@@ -50,12 +54,21 @@ class Homes:
         key = group.name, dtype
         if key not in self._buckets:
             num_frozen = group.num_parameters - group.num_trainable
-            frozen = bucket_bytes(num_frozen, group.num_tensors - group.num_trainable_tensors, dtype)
-            trainable = bucket_bytes(group.num_trainable, group.num_trainable_tensors, dtype)
+            num_frozen_tensors = group.num_tensors - group.num_trainable_tensors
+            frozen = self._part_bytes(num_frozen, num_frozen_tensors, group.frozen_linears, dtype)
+            trainable = self._part_bytes(
+                group.num_trainable, group.num_trainable_tensors, group.linears, dtype
+            )
             # With room for equal, aligned shares, where the group is shared out.
             unit = ALIGNMENT_BYTES * (self._num_shares if self.is_offloaded(group) else 1)
             self._buckets[key] = -(-frozen // unit) * unit, -(-trainable // unit) * unit
         return self._buckets[key]
+
+    def _part_bytes(self, num_elements: int, num_tensors: int, linears: Sequence[Linear], dtype: str) -> int:
+        coding = self._plan.coding
+        if coding is None or not linears:
+            return bucket_bytes(num_elements, num_tensors, dtype)
+        return coded_bucket_bytes(num_elements, num_tensors, linears, coding)
 
     # -- places ------------------------------------------------------------------------------------------------
 
@@ -156,9 +169,11 @@ class Homes:
             dtype = plan.transfer_dtype if offloaded else plan.weights.dtype
             space, shared = (Space.HOST, bool(self.share_group)) if offloaded else (Space.DEVICE, False)
             size = self._group_bytes(group, dtype)
-            yield Buffer(self.home(group), space, size, "weights", dtype, shared=shared)
+            kept_in = CODED if self._rank.is_coded(group) else dtype
+            yield Buffer(self.home(group), space, size, "weights", kept_in, shared=shared)
         for name, size in self._slot_sizes.items():
-            yield Buffer(name, Space.DEVICE, size, "slots", plan.weights.dtype)
+            has_codes = plan.coding is not None and name != self.slot(EMBED)
+            yield Buffer(name, Space.DEVICE, size, "slots", CODED if has_codes else plan.weights.dtype)
         if plan.is_transfer_lossy:
             for name, size in self._largest(self.staging, plan.transfer_dtype).items():
                 yield Buffer(name, Space.DEVICE, size, "staging", plan.transfer_dtype)

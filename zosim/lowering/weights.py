@@ -11,8 +11,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from costmodel.formats import FORMATS
+from costmodel.low_bits import coded_update_work
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import perturb_work, update_work
+from costmodel.work import Work
 from zosim.contents import GroupWeights, is_scaled
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.directions import Directions
@@ -114,20 +116,26 @@ class Points:
     def weights(self, group: ParameterGroup, segment: str, point: Point) -> tuple[Access, ...]:
         """Return what a forward of `segment` at `point` reads of `group`."""
         place = self._homes.place(group, segment)
+        if point.is_perturbed and self._rank.is_beside(group):
+            return (*self._homes.weights(group, place, 0), self._directions.drawn(group, point.query))
         if not (self.are_copies and point.is_perturbed and group.num_trainable):
             return self._homes.weights(group, place, 0, point)
         return (*self._homes.frozen(group, place), self._copies[group.name, point])
 
     def leaves_changed(self, segment: str) -> bool:
         """Whether a visit of a step leaves parameters of `segment` in other bits than they came in."""
-        perturbed = self._rank.perturbed_whole(segment)
-        return any(self._rank.is_delayed(group) or not self.are_copies for group in perturbed)
+        stays = self.are_copies
+        return any(
+            self._rank.is_delayed(group) or not (stays or self._rank.is_beside(group))
+            for group in self._rank.trainable(segment)
+            if not self._rank.gathers(group, segment)
+        )
 
     def _perturb_one(
         self, group: ParameterGroup, segment: str, query: int, leap: Leap, read: Access, left: Access
     ) -> None:
         direction = self._directions.drawn(group, query)
-        is_fused = self._rank.distribution.is_sign or is_scaled(direction.what)
+        is_fused = self._is_sign or is_scaled(direction.what)
         label, at = ("perturb", str(leap.point)) if leap.point.is_perturbed else ("restore", f"q{query}")
         self._listing.emit(
             f"{group.name}/{label}[{at}]",
@@ -140,9 +148,15 @@ class Points:
             perturb_work(
                 group.num_trainable,
                 dtype=self._plan.weights.dtype,
+                direction_dtype=self._rank.direction_format,
                 arithmetic="fused" if is_fused else "pieces",
             ),
         )
+
+    @property
+    def _is_sign(self) -> bool:
+        """Whether all elements of a direction are 1 or -1 as it is kept."""
+        return self._rank.distribution.is_sign and self._plan.rounding is None
 
     # -- copies ------------------------------------------------------------------------------------------------
 
@@ -198,8 +212,9 @@ class Points:
             ]
             if sizes:
                 yield Buffer(f"copy.{number}", Space.DEVICE, max(sizes), "copies", dtype)
-        most = SIGN_SCRATCH_ELEMENTS if self._rank.distribution.is_sign else SCRATCH_ELEMENTS
-        largest = max(map(self._directions.direction_bytes, self._rank.groups), default=0)
+        most = SIGN_SCRATCH_ELEMENTS if self._is_sign else SCRATCH_ELEMENTS
+        widen = FORMATS[dtype].element_bytes // FORMATS[self._rank.direction_format].element_bytes
+        largest = widen * max(map(self._directions.direction_bytes, self._rank.groups), default=0)
         if scratch := min(largest, FORMATS[dtype].bytes(most)):
             yield Buffer("scratch", Space.DEVICE, scratch, "scratch", dtype)
 
@@ -209,8 +224,13 @@ class Points:
         """Write the update of `group` with the projected gradients of `step`, one query after the other."""
         num_queries = self._plan.estimator.num_queries
         place = self._homes.place(group, segment)
+        rounded, estimator = self._plan.rounding, self._plan.low_bits.estimator
+        rounding = int(rounded is not None and estimator == "q-rge2")
+        divisor = 1.0 if rounded is None else rounded.divisor(estimator)
         for query in range(num_queries):
-            direction = self._directions.draw(group, query, step=step, segment=segment, suffix=":update")
+            direction = self._directions.draw(
+                group, query, step=step, segment=segment, rounding=rounding, suffix=":update"
+            )
             is_last = query == num_queries - 1
             before = GroupWeights(group.name, updated_to=query - 1 if query else None)
             after = GroupWeights(group.name, updated_to=None if is_last else query)
@@ -218,17 +238,27 @@ class Points:
             left = self._homes.trainable(group, place, step + is_last, after)
             self._listing.emit(
                 f"{group.name}/update[q{query}]",
-                Update(group.name, step, query),
+                Update(group.name, step, query, divisor),
                 self._stream,
                 "update",
                 segment,
                 (read, direction, self._losses.gradient(query, step)),
                 (left,),
-                update_work(
-                    group.num_trainable,
-                    dtype=self._plan.weights.dtype,
-                    num_tensors=group.num_trainable_tensors,
-                    arithmetic="fused" if self._rank.distribution.is_sign else "pieces",
-                    is_watched=self._plan.loses_updates,
-                ),
+                self._update_work(group),
             )
+
+    def _update_work(self, group: ParameterGroup) -> Work:
+        coding = self._plan.coding
+        num_coded = sum(outputs * inputs for outputs, inputs in group.linears) if coding else 0
+        plain = update_work(
+            group.num_trainable - num_coded,
+            dtype=self._plan.weights.dtype,
+            direction_dtype=self._rank.direction_format,
+            num_tensors=group.num_trainable_tensors,
+            arithmetic="fused" if self._is_sign else "pieces",
+            is_watched=self._plan.loses_updates,
+        )
+        if coding is None or not num_coded:
+            return plain
+        coded = coded_update_work(group.linears, coding)
+        return plain + coded.model_copy(update={"dtype": plain.dtype})

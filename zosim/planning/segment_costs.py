@@ -17,6 +17,7 @@ from zosim.engines.shortening import are_alike, shortened
 from zosim.hardware.machine import Machine
 from zosim.instructions import Stream
 from zosim.lowering.directions import passing_work
+from zosim.lowering.rank import Rank
 from zosim.lowering.schedule import StepWriter
 from zosim.planning.cuts import Cutting
 from zosim.plans import INSIDE, Mesh, Plan, last_before
@@ -159,7 +160,7 @@ def _compute_seconds(plan: Plan, machine: Machine) -> tuple[dict[str, float], di
 
 def _walk_s(num_trainable: int, site: Site) -> float:
     """Return the seconds in which a generator passes over so many numbers, for every query."""
-    work = passing_work(num_trainable, site.plan.directions, site.plan.weights.dtype)
+    work = passing_work(num_trainable, site.plan.directions, Rank(site.plan).draw_format)
     if not work.num_skipped:
         return 0.0
     return site.plan.estimator.num_queries * estimate(work, site.machines[0].profile).seconds

@@ -141,7 +141,7 @@ def _part(plan: Plan, rank: int) -> Hashable:
         plan.placement.world_size,
         stage,
         plan.num_shares,
-        repr((residency, plan.schedule, plan.directions, plan.weights, plan.forward)),
+        repr((residency, plan.schedule, plan.directions, plan.weights, plan.low_bits, plan.forward)),
     )
 
 

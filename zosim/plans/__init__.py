@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ValidationError, model_validator
 
 from costmodel.formats import FORMATS, DType
+from costmodel.low_bits import Coding
 from costmodel.model_spec import ModelSpec
+from costmodel.roundings import RoundedDirection
 from topology.errors import PlanError
 from topology.limits import Extent
 from topology.validation import raise_readable
@@ -23,6 +25,7 @@ from zosim.plans.axis import Axis, Conflict
 from zosim.plans.directions import Directions
 from zosim.plans.estimator import Estimator
 from zosim.plans.forward import ForwardPass
+from zosim.plans.low_bits import LowBits
 from zosim.plans.mesh import Coordinates, Mesh
 from zosim.plans.placement import Placement
 from zosim.plans.residency import Residency, TransferDType
@@ -43,6 +46,7 @@ __all__ = [
     "Directions",
     "Estimator",
     "ForwardPass",
+    "LowBits",
     "Mesh",
     "Placement",
     "Plan",
@@ -90,6 +94,7 @@ class Plan(Axis):
     residency: Residency = Residency()
     schedule: Schedule = Schedule()
     weights: Weights = Weights()
+    low_bits: LowBits = LowBits()
     directions: Directions = Directions()
     forward: ForwardPass = ForwardPass()
 
@@ -148,6 +153,16 @@ class Plan(Axis):
     def is_transfer_lossy(self) -> bool:
         """Whether offloaded blocks are kept in another format than the weights."""
         return self.transfer_dtype != self.weights.dtype
+
+    @property
+    def coding(self) -> Coding | None:
+        """How the linear layers of blocks are kept; None where they are kept as all other parameters."""
+        return self.low_bits.coding(self)
+
+    @property
+    def rounding(self) -> RoundedDirection | None:
+        """How directions are rounded; None where they are not."""
+        return self.low_bits.rounding(self)
 
     @property
     def loses_updates(self) -> bool:

@@ -1,0 +1,194 @@
+"""Weights in few bits: which values a code can stand for, what shares a scale, and what memory the two take.
+
+Nothing here has a tensor; :mod:`executors.low_bits` rounds, packs and multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from costmodel.formats import FORMATS
+from costmodel.work import Work
+from topology.errors import PlanError
+
+CodeFormat = Literal[
+    "int8", "int7", "int6", "int5", "int4", "int3", "int2", "float8_e4m3", "float8_e5m2", "float4_e2m1"
+]
+"""Formats that weights can be kept in besides those that are computed in."""
+
+ScaleScope = Literal["tensor", "channel", "group"]
+"""What shares a scale: a matrix, an output channel of it, or some neighbouring inputs of an output channel."""
+
+Linear = tuple[int, int]
+"""Outputs and inputs of a linear layer."""
+
+_CONTAINERS = (2, 4, 8)
+"""Bits that a code takes in memory: a byte holds one, two or four."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How the weights of linear layers are kept: as codes, and scales that they are multiplied by.
+
+    Attributes
+    ----------
+    format : str
+        Of the codes.
+    scales : str
+        What shares a scale.
+    group_elements : int
+        Neighbouring inputs that share one, where `scales` is ``"group"``.
+    has_zero_point : bool
+        Whether codes count from a number of their own, so that the grid spans the least and the largest weight;
+        else it is symmetric, and 0 is code 0.
+    dtype : str
+        Format of the scales, and of parameters beside them that are no matrices.
+
+    Examples
+    --------
+    >>> int4 = Coding("int4", "group", group_elements=128, dtype="bfloat16")
+    >>> int4.code_bytes((768, 3072)), int4.scale_bytes((768, 3072))
+    (1179648, 36864)
+    """
+
+    format: CodeFormat
+    scales: ScaleScope = "channel"
+    group_elements: int = 128
+    has_zero_point: bool = False
+    dtype: str = "float32"
+
+    @property
+    def container_bits(self) -> int:
+        """Bits that a code takes in memory."""
+        return next(bits for bits in _CONTAINERS if bits >= FORMATS[self.format].bits)
+
+    def num_scales(self, linear: Linear) -> int:
+        """Return the scales of a weight."""
+        outputs, inputs = linear
+        return {"tensor": 1, "channel": outputs, "group": outputs * (inputs // self.group_elements)}[
+            self.scales
+        ]
+
+    def code_bytes(self, linear: Linear) -> int:
+        """Return the bytes of a weight's codes; every output channel begins with a byte of its own."""
+        outputs, inputs = linear
+        return outputs * -(-inputs * self.container_bits // 8)
+
+    def scale_bytes(self, linear: Linear) -> int:
+        """Return the bytes of a weight's scales."""
+        return FORMATS[self.dtype].bytes(self.num_scales(linear))
+
+    def zero_bytes(self, linear: Linear) -> int:
+        """Return the bytes of a weight's zero points, one for each scale."""
+        return self.num_scales(linear) if self.has_zero_point else 0
+
+    @property
+    def num_pieces(self) -> int:
+        """Stretches of memory that a weight takes: codes, scales, and zero points where there are any."""
+        return 3 if self.has_zero_point else 2
+
+    def size_bytes(self, linears: Iterable[Linear]) -> int:
+        """Return the bytes of some weights."""
+        return sum(self.code_bytes(one) + self.scale_bytes(one) + self.zero_bytes(one) for one in linears)
+
+    def check(self, linears: Iterable[Linear]) -> None:
+        """Refuse weights that have no whole number of groups.
+
+        Raises
+        ------
+        PlanError
+        """
+        for outputs, inputs in linears:
+            if self.scales == "group" and inputs % self.group_elements:
+                divisors = [size for size in (128, 64, 32, 16, 8) if inputs % size == 0]
+                raise PlanError(
+                    f"groups of {self.group_elements} do not divide the {inputs} inputs of a linear layer "
+                    f"with {outputs} outputs",
+                    hint=f"use --weight-group {divisors[0]}, or --weight-scales channel"
+                    if divisors
+                    else "use --weight-scales channel",
+                )
+
+
+def coded_forward_work(
+    work: Work,
+    linears: Sequence[Linear],
+    coding: Coding,
+    *,
+    kernel: str,
+    are_inputs_coded: bool,
+    is_beside: bool,
+) -> Work:
+    """Return the work of a segment's forward whose linear layers are codes, from that with plain weights.
+
+    Parameters
+    ----------
+    work : Work
+        Of the forward with plain weights, with a product for each linear layer.
+    linears : sequence of (int, int)
+        Those that are codes.
+    coding : Coding
+    kernel : {"int_mm", "dequantise"}
+    are_inputs_coded : bool
+        Whether inputs are rounded to int8 before they are multiplied.
+    is_beside : bool
+        Whether a direction of one byte an element is added.
+
+    Notes
+    -----
+    ``dequantise`` makes one weight at a time of its codes, a temporary; codes that share a byte are parted before. Under
+    ``int_mm`` weight and direction are products of their own, of integers, whose sums are scaled in one pass each.
+    """
+    plain, products = list(work.matmuls), []
+    sweep_bytes = elementwise_bytes = num_kernels = largest = 0
+    width = FORMATS[work.dtype].element_bytes
+    for outputs, inputs in linears:
+        product = next((part for part in plain if (part.n, part.k) == (outputs, inputs)), None)
+        if product is None:
+            continue
+        plain.remove(product)
+        rows, elements = product.m, outputs * inputs
+        is_parted = coding.container_bits < 8
+        parting = coding.code_bytes((outputs, inputs)) + elements if is_parted else 0
+        sweep_bytes += parting
+        num_kernels += 4 * is_parted
+        temporaries = elements if is_parted else 0
+        if are_inputs_coded:
+            elementwise_bytes += rows * inputs * (4 * width + 1)
+            num_kernels += 5
+            temporaries += rows * inputs * (width + 1)
+        if kernel == "int_mm":
+            times = 1 + is_beside
+            products.append(product.model_copy(update={"num": product.num * times, "format": "int8"}))
+            elementwise_bytes += times * rows * outputs * (4 + 2 * width)
+            num_kernels += 3 * times
+            temporaries += rows * outputs * (4 + 2 * width)
+        else:
+            products.append(product)
+            sweep_bytes += elements * (1 + width + (1 + 2 * width if is_beside else 0))
+            num_kernels += 1 + is_beside
+            temporaries += elements * width
+        largest = max(largest, temporaries)
+    return work.model_copy(
+        update={
+            "matmuls": (*plain, *products),
+            "sweep_bytes": work.sweep_bytes + sweep_bytes,
+            "elementwise_bytes": work.elementwise_bytes + elementwise_bytes,
+            "num_kernels": work.num_kernels + num_kernels,
+            "workspace_bytes": work.workspace_bytes + largest,
+        }
+    )
+
+
+def coded_update_work(linears: Sequence[Linear], coding: Coding) -> Work:
+    """Return the work of moving codes along a direction, rounded at random: in pieces, whose temporaries stay near."""
+    elements = sum(outputs * inputs for outputs, inputs in linears)
+    return Work(
+        dtype="float32",
+        sweep_bytes=2 * sum(map(coding.code_bytes, linears)) + elements,
+        scratch_bytes=8 * 4 * elements,
+        num_rounded=elements,
+        num_kernels=10 * len(linears),
+    )

@@ -1,0 +1,218 @@
+"""Weights, directions and activations in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from costmodel.formats import FORMATS
+from costmodel.low_bits import CodeFormat, Coding, ScaleScope
+from costmodel.roundings import EstimatorName, RoundedDirection
+from topology.errors import PlanError
+from zosim.plans.axis import Axis, Conflict
+from zosim.plans.setting import Setting
+
+if TYPE_CHECKING:
+    from zosim.plans import Plan
+
+KernelName = Literal["int_mm", "dequantise"]
+"""What multiplies activations by codes: torch's product of int8 matrices, or a product with the weights made of the codes."""
+
+
+class LowBits(Axis):
+    """Blocks whose linear layers are kept as codes of few bits, and trained there (QuZO).
+
+    Embedding, norms, biases and head stay in :attr:`Weights.dtype`, as do scales. The codes are never moved to an evaluation
+    point: forwards read them and the direction, and add ``ε·x·Ûᵀ`` to ``x·Wᵀ``, or multiply by ``W + ε·Û``. Updates are
+    rounded at random onto the grid.
+
+    Attributes
+    ----------
+    weights : str
+        Format of the codes; ``"none"`` for linear layers that are kept as all others.
+    scales : str
+        What shares a scale.
+    group_elements : int
+        Neighbouring inputs that share one, under ``scales="group"``.
+    zero_point : bool
+        Whether the grid spans the least and the largest weight, not as much on both sides of 0.
+    direction_bits : int
+        Bits that directions of all parameters are rounded to, at random, each in a byte.
+    estimator : str
+        What a projected gradient along the rounded direction ``û₁`` is multiplied by: ``"q-rge1"`` by ``û₁``, ``"q-rge2"``
+        by another rounding ``û₂`` of the same direction, ``"normalised"`` by ``û₁`` over its second moment.
+    activations : str
+        Format of the inputs of coded linear layers: ``"none"``, or int8 with a scale for each token or one for all, as
+        large as the inputs of each product make it.
+    kernel : str or None
+        What multiplies, :attr:`product`; None for ``"int_mm"`` where activations are int8, else ``"dequantise"``.
+    fallback : bool
+        Whether a run may dequantise where the device has no such kernel.
+    """
+
+    weights: Annotated[
+        Literal["none", CodeFormat],
+        Setting(
+            "--weight-format", "Codes that the blocks' linear layers are kept and trained in.", "numbers"
+        ),
+    ] = "none"
+    scales: Annotated[
+        ScaleScope,
+        Setting(
+            "--weight-scales", "What shares a scale of such codes.", "numbers", recorded_as="weight_scales"
+        ),
+    ] = "channel"
+    group_elements: Annotated[
+        int,
+        Field(ge=8, le=1 << 16, multiple_of=8),
+        Setting(
+            "--weight-group",
+            "Inputs that share one, under --weight-scales group.",
+            "numbers",
+            recorded_as="weight_group",
+        ),
+    ] = 128
+    zero_point: Annotated[
+        bool, Setting("--zero-point", "Let codes span the least and the largest weight.", "numbers")
+    ] = False
+    direction_bits: Annotated[
+        int,
+        Field(ge=2, le=8),
+        Setting(
+            "--direction-bits", "Bits that directions are rounded to where weights are codes.", "numbers"
+        ),
+    ] = 8
+    estimator: Annotated[
+        EstimatorName,
+        Setting(
+            "--estimator", "What the projected gradient along a rounded direction multiplies.", "numbers"
+        ),
+    ] = "normalised"
+    activations: Annotated[
+        Literal["none", "int8-token", "int8-tensor"],
+        Setting(
+            "--activation-format",
+            "Format of the inputs of coded linear layers.",
+            "numbers",
+            recorded_as="activation_format",
+        ),
+    ] = "none"
+    kernel: Annotated[
+        KernelName | None,
+        Setting(
+            "--kernel",
+            "What multiplies by codes.",
+            "numbers",
+            usual="int_mm where activations are int8, else dequantise",
+        ),
+    ] = None
+    fallback: Annotated[
+        bool,
+        Setting(
+            "--kernel-fallback",
+            "Dequantise where the device lacks the kernel.",
+            "numbers",
+            recorded_as="kernel_fallback",
+        ),
+    ] = False
+
+    @property
+    def are_codes(self) -> bool:
+        """Whether linear layers are kept as codes."""
+        return self.weights != "none"
+
+    @property
+    def product(self) -> KernelName:
+        """What multiplies activations by codes."""
+        return self.kernel or ("dequantise" if self.activations == "none" else "int_mm")
+
+    def words(self, plan: Plan) -> Iterator[str]:
+        """Yield the formats and the kernel."""
+        if not self.are_codes:
+            return
+        scale = f"group of {self.group_elements}" if self.scales == "group" else self.scales
+        yield f"{self.weights} linears (a scale per {scale}), the rest {plan.weights.dtype}"
+        yield f"{self.direction_bits}-bit directions, {self.estimator}"
+        activations = (
+            "" if self.activations == "none" else f" of {self.activations.replace('-', ' per ')} inputs"
+        )
+        yield f"{self.product}{activations}"
+
+    def conflicts(self, plan: Plan) -> Iterator[Conflict]:
+        """Yield what codes do not do."""
+        if not self.are_codes:
+            stated = self.model_dump(exclude_defaults=True)
+            if stated:
+                yield (
+                    f"{', '.join(stated)} without coded weights",
+                    f"name their format: --weight-format {CodeFormat.__args__[0]}",  # type: ignore[attr-defined]
+                )
+            return
+        yield from self._conflicts_of_model(plan)
+        yield from self._conflicts_of_kernel()
+        if plan.schedule.traversal == "sweep":
+            yield (
+                "traversal=sweep forgets a direction before the forward that adds it to coded weights",
+                "use traversal=blockwise",
+            )
+        if plan.directions.kept and self.estimator == "q-rge2":
+            yield (
+                "q-rge2 rounds a direction anew for its update, which kept directions are not",
+                "drop --keep-directions",
+            )
+        if plan.weights.perturbation == "copies":
+            yield "weights=copies, but coded weights are read where they lie", "use weights=serial"
+        if plan.residency.transfer_dtype is not None:
+            yield (
+                f"transfer_dtype={plan.residency.transfer_dtype}, but codes cross the bus as they are",
+                "leave it out",
+            )
+
+    def _conflicts_of_model(self, plan: Plan) -> Iterator[Conflict]:
+        linears = [one for group in plan.model.groups for one in (*group.linears, *group.frozen_linears)]
+        if not linears:
+            yield f"{plan.model.name} states no linear layers that could be coded", "read the model again"
+        if plan.model.fused_qkv:
+            yield (
+                f"{plan.model.name} keeps linear layers transposed, which are not coded",
+                "use another family",
+            )
+        assert plan.coding is not None
+        try:
+            plan.coding.check(linears)
+        except PlanError as error:
+            yield error.message, error.hint or ""
+
+    def _conflicts_of_kernel(self) -> Iterator[Conflict]:
+        is_float = FORMATS[self.weights].is_float
+        if is_float and self.zero_point:
+            yield (
+                f"zero_point with {self.weights}, whose codes have a sign of their own",
+                "use it with integers",
+            )
+        if self.product != "int_mm":
+            return
+        if is_float:
+            yield f"kernel=int_mm multiplies integers, not {self.weights}", "use --kernel dequantise"
+        if self.activations == "none":
+            yield (
+                "kernel=int_mm multiplies int8 activations, but activations=none",
+                "use --activation-format int8-token",
+            )
+        if self.scales == "group" or self.zero_point:
+            yield (
+                "kernel=int_mm multiplies whole rows of symmetric codes",
+                "use --weight-scales channel without --zero-point, or --kernel dequantise",
+            )
+
+    def coding(self, plan: Plan) -> Coding | None:
+        """Return how linear layers are kept; None where they are no codes."""
+        if self.weights == "none":
+            return None
+        return Coding(self.weights, self.scales, self.group_elements, self.zero_point, plan.weights.dtype)
+
+    def rounding(self, plan: Plan) -> RoundedDirection | None:
+        """Return how directions are rounded; None where they are not."""
+        return RoundedDirection(plan.directions.distribution, self.direction_bits) if self.are_codes else None
