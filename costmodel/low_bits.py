@@ -1,6 +1,6 @@
 """Weights in few bits: which values a code can stand for, what shares a scale, and what memory the two take.
 
-Nothing here has a tensor; :mod:`executors.low_bits` rounds, packs and multiplies.
+Nothing here has a tensor: executors round, pack and multiply.
 """
 
 from __future__ import annotations

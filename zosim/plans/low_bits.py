@@ -55,7 +55,10 @@ class LowBits(Axis):
     weights: Annotated[
         Literal["none", CodeFormat],
         Setting(
-            "--weight-format", "Codes that the blocks' linear layers are kept and trained in.", "numbers"
+            "--weight-format",
+            "Codes that the blocks' linear layers are kept and trained in.",
+            "numbers",
+            recorded_as="weight_format",
         ),
     ] = "none"
     scales: Annotated[
