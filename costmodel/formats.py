@@ -84,10 +84,9 @@ FORMATS: dict[str, Format] = {
         Format("float8_e4m3", 8, smallest_normal=2.0**-6, peak="fp8", aliases=("fp8",)),
         Format("float8_e5m2", 8, smallest_normal=2.0**-14, peak="fp8"),
         Format("float4_e2m1", 4, smallest_normal=1.0, aliases=("fp4",)),
-        *(
-            Format(f"int{bits}", bits, is_float=False, peak={8: "int8", 4: "int4"}.get(bits))
-            for bits in range(8, 1, -1)
-        ),
+        Format("int8", 8, is_float=False, peak="int8"),
+        Format("int4", 4, is_float=False, peak="int4"),
+        *(Format(f"int{bits}", bits, is_float=False) for bits in (7, 6, 5, 3, 2)),
         Format("int64", 64, is_float=False),
         Format("uint8", 8, is_float=False),
     )
