@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Literal
 
 from pydantic import PlainSerializer, PlainValidator
@@ -67,6 +67,7 @@ def parse_point(text: str) -> Point:
     raise ValueError(f"{text!r} is no evaluation point, as q0+, q0-, q1+ and base are")
 
 
+@lru_cache(maxsize=64)
 def points_of_step(num_queries: int, difference: Difference) -> tuple[Point, ...]:
     """Return the points of one step, in the order in which a segment visits them."""
     if difference == "central":

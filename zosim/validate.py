@@ -18,14 +18,15 @@ What several ranks do to each other is the business of :mod:`zosim.validate_set`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from topology.errors import Hazard, ProgramError
-from zosim.instructions import Access, Instruction
+from zosim.instructions import Access, Instruction, Stream
 from zosim.operations import Allocate, Collective, Free
 from zosim.order import HappensBefore
 from zosim.program import Program
+from zosim.ranges import Ranges
 from zosim.unrolling import Placed
 
 NUM_UNROLLED_STEPS = 3
@@ -95,12 +96,23 @@ def _check_range(program: Program, where: str, access: Access) -> None:
 
 
 @dataclass
-class _Contents:
-    """Bytes of a buffer with what is in them, who wrote it (None: there at the start) and who read it."""
+class _Held:
+    """What bytes of a buffer hold, if anything, who wrote it (None: there at the start) and who read it last on each stream."""
 
-    access: Access
-    writer: Placed | None
-    readers: list[Placed] = field(default_factory=list)
+    access: Access | None = None
+    writer: Placed | None = None
+    readers: dict[Stream, Placed] = field(default_factory=dict)
+
+    def copy(self) -> _Held:
+        """Return the same for a part of the bytes."""
+        return _Held(self.access, self.writer, dict(self.readers))
+
+    @property
+    def touched_by(self) -> Iterator[Placed]:
+        """Its writer, then its readers."""
+        if self.writer is not None:
+            yield self.writer
+        yield from self.readers.values()
 
 
 class _State:
@@ -109,14 +121,20 @@ class _State:
     def __init__(self, program: Program, order: HappensBefore) -> None:
         self._program = program
         self._order = order
-        self._held: dict[str, list[_Contents]] = {buffer.name: [] for buffer in program.buffers}
+        self._held = {buffer.name: Ranges(_Held(), _Held.copy) for buffer in program.buffers}
         self._unallocated: set[str] = {
             instruction.op.buffer
             for _, instruction in program.instructions()
             if isinstance(instruction.op, Allocate)
         }
         for access in program.initial:
-            self._held[access.buffer].append(_Contents(access, None))
+            if any(held.access for held in self._over(access)):
+                raise ProgramError(
+                    f"program {program.name}: two of its initial contents are in one place: {access.buffer} from byte "
+                    f"{access.offset_bytes} on",
+                    hint="give every byte one content",
+                )
+            self._put(access, _Held(access))
 
     def run(self, item: Placed) -> None:
         """Apply one instruction."""
@@ -135,8 +153,8 @@ class _State:
         for access in self._program.final:
             wanted = absolute(access, step)
             held = self._covering(wanted)
-            if held is None or not self._satisfies(held.access, wanted):
-                contents = "nothing" if held is None else _show(held.access, step)
+            if not self._satisfies(held.access, wanted):
+                contents = "nothing" if held.access is None else _show(held.access, step)
                 raise Hazard(
                     f"program {self._program.name}: after the flush {access.buffer} must hold "
                     f"{_show(wanted, step)}, but holds {contents}",
@@ -146,26 +164,26 @@ class _State:
     def _read(self, item: Placed, wanted: Access) -> None:
         self._check_allocated(item, wanted)
         held = self._covering(wanted)
-        if held is None or not self._satisfies(held.access, wanted):
+        if not self._satisfies(held.access, wanted):
             raise self._state_hazard(item, wanted, held)
         if held.writer is not None and not self._order.ordered(held.writer.index, item.index):
             raise self._order_hazard(item, held.writer, wanted, "reads it while it is being written by")
-        held.readers.append(item)
+        held.readers[item.instruction.stream] = item
 
     def _write(self, item: Placed, left: Access) -> None:
         self._check_allocated(item, left)
-        kept = []
-        for held in self._held[left.buffer]:
-            if not held.access.overlaps(left):
-                kept.append(held)
-                continue
+        for held in self._over(left):
             self._check_conflicts(item, held, left)
-            kept.extend(_remains(held, left))
-        kept.append(_Contents(left, item))
-        self._held[left.buffer] = kept
+        self._put(left, _Held(left, item))
 
-    def _check_conflicts(self, item: Placed, held: _Contents, left: Access) -> None:
-        for other in (*([held.writer] if held.writer else []), *held.readers):
+    def _over(self, access: Access) -> list[_Held]:
+        return self._held[access.buffer].over(access.offset_bytes, access.end_bytes)
+
+    def _put(self, access: Access, held: _Held) -> None:
+        self._held[access.buffer].put(access.offset_bytes, access.end_bytes, held)
+
+    def _check_conflicts(self, item: Placed, held: _Held, left: Access) -> None:
+        for other in held.touched_by:
             if other.index != item.index and not self._order.ordered(other.index, item.index):
                 by_writer = other is held.writer
                 verb = f"{'writes' if by_writer else 'overwrites'} it while it is {'written' if by_writer else 'read'} by"
@@ -178,21 +196,20 @@ class _State:
                 hint="order it after the buffer's allocate and before its free",
             )
 
-    def _covering(self, wanted: Access) -> _Contents | None:
-        overlapping = [held for held in self._held[wanted.buffer] if held.access.overlaps(wanted)]
-        if len(overlapping) != 1:
-            return None
-        held = overlapping[0].access
-        inside = held.offset_bytes <= wanted.offset_bytes and wanted.end_bytes <= held.end_bytes
-        return overlapping[0] if inside else None
+    def _covering(self, wanted: Access) -> _Held:
+        """Return what all of these bytes hold: nothing where they were not written together."""
+        held = self._over(wanted)
+        return held[0] if len(held) == 1 else _Held()
 
-    def _satisfies(self, held: Access, wanted: Access) -> bool:
+    def _satisfies(self, held: Access | None, wanted: Access) -> bool:
         """Whether what is held is what is wanted; of a shared buffer, other ranks see to the other shares."""
+        if held is None:
+            return False
         is_there = held.share in ("", wanted.share) or self._program.buffer(held.buffer).shared
         return is_there and same_contents(held, wanted)
 
-    def _state_hazard(self, item: Placed, wanted: Access, held: _Contents | None) -> Hazard:
-        if held is None:
+    def _state_hazard(self, item: Placed, wanted: Access, held: _Held) -> Hazard:
+        if held.access is None:
             contents, by = "nothing of the kind", ""
         else:
             contents = _show(held.access, item.step)
@@ -223,19 +240,6 @@ def absolute(access: Access, step: int) -> Access:
 
 def _show(access: Access, step: int) -> str:
     return access.shifted(step).describe()
-
-
-def _remains(held: _Contents, left: Access) -> Iterable[_Contents]:
-    """Yield the pieces of `held` that a write to `left` leaves as they were."""
-    access = held.access
-    if access.offset_bytes < left.offset_bytes:
-        size = left.offset_bytes - access.offset_bytes
-        yield _Contents(replace(access, size_bytes=size), held.writer, list(held.readers))
-    if left.end_bytes < access.end_bytes:
-        size = access.end_bytes - left.end_bytes
-        yield _Contents(
-            replace(access, offset_bytes=left.end_bytes, size_bytes=size), held.writer, list(held.readers)
-        )
 
 
 def name_of(item: Placed) -> str:

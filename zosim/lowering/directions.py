@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from costmodel.formats import FORMATS, DType
 from costmodel.model_spec import EMBED, ParameterGroup
 from costmodel.sweeps import draw_work
 from costmodel.work import Work
-from zosim.contents import Direction, DirectionRows, GeneratorState, is_scaled
+from zosim.contents import Contents, Direction, DirectionRows, GeneratorState, is_scaled
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.buckets import bucket_bytes
 from zosim.lowering.listing import Listing
@@ -28,6 +29,7 @@ from zosim.lowering.rank import Rank, is_edge
 from zosim.operations import Draw
 from zosim.plans import Directions as DirectionsAxis
 from zosim.plans import Plan
+from zosim.ranges import Ranges
 
 Keep = Literal["all", "rows", "none"]
 
@@ -51,7 +53,10 @@ class Directions:
         self._are_kept = rank.plan.directions.kept
         self.walk_order = walk_order(rank.plan)
         self._positions = {group.name: position for position, group in enumerate(self.walk_order)}
-        self._drawn: list[Access] = []
+        self._drawn: dict[tuple[Contents, int | None], Access] = {}
+        self._drawn_in: dict[str, Ranges[Access | None]] = defaultdict(
+            lambda: Ranges(None, lambda access: access)
+        )
         self._walked: dict[int, int] = {}
         self._halves = 0
 
@@ -160,8 +165,8 @@ class Directions:
 
     def drawn(self, group: ParameterGroup, query: int) -> Access:
         """Return where this step's direction of `group` is, which must have been drawn."""
-        wanted = [(Direction(group.name, query, is_scaled), 0) for is_scaled in (False, True)]
-        return next(access for access in self._drawn if (access.what, access.step) in wanted)
+        whole, scaled = (Direction(group.name, query, is_scaled) for is_scaled in (False, True))
+        return self._drawn.get((whole, 0)) or self._drawn[scaled, 0]
 
     def draw(
         self,
@@ -192,9 +197,8 @@ class Directions:
             target = replace(target, what=Direction(group.name, query, rounding=rounding))
         if self._are_kept and step < 0:
             return target
-        for access in self._drawn:
-            if (access.what, access.step) == (target.what, target.step):
-                return access
+        if (target.what, target.step) in self._drawn:
+            return self._drawn[target.what, target.step]
         reads, writes = self._generator_accesses(group, query, step)
         self._listing.emit(
             f"{group.name}/draw[q{query}{'@t-1' if step else ''}]{suffix}",
@@ -206,9 +210,17 @@ class Directions:
             (target, *writes),
             self._work(group, keep, is_again=not writes, is_scaled=is_scaled(target.what)),
         )
-        self._drawn = [access for access in self._drawn if not access.overlaps(target)]
-        self._drawn.append(target)
+        self._remember(target)
         return target
+
+    def _remember(self, target: Access) -> None:
+        """Note that a direction is there, and that what shared bytes with it no longer is."""
+        places = self._drawn_in[target.buffer]
+        for access in places.over(target.offset_bytes, target.end_bytes):
+            if access is not None and self._drawn.get((access.what, access.step)) is access:
+                del self._drawn[access.what, access.step]
+        places.put(target.offset_bytes, target.end_bytes, target)
+        self._drawn[target.what, target.step] = target
 
     @property
     def _can_scale(self) -> bool:

@@ -79,7 +79,7 @@ class Forwards:
     def segment(self, segment: str, point: Point) -> None:
         """Write the forward of `segment` at `point`, if that is one of this rank's."""
         rank = self._rank
-        if point not in rank.own_points:
+        if point not in rank.number_of_own:
             return
         self._cuts.before(segment, point)
         gathered = [

@@ -7,16 +7,18 @@ how it was made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-from zosim.instructions import Access, Dependency, Instruction, Stream
+from zosim.instructions import Dependency, Instruction, Stream
 from zosim.order import HappensBefore
 from zosim.program import Program
+from zosim.ranges import Ranges
 
 
-@dataclass(frozen=True)
-class _Event:
+class _Event(NamedTuple):
     """An instruction in one of two consecutive parts: 0 the earlier, 1 the later."""
 
     part: int
@@ -24,11 +26,43 @@ class _Event:
     instruction: Instruction
 
 
-@dataclass(frozen=True)
-class _Touch:
-    access: Access
-    event: _Event
-    writes: bool
+# Stream, whether it writes, and the group by whose shares it touches the range.
+_Latest = dict[tuple[Stream, bool, str], _Event]
+
+
+class _Touched:
+    """Of every byte of every buffer, the latest events that touched it.
+
+    What a stream did earlier is ordered before; so is whatever touched a byte before it was written last.
+    """
+
+    def __init__(self, before: Iterable[Instruction]) -> None:
+        self._latest: dict[str, Ranges[_Latest]] = defaultdict(lambda: Ranges({}, dict.copy))
+        for order, instruction in enumerate(before):
+            self.add(_Event(0, order, instruction))
+
+    def add(self, event: _Event) -> None:
+        """Take in an event that comes after all others."""
+        stream = event.instruction.stream
+        for access in event.instruction.reads:
+            for latest in self._latest[access.buffer].within(access.offset_bytes, access.end_bytes):
+                latest[stream, False, access.share] = event
+        for access in event.instruction.writes:
+            written = {(stream, True, access.share): event}
+            self._latest[access.buffer].put(access.offset_bytes, access.end_bytes, written)
+
+    def conflicts(self, instruction: Instruction, *, of_peers: bool = False) -> Iterator[_Event]:
+        """Yield the events of which one of the two writes what the other touches.
+
+        Where the events are those of other ranks, two shares by one group are never of the same bytes.
+        """
+        for accesses, writes in ((instruction.reads, False), (instruction.writes, True)):
+            for access in accesses:
+                for latest in self._latest[access.buffer].over(access.offset_bytes, access.end_bytes):
+                    for (_, wrote, share), event in latest.items():
+                        are_apart = of_peers and share and share == access.share
+                        if (writes or wrote) and not are_apart:
+                            yield event
 
 
 def connect(
@@ -55,7 +89,7 @@ def connect(
     The host reads a step's scalars before it issues the next step, so every stream's first instruction of a
     step waits for the last compute instruction of the step before.
     """
-    derive = _from_hazards if overlap else _chained
+    derive = from_hazards if overlap else _chained
     connected_step = _with_peers(_begin_after(derive(step, step), step), step, shared, group)
     return connected_step, _with_peers(derive(step, flush), step, shared, group) if flush else ()
 
@@ -80,39 +114,15 @@ def without_implied(program: Program) -> Program:
     )
 
 
-def _from_hazards(before: Sequence[Instruction], part: Sequence[Instruction]) -> tuple[Instruction, ...]:
+def from_hazards(before: Sequence[Instruction], part: Sequence[Instruction]) -> tuple[Instruction, ...]:
     """Return `part`, which runs after `before`, with one edge per conflict that streams do not order."""
-    touched: dict[str, list[_Touch]] = {}
-    for order, instruction in enumerate(before):
-        _touch(touched, _Event(0, order, instruction))
+    touched = _Touched(before)
     connected = []
     for order, instruction in enumerate(part):
-        event = _Event(1, order, instruction)
-        conflicts = list(_conflicts(touched, event))
-        _touch(touched, event)
+        conflicts = touched.conflicts(instruction)
         connected.append(replace(instruction, after=_edges(instruction.stream, conflicts)))
+        touched.add(_Event(1, order, instruction))
     return tuple(connected)
-
-
-def _conflicts(touched: dict[str, list[_Touch]], event: _Event) -> Iterable[_Event]:
-    for access in event.instruction.reads:
-        yield from (t.event for t in touched.get(access.buffer, ()) if t.writes and t.access.overlaps(access))
-    for access in event.instruction.writes:
-        yield from (t.event for t in touched.get(access.buffer, ()) if t.access.overlaps(access))
-
-
-def _touch(touched: dict[str, list[_Touch]], event: _Event) -> None:
-    instruction = event.instruction
-    for access in instruction.reads:
-        touched.setdefault(access.buffer, []).append(_Touch(access, event, writes=False))
-    for access in instruction.writes:
-        # Whatever lies inside a write is ordered before it, so later accesses need to wait for the write alone.
-        kept = [t for t in touched.get(access.buffer, ()) if not _inside(t.access, access)]
-        touched[access.buffer] = [*kept, _Touch(access, event, writes=True)]
-
-
-def _inside(inner: Access, outer: Access) -> bool:
-    return outer.offset_bytes <= inner.offset_bytes and inner.end_bytes <= outer.end_bytes
 
 
 def _edges(stream: Stream | None, conflicts: Iterable[_Event]) -> tuple[Dependency, ...]:
@@ -120,14 +130,10 @@ def _edges(stream: Stream | None, conflicts: Iterable[_Event]) -> tuple[Dependen
     latest: dict[Stream, _Event] = {}
     for event in conflicts:
         other = event.instruction.stream
-        if other != stream:
-            known = latest.get(other)
-            if known is None or (known.part, known.order) < (event.part, event.order):
-                latest[other] = event
-    return tuple(
-        Dependency(event.instruction.id, 1 - event.part)
-        for event in sorted(latest.values(), key=lambda event: (event.part, event.order))
-    )
+        if other != stream and (other not in latest or latest[other][:2] < event[:2]):
+            latest[other] = event
+    in_order = sorted(latest.values(), key=lambda event: event[:2])
+    return tuple(Dependency(event.instruction.id, 1 - event.part) for event in in_order)
 
 
 def _with_peers(
@@ -140,14 +146,12 @@ def _with_peers(
     """
     if not shared:
         return part
-    touched: dict[str, list[_Touch]] = {}
-    for order, instruction in enumerate(before):
-        _touch(touched, _Event(0, order, _only(instruction, shared)))
+    touched = _Touched(_only(instruction, shared) for instruction in before)
     connected = []
     for order, instruction in enumerate(part):
         event = _Event(1, order, _only(instruction, shared))
-        edges = _edges(None, _peer_conflicts(touched, event))
-        _touch(touched, event)
+        edges = _edges(None, touched.conflicts(event.instruction, of_peers=True))
+        touched.add(event)
         connected.append(
             replace(instruction, after=(*instruction.after, *(replace(edge, group=group) for edge in edges)))
         )
@@ -160,17 +164,6 @@ def _only(instruction: Instruction, shared: frozenset[str]) -> Instruction:
     return replace(
         instruction, reads=reads, writes=tuple(a for a in instruction.writes if a.buffer in shared)
     )
-
-
-def _peer_conflicts(touched: dict[str, list[_Touch]], event: _Event) -> Iterable[_Event]:
-    for access, writes in (
-        *((access, False) for access in event.instruction.reads),
-        *((access, True) for access in event.instruction.writes),
-    ):
-        for touch in touched.get(access.buffer, ()):
-            are_apart = bool(access.share) and access.share == touch.access.share
-            if (writes or touch.writes) and touch.access.overlaps(access) and not are_apart:
-                yield touch.event
 
 
 def _chained(before: Sequence[Instruction], part: Sequence[Instruction]) -> tuple[Instruction, ...]:

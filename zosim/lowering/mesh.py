@@ -35,6 +35,7 @@ class Losses:
         self._rank = rank
         self._plan = rank.plan
         self._listing = listing
+        self._numbers = {point: number for number, point in enumerate(rank.plan.points)}
 
     @property
     def _is_alone(self) -> bool:
@@ -45,12 +46,12 @@ class Losses:
         return self._loss(point) if self._is_alone else self._own_loss(point)
 
     def _loss(self, point: Point) -> Access:
-        offset = _SCALAR_BYTES * self._plan.points.index(point)
+        offset = _SCALAR_BYTES * self._numbers[point]
         return Access(_LOSSES, Loss(point), 0, _SCALAR_BYTES, offset)
 
     def _own_loss(self, point: Point) -> Access:
         """Return the access to this rank's loss at `point`, with the labels that it is the mean over."""
-        offset = _LOSS_BYTES * self._rank.own_points.index(point)
+        offset = _LOSS_BYTES * self._rank.number_of_own[point]
         return Access(_OWN_LOSSES, Loss(point, is_own=True), 0, _LOSS_BYTES, offset)
 
     def _packed(self) -> Access:

@@ -44,6 +44,11 @@ class Rank:
         return self.plan.points_of(self.number)
 
     @cached_property
+    def number_of_own(self) -> dict[Point, int]:
+        """Each of these points with its number among them."""
+        return {point: number for number, point in enumerate(self.own_points)}
+
+    @cached_property
     def num_sequences(self) -> int:
         """Sequences that this rank forwards at each of its points."""
         return len(self.plan.rows_of(self.number))

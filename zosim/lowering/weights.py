@@ -69,7 +69,8 @@ class Points:
         self._homes = homes
         self._directions = directions
         self._losses = losses
-        self._perturbed = [point for point in rank.own_points if point.is_perturbed]
+        perturbed = filter(lambda point: point.is_perturbed, rank.own_points)
+        self._perturbed = {point: number for number, point in enumerate(perturbed)}
         self._copies: dict[tuple[str, Point], Access] = {}
         self._turn = 0
 
@@ -193,7 +194,7 @@ class Points:
         if self._num_copies < 2 or not self._takes_turns(segment):
             return 0
         if self._rank.is_swept:
-            return self._perturbed.index(point) % self._num_copies
+            return self._perturbed[point] % self._num_copies
         self._turn += 1
         return self._turn % self._num_copies
 
