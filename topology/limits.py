@@ -18,7 +18,7 @@ Extent = Annotated[int, Field(gt=0, le=2**31)]
 """Size of one dimension: a batch, a sequence, a vocabulary, a layer's width."""
 Blocks = Annotated[int, Field(gt=0, le=1024)]
 """Blocks of a model; the deepest that were trained have about two hundred."""
-Queries = Annotated[int, Field(gt=0, le=128)]
+Queries = Annotated[int, Field(gt=0, le=4096)]
 """Directions of one step."""
 Slots = Annotated[int, Field(gt=0, le=1024)]
 """Device slots that blocks pass through; no more than blocks are of use."""

@@ -168,7 +168,8 @@ class _State:
             raise self._state_hazard(item, wanted, held)
         if held.writer is not None and not self._order.ordered(held.writer.index, item.index):
             raise self._order_hazard(item, held.writer, wanted, "reads it while it is being written by")
-        held.readers[item.instruction.stream] = item
+        for read in self._held[wanted.buffer].within(wanted.offset_bytes, wanted.end_bytes):
+            read.readers[item.instruction.stream] = item
 
     def _write(self, item: Placed, left: Access) -> None:
         self._check_allocated(item, left)
@@ -198,8 +199,9 @@ class _State:
 
     def _covering(self, wanted: Access) -> _Held:
         """Return what all of these bytes hold: nothing where they were not written together."""
-        held = self._over(wanted)
-        return held[0] if len(held) == 1 else _Held()
+        first, *others = self._over(wanted) or [_Held()]
+        together = all(held.access is first.access and held.writer is first.writer for held in others)
+        return first if together else _Held()
 
     def _satisfies(self, held: Access | None, wanted: Access) -> bool:
         """Whether what is held is what is wanted; of a shared buffer, other ranks see to the other shares."""

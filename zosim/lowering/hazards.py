@@ -89,7 +89,7 @@ def connect(
     The host reads a step's scalars before it issues the next step, so every stream's first instruction of a
     step waits for the last compute instruction of the step before.
     """
-    derive = from_hazards if overlap else _chained
+    derive = connected_by_conflicts if overlap else _chained
     connected_step = _with_peers(_begin_after(derive(step, step), step), step, shared, group)
     return connected_step, _with_peers(derive(step, flush), step, shared, group) if flush else ()
 
@@ -114,7 +114,9 @@ def without_implied(program: Program) -> Program:
     )
 
 
-def from_hazards(before: Sequence[Instruction], part: Sequence[Instruction]) -> tuple[Instruction, ...]:
+def connected_by_conflicts(
+    before: Sequence[Instruction], part: Sequence[Instruction]
+) -> tuple[Instruction, ...]:
     """Return `part`, which runs after `before`, with one edge per conflict that streams do not order."""
     touched = _Touched(before)
     connected = []

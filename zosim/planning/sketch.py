@@ -17,7 +17,8 @@ from itertools import groupby
 from costmodel.model_spec import ModelSpec, block_segment
 from zosim.engines.shortening import NUM_BLOCKS, are_alike, shortened, shortened_stages
 from zosim.hardware.machine import Activity, Machine
-from zosim.instructions import Access, Buffer, Instruction
+from zosim.instructions import Buffer, Instruction
+from zosim.lowering.hazards import connected_by_conflicts
 from zosim.lowering.schedule import StepWriter
 from zosim.operations import Collective, Decode, Recv, Send
 from zosim.planning.footprint import Footprint, footprint_of
@@ -214,12 +215,13 @@ def _stretches(program: Program, standing: Mapping[str, range]) -> Iterable[_Str
 
 
 def _items(program: Program, instructions: Sequence[Instruction]) -> Iterable[Item]:
-    for position, instruction in enumerate(instructions):
+    position = {instruction.id: number for number, instruction in enumerate(instructions)}
+    for instruction in connected_by_conflicts((), instructions):
         accesses = (*instruction.reads, *instruction.writes)
         meets = isinstance(instruction.op, Send | Recv | Decode | Collective)
         yield Item(
             STREAMS.index(instruction.stream),
-            tuple(_conflicts(instructions[:position], instruction)),
+            tuple(position[edge.instruction] for edge in instruction.after),
             any(program.buffer(access.buffer).role in _SLOT_ROLES for access in accesses),
             type(instruction.op) if meets else None,
         )
@@ -235,16 +237,3 @@ def _priced(stretch: _Stretch, program: Program, costs: _Costs) -> Visit:
         for name, use in activity.uses:
             loads[name] += use * activity.bound * activity.seconds
     return Visit(stretch.block, stretch.count, stretch.items, tuple(seconds), dict(loads))
-
-
-def _conflicts(before: Sequence[Instruction], later: Instruction) -> Iterable[int]:
-    """Yield the positions of the instructions on other streams that `later` must come after."""
-    for position, earlier in enumerate(before):
-        if earlier.stream != later.stream and (
-            _meet(earlier.writes, (*later.reads, *later.writes)) or _meet(earlier.reads, later.writes)
-        ):
-            yield position
-
-
-def _meet(some: Iterable[Access], others: Iterable[Access]) -> bool:
-    return any(access.overlaps(other) for access in some for other in others)

@@ -14,8 +14,8 @@ from zosim.plans.setting import Setting
 if TYPE_CHECKING:
     from zosim.plans import Plan
 
-MAX_FORWARDS = 4096
-"""Of segments, by one rank in one step. Ordering a program takes time that grows faster than its length."""
+MAX_FORWARDS = 2**15
+"""Of segments, by one rank in one step: a plan of so many takes a minute or two."""
 
 
 class Estimator(Axis):
