@@ -243,7 +243,10 @@ def test_frozen_weights_are_uploaded_and_not_offloaded() -> None:
         ({"residency": Residency(blocks="offloaded", edges="offloaded")}, "ties its head"),
         ({"residency": Residency(edges="offloaded")}, "blocks=resident"),
         ({"weights": Weights(dtype="float16"), "residency": Residency(transfer_dtype="float32")}, "wider"),
-        ({"estimator": Estimator(num_queries=4096)}, "114688 forwards of segments a step and rank, more than"),
+        (
+            {"estimator": Estimator(num_queries=4096)},
+            "114688 forwards of segments a step and rank, more than",
+        ),
         ({"weights": Weights(dtype="float16"), "forward": ForwardPass(compute_dtype="tf32")}, "tf32"),
     ],
 )
