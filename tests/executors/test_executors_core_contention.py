@@ -87,6 +87,7 @@ def test_what_is_lost_beside_exchanges_is_what_bursts_take_longer(monkeypatch, b
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="ranks of one core have nobody beside them")
+@pytest.mark.slow
 def test_processes_measure_what_they_take_from_each_other():
     threads = torch.get_num_threads()
     machine = detect()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from costmodel.configs import spec_of_config
+from costmodel.profile import Profile
+from executors.calibration import calibrating
 from executors.demo import Stages, _between, _clear
 from executors.models.pretrain import Recipe, TaskSettings, build_model
-from topology import load_preset
+from topology import Topology, load_preset
 from topology.errors import RunError
 from zosim.hardware.profiles import profile_for
 from zosim.planning.planner import Request, choose
@@ -24,7 +27,17 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZOSIM_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def test_it_plans_runs_and_compares(tmp_path: Path) -> None:
+def from_data_sheets(topology: Topology, device: str, **_: object) -> tuple[Profile, SimpleNamespace]:
+    """What a calibration returns, without measuring: that has tests of its own."""
+    return profile_for(topology, device), SimpleNamespace(residuals=(), median_error=0.0)
+
+
+@pytest.mark.parametrize("calibrates", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_it_plans_runs_and_compares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, calibrates: bool
+) -> None:
+    if not calibrates:
+        monkeypatch.setattr(calibrating, "calibrated", from_data_sheets)
     out = tmp_path / "demo"
     outcome = Stages(out, 6, 1, 0, recipe=TINY, calibration_s=0.1).run()
     assert Plan.load(out / "plan.json").model.num_blocks == 2

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from executors.ranks.gloo import gloo_group, refuse_strangers
 from executors.ranks.rank_info import PREFIX, launch_directory
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
+from tests.support.forked import Command
 from topology.errors import RunError
 
 pytestmark = pytest.mark.dist
@@ -48,44 +49,35 @@ def options(inputs, out, *more):
     ]  # fmt: skip
 
 
-@contextlib.contextmanager
-def started(command, **environment):
-    """Start a command; whatever is left of it ends with the block."""
-    with subprocess.Popen(
-        [sys.executable, "-m", *map(str, command)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
 def listening(process):
-    """Return the addresses at which a process and its children listen now, for streams or datagrams."""
-    places = set()
+    """Return the addresses at which a process and its children listen now, for streams or datagrams.
+
+    Those of the test's own process, which its copies inherit, are left out.
+    """
     with contextlib.suppress(psutil.Error):
-        for each in [process, *process.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                for found in each.net_connections("inet"):
-                    if found.status == psutil.CONN_LISTEN or found.type == socket.SOCK_DGRAM:
-                        places.add((found.laddr.ip, found.laddr.port))
-    return places
+        processes = [process, *process.children(recursive=True)]
+        return set().union(*map(_listening_alone, processes)) - _listening_alone(psutil.Process())
+    return set()
 
 
-def said_by(process, each_turn):
-    """Do something again and again until a process has ended; return what it wrote to stderr."""
-    with ThreadPoolExecutor(1) as pool:
-        said = pool.submit(lambda: process.communicate()[1])
-        while not said.done():
-            each_turn()
-            time.sleep(0.02)
-        return said.result()
+def _listening_alone(process):
+    with contextlib.suppress(psutil.Error):
+        return {
+            (connection.laddr.ip, connection.laddr.port)
+            for connection in process.net_connections("inet")
+            # A datagram socket with a peer, as who looks up a host's name has for a moment, hears that peer alone.
+            if connection.status == psutil.CONN_LISTEN
+            or (connection.type == socket.SOCK_DGRAM and not connection.raddr)
+        }
+    return set()
+
+
+def said_by(command, each_turn):
+    """Do something again and again until a command has ended; return what it wrote to stderr."""
+    while command.is_running:
+        each_turn()
+        time.sleep(0.02)
+    return command.end()
 
 
 @pytest.mark.parametrize(
@@ -96,12 +88,10 @@ def said_by(process, each_turn):
 def test_nothing_of_a_launch_listens_beyond_this_host(inputs, tmp_path, more):
     places = set()
     # Whatever a machine's profile says of an interface: it is for several hosts.
-    with started(
-        ["zosim", *options(inputs, tmp_path / "out", *more)], GLOO_SOCKET_IFNAME="no-such-interface"
-    ) as run:
+    with Command(*options(inputs, tmp_path / "out", *more), GLOO_SOCKET_IFNAME="no-such-interface") as run:
         process = psutil.Process(run.pid)
         said = said_by(run, lambda: places.update(listening(process)))
-    assert run.returncode == 0, said
+    assert run.exit_code == 0, said
     assert len(places) >= 2
     assert {address for address, _ in places if not ipaddress.ip_address(address).is_loopback} == set()
 
@@ -109,17 +99,26 @@ def test_nothing_of_a_launch_listens_beyond_this_host(inputs, tmp_path, more):
 def test_ranks_that_torchrun_starts_on_one_host_listen_there_alone(inputs, tmp_path):
     """The launcher listens everywhere; what it reads there is no pickle with this rendezvous."""
     places = set()
-    torchrun = ["torch.distributed.run", "--nproc-per-node", 2, "--master-addr", "127.0.0.1"]
-    torchrun += ["--master-port", free_port(), "-m", "zosim"]
-    with started([*torchrun, *options(inputs, tmp_path / "out", "--method", "pertp")]) as run:
-
-        def look():
-            with contextlib.suppress(psutil.Error):
-                for rank in psutil.Process(run.pid).children():
-                    places.update(listening(rank))
-
-        said = said_by(run, look)
-    assert run.returncode == 0, said
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", free_port(), "-m", "zosim"]
+    command = [*torchrun, *options(inputs, tmp_path / "out", "--method", "pertp")]
+    said = tmp_path / "said"
+    with (
+        said.open("w") as stderr,
+        subprocess.Popen(
+            list(map(str, command)), stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+        ) as run,
+    ):
+        try:
+            while run.poll() is None:
+                with contextlib.suppress(psutil.Error):
+                    for rank in psutil.Process(run.pid).children():
+                        places.update(listening(rank))
+                time.sleep(0.02)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == 0, said.read_text()
     assert len(places) >= 2
     assert {address for address, _ in places} == {"127.0.0.1"}
 
@@ -179,7 +178,7 @@ def test_a_stranger_who_writes_to_every_port_runs_no_code(inputs, tmp_path, stra
     out, alone = tmp_path / "out", tmp_path / "alone"
     # Only who waits for a stranger at the start waits in vain.
     more = ("--method", "pertp", "--timeout", 15 if begins == "at the start" else 600)
-    with started(["zosim", *options(inputs, out, *more)]) as run:
+    with Command(*options(inputs, out, *more)) as run:
         process = psutil.Process(run.pid)
 
         def attack():
@@ -189,10 +188,10 @@ def test_a_stranger_who_writes_to_every_port_runs_no_code(inputs, tmp_path, stra
         said = said_by(run, attack)
     assert stranger.num_sent > 0
     assert "Traceback" not in said
-    if begins == "at the start" and run.returncode == 2:
+    if begins == "at the start" and run.exit_code == 2:
         assert "error: " in said
         return
-    assert run.returncode == 0, said
+    assert run.exit_code == 0, said
     assert zosim(*options(inputs, alone, "--no-launch", "--residency", "resident")) == 0
     numbers = [[[row[name] for name in NUMBERS] for row in rows_of(path)] for path in (out, alone)]
     assert numbers[0] == numbers[1]
@@ -207,7 +206,7 @@ def test_a_stranger_who_writes_under_every_key_runs_no_code(inputs, tmp_path, st
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
     }
-    command = ["zosim", *options(inputs, tmp_path / "out", "--method", "pertp", "--timeout", 15)]
+    words = options(inputs, tmp_path / "out", "--method", "pertp", "--timeout", 15)
     ended = threading.Event()
 
     def write():
@@ -222,20 +221,20 @@ def test_a_stranger_who_writes_under_every_key_runs_no_code(inputs, tmp_path, st
 
     writer = threading.Thread(target=write)
     with (
-        started(command, **common, RANK="0", LOCAL_RANK="0") as first,
-        started(command, **common, RANK="1", LOCAL_RANK="1") as second,
+        Command(*words, **common, RANK="0", LOCAL_RANK="0") as first,
+        Command(*words, **common, RANK="1", LOCAL_RANK="1") as second,
     ):
         writer.start()
         try:
-            said = [rank.communicate()[1] for rank in (first, second)]
+            said = [rank.end() for rank in (first, second)]
         finally:
             ended.set()
             writer.join()
     assert stranger.num_sent > 0
-    for rank, words in zip((first, second), said, strict=True):
+    for code, words in zip((first.exit_code, second.exit_code), said, strict=True):
         # gloo takes what torchrun's store holds for structures of its own: rubbish there may crash a rank, but runs nothing.
-        is_crash = rank.returncode in (-signal.SIGSEGV, -signal.SIGABRT)
-        assert rank.returncode == 0 or is_crash or (rank.returncode == 2 and "error: " in words), words
+        is_crash = code in (-signal.SIGSEGV, -signal.SIGABRT)
+        assert code == 0 or is_crash or (code == 2 and "error: " in words), words
 
 
 KEYS = [
@@ -245,13 +244,12 @@ KEYS = [
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes root to be another user")
-def test_another_user_cannot_open_the_store_of_a_launch(inputs, tmp_path):
+def test_another_user_cannot_open_the_store_of_a_launch(inputs, tmp_path, monkeypatch):
     tmp_path.chmod(0o755)
-    with started(
-        ["zosim", *options(inputs, tmp_path / "out", "--method", "pertp")], TMPDIR=str(tmp_path)
-    ) as run:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Command(*options(inputs, tmp_path / "out", "--method", "pertp")) as run:
         while not (tmp_path / "out" / "steps.jsonl").exists():
-            assert run.poll() is None
+            assert run.is_running
             time.sleep(0.02)
         (directory,) = tmp_path.glob(f"{PREFIX}*")
         assert (directory / "store").exists()
