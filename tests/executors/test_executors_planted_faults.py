@@ -102,8 +102,15 @@ def test_a_bit_is_named_on_all_ranks(placement, fault):
     assert seen, said
 
 
-@pytest.mark.parametrize("fault", faults.INPUTS)
-@pytest.mark.parametrize("placement", [*SEVERAL, *STAGES])
+def _pairs_of_inputs():
+    """Every input in every placement; the quick tests take one of each placement, and so all of them somewhere."""
+    for row, placement in enumerate([*SEVERAL, *STAGES]):
+        for column, fault in enumerate(faults.INPUTS):
+            is_quick = (row + column) % len(faults.INPUTS) == 0
+            yield pytest.param(placement, fault, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("placement", "fault"), list(_pairs_of_inputs()))
 def test_other_inputs_of_one_rank_are_named_on_all_ranks(placement, fault):
     told = set(said_by_all(placement, fault))
     who = r"(ranks 0 and 1 differ|rank 1 differs from the other \d)"

@@ -63,7 +63,7 @@ def test_stages_are_told_of_where_they_lose() -> None:
     ("hardware", "rng"),
     [
         ("dgx-h100", "counter"),
-        ("cpu-cluster-1gbit", "mezo"),
+        pytest.param("cpu-cluster-1gbit", "mezo", marks=pytest.mark.slow),
         pytest.param("dgx-h100", "mezo", marks=pytest.mark.slow),
         pytest.param("cpu-cluster-1gbit", "counter", marks=pytest.mark.slow),
     ],
