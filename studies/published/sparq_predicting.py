@@ -55,6 +55,5 @@ def _peak_answer(row: PublishedRow, fit: SparqFit) -> CellPrediction:
     gib, largest = peak_gib(peak_case(row), fit.peaks.values)
     factor = math.exp(fit.peaks.half_width)
     note = f"{gib:.3g} GiB before it is printed in whole ones"
-    return CellPrediction(
-        max(round(gib), 1), math.floor(gib / factor), math.ceil(gib * factor), largest, note
-    )
+    low, high = max(math.floor(gib / factor), 1), math.ceil(gib * factor)
+    return CellPrediction(max(round(gib), 1), low, high, largest, note)

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 import typer
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -121,6 +121,7 @@ TEXTS = st.sampled_from(
     index=st.integers(0, len(ROWS) - 1),
     changes=st.dictionaries(st.sampled_from(list(ROWS[0].fields)), TEXTS, max_size=3),
 )
+@example(index=409, changes={})  # a peak that is printed as 1 GiB
 def test_every_row_is_predicted_or_left_empty_with_the_reason(index, changes):
     (said,) = answers_of_all([PublishedRow({**ROWS[index].fields, **changes}, "a test")], PROFILE)
     if said.predicted is None:
