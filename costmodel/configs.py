@@ -83,7 +83,10 @@ class Prefix(BaseModel):
     seed: Seed = 0
 
 
-Trainable = Literal["all"] | LoRA | Prefix
+Subset = Literal["matrices", "linears"]
+"""Part of a model's own parameters: those of two dimensions, or of these the weights of the linears inside the blocks."""
+
+Trainable = Literal["all"] | Subset | LoRA | Prefix
 
 
 def shipped_models() -> tuple[str, ...]:
@@ -101,7 +104,7 @@ def read_model_spec(
     source : str or Path
         A shipped size (``"opt-1.3b"``, ``"OPT-13B"``, ``"facebook/opt-13b"``), a directory that holds
         ``config.json``, a ``config.json``, or a JSON file written by ``ModelSpec.model_dump_json``.
-    trainable : "all", LoRA or Prefix
+    trainable : "all", "matrices", "linears", LoRA or Prefix
         What is perturbed and updated.
     cut_blocks : tuple of int
         Blocks that become two segments, cut at the input of the MLP's second linear.
@@ -171,7 +174,9 @@ def spec_of_config(
     num_prefix_tokens = trainable.num_tokens if isinstance(trainable, Prefix) else 0
     adapters = _adapter_shapes(tensors, lora, name)
     entries = (
-        _with_prefixes(tensors, arch, num_prefix_tokens) if num_prefix_tokens else _entries(tensors, lora)
+        _with_prefixes(tensors, arch, num_prefix_tokens)
+        if num_prefix_tokens
+        else _entries(tensors, trainable)
     )
     cut = tuple(sorted(set(cut_blocks)))
     segments_of(arch.num_blocks, cut)
@@ -236,19 +241,28 @@ def _targets(tensor: TensorSpec, lora: LoRA | None) -> bool:
     return tensor.name.split(".")[-2] in lora.target_modules
 
 
-def _entries(tensors: list[TensorSpec], lora: LoRA | None) -> Iterator[ParameterEntry]:
+def _is_tuned(tensor: TensorSpec, trainable: Trainable) -> bool:
+    """Whether a tensor of the base is perturbed and updated."""
+    if trainable == "linears":
+        return tensor.linear is not None and tensor.segments[0].startswith("block.")
+    return trainable == "all" or (trainable == "matrices" and len(tensor.shape) == 2)
+
+
+def _entries(tensors: list[TensorSpec], trainable: Trainable) -> Iterator[ParameterEntry]:
+    lora = trainable if isinstance(trainable, LoRA) else None
     for tensor in tensors:
-        yield _entry(tensor, trainable=lora is None)
+        yield _entry(tensor, trainable=_is_tuned(tensor, trainable))
         if lora is not None and tensor.linear is not None and _targets(tensor, lora):
             module = tensor.name.removesuffix(".weight")
-            for letter, width in zip("AB", tensor.linear, strict=True):
-                yield ParameterEntry(f"{module}.lora_{letter}.weight", tensor.segments, lora.rank * width)
+            inputs, outputs = tensor.linear
+            for letter, shape in (("A", (lora.rank, inputs)), ("B", (outputs, lora.rank))):
+                yield ParameterEntry(f"{module}.lora_{letter}.weight", tensor.segments, shape)
 
 
 def _entry(tensor: TensorSpec, *, trainable: bool) -> ParameterEntry:
     inputs, outputs = tensor.linear or (0, 0)
     linear = (outputs, inputs) if tensor.linear else None
-    return ParameterEntry(tensor.name, tensor.segments, tensor.num_elements, trainable, linear)
+    return ParameterEntry(tensor.name, tensor.segments, tensor.shape, trainable, linear)
 
 
 def _with_prefixes(
@@ -261,7 +275,7 @@ def _with_prefixes(
         segment = tensor.segments[0]
         if segment.startswith("block.") and segment != previous:
             for kind in ("keys", "values"):
-                yield ParameterEntry(f"{segment}.prefix_{kind}", tensor.segments, num_prefix_tokens * width)
+                yield ParameterEntry(f"{segment}.prefix_{kind}", tensor.segments, (num_prefix_tokens, width))
         previous = segment
         yield _entry(tensor, trainable=False)
 

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-DistributionName = Literal["gaussian", "rademacher"]
+DistributionName = Literal["gaussian", "rademacher", "factorised", "lozo", "lozo-released"]
 """Distributions that a plan can ask for."""
 
 DrawClass = Literal["normal", "rademacher"]
@@ -54,6 +54,14 @@ class Distribution:
         On a CPU, a draw split at multiples of this equals the whole draw, if no piece is shorter.
     block_factor : int
         How many times longer than others its ``counter`` blocks are on a CPU: more where an element costs less.
+    is_factored : bool
+        Whether a matrix is the product ``U·Vᵀ`` of two tall ones of independent elements, times a power of their rank
+        ``r``; tensors of other shapes are drawn element by element. Moments are then those of an element of ``U`` or ``V``.
+    rank_power, update_rank_power : float
+        A matrix is ``U·Vᵀ·r^rank_power``; an update goes along it times ``r^update_rank_power``.
+    is_redrawn : bool
+        Whether the update draws the factors again by a walk that passes over ``U`` alone, also in a step that draws ``V``
+        anew, whose ``U`` is then another one.
     """
 
     name: str
@@ -65,6 +73,10 @@ class Distribution:
     is_drawn_alone: bool = True
     granularity: int = sys.maxsize
     block_factor: int = 1
+    is_factored: bool = False
+    rank_power: float = 0.0
+    update_rank_power: float = 0.0
+    is_redrawn: bool = False
 
     def has_rows_apart(self, width: int) -> bool:
         """Whether rows of a table are drawn one by one, and not piece by piece with their neighbours."""
@@ -87,5 +99,17 @@ DISTRIBUTIONS: dict[DistributionName, Distribution] = {
         granularity=64,
         block_factor=32,
     ),
+    "factorised": Distribution("factorised", is_factored=True, rank_power=-0.5),
+    "lozo": Distribution("lozo", is_factored=True, update_rank_power=-1.0),
+    "lozo-released": Distribution("lozo-released", is_factored=True, is_redrawn=True),
 }
-"""The distributions of plans by name."""
+"""The distributions of plans by name.
+
+``lozo`` perturbs by ``ε·U·Vᵀ`` and updates along ``U·Vᵀ/r`` [1]_: of matrices it is ``factorised`` at ``ε·√r``.
+``lozo-released`` is what the released loop does: it leaves ``1/r`` out, and in a step that draws ``V`` anew it updates along another
+``U`` than it perturbed by.
+
+References
+----------
+.. [1] Chen et al., "Enhancing Zeroth-order Fine-tuning for Language Models with Low-rank Structures", 2024.
+"""

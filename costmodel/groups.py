@@ -7,7 +7,8 @@ plan made without weights and a run with them agree on every name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import chain, groupby
+from math import prod
 from typing import NamedTuple
 
 from costmodel.model_spec import BACK, EMBED, FRONT, HEAD, ParameterGroup, block_segment
@@ -25,7 +26,7 @@ class ParameterEntry(NamedTuple):
         As ``named_parameters()`` spells it; a tied tensor under its first name.
     segments : tuple of str
         Segments that read it, in execution order.
-    num_elements : int
+    shape : tuple of int
     trainable : bool
     linear : tuple of (int, int), optional
         Outputs and inputs, where it is the weight of a linear layer.
@@ -33,9 +34,14 @@ class ParameterEntry(NamedTuple):
 
     name: str
     segments: tuple[str, ...]
-    num_elements: int
+    shape: tuple[int, ...]
     trainable: bool = True
     linear: tuple[int, int] | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        return prod(self.shape)
 
 
 SECOND_LINEARS = ("fc2", "c_proj", "down_proj")
@@ -88,9 +94,9 @@ def group_parameters(entries: Iterable[ParameterEntry]) -> tuple[ParameterGroup,
     Examples
     --------
     >>> rows = [
-    ...     ("wte", ("embed", "head"), 6, True),
-    ...     ("wpe", ("embed",), 4, True),
-    ...     ("ln_f", ("head",), 2, True),
+    ...     ("wte", ("embed", "head"), (3, 2), True),
+    ...     ("wpe", ("embed",), (2, 2), True),
+    ...     ("ln_f", ("head",), (2,), True),
     ... ]
     >>> [group.name for group in group_parameters(rows)]
     ['embed.tokens', 'embed', 'head']
@@ -123,6 +129,7 @@ def joined_halves(groups: Iterable[ParameterGroup]) -> tuple[ParameterGroup, ...
                 largest_trainable_tensor=max(part.largest_trainable_tensor for part in parts),
                 linears=sum((part.linears for part in parts), ()),
                 frozen_linears=sum((part.frozen_linears for part in parts), ()),
+                trainable_matrices=tuple(chain.from_iterable(part.trainable_matrices for part in parts)),
                 **{count: sum(getattr(part, count) for part in parts) for count in counts},
             )
         )
@@ -145,6 +152,9 @@ def _group(name: str, segments: tuple[str, ...], run: list[ParameterEntry]) -> P
         largest_trainable_tensor=max(trainable, default=0),
         linears=_linears(run, trainable=True),
         frozen_linears=_linears(run, trainable=False),
+        trainable_matrices=tuple(
+            (entry.shape[0], entry.shape[1]) for entry in run if entry.trainable and len(entry.shape) == 2
+        ),
     )
 
 

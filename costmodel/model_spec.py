@@ -74,6 +74,8 @@ class ParameterGroup(BaseModel):
         Elements of the largest trainable tensor.
     linears, frozen_linears : tuple of (int, int)
         Outputs and inputs of every linear layer of a block whose weight is in it, by whether that is tuned.
+    trainable_matrices : tuple of (int, int)
+        Rows and columns of those trainable tensors that have two dimensions. Empty in files of earlier versions.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -87,6 +89,12 @@ class ParameterGroup(BaseModel):
     largest_trainable_tensor: ElementsOrNone
     linears: tuple[tuple[Extent, Extent], ...] = ()
     frozen_linears: tuple[tuple[Extent, Extent], ...] = ()
+    trainable_matrices: tuple[tuple[Extent, Extent], ...] = ()
+
+    @property
+    def num_outside_matrices(self) -> int:
+        """Trainable elements of tensors that are no matrices."""
+        return self.num_trainable - sum(rows * columns for rows, columns in self.trainable_matrices)
 
     @property
     def is_tied(self) -> bool:

@@ -18,6 +18,8 @@ Extent = Annotated[int, Field(gt=0, le=2**31)]
 """Size of one dimension: a batch, a sequence, a vocabulary, a layer's width."""
 Blocks = Annotated[int, Field(gt=0, le=1024)]
 """Blocks of a model; the deepest that were trained have about two hundred."""
+Rank = Annotated[int, Field(gt=0, le=2**16)]
+"""Columns of the factors of a matrix of low rank."""
 Queries = Annotated[int, Field(gt=0, le=4096)]
 """Directions of one step."""
 Slots = Annotated[int, Field(gt=0, le=1024)]

@@ -72,6 +72,12 @@ class Draw:
         Width of the codes that the direction is rounded to at random (:mod:`costmodel.roundings`); 0 where it is not.
     rounding : int
         Which of two independent roundings of one direction.
+    rank : int
+        Columns of the factors ``U`` and ``V`` of a distribution that has any, else 0.
+    lazy_steps : int
+        Steps that ``V`` is kept for: it is that of the last step whose number is a multiple of this.
+    for_update : bool
+        Whether an update uses it alone, for a distribution that draws again for that.
     """
 
     group: str
@@ -82,6 +88,9 @@ class Draw:
     distribution: DistributionName = "gaussian"
     bits: int = 0
     rounding: int = 0
+    rank: int = 0
+    lazy_steps: int = 1
+    for_update: bool = False
     kind: Literal["draw"] = "draw"
 
 

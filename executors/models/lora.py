@@ -36,7 +36,7 @@ def attach_lora(model: nn.Module, lora: LoRA) -> None:
     ModelError
         If the model has no linear of a name that is asked for.
     """
-    linears = list(_linears(model))
+    linears = list(block_linears(model))
     missing = [name for name in lora.target_modules if not any(name == path for path, _, _, _ in linears)]
     if missing:
         raise ModelError(
@@ -53,7 +53,7 @@ def attach_lora(model: nn.Module, lora: LoRA) -> None:
 def merge_lora(model: nn.Module) -> None:
     """Add every adapter to the linear that it stands beside, and remove it."""
     with torch.no_grad():
-        for _, module, _, _ in _linears(model):
+        for _, module, _, _ in block_linears(model):
             if not hasattr(module, _HOOK):
                 continue
             product = module.lora_B.weight @ module.lora_A.weight * module.lora_scale
@@ -67,7 +67,7 @@ def save_adapters(model: nn.Module, directory: str | Path, dtype: str | None = N
     """Write the adapters as PEFT reads them: ``adapter_model.safetensors`` and ``adapter_config.json``."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    carrying = [(name, module) for name, module, _, _ in _linears(model) if hasattr(module, _HOOK)]
+    carrying = [(name, module) for name, module, _, _ in block_linears(model) if hasattr(module, _HOOK)]
     rank = carrying[0][1].lora_A.weight.shape[0]
     config = {
         "peft_type": "LORA",
@@ -104,7 +104,7 @@ def _add_adapter(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> 
     return adapted
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, Any, int, int]]:
+def block_linears(model: nn.Module) -> Iterator[tuple[str, Any, int, int]]:
     """Yield (name, module, inputs, outputs) of every linear of the blocks."""
     for block in find_blocks(model):
         for path, module, inputs, outputs in linears_of(block):

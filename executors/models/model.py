@@ -297,7 +297,7 @@ class CutModel:
         linears = self._linears()
         entries = [
             ParameterEntry(
-                t.name, self._segments_of[t.name], t.num_elements, t.trainable, linears.get(id(t.parameter))
+                t.name, self._segments_of[t.name], tuple(t.shape), t.trainable, linears.get(id(t.parameter))
             )
             for t in self.tensors
         ]

@@ -183,7 +183,7 @@ def _skip_words(num_words: int, generator: Generator) -> None:
 
 
 DIRECTIONS: dict[str, Direction] = {drawn.distribution.name: drawn for drawn in (Gaussian(), Rademacher())}
-"""How each distribution of :data:`costmodel.distributions.DISTRIBUTIONS` is drawn."""
+"""How each distribution of :data:`costmodel.distributions.DISTRIBUTIONS` without factors is drawn."""
 
 
 def direction_named(name: str) -> Direction:

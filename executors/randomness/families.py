@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Generator, Tensor
 
 from costmodel.distributions import Distribution
 from costmodel.roundings import normal_moments
 from executors.randomness.directions import Direction, Gaussian
+from executors.randomness.low_rank import fill_product
 from executors.randomness.quantisers import StochasticRounding
 from topology.errors import PlanError
 
@@ -69,8 +69,7 @@ class LowRank(Direction):
         left, right = (out.new_empty((length, self.rank)) for length in (num_rows, num_columns))
         _NORMALS.fill(left, generator)
         _NORMALS.fill(right, generator)
-        torch.matmul(left, right.T, out=out)
-        out.div_(math.sqrt(self.rank))
+        fill_product(out, left, right, math.sqrt(self.rank))
 
     def energy(self, shape: Sequence[int]) -> float:
         """Return ``mn + 2 + 2·(m + n + 1)/r`` for a matrix, ``d + 2`` for other shapes.

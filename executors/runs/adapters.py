@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch import nn
 
-from costmodel.configs import LoRA, Prefix
-from executors.models.lora import attach_lora, merge_lora, save_adapters
+from costmodel.configs import LoRA, Prefix, Subset
+from executors.models.lora import attach_lora, block_linears, merge_lora, save_adapters
 from executors.models.prefix import WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
 from executors.models.weight_files import save_pretrained
 from executors.runs.session import Session
@@ -17,18 +18,21 @@ from executors.runs.session import Session
 Adapters = LoRA | Prefix
 """What is tuned in place of the base."""
 
+Tuned = Adapters | Subset
+"""The same, or part of the base's own parameters."""
+
 ADAPTER_NAME = "adapter"
 PREFIX_NAME = "prefix"
 _INITIAL = Path(PREFIX_NAME) / "initial"
 
 
-def attach(model: nn.Module, adapters: Adapters, *, run: Path | None = None) -> None:
-    """Freeze a model, and give it the parameters that are tuned in place of its own.
+def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None) -> None:
+    """Freeze a model but for part of its parameters, or give it those that are tuned in place of its own.
 
     Parameters
     ----------
     model : torch.nn.Module
-    adapters : LoRA or Prefix
+    adapters : LoRA, Prefix, "matrices" or "linears"
     run : Path, optional
         Directory of the run that is gone on with or replayed. The prefix that it began with is read from there, since a
         forward on another machine would make another one.
@@ -38,7 +42,13 @@ def attach(model: nn.Module, adapters: Adapters, *, run: Path | None = None) -> 
     ModelError
         If they do not fit the model.
     """
-    if isinstance(adapters, LoRA):
+    if isinstance(adapters, str):
+        linears = {id(module.weight) for _, module, _, _ in block_linears(model)}
+        for parameter in model.parameters():
+            parameter.requires_grad_(
+                id(parameter) in linears if adapters == "linears" else parameter.dim() == 2
+            )
+    elif isinstance(adapters, LoRA):
         attach_lora(model, adapters)
     elif run is not None and (run / _INITIAL / WEIGHTS_NAME).is_file():
         load_prefix(model, run / _INITIAL)
@@ -46,14 +56,16 @@ def attach(model: nn.Module, adapters: Adapters, *, run: Path | None = None) -> 
         attach_prefix(model, adapters)
 
 
-def keep_beginning(model: nn.Module, run: Path, adapters: Adapters | None, dtype: str) -> None:
+def keep_beginning(model: nn.Module, run: Path, adapters: Tuned | None, dtype: str) -> None:
     """Write what a run begins with and its base does not tell on every machine: a prefix."""
     if isinstance(adapters, Prefix):
         save_prefix(model, run / _INITIAL, dtype)
 
 
-def recorded_adapters(run: Mapping[str, Any]) -> Adapters | None:
-    """Return what the settings in a header say was tuned; None for the model's own parameters."""
+def recorded_adapters(run: Mapping[str, Any]) -> Tuned | None:
+    """Return what the settings in a header say was tuned; None for all of the model's own parameters."""
+    if (subset := run.get("tuned", "all")) != "all":
+        return TypeAdapter(Subset).validate_python(subset)
     if run.get("lora"):
         return LoRA.model_validate(run["lora"])
     return Prefix.model_validate(run["prefix"]) if run.get("prefix") else None
@@ -65,7 +77,7 @@ def save_alone(model: nn.Module, directory: str | Path, adapters: Adapters, dtyp
     save(model, directory, dtype)
 
 
-def save_tuned(out: str | Path, session: Session, adapters: Adapters | None) -> None:
+def save_tuned(out: str | Path, session: Session, adapters: Tuned | None) -> None:
     """Write a session's weights: a model directory, and beside it what was tuned apart from a base.
 
     Low-rank adapters are merged into the model that is written; the session has ended then, since its model has become a
@@ -75,7 +87,7 @@ def save_tuned(out: str | Path, session: Session, adapters: Adapters | None) -> 
     model, storage = session.model, session.plan.weights.dtype
     if isinstance(adapters, Prefix):
         save_prefix(model, Path(out) / PREFIX_NAME, storage)
-    elif adapters is not None:
+    elif isinstance(adapters, LoRA):
         save_adapters(model, Path(out) / ADAPTER_NAME, storage)
         with session.whole_model() as whole:
             merge_lora(whole)

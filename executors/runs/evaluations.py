@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from costmodel.configs import LoRA, Prefix
 from executors.datasets.data import Dataset
 from executors.models.model import IGNORED_LABEL
 from executors.models.weight_files import save_pretrained
@@ -207,7 +208,7 @@ class Evaluations:
     def _keep(self, session: Session) -> None:
         folder, adapters = Path(self._settings.out) / BEST_NAME, self._settings.adapters
         storage = self._settings.plan.weights.dtype
-        if adapters is not None:
+        if isinstance(adapters, LoRA | Prefix):
             save_alone(session.model, folder, adapters, storage)
             return
         save_pretrained(session.model, folder, storage)

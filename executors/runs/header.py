@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from costmodel.configs import LoRA, Prefix
+from costmodel.configs import LoRA, Prefix, Subset
 from executors.runs.learning_rate import LearningRate
 from executors.runs.settings import DataSettings, EvaluationSettings, LossName
 from topology.errors import RunError, ZosimError
@@ -32,6 +32,7 @@ class RunSection(_Section):
     identity: dict[str, Any] | None = None
     model: str | None = None
     data: DataSettings | None = None
+    tuned: Literal["all"] | Subset = "all"
     lora: LoRA | None = None
     prefix: Prefix | None = None
     objective: str = "loss"

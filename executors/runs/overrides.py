@@ -72,7 +72,7 @@ def settings_from(
         stated=_with_implied_residency(asked, is_open=plan_file is None and not is_resumed),
     )
     loading = {name: run.get(name, False) for name in ("allow_download", "random_weights")}
-    spec = spec_for(model, lora or prefix, asked, base, **loading)
+    spec = spec_for(model, lora or prefix or run.get("tuned", "all"), asked, base, **loading)
     plan = plan_for(asked, spec, base, longest_example(fields["data"]["path"]))
     _required(fields["learning_rate"].get("num_steps"), "a number of steps", "--steps N")
     program = _program_by_hand(program_file) or _recorded_program(out, header, plan)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from costmodel.configs import LoRA, Prefix, read_model_spec
+from costmodel.configs import Trainable, read_model_spec
 from costmodel.formats import FORMATS
 from costmodel.memory import preflight_host
 from costmodel.model_spec import ModelSpec
@@ -314,16 +314,14 @@ def host_node(device: str) -> tuple[Topology, str]:
     return topology, nodes[index]
 
 
-def spec_for(
-    model: str, adapters: LoRA | Prefix | None, asked: Asked, base: Plan | None, **loading: Any
-) -> ModelSpec:
+def spec_for(model: str, tuned: Trainable, asked: Asked, base: Plan | None, **loading: Any) -> ModelSpec:
     """Return what is known of a model, its blocks cut as is wanted."""
-    spec = _spec_for(model, adapters, (), **loading)
+    spec = _spec_for(model, tuned, (), **loading)
     cuts = asked.wanted_cuts(spec.num_blocks, base)
     cut_blocks = Split(cuts=cuts).cut_blocks
     if not cuts and base is not None and base.directions.draws_by_halves:
         cut_blocks = base.model.cut_blocks
-    return _spec_for(model, adapters, cut_blocks, **loading) if cut_blocks else spec
+    return _spec_for(model, tuned, cut_blocks, **loading) if cut_blocks else spec
 
 
 def even_cuts(num_blocks: int, num_stages: int) -> tuple[str, ...]:
@@ -337,9 +335,7 @@ def even_cuts(num_blocks: int, num_stages: int) -> tuple[str, ...]:
     return tuple(f"block.{max(0, num_blocks * i // num_stages - 1)}.mlp" for i in range(1, num_stages))
 
 
-def _spec_for(
-    model: str, adapters: LoRA | Prefix | None, cut_blocks: tuple[int, ...], **loading: Any
-) -> ModelSpec:
+def _spec_for(model: str, tuned: Trainable, cut_blocks: tuple[int, ...], **loading: Any) -> ModelSpec:
     """Return what the configuration tells of a model, or where that does not, the model itself.
 
     Raises
@@ -348,7 +344,7 @@ def _spec_for(
         If there is no such model, or it cannot be run.
     """
     try:
-        return read_model_spec(model, trainable=adapters or "all", cut_blocks=cut_blocks)
+        return read_model_spec(model, trainable=tuned, cut_blocks=cut_blocks)
     except UnknownFamily:
         pass
     except ModelError:
@@ -359,8 +355,8 @@ def _spec_for(
     from executors.runs.adapters import attach
 
     loaded = load_model(model, **loading)
-    if adapters is not None:
-        attach(loaded, adapters)
+    if tuned != "all":
+        attach(loaded, tuned)
     return spec_of_model(loaded, cut_blocks=cut_blocks)
 
 

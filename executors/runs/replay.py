@@ -21,7 +21,7 @@ from executors.models.loading import load_model
 from executors.models.mapped import moves_mapped, own_format
 from executors.models.weight_files import weights_digest
 from executors.ranks.mesh import alone
-from executors.runs.adapters import Adapters, attach, recorded_adapters, save_tuned
+from executors.runs.adapters import Tuned, attach, recorded_adapters, save_tuned
 from executors.runs.checkpoint import Checkpoint, newest_checkpoint
 from executors.runs.history import History, read_history
 from executors.runs.programs import recorded_programs
@@ -116,7 +116,7 @@ def load_base(
     source: str,
     plan: Plan,
     *,
-    adapters: Adapters | None = None,
+    adapters: Tuned | None = None,
     run: Path | None = None,
     random_weights: bool = False,
     allow_download: bool = False,
@@ -239,7 +239,7 @@ def session_at(
             **options,
         },
     )
-    session.start_at(checkpoint.num_steps if checkpoint else 0)
+    session.start_at(checkpoint.num_steps if checkpoint else 0, lambda step: history.records[step].seeds)
     return session
 
 

@@ -267,9 +267,16 @@ class Session:
         """First step that was run here rather than replayed."""
         return self._first_timed
 
-    def start_at(self, step: int) -> None:
-        """Number the next step; the model holds the weights after `step` steps. Only before the first step."""
-        self.interpreter.start_at(step)
+    def start_at(self, step: int, seeds_of: Callable[[int], tuple[int, ...]] | None = None) -> None:
+        """Number the next step; the model holds the weights after `step` steps. Only before the first step.
+
+        Parameters
+        ----------
+        step : int
+        seeds_of : callable, optional
+            From the number of an earlier step to the seeds that it had; by default those that the session's seed determines.
+        """
+        self.interpreter.start_at(step, seeds_of or self.seeds_of)
         self._first_timed = self._verified_steps = step
 
     def replay(self, record: StepRecord) -> None:

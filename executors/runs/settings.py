@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from costmodel.configs import LoRA, Prefix
+from costmodel.configs import LoRA, Prefix, Subset
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.runs.learning_rate import LearningRate
 from topology.errors import PlanError, RunError
@@ -206,6 +206,14 @@ class RunSettings:
             usual="$OMP_NUM_THREADS, else its part of the cores",
         ),
     ] = 1
+    tuned: Annotated[
+        Literal["all", "matrices", "linears"],
+        Setting(
+            "--tune",
+            "Tune all parameters, or matrices alone, or of these the linears of the blocks alone.",
+            "numbers",
+        ),
+    ] = "all"
     lora: LoRA | None = None
     prefix: Prefix | None = None
     evaluation: EvaluationSettings | None = None
@@ -257,6 +265,11 @@ class RunSettings:
             raise PlanError(
                 "a run tunes adapters or a prefix, not both", hint="leave --lora-rank or --prefix out"
             )
+        if self.tuned != "all" and (self.lora or self.prefix):
+            raise PlanError(
+                f"adapters and prefixes are tuned in place of the model's own parameters, --tune {self.tuned} is part of these",
+                hint="leave one of the two out",
+            )
         if self.seed < 0:
             raise RunError(f"seed={self.seed} must be at least 0")
         if self.weight_decay < 0:
@@ -279,9 +292,9 @@ class RunSettings:
             )
 
     @property
-    def adapters(self) -> LoRA | Prefix | None:
-        """What is tuned beside a frozen base; None where the base itself is."""
-        return self.lora or self.prefix
+    def adapters(self) -> LoRA | Prefix | Subset | None:
+        """What is tuned beside a frozen base, or which part of it; None where the whole base is."""
+        return self.lora or self.prefix or (None if self.tuned == "all" else self.tuned)
 
     @property
     def num_steps(self) -> int:
@@ -338,6 +351,7 @@ class RunSettings:
             "schedule": asdict(self.learning_rate),
             "lora": None if self.lora is None else self.lora.model_dump(mode="json"),
             "prefix": None if self.prefix is None else self.prefix.model_dump(mode="json"),
+            "tuned": self.tuned,
             "objective": self.objective,
             "accumulate": self.accumulate,
             "evaluation": None if self.evaluation is None else asdict(self.evaluation),
@@ -407,7 +421,8 @@ _BY_DIGEST = ("model", "random_weights")
 """Fields that the digest of the base weights answers for."""
 
 _USUAL = {field.identity: field.default for kind in AXES.values() for field in fields_of(kind).values()}
-"""What a field of a plan is that an earlier version did not record."""
+_USUAL["tuned"] = "all"
+"""What a field is that an earlier version did not record."""
 
 
 def _in_present_words(recorded: dict[str, Any]) -> dict[str, Any]:

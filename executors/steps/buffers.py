@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from zosim.instructions import Access, Buffer, Space
 from zosim.lowering.buckets import ALIGNMENT_BYTES, bucket_bytes
 from zosim.operations import Draw, Forward, Perturb, Update
 from zosim.program import Program
+
+Trait = TypeVar("Trait")
 
 Allocator = Callable[[Buffer, int, torch.dtype], Tensor]
 """Takes a buffer, a number of elements and their format, and returns zeroed memory in the buffer's space."""
@@ -303,15 +305,15 @@ def _parts_of(engine: ForwardEngine) -> dict[GroupWeights | FrozenWeights, Part]
     return {part.what: part for part in parts}
 
 
-def decay_runs(placed: Placed) -> list[tuple[int, int, bool]]:
-    """Return stretches (begin, end, decays) of a trainable part whose parameters decay or not together."""
+def runs_alike(placed: Placed, trait: Callable[[NamedTensor], Trait]) -> list[tuple[int, int, Trait]]:
+    """Return stretches (begin, end, trait) of a part whose parameters have a trait in common."""
     dtype = format_of(placed.flat.dtype)
     bounds = placed.part.offsets(dtype)
-    runs: list[tuple[int, int, bool]] = []
+    runs: list[tuple[int, int, Trait]] = []
     for i, tensor in enumerate(placed.part.tensors):
-        begin, end = bounds[i], bounds[i] + tensor.num_elements
-        if runs and runs[-1][2] == tensor.decays:
-            runs[-1] = (runs[-1][0], end, tensor.decays)
+        begin, end, of_tensor = bounds[i], bounds[i] + tensor.num_elements, trait(tensor)
+        if runs and runs[-1][2] == of_tensor:
+            runs[-1] = (runs[-1][0], end, of_tensor)
         else:
-            runs.append((begin, end, tensor.decays))
+            runs.append((begin, end, of_tensor))
     return runs

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from executors.models.model import Batch
 from executors.models.recording_blocks import StepCache
+from executors.randomness.low_rank import Window
 from zosim.points import Point
 
 
@@ -75,6 +76,8 @@ class StepFrame:
         One per query.
     learning_rate : float
     batch : mapping
+    window : Window or None
+        The steps that share factors of their directions with this one, where there are factors.
     previous : StepFrame or None
         The step before; None for the first, and for the first after a flush.
     losses : dict
@@ -91,6 +94,7 @@ class StepFrame:
     seeds: tuple[int, ...] = ()
     learning_rate: float = 0.0
     batch: Batch | None = None
+    window: Window | None = None
     previous: StepFrame | None = None
     losses: dict[Point, Tensor] = field(default_factory=dict)
     gradients: dict[int, float] = field(default_factory=dict)

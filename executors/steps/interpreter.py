@@ -6,7 +6,7 @@ instruction is resolved once into an action; a step then only calls actions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from costmodel.model_spec import HEAD
 from executors.models.engine import ForwardEngine
 from executors.models.model import Batch
 from executors.models.parameters import stand_in
+from executors.randomness.low_rank import Window
 from executors.ranks.communicator import Communicator
 from executors.ranks.host_memory import HOST, HostMemory
 from executors.steps.buffers import BufferStore
@@ -30,7 +31,7 @@ from executors.steps.update_watch import UpdateWatch
 from executors.threads import DrawThreads
 from topology.errors import ModelError, ProgramError, RunError
 from zosim.instructions import Buffer, Dependency, Instruction, Part
-from zosim.operations import Backward, Collective, Forward, Optimize
+from zosim.operations import Backward, Collective, Draw, Forward, Optimize
 from zosim.program import Program
 from zosim.validate import validate
 
@@ -105,6 +106,8 @@ class Interpreter:
         self._frame: StepFrame | None = None
         self._tickets: Mapping[str, Ticket] = {}
         self._next_step = 0
+        self._lazy_steps = _lazy_steps(program)
+        self._window: Window | None = None
         self._turn = 0
         self._load_weights()
 
@@ -147,7 +150,7 @@ class Interpreter:
             With its losses and projected gradients.
         """
         self._check_queries(seeds)
-        return self._advance(StepFrame(self._next_step, tuple(seeds), learning_rate, batch, self._frame))
+        return self._advance(self._frame_of(seeds, learning_rate, batch))
 
     def replay(self, seeds: Sequence[int], gradients: Sequence[float], learning_rate: float) -> StepFrame:
         """Do to the weights what a step with these projected gradients did, without its forwards.
@@ -164,9 +167,17 @@ class Interpreter:
         ``+ε, -2ε, +ε`` does not restore every bit.
         """
         self._check_queries(seeds)
-        frame = StepFrame(self._next_step, tuple(seeds), learning_rate, None, self._frame, replayed=True)
+        frame = self._frame_of(seeds, learning_rate, None)
+        frame.replayed = True
         frame.gradients.update(enumerate(gradients))
         return self._advance(frame)
+
+    def _frame_of(self, seeds: Sequence[int], learning_rate: float, batch: Batch | None) -> StepFrame:
+        number, seeds = self._next_step, tuple(seeds)
+        if number == self.first_of_window:
+            self._window = Window(number, seeds)
+        assert self._window is not None
+        return StepFrame(number, seeds, learning_rate, batch, self._window, self._frame)
 
     def _check_queries(self, seeds: Sequence[int]) -> None:
         if len(seeds) != self.num_queries:
@@ -203,10 +214,25 @@ class Interpreter:
         """Let the model's parameters be what lies in the program's final places."""
         self._context.bind([self.store.placed(a) for a in self.program.final if self.store.is_weights(a)])
 
-    def start_at(self, step: int) -> None:
-        """Number the next step; only before the first, or after a flush."""
+    def start_at(self, step: int, seeds_of: Callable[[int], Sequence[int]]) -> None:
+        """Number the next step; only before the first, or after a flush.
+
+        Parameters
+        ----------
+        step : int
+        seeds_of : callable
+            From the number of an earlier step to its seeds: factors of directions may be older than `step`.
+        """
         assert self._frame is None
         self._next_step = step
+        first = self.first_of_window
+        if first < step:
+            self._window = Window(first, tuple(seeds_of(first)))
+
+    @property
+    def first_of_window(self) -> int:
+        """The step whose seeds decide the factors that the next step's directions share with others: itself where none do."""
+        return self._next_step - self._next_step % self._lazy_steps
 
     def close(self) -> None:
         """End the streams."""
@@ -345,6 +371,23 @@ class _Resolved:
     waits: tuple[str, ...]
     waits_before: tuple[str, ...]
     peers: tuple[Dependency, ...]
+
+
+def _lazy_steps(program: Program) -> int:
+    """Return the steps that factors of directions are kept for.
+
+    Raises
+    ------
+    ProgramError
+        If draws disagree about it.
+    """
+    lazy = {i.op.lazy_steps for _, i in program.instructions() if isinstance(i.op, Draw)}
+    if len(lazy) > 1:
+        raise ProgramError(
+            f"program {program.name} keeps factors of directions for {sorted(lazy)} steps at once",
+            hint="lower the plan again",
+        )
+    return lazy.pop() if lazy else 1
 
 
 def _are_equal(one: Any, other: Any) -> bool:

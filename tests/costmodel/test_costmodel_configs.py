@@ -112,15 +112,16 @@ def test_groups_are_named_in_registration_order():
 
 def test_neighbours_of_the_same_segments_form_one_group():
     rows = [
-        ("a", ("embed",), 3, True),
-        ("b", ("embed",), 5, False),
-        ("c", ("block.0",), 7, True),
-        ("d", ("embed",), 11, True),
+        ("a", ("embed",), (3,), True),
+        ("b", ("embed",), (5,), False),
+        ("c", ("block.0",), (1, 7), True),
+        ("d", ("embed",), (11,), True),
     ]
     first, block, second = group_parameters(rows)
     assert (first.name, first.num_parameters, first.num_trainable, first.num_tensors) == ("embed", 8, 3, 2)
     assert (first.num_trainable_tensors, first.largest_trainable_tensor) == (1, 3)
     assert (block.name, second.name) == ("block.0", "embed.1")
+    assert (block.trainable_matrices, first.trainable_matrices) == (((1, 7),), ())
 
 
 def test_lora_trains_two_narrow_matrices_per_target():

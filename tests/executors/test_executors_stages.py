@@ -42,6 +42,10 @@ CASES = {
         THREE, axes=axes(estimator={"num_queries": 2}, schedule={"update": "delayed"})
     ),
     "rademacher": Case(THREE, axes=axes(directions={"distribution": "rademacher"})),
+    "lozo": Case(
+        INSIDE,
+        axes=axes(directions={"distribution": "lozo", "lazy_steps": 2}, schedule={"update": "delayed"}),
+    ),
     "copies": Case(THREE, axes=axes(weights={"perturbation": "copies"})),
     "copies-ahead-offloaded": Case(
         THREE,
@@ -170,6 +174,7 @@ QUICK = (
     "llama-querywise",
     "querywise-tied-bfloat16",
     "lora",
+    "lozo",
     "accumulated",
     "data",
     "copies-ahead-offloaded",

@@ -12,6 +12,7 @@ SHARED = {"residency": {"blocks": "offloaded", "transfers": "shared"}, "schedule
 SLICED = {"residency": {"blocks": "offloaded", "transfers": "sliced"}, "schedule": {"update": "delayed"}}
 PERTP, DDP = {"perturb": 2}, {"data": 2}
 COUNTER = {"rng": "counter"}
+LOZO = {"distribution": "lozo", "lazy_steps": 3}
 
 PAIRS = {
     "pertp": {"mesh": PERTP},
@@ -57,6 +58,7 @@ PAIRS = {
         "schedule": {"update": "delayed"},
         "directions": COUNTER,
     },
+    "pertp-lozo": {"mesh": PERTP, **SLICED, "directions": LOZO},
     "pertp-lossy": {
         "mesh": PERTP,
         **SLICED,
@@ -83,6 +85,7 @@ FOURS = {
     "2d": {"mesh": {"data": 2, "perturb": 2}},
     "2d-data-inner": {"mesh": {"data": 2, "perturb": 2, "inner": "data"}, "directions": COUNTER, **SHARED},
     "2d-sliced": {"mesh": {"data": 2, "perturb": 2}, "model": "llama-tied", **SLICED},
+    "2d-lozo": {"mesh": {"data": 2, "perturb": 2}, "directions": LOZO | COUNTER},
     "2d-two-hosts": {"mesh": {"data": 2, "perturb": 2}, "hosts": ("a", "a", "b", "b"), **SLICED},
     "queries": {"mesh": {"perturb": 4}, "estimator": {"num_queries": 2}, **SHARED},
     "queries-forward-unequal": {

@@ -20,7 +20,7 @@ from costmodel.distributions import (
 from costmodel.formats import FORMATS, DType
 from costmodel.model_spec import EMBED, ParameterGroup
 from costmodel.sweeps import draw_work
-from costmodel.work import Work
+from costmodel.work import Matmul, Work
 from zosim.contents import Contents, Direction, DirectionRows, GeneratorState, is_scaled
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.buckets import bucket_bytes
@@ -35,6 +35,7 @@ Keep = Literal["all", "rows", "none"]
 
 _DIRECTIONS = "directions"
 _ROWS = "direction_rows"
+_FACTORS = "direction_factors"
 
 
 class Directions:
@@ -107,6 +108,20 @@ class Directions:
         sizes = [self.direction_bytes(g) for g in groups if not self._rank.gathers(g, segment)]
         return (max if self._rank.is_swept else sum)(sizes or [0])
 
+    @cached_property
+    def _factor_bytes(self) -> int:
+        """Bytes of the factors that are there together: of all matrices each query's ``V``, and of one group ``U``.
+
+        An update that waits for the next step may need the ``V`` before, which is drawn anew meanwhile.
+        """
+        rank = self._plan.directions.rank or 0
+        groups = [group for group in self._rank.groups if group.num_trainable]
+        sides = [[sum(sides) for sides in zip(*g.trainable_matrices, strict=True)] or [0, 0] for g in groups]
+        num_kept = self._plan.estimator.num_queries * (2 if self._plan.schedule.update == "delayed" else 1)
+        rights = num_kept * sum(columns for _, columns in sides)
+        lefts = max((rows for rows, _ in sides), default=0)
+        return FORMATS[self._rank.draw_format].bytes(rank * (rights + lefts))
+
     def state_before(self, group: ParameterGroup, query: int, step: int) -> Access:
         """Return the access to the kept generator states before `group` and on the way through it."""
         size = NUM_RNG_MARKS * RNG_STATE_BYTES
@@ -150,6 +165,8 @@ class Directions:
             if any(rank.gathers(group, EMBED) for group in rank.groups):
                 rows = self._rows_bytes * len(queries)
                 yield Buffer(_ROWS, Space.DEVICE, rows, "directions", dtype)
+        if self._factor_bytes:
+            yield Buffer(_FACTORS, Space.DEVICE, self._factor_bytes, "directions", rank.draw_format)
         for query in queries if self._plan.directions.rng == "mezo" else ():
             yield Buffer(f"rng.q{query}", Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
             for name in self._kept_states:
@@ -179,12 +196,14 @@ class Directions:
         offset_bytes: int | None = None,
         scaled: bool = False,
         rounding: int = 0,
+        for_update: bool = False,
         suffix: str = "",
     ) -> Access:
         """Write the draw of a direction, unless it is there, and return where it is.
 
         With `scaled`, it may be kept as ``z·ε``, where that loses nothing. Where directions are kept until their updates,
-        those of the step before are there, and rows are those of the whole.
+        those of the step before are there, and rows are those of the whole. One that is drawn `for_update` alone is drawn again
+        where the distribution draws another one then.
         """
         if offset_bytes is None:
             offset_bytes = self.fresh_offset(segment)
@@ -197,12 +216,13 @@ class Directions:
             target = replace(target, what=Direction(group.name, query, rounding=rounding))
         if self._are_kept and step < 0:
             return target
-        if (target.what, target.step) in self._drawn:
+        is_redrawn = for_update and self._rank.distribution.is_redrawn
+        if (target.what, target.step) in self._drawn and not is_redrawn:
             return self._drawn[target.what, target.step]
         reads, writes = self._generator_accesses(group, query, step)
         self._listing.emit(
             f"{group.name}/draw[q{query}{'@t-1' if step else ''}]{suffix}",
-            self._operation(group, query, step, keep, rounding),
+            self._operation(group, query, step, keep, rounding, for_update=is_redrawn),
             self._stream,
             "draw",
             segment,
@@ -230,10 +250,30 @@ class Directions:
         is_plain = self._plan.rounding is None and not distribution.is_sign
         return is_plain and smallest >= FORMATS[self._rank.direction_format].smallest_normal
 
-    def _operation(self, group: ParameterGroup, query: int, step: int, keep: Keep, rounding: int = 0) -> Draw:
+    def _operation(
+        self,
+        group: ParameterGroup,
+        query: int,
+        step: int,
+        keep: Keep,
+        rounding: int = 0,
+        *,
+        for_update: bool = False,
+    ) -> Draw:
         directions, rounded = self._plan.directions, self._plan.rounding
-        bits = 0 if rounded is None else rounded.bits
-        return Draw(group.name, step, query, keep, directions.rng, directions.distribution, bits, rounding)
+        return Draw(
+            group.name,
+            step,
+            query,
+            keep,
+            directions.rng,
+            directions.distribution,
+            0 if rounded is None else rounded.bits,
+            rounding,
+            directions.rank or 0,
+            directions.lazy_steps or 1,
+            for_update,
+        )
 
     def _generator_accesses(
         self, group: ParameterGroup, query: int, step: int
@@ -273,7 +313,9 @@ class Directions:
         """
         directions, total = self._plan.directions, group.num_trainable
         if keep == "none":
-            return passing_work(total, directions, self._rank.draw_format)
+            return passing_work(num_drawn(group, directions), directions, self._rank.draw_format)
+        if directions.rank is not None:
+            return self._factored_work(group, directions.rank, keep)
         if directions.rng == "counter":
             return self._counted_work(group, keep, is_scaled=is_scaled)
         is_cut = self._rank.distribution.is_drawn_alone and total >= (
@@ -311,6 +353,23 @@ class Directions:
             is_shared=distribution.is_drawn_alone and keep == "all" and total > COUNTER_BLOCK_ELEMENTS,
             is_scaled=is_scaled,
             num_seeds=round(num_blocks),
+        )
+
+    def _factored_work(self, group: ParameterGroup, rank: int, keep: Keep) -> Work:
+        """Return the work of drawing factors, and of the products that they are a direction by; rows are picked of a whole product."""
+        width = FORMATS[self._rank.draw_format].element_bytes
+        products = tuple(Matmul(m=rows, n=columns, k=rank) for rows, columns in group.trainable_matrices)
+        scaled = sum(part.m * part.n for part in products) if self._rank.distribution.rank_power else 0
+        num_rows = self._num_rows(group.num_trainable) * self._rank.model.embed_dim if keep == "rows" else 0
+        return draw_work(
+            num_drawn(group, self._plan.directions),
+            dtype=self._rank.draw_format,
+            num_tensors=2 * len(products) + group.num_trainable_tensors,
+        ) + Work(
+            dtype=self._rank.draw_format,
+            matmuls=products,
+            sweep_bytes=width * (2 * scaled + 2 * round(num_rows)),
+            num_kernels=len(products) if scaled else 0,
         )
 
     def _rows_of(self, table_elements: int) -> tuple[int, int, int]:
@@ -377,12 +436,23 @@ def _drawn_late(plan: Plan, segments: Sequence[str]) -> list[ParameterGroup]:
     ]
 
 
+def num_drawn(group: ParameterGroup, directions: DirectionsAxis) -> int:
+    """Return the numbers that a direction of `group` takes: of factors ``V``, which are kept for several steps, a step's share."""
+    if directions.rank is None:
+        return group.num_trainable
+    rank, steps = directions.rank, directions.lazy_steps or 1
+    lefts = sum(rows for rows, _ in group.trainable_matrices)
+    rights = sum(columns for _, columns in group.trainable_matrices)
+    return group.num_outside_matrices + rank * lefts + round(rank * rights / steps)
+
+
 def passing_work(num_elements: int, directions: DirectionsAxis, dtype: DType) -> Work:
     """Return the work of passing over a group's numbers, in one jump where they are many: nothing for ``counter``."""
     if directions.rng == "counter":
         return Work()
     distribution = DISTRIBUTIONS[directions.distribution]
-    is_long = distribution.is_drawn_alone and num_elements >= JUMP_WORDS
+    is_alone = distribution.is_drawn_alone and not distribution.is_factored
+    is_long = is_alone and num_elements >= JUMP_WORDS
     return draw_work(
         0,
         dtype=dtype,

@@ -230,7 +230,13 @@ class Points:
         divisor = 1.0 if rounded is None else rounded.divisor(estimator)
         for query in range(num_queries):
             direction = self._directions.draw(
-                group, query, step=step, segment=segment, rounding=rounding, suffix=":update"
+                group,
+                query,
+                step=step,
+                segment=segment,
+                rounding=rounding,
+                for_update=True,
+                suffix=":update",
             )
             is_last = query == num_queries - 1
             before = GroupWeights(group.name, updated_to=query - 1 if query else None)

@@ -16,7 +16,7 @@ from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index, block_segm
 from zosim.engines.shortening import are_alike, shortened
 from zosim.hardware.machine import Machine
 from zosim.instructions import Stream
-from zosim.lowering.directions import passing_work
+from zosim.lowering.directions import num_drawn, passing_work
 from zosim.lowering.rank import Rank
 from zosim.lowering.schedule import StepWriter
 from zosim.planning.cuts import Cutting
@@ -111,9 +111,11 @@ class Costs:
         # Blocks that were left out are like the last of those that were not.
         like = [_standing_for(segment, small) for segment in self.whole.segments]
         points = len(plan.points)
-        trainable = [
+        drawn = [
             sum(
-                group.num_trainable for group in self.whole.groups_of(segment) if group.segments[0] == segment
+                num_drawn(group, plan.directions)
+                for group in self.whole.groups_of(segment)
+                if group.segments[0] == segment
             )
             for segment in self.whole.segments
         ]
@@ -124,7 +126,7 @@ class Costs:
         return SegmentSeconds(
             np.array([forward[segment] / points for segment in like]),
             np.array([once[segment] for segment in like]),
-            np.array([_walk_s(number, site) for number in trainable]),
+            np.array([_walk_s(number, site) for number in drawn]),
             np.array([FORMATS[site.plan.weights.dtype].bytes(num) for num in stored], dtype=np.float64),
         )
 
@@ -158,9 +160,9 @@ def _compute_seconds(plan: Plan, machine: Machine) -> tuple[dict[str, float], di
     return forward, once
 
 
-def _walk_s(num_trainable: int, site: Site) -> float:
+def _walk_s(num_elements: int, site: Site) -> float:
     """Return the seconds in which a generator passes over so many numbers, for every query."""
-    work = passing_work(num_trainable, site.plan.directions, Rank(site.plan).draw_format)
+    work = passing_work(num_elements, site.plan.directions, Rank(site.plan).draw_format)
     if not work.num_skipped:
         return 0.0
     return site.plan.estimator.num_queries * estimate(work, site.machines[0].profile).seconds

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from costmodel.distributions import DistributionName
-from zosim.plans.axis import Axis
+from pydantic import Field, model_validator
+
+from costmodel.distributions import DISTRIBUTIONS, DistributionName
+from topology.limits import Rank
+from zosim.plans.axis import Axis, Conflict
 from zosim.plans.setting import Setting
 
 if TYPE_CHECKING:
     from zosim.plans import Plan
+
+
+USUAL_RANK = 2
+USUAL_LAZY_STEPS = 50
+"""Rank and ν of LoZO's experiments on OPT-13B."""
 
 
 class Directions(Axis):
@@ -19,6 +27,13 @@ class Directions(Axis):
     Attributes
     ----------
     distribution : str
+        ``"gaussian"`` and ``"rademacher"`` draw every element. Of the others a matrix is a product ``U·Vᵀ``
+        (:data:`costmodel.distributions.DISTRIBUTIONS`).
+    rank : int or None
+        Columns of ``U`` and ``V``; None for a distribution without factors.
+    lazy_steps : int or None
+        Steps that one ``V`` is kept for, while ``U`` is drawn in every step: the update of as many steps has that rank,
+        too. LoZO's name for it is ν.
     rng : str
         ``"mezo"``: one torch generator walked in parameter order, the reference loop's stream.
         ``"counter"``: every (seed, step, query, parameter) keys its own stream, sliceable at any offset.
@@ -37,6 +52,26 @@ class Directions(Axis):
         DistributionName,
         Setting("--direction", "Distribution of the directions.", changes="numbers", recorded_as="direction"),
     ] = "gaussian"
+    rank: Annotated[
+        Rank | None,
+        Setting(
+            "--direction-rank",
+            "Rank of the matrices of factorised and lozo directions.",
+            changes="numbers",
+            usual=f"{USUAL_RANK} for those",
+            recorded_as="direction_rank",
+        ),
+    ] = None
+    lazy_steps: Annotated[
+        int | None,
+        Field(ge=1, le=10**9),
+        Setting(
+            "--lazy-steps",
+            "Steps that the right factor of such a matrix is kept for.",
+            changes="numbers",
+            usual=f"{USUAL_LAZY_STEPS} for lozo, 1 for factorised",
+        ),
+    ] = None
     rng: Annotated[
         Literal["mezo", "counter"],
         Setting("--rng", "One generator for all, or a keyed stream for each parameter.", changes="numbers"),
@@ -61,13 +96,46 @@ class Directions(Axis):
         ),
     ] = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_usual_factors(cls, data: Any) -> Any:
+        """Say what the rank and the laziness of factors are, where nobody did."""
+        stated = DISTRIBUTIONS.get(data.get("distribution", "gaussian")) if isinstance(data, dict) else None
+        if stated is None or not stated.is_factored:
+            return data
+        usual = {"rank": USUAL_RANK, "lazy_steps": 1 if stated.rank_power else USUAL_LAZY_STEPS}
+        return data | {name: value for name, value in usual.items() if data.get(name) is None}
+
+    def conflicts(self, plan: Plan) -> Iterator[Conflict]:
+        """Yield what factors there are none of, and what the released LoZO loop cannot be run with."""
+        distribution = DISTRIBUTIONS[self.distribution]
+        if distribution.is_factored and plan.rounding is not None:
+            yield (
+                f"{self.distribution} directions are products of factors, which are not rounded to codes",
+                "use --direction gaussian, or weights without a --weight-format",
+            )
+        if not distribution.is_factored:
+            for name, flag in (("rank", "--direction-rank"), ("lazy_steps", "--lazy-steps")):
+                if (value := getattr(self, name)) is not None:
+                    complaint = (
+                        f"{name}={value} is of factors, which {self.distribution} directions do not have"
+                    )
+                    yield complaint, f"leave {flag} out, or add --direction lozo"
+        elif distribution.is_redrawn and (self.rng, self.kept) != ("mezo", False):
+            stated = "counter draws" if self.rng != "mezo" else "kept directions"
+            complaint = f"{self.distribution} draws again for updates, by the generator that it walked, unlike {stated}"
+            yield complaint, "use --direction lozo, or --rng mezo and --no-keep-directions"
+
     @property
     def draws_by_halves(self) -> bool:
         """Whether the order of draws depends on which blocks are cut inside: one generator passes halves in turn."""
         return (self.rng, self.order) == ("mezo", "execution")
 
     def words(self, plan: Plan) -> Iterator[str]:
-        """Yield how directions are drawn, where it is not when they are needed."""
+        """Yield of which rank directions are, and how they are drawn, where it is not when they are needed."""
+        if self.rank is not None:
+            lazily = f", V kept {self.lazy_steps} steps" if self.lazy_steps != 1 else ""
+            yield f"{self.distribution} directions of rank {self.rank}{lazily}"
         if self.drawn_ahead and plan.weights.perturbation == "serial":
             yield "draws ahead"
         if self.kept:

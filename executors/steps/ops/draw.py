@@ -8,17 +8,27 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Generator, Tensor
 
-from costmodel.distributions import NUM_RNG_MARKS, SHARED_DRAW_ELEMENTS
+from costmodel.distributions import DISTRIBUTIONS, NUM_RNG_MARKS, SHARED_DRAW_ELEMENTS
+from executors.formats import TORCH_DTYPES
 from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.directions import Direction, direction_named
+from executors.randomness.low_rank import (
+    FactorDraws,
+    Factors,
+    divisor_of,
+    fill_product,
+    fill_product_rows,
+)
 from executors.randomness.walks import Walk
 from executors.steps.buffers import Part
 from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context
 from executors.steps.ops.operands import Action, Unfit, only, place_of
-from zosim.contents import GeneratorState, is_scaled
+from zosim.contents import GeneratorState, GroupWeights, is_scaled
 from zosim.instructions import Access, Instruction
 from zosim.operations import Draw
+
+Place = tuple[str, int]
 
 Fill = Callable[[StepFrame, Generator], list[Tensor]]
 """Draws on from a generator and returns its states at the marks on the way."""
@@ -33,6 +43,7 @@ class Draws:
         self._device = context.backend.device
         trainable = [tensor.num_elements for tensor in context.engine.tensors if tensor.trainable]
         self._counter = CounterDraws(trainable, self._device, threads=context.threads)
+        self._factors: FactorDraws | None = None
 
     def draw(self, instruction: Instruction) -> Action:
         """Return what draws, if there is a step whose seed it draws from."""
@@ -45,6 +56,8 @@ class Draws:
                 self._check_table(op)
             elif self._store.part(target) is not self._part(op):
                 raise Unfit(f"draws {op.group} into {target.what}")
+        if op.rank:
+            return self._factored(op, instruction, wanted)
         if op.generator == "counter":
             return self._counted(op, wanted)
         return self._walked(op, instruction, wanted)
@@ -73,13 +86,7 @@ class Draws:
     # -- mezo --------------------------------------------------------------------------------------------------
 
     def _walked(self, op: Draw, instruction: Instruction, wanted: Sequence[Access]) -> Action:
-        source = [place_of(access) for access in instruction.reads if isinstance(access.what, GeneratorState)]
-        before = [place_of(a) for a in instruction.writes if a.what == GeneratorState(op.group, op.query)]
-        after = [
-            place_of(a)
-            for a in instruction.writes
-            if a.what == GeneratorState(op.group, op.query, is_after=True)
-        ]
+        source, before, after = _states(op, instruction)
         walk = self._walk(op, wanted)
         fill = self._fill(op, walk, wanted)
         again = self._fill_again(op, walk, wanted) if source and not before and op.keep == "all" else None
@@ -144,6 +151,95 @@ class Draws:
 
         return fill
 
+    # -- factors -----------------------------------------------------------------------------------------------
+
+    def _factored(self, op: Draw, instruction: Instruction, wanted: Sequence[Access]) -> Action:
+        draws, values = self._factor_draws(op), self._store.values
+        source, before, after = _states(op, instruction)
+        generator = Generator(device=self._device)
+
+        def walked(frame: StepFrame) -> Factors | None:
+            assert frame.window is not None
+            if op.for_update and frame.step == frame.window.first:
+                return draws.redrawn(op.group, op.query, frame.seeds[op.query], frame.window)
+            if source:
+                generator.set_state(values[source[0]][0])
+            else:
+                generator.manual_seed(frame.seeds[op.query])
+            states = [generator.get_state()]
+            factors = None
+            if op.keep == "none":
+                draws.pass_over(op.group, frame.step, frame.window, generator)
+            else:
+                factors = draws.walked(op.group, op.query, frame.step, frame.window, generator)
+            for key in before:
+                values[key] = states
+            for key in after:
+                values[key] = [generator.get_state()]
+            return factors
+
+        def draw(frame: StepFrame) -> None:
+            seeded = frame.at(op.step)
+            if seeded is None:
+                return
+            factors: Factors | None = None
+            if op.generator == "mezo":
+                factors = walked(seeded)
+            elif op.keep != "none":
+                assert seeded.window is not None
+                factors = draws.counted(op.group, op.query, counter_key(frame, op), seeded.window)
+            if factors is not None:
+                self._multiply(op, factors, wanted[0])
+
+        return draw
+
+    def _multiply(self, op: Draw, factors: Factors, target: Access) -> None:
+        """Leave the direction that has these factors at its place."""
+        divisor = divisor_of(op.rank, DISTRIBUTIONS[op.distribution].rank_power)
+        if op.keep == "rows":
+            rows, right = self._context.rows, factors.rights[0]
+            assert right is not None
+            kept = self._empty_rows(self._part(op), rows)
+            fill_product_rows(kept, rows, factors.lefts[0], right, divisor)
+            self._store.values[place_of(target)] = kept
+            return
+        views = self._store.placed(target).views
+        for view, left, right in zip(views, factors.lefts, factors.rights, strict=True):
+            if right is None:
+                view.copy_(left)
+            else:
+                fill_product(view, left, right, divisor)
+
+    def _factor_draws(self, op: Draw) -> FactorDraws:
+        """Return what draws factors for all groups, of one rank."""
+        if self._factors is None:
+            tensors = [tensor for tensor in self._context.engine.tensors if tensor.trainable]
+            groups = {
+                what.group: [tensor.index for tensor in part.tensors]
+                for what, part in self._store.parts.items()
+                if isinstance(what, GroupWeights)
+            }
+            self._factors = FactorDraws(
+                [tensor.shape for tensor in tensors],
+                groups,
+                self._walk_order,
+                op.rank,
+                self._device,
+                TORCH_DTYPES[next(b.dtype for b in self._context.program.buffers if b.role == "directions")],
+                threads=self._context.threads,
+            )
+        return self._factors
+
+    def _walk_order(self, query: int) -> list[str]:
+        """Return the groups that the step's generator of a query visits, in their order."""
+        return [
+            i.op.group
+            for i in self._context.program.step
+            if isinstance(i.op, Draw)
+            and i.op.query == query
+            and any(isinstance(a.what, GeneratorState) and a.what.is_after for a in i.writes)
+        ]
+
     # -- operands ----------------------------------------------------------------------------------------------
 
     def _part(self, op: Draw) -> Part:
@@ -181,6 +277,17 @@ class Draws:
 
     def _factor(self, target: Access) -> float | None:
         return self._context.hyperparameters.epsilon if is_scaled(target.what) else None
+
+
+def _states(op: Draw, instruction: Instruction) -> tuple[list[Place], list[Place], list[Place]]:
+    """Return where a walking generator's state is read, where that before the group is left, and where that after it."""
+
+    def written(*, is_after: bool) -> list[Place]:
+        state = GeneratorState(op.group, op.query, is_after=is_after)
+        return [place_of(access) for access in instruction.writes if access.what == state]
+
+    source = [place_of(access) for access in instruction.reads if isinstance(access.what, GeneratorState)]
+    return source, written(is_after=False), written(is_after=True)
 
 
 def counter_key(frame: StepFrame, op: Draw) -> CounterKey:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from costmodel.distributions import DISTRIBUTIONS
 from costmodel.formats import FORMATS
+from executors.models.parameters import NamedTensor
+from executors.randomness.low_rank import divisor_of, is_matrix
 from executors.steps.arithmetic import Sweeper
-from executors.steps.buffers import decay_runs
+from executors.steps.buffers import runs_alike
 from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context
 from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
@@ -25,10 +27,12 @@ class Sweeps:
         self.num_queries = 1 + max((i.op.query for i in program.step if isinstance(i.op, Scalar)), default=-1)
         sweeps = [i for _, i in program.instructions() if isinstance(i.op, Perturb | Update)]
         self._streams = {i.stream for i in sweeps[:1]}
-        self._signs = {
-            op.group
-            for _, i in program.instructions()
-            if isinstance(op := i.op, Draw) and DISTRIBUTIONS[op.distribution].is_sign
+        draws = {op.group: op for _, i in program.instructions() if isinstance(op := i.op, Draw)}
+        self._signs = {group for group, op in draws.items() if DISTRIBUTIONS[op.distribution].is_sign}
+        self._matrix_divisors = {
+            group: divisor_of(op.rank, DISTRIBUTIONS[op.distribution].update_rank_power)
+            for group, op in draws.items()
+            if op.rank
         }
 
     def perturb(self, instruction: Instruction) -> Action:
@@ -64,6 +68,11 @@ class Sweeps:
         # Several directions are one step, which decays once. A decay of 0 changes nothing.
         weight_decay = self._context.hyperparameters.weight_decay if op.query == 0 else 0.0
         sweeper, is_sign = self.sweeper, op.group in self._signs
+        matrix_divisor = self._matrix_divisors.get(op.group, 1.0)
+        is_uniform = not weight_decay and matrix_divisor == 1
+
+        def traits(tensor: NamedTensor) -> tuple[bool, float]:
+            return bool(weight_decay) and tensor.decays, matrix_divisor if is_matrix(tensor.shape) else 1.0
 
         def update(frame: StepFrame) -> None:
             source = frame.at(op.step)
@@ -72,14 +81,16 @@ class Sweeps:
             theta, z = self._context.store.placed(weights), self._context.store.placed(direction)
             gradient = source.gradients[op.query] / self.num_queries
             rate = source.learning_rate
-            runs = decay_runs(theta) if weight_decay else [(0, theta.flat.numel(), False)]
-            for begin, end, decays in runs:
+            runs = [(0, theta.flat.numel(), (False, 1.0))] if is_uniform else runs_alike(theta, traits)
+            for begin, end, (decays, divisor) in runs:
                 piece, along = theta.flat[begin:end], z.flat[begin:end]
                 if is_sign and not decays:
                     sweeper.update_signs(piece, along, gradient=gradient, learning_rate=rate)
                 else:
                     decay = weight_decay if decays else None
-                    sweeper.update(piece, along, gradient=gradient, learning_rate=rate, weight_decay=decay)
+                    sweeper.update(
+                        piece, along, gradient=gradient / divisor, learning_rate=rate, weight_decay=decay
+                    )
 
         return update
 

@@ -1,0 +1,235 @@
+"""Directions whose matrices are products of two drawn factors, ``U·Vᵀ``, the second of which stays for a window of steps.
+
+Both factors are functions of seeds. ``V`` is kept between steps because it is needed in every one, and made again where
+nobody kept it: in a run that goes on in the middle of a window, or that replays one.
+
+``mezo``: the step's generator walks over the parameters; a matrix takes ``V``, in the first step of a window alone, then ``U``.
+These are the numbers of the released LoZO loop. ``counter``: ``U`` is keyed as any direction, ``V`` by the window's first
+step and a number of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod, sqrt
+
+import torch
+from torch import Generator, Tensor
+
+from executors.randomness.counter import CounterDraws, CounterKey
+from executors.randomness.directions import Gaussian
+from executors.randomness.rng import generator_on, mixed
+from executors.threads import DrawThreads
+
+_NORMALS = Gaussian()
+_RIGHT = 0x56
+"""Part of the key of every ``V``, which tells it from the key of the ``U`` of the same step."""
+
+_TILE_ROWS = 1 << 12
+"""Rows of a product that are made at once: rows alone and with all others then have the same bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Steps that share their factors ``V``.
+
+    Attributes
+    ----------
+    first : int
+        Number of the first of them.
+    seeds : tuple of int
+        Its seeds, one per query.
+    """
+
+    first: int
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """A direction of several tensors.
+
+    Attributes
+    ----------
+    lefts : tuple of torch.Tensor
+        Of a matrix ``U``, of shape (rows, rank); any other tensor's whole direction, in its shape.
+    rights : tuple of torch.Tensor or None
+        Of a matrix ``V``, of shape (columns, rank).
+    """
+
+    lefts: tuple[Tensor, ...]
+    rights: tuple[Tensor | None, ...]
+
+
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Whether a tensor's direction has factors."""
+    return len(shape) == 2
+
+
+def _left_shape(shape: Sequence[int], rank: int) -> tuple[int, ...]:
+    return (shape[0], rank) if is_matrix(shape) else tuple(shape)
+
+
+def _right_numel(shape: Sequence[int], rank: int) -> int:
+    return shape[1] * rank if is_matrix(shape) else 0
+
+
+def fill_product(out: Tensor, left: Tensor, right: Tensor, divisor: float = 1.0) -> None:
+    """Fill a matrix with ``U·Vᵀ``, divided by `divisor`."""
+    for begin, tile in _tiles(left, right, divisor):
+        out[begin : begin + tile.shape[0]] = tile
+
+
+def fill_product_rows(out: Tensor, rows: Tensor, left: Tensor, right: Tensor, divisor: float = 1.0) -> None:
+    """Fill `out` with some rows of ``U·Vᵀ``, divided by `divisor`; `rows` ascends. Their bits are those of the whole product."""
+    wanted = rows.tolist()
+    for begin, tile in _tiles(left, right, divisor):
+        kept = [place for place, row in enumerate(wanted) if begin <= row < begin + tile.shape[0]]
+        if kept:
+            torch.index_select(tile, 0, rows[kept] - begin, out=out[kept[0] : kept[-1] + 1])
+
+
+def _tiles(left: Tensor, right: Tensor, divisor: float) -> Iterator[tuple[int, Tensor]]:
+    across = right.T
+    for begin in range(0, left.shape[0], _TILE_ROWS):
+        tile = left[begin : begin + _TILE_ROWS] @ across
+        yield begin, tile if divisor == 1 else tile.div_(divisor)
+
+
+def divisor_of(rank: int, rank_power: float) -> float:
+    """Return ``r^-rank_power``."""
+    return sqrt(rank) if rank_power == -0.5 else float(rank) ** -rank_power
+
+
+class FactorDraws:
+    """Draws factors of groups of tensors, and keeps each ``V`` for its window.
+
+    Parameters
+    ----------
+    shapes : sequence of shapes
+        Of every trainable parameter in registration order; the same on every rank.
+    groups : mapping of str to sequence of int
+        The trainable parameters of each group.
+    walk_order : callable
+        From a query to the groups in the order in which its ``mezo`` generator visits them, as far as this rank walks.
+    rank : int
+    device : torch.device
+    dtype : torch.dtype
+    threads : DrawThreads, optional
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        groups: Mapping[str, Sequence[int]],
+        walk_order: Callable[[int], Sequence[str]],
+        rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        threads: DrawThreads | None = None,
+    ) -> None:
+        self._shapes = shapes
+        self._groups = groups
+        self._walk_order = walk_order
+        self._rank = rank
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        left_numels = [prod(_left_shape(shape, rank)) for shape in shapes]
+        right_numels = [_right_numel(shape, rank) for shape in shapes]
+        self._left_counter = CounterDraws(left_numels, device, threads=threads)
+        self._right_counter = CounterDraws(right_numels, device, threads=threads)
+        self._kept: dict[tuple[str, int], dict[Window, tuple[Tensor | None, ...]]] = {}
+
+    # -- mezo --------------------------------------------------------------------------------------------------
+
+    def walked(self, group: str, query: int, step: int, window: Window, generator: Generator) -> Factors:
+        """Return the factors that the generator's next numbers make of `group`, in `step` of `window`."""
+        opens = step == window.first
+        lefts, rights = self._draw(group, generator, with_rights=opens)
+        if opens:
+            self._keep(group, query, window, rights)
+        return Factors(lefts, self._rights(group, query, window))
+
+    def redrawn(self, group: str, query: int, seed: int, window: Window) -> Factors:
+        """Return factors as the released loop draws them for an update: a walk from the seed that passes no ``V``."""
+        generator = generator_on(self._like.device, seed)
+        self._walk_to(group, query, generator, with_rights=False)
+        lefts, _ = self._draw(group, generator, with_rights=False)
+        return Factors(lefts, self._rights(group, query, window))
+
+    def pass_over(self, group: str, step: int, window: Window, generator: Generator) -> None:
+        """Advance `generator` as drawing `group` does."""
+        self._skip(group, generator, with_rights=step == window.first)
+
+    def _rights(self, group: str, query: int, window: Window) -> tuple[Tensor | None, ...]:
+        kept = self._kept.get((group, query), {}).get(window)
+        if kept is None:
+            generator = generator_on(self._like.device, window.seeds[query])
+            self._walk_to(group, query, generator, with_rights=True)
+            _, kept = self._draw(group, generator, with_rights=True)
+            self._keep(group, query, window, kept)
+        return kept
+
+    def _draw(
+        self, group: str, generator: Generator, *, with_rights: bool
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        lefts: list[Tensor] = []
+        rights: list[Tensor | None] = []
+        for shape in self._shapes_of(group):
+            has_right = with_rights and is_matrix(shape)
+            rights.append(self._normals((shape[1], self._rank), generator) if has_right else None)
+            lefts.append(self._normals(_left_shape(shape, self._rank), generator))
+        return tuple(lefts), tuple(rights)
+
+    def _normals(self, shape: tuple[int, ...], generator: Generator) -> Tensor:
+        out = self._like.new_empty(shape)
+        _NORMALS.fill(out, generator)
+        return out
+
+    def _walk_to(self, group: str, query: int, generator: Generator, *, with_rights: bool) -> None:
+        order = self._walk_order(query)
+        for before in order[: order.index(group)]:
+            self._skip(before, generator, with_rights=with_rights)
+
+    def _skip(self, group: str, generator: Generator, *, with_rights: bool) -> None:
+        for shape in self._shapes_of(group):
+            if with_rights and is_matrix(shape):
+                _NORMALS.skip(_right_numel(shape, self._rank), self._like, generator)
+            _NORMALS.skip(prod(_left_shape(shape, self._rank)), self._like, generator)
+
+    # -- counter -----------------------------------------------------------------------------------------------
+
+    def counted(self, group: str, query: int, key: CounterKey, window: Window) -> Factors:
+        """Return the factors of `group` under a step's key."""
+        shapes = self._shapes_of(group)
+        lefts = [self._like.new_empty(_left_shape(shape, self._rank)) for shape in shapes]
+        views = [left.view(-1) for left in lefts]
+        self._left_counter.fill_parameters(views, self._groups[group], key, _NORMALS)
+        kept = self._kept.get((group, query), {}).get(window)
+        if kept is None:
+            kept = self._counted_rights(group, query, window)
+            self._keep(group, query, window, kept)
+        return Factors(tuple(lefts), kept)
+
+    def _counted_rights(self, group: str, query: int, window: Window) -> tuple[Tensor | None, ...]:
+        key = CounterKey.of(mixed(window.seeds[query], _RIGHT), window.first, query)
+        rights: list[Tensor | None] = []
+        for index, shape in zip(self._groups[group], self._shapes_of(group), strict=True):
+            right = self._like.new_empty((shape[1], self._rank)) if is_matrix(shape) else None
+            if right is not None:
+                self._right_counter.fill_parameters([right.view(-1)], [index], key, _NORMALS)
+            rights.append(right)
+        return tuple(rights)
+
+    # -- both --------------------------------------------------------------------------------------------------
+
+    def _shapes_of(self, group: str) -> list[Sequence[int]]:
+        return [self._shapes[index] for index in self._groups[group]]
+
+    def _keep(self, group: str, query: int, window: Window, rights: tuple[Tensor | None, ...]) -> None:
+        """Keep the ``V`` of a window, and that of the window before, which a delayed update may still need."""
+        kept = self._kept.setdefault((group, query), {})
+        kept[window] = rights
+        for old in sorted(kept, key=lambda of: of.first)[:-2]:
+            del kept[old]

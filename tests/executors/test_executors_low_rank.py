@@ -1,0 +1,133 @@
+"""LoZO and factorised directions: the literal loop bit for bit, wherever weights lie, and at any instant of a lazy window."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from executors.runs.session import Session
+from tests.support.reference_lozo import LiteralLozo
+from tests.support.reference_mezo import differing
+from tests.support.tiny import batches, model_of, plan_of
+from zosim.plans import Plan
+
+EPSILON, RATE, NUM_STEPS = 1e-3, 1e-2, 7
+PLACEMENTS = {
+    "blockwise": {},
+    "sweep": {"schedule": {"traversal": "sweep"}},
+    "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
+    "kept": {"directions": {"kept": True}},
+}
+
+
+def lozo_plan(model, placement=None, *, direction="lozo", rng="mezo", dtype="float32", lazy_steps=3, rank=2):
+    axes = dict(PLACEMENTS[placement or "blockwise"])
+    stated = {"distribution": direction, "rank": rank, "lazy_steps": lazy_steps, "rng": rng}
+    return plan_of(model, dtype=dtype, **(axes | {"directions": stated | axes.get("directions", {})}))
+
+
+def tuned(plan, model, *, num_steps=NUM_STEPS, decay=0.0):
+    """Return records and the model after some steps."""
+    model = copy.deepcopy(model)
+    with Session(plan, model, learning_rate=RATE, weight_decay=decay, seed=5) as session:
+        records = [session.step(batch) for batch in batches(num_steps)]
+        session.flush()
+    return records, model
+
+
+@pytest.mark.parametrize(
+    ("shape", "direction", "placement", "decay"),
+    [
+        ("opt", "lozo", "blockwise", 0.1),
+        ("llama", "lozo", "offloaded", 0.0),
+        ("opt", "lozo", "kept", 0.0),
+        ("opt", "factorised", "offloaded", 0.1),
+        ("llama", "lozo-released", "blockwise", 0.0),
+        ("opt", "lozo-released", "sweep", 0.1),
+        ("opt", "lozo-released", "offloaded", 0.0),
+    ],
+)
+def test_the_literal_loop_bit_for_bit(shape, direction, placement, decay):
+    base = model_of(shape, num_hidden_layers=2)
+    reference = copy.deepcopy(base)
+    loop = LiteralLozo(
+        reference,
+        epsilon=EPSILON,
+        rank=2,
+        lazy_steps=3,
+        scaling=direction.removeprefix("lozo-"),
+        weight_decay=decay,
+    )
+    records, model = tuned(lozo_plan(base, placement, direction=direction), base, decay=decay)
+    for record, batch in zip(records, batches(NUM_STEPS), strict=True):
+        plus, minus, g = loop.step(batch, record.seeds[0], RATE)
+        assert (record.losses_plus[0], record.losses_minus[0], record.projected_gradients[0]) == (
+            plus,
+            minus,
+            g,
+        )
+    assert differing(model, reference) == []
+
+
+@pytest.mark.parametrize(("direction", "rng"), [("lozo", "counter"), ("factorised", "mezo")])
+def test_placements_have_the_same_bits(direction, rng):
+    base = model_of("opt", torch.bfloat16, num_hidden_layers=2)
+    models = {
+        name: tuned(lozo_plan(base, name, direction=direction, rng=rng, dtype="bfloat16"), base)[1]
+        for name in PLACEMENTS
+    }
+    assert all(differing(model, models["sweep"]) == [] for model in models.values())
+
+
+@pytest.mark.parametrize(
+    ("direction", "rng"), [("lozo", "mezo"), ("lozo", "counter"), ("lozo-released", "mezo")]
+)
+@pytest.mark.parametrize("begin", [1, 3, 5])
+def test_a_session_goes_on_at_any_instant_of_the_window(direction, rng, begin):
+    """With the weights after some steps, and seeds alone."""
+    base = model_of("opt", num_hidden_layers=1)
+    plan = lozo_plan(base, "offloaded", direction=direction, rng=rng)
+    _, whole = tuned(plan, base)
+    _, model = tuned(plan, base, num_steps=begin)
+    with Session(plan, model, learning_rate=RATE, seed=5) as session:
+        session.start_at(begin)
+        for batch in batches(NUM_STEPS)[begin:]:
+            session.step(batch)
+        session.flush()
+    assert differing(model, whole) == []
+
+
+def test_a_replay_restores_every_bit():
+    base = model_of("opt", num_hidden_layers=1)
+    plan = lozo_plan(base, "offloaded")
+    records, whole = tuned(plan, base)
+    model = copy.deepcopy(base)
+    with Session(lozo_plan(base, "sweep"), model, learning_rate=RATE, seed=99) as session:
+        for record in records:
+            session.replay(record)
+        session.flush()
+    assert differing(model, whole) == []
+
+
+def test_the_update_of_a_window_has_its_rank():
+    base = model_of("opt", torch.float64, num_hidden_layers=1)
+    _, model = tuned(lozo_plan(base, dtype="float64", lazy_steps=3), base, num_steps=6)
+    name = "model.decoder.layers.0.fc1.weight"
+    change = dict(model.named_parameters())[name] - dict(base.named_parameters())[name]
+    assert torch.linalg.matrix_rank(change, rtol=1e-9) == 4  # two windows of rank 2 each
+
+
+def test_lozo_is_factorised_at_another_radius():
+    """Of matrices: at ε·√r; the step that it takes is the same but for rounding."""
+    base = model_of("opt", torch.float64, num_hidden_layers=1)
+    for parameter in base.parameters():
+        parameter.requires_grad_(parameter.dim() == 2)
+    plan = lozo_plan(base, dtype="float64", rank=4)
+    other = lozo_plan(base, dtype="float64", rank=4, direction="factorised")
+    data = other.model_dump(mode="json")
+    data["estimator"]["epsilon"] = plan.estimator.epsilon * 2
+    (_, one), (_, same) = tuned(plan, base), tuned(Plan.model_validate(data), base)
+    for (name, left), right in zip(one.named_parameters(), same.parameters(), strict=True):
+        assert torch.allclose(left, right, rtol=0, atol=1e-9), name
