@@ -9,6 +9,7 @@ import typer
 
 from executors.report import calibration_view
 from topology.errors import ProfileError
+from topology.limits import MAX_THREADS
 from zosim.console import emit, progress, stderr
 from zosim.documents import check_writable
 
@@ -23,7 +24,8 @@ def calibrate(
     ] = None,
     budget: Annotated[float, typer.Option(help="Seconds to measure for.", min=0.1)] = 20.0,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of a CPU's kernels.", show_default=False)
+        int | None,
+        typer.Option(min=1, max=MAX_THREADS, help="Threads of a CPU's kernels.", show_default=False),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
     save: Annotated[bool, typer.Option(help="Keep it for this machine's predictions.")] = True,

@@ -12,6 +12,7 @@ import typer
 from executors.report import summary_view
 from executors.runs.settings import RUN_SECTIONS
 from topology.errors import RunError
+from topology.limits import MAX_THREADS
 from zosim.console import emit, progress, stderr
 from zosim.plans import Plan
 from zosim.stated import (
@@ -210,7 +211,7 @@ def replay(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[
-        int | None, typer.Option(min=1, help="By default the run's.", show_default=False)
+        int | None, typer.Option(min=1, max=MAX_THREADS, help="By default the run's.", show_default=False)
     ] = None,
     checkpoints: Annotated[
         bool, typer.Option(help="Start from the newest checkpoint, or from the base.")

@@ -13,6 +13,7 @@ import typer
 from torch import Tensor
 
 from costmodel.codecs import CodecSpec, codec_spec, overhead_bytes
+from costmodel.formats import format_name
 from executors.codecs import codec_of, decode_quantised, encode_quantised, encoding_of, quantise
 from executors.codecs.encodings import Symbols
 from executors.codecs.fidelity import Visibility, received, relative_error, visibility
@@ -260,7 +261,7 @@ def probe(
     from executors.models.loading import load_model
 
     specs = [codec_spec(name) for name in codec or ("q4", "q8")]
-    loaded = load_model(model, dtype=dtype, random_weights=random_weights, seed=seed)
+    loaded = load_model(model, dtype=format_name(dtype), random_weights=random_weights, seed=seed)
     batches = _batches(loaded, model, data, batch, num_batches, seq, template)
     report = probe_cuts(CutModel(loaded), batches, specs, epsilon=eps, seed=seed)
     for row in report.tensors:

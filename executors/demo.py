@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topology.errors import RunError
+from topology.limits import MAX_THREADS
 
 if TYPE_CHECKING:
     from costmodel.profile import Profile
@@ -37,7 +38,7 @@ def demo(
     ] = Path("runs/demo"),
     steps: Annotated[int, typer.Option(min=4, help="Training steps.")] = 400,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch; by default all cores.")
+        int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of torch; by default all cores.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the run.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on stdout.")] = False,

@@ -16,6 +16,10 @@ from topology.validation import did_you_mean, readable
 
 DEFAULT_MEMORY = "256 GiB"
 DEFAULT_MEMORY_BANDWIDTH = "100 GB/s"
+MAX_NODES, MAX_LINKS = 4096, 2**16
+"""Of one machine that is built piece by piece; the largest that exist have a few hundred nodes."""
+MAX_PROCESSORS = 2**14
+"""Logical processors that a list or a mask may name."""
 
 
 class MachineBuilder:
@@ -42,8 +46,11 @@ class MachineBuilder:
         Raises
         ------
         TopologyError
-            If the id is taken or a field is not valid.
+            If the id is taken, a field is not valid, or there are too many nodes.
         """
+        if len(self._nodes) == MAX_NODES:
+            message = f"{self.name}: it has more than {MAX_NODES} devices, which no machine has"
+            raise TopologyError(message)
         if node_id in self._nodes:
             message = f"{self.name}: two devices are called {node_id!r}"
             raise TopologyError(message)
@@ -52,8 +59,18 @@ class MachineBuilder:
         return node_id
 
     def join(self, source: str, target: str, link_type: LinkType, count: int = 1) -> None:
-        """Add a link between two nodes."""
-        link = Link(source=source, target=target, type=link_type, count=count)
+        """Add a link between two nodes.
+
+        Raises
+        ------
+        TopologyError
+            If they are the same, `count` is not positive, or there are too many links.
+        """
+        if len(self._links) == MAX_LINKS:
+            message = f"{self.name}: it has more than {MAX_LINKS} links, which no machine has"
+            raise TopologyError(message)
+        with readable(f"the link of {source!r} with {target!r} in {self.name}"):
+            link = Link(source=source, target=target, type=link_type, count=count)
         self._links[link.id] = link
 
     def add_numa(

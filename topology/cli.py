@@ -226,8 +226,12 @@ def guess_tool(path: Path) -> Tool:
 
 
 def _read_text(path: Path) -> str:
+    from topology.importers.safe_xml import MAX_BYTES
+
     what = "matrix or XML file"
-    return read_stdin(what, TopologyError) if str(path) == "-" else read_text(path, what, TopologyError)
+    if str(path) == "-":
+        return read_stdin(what, TopologyError, max_bytes=MAX_BYTES)
+    return read_text(path, what, TopologyError, max_bytes=MAX_BYTES)
 
 
 def _deliver(topology: Topology, output: Path | None, as_json: bool) -> None:

@@ -27,5 +27,8 @@ Slots = Annotated[int, Field(gt=0, le=1024)]
 Ranks = Annotated[int, Field(gt=0, le=2**16)]
 """Ranks along an axis of a mesh."""
 MAX_RANKS = 2**16
+MAX_THREADS = 1024
+Threads = Annotated[int, Field(gt=0, le=MAX_THREADS)]
+"""Threads of a process's kernels. OpenMP ends a process whose threads it cannot start, and says so on a line of its own."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """Of random numbers; generators take no more bits."""

@@ -110,7 +110,7 @@ def read_text(
         raise error(message, hint=hint) from None
 
 
-def read_stdin(what: str, error: type[ZosimError]) -> str:
+def read_stdin(what: str, error: type[ZosimError], *, max_bytes: int = MAX_JSON_BYTES) -> str:
     """Return the text on standard input; parameters as of :func:`read_bytes`.
 
     Raises
@@ -119,14 +119,14 @@ def read_stdin(what: str, error: type[ZosimError]) -> str:
         Of type `error`, if it is not text or is too large.
     """
     try:
-        text = sys.stdin.read(MAX_JSON_BYTES + 1)
+        text = sys.stdin.read(max_bytes + 1)
     except UnicodeDecodeError as problem:
         message = (
             f"standard input is not a {what}: it is not UTF-8 text, {problem.reason} at byte {problem.start}"
         )
         raise error(message) from None
-    if len(text) > MAX_JSON_BYTES:
-        raise error(f"standard input is not a {what}: it has more than {MAX_JSON_BYTES // 2**20} MiB")
+    if len(text) > max_bytes:
+        raise error(f"standard input is not a {what}: it has more than {max_bytes // 2**20} MiB")
     return text
 
 

@@ -21,17 +21,18 @@ from torch import nn
 from costmodel.configs import CONFIG_NAME, checked_config, shipped_config
 from costmodel.families import FAMILIES
 from costmodel.memory import host_limits
-from executors.formats import TORCH_DTYPES
+from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES
 from topology.errors import ModelError, ZosimError
 from topology.limits import Blocks, Extent
 from topology.reading import read_json_object
 from topology.units import format_bytes
-from topology.validation import readable
+from topology.validation import did_you_mean, readable
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_FLOATING = ("F64", "F32", "F16", "BF16")
+_WEIGHT_FORMATS = ("float64", "float32", "float16", "bfloat16")
+_FLOATING = tuple(SAFETENSORS_NAMES[TORCH_DTYPES[name]] for name in _WEIGHT_FORMATS)
 
 
 def load_model(
@@ -64,11 +65,15 @@ def load_model(
     Raises
     ------
     ModelError
-        If there is no such model, its configuration cannot be, it is larger than this machine's memory, its weights are
+        If there is no such model or format, its configuration cannot be, it is larger than this machine's memory, its weights are
         pickled, damaged or incomplete, or its attention cannot be had.
     """
     import transformers
 
+    if dtype not in _WEIGHT_FORMATS:
+        raise ModelError(
+            f"models have no weights in dtype={dtype}", hint=did_you_mean(dtype, _WEIGHT_FORMATS)
+        )
     transformers.utils.logging.disable_progress_bar()  # models load in seconds, and steps have a bar of their own
     config = load_config(source, allow_download=allow_download, shipped=random_weights)
     loading = {"dtype": TORCH_DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": False}

@@ -13,7 +13,7 @@ from costmodel.configs import LoRA, Prefix, Subset
 from executors.runs.learning_rate import LearningRate
 from executors.runs.settings import DataSettings, EvaluationSettings, LossName
 from topology.errors import RunError, ZosimError
-from topology.limits import Seed
+from topology.limits import Seed, Threads
 from topology.validation import readable
 from zosim.plans import Plan
 
@@ -62,7 +62,7 @@ class RunHeader(_Section):
     base_digest: str
     seed: Seed
     loss_dtype: LossName
-    num_threads: int = Field(default=1, ge=1, le=2**16)
+    num_threads: Threads = 1
     run: RunSection | None = None
     resumed: list[Any] = []
     finished: Finished | None = None

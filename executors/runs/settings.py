@@ -11,6 +11,7 @@ from costmodel.configs import LoRA, Prefix, Subset
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.runs.learning_rate import LearningRate
 from topology.errors import PlanError, RunError
+from topology.limits import MAX_THREADS, Threads
 from zosim.plans import AXES, Plan, Setting, fields_of, is_decisive
 from zosim.program import Program
 from zosim.program_set import ProgramSet
@@ -199,7 +200,7 @@ class RunSettings:
     ] = 1
     device: Annotated[str, Setting("--device", "cpu, cuda or cuda:N.")] = "cpu"
     num_threads: Annotated[
-        int,
+        Threads,
         Setting(
             "--threads",
             "Threads of a CPU's kernels, of each rank.",
@@ -251,8 +252,8 @@ class RunSettings:
     )
 
     def __post_init__(self) -> None:
-        if self.num_threads < 1:
-            raise RunError(f"threads={self.num_threads} must be at least 1")
+        if not 1 <= self.num_threads <= MAX_THREADS:
+            raise RunError(f"threads={self.num_threads} must be from 1 to {MAX_THREADS}")
         if min(self.digest_every, self.checkpoint_every) < 0:
             raise RunError("digests and checkpoints are every 1 or more steps, or 0 for never")
         self._refuse_uneven()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
@@ -191,6 +192,27 @@ def mutated_yaml(generator: Random, text: str) -> str:
             lines[at] += generator.choice((" &a", " *a", " # x", ": x", "\\", " |", " >", " !!str", "{", "}"))
         case 5:
             lines.insert(at, generator.choice(("---", "...", "%YAML 9.9", "? x", "- x", "<<: *a", "\t- x")))
+    return "\n".join(lines) + "\n"
+
+
+def mutated_text(generator: Random, text: str) -> str:
+    """Return text with a number, a word or a line of it broken."""
+    lines = text.splitlines()
+    at = generator.randrange(len(lines))
+    line = lines[at]
+    parts = [*re.finditer(generator.choice((r"\d+", r"\S+")), line)]
+    match generator.randrange(6):
+        case 0:
+            del lines[at]
+        case 1:
+            lines[at : at + 1] = [line] * generator.choice((2, 50, 2_000))
+        case 2:
+            lines[at] = line * generator.choice((2, 50, 2_000))
+        case _ if parts:
+            part = generator.choice(parts)
+            near = (*map(str, NUMBERS), "9" * 5_000, "0-" + "9" * 12, generator.choice(parts)[0])
+            value = generator.choice((*near, *near, *STRINGS))
+            lines[at] = line[: part.start()] + value + line[part.end() :]
     return "\n".join(lines) + "\n"
 
 
@@ -385,4 +407,5 @@ _BY_ENDING: dict[str, Callable[[Random, str], str]] = {
     ".yaml": mutated_yaml,
     ".xml": mutated_xml,
     ".csv": mutated_csv,
+    ".txt": mutated_text,
 }

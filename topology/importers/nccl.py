@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from topology.building import (
+    MAX_PROCESSORS,
     MachineBuilder,
     assumed_memory,
     cores_of,
@@ -23,6 +24,7 @@ from topology.figures import Figure
 from topology.graph import Topology
 from topology.importers.safe_xml import attribute, integer, parse_xml
 from topology.schema import DeviceSpec, LinkType
+from topology.validation import readable
 
 GIGATRANSFERS_TO_GENERATION = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 SM_TO_NVLINK_GENERATION = {60: 1, 70: 2, 80: 3, 90: 4, 100: 5}
@@ -94,29 +96,32 @@ def from_nccl_xml(
             max(index, 0), "host0", assumed_memory(memory, memory_bandwidth, len(domains))
         )
         numas.append(numa)
-        builder.add_cpu(max(index, 0), "host0", [numa], _cpu_spec(cpu, domain, max(index, 0)))
+        builder.add_cpu(max(index, 0), "host0", [numa], _cpu_spec(cpu, domain, max(index, 0), path))
         for child in domain.findall("pci"):
             _add_root(walk, child, numa)
-    builder.join_numas(numas, _socket_type(domains[0]))
+    builder.join_numas(numas, _socket_type(domains[0], path))
     _add_nvlinks(walk)
     return builder.build(f"Imported from the NCCL topology file {Path(path).name}.")
 
 
-def _cpu_spec(cpu: str | None, domain: ET.Element, index: int) -> DeviceSpec:
+def _cpu_spec(cpu: str | None, domain: ET.Element, index: int, path: str | Path) -> DeviceSpec:
     if cpu is not None:
         return require_device(cpu, "cpu", "the file")
     mask = domain.get("affinity", "").replace(",", "")
     bits = int(mask, 16) if re.fullmatch("[0-9a-fA-F]+", mask) else 0
+    if bits.bit_length() > MAX_PROCESSORS:
+        message = f"{str(path)!r}: the affinity of <cpu> names processor {bits.bit_length() - 1}"
+        raise TopologyError(message, hint=f"no more than {MAX_PROCESSORS} are read")
     num_cores = cores_of(cpu for cpu in range(bits.bit_length()) if bits >> cpu & 1)
     return generic_cpu(index, num_cores, "affinity mask of the NCCL topology file")
 
 
-def _socket_type(domain: ET.Element) -> LinkType:
+def _socket_type(domain: ET.Element, path: str | Path) -> LinkType:
     """The link between sockets, by CPU vendor and model as NCCL tells them apart."""
     types = catalogue().link_types
     if domain.get("vendor") == "AuthenticAMD":
         return types["xgmi-milan"]
-    is_recent_intel = int(domain.get("modelid", "0"), 0) >= 143
+    is_recent_intel = integer(domain, "modelid", path, default=0) >= 143
     return types["upi-sapphire-rapids" if is_recent_intel else "qpi-broadwell"]
 
 
@@ -168,14 +173,16 @@ def _add_nic(walk: _NcclTree, nic: ET.Element) -> str:
         speed = integer(net, "speed", walk.path)
         source = "speed of the NCCL topology file"
         latency = catalogue().link_types["infiniband-hdr"].latency
-        bandwidth = Figure(value=speed, unit="Mbit/s", source=source)
-        walk.builder.join(node, "network0", LinkType(kind="network", bandwidth=bandwidth, latency=latency))
+        with readable(f"the network of {node} in {str(walk.path)!r}"):
+            bandwidth = Figure(value=speed, unit="Mbit/s", source=source)
+            link_type = LinkType(kind="network", bandwidth=bandwidth, latency=latency)
+        walk.builder.join(node, "network0", link_type)
     return node
 
 
 def _link_type(pci: ET.Element, path: str | Path) -> LinkType:
     speed = attribute(pci, "link_speed", path)
-    match = re.match(r"\s*([\d.]+)\s*GT/s", speed)
+    match = re.match(r"\s*([0-9]+(?:\.[0-9]+)?)\s*GT/s", speed)
     generation = GIGATRANSFERS_TO_GENERATION.get(float(match[1])) if match else None
     lanes = integer(pci, "link_width", path)
     if generation is None or lanes < 1:

@@ -10,6 +10,7 @@ from topology.errors import TopologyError
 from topology.reading import MAX_DEPTH, read_text
 
 MAX_BYTES = 8 * 2**20
+"""Of a machine's description; the largest known has a few hundred KiB."""
 # hwloc writes a DOCTYPE that names its DTD; it is dropped, and with it every way to declare an entity.
 _HWLOC_DOCTYPE = re.compile(r'<!DOCTYPE\s+topology\s+SYSTEM\s+"hwloc2?\.dtd"\s*>')
 

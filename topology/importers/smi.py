@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from topology.building import (
+    MAX_PROCESSORS,
     MachineBuilder,
     assumed_memory,
     connector_type,
@@ -22,6 +23,7 @@ from topology.importers.pairs import Endpoint, Pair, attach, join_nvlinks
 
 CODES = ("X", "PIX", "PXB", "PHB", "NODE", "SYS")
 _DEVICE = re.compile(r"^(GPU\d+|NIC\d+|mlx\d+_\d+|(?:ib|roce|bnxt)\S*)$")
+_MAX_DIGITS = 9
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -65,15 +67,15 @@ def parse_topo_matrix(text: str) -> TopoMatrix:
     """
     lines = [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
     columns = _header(lines)
-    rows = {}
+    known, rows = set(columns), {}
     for line in lines:
         name = line.split()[0] if line.split() else ""
         cells = _split(line)
-        if name in columns and len(cells) > 1 and cells[0] == name and cells[1] not in columns:
+        if name in known and len(cells) > 1 and cells[0] == name and cells[1] not in known:
             rows[name] = cells[1:]
     missing = [name for name in columns if name not in rows]
     if missing:
-        message = f"the nvidia-smi matrix has no row for {', '.join(missing)}"
+        message = f"the nvidia-smi matrix has no row for {', '.join(missing[:8])}"
         raise TopologyError(message, hint="paste the whole output of `nvidia-smi topo -m`")
     return _read_rows(columns, rows)
 
@@ -121,7 +123,7 @@ def _read_cell(
 ) -> None:
     if re.fullmatch(r"NV\d+", code):
         if (other, name) not in nvlinks:
-            nvlinks[name, other] = int(code[2:])
+            nvlinks[name, other] = _number(code[2:], "NVLinks")
     elif code not in CODES:
         message = f"{code!r} between {name} and {other} is no code of nvidia-smi's matrix"
         raise TopologyError(message, hint=f"known: NV# and {', '.join(CODES)}")
@@ -135,8 +137,22 @@ def _affinity(cells: list[str]) -> tuple[int, int | None]:
     if not filled or not re.fullmatch(r"[\d,-]+", filled[0]):
         return 0, None
     num_cores = cores_of(parse_cpu_list(filled[0]))
-    domain = filled[1] if len(filled) > 1 else "0"
-    return num_cores, int(re.match(r"\d+", domain)[0]) if re.match(r"\d+", domain) else None  # type: ignore[index]
+    domain = re.match(r"\d+", filled[1] if len(filled) > 1 else "0")
+    return num_cores, None if domain is None else _number(domain[0], "NUMA domains")
+
+
+def _number(digits: str, what: str) -> int:
+    """Return a number of the matrix.
+
+    Raises
+    ------
+    TopologyError
+        If it is too large for any machine.
+    """
+    if len(digits) > _MAX_DIGITS:
+        message = f"{digits[:_MAX_DIGITS]}... is a number of more than {_MAX_DIGITS} digits, of {what} in the nvidia-smi matrix"
+        raise TopologyError(message)
+    return int(digits)
 
 
 def parse_cpu_list(text: str) -> Iterator[int]:
@@ -146,9 +162,20 @@ def parse_cpu_list(text: str) -> Iterator[int]:
     --------
     >>> list(parse_cpu_list("0-2,8"))
     [0, 1, 2, 8]
+
+    Raises
+    ------
+    TopologyError
+        If it names more processors than any machine has.
     """
+    num_processors = 0
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-        yield from range(int(first), int(last or first) + 1)
+        members = range(_number(first, "processors"), _number(last or first, "processors") + 1)
+        num_processors += len(members)
+        if num_processors > MAX_PROCESSORS:
+            message = f"a list of processors names {num_processors} of them with {members[-1]}"
+            raise TopologyError(message, hint=f"no more than {MAX_PROCESSORS} are read")
+        yield from members
 
 
 def from_nvidia_smi_topo(
@@ -206,7 +233,7 @@ def from_nvidia_smi_topo(
     endpoints = [
         Endpoint(
             device.lower(),
-            {"kind": "gpu", "index": int(device[3:]), "spec": spec}
+            {"kind": "gpu", "index": _number(device[3:], "GPUs"), "spec": spec}
             if device.startswith("GPU")
             else {"kind": "nic"},
             link_type,
