@@ -219,15 +219,14 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Rebuild a run's weights, bit for bit, from its base weights and its log."""
-    import torch
-
     from executors.ranks.mesh import alone
     from executors.runs.planning import Asked, plan_for
     from executors.runs.replay import replay as replay_run
     from executors.runs.runlog import read_header
+    from executors.threads import use_threads
 
     header = read_header(directory)
-    torch.set_num_threads(threads or header["num_threads"])
+    use_threads(threads or header["num_threads"])
     recorded = Plan.model_validate(header["plan"])
     base = alone(recorded)
     asked = Asked({"residency": {"blocks": residency}})

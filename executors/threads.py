@@ -7,13 +7,51 @@ from whatever runs beside them what it needs.
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 
+import torch
+
+from topology.errors import RunError
+
 _SOFT = 1
 """``omp_pause_soft``: threads may end, all else is kept."""
+
+
+def use_threads(num_threads: int) -> None:
+    """Have torch's kernels on a CPU use so many threads.
+
+    Raises
+    ------
+    RunError
+        If the system does not start as many. OpenMP would end the process instead.
+    """
+    if num_threads > (os.cpu_count() or 1):
+        _refuse_what_cannot_start(num_threads)
+    torch.set_num_threads(num_threads)
+
+
+def _refuse_what_cannot_start(num_threads: int) -> None:
+    may_end = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(num_threads):
+            thread = threading.Thread(target=may_end.wait)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:
+        raise RunError(
+            f"the system does not start {num_threads} threads in this process",
+            hint="give fewer --threads; more than the machine has processors are of no use",
+        ) from None
+    finally:
+        may_end.set()
+        for thread in started:
+            thread.join()
 
 
 def end_waiting_threads() -> None:

@@ -22,6 +22,7 @@ from executors.calibration.probes import kernel_probes
 from executors.calibration.probing import Action, Probe
 from executors.pace import UNDISTURBED, Reference, full_pace_s, pace_of, windows_of
 from executors.steps.heap import keep_freed_memory
+from executors.threads import use_threads
 from topology.errors import RunError
 
 DEFAULT_BUDGET_S = 20.0
@@ -244,7 +245,7 @@ def _beside(action: Action | None) -> Iterator[None]:
 def threads_set(num_threads: int) -> Iterator[None]:
     """Let torch's kernels use so many threads for as long as the block lasts."""
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    use_threads(num_threads)
     try:
         yield
     finally:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -59,6 +58,8 @@ class Communicator:
     rank, world_size : int
     num_calls, num_bytes : Counter
         Exchanges of the program by group, and what each brought to this rank beside its own part.
+    missing : MissingRanks
+        Names those who are waited for in vain.
     messages : Messages or None
         To and from other stages, where there are any.
 
@@ -78,7 +79,7 @@ class Communicator:
             )
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.timeout_s = timeout_s
-        self._missing = MissingRanks(self.rank, timeout_s)
+        self.missing = MissingRanks(self.rank, timeout_s)
         self._device_type = device_type
         self.num_calls: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
@@ -163,7 +164,7 @@ class Communicator:
         if len(members) == 1:
             gathered.copy_(own.view_as(gathered))
             return
-        with self._missing.named(members, what):
+        with self.missing.named(members, what):
             if own.device.type == "cpu" and group in self._pairs:
                 self._pairs[group].all_gather(gathered, own)
             elif own.device.type == "cpu" and self._is_small(gathered):
@@ -210,7 +211,6 @@ class Communicator:
         """Return this rank's messages to others of its pipeline, if it has any."""
         if all(len(part) == 1 for part in parts):
             return None
-        naming = partial(self._missing.named, self.members(WORLD))
         host = _host_backend()
         device = "nccl" if self._device_type == "cuda" and host != "fake" else host
         return Messages(
@@ -219,7 +219,7 @@ class Communicator:
             backend=host,
             device_backend=device,
             timeout=self._timeout,
-            naming=naming,
+            naming=self.missing.named,
         )
 
     # -- of host loops -----------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Communicator:
         """Return all ranks' `own`, numbers of the host that are alike in shape, along a new first axis."""
         rows = own.new_zeros((self.world_size, *own.shape))
         rows[self.rank] = own
-        with self._missing.named(self.members(WORLD), what):
+        with self.missing.named(self.members(WORLD), what):
             _all_gather(rows.view(-1), own.contiguous().view(-1), group=self._control)
         return rows
 
@@ -273,7 +273,7 @@ class Communicator:
                 made = {"error": error.message, "hint": error.hint}
             payload = json.dumps(made).encode()
         size = torch.tensor(len(payload) if self.is_first else _HEARTBEAT)
-        with self._missing.named(self.members(WORLD) if self.is_first else (0,), what):
+        with self.missing.named(self.members(WORLD), what):
             self._broadcast(size)
             while size == _HEARTBEAT:
                 self._broadcast(size)
@@ -315,7 +315,7 @@ class Communicator:
         members = self.members(group)
         each = whole.numel() // len(members)
         begin = each * self.position(group)
-        with self._missing.named(members, what):
+        with self.missing.named(members, what):
             _all_gather(whole, whole[begin : begin + each], group=self._groups[group])
 
     def broadcast(self, group: str, owner: int, tensor: Tensor, what: str) -> None:

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from executors.ranks.communicator import Communicator
-from executors.ranks.launch import WAIT_HINT
 from executors.ranks.leftovers import held_file, remove_leftovers
-from executors.ranks.rank_info import give_up, last_words
 from topology.errors import DoesNotFit, RunError
 from topology.units import format_bytes
 from zosim.instructions import Buffer
@@ -154,17 +152,14 @@ class HostMemory:
     def _wait_for(self, rank: int, instruction: str, turn: int, has_failed: Callable[[], bool]) -> None:
         place, nap = self._place(rank, instruction), _FIRST_NAP_S
         end = time.monotonic() + self._communicator.timeout_s
-        while self._counters[place] < turn:
-            if has_failed():
-                raise RunError(f"no longer waits for {instruction} of rank {rank}")
-            if time.monotonic() > end:
-                left = last_words(rank)
-                said = f"waited {self._communicator.timeout_s:g} s for {instruction} of {left.of(rank)}"
-                said += f", last at {left.line}" if left.line else ""
-                give_up([rank], said)
-                raise RunError(said, hint=WAIT_HINT)
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP_S)
+        with self._communicator.missing.named((rank,), f"{instruction} of rank {rank}"):
+            while self._counters[place] < turn:
+                if has_failed():
+                    raise RunError(f"no longer waits for {instruction} of rank {rank}")
+                if time.monotonic() > end:
+                    raise TimeoutError
+                time.sleep(nap)
+                nap = min(2 * nap, _LONGEST_NAP_S)
 
     def _place(self, rank: int, instruction: str) -> int:
         return self._ranks.index(rank) * len(self._awaited) + self._awaited[instruction]

@@ -99,7 +99,7 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     import torch.distributed as dist
 
     from executors.ranks.gloo import shared_gloo
-    from executors.ranks.missing_ranks import MissingRanks
+    from executors.ranks.missing_ranks import MissingRanks, answering
 
     info = RankInfo.here()
     if is_on_one_host():
@@ -125,10 +125,11 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
             hint="look at the ranks that have ended; all need the same MASTER_ADDR and MASTER_PORT, and `--timeout` "
             "says how long to wait",
         ) from error
-    yield info
-    # Nobody leaves while another still joins. After a failure others may be gone: this process takes no leave then.
-    with MissingRanks(info.rank, timeout_s).named(range(info.world_size), "ending together"):
-        dist.all_reduce(torch.zeros(1))
+    with answering(info.rank):
+        yield info
+        # Nobody leaves while another still joins. After a failure others may be gone: this process takes no leave then.
+        with MissingRanks(info.rank, timeout_s).named(range(info.world_size), "ending together"):
+            dist.all_reduce(torch.zeros(1))
     dist.destroy_process_group()
     leave()
 

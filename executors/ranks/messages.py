@@ -26,8 +26,8 @@ NUM_FORMATS = 2
 
 _ALIGNMENT_BYTES = 64
 
-Naming = Callable[[str], AbstractContextManager[None]]
-"""Takes what is being done, and makes an error that names the ranks that are missing of torch's."""
+Naming = Callable[[Sequence[int], str], AbstractContextManager[None]]
+"""Takes who takes part and what is being done, and makes an error that names the ranks that are missing of torch's."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Messages:
 
     def send(self, peer: int, message: Tensor | Packed, what: str) -> int:
         """Send a message to rank `peer`, and return how many bytes went over the wire."""
-        with self._naming(f"sending {what} to rank {peer}"):
+        with self._naming((peer,), f"sending {what} to rank {peer}"):
             if isinstance(message, Packed):
                 # What it is goes from host to host, so that a peer that is gone is noticed before devices wait for it.
                 head = torch.tensor([message.num_bytes, *message.formats])
@@ -117,7 +117,7 @@ class Messages:
         if device is not None:
             return self._recv_packed(peer, most_bytes, what, device)
         length = torch.zeros(1, dtype=torch.int64)
-        with self._naming(f"receiving {what} from rank {peer}"):
+        with self._naming((peer,), f"receiving {what} from rank {peer}"):
             dist.recv(length, peer, group=self._group)
             check_length(int(length), most_bytes, f"{what}, from rank {peer} to rank {self._rank}")
             message = torch.empty(int(length), dtype=torch.uint8)
@@ -126,7 +126,7 @@ class Messages:
 
     def _recv_packed(self, peer: int, most_bytes: int, what: str, device: torch.device) -> Packed:
         head = torch.zeros(1 + NUM_FORMATS, dtype=torch.int64)
-        with self._naming(f"receiving {what} from rank {peer}"):
+        with self._naming((peer,), f"receiving {what} from rank {peer}"):
             dist.recv(head, peer, group=self._group)
             length, *formats = head.tolist()
             check_length(length, most_bytes, f"{what}, from rank {peer} to rank {self._rank}")
@@ -136,7 +136,8 @@ class Messages:
 
     def broadcast(self, owner: int, tensor: Tensor, what: str) -> None:
         """Fill `tensor`, bytes of the host, with that of rank `owner`, on all ranks of the part."""
-        with self._naming(f"{what} of rank {owner}"):
+        # Not for the owner alone: what it sends comes by way of the others.
+        with self._naming(dist.get_process_group_ranks(self._group), f"{what} of rank {owner}"):
             dist.broadcast(tensor, owner, group=self._group)
 
 

@@ -1,25 +1,48 @@
-"""Ranks that are missing, by name: who ended, and who was waited for in vain."""
+"""Ranks that are missing, by name: who ended, and who was waited for in vain.
+
+A rank that waited in vain cannot tell by itself whether the rank that it waited for is the one that is missing: that one may
+wait, in another exchange, for a third. So it calls the roll. Every rank answers, on a thread of its own, for which ranks it
+waits at the moment; a process that is stopped or gone does not. From answer to answer the way leads to the ranks that are
+missing: those on it that do not answer, or, where all do, those that wait for nobody and do not come either.
+
+Examples
+--------
+Rank 2 waits for rank 0, and rank 0 for rank 1, which is stopped:
+
+>>> missing_from({2: [0], 0: [1], 1: None, 3: [1]}.get, 2)
+[1]
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 from torch._C._distributed_c10d import Store
 
 from executors.ranks.launch import WAIT_HINT
 from executors.ranks.rank_info import DIRECTORY_VARIABLE, give_up, last_words
 from topology.errors import RunError
 
-_GRACE_S = 2.0
-"""How long a rank that waited in vain lets others say that they waited, too."""
+_PERIOD_S = 0.5
+"""Between two looks of a rank whether the roll is called."""
 
+_SETTLE_S = 2 * _PERIOD_S
+"""Until answers count: whoever was about to begin or to end an exchange has corrected its answer by then."""
+
+_GRACE_S = 5.0
+"""How long an answer may take, on a machine that is busy with other things."""
+
+_CALLED = "zosim/roll-called"
 _STORE_KEEPER = 0
+_ANSWER: TypeAdapter[list[int]] = TypeAdapter(list[int])
 
 _GONE = (
     "closed by peer",
@@ -29,6 +52,77 @@ _GONE = (
     "socket closed",
     "failed to recv",
 )
+
+
+def missing_from(waits_of: Callable[[int], Sequence[int] | None], rank: int) -> list[int]:
+    """Return the ranks that are missing, as `rank` sees it; none where ranks wait for each other in a circle.
+
+    Parameters
+    ----------
+    waits_of : callable
+        Takes a rank, and returns for which ranks it waits, None if it does not answer.
+    rank : int
+        One that waits.
+    """
+    waits: dict[int, Sequence[int] | None] = {}
+    ahead = [rank]
+    while ahead:
+        one = ahead.pop()
+        if one not in waits:
+            waits[one] = waits_of(one)
+            ahead += waits[one] or ()
+    silent = [one for one, awaited in waits.items() if awaited is None]
+    return sorted(silent or [one for one, awaited in waits.items() if not awaited])
+
+
+class _Waits:
+    """For which ranks the threads of this process wait at the moment."""
+
+    def __init__(self) -> None:
+        self._members: dict[object, Sequence[int]] = {}
+
+    @contextmanager
+    def noted(self, members: Sequence[int]) -> Iterator[None]:
+        """Wait for `members` for the length of the block; for ever, where that fails: others may ask after this rank has given up."""
+        wait = object()
+        self._members[wait] = members
+        yield
+        del self._members[wait]
+
+    def besides(self, rank: int) -> list[int]:
+        """Return the ranks that are waited for, without `rank`, which is this one."""
+        return sorted({member for members in [*self._members.values()] for member in members} - {rank})
+
+
+@cache
+def _waits() -> _Waits:
+    """Return what all threads of this process share."""
+    return _Waits()
+
+
+@contextmanager
+def answering(rank: int) -> Iterator[None]:
+    """Answer whenever the roll is called, as rank `rank`, for the length of the block; after a failure until the process ends."""
+    _waits.cache_clear()
+    store, ended = default_store(), threading.Event()
+
+    def run() -> None:
+        answer = ""
+        with suppress(RuntimeError):  # the store is gone with its process
+            while not ended.wait(_PERIOD_S):
+                before = answer
+                if store.check([_CALLED]) and (answer := str(_waits().besides(rank))) != before:
+                    store.set(_key(rank), answer)
+
+    thread = threading.Thread(target=run, name="zosim-roll-call", daemon=True)
+    thread.start()
+    yield
+    ended.set()
+    thread.join(_PERIOD_S)
+
+
+def _key(rank: int) -> str:
+    return f"zosim/waits-for/{rank}"
 
 
 @dataclass(frozen=True)
@@ -54,18 +148,19 @@ class MissingRanks:
         ------
         RunError
         """
-        try:
-            yield
-        except RuntimeError as error:
-            absent = self._absent(members)
-            if not absent:
-                said = f"{what}: no rank is missing"
-            elif any(words in str(error).lower() for words in _GONE):
-                said = f"{what}: {named_ranks(absent)} ended"
-            else:
-                said = self._given_up(absent, what)
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". This is")[0]
-            raise RunError(f"{said} ({reason})", hint=WAIT_HINT) from error
+        with _waits().noted(members):
+            try:
+                yield
+            except (RuntimeError, TimeoutError) as error:
+                absent = self._absent(members)
+                if not absent:
+                    said = f"{what}: no rank is missing, all wait for each other"
+                elif any(words in str(error).lower() for words in _GONE):
+                    said = f"{what}: {named_ranks(absent)} ended"
+                else:
+                    said = self._given_up(absent, what)
+                reason = str(error).strip().partition("\n")[0].partition(". This is")[0]
+                raise RunError(f"{said} ({reason})" if reason else said, hint=WAIT_HINT) from error
 
     def _given_up(self, ranks: Sequence[int], what: str) -> str:
         said = f"{what}: waited {self.timeout_s:g} s for {named_ranks(ranks)}"
@@ -73,29 +168,48 @@ class MissingRanks:
         return said
 
     def _absent(self, members: Sequence[int]) -> list[int]:
-        """Return the members that do not say, within a short time, that they wait as well."""
+        """Return the ranks that keep `members` from coming together, as all that live answer within a short time."""
         others = [rank for rank in members if rank != self.rank]
-        answered = threading.Event()
+        outcome: list[list[int]] = []
 
         def ask() -> None:
             with suppress(RuntimeError):  # the store is gone with its process
-                self._strike_off(others)
-                answered.set()
+                outcome.append(self._call_the_roll(others))
 
         # On a thread, since torch waits for ever for a store whose process stands still.
-        threading.Thread(target=ask, name="zosim-missing-ranks", daemon=True).start()
-        if not answered.wait(_GRACE_S + 1) and _STORE_KEEPER in others and _rank_0_keeps_the_store():
-            return [_STORE_KEEPER]
-        return others
+        thread = threading.Thread(target=ask, name="zosim-missing-ranks", daemon=True)
+        thread.start()
+        thread.join(_GRACE_S + 1)
+        if outcome:
+            return outcome[0]
+        return [_STORE_KEEPER] if self.rank != _STORE_KEEPER and _rank_0_keeps_the_store() else others
 
-    def _strike_off(self, others: list[int]) -> None:
-        """Say that this rank waits, and strike off those of `others` that say so, too."""
-        store = default_store()
-        store.set(f"zosim/waited/{self.rank}", "1")
-        end = time.monotonic() + _GRACE_S
-        while others and time.monotonic() < end:
-            others[:] = [rank for rank in others if not store.check([f"zosim/waited/{rank}"])]
+    def _call_the_roll(self, others: list[int]) -> list[int]:
+        store, begin = default_store(), time.monotonic()
+
+        def waits_of(rank: int) -> list[int] | None:
+            return others if rank == self.rank else _answer(store, rank)
+
+        # Also for those who call the roll when this rank has ended.
+        store.set(_key(self.rank), str(others))
+        store.set(_CALLED, "1")
+        while True:
+            missing, waited_s = missing_from(waits_of, self.rank), time.monotonic() - begin
+            all_answered = all(waits_of(rank) is not None for rank in missing)
+            if waited_s > _GRACE_S or (all_answered and waited_s > _SETTLE_S):
+                return missing
             time.sleep(0.05)
+
+
+def _answer(store: Store, rank: int) -> list[int] | None:
+    """Return for which ranks another one says that it waits; None if it says nothing."""
+    if not store.check([_key(rank)]):
+        return None
+    try:
+        answer = _ANSWER.validate_json(store.get(_key(rank)))
+    except ValidationError:  # nothing that a rank says
+        return None
+    return answer if all(0 <= other < dist.get_world_size() for other in answer) else None
 
 
 def _rank_0_keeps_the_store() -> bool:

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from executors.datasets.batches import Batches
@@ -50,6 +49,7 @@ from executors.runs.run_files import BEST_NAME, METRICS_NAME, NoFiles, RunFiles,
 from executors.runs.runlog import REFUSED_NAME, RunLog, write_header
 from executors.runs.session import Session
 from executors.runs.settings import RunSettings, refuse_other_identity
+from executors.threads import use_threads
 from topology.errors import RunError
 from zosim.console import stderr
 from zosim.lowering import lower_all
@@ -73,7 +73,7 @@ def run_in_rank(settings: RunSettings) -> dict[str, Any]:
     dict
         What the run came to; see :class:`Run`.
     """
-    torch.set_num_threads(settings.num_threads)
+    use_threads(settings.num_threads)
     kind = settings.device.partition(":")[0]
     with process_group(kind, timeout_s=settings.timeout_s) if is_launched() else nullcontext():
         return Run(settings, default_communicator(settings.plan.groups, kind, settings.timeout_s)).run()

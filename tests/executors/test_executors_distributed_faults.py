@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import pytest
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, HashStore
 
+from executors.ranks import missing_ranks
 from executors.ranks.launch import launch, process_group
-from executors.ranks.missing_ranks import MissingRanks
+from executors.ranks.missing_ranks import MissingRanks, missing_from
 from tests.support import distributed
 from topology.errors import RunError
 
@@ -46,7 +48,7 @@ def test_ranks_that_begin_with_other_weights_are_named():
 
 def test_who_is_waited_for_in_vain_is_named_and_memory_leaves_nothing():
     told = launch(distributed.wait_for_peer, world_size=2)
-    said = "waited 1 s for block.1/offload of rank 1, last at rank 1 at work"
+    said = "block.1/offload of rank 1: waited 1 s for rank 1, last at rank 1 at work"
     assert told == {"said": said, "left": [], "given_up": [1]}
 
 
@@ -68,6 +70,77 @@ def test_rank_0_that_takes_the_store_with_it_is_named(monkeypatch):
         MissingRanks(1, 20.0).named((0, 1, 2), "writing a checkpoint"),
     ):
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+
+
+WAITS = {
+    "directly": ({0: [1], 1: None}, [1]),
+    "by way of another": ({0: [2], 2: [1], 1: None}, [1]),
+    "stages and shards: two wait for each other's pipelines": ({0: [2], 2: [3], 3: [1], 1: None}, [1]),
+    "one of two has ended": ({0: [1, 2], 1: [0, 2], 2: None, 3: None}, [2]),
+    "one that stands still before one that computes": ({0: [1, 2], 1: [], 2: None}, [2]),
+    "one that computes": ({0: [1], 1: [2], 2: []}, [2]),
+    "all wait for each other": ({0: [1], 1: [0]}, []),
+}
+
+
+@pytest.mark.parametrize(("waits", "missing"), WAITS.values(), ids=WAITS)
+def test_answers_lead_to_the_ranks_that_are_missing(waits, missing):
+    assert missing_from(waits.get, 0) == missing
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A store of a world of four ranks, all in this process."""
+    made = HashStore()
+    monkeypatch.setattr(missing_ranks, "default_store", lambda: made)
+    monkeypatch.setattr(missing_ranks.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(missing_ranks, "_PERIOD_S", 0.01)
+    monkeypatch.setattr(missing_ranks, "_SETTLE_S", 0.02)
+    monkeypatch.setattr(missing_ranks, "_GRACE_S", 0.1)
+    monkeypatch.setenv("ZOSIM_LAUNCH_DIRECTORY", "nowhere")
+    monkeypatch.setattr(missing_ranks, "give_up", lambda ranks, why: made.set("given up", str(ranks)))
+    yield made
+    missing_ranks._waits.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({0: "[1]"}, "waited 30 s for rank 1 (Timed out)"),
+        ({0: "[3]", 3: "[1]"}, "waited 30 s for rank 1 (Timed out)"),
+        ({0: "[1]", 1: "[0]"}, "no rank is missing, all wait for each other (Timed out)"),
+        ({0: "[3]", 3: "cos\nsystem\n(S'true'\ntR."}, "waited 30 s for rank 3 (Timed out)"),
+        ({0: "[9]"}, "waited 30 s for rank 0 (Timed out)"),
+    ],
+)
+def test_a_rank_that_is_waited_for_by_way_of_others_is_named(store, answers, words):
+    for rank, answer in answers.items():
+        store.set(f"zosim/waits-for/{rank}", answer)
+    with pytest.raises(RunError) as caught, MissingRanks(2, 30.0).named((0, 2), "losses"):
+        raise RuntimeError("Timed out")
+    assert caught.value.message == f"losses: {words}"
+    assert store.check(["given up"]) == words.startswith("waited")
+    assert store.get("zosim/waits-for/2") == b"[0]"
+
+
+def test_a_rank_answers_what_it_waits_for_when_the_roll_is_called(store):
+    def answered(answer):
+        while not store.check(["zosim/waits-for/1"]) or store.get("zosim/waits-for/1") != answer:
+            time.sleep(0.01)
+
+    with missing_ranks.answering(1):
+        time.sleep(0.05)
+        assert not store.check(["zosim/waits-for/1"])
+        store.set("zosim/roll-called", "1")
+        answered(b"[]")
+        with MissingRanks(1, 30.0).named((1, 3), "losses"):
+            answered(b"[3]")
+            with MissingRanks(1, 30.0).named((0,), "a message"):
+                answered(b"[0, 3]")
+        answered(b"[]")
+        with pytest.raises(RunError), MissingRanks(1, 30.0).named((2,), "a message"):
+            raise RuntimeError("Timed out")
+        answered(b"[2]")  # also when it has given up
 
 
 def test_ranks_that_never_come_are_no_mistake_of_ours(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 STEPS, RATE, DECAY, SEED = 4, 1e-2, 0.1, 5
@@ -227,10 +228,10 @@ def start_unlike():
 
 def wait_for_peer():
     """Wait for an instruction that rank 1 never does, and leave what is said."""
-    from executors.ranks import host_memory
+    from executors.ranks import host_memory, missing_ranks
     from executors.ranks.communicator import Communicator
     from executors.ranks.launch import process_group
-    from executors.ranks.rank_info import progress_of_this_rank
+    from executors.ranks.rank_info import launch_directory, progress_of_this_rank
     from topology.errors import RunError
     from zosim.lowering import lower
 
@@ -239,18 +240,20 @@ def wait_for_peer():
         communicator = Communicator(plan.groups, timeout_s=60)
         memory = host_memory.HostMemory(lower(plan, info.rank), communicator)
         given_up = []
-        host_memory.give_up = lambda ranks, _why: given_up.extend(
-            ranks
-        )  # the other rank is needed for what follows
+        # The other rank is needed for what follows.
+        missing_ranks.give_up = lambda ranks, _why: given_up.extend(ranks)
         progress_of_this_rank().note(f"rank {info.rank} at work")
         communicator.barrier("beginning")
-        communicator.timeout_s = 1
-        said = ""
+        communicator.timeout_s, communicator.missing = 1, missing_ranks.MissingRanks(info.rank, 1)
+        said, is_told = "", launch_directory() / "told"
         if info.rank == 0:
             try:
                 memory.wait("block.1/offload", 3)
             except RunError as error:
                 said = error.message
+            is_told.touch()
+        while not is_told.exists():
+            time.sleep(0.01)
         communicator.barrier("going on")
         memory.note("block.1/offload", 3)
         memory.wait("block.1/offload", 3)
