@@ -14,6 +14,7 @@ from typing import Literal, get_args
 
 from costmodel.symbols import SymbolStatistics
 from topology.errors import PlanError
+from topology.limits import whole_number
 from topology.validation import did_you_mean
 
 Grid = Literal["symmetric", "affine-zero", "affine"]
@@ -125,7 +126,7 @@ def codec_spec(name: str) -> CodecSpec:
     head, *words = name.split(":")
     if head == "none" and not words:
         return CodecSpec()
-    if not (head.startswith("q") and head[1:].isdecimal()):
+    if not head.startswith("q") or (bits := whole_number(head[1:])) is None:
         raise PlanError(
             f"{name!r} names no codec", hint='write "none", or bits first, such as "q4:affine-zero:token"'
         )
@@ -137,7 +138,7 @@ def codec_spec(name: str) -> CodecSpec:
             problem = f"says its {fields[0]} twice" if fields else f"has an unknown part {word!r}"
             raise PlanError(f"codec {name!r} {problem}", hint=did_you_mean(word, every))
         given[fields[0]] = word
-    return CodecSpec(bits=int(head[1:]), **given)  # type: ignore[arg-type]
+    return CodecSpec(bits=bits, **given)  # type: ignore[arg-type]
 
 
 def packed_bytes(num: int, width: int) -> int:

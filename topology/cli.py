@@ -16,6 +16,7 @@ from topology.documents import dump, load_preset, preset_names
 from topology.errors import TopologyError
 from topology.graph import Topology
 from topology.hardware import resolve
+from topology.limits import whole_number
 from topology.lint import lint, refuse_errors
 from topology.printable import one_line, printable
 from topology.reading import read_stdin, read_text
@@ -159,8 +160,9 @@ def _gpu_sets(topology: Topology, wanted: str | None) -> list[tuple[str, ...]]:
     named: list[str] = []
     for word in (part.strip() for part in wanted.split(",")):
         low, dash, high = word.partition("-")
-        if low.isdecimal() and (high.isdecimal() or not dash):
-            numbers = range(int(low), int(high or low) + 1)
+        begin, end = whole_number(low), whole_number(high if dash else low)
+        if begin is not None and end is not None:
+            numbers = range(begin, end + 1)
             if not numbers or numbers[-1] >= len(known):
                 message = f"--gpus {word} names GPUs that {topology.name!r} does not have"
                 raise TopologyError(message, hint=f"it has {len(known)}, counted from 0")

@@ -32,3 +32,16 @@ Threads = Annotated[int, Field(gt=0, le=MAX_THREADS)]
 """Threads of a process's kernels. OpenMP ends a process whose threads it cannot start, and says so on a line of its own."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """Of random numbers; generators take no more bits."""
+
+_MAX_DIGITS = 18
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that a text writes in decimal digits; None if it writes none, or one of more digits than any count has.
+
+    Examples
+    --------
+    >>> whole_number("12"), whole_number("-3"), whole_number("9" * 5000)
+    (12, None, None)
+    """
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS else None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from executors.models.weight_files import save_weights, update_digest, weights_digest
 from topology.errors import RunError
+from topology.limits import whole_number
 
 if TYPE_CHECKING:
     from executors.runs.history import History
@@ -142,9 +143,10 @@ def _digest(file: Any, model: nn.Module, path: Path) -> str:
 
 
 def _whole(text: str | None, path: Path) -> int:
-    if text is None or not text.isdecimal():
+    number = whole_number(text or "")
+    if number is None:
         raise RunError(f"checkpoint {path} does not say after which step it was written")
-    return int(text)
+    return number
 
 
 class _open:  # noqa: N801 - reads as the context that it is

@@ -21,6 +21,7 @@ from executors.runs.programs import recorded_programs
 from executors.runs.runlog import HEADER_NAME, read_header
 from executors.runs.settings import RUN_SECTIONS, DataSettings, EvaluationSettings, RunSettings
 from topology.errors import PlanError, RunError
+from topology.limits import whole_number
 from topology.validation import readable
 from zosim.planning.visibility import about_epsilon
 from zosim.plans import Plan, fields_of
@@ -95,9 +96,8 @@ def settings_from(
 
 def default_threads(num_ranks: int = 1) -> int:
     """Return ``$OMP_NUM_THREADS``, or the physical cores that each of a host's ranks may use."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdecimal() and int(wanted):
-        return int(wanted)
+    if wanted := whole_number(os.environ.get("OMP_NUM_THREADS", "")):
+        return wanted
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed) // num_ranks)
 

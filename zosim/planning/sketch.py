@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from costmodel.model_spec import ModelSpec, block_segment
+from topology.limits import whole_number
 from zosim.engines.shortening import NUM_BLOCKS, are_alike, shortened, shortened_stages
 from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import Buffer, Instruction
@@ -207,8 +208,7 @@ def _stretches(program: Program, standing: Mapping[str, range]) -> Iterable[_Str
     """Yield the stretches of a step, in order."""
     for segment, grouped in groupby(program.step, key=lambda item: item.segment):
         instructions = tuple(grouped)
-        number = segment.partition(".")[2].partition(".")[0]
-        block = int(number) if number.isdecimal() else None
+        block = whole_number(segment.partition(".")[2].partition(".")[0])
         blocks = standing.get(segment)
         start, count = (block, 1) if blocks is None else (blocks.start, len(blocks))
         yield _Stretch(start, count, instructions, tuple(_items(program, instructions)))

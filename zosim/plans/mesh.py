@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import model_validator
 
 from topology.errors import PlanError
-from topology.limits import MAX_RANKS, Ranks
+from topology.limits import MAX_RANKS, Ranks, whole_number
 from topology.validation import did_you_mean
 from zosim.plans.axis import Axis, Conflict
 from zosim.plans.setting import Setting
@@ -74,11 +74,11 @@ class Mesh(Axis):
                 )
             if name in sizes:
                 raise PlanError(f"--mesh {text} names {name} twice", hint="such as data=2,perturb=2")
-            if not size.isdecimal() or int(size) < 1:
+            if not (number := whole_number(size)):
                 raise PlanError(
                     f"--mesh {text}: {item.strip()!r} gives {name} no size", hint="such as data=2,perturb=2"
                 )
-            sizes[name] = int(size)
+            sizes[name] = number
         inner = (
             [name for name in sizes if name != "stage"][-1]
             if {"data", "perturb"} <= set(sizes)
