@@ -17,6 +17,7 @@ os.environ["MPLBACKEND"] = "Agg"
 
 from tests.fuzz import harness
 from tests.fuzz.cases import Case, Target
+from tests.fuzz.commands import refuse_missing_commands
 from tests.fuzz.targets import all_targets
 
 
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--corpus", action="store_true", help="only the cases that were found before")
     parser.add_argument("--keep", action="store_true", help="save what is found to the corpus")
     given = parser.parse_args()
+    refuse_missing_commands()
     targets = [t for t in all_targets() if not given.target or t.name.startswith(tuple(given.target))]
     for target in targets:
         target.kept  # noqa: B018 - seeds are made before workers are forked

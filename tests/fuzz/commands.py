@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, wraps
@@ -303,7 +304,22 @@ COMMANDS: tuple[Target, ...] = (
         stop=_few_steps_of_one_rank,
         quick=15,
     ),
+    command(
+        "run (program)",
+        "plan.json --program program.json --model model --data data.jsonl --steps 2 --out out --no-launch --no-tensorboard",
+        lambda: {name: seeds.run()[f"run/{name}"] for name in ("plan.json", "program.json")},
+        kept=_model_and_data,
+        stop=_few_steps_of_one_rank,
+        quick=8,
+    ),
     command("replay", "run --model model -o weights", _run_files, kept=seeds.model, signed=True, quick=10),
+    command(
+        "replay (checkpoint)",
+        "run --model model --checkpoints -o weights",
+        lambda: {f"run/{seeds.CHECKPOINT}": seeds.run_with_checkpoint()[f"run/{seeds.CHECKPOINT}"]},
+        kept=lambda: {**seeds.model(), **seeds.run_with_checkpoint()},
+        quick=6,
+    ),
     command("demo", "--out demo --steps 4", dict, stop=_no_demo, quick=4),
     command(
         "calibrate",
@@ -325,3 +341,13 @@ COMMANDS: tuple[Target, ...] = (
     command("check", "--quick", dict, stop=_no_claims, quick=4),
     command("study", "first_steps", dict, quick=4),
 )
+
+
+def refuse_missing_commands() -> None:
+    """End the process if a command of ``zosim`` is no target."""
+    paths = set[str]()
+    for name, entry in registry.registered().items():
+        built: Any = cli.build(name, registry.load(entry))
+        paths |= {f"zosim {name} {below}" for below in getattr(built, "commands", ())} or {f"zosim {name}"}
+    if missing := paths - {target.name.partition(" (")[0] for target in COMMANDS}:
+        sys.exit(f"no target of tests.fuzz.commands breaks what these read: {', '.join(sorted(missing))}")

@@ -11,6 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from costmodel.configs import read_model_spec
 from executors.datasets.data import Limits, open_dataset
 from executors.datasets.prompts import PromptTemplate, parse_label_words
@@ -152,13 +154,21 @@ def _mutated_tensors(generator: Random, content: bytes) -> bytes:
             body = generator.choice((b"\xff", b"\x7f\x80\x00\x00"[::-1])) * len(body)
             body = body[: len(content) - 8 - length]
         case _:
-            header["__metadata__"] = generator.choice(({"format": "tf"}, {"format": 3}, [], None))
+            header["__metadata__"] = _mutated_facts(generator, header.get("__metadata__"))
     written = json.dumps(header).encode("utf-8", "surrogatepass")
     written += b" " * (-len(written) % 8)
     size = (
         len(written) if generator.random() < 0.95 else generator.choice((0, 2**63, len(written) - 1, 10**8))
     )
     return struct.pack("<Q", size) + written + body
+
+
+def _mutated_facts(generator: Random, facts: Any) -> Any:
+    """Return what a file of weights says of itself, with one fact replaced, or something else altogether."""
+    if not isinstance(facts, dict) or generator.random() < 0.3:
+        return generator.choice(({"format": "tf"}, {"format": 3}, [], None))
+    values = (*STRINGS, *map(str, NUMBERS), "9" * 5_000, 3, None)
+    return {**facts, generator.choice([*facts, "x"]): generator.choice(values)}
 
 
 @functools.cache
@@ -338,6 +348,65 @@ def _prefix() -> list[Case]:
     return [Case({f"prefix/{path.name}": path.read_bytes() for path in folder.iterdir()})]
 
 
+def _checkpoint(folder: Path) -> None:
+    from executors.runs.checkpoint import newest_checkpoint
+    from executors.runs.history import read_history
+
+    model = load_model(folder / "model")
+    refusals: list[str] = []
+    checkpoint = newest_checkpoint(read_history(folder / "run"), model, refusals.append)
+    if checkpoint is not None:
+        checkpoint.load(model)
+    print(*refusals)
+
+
+def _checkpoints() -> list[Case]:
+    files = seeds.run_with_checkpoint()
+    name = f"run/{seeds.CHECKPOINT}"
+    return [Case({name: files[name]}, kept=seeds.model() | files)]
+
+
+@functools.cache
+def _messages() -> list[Case]:
+    """Messages of codecs: every grid, scope and encoding, and plain numbers."""
+    import torch
+
+    from costmodel.codecs import codec_spec
+    from executors.codecs import codec_of
+
+    numbers = torch.randn(4, 12, generator=torch.Generator().manual_seed(1)).relu()
+    names = ["none", "q8", "q1:affine:tensor:bitmap", "q4:affine-zero:token:index", "q4:channel:run-length"]
+    names += ["q2:entropy", "q4:affine:dense"]
+    encoded = [codec_of(codec_spec(name)).encode(numbers) for name in names]
+    return [Case({"message": bytes(message.numpy())}) for message in encoded]
+
+
+def _decoded(folder: Path) -> None:
+    from executors.codecs import decode
+
+    decode((folder / "message").read_bytes())
+
+
+def _mutated_message(generator: Random, case: Case) -> Case:
+    """Return a message with bytes changed, seldom without a checksum and a length that fit."""
+    from executors.codecs import container
+
+    data = bytearray(case.files["message"])
+    if generator.random() < 0.5:
+        for _ in range(generator.choice((1, 1, 2, 4))):
+            at = generator.randrange(len(data) if generator.random() < 0.3 else min(len(data), 64))
+            data[at] = generator.choice((0, 1, 2, 127, 128, 255, data[at] ^ 1))
+    else:
+        data = bytearray(mutated_bytes(generator, bytes(data)))
+    if len(data) >= container.PREAMBLE_BYTES and generator.random() < 0.9:
+        fields = list(container._PREAMBLE.unpack(data[: container.PREAMBLE_BYTES]))
+        fields[10] = len(data)
+        data[: container.PREAMBLE_BYTES] = container._PREAMBLE.pack(*fields)
+        checksum = container._checksum(np.frombuffer(data, np.uint8))
+        struct.pack_into("<I", data, container._CHECKSUM_AT, checksum)
+    return replace(case, files={"message": bytes(data)})
+
+
 MODEL_READERS: tuple[Target, ...] = (
     _folder_target("config planned", _files("model/config.json", _configurations), lambda folder: read_model_spec(folder / "model") and None, _mutated_fields, 80),
     _folder_target("config built", _files("model/config.json", _configurations), _built, _mutated_fields, 60),
@@ -345,6 +414,8 @@ MODEL_READERS: tuple[Target, ...] = (
     _folder_target("weights", _weights, _loaded, _mutated_weights, 40),
     _folder_target("tokenizer", _tokenizer_cases, _encoded, _mutated_fields, 25),
     _folder_target("prefix", _prefix, _adapters, _mutated_weights, 20),
+    _folder_target("checkpoint", _checkpoints, _checkpoint, _mutated_weights, 20),
+    _folder_target("message of a codec", _messages, _decoded, _mutated_message, 40),
     _folder_target("data of tokens", _files("data.jsonl", lambda: [seeds.data()]), _token_lines, mutated, 60),
     _folder_target("data of text", _files("data.jsonl", lambda: [TEXT_LINES]), _text_lines, mutated, 60),
     _folder_target(

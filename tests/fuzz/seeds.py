@@ -179,11 +179,13 @@ def data() -> bytes:
 
 
 RUN_FILES = ("run.json", "steps.jsonl", "digests.jsonl", "plan.json", "program.json", "timeline.json")
+CHECKPOINT = "checkpoints/step-00000004.safetensors"
+"""Of a run with ``--checkpoint-every 2``, its newest."""
 
 
 @functools.cache
 def run(*options: str) -> dict[str, bytes]:
-    """The readable files of a run of a few steps, of `model` on `data`, as paths below ``run``."""
+    """The readable files of a run of four steps, of `model` on `data`, as paths below ``run``."""
     out = folder() / f"run{''.join(options)}"
     model(), data()
     before = Path.cwd()
@@ -196,7 +198,13 @@ def run(*options: str) -> dict[str, bytes]:
         )  # fmt: skip
     finally:
         os.chdir(before)
-    return {f"run/{name}": (out / name).read_bytes() for name in RUN_FILES if (out / name).exists()}
+    names = (*RUN_FILES, CHECKPOINT)
+    return {f"run/{name}": (out / name).read_bytes() for name in names if (out / name).exists()}
+
+
+def run_with_checkpoint() -> dict[str, bytes]:
+    """The readable files of a run and its newest checkpoint."""
+    return run("--checkpoint-every", "2")
 
 
 @functools.cache
