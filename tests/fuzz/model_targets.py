@@ -366,6 +366,10 @@ def _checkpoints() -> list[Case]:
     return [Case({name: files[name]}, kept=seeds.model() | files)]
 
 
+MESSAGE_SHAPE = 4, 12
+"""Which a receiver knows."""
+
+
 @functools.cache
 def _messages() -> list[Case]:
     """Messages of codecs: every grid, scope and encoding, and plain numbers."""
@@ -374,7 +378,7 @@ def _messages() -> list[Case]:
     from costmodel.codecs import codec_spec
     from executors.codecs import codec_of
 
-    numbers = torch.randn(4, 12, generator=torch.Generator().manual_seed(1)).relu()
+    numbers = torch.randn(*MESSAGE_SHAPE, generator=torch.Generator().manual_seed(1)).relu()
     names = ["none", "q8", "q1:affine:tensor:bitmap", "q4:affine-zero:token:index", "q4:channel:run-length"]
     names += ["q2:entropy", "q4:affine:dense"]
     encoded = [codec_of(codec_spec(name)).encode(numbers) for name in names]
@@ -384,7 +388,7 @@ def _messages() -> list[Case]:
 def _decoded(folder: Path) -> None:
     from executors.codecs import decode
 
-    decode((folder / "message").read_bytes())
+    decode((folder / "message").read_bytes(), shape=MESSAGE_SHAPE)
 
 
 def _mutated_message(generator: Random, case: Case) -> Case:
