@@ -84,6 +84,7 @@ _CPU_GATHER: Spread = (8e-6, 0.5e-6, 150e-6)
 _CPU_GATHER_SOURCE = "assumed: threads that wait for work in a loop, or sleep"
 _LOOPBACK: Spread = (LOOPBACK_BYTES_PER_S, 0.3e9, 8e9)
 _LOOPBACK_SOURCE = "assumed: gloo through the host's loopback, a copy into the socket and one out of it"
+_COPY_GPU: Spread = (1.0, 0.88, 1.12)
 _GPU_DRAW_WRITE: Spread = (0.35, 0.10, 0.90)
 _GPU_DRAW_SOURCE = "assumed: Philox and Box-Muller, at best as fast as the numbers can be written to memory"
 
@@ -125,6 +126,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "call_s.embed": (100e-6, 20e-6, 600e-6),
         "call_s.block": (60e-6, 10e-6, 400e-6),
         "call_s.head": (60e-6, 10e-6, 400e-6),
+        "call_s.collective": (25e-6, 1e-6, 45e-6),
         "cache_bytes": (24 * 2**20, 4 * 2**20, 96 * 2**20),
         "kernel_s": (2e-6, 1e-6, 6e-6),
         "dispatch_s": (6e-6, 3e-6, 20e-6),
@@ -163,6 +165,8 @@ _HOST_SOURCES = {
     "skip_part": "a GPU makes the numbers that it passes over",
     "seed_s": "assumed: the Mersenne Twister's 624 words, and the calls around them",
     "jump_s": _CPU_JUMP_SOURCE,
+    "call_s.collective": "between the time that NCCL's model gives sums below 16 MiB and published ones: the call, its streams' "
+    "events, and ranks that come one after the other",
     "call_s.batch": "assumed: tokens looked through for the rows that they name",
     "call_s.embed": "assumed: the model's code from its entry to the first block",
     "call_s.block": "assumed: a block's Python modules",
@@ -346,7 +350,7 @@ def _copy_constants(topology: Topology, device_id: str, spec: DeviceSpec) -> Ite
     memory = topology.host_memory(device_id).id
     for direction, ends in (("h2d", (memory, device_id)), ("d2h", (device_id, memory))):
         bandwidth = topology.route(*ends).bandwidth_bytes_per_s
-        source = "bandwidth of the route, of which pinned copies reach 75-95 %"
-        yield _constant(f"copy_{direction}_bandwidth", (0.9, 0.6, 1.0), source, scale=bandwidth)
-    yield _constant("copy_cache_bandwidth", (0.9, 0.6, 1.0), f"{source}; no cache helps it", scale=bandwidth)
+        source = "what the route's links reach of their nominal bandwidths; published pinned copies lie within a tenth"
+        yield _constant(f"copy_{direction}_bandwidth", _COPY_GPU, source, scale=bandwidth)
+    yield _constant("copy_cache_bandwidth", _COPY_GPU, f"{source}; no cache helps it", scale=bandwidth)
     yield _constant("loopback_bandwidth", (1.0, 1.0, 1.0), "GPUs have links of their own", scale=bandwidth)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from costmodel.collectives import all_gather_s, all_reduce_s, point_to_point_s
+from costmodel.nccl import Communicator
+from costmodel.profile import Bound
+
 
 @dataclass(frozen=True, slots=True)
 class Activity:
@@ -51,6 +55,8 @@ class Ring:
         within one host's memory, it is a core all the time.
     busy_latency_s : float
         What a large exchange, beside which ranks compute, takes beyond that: its threads wait for their turns on a core.
+    nccl : Communicator, optional
+        Of GPUs: what chooses an algorithm and says what it takes. Without, the better of ring and recursive doubling.
     """
 
     num_ranks: int
@@ -60,6 +66,29 @@ class Ring:
     wire: str = "memory"
     core_s_per_byte: float = 0.0
     busy_latency_s: float = 0.0
+    nccl: Communicator | None = None
+
+    def all_reduce_s(self, size_bytes: float, bound: Bound = "central") -> float:
+        """Return the seconds of a sum over buffers of so many bytes."""
+        if self.nccl is not None:
+            return self.nccl.seconds("all_reduce", size_bytes, bound)
+        return all_reduce_s(
+            size_bytes,
+            self.num_ranks,
+            latency_s=self.latency_s,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+        )
+
+    def all_gather_s(self, size_bytes: float, bound: Bound = "central") -> float:
+        """Return the seconds until every rank has all shares, so many bytes together."""
+        if self.nccl is not None:
+            return self.nccl.seconds("all_gather", size_bytes, bound)
+        return all_gather_s(
+            size_bytes,
+            self.num_ranks,
+            latency_s=self.latency_s,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +104,7 @@ class Hop:
         What lies on the way, with what a byte sent takes of each; nothing within one host's memory.
     wire : str
         Kind of the narrowest link; ``memory`` within one host's memory.
-    core_s_per_byte, busy_latency_s : float
+    core_s_per_byte, busy_latency_s, nccl
         As in a ring.
     """
 
@@ -85,3 +114,12 @@ class Hop:
     wire: str = "memory"
     core_s_per_byte: float = 0.0
     busy_latency_s: float = 0.0
+    nccl: Communicator | None = None
+
+    def message_s(self, size_bytes: float, bound: Bound = "central") -> float:
+        """Return the seconds of a message of so many bytes."""
+        if self.nccl is not None:
+            return self.nccl.message_s(size_bytes, bound)
+        return point_to_point_s(
+            size_bytes, latency_s=self.latency_s, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s
+        )

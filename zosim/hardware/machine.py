@@ -27,7 +27,6 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from costmodel.collectives import all_gather_s, all_reduce_s, point_to_point_s
 from costmodel.estimate import CopyDirection, OperationCost, estimate
 from costmodel.profile import Bound, Profile
 from topology.errors import ProfileError
@@ -282,12 +281,7 @@ class Machine:
         # one share, and then the other shares.
         whole = size_bytes * ring.num_ranks / (ring.num_ranks - 1)
         is_sum = instruction.op.function == "all_reduce"
-        exchange_s = (all_reduce_s if is_sum else all_gather_s)(
-            whole / 2 if is_sum else whole,
-            ring.num_ranks,
-            latency_s=ring.latency_s,
-            bandwidth_bytes_per_s=ring.bandwidth_bytes_per_s,
-        )
+        exchange_s = ring.all_reduce_s(whole / 2, bound) if is_sum else ring.all_gather_s(whole, bound)
         return self._on_link(replace(cost, seconds=cost.seconds + exchange_s), size_bytes, ring, bound)
 
     def _message(
@@ -306,9 +300,7 @@ class Machine:
             raise ProfileError(
                 message, hint="make the ranks' machines together, with machines_for; it joins neighbours"
             )
-        seconds = cost.seconds + point_to_point_s(
-            size_bytes, latency_s=hop.latency_s, bandwidth_bytes_per_s=hop.bandwidth_bytes_per_s
-        )
+        seconds = cost.seconds + hop.message_s(size_bytes, bound)
         if isinstance(op, Recv) and hop.wire != "memory":
             return Activity(seconds, limiter=hop.wire)
         return self._on_link(replace(cost, seconds=seconds), size_bytes, hop, bound)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from costmodel.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
+from costmodel.gpus import architecture_of
+from costmodel.nccl import NVLINK_MESSAGE_PART, Communicator
 from costmodel.profile import Profile
 from topology.errors import TopologyError
 from topology.graph import Topology
@@ -122,6 +125,7 @@ class KnownPaths:
     board_rings: dict[tuple[str, ...], list[Hop] | None] = field(default_factory=dict)
     rings_alike: dict[Hashable, tuple[RingSet, tuple[Link, ...]]] = field(default_factory=dict)
     nvlinks: dict[str, list[Link]] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
 
 
 class _Builder:
@@ -154,15 +158,93 @@ class _Builder:
     def rings(self, part: Sequence[int]) -> list[Ring]:
         """Return the place of each member of a part in its ring."""
         devices = [self._devices[rank] for rank in part]
-        hops = self._over_nvlinks(devices) or [
-            self._hop(self._profiles[rank], *ends)
-            for rank, ends in zip(part, itertools.pairwise((*devices, devices[0])), strict=True)
-        ]
+        hops = (
+            self._over_nvlinks(devices)
+            or self._over_rails(part, devices)
+            or [
+                self._hop(self._profiles[rank], *ends)
+                for rank, ends in zip(part, itertools.pairwise((*devices, devices[0])), strict=True)
+            ]
+        )
         latency_s = max(hop.latency_s for hop in hops)
         bandwidth = min(hop.bandwidth_bytes_per_s for hop in hops)
+        nccl = self._communicator(devices, hops, bandwidth)
         return [
-            Ring(len(part), latency_s, bandwidth, hop.uses, hop.wire, hop.core_s_per_byte) for hop in hops
+            Ring(len(part), latency_s, bandwidth, hop.uses, hop.wire, hop.core_s_per_byte, nccl=nccl)
+            for hop in hops
         ]
+
+    def _communicator(
+        self, devices: Sequence[str], hops: Sequence[Hop], bandwidth: float
+    ) -> Communicator | None:
+        """Return what NCCL knows of GPUs that exchange data over these hops; None where one of them is no GPU."""
+        specs = [self._topology.device_spec(device) for device in devices]
+        if any(spec.kind != "gpu" for spec in specs) or len(set(devices)) < len(devices):
+            return None
+        hosts = {self._topology.host_of(device).id for device in devices}
+        known = architecture_of(specs[0])
+        return Communicator(
+            num_ranks=len(devices),
+            num_hosts=len(hosts),
+            wire="nvlink" if any(self._has_nvlink(hop) for hop in hops) else "pcie",
+            generation="volta" if known is None else known.nccl,
+            bandwidth_bytes_per_s=bandwidth,
+        )
+
+    def _has_nvlink(self, hop: Hop) -> bool:
+        return any(self._kind_of(name) == "nvlink" for name, _ in hop.uses)
+
+    def _kind_of(self, resource: str) -> str:
+        """Return the kind of the link that a resource is a direction of; nothing of a memory."""
+        kinds = self._known.kinds
+        if not kinds:
+            graph = self._topology.graph
+            kinds |= {data["resource_id"]: data["link"].type.kind for *_, data in graph.edges(data=True)}
+        return kinds.get(resource, "")
+
+    def _over_rails(self, part: Sequence[int], devices: Sequence[str]) -> list[Hop] | None:
+        """Return each GPU's sends in rings over several hosts, None where a host has but one of them.
+
+        NCCL makes a ring for each network adapter, which leaves a host by it and passes all its GPUs. So every adapter
+        carries a part of the bytes; on NVLinks or PCIe a rank sends all of them to its neighbour.
+        """
+        hosts: dict[str, list[int]] = {}
+        for place, device in enumerate(devices):
+            if self._topology.node(device).kind != "gpu":
+                return None
+            hosts.setdefault(self._topology.host_of(device).id, []).append(place)
+        members = list(hosts.values())
+        if len(members) == 1 or any(len(places) != len(members[0]) for places in members):
+            return None
+        num_beside = len(members[0])
+        if num_beside == 1:
+            return None
+        sends: list[dict[str, float]] = [{} for _ in devices]
+        latency_s, bandwidth = 0.0, math.inf
+        for number, places in enumerate(members):
+            following = members[(number + 1) % len(members)]
+            rails: dict[str, float] = {}
+            for here, there in zip(places, following, strict=True):
+                across = self._hop(self._profiles[part[here]], devices[here], devices[there])
+                narrowest = min(
+                    (name for name, _ in across.uses),
+                    key=lambda name: self._topology.resources[name].bandwidth_bytes_per_s,
+                )
+                rails[narrowest] = across.bandwidth_bytes_per_s
+                latency_s = max(latency_s, across.latency_s)
+                for name, _ in across.uses:
+                    sends[here][name] = sends[here].get(name, 0.0) + 1 / num_beside
+            bandwidth = min(bandwidth, sum(rails.values()))
+            ring = [devices[place] for place in places]
+            within = self._over_nvlinks(ring) or [
+                self._hop(self._profiles[part[place]], *ends)
+                for place, ends in zip(places, itertools.pairwise((*ring, ring[0])), strict=True)
+            ]
+            bandwidth = min(bandwidth, *(hop.bandwidth_bytes_per_s for hop in within))
+            for place, hop in zip(places, within, strict=True):
+                for name, share in hop.uses:
+                    sends[place][name] = sends[place].get(name, 0.0) + share
+        return [Hop(latency_s, bandwidth, tuple(taken.items()), "network") for taken in sends]
 
     def messages(self, part: Sequence[int]) -> Iterator[tuple[int, int, _Hops, _Hops]]:
         """Yield every member with the offset of each neighbour, and the hops there and back, of each kind."""
@@ -297,7 +379,15 @@ class _Builder:
         # Sockets of two hosts cost what those of one do, and there they take a core.
         core_s_per_byte = 1 / profile.values()["loopback_bandwidth"] if is_cpu else 0.0
         latency_s = message_s + route.latency_s
-        return Hop(latency_s, route.bandwidth_bytes_per_s, uses, narrowest.type.kind, core_s_per_byte)
+        hop = Hop(latency_s, route.bandwidth_bytes_per_s, uses, narrowest.type.kind, core_s_per_byte)
+        nccl = self._communicator((here, there), [hop], hop.bandwidth_bytes_per_s)
+        if nccl is None:
+            return hop
+        reached = narrowest.type.efficiency
+        if narrowest.type.kind == "nvlink" and reached is not None:
+            nominal = hop.bandwidth_bytes_per_s / reached.in_si("ratio")
+            nccl = replace(nccl, message_bytes_per_s=nominal * NVLINK_MESSAGE_PART)
+        return replace(hop, nccl=nccl)
 
 
 def _link_ids(link_ids: tuple[str, ...], num_gpus: int) -> tuple[str, ...]:

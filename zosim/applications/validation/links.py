@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from costmodel.collectives import all_reduce_s, point_to_point_s
+from costmodel.collectives import point_to_point_s
 from costmodel.estimate import CopyDirection, device_s, estimate
 from costmodel.sweeps import copy_work
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
@@ -40,23 +40,15 @@ def message(row: MeasuredRow, site: Site) -> Forecast:
     pair = tuple(reversed(hosts.values()))[:2] if len(hosts) > 1 else site.devices_of(row, 2)
     machines = machines_for(site.topology, pair, site.profile, {"pipeline": ((0, 1),)})
     hop = machines[0].channels[Send("pipeline", 1)]
-    return bounded(
-        lambda _: point_to_point_s(
-            row.count("bytes"), latency_s=hop.latency_s, bandwidth_bytes_per_s=hop.bandwidth_bytes_per_s
-        )
-    )
+    call_s, size_bytes = site.profile.values, row.count("bytes")
+    return bounded(lambda bound: call_s(bound)["kernel_s"] + hop.message_s(size_bytes, bound))
 
 
 def all_reduce(row: MeasuredRow, site: Site) -> Forecast:
     """Return the seconds of a sum over the first ranks' buffers."""
-    ring = ring_of(row, site)
+    ring, size_bytes = ring_of(row, site), row.count("bytes")
     return bounded(
-        lambda _: all_reduce_s(
-            row.count("bytes"),
-            ring.num_ranks,
-            latency_s=ring.latency_s,
-            bandwidth_bytes_per_s=ring.bandwidth_bytes_per_s,
-        )
+        lambda bound: site.profile.values(bound)["call_s.collective"] + ring.all_reduce_s(size_bytes, bound)
     )
 
 
