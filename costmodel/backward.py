@@ -20,7 +20,7 @@ from costmodel.formats import FORMATS, DType
 from costmodel.forward import forward_work
 from costmodel.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec
 from costmodel.pieces import AttentionImpl
-from costmodel.work import Matmul, Work
+from costmodel.work import Attention, Matmul, Work
 
 Optimizer = Literal["sgd", "momentum", "adam"]
 
@@ -126,8 +126,8 @@ def backward_work(
 
     Notes
     -----
-    ``Y = X·W`` has ``dX = dY·Wᵀ`` and ``dW = Xᵀ·dY``, each of as many operations. Attention is counted twice as well;
-    fused kernels compute scores again, which is half as much once more and not counted. Element-wise kernels pass over
+    ``Y = X·W`` has ``dX = dY·Wᵀ`` and ``dW = Xᵀ·dY``, each of as many operations. Attention with stored scores is counted
+    twice as well; fused kernels compute scores again, which makes five products of two. Element-wise kernels pass over
     twice the bytes: a gradient comes in and another goes out for every tensor.
     """
     forward = forward_work(
@@ -146,7 +146,7 @@ def backward_work(
     return forward.model_copy(
         update={
             "matmuls": tuple(products),
-            "attention": tuple(part for part in forward.attention for _ in range(2)),
+            "attention": tuple(again for part in forward.attention for again in _attentions(part)),
             "elementwise_bytes": 2 * forward.elementwise_bytes,
             "num_exponentials": 0,
             "num_kernels": 2 * forward.num_kernels,
@@ -160,6 +160,10 @@ def _products(part: Matmul) -> tuple[Matmul, Matmul]:
         Matmul(m=part.m, n=part.k, k=part.n, num=part.num),
         Matmul(m=part.k, n=part.n, k=part.m, num=part.num),
     )
+
+
+def _attentions(part: Attention) -> tuple[Attention, ...]:
+    return (part, part) if part.materialised else (part.model_copy(update={"backward": True}),)
 
 
 def optimizer_bytes(num_parameters: int, optimizer: Optimizer, dtype: DType = "float32") -> int:

@@ -7,11 +7,11 @@ sources, and a calibration replaces them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_args
 
 from costmodel.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
 from costmodel.distributions import DrawClass
 from costmodel.formats import COMPUTE_FORMATS, FORMATS, DType
+from costmodel.gpus import architecture_of, clocks_per_s
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from topology import Topology
 from topology.errors import TopologyError
@@ -85,8 +85,13 @@ _CPU_GATHER_SOURCE = "assumed: threads that wait for work in a loop, or sleep"
 _LOOPBACK: Spread = (LOOPBACK_BYTES_PER_S, 0.3e9, 8e9)
 _LOOPBACK_SOURCE = "assumed: gloo through the host's loopback, a copy into the socket and one out of it"
 _COPY_GPU: Spread = (1.0, 0.88, 1.12)
-_GPU_DRAW_WRITE: Spread = (0.35, 0.10, 0.90)
-_GPU_DRAW_SOURCE = "assumed: Philox and Box-Muller, at best as fast as the numbers can be written to memory"
+_GPU_DRAWS: dict[DrawClass, Spread] = {"normal": (1.75, 1.2, 3.5), "rademacher": (3.5, 1.5, 8.0)}
+_GPU_DRAW_SOURCE = (
+    "per multiprocessor and clock, whatever the format: torch drew 2^30 fp16 normals in 2.3-2.4 ms on a Hopper GPU of 132 "
+    "multiprocessors (https://github.com/flagos-ai/FlagGems, pull requests 1247 and 1562); signs assumed twice as fast"
+)
+_ATTENTION_SPREAD = (0.80, 1.15)
+_ATTENTION_KERNELS_SOURCE = "papers of the kernels, costmodel.gpus"
 
 _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
     "cpu": {
@@ -121,7 +126,9 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
     },
     "gpu": {
         "matmul_half_dim": (96.0, 16.0, 256.0),
-        "attention_half_len": (128.0, 32.0, 512.0),
+        "attention_half_len": (40.0, 10.0, 80.0),
+        "attention_half_len.backward": (240.0, 120.0, 400.0),
+        "attention_diagonal_len": (256.0, 128.0, 512.0),
         "attention_score_rate": (1e18, 1e18, 1e18),
         "call_s.embed": (100e-6, 20e-6, 600e-6),
         "call_s.block": (60e-6, 10e-6, 400e-6),
@@ -151,7 +158,10 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
 }
 _HOST_SOURCES = {
     "cache_bytes": "assumed: a core's own cache, or a GPU's L2",
-    "attention_score_rate": "part of the attention rate",
+    "attention_score_rate": "part of the attention rate where the architecture is not known",
+    "attention_half_len": "arXiv:2307.08691, figures 4 and 5: rates at 512 tokens beside those at 16k",
+    "attention_half_len.backward": "as forwards; dQ is summed by atomics, dK and dV are written at the end of a tile's column",
+    "attention_diagonal_len": "tiles of 128, and the last wave's uneven lengths: causal rates of arXiv:2307.08691, figure 4",
     "gather_s": "a GPU's kernels have no threads to wait for",
     "kernel_s": "assumed: what an empty kernel takes between others on a GPU; on a CPU it is part of the dispatch",
     "dispatch_s": "assumed: one kernel through PyTorch's eager dispatcher",
@@ -263,7 +273,9 @@ def _rates(
 
 
 def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
-    yield from _rates(spec, 1.0, (_GEMM_GPU, _GEMM_GPU_SOURCE), (_ATTENTION_GPU, _ATTENTION_GPU_SOURCE))
+    rates = _rates(spec, 1.0, (_GEMM_GPU, _GEMM_GPU_SOURCE), (_ATTENTION_GPU, _ATTENTION_GPU_SOURCE))
+    # Kernels of a known architecture take the place of what is assumed of any.
+    yield from {constant.name: constant for constant in (*rates, *_attention_constants(spec))}.values()
     memory = spec.memory_bandwidth_bytes_per_s
     source = f"data sheet bandwidth of {spec.name}; {_STREAM_SOURCE}"
     for name in ("memory_bandwidth", "elementwise_bandwidth", "sweep_bandwidth", "scratch_bandwidth"):
@@ -274,11 +286,30 @@ def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
         yield _constant(f"cast_rate.{dtype}", _STREAM, source, scale=memory / (3 * width))
     for name in ("elementwise_cache_bandwidth", "sweep_cache_bandwidth"):
         yield _constant(name, (1.7, 0.8, 3.0), "assumed: L2 against memory bandwidth", scale=memory)
+    clocks = clocks_per_s(spec)
     for dtype in COMPUTE_FORMATS:
-        width = FORMATS[dtype].element_bytes
-        for distribution in get_args(DrawClass):
-            name = f"draw_rate.{distribution}.{dtype}"
-            yield _constant(name, _GPU_DRAW_WRITE, _GPU_DRAW_SOURCE, scale=memory / width)
+        written = _STREAM[0] * memory / FORMATS[dtype].element_bytes
+        for distribution, per_clock in _GPU_DRAWS.items():
+            rate = min(1.0, written / (per_clock[0] * clocks))
+            spread = (per_clock[0] * rate, per_clock[1] * rate, per_clock[2])
+            yield _constant(f"draw_rate.{distribution}.{dtype}", spread, _GPU_DRAW_SOURCE, scale=clocks)
+
+
+def _attention_constants(spec: DeviceSpec) -> Iterator[Constant]:
+    """Yield what the fused kernels of a known architecture do, in the formats that they are written for."""
+    architecture = architecture_of(spec)
+    if architecture is None:
+        return
+    low, high = _ATTENTION_SPREAD
+    source = f"{architecture.name}: {_ATTENTION_KERNELS_SOURCE}"
+    formats: tuple[DType, ...] = ("float16", "bfloat16")
+    for dtype in formats:
+        peak = _peak(spec, dtype)[0]
+        for (kernel, way), (part, clocks) in architecture.attention.items():
+            name = ".".join(filter(None, (dtype, kernel, "backward" if way == "backward" else "")))
+            yield _constant(f"attention_rate.{name}", (part, low * part, high * part), source, scale=peak)
+            rate = clocks_per_s(spec) / clocks
+            yield _constant(f"attention_score_rate.{name}", (1.0, low, high), source, scale=rate)
 
 
 def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:

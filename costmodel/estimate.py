@@ -161,13 +161,27 @@ def _efficiency(part: Matmul, dtype: str, values: Mapping[str, float]) -> float:
 def _attention_s(part: Attention, dtype: str, width: int, values: Mapping[str, float]) -> float:
     """Return the time of attention: one fused kernel, or two batched products where scores are stored."""
     if not part.materialised:
-        saturation = part.key / (part.key + values["attention_half_len"])
-        products_s = part.flops / (_rate("attention_rate", dtype, values) * saturation)
-        num_scores = part.score_elements / (2 if part.causal_skip else 1)
-        return products_s + num_scores / _by_format("attention_score_rate", dtype, values)
+        kind = _variant(part, dtype, values)
+        half_len = _by_format("attention_half_len", kind.removeprefix(dtype + "."), values)
+        saturation = part.key / (part.key + half_len)
+        # Tiles that the diagonal crosses are computed whole.
+        half = min(1.0, 0.5 * (1 + values.get("attention_diagonal_len", 0.0) / part.query))
+        flops, scores = part.flops, float(part.score_elements)
+        if part.causal_skip:
+            flops, scores = 2 * flops * half, scores * half
+        products_s = flops / (_rate("attention_rate", kind, values) * saturation)
+        return products_s + scores / _by_format("attention_score_rate", kind, values)
     scores = Matmul(m=part.query, n=part.key, k=part.head_dim, num=part.num)
     mixing = Matmul(m=part.query, n=part.head_dim, k=part.key, num=part.num)
     return sum(_matmul_s(product, dtype, width, values) for product in (scores, mixing))
+
+
+def _variant(part: Attention, dtype: str, values: Mapping[str, float]) -> str:
+    """Return the name behind ``attention_rate.`` of what does an attention, as far as the profile tells kernels apart."""
+    names = (f"{dtype}.{part.kernel}", dtype)
+    ways = (".backward", "") if part.backward else ("",)
+    known = (name + way for way in ways for name in names if f"attention_rate.{name}{way}" in values)
+    return next(known, dtype)
 
 
 def _cached_s(

@@ -7,11 +7,16 @@ predicted from what its data sheet says alone.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Literal
 
 from costmodel.nccl import Generation
+from costmodel.work import AttentionKernel
 from topology.schema import DeviceSpec
+
+AttentionWay = tuple[AttentionKernel | Literal[""], Literal["forward", "backward"]]
 
 
 @dataclass(frozen=True)
@@ -28,23 +33,55 @@ class Architecture:
         architecture's whitepaper. With the peak of the data sheet they tell the boost clock.
     nccl : str
         Row of NCCL's tables.
+    attention : mapping
+        What fused kernels of attention do, by kernel (:data:`~costmodel.work.AttentionKernel`, empty for what torch takes) and
+        way: the part of the peak at which they multiply, and the clocks of a multiprocessor that a score takes besides,
+        for its exponential, maximum and sum. The two are not done at once, except in FlashAttention 3.
     """
 
     name: str
     names: str
     float32_per_clock: int
     nccl: Generation
+    attention: Mapping[AttentionWay, tuple[float, float]] = field(default_factory=dict)
 
+
+_FA2: Mapping[AttentionWay, tuple[float, float]] = {
+    ("", "forward"): (0.93, 0.08),
+    ("", "backward"): (0.78, 0.15),
+}
+"""FlashAttention 2 on A100: 176 Tflop/s with heads of 64 and 225 with heads of 128, of 312; backwards 165 and 195
+(arXiv:2307.08691, figures 4 and 5)."""
+_EARLY: Mapping[AttentionWay, tuple[float, float]] = {
+    ("", "forward"): (0.55, 0.10),
+    ("", "backward"): (0.45, 0.20),
+}
+"""Before Ampere FlashAttention 2 does not run: torch takes the kernels of xFormers, for which nothing was published that is
+known here. Assumed."""
+_HOPPER: Mapping[AttentionWay, tuple[float, float]] = {
+    ("", "forward"): (0.63, 0.10),
+    ("", "backward"): (0.40, 0.15),
+    ("fa2", "forward"): (0.63, 0.10),
+    ("fa2", "backward"): (0.40, 0.15),
+    ("fa3", "forward"): (0.92, 0.05),
+    ("fa3", "backward"): (0.67, 0.09),
+    ("cudnn", "forward"): (0.97, 0.05),
+    ("cudnn", "backward"): (0.67, 0.09),
+}
+"""On H100 FlashAttention 2, which does not know Hopper's asynchronous products, reaches about 325 Tflop/s with heads of 64 and
+370 with heads of 128, of 989, and backwards 30 %; FlashAttention 3 reaches 497, 648 and 756 with heads of 64, 128 and 256, and
+backwards 474 and 550 (arXiv:2407.08608, figures 5 and 6). cuDNN's kernel is taken to be as much faster as on an H20
+(https://github.com/Dao-AILab/flash-attention/issues/1310)."""
 
 ARCHITECTURES = (
     Architecture("pascal", r"\bP100\b", 128, "volta"),
-    Architecture("volta", r"\bV100S?\b|TITAN V\b", 128, "volta"),
-    Architecture("turing", r"\bT4\b|TITAN RTX|RTX 20\d\d|Quadro RTX", 128, "volta"),
-    Architecture("ampere", r"\bA100\b|\bA800\b|\bA30\b", 128, "ampere"),
-    Architecture("ampere-graphics", r"\bA(40|10|10G|16|2)\b|RTX A\d{4}|RTX 30\d\d", 256, "ampere"),
-    Architecture("ada", r"\bAda\b|RTX 40\d\d|\bL40S?\b|\bL4\b", 256, "ampere"),
-    Architecture("hopper", r"\bG?H(100|200|20|800)\b", 256, "hopper"),
-    Architecture("blackwell", r"\bG?B(100|200|300)\b", 256, "blackwell"),
+    Architecture("volta", r"\bV100S?\b|TITAN V\b", 128, "volta", _EARLY),
+    Architecture("turing", r"\bT4\b|TITAN RTX|RTX 20\d\d|Quadro RTX", 128, "volta", _EARLY),
+    Architecture("ampere", r"\bA100\b|\bA800\b|\bA30\b", 128, "ampere", _FA2),
+    Architecture("ampere-graphics", r"\bA(40|10|10G|16|2)\b|RTX A\d{4}|RTX 30\d\d", 256, "ampere", _FA2),
+    Architecture("ada", r"\bAda\b|RTX 40\d\d|\bL40S?\b|\bL4\b", 256, "ampere", _FA2),
+    Architecture("hopper", r"\bG?H(100|200|20|800)\b", 256, "hopper", _HOPPER),
+    Architecture("blackwell", r"\bG?B(100|200|300)\b", 256, "blackwell", _HOPPER),
 )
 """Known designs. Lanes: NVIDIA's whitepapers of P100, V100, TU102, GA100, GA102, AD102, H100 and Blackwell."""
 

@@ -36,6 +36,7 @@ CONSTANT_UNITS: dict[str, str] = {
     "matmul_half_dim": "1",
     "attention_rate": "flop/s",
     "attention_half_len": "1",
+    "attention_diagonal_len": "1",
     "attention_score_rate": "number/s",
     "memory_bandwidth": "byte/s",
     "memory_overlap": "1",
@@ -87,7 +88,10 @@ CONSTANT_UNITS: dict[str, str] = {
 ``matmul_half_dim[.<dtype>[.<m|n|k>]]``
     A dimension of this size halves the rate of a product: its efficiency is ``Π d / (d + half)`` over m, n, k.
 ``attention_half_len``, ``attention_score_rate[.<dtype>]``
-    A sequence of this length halves the rate of fused attention; scores per second that it normalises besides.
+    A sequence of this length halves the rate of fused attention; scores per second that it normalises besides. They and
+    the rate may have ones of their own for a kernel and for backwards: ``[.<fa2|fa3|cudnn>][.backward]`` behind.
+``attention_diagonal_len``
+    Positions that a causal kernel computes for a query in vain, because tiles are computed whole.
 ``memory_bandwidth[.output]``, ``memory_overlap``
     Of matrix products reading their operands and writing what comes out, and the part of that time that passes while they
     multiply: all of it on a GPU, none on a CPU, whose libraries copy operands into panels first.
@@ -114,8 +118,8 @@ CONSTANT_UNITS: dict[str, str] = {
     What a device takes for any kernel, however small: start, tail and the gap before the next.
 ``gather_s``
     What it takes to get a CPU's threads together for one kernel, and apart.
-``dispatch_s``, ``product_s[.<dtype>]``, ``call_s.<batch|embed|block|head>``, ``instruction_s``, ``step_s``
-    Host time per kernel, per matrix product besides, per batch taken up and segment of model code entered, per instruction of a
+``dispatch_s``, ``product_s[.<dtype>]``, ``call_s.<batch|embed|block|head|collective>``, ``instruction_s``, ``step_s``
+    Host time per kernel, per matrix product besides, per batch taken up, segment of model code entered and collective called, per instruction of a
     program (to issue it, to begin and to end it), per training step.
 ``copy_*``
     Host to device and back, the first ``cache_bytes`` of each copy at the cache's bandwidth; on a CPU a copy is a thread that takes ``copy_cores`` cores.
@@ -139,10 +143,20 @@ CONSTANT_UNITS: dict[str, str] = {
 
 
 _OPTIONAL_KINDS = frozenset(
-    {"codec_s", "ranks_slowdown", "jump_s", "split_s", "seed_s", "pace_s", "pace", "pace_part"}
+    {
+        "codec_s",
+        "ranks_slowdown",
+        "jump_s",
+        "split_s",
+        "seed_s",
+        "pace_s",
+        "pace",
+        "pace_part",
+        "attention_diagonal_len",
+    }
 )
 """Without them, those codec constants count that come with the package, ranks do not slow each other down, generators
-do not jump, and are shared and seeded in no time, and there is one pace."""
+do not jump, and are shared and seeded in no time, there is one pace, and a causal mask halves attention."""
 
 _MEMORY_KINDS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
 _UNTRIED_KINDS = frozenset({"ranks_slowdown", "message_s", "loopback_bandwidth", "codec_s"})

@@ -16,6 +16,9 @@ from costmodel.formats import DType
 
 ModelCode = Literal["batch", "embed", "block", "head"]
 
+AttentionKernel = Literal["fa2", "fa3", "cudnn"]
+"""Fused kernels of attention on GPUs: FlashAttention 2 and 3, cuDNN's."""
+
 SHARED_ELEMENTS = 1 << 15
 """Elements from which torch shares an element-wise kernel among a CPU's threads (its grain size)."""
 
@@ -49,7 +52,8 @@ class Attention(_Counted):
 
     ``materialised`` says that the score matrix is written out (the ``eager`` implementation); a fused
     kernel keeps it on chip. Neither skips the masked half: FLOPs are those of the full square unless
-    ``causal_skip``.
+    ``causal_skip``. ``kernel`` names a fused kernel where it is not the device's usual one. A fused ``backward`` makes the
+    scores again: five products in place of two.
     """
 
     num: PositiveInt
@@ -58,11 +62,14 @@ class Attention(_Counted):
     head_dim: PositiveInt
     materialised: bool = False
     causal_skip: bool = False
+    kernel: AttentionKernel | None = None
+    backward: bool = False
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of both products (scores, and scores times values)."""
-        full = 4 * self.num * self.query * self.key * self.head_dim
+        """Floating-point operations of both products (scores, and scores times values), of a backward's five."""
+        num_products = 5 if self.backward else 2
+        full = 2 * num_products * self.num * self.query * self.key * self.head_dim
         return full // 2 if self.causal_skip else full
 
     @property

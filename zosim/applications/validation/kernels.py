@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 from costmodel.estimate import device_s, estimate
 from costmodel.sweeps import draw_work
-from costmodel.work import Attention, Matmul, Work
+from costmodel.work import Attention, AttentionKernel, Matmul, Work
 from zosim.applications.validation.rows import Forecast, MeasuredRow
 from zosim.applications.validation.site import Site, bounded
 
@@ -34,13 +35,17 @@ def _attention(row: MeasuredRow) -> Work:
         head_dim=row.count("head_dim"),
         materialised=row["attention_kernel"] == "eager",
         causal_skip=row.flag("causal") and row["attention_kernel"] != "eager",
+        kernel=next((kernel for kernel in get_args(AttentionKernel) if kernel == row["code"]), None),
     )
     return Work(dtype=row.dtype, attention=(part,), num_kernels=1)
 
 
 def _attention_backward(row: MeasuredRow) -> Work:
     forward = _attention(row)
-    return forward.model_copy(update={"attention": forward.attention * 2})
+    if row["attention_kernel"] == "eager":
+        return forward.model_copy(update={"attention": forward.attention * 2})
+    parts = tuple(part.model_copy(update={"backward": True}) for part in forward.attention)
+    return forward.model_copy(update={"attention": parts})
 
 
 def _draw(row: MeasuredRow) -> Work:
