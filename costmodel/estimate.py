@@ -166,11 +166,11 @@ def _attention_s(part: Attention, dtype: str, width: int, values: Mapping[str, f
         saturation = part.key / (part.key + half_len)
         # Tiles that the diagonal crosses are computed whole.
         half = min(1.0, 0.5 * (1 + values.get("attention_diagonal_len", 0.0) / part.query))
-        flops, scores = part.flops, float(part.score_elements)
-        if part.causal_skip:
-            flops, scores = 2 * flops * half, scores * half
-        products_s = flops / (_rate("attention_rate", kind, values) * saturation)
-        return products_s + scores / _by_format("attention_score_rate", kind, values)
+        full_flops = 2 * part.flops if part.causal_skip else part.flops
+        computed = half if part.causal_skip else 1.0
+        products_s = full_flops * computed / (_rate("attention_rate", kind, values) * saturation)
+        num_scores = part.score_elements * computed
+        return products_s + num_scores / _by_format("attention_score_rate", kind, values)
     scores = Matmul(m=part.query, n=part.key, k=part.head_dim, num=part.num)
     mixing = Matmul(m=part.query, n=part.head_dim, k=part.key, num=part.num)
     return sum(_matmul_s(product, dtype, width, values) for product in (scores, mixing))

@@ -165,7 +165,8 @@ def test_effects_predict_what_planning_the_changed_machine_gives():
         best = choose(chosen.job.request(offer.machine.name, topology, 1)).chosen
         assert change.times == pytest.approx(best.seconds / offer.machine.step_s.value, rel=0.02)
     room = rooms(offer.machine)[-1]
-    assert (room.where, room.placement) == ("device", "mezo, blockwise")
+    assert room.where == "device"
+    assert room.placement.startswith("mezo") and room.placement.endswith("blockwise")
     assert 24 * 2**30 < room.needed_bytes < 32 * 2**30
 
 

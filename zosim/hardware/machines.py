@@ -380,7 +380,7 @@ class _Builder:
         core_s_per_byte = 1 / profile.values()["loopback_bandwidth"] if is_cpu else 0.0
         latency_s = message_s + route.latency_s
         hop = Hop(latency_s, route.bandwidth_bytes_per_s, uses, narrowest.type.kind, core_s_per_byte)
-        nccl = self._communicator((here, there), [hop], hop.bandwidth_bytes_per_s)
+        nccl = None if is_cpu else self._communicator((here, there), [hop], hop.bandwidth_bytes_per_s)
         if nccl is None:
             return hop
         reached = narrowest.type.efficiency

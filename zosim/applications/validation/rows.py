@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from costmodel.formats import FORMATS, DType, format_name
+from costmodel.formats import COMPUTE_FORMATS, DType, format_name
 from topology.errors import ZosimError
 from zosim.tables import TableRow, read_table
 
@@ -64,9 +64,10 @@ class MeasuredRow(TableRow):
             If it is none, or none that computes.
         """
         name = format_name(self["dtype"])
-        if name not in FORMATS:
-            raise Unpredictable(f"dtype {self['dtype']!r} is none of {', '.join(FORMATS)}")
-        return name  # type: ignore[return-value]
+        known = next((dtype for dtype in COMPUTE_FORMATS if dtype == name), None)
+        if known is None:
+            raise Unpredictable(f"dtype {self['dtype']!r} is none of {', '.join(COMPUTE_FORMATS)}")
+        return known
 
     def count_or(self, column: str, default: int) -> int:
         """Return a whole number, `default` where the cell is empty."""

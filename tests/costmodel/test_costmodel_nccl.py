@@ -1,0 +1,82 @@
+"""What NCCL's messages and collectives take, held against its own tables, limits, and published times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from costmodel.gpus import ARCHITECTURES, architecture_of, clocks_per_s
+from costmodel.nccl import Communicator
+from topology.documents import load_preset
+
+A100 = Communicator(8, 1, "nvlink", "ampere", 240e9, 270e9)
+US = 1e-6
+
+
+def test_the_smallest_sum_takes_a_base_and_a_hop_per_step() -> None:
+    """A ring of eight in LL: 6.6 us and 14 steps of 0.6 us."""
+    assert A100.seconds("all_reduce", 8) == pytest.approx((6.6 + 14 * 0.6) * US, rel=1e-3)
+    # A tree of two passes one hop up and one down, as a ring does.
+    pair = replace(A100, num_ranks=2)
+    assert pair.seconds("all_reduce", 8) == pytest.approx((6.6 + 2 * 0.6) * US, rel=1e-3)
+
+
+def test_large_sums_reach_the_published_bus_bandwidth() -> None:
+    """nccl-tests on eight A100s behind switches print 234.9 GB/s for 16 GiB."""
+    size = 2**34
+    bus = size * 2 * 7 / 8 / A100.seconds("all_reduce", size)
+    assert bus == pytest.approx(234.9e9, rel=0.03)
+
+
+@pytest.mark.parametrize("function", ["all_reduce", "all_gather"])
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+@pytest.mark.parametrize("wire", ["nvlink", "pcie"])
+def test_more_bytes_take_longer_and_never_less_than_the_links_do(function, num_hosts, wire) -> None:
+    group = Communicator(8 * num_hosts, num_hosts, wire, "ampere", 100e9)
+    sizes = [2**power for power in range(4, 34)]
+    times = [group.seconds(function, size) for size in sizes]
+    assert times == sorted(times)
+    steps = (2 if function == "all_reduce" else 1) * (group.num_ranks - 1) / group.num_ranks
+    # A tree of two hosts may send less than a ring does.
+    assert times[-1] > (0.9 if num_hosts > 1 else 1) * steps * sizes[-1] / 100e9
+    for bound, compare in (("low", float.__le__), ("high", float.__ge__)):
+        assert all(
+            compare(group.seconds(function, size, bound), time)
+            for size, time in zip(sizes, times, strict=True)
+        )
+
+
+def test_hosts_far_apart_cost_a_small_sum_latency() -> None:
+    assert replace(A100, num_ranks=16, num_hosts=2).seconds("all_reduce", 8) > 1.5 * A100.seconds(
+        "all_reduce", 8
+    )
+
+
+def test_messages_go_in_ll_up_to_16_kib() -> None:
+    """6.6 us and a hop; then 8.4 us, a hop of 3.4 us, and the bytes."""
+    assert A100.message_s(2048) == pytest.approx(7.2 * US + 2048 / 270e9)
+    assert A100.message_s(2**20) == pytest.approx(11.8 * US + 2**20 / 270e9)
+
+
+def test_every_gpu_of_the_presets_is_of_one_known_architecture() -> None:
+    import re
+
+    names = ("dgx-h100", "a100-80gb-milan", "h20-4x-milan", "rtx4090-2x", "dgx-1v", "h200-1x")
+    known = []
+    for name in names:
+        spec = load_preset(name).device_spec("gpu0")
+        assert sum(re.search(item.names, spec.name) is not None for item in ARCHITECTURES) == 1, spec.name
+        architecture = architecture_of(spec)
+        assert architecture is not None
+        known.append(architecture.name)
+    assert known == ["hopper", "ampere", "hopper", "ada", "volta", "hopper"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "boost_hz"),
+    [("a100-80gb-milan", 1.41e9), ("dgx-h100", 1.98e9), ("dgx-1v", 1.53e9), ("rtx4090-2x", 2.52e9)],
+)
+def test_lanes_and_peaks_tell_the_boost_clocks_of_the_data_sheets(preset: str, boost_hz: float) -> None:
+    spec = load_preset(preset).device_spec("gpu0")
+    assert clocks_per_s(spec) / spec.num_cores == pytest.approx(boost_hz, rel=0.01)
