@@ -166,7 +166,8 @@ def test_effects_predict_what_planning_the_changed_machine_gives():
         assert change.times == pytest.approx(best.seconds / offer.machine.step_s.value, rel=0.02)
     room = rooms(offer.machine)[-1]
     assert room.where == "device"
-    assert room.placement.startswith("mezo") and room.placement.endswith("blockwise")
+    assert room.placement.startswith("mezo")
+    assert room.placement.endswith("blockwise")
     assert 24 * 2**30 < room.needed_bytes < 32 * 2**30
 
 
