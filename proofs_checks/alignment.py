@@ -3,105 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 import torch
 from scipy.stats import kstest, kstwobign
-from torch import Tensor
 
 from executors.randomness.counter import BLOCK_ELEMENTS, CounterDraws, CounterKey
 from executors.randomness.directions import DIRECTIONS, Direction
 from executors.randomness.rng import generator_on
 from executors.randomness.walks import draw_rows, walk_past
-from executors.runs.session import Session
 from executors.threads import DrawThreads
+from proofs_checks import literal
 from proofs_checks.claims import Claim, printed
+from proofs_checks.executed import Case, against_literal, random_cases
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome
-from proofs_checks.placements import (
-    BLOCKWISE,
-    OFFLOADED,
-    PLACEMENTS,
-    Trace,
-    num_unlike,
-    same_bits,
-    tiny_batches,
-    tiny_model,
-    tiny_plan,
-    train,
-)
-from proofs_checks.statistics import FALSE_ALARMS
-from zosim.plans import Directions, Estimator
+from proofs_checks.placements import OFFLOADED, num_unlike, same_bits, train
+from proofs_checks.statistics import LEVEL
+from zosim.plans import Directions
 
 _CPU = torch.device("cpu")
-_QUICK_PLACEMENTS = ("resident, swept", "resident, delayed", "offloaded, delayed")
+
+
+CASES = (
+    Case(traversal="sweep", num_queries=2),
+    Case(num_queries=2, blocks="offloaded", update="delayed", num_slots=1),
+    Case(
+        num_queries=2,
+        blocks="offloaded",
+        update="delayed",
+        rng="counter",
+        drawn_ahead=True,
+        num_draw_threads=2,
+    ),
+    Case(dtype="bfloat16", difference="forward", update="delayed", resumed_at=1, num_steps=3),
+    Case(num_micro_batches=2, perturbation="copies"),
+)
+"""Swept, in one slot, drawn ahead, half precision resumed, and in micro-batches: each a way of its own through the executor."""
 
 
 def check_placements(context: Context) -> Outcome:
-    """Count directions, losses and weights that differ between placements, or from the literal loop's."""
-    differing, details = 0, []
-    for name in ("tied", "untied") if context.size == "full" else ("tied",):
-        for rng in ("mezo", "counter"):
-            draws: dict[str, Any] = {"estimator": Estimator(num_queries=2), "directions": Directions(rng=rng)}
-            traces = {
-                placement: train(
-                    name,
-                    num_steps=context.samples(4, 2),
-                    **draws,
-                    seed=context.seed,
-                    num_draw_threads=1 + number % 2,
-                    **axes,
-                )
-                for number, (placement, axes) in enumerate(PLACEMENTS.items())
-                if context.size == "full" or placement in _QUICK_PLACEMENTS
-            }
-            num_differences = _differences(traces)
-            if rng == "mezo":
-                num_differences += _from_literal(name, next(iter(traces.values())))
-            details.append(
-                f"{name} table, {rng}: {num_differences} differences over {len(traces)} placements"
-            )
-            differing += num_differences
-    return Outcome(differing, 0, "directions, losses and weights that differ in a bit", tuple(details))
-
-
-def _differences(traces: Mapping[str, Trace]) -> int:
-    reference, *others = traces.values()
-    total = sum(_uses_unlike(trace) for trace in traces.values())
-    for trace in others:
-        total += num_unlike(_first_use(trace), _first_use(reference))
-        total += num_unlike(trace.weights, reference.weights)
-        pairs = zip(trace.records, reference.records, strict=True)
-        total += sum(mine.projected_gradients != theirs.projected_gradients for mine, theirs in pairs)
-    return total
-
-
-def _first_use(trace: Trace) -> dict[tuple[int, int, str], Tensor]:
-    return {key: uses[0] for key, uses in trace.directions.items()}
-
-
-def _uses_unlike(trace: Trace) -> int:
-    """Return how many uses of a direction (three perturbations, one update) saw another than the first did."""
-    return sum(not same_bits(use, uses[0]) for uses in trace.directions.values() for use in uses[1:])
-
-
-def _from_literal(name: str, trace: Trace) -> int:
-    """Return how many directions differ from ``manual_seed`` and one ``normal`` per parameter, in their order."""
-    model = tiny_model(name)
-    num_unlike_draws = 0
-    for record in trace.records:
-        for query, seed in enumerate(record.seeds):
-            generator = torch.Generator().manual_seed(seed)
-            drawn = [
-                torch.normal(0.0, 1.0, size=parameter.shape, generator=generator).flatten()
-                for parameter in model.parameters()
-            ]
-            # Groups are neighbours in registration order, so together they are the whole walk.
-            groups = [group.name for group in tiny_plan(model).model.groups]
-            walked = torch.cat([trace.drawn[record.step, query, group] for group in groups])
-            num_unlike_draws += not same_bits(walked, torch.cat(drawn))
-    return num_unlike_draws
+    """Count directions, gradients and weights that differ in a bit from a literal loop, under plans of all kinds."""
+    cases = [*CASES, *random_cases("one device", context.samples(150, 10), context.seed)]
+    return against_literal(cases, context.seed)
 
 
 def check_orders(context: Context) -> Outcome:
@@ -118,7 +62,7 @@ def check_orders(context: Context) -> Outcome:
     )
     num_unlike_groups = num_unlike(registration, execution)
     details = [f"{num_unlike_groups} of {len(registration)} directions differ between the orders"]
-    statistic, bound = 0.0, float(kstwobign.isf(FALSE_ALARMS / 2))
+    statistic, bound = 0.0, float(kstwobign.isf(LEVEL))
     for order, directions in (("registration", registration), ("execution", execution)):
         sample = torch.cat(list(directions.values())).double().numpy()
         distance = kstest(sample, "norm").statistic * math.sqrt(len(sample))
@@ -142,14 +86,11 @@ def check_slices(context: Context) -> Outcome:
         f"counter: {keys} keys that differ in one part draw the same numbers",
         f"mezo: {walks} of the redraws, kept rows and walks differ from the whole",
     ]
-    resumed = 0
-    for rng in ("mezo", "counter"):
-        num_unlike_tensors = _unlike_resumed(Directions(rng=rng), context)
-        details.append(f"{rng}: {num_unlike_tensors} tensors of runs resumed under another placement differ")
-        resumed += num_unlike_tensors
-    return Outcome(
-        slices + walks + keys + resumed, 0, "pieces that differ in a bit from the whole", tuple(details)
-    )
+    cases = [replace(case, resumed_at=1, num_steps=2, model="tied") for case in CASES[:3]]
+    resumed = against_literal(cases, context.seed)
+    details += [f"resumed: {line}" for line in resumed.details]
+    total = slices + walks + keys + resumed.statistic
+    return Outcome(total, 0, "pieces that differ in a bit from the whole", tuple(details))
 
 
 def _unlike_slices(direction: Direction, seed: int) -> int:
@@ -160,8 +101,18 @@ def _unlike_slices(direction: Direction, seed: int) -> int:
     threads = DrawThreads(2)
     alone, threaded = CounterDraws(numels, _CPU), CounterDraws(numels, _CPU, threads=threads)
     key = CounterKey.of(seed, 3, 1)
-    whole = torch.empty(numels[1])
-    alone.fill(whole, 1, 0, key, direction)
+    (_, whole, _) = (
+        tensor.flatten()
+        for tensor in literal.directions(
+            [(numel,) for numel in numels],
+            seed=seed,
+            step=3,
+            query=1,
+            rng="counter",
+            distribution=direction.distribution.name,
+            dtype=torch.float32,
+        )
+    )
     pieces = torch.empty_like(whole)
     # Descending, so that no piece can lean on the one before it.
     for begin, end in ((3 * block + 1, numels[1]), (block - 1, 3 * block + 1), (17, block - 1), (0, 17)):
@@ -192,9 +143,8 @@ def _unlike_walks(direction: Direction, seed: int) -> int:
     """Walk past a table, keep rows of another, and draw what follows: all as if everything had been drawn."""
     shapes = [(301,), (2100, 33), (50,)]
     generator = generator_on(_CPU, seed)
-    whole = [torch.empty(shape) for shape in shapes]
-    for tensor in whole:
-        direction.fill(tensor, generator)
+    name = direction.distribution.name
+    whole = [literal.drawn(shape, name, generator, torch.float32) for shape in shapes]
     again = generator_on(_CPU, seed)
     walk_past([301], torch.empty(0), direction, again)
     state = again.get_state()
@@ -210,31 +160,6 @@ def _unlike_walks(direction: Direction, seed: int) -> int:
     direction.fill(redrawn, again)
     pairs = ((kept, whole[1][rows]), (last, whole[2]), (redrawn, whole[1]))
     return sum(not same_bits(*pair) for pair in pairs)
-
-
-def _unlike_resumed(directions: Directions, context: Context) -> int:
-    """Stop a run after two steps, go on from its log under another placement, and compare the ends."""
-    batches = tiny_batches(4)
-    total = 0
-    for first, second in ((BLOCKWISE, OFFLOADED), (OFFLOADED, BLOCKWISE)):
-        ended = train("tied", num_steps=4, directions=directions, seed=context.seed, **first)
-        model = tiny_model("tied")
-        plan = tiny_plan(model, directions=directions, **second)
-        with Session(
-            plan,
-            model,
-            learning_rate=lambda step: 1e-2 / (step + 1),
-            weight_decay=0.1,
-            seed=context.seed,
-            num_timed_steps=0,
-        ) as session:
-            for record in ended.records[:2]:
-                session.replay(record)
-            records = [session.step(batch) for batch in batches[2:]]
-            total += num_unlike(session.state_dict(), ended.weights)
-        pairs = zip(records, ended.records[2:], strict=True)
-        total += sum(mine.projected_gradients != theirs.projected_gradients for mine, theirs in pairs)
-    return total
 
 
 CLAIMS = (

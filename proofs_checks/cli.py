@@ -49,8 +49,20 @@ def check(
         bool,
         typer.Option("--json", help="Print JSON on stdout, a line for each claim as soon as it is checked."),
     ] = False,
+    oracles: Annotated[
+        bool, typer.Option("--oracles", help="List the closed forms, with what they take; check nothing.")
+    ] = False,
+    oracle: Annotated[
+        str | None, typer.Option("--oracle", metavar="NAME", help="Print the value of a closed form as JSON.")
+    ] = None,
+    params: Annotated[
+        str, typer.Option("--params", metavar="JSON", help="Parameters of --oracle, as a JSON object.")
+    ] = "{}",
 ) -> None:
     """Judge the papers' statements against the shipped code; exit with 1 if a check or a planted fault goes unmet."""
+    if oracles or oracle is not None:
+        _show_oracles(oracle, params, json=json)
+        return
     from proofs_checks.outcomes import Context
     from proofs_checks.registry import claims_named
 
@@ -68,6 +80,25 @@ def check(
         stdout.print(_summary(entries, failed), markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
+
+
+def _show_oracles(name: str | None, params: str, *, json: bool) -> None:
+    from proofs_checks.oracles import evaluate, oracles
+
+    if name is None:
+        known = list(oracles().values())
+        told = [
+            f"{item.name}({', '.join(f'{key}: {kind}' for key, kind in item.parameters.items())})\n"
+            f"    {item.result}\n    after {item.source}"
+            for item in known
+        ]
+        emit([item.to_data() for item in known], json=json, text="\n".join(told))
+        return
+    try:
+        parameters = jsonlib.loads(params)
+    except ValueError as error:
+        raise ZosimError(f"--params is no JSON: {error}", hint="such as '{\"dimension\": 8}'") from None
+    print(jsonlib.dumps(evaluate(name, parameters), allow_nan=False))
 
 
 def _verdict_named(key: str | None) -> Verdict | None:

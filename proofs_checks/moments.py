@@ -1,143 +1,190 @@
-"""How large estimates are on average: second moments of directions, and of estimates made with them."""
+"""How directions are distributed: literally, number by number, and what is declared of them; the random numbers themselves."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from executors.randomness.directions import Direction, Gaussian, Rademacher
+from executors.randomness.counter import CounterDraws, CounterKey
+from executors.randomness.directions import DIRECTIONS, Direction, Gaussian, Rademacher
 from executors.randomness.families import LowRank, QuantisedGaussian, Sphere
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
-from proofs_checks.analytic import DIMENSION, estimates
+from proofs_checks import literal
 from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
+from proofs_checks.oracles.directions import direction_moments
 from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.statistics import compare_means
 
-SHAPE = (3, 4)
-"""Of the tensors drawn: a matrix, so that a low rank is one."""
+_CPU = torch.device("cpu")
+SHAPE = (6, 7)
+"""Of the tensors drawn: a matrix, so that a low rank is one, of more elements than torch's groups of 16."""
 
-EPSILON = 0.5
-_FORM = torch.linspace(0.9, -0.5, DIMENSION, dtype=torch.float64)
-_SLOPE = torch.linspace(0.2, 0.7, DIMENSION, dtype=torch.float64)
-
-
-def families() -> tuple[Direction, ...]:
-    """Return one member of every family of directions."""
-    coarse = QuantisedGaussian(StochasticRounding(bits=3, scale=1.5))
-    return Gaussian(), Rademacher(), Sphere(), LowRank(1), LowRank(3), coarse
+_ROUNDING = 1e-12
 
 
-def drawn(direction: Direction, count: int, seed: int) -> Tensor:
-    """Return independent directions of `SHAPE`, as shape (count, elements), in float64."""
-    generator = generator_on(torch.device("cpu"), seed)
-    draws = torch.empty((count, *SHAPE), dtype=torch.float64)
-    for tensor in draws:
-        direction.fill(tensor, generator)
-    return draws.view(count, -1)
+def _families() -> Iterator[tuple[Direction, dict[str, float]]]:
+    """Yield one member of every family, with what its closed forms say of tensors of :data:`SHAPE`."""
+    numel = math.prod(SHAPE)
+    rows, columns = SHAPE
+    for direction in (Gaussian(), Rademacher()):
+        yield direction, direction_moments(direction.distribution.name, dimension=numel)  # type: ignore[arg-type]
+    yield Sphere(), direction_moments("sphere", dimension=numel)
+    for rank in (1, 3):
+        yield LowRank(rank), direction_moments("low-rank", rows=rows, columns=columns, rank=rank)
+    for bits, scale in ((3, 1.5), (2, 0.5), (8, 127 / 6)):
+        quantised = QuantisedGaussian(StochasticRounding(bits, scale))
+        yield quantised, direction_moments("quantised-gaussian", dimension=numel, bits=bits, scale=scale)
+
+
+def _literal(direction: Direction, seed: int) -> Tensor:
+    """Return what a direction is by its definition, from the same generator's numbers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normals(shape: tuple[int, ...]) -> Tensor:
+        return literal.drawn(shape, "gaussian", generator, torch.float64)
+
+    if isinstance(direction, LowRank):
+        left, right = normals((SHAPE[0], direction.rank)), normals((SHAPE[1], direction.rank))
+        return (left[:, None] * right[None]).sum(2) / math.sqrt(direction.rank)
+    if isinstance(direction, Rademacher):
+        return literal.drawn(SHAPE, "rademacher", generator, torch.float64)
+    z = normals(SHAPE)
+    if isinstance(direction, Sphere):
+        return z * math.sqrt(z.numel() / float((z * z).sum()))
+    if isinstance(direction, QuantisedGaussian):
+        cells = z * direction.rounding.scale
+        limit = 2 ** (direction.rounding.bits - 1) - 1
+        chance = torch.rand(SHAPE, generator=generator, dtype=torch.float64)
+        cells = torch.where(chance < cells - cells.floor(), cells.floor() + 1, cells.floor())
+        return cells.clamp(-limit, limit) / direction.rounding.scale
+    return z
 
 
 def check_families(context: Context) -> Outcome:
-    """Compare what every direction declares with draws of it."""
-    outcomes = []
-    unit = torch.linspace(-1.0, 2.0, math.prod(SHAPE), dtype=torch.float64)
-    unit /= unit.norm()
-    members = families()
-    for direction in members:
-        z = drawn(direction, context.samples(40_000, 6000), context.seed)
-        products = torch.stack([z[:, 0] * z[:, 1], z[:, 0] * z[:, -1], z[:, 1] * z[:, 5]], dim=1)
-        energy = ((z @ unit) ** 2 * (z**2).sum(1))[:, None]
-        columns = torch.cat([z, z**2, products, energy], dim=1)
-        expected = torch.cat(
-            [
-                torch.full((z.shape[1],), direction.distribution.mean, dtype=torch.float64),
-                torch.full((z.shape[1],), direction.distribution.second_moment, dtype=torch.float64),
-                torch.zeros(3, dtype=torch.float64),
-                torch.tensor([direction.energy(SHAPE)], dtype=torch.float64),
-            ]
+    """Compare draws of every family with its definition, and what it declares with closed forms."""
+    largest, lines = 0.0, []
+    for direction, theory in _families():
+        errors = []
+        for seed in range(context.seed, context.seed + context.samples(40, 6)):
+            out = torch.empty(SHAPE, dtype=torch.float64)
+            direction.fill(out, generator_on(_CPU, seed))
+            errors.append(float((out - _literal(direction, seed)).abs().max()))
+        distribution = direction.distribution
+        declared = max(
+            abs(distribution.mean),
+            abs(distribution.second_moment / theory["second_moment"] - 1),
+            abs(direction.energy(SHAPE) / theory["energy"] - 1),
         )
-        outcomes.append(compare_means(direction.distribution.name, columns, expected))
+        off = max(errors) if not any(map(math.isnan, errors)) else math.nan
+        largest = max(largest, off, declared) if not math.isnan(off) else math.nan
+        lines.append(
+            f"{distribution.name}: draws off by {off:.1e}, energy {direction.energy(SHAPE):.4f}, closed form {theory['energy']:.4f}"
+        )
+    return Outcome(
+        largest, _ROUNDING, "largest distance of a draw, or relative of a declared moment", tuple(lines)
+    )
+
+
+def check_numbers(context: Context) -> Outcome:
+    """Compare moments of many numbers, and products across elements, parameters, queries, steps and runs, with theory."""
+    outcomes = []
+    length = context.samples(1 << 22, 1 << 20)
+    for name, direction in DIRECTIONS.items():
+        fourth = direction_moments(name)["fourth_moment"]  # type: ignore[arg-type]
+        for rng in ("mezo", "counter"):
+            z = _numbers(direction, rng, length, context.seed)
+            lags = [z[:-lag] * z[lag:] for lag in (1, 2, 16, 32, 64)]
+            apart = [z * _numbers(direction, rng, length, context.seed, **other) for other in _OTHERS]
+            short = min(len(product) for product in lags)
+            columns = [z[:short], z[:short] ** 2, z[:short] ** 4, z[:short] ** 3]
+            columns += [product[:short] for product in (*lags, *apart)]
+            if name == "rademacher":  # a sign's square never varies
+                columns = [columns[0], *columns[4:]]
+                expected = [0.0] * len(columns)
+            else:
+                expected = [0.0, 1.0, fourth, 0.0, *[0.0] * (len(lags) + len(apart))]
+            outcomes.append(
+                compare_means(
+                    f"{name}, {rng}",
+                    torch.stack(columns, dim=1),
+                    torch.tensor(expected, dtype=torch.float64),
+                    along=False,
+                )
+            )
     return worst(outcomes)
 
 
-def _quadratic(theta: Tensor) -> Tensor:
-    return _SLOPE @ theta + (_FORM @ theta) ** 2 / 2
+_OTHERS = ({"parameter": 1}, {"query": 1}, {"step": 1}, {"run": 1})
 
 
-def expected_square(direction: str, difference: str) -> float:
-    """Return ``E|g·z|²`` at θ = 0 of the loss ``c·θ + (b·θ)²/2``, with ``H = b·bᵀ`` its Hessian.
+def _numbers(
+    direction: Direction,
+    rng: str,
+    length: int,
+    seed: int,
+    *,
+    parameter: int = 0,
+    query: int = 0,
+    step: int = 0,
+    run: int = 0,
+) -> Tensor:
+    """Return a parameter's numbers as the shipped pieces draw them, in float64."""
+    from executors.runs.records import seed_of
 
-    Notes
-    -----
-    Central: ``g = c·z``. Forward: ``g = c·z + (ε/2)·zᵀHz``; the product of the two terms is odd and vanishes, so
-    ``(ε²/4)·E[(zᵀHz)²·|z|²]`` is added: ``(d + 4)·((tr H)² + 2·tr H²)`` for normals, where a form of degree 4 times
-    ``|z|²`` is on average ``d + 4`` times the form; ``d·((tr H)² + 2·Σ_{i≠j} H_ij²)`` for signs.
-    """
-    energy = {"gaussian": Gaussian(), "rademacher": Rademacher()}[direction].energy((DIMENSION,))
-    square = energy * float(_SLOPE @ _SLOPE)
-    if difference == "central":
-        return square
-    trace = float(_FORM @ _FORM)
-    if direction == "gaussian":
-        fourth = (DIMENSION + 4) * 3 * trace**2
+    of_query = seed_of(seed + run, step, query)
+    out = torch.empty(length)
+    if rng == "counter":
+        draws = CounterDraws([length, length], _CPU)
+        draws.fill(out, parameter, 0, CounterKey.of(of_query, step, query), direction)
     else:
-        fourth = DIMENSION * (3 * trace**2 - 2 * float((_FORM**4).sum()))
-    return square + EPSILON**2 / 4 * fourth
-
-
-def check_estimates(direction: str, context: Context) -> Outcome:
-    """Compare the mean square of what the executor applies with theory."""
-    outcomes = []
-    for difference in ("central", "forward"):
-        theta = torch.zeros(DIMENSION, dtype=torch.float64)
-        applied = estimates(
-            _quadratic,
-            theta,
-            context.samples(2500, 400),
-            seed=context.seed,
-            direction=direction,
-            difference=difference,
-            epsilon=EPSILON,
-        )
-        expected = torch.tensor([expected_square(direction, difference)], dtype=torch.float64)
-        squares = (applied**2).sum(1, keepdim=True)
-        outcome = compare_means(f"{difference} difference", squares, expected)
-        line = f"{outcome.details[0]}; mean {squares.mean():.3f}, theory {expected.item():.3f}"
-        outcomes.append(replace(outcome, details=(line,)))
-    return worst(outcomes)
+        generator = generator_on(_CPU, of_query)
+        for _ in range(parameter + 1):
+            direction.fill(out, generator)
+    return out.double()
 
 
 _WIDE = Mutant(
-    "normals of the wrong width",
+    "normals 3 % too wide",
     "executors.randomness.directions:Gaussian.fill",
     "out.normal_(0.0, 1.0,",
-    "out.normal_(0.0, 1.2,",
+    "out.normal_(0.0, 1.03,",
 )
-_CLAIM_OF_ESTIMATES = (
-    "At a linear loss E|g·z|² = {energy}·|∇f|² in d dimensions; a forward difference adds {added}, with H the "
-    "Hessian of a quadratic loss."
+_UNIFORM = Mutant(
+    "uniform numbers of variance 1 for normals",
+    "executors.randomness.directions:Gaussian.fill",
+    "out.normal_(0.0, 1.0, generator=generator)",
+    "out.uniform_(-(3.0**0.5), 3.0**0.5, generator=generator)",
+)
+_UNSET = Mutant(
+    "a sign bit that is never set",
+    "executors.randomness.directions:Rademacher._fill_piece",
+    "words.random_(-(2**63), None, generator=generator)",
+    "words.random_(generator=generator)",
 )
 
 CLAIMS = (
     Claim(
         name="direction-moments",
         paper="zosim",
-        where=("executors.randomness.families",),
-        quotation="Every family of directions has the moments that it declares.",
+        where=(
+            "executors.randomness.directions",
+            "executors.randomness.families",
+            "executors.randomness.quantisers",
+        ),
+        quotation="Every family of directions is what it says, and has the moments that it declares.",
         statement=(
-            "Every family of directions has the mean, the second moment, the vanishing correlations and the energy "
-            "E[(a·z)²|z|²] that it declares: d + 2 for normals, d for signs and the sphere, mn + 2 + 2(m + n + 1)/r "
-            "for UVᵀ/√r, and what rounding makes of normals."
+            "Normals and signs are the generator's; the sphere is √d·u/|u|; low rank is UVᵀ/√r; a rounded normal goes up with "
+            "the probability of the fraction cut off, and is clamped. Every family has the mean, the second moment and the energy "
+            "E[(a·z)²|z|²] that it declares: d + 2 for normals, d for signs and the sphere, mn + 2 + 2(m + n + 1)/r for low "
+            "rank, E[q⁴] + (d - 1)E[q²]² for rounded normals."
         ),
-        hypotheses=("float64 draws of 3 × 4 tensors"),
-        references=(
-            "MeZO, ZO2 equation 3 (normals); QuZO equation 5 (rounded); moments of Wishart matrices (low rank)"
-        ),
+        hypotheses="float64 draws of 6 × 7 tensors",
+        references="ZO2 equation 3 (normals); QuZO equation 5 (rounded); moments of Wishart matrices (low rank)",
         checks=(
             printed(
                 check_families,
@@ -154,66 +201,56 @@ CLAIMS = (
                     "out.div_(math.sqrt(self.rank))",
                     "out.div_(self.rank)",
                 ),
+                _UNIFORM,
+                _UNSET,
                 Mutant(
-                    "uniform numbers of variance 1 for normals",
-                    "executors.randomness.directions:Gaussian.fill",
-                    "out.normal_(0.0, 1.0, generator=generator)",
-                    "out.uniform_(-(3.0**0.5), 3.0**0.5, generator=generator)",
+                    "an energy of normals without its 2",
+                    "executors.randomness.directions:Gaussian.energy",
+                    "+ 2.0",
+                    "+ 0.0",
                 ),
                 Mutant(
-                    "a sign bit that is never set",
-                    "executors.randomness.directions:Rademacher._fill_piece",
-                    "words.random_(-(2**63), None, generator=generator)",
-                    "words.random_(generator=generator)",
-                ),
-            ),
-        ),
-    ),
-    Claim(
-        name="rge-gaussian-second-moment",
-        paper="zosim",
-        where=("executors.steps.arithmetic",),
-        quotation="The second moment of an estimate with normals is known.",
-        statement=(_CLAIM_OF_ESTIMATES.format(energy="(d + 2)", added="(ε²/4)(d + 4)((tr H)² + 2 tr H²)")),
-        hypotheses=("quadratic loss, exact arithmetic (float64 here)"),
-        references=(
-            "ZO2 equation 3; Nesterov and Spokoiny (2017), section 3 (bounds d + 4 where this is exact)"
-        ),
-        checks=(
-            printed(
-                partial(check_estimates, "gaussian"),
-                _WIDE,
-                Mutant(
-                    "a central difference divided by ε",
-                    "executors.steps.arithmetic:projected_gradient",
-                    "(2 * epsilon if central else epsilon)",
-                    "epsilon",
-                ),
-                Mutant(
-                    "a central difference that leaves out its second loss",
-                    "executors.steps.arithmetic:projected_gradient",
-                    "(loss_plus - loss_other)",
-                    "(loss_plus - (0.0 if central else loss_other))",
+                    "a second moment of rounded normals that forgets the tails",
+                    "executors.randomness.families:QuantisedGaussian._probabilities",
+                    "tail = _mass(levels[-1], math.inf)",
+                    "tail = 0.0",
                 ),
             ),
         ),
     ),
     Claim(
-        name="rge-rademacher-second-moment",
+        name="directions-are-independent",
         paper="zosim",
-        where=("executors.steps.arithmetic",),
-        quotation="The second moment of an estimate with signs is known.",
-        statement=(_CLAIM_OF_ESTIMATES.format(energy="d", added="(ε²/4)·d·((tr H)² + 2 Σ_{i≠j} H_ij²)")),
-        hypotheses=("quadratic loss, exact arithmetic (float64 here)"),
-        references=("ZO2 equation 3 with signs for normals"),
+        where=("executors.randomness.rng", "executors.randomness.counter"),
+        quotation="Numbers of unlike elements, parameters, queries, steps and runs have nothing to do with each other.",
+        statement=(
+            "Under both disciplines the numbers have mean 0 and second moment 1 (normals: third 0, fourth 3); elements 1, 2, 16, 32 and "
+            "64 apart, and the same element in another parameter, query, step or run, are uncorrelated."
+        ),
+        hypotheses="float32 draws of 2^20 numbers in the quick set, 2^22 in the full one; one torch build",
+        references="what proofs assume of z_1, z_2, ...: independent and standard normal",
         checks=(
             printed(
-                partial(check_estimates, "rademacher"),
+                check_numbers,
+                _UNIFORM,
+                _UNSET,
                 Mutant(
-                    "signs of one word for all",
-                    "executors.randomness.directions:Rademacher._spread",
-                    "torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts, out=signs)",
-                    "torch.bitwise_left_shift(words.view(integer).view(-1, 1), shifts * 0, out=signs)",
+                    "a key without its step",
+                    "executors.randomness.counter:CounterKey.of",
+                    "mixed(seed, step, query)",
+                    "mixed(0, 0, query)",
+                ),
+                Mutant(
+                    "every block with one seed",
+                    "executors.randomness.counter:CounterDraws._seeds",
+                    " + np.uint64(first_block)",
+                    " * np.uint64(0) + np.uint64(first_block // 10**9)",
+                ),
+                Mutant(
+                    "a seed of a run without its query",
+                    "executors.runs.records:seed_of",
+                    "mixed(seed, step, query)",
+                    "mixed(seed, step)",
                 ),
             ),
         ),

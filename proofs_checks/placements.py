@@ -92,6 +92,8 @@ class Trace:
         By step, query and group: ``z·ε`` of each perturbation and update that used it, in turn. Perturbations may find
         it multiplied already, updates find ``z``.
     sweeps : list of Sweep
+    parameters : dict
+        By group: name and number of elements of each of its parameters, in their order.
     """
 
     records: list[StepRecord] = field(default_factory=list)
@@ -99,6 +101,7 @@ class Trace:
     drawn: dict[Key, Tensor] = field(default_factory=dict)
     directions: dict[Key, list[Tensor]] = field(default_factory=dict)
     sweeps: list[Sweep] = field(default_factory=list)
+    parameters: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -111,14 +114,15 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model.to(dtype).eval()
 
 
-def tiny_batches(count: int) -> list[Batch]:
-    """Return batches of two sequences, one of them padded."""
+def tiny_batches(count: int, num_sequences: int = 2) -> list[Batch]:
+    """Return batches of sequences of 7 tokens, of which all but the first are padded, each by one more token."""
     generator = torch.Generator().manual_seed(11)
     batches: list[Batch] = []
     for _ in range(count):
-        ids = torch.randint(3, 48, (2, 7), generator=generator)
+        ids = torch.randint(3, 48, (num_sequences, 7), generator=generator)
         mask = torch.ones_like(ids)
-        mask[1, 5:] = 0
+        for row in range(1, num_sequences):
+            mask[row, max(2, 6 - row) :] = 0
         ids[mask == 0] = 0
         batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
     return batches
@@ -196,6 +200,9 @@ def _observed(
 
     def values(access: Access) -> Tensor:
         return torch.cat([view.flatten() for view in session.interpreter.store.placed(access).views])
+
+    tensors = session.interpreter.store.trainable(op.group).tensors
+    trace.parameters[op.group] = [(tensor.name, tensor.num_elements) for tensor in tensors]
 
     def observed(frame: StepFrame) -> None:
         used = frame.at(offset)

@@ -16,38 +16,13 @@ from executors.runs.session import Session
 from proofs_checks.analytic import BATCH, DIMENSION, PER_SEGMENT, AnalyticModel, estimates, plan_of
 from proofs_checks.claims import Claim, corrected, counterexample, printed
 from proofs_checks.mutation import Mutant
+from proofs_checks.oracles.bounds import sparq_stationarity_bound
+from proofs_checks.oracles.cuts import straight_through
 from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.statistics import compare_means
 from zosim.plans import Estimator
 
 _CPU = torch.device("cpu")
-
-
-def promised(
-    horizon: int, *, gap: float, rate: float, radius: float, smoothness: float, compression: float
-) -> float:
-    """Return what SparQ's inequality (41) allows ``1/T Σ E‖∇f(x_t)‖²`` to be, without noise in the data.
-
-    Parameters
-    ----------
-    horizon : int
-        ``T``.
-    gap : float
-        ``D = f(x_0) - f*``.
-    rate, radius, smoothness : float
-        ``η``, ``μ`` and ``L``.
-    compression : float
-        ``B = (1 + C²)·L₂²·κ²·L_S²``, the bound of lemma 4.
-    """
-    d = DIMENSION
-    drift = radius**2 * smoothness**2
-    return (
-        8 * gap / (horizon * rate)
-        + 8 * radius**2 * smoothness * d / (horizon * rate)
-        + 7 * drift * (d + 3) ** 3
-        + 12 * compression
-        + 4 * smoothness * rate * (drift * (d + 6) ** 3 + 4 * (d + 4) * 2 * compression)
-    )
 
 
 _RATE = 1 / (32 * (DIMENSION + 4))
@@ -164,8 +139,8 @@ def check_quadratic(context: Context) -> Outcome:
     lines, broken = [], False
     for horizon in (1, 100, 10_000, 1_000_000):
         mean = 2 * gap * (1 - factor**horizon) / (horizon * (1 - factor))
-        allowed = promised(
-            horizon, gap=gap, rate=_RATE, radius=_radius(horizon), smoothness=1.0, compression=0.0
+        allowed = sparq_stationarity_bound(
+            horizon, DIMENSION, gap, _RATE, _radius(horizon), 1.0, compression=0.0
         )
         broken |= mean > allowed
         lines.append(f"T = {horizon}: mean ‖∇f‖² is {mean:.3g}, theorem 1 allows {allowed:.3g}")
@@ -200,8 +175,8 @@ def check_stall(context: Context) -> Outcome:
     moved, kappa = _moved(loss, theta, radius, steps, context.seed)
     gap = float((theta - target).square().sum()) / 2
     compression = 2 * kappa**2 * float(theta[:cut].square().sum())
-    allowed = promised(_HORIZON, gap=gap, rate=_RATE, radius=radius, smoothness=1.0, compression=compression)
-    vacuous = promised(_HORIZON, gap=gap, rate=_RATE, radius=radius, smoothness=1.0, compression=2.0)
+    allowed = sparq_stationarity_bound(_HORIZON, DIMENSION, gap, _RATE, radius, 1.0, compression=compression)
+    vacuous = sparq_stationarity_bound(_HORIZON, DIMENSION, gap, _RATE, radius, 1.0, compression=2.0)
     # What rounding of losses leaves of g: u·f/2μ, along z, over all steps.
     rounding = steps * _RATE * DIMENSION * 2**-52 * max(gap, 1.0) / radius * 8
     statistic = moved / rounding if 2 * gap > allowed else math.inf
@@ -246,34 +221,6 @@ _RADII = (0.15, 0.2, 0.3, 0.5, 1.0)
 
 _PLACES = (0.0, 0.25, 0.45)
 """Where in its cell a number is, in steps from its code."""
-
-
-def straight_through(radius: float, place: float) -> float:
-    """Return ``∂/∂x E[C(x + μu)]``, for rounding to the nearest, which is 1 without a codec.
-
-    Parameters
-    ----------
-    radius : float
-        ``μ`` in steps.
-    place : float
-        ``x`` in steps.
-
-    Notes
-    -----
-    ``Σ_k s·φ_μ(x - (k + ½)s) = 1 + 2 Σ_m (-1)^m exp(-2π²m²μ²/s²) cos(2πmx/s)``, by Poisson's sum.
-
-    Examples
-    --------
-    >>> round(straight_through(1.0, 0.0), 6), round(straight_through(0.1, 0.0), 6)
-    (1.0, 3e-05)
-    """
-    terms = (
-        (-1.0 if m % 2 else 1.0)
-        * math.exp(-2 * (math.pi * m * radius) ** 2)
-        * math.cos(2 * math.pi * m * place)
-        for m in range(1, 60)
-    )
-    return 1 + 2 * sum(terms)
 
 
 def check_radius(context: Context) -> Outcome:

@@ -7,6 +7,7 @@ from proofs_checks import (
     baselines,
     compressors,
     cost_invariants,
+    estimators,
     meshes,
     moments,
     quantised,
@@ -16,7 +17,6 @@ from proofs_checks import (
     sliced_transfers,
     stages,
     step_time,
-    unbiasedness,
 )
 from proofs_checks.claims import Claim
 from proofs_checks.papers import PAPERS
@@ -24,7 +24,7 @@ from topology.errors import ZosimError
 from topology.validation import did_you_mean
 
 _MODULES = (
-    unbiasedness,
+    estimators,
     moments,
     alignment,
     meshes,

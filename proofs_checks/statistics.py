@@ -112,7 +112,12 @@ def estimates_of(
 
 
 def compare_means(
-    name: str, samples: Tensor, expected: Tensor, *, scale: Tensor | float | None = None
+    name: str,
+    samples: Tensor,
+    expected: Tensor,
+    *,
+    scale: Tensor | float | None = None,
+    along: bool = True,
 ) -> Outcome:
     """Return the outcome of comparing every column's mean, and the mean along `expected`, with theory.
 
@@ -126,6 +131,8 @@ def compare_means(
         Shape (k,).
     scale : torch.Tensor or float, optional
         What errors are relative to; by default the theory's magnitude, and 1 where that is 0.
+    along : bool
+        Whether the mean along `expected` is compared, too: not where columns are unlike quantities.
 
     Notes
     -----
@@ -134,10 +141,10 @@ def compare_means(
     """
     samples, expected = samples.double(), expected.double()
     estimates = estimates_of(name, samples, expected, scale=scale)
-    if len(expected) > 1 and float(expected.norm()):
-        along = expected / expected.norm()
+    if along and len(expected) > 1 and float(expected.norm()):
+        unit = expected / expected.norm()
         estimates += estimates_of(
-            f"{name}, along its theory", (samples @ along)[:, None], expected.norm()[None]
+            f"{name}, along its theory", (samples @ unit)[:, None], expected.norm()[None]
         )
     return outcome_of(name, estimates)
 

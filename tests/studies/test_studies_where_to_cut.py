@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from proofs_checks.quantised_cut import straight_through
+from proofs_checks.oracles.cuts import straight_through
 from studies.where_to_cut.__main__ import USUAL
 from studies.where_to_cut.cases import forward_bytes, same_numbers, slopes
 

@@ -1,0 +1,254 @@
+"""The reference that checks hold the executor against: seeds, directions and training, written from their description.
+
+Nothing here comes from the packages that are checked. Constants of the streams (block lengths, multipliers) are written
+out: a change of one would give every user other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
+_SEEDS = 10**9
+_BLOCK_ELEMENTS = {"gaussian": 1 << 14, "rademacher": 1 << 19}
+"""Elements of a block of the ``counter`` discipline on a CPU."""
+
+
+def _splitmix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def chained(*numbers: int) -> int:
+    """Return splitmix64 chained over `numbers`."""
+    state = 0
+    for number in numbers:
+        state = _splitmix(state ^ (number & _MASK64))
+    return state
+
+
+def seed_of(seed: int, step: int, query: int) -> int:
+    """Return the seed of one step and query of a run."""
+    return chained(seed, step, query) % _SEEDS
+
+
+def block_seed(seed: int, step: int, query: int, block: int) -> int:
+    """Return the seed of a block of the ``counter`` discipline: a permutation of its number, keyed by the direction."""
+    state = chained(seed, step, query)
+    tweak = chained(state) & _MASK32
+    x = (block * ((state & _MASK32) | 1) + (state >> 32)) & _MASK32
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK32
+    x ^= tweak
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK32
+    return x ^ (x >> 16)
+
+
+def drawn(shape: Sequence[int], distribution: str, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Return normals, or signs made of the bits of random words, lowest bit last in a word's run of elements."""
+    if distribution == "gaussian":
+        return torch.normal(0.0, 1.0, size=tuple(shape), generator=generator, dtype=dtype)
+    numel = int(np.prod(shape))
+    words = torch.empty(-(-numel // 64), dtype=torch.int64)
+    words.random_(-(2**63), None, generator=generator)
+    return _signs(words.numpy(), dtype)[:numel].view(*shape)
+
+
+def _signs(words: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """Return a sign for each bit: 64 (32, 16) elements of 8 (4, 2) bytes take one word, the half words in turn."""
+    width = 8 * dtype.itemsize
+    parts = words.view({64: np.uint64, 32: np.uint32, 16: np.uint16}[width])
+    places = np.arange(width - 1, -1, -1, dtype=parts.dtype)
+    bits = (parts[:, None] >> places[None]) & parts.dtype.type(1)
+    return torch.from_numpy(np.where(bits, -1.0, 1.0).reshape(-1)).to(dtype)
+
+
+def directions(
+    shapes: Sequence[Sequence[int]],
+    *,
+    seed: int,
+    step: int,
+    query: int,
+    rng: str,
+    distribution: str,
+    dtype: torch.dtype,
+    order: Sequence[int] | None = None,
+) -> list[Tensor]:
+    """Return the direction of one step and query, a tensor for each parameter.
+
+    Parameters
+    ----------
+    shapes : sequence
+        Of the parameters, in registration order.
+    seed : int
+        Of the step and query.
+    order : sequence of int, optional
+        Positions of the parameters in the order in which ``mezo`` walks them; by default registration order.
+    """
+    z: list[Tensor] = [torch.empty(0)] * len(shapes)
+    if rng == "mezo":
+        generator = torch.Generator().manual_seed(seed)
+        for number in order if order is not None else range(len(shapes)):
+            z[number] = drawn(shapes[number], distribution, generator, dtype)
+        return z
+    length, block = _BLOCK_ELEMENTS[distribution], 0
+    for number, shape in enumerate(shapes):
+        numel, pieces = int(np.prod(shape)), []
+        for begin in range(0, numel, length):
+            generator = torch.Generator().manual_seed(block_seed(seed, step, query, block))
+            pieces.append(drawn((min(length, numel - begin),), distribution, generator, dtype))
+            block += 1
+        z[number] = torch.cat(pieces).view(*shape)
+    return z
+
+
+_OF_THE_HEAD = ("final_layer_norm.weight", "final_layer_norm.bias", "norm.weight", "lm_head.weight")
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass
+class LiteralRun:
+    """MeZO as published, on a whole model: perturb all, forward, three times over, update.
+
+    Attributes
+    ----------
+    loss : callable
+        From the model and rows of a batch to a loss and the number of labels that it is the mean over.
+    model : torch.nn.Module
+        Changed by :meth:`step`.
+    epsilon, weight_decay : float
+    num_queries, num_shards : int
+        Shards are neighbouring sequences, the first longer by one where they cannot be alike; their losses are averaged
+        over labels, in float64.
+    central, copies : bool
+        Without `copies`, weights walk from point to point and keep the drift.
+    rng, distribution : str
+    execution_order : bool
+        Whether ``mezo`` draws the final norm last.
+    drawn : dict
+        By step, query and parameter name: ``z``.
+    gradients : list of tuple of float
+        Projected gradients of each step.
+    """
+
+    loss: Callable[[nn.Module, Batch], tuple[Tensor, int]]
+    model: nn.Module
+    seed: int
+    epsilon: float = 1e-3
+    weight_decay: float = 0.0
+    num_queries: int = 1
+    num_shards: int = 1
+    central: bool = True
+    copies: bool = False
+    rng: str = "mezo"
+    distribution: str = "gaussian"
+    execution_order: bool = False
+    drawn: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
+    gradients: list[tuple[float, ...]] = field(default_factory=list)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def step(self, batch: Batch, learning_rate: float) -> None:
+        """Run one step."""
+        number = len(self.gradients)
+        z = [self._direction(number, query) for query in range(self.num_queries)]
+        base = None if self.central else self._loss(batch)
+        gradients = []
+        for query in range(self.num_queries):
+            plus, other = self._losses(batch, z[query], base)
+            gradients.append(((plus - other) / (2 * self.epsilon if self.central else self.epsilon)).item())
+        for query, g in enumerate(gradients):
+            self._update(z[query], g / self.num_queries, learning_rate, decays=query == 0)
+        self.gradients.append(tuple(gradients))
+
+    def _direction(self, number: int, query: int) -> dict[str, Tensor]:
+        named = dict(self.model.named_parameters())
+        names = list(named)
+        is_last = ["layers." not in name and name.endswith(_OF_THE_HEAD) for name in names]
+        order = sorted(range(len(names)), key=is_last.__getitem__) if self.execution_order else None
+        tensors = directions(
+            [parameter.shape for parameter in named.values()],
+            seed=seed_of(self.seed, number, query),
+            step=number,
+            query=query,
+            rng=self.rng,
+            distribution=self.distribution,
+            dtype=next(iter(named.values())).dtype,
+            order=order,
+        )
+        z = dict(zip(names, tensors, strict=True))
+        self.drawn |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
+        return z
+
+    def _losses(self, batch: Batch, z: Mapping[str, Tensor], base: Tensor | None) -> tuple[Tensor, Tensor]:
+        start = self.weights
+        self._perturb(z, 1)
+        plus = self._loss(batch)
+        if self.copies:
+            self._set(start)
+        if base is not None:
+            if not self.copies:
+                self._perturb(z, -1)
+            return plus, base
+        self._perturb(z, -1 if self.copies else -2)
+        minus = self._loss(batch)
+        if self.copies:
+            self._set(start)
+        else:
+            self._perturb(z, 1)
+        return plus, minus
+
+    def _perturb(self, z: Mapping[str, Tensor], scale: int) -> None:
+        self._set({name: value + (scale * z[name]) * self.epsilon for name, value in self.weights.items()})
+
+    def _update(self, z: Mapping[str, Tensor], g: float, learning_rate: float, *, decays: bool) -> None:
+        for name, parameter in self.model.named_parameters():
+            change = g * z[name]
+            if (
+                decays
+                and self.weight_decay
+                and not any(part in name for part in ("bias", "layer_norm", "layernorm"))
+            ):
+                change = change + self.weight_decay * parameter
+            parameter.data = parameter.data - learning_rate * change
+
+    def _set(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.data = values[name]
+
+    def _loss(self, batch: Batch) -> Tensor:
+        if self.num_shards == 1:
+            return self.loss(self.model, batch)[0]
+        total, labels = torch.zeros((), dtype=torch.float64), 0
+        for shard in shards(batch, self.num_shards):
+            loss, count = self.loss(self.model, shard)
+            if count:
+                total += loss.double() * count
+            labels += count
+        return total / labels
+
+
+def shards(batch: Batch, count: int) -> Iterator[Batch]:
+    """Yield neighbouring sequences of a batch, the first parts longer by one where they cannot be alike."""
+    num_rows, begin = len(next(iter(batch.values()))), 0
+    for part in range(count):
+        end = begin + num_rows // count + (part < num_rows % count)
+        yield {name: rows[begin:end] for name, rows in batch.items()}
+        begin = end
+
+
+def language_model_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    """Return a causal language model's own loss and the labels that are predicted: all but each sequence's first."""
+    labels = int((batch["labels"][:, 1:] != -100).sum())
+    return model(**batch).loss, labels
