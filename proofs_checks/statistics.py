@@ -38,7 +38,7 @@ def threshold(num_batches: int = NUM_BATCHES) -> float:
     Examples
     --------
     >>> round(threshold(256), 2), round(threshold(32), 2)
-    (6.96, 9.95)
+    (6.87, 9.81)
     """
     return float(student.isf(LEVEL / 2, num_batches - 1))
 
