@@ -24,7 +24,7 @@ from costmodel.work import Attention, Matmul, Work
 
 Optimizer = Literal["sgd", "momentum", "adam"]
 
-_DROPPING = ("opt", "gpt2")
+_DROPPING = ("opt", "gpt2", "roberta")
 _MASK_BYTES = 1
 _STATISTIC_BYTES = 4
 _STATE_TENSORS: dict[Optimizer, int] = {"sgd": 0, "momentum": 1, "adam": 2}
@@ -68,9 +68,10 @@ def kept_bytes(
     dropout = dropout and spec.family in _DROPPING
     mask = hidden * _MASK_BYTES if dropout else 0
     if segment == EMBED:
-        return mask if spec.family == "gpt2" else 0  # the token ids are the batch's
+        return mask if spec.family in ("gpt2", "roberta") else 0  # the token ids are the batch's
     if segment == HEAD:
-        norms = 2 if spec.final_norm else 1
+        # A masked model's head keeps the inputs of a linear, of its activation and of a norm besides.
+        norms = 4 if not spec.is_causal else 2 if spec.final_norm else 1
         projected = rows * spec.embed_dim if spec.embed_dim != spec.hidden_size else 0
         # The loss keeps the logarithms of all probabilities, in float32.
         logits = rows * spec.vocab_size * FORMATS["float32"].element_bytes

@@ -179,6 +179,7 @@ def spec_of_config(
         else _entries(tensors, trainable)
     )
     cut = tuple(sorted(set(cut_blocks)))
+    _refuse_for_encoders(arch, name, prefix=num_prefix_tokens > 0, cut=bool(cut))
     segments_of(arch.num_blocks, cut)
     return ModelSpec(
         name=name,
@@ -190,6 +191,13 @@ def spec_of_config(
         cut_blocks=cut,
         groups=group_parameters(cut_blocks_inside(entries, cut, norm_after_mlp=arch.norm_after_mlp)),
     )
+
+
+def _refuse_for_encoders(arch: Architecture, name: str, *, prefix: bool, cut: bool) -> None:
+    if arch.is_causal or not (prefix or cut):
+        return
+    message = f"model {name} is a masked language model: {'a prefix' if prefix else 'a cut inside a block'} is not for it"
+    raise ModelError(message, hint="tune all of it or LoRA adapters" if prefix else "cut between its blocks")
 
 
 _SHARED_FIELDS = (
@@ -210,6 +218,7 @@ _SHARED_FIELDS = (
     "qk_norm",
     "fused_qkv",
     "final_norm",
+    "is_causal",
 )
 
 

@@ -1,4 +1,4 @@
-"""The families of causal language models that can be read from a configuration alone.
+"""The families of language models, causal and masked, that can be read from a configuration alone.
 
 For each family: which fields of a ``config.json`` decide its shape, what they mean, and which tensors the model
 registers, in the order in which transformers 5 registers them. The order matters: the reference MeZO loop draws
@@ -65,6 +65,11 @@ class Architecture:
     norm_affine: bool = True
     norm_after_mlp: bool = False
     """Whether a block's last norm follows its MLP."""
+    is_causal: bool = True
+    """Whether a token sees those before it alone, and predicts the next; else it sees all, and masks are filled in."""
+    num_token_types: int = 0
+    num_unused_positions: int = 0
+    """Rows at the head of RoBERTa's position table, up to that of padding."""
 
     @property
     def token_segments(self) -> tuple[str, ...]:
@@ -164,6 +169,33 @@ def _llama_block(arch: Architecture, root: str, segment: str) -> Iterator[Tensor
     yield TensorSpec(f"{root}.post_attention_layernorm.weight", (hidden,), (segment,))
 
 
+def _roberta_tensors(arch: Architecture) -> Iterator[TensorSpec]:
+    root, hidden = "roberta.embeddings", arch.hidden_size
+    yield TensorSpec(f"{root}.word_embeddings.weight", (arch.vocab_size, hidden), arch.token_segments)
+    yield TensorSpec(f"{root}.token_type_embeddings.weight", (arch.num_token_types, hidden), (EMBED,))
+    yield from _layer_norm(f"{root}.LayerNorm", hidden, EMBED)
+    rows = arch.max_positions + arch.num_unused_positions
+    yield TensorSpec(f"{root}.position_embeddings.weight", (rows, hidden), (EMBED,))
+    for i in range(arch.num_blocks):
+        yield from _roberta_block(arch, f"roberta.encoder.layer.{i}", block_segment(i))
+    yield TensorSpec("lm_head.bias", (arch.vocab_size,), (HEAD,))
+    yield from _linear("lm_head.dense", hidden, hidden, HEAD, bias=True)
+    yield from _layer_norm("lm_head.layer_norm", hidden, HEAD)
+    if not arch.tied_head:
+        yield from _linear("lm_head.decoder", hidden, arch.vocab_size, HEAD, bias=True)
+
+
+def _roberta_block(arch: Architecture, root: str, segment: str) -> Iterator[TensorSpec]:
+    hidden, inner = arch.hidden_size, arch.intermediate_size
+    for name in ("query", "key", "value"):
+        yield from _linear(f"{root}.attention.self.{name}", hidden, hidden, segment, bias=True)
+    yield from _linear(f"{root}.attention.output.dense", hidden, hidden, segment, bias=True)
+    yield from _layer_norm(f"{root}.attention.output.LayerNorm", hidden, segment)
+    yield from _linear(f"{root}.intermediate.dense", hidden, inner, segment, bias=True)
+    yield from _linear(f"{root}.output.dense", inner, hidden, segment, bias=True)
+    yield from _layer_norm(f"{root}.output.LayerNorm", hidden, segment)
+
+
 Activation = Literal[
     "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh", "gelu_pytorch_tanh",
     "hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu",
@@ -190,11 +222,14 @@ class FamilyConfig(BaseModel):
     ----------
     family : str
         The ``model_type``.
+    is_causal : bool
+        Whether its models predict the next token; else they fill in masks.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
     family: ClassVar[str]
+    is_causal: ClassVar[bool] = True
 
     vocab_size: Extent
     tie_word_embeddings: bool
@@ -220,10 +255,10 @@ class FamilyConfig(BaseModel):
     @model_validator(mode="after")
     def _is_a_plain_decoder(self) -> FamilyConfig:
         if self.is_encoder_decoder:
-            raise RuleError("is_encoder_decoder=True: zosim runs decoder-only causal language models")
+            raise RuleError("is_encoder_decoder=True: zosim runs causal decoders and masked encoders")
         if self.add_cross_attention:
             raise RuleError(
-                "add_cross_attention=True: cross-attention has no place in a causal language model's blocks"
+                "add_cross_attention=True: cross-attention has no place in a language model of one stack of blocks"
             )
         if self.quantization_config is not None:
             raise RuleError(
@@ -457,6 +492,69 @@ class Qwen3Config(Qwen2Config):
         return self._like_llama(qk_norm=True)
 
 
+class RobertaConfig(FamilyConfig):
+    """RoBERTa, a masked language model: every token sees all others, and labels are words at masks."""
+
+    family = "roberta"
+    is_causal = False
+    tensors = staticmethod(_roberta_tensors)
+
+    vocab_size: Extent = 50265
+    hidden_size: Extent = 768
+    num_hidden_layers: Blocks = 12
+    num_attention_heads: Extent = 12
+    intermediate_size: Extent = 3072
+    hidden_act: Activation = "gelu"
+    max_position_embeddings: Extent = 512
+    type_vocab_size: Extent = 2
+    is_decoder: bool = False
+    tie_word_embeddings: bool = True
+    hidden_dropout_prob: Probability = 0.1
+    attention_probs_dropout_prob: Probability = 0.1
+    initializer_range: Spread = 0.02
+    layer_norm_eps: Epsilon = 1e-12
+
+    @model_validator(mode="after")
+    def _is_an_encoder(self) -> RobertaConfig:
+        if self.is_decoder:
+            raise RuleError("is_decoder=True: zosim runs RoBERTa as a masked language model")
+        return self
+
+    def architecture(self) -> Architecture:
+        """Return what the fields mean."""
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        # Positions count from behind padding's number.
+        unused = 2 if self.pad_token_id is None else max(self.pad_token_id, 0) + 1
+        if unused >= self.max_position_embeddings:
+            raise RuleError(
+                f"max_position_embeddings={self.max_position_embeddings}: no position is left behind padding's, "
+                f"pad_token_id={unused - 1}"
+            )
+        return Architecture(
+            num_blocks=self.num_hidden_layers,
+            hidden_size=hidden,
+            intermediate_size=self.intermediate_size,
+            num_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=max(1, hidden // heads),
+            vocab_size=self.vocab_size,
+            max_positions=self.max_position_embeddings - unused,
+            embed_dim=hidden,
+            tied_head=self.tie_word_embeddings,
+            activation=self.hidden_act,
+            mlp="plain",
+            norm="layernorm",
+            positions="learned",
+            final_norm=False,
+            attention_bias=(True, True),
+            mlp_bias=True,
+            norm_after_mlp=True,
+            is_causal=self.is_causal,
+            num_token_types=self.type_vocab_size,
+            num_unused_positions=unused,
+        )
+
+
 class MistralConfig(LlamaConfig):
     """Mistral: a Llama with other defaults."""
 
@@ -469,6 +567,6 @@ class MistralConfig(LlamaConfig):
 
 FAMILIES: dict[str, type[FamilyConfig]] = {
     config.family: config
-    for config in (OptConfig, Gpt2Config, LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig)
+    for config in (OptConfig, Gpt2Config, LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig, RobertaConfig)
 }
 """By ``model_type``."""

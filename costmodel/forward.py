@@ -62,7 +62,8 @@ def forward_work(
     Notes
     -----
     The head's logits are upcast to float32 and normalised into a second float32 copy before the loss picks its
-    terms, so half-precision logits of ``T`` tokens over a vocabulary of ``V`` need ``(2 + 4 + 4) T V`` bytes.
+    terms, so half-precision logits of ``T`` tokens over a vocabulary of ``V`` need ``(2 + 4 + 4) T V`` bytes; those of
+    a masked model, which are normalised as they are, ``(2 + 2) T V``.
     """
     if segment not in spec.segments:
         message = f"model {spec.name} has no segment {segment!r}"
@@ -122,6 +123,8 @@ def _with_cast_weights(work: Work, spec: ModelSpec, segment: str, stored: DType,
 
 def _embed_work(spec: ModelSpec, shape: Pass) -> Work:
     tape = Tape(shape.dtype)
+    if not spec.is_causal:
+        return _masked_embed_work(tape, spec, shape)
     hidden = lookup(tape, shape.rows * spec.embed_dim)
     if spec.positions == "learned":
         # OPT looks positions up for every row of the batch, the others once for all rows.
@@ -134,11 +137,27 @@ def _embed_work(spec: ModelSpec, shape: Pass) -> Work:
     return tape.work(output_bytes=hidden.size_bytes)
 
 
+def _masked_embed_work(tape: Tape, spec: ModelSpec, shape: Pass) -> Work:
+    """Play RoBERTa's sum of three tables and its norm; the code holds all summands to the end."""
+    num_elements = shape.rows * spec.hidden_size
+    tokens, types = lookup(tape, num_elements), lookup(tape, num_elements)
+    summed = tape.map(tokens, types)
+    places = lookup(tape, num_elements)
+    total = tape.map(summed, places, drop=(summed,))
+    hidden = norm(tape, spec, total)
+    tape.free(tokens, types, places, total)
+    return tape.work(output_bytes=hidden.size_bytes)
+
+
 def _head_work(spec: ModelSpec, shape: Pass) -> Work:
     tape = Tape(shape.dtype)
     hidden = TapeBuffer(shape.rows * spec.hidden_size, shape.dtype)
     if spec.final_norm:
         hidden = norm(tape, spec, hidden)
+    if not spec.is_causal:
+        dense = _activate(tape, spec, tape.linear(shape.rows, spec.hidden_size, spec.hidden_size))
+        hidden = norm(tape, spec, dense)
+        tape.free(dense)
     if spec.embed_dim != spec.hidden_size:
         wide, hidden = hidden, tape.linear(shape.rows, spec.hidden_size, spec.embed_dim)
         tape.free(wide)
@@ -153,7 +172,11 @@ def _head_work(spec: ModelSpec, shape: Pass) -> Work:
 
 def _loss(tape: Tape, spec: ModelSpec, rows: int) -> None:
     logits = tape.linear(rows, spec.embed_dim, spec.vocab_size)
-    upcast = tape.cast(logits, "float32") if tape.dtype != "float64" else tape.map(logits, dtype="float32")
+    upcast = logits  # transformers' masked models take the loss of logits as they are
+    if spec.is_causal:
+        upcast = (
+            tape.cast(logits, "float32") if tape.dtype != "float64" else tape.map(logits, dtype="float32")
+        )
     log_probabilities = tape.map(upcast, exponentials=1)
     tape.num_kernels += 1  # the loss picks one element per row, which costs a launch and a few numbers
     loss = tape.new(_NUM_LOSS_SCALARS, "float32")
@@ -199,12 +222,34 @@ def _up_to_mlp(
 
 def _block_work(spec: ModelSpec, shape: Pass) -> Work:
     tape = Tape(shape.dtype)
+    if not spec.is_causal:
+        return _masked_block_work(tape, spec, shape)
     residual, normed, kept = _up_to_mlp(tape, spec, shape)
     output = _mlp(tape, spec, shape, normed)
     output = tape.map(residual, output, drop=(residual, output))
     tape.free(*kept)
     _adapters(tape, spec, shape)
     return tape.work(output_bytes=output.size_bytes)
+
+
+def _masked_block_work(tape: Tape, spec: ModelSpec, shape: Pass) -> Work:
+    """Play RoBERTa's block, which norms what it adds, behind attention and behind the MLP."""
+    entry = TapeBuffer(shape.rows * spec.hidden_size, shape.dtype)
+    attended, kept = attention_part(tape, spec, shape)
+    residual = _added_and_normed(tape, spec, entry, attended)
+    inner = _first_of_mlp(tape, spec, shape, residual)
+    output = tape.linear(shape.rows, spec.intermediate_size, spec.hidden_size)
+    output = _added_and_normed(tape, spec, residual, output)
+    tape.free(inner, residual, kept)
+    _adapters(tape, spec, shape)
+    return tape.work(output_bytes=output.size_bytes)
+
+
+def _added_and_normed(tape: Tape, spec: ModelSpec, residual: TapeBuffer, change: TapeBuffer) -> TapeBuffer:
+    total = tape.map(residual, change)
+    normed = norm(tape, spec, total)
+    tape.free(change, total)
+    return normed
 
 
 def _mlp(tape: Tape, spec: ModelSpec, shape: Pass, normed: TapeBuffer) -> TapeBuffer:

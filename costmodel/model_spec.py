@@ -1,4 +1,4 @@
-"""What is tuned: a causal language model as counts, without a weight in sight.
+"""What is tuned: a language model as counts, without a weight in sight.
 
 A model is cut into *segments* that run one after the other: ``embed``, ``block.0`` ... ``block.{n-1}``,
 ``head`` (final norm, output projection, loss). A block that is cut inside, at the input of the MLP's second linear,
@@ -103,7 +103,7 @@ class ParameterGroup(BaseModel):
 
 
 class ModelSpec(BaseModel):
-    """A causal language model whose decoder is one ordered list of blocks.
+    """A language model that is one ordered list of blocks, a causal decoder or a masked encoder.
 
     Attributes
     ----------
@@ -130,6 +130,9 @@ class ModelSpec(BaseModel):
         Whether q, k and v come out of one matrix product (GPT-2).
     final_norm : bool
         Whether the head segment begins with a norm (OPT-350M has none).
+    is_causal : bool
+        Whether tokens see those before them alone and predict the next. Else they see all, labels are words at masks, and
+        the head transforms before it projects (RoBERTa).
     adapter_rank : int
         Rank of the LoRA adapters, 0 where there are none.
     adapter_shapes : tuple of (int, int)
@@ -163,6 +166,7 @@ class ModelSpec(BaseModel):
     qk_norm: bool = False
     fused_qkv: bool = False
     final_norm: bool = True
+    is_causal: bool = True
     adapter_rank: ElementsOrNone = 0
     adapter_shapes: tuple[tuple[Extent, Extent], ...] = ()
     num_prefix_tokens: ElementsOrNone = 0

@@ -161,8 +161,8 @@ def _contiguous_copies(tape: Tape, shape: Pass, per_token: int, count: int) -> t
 
 
 def _softmax(tape: Tape, spec: ModelSpec, scores: TapeBuffer) -> TapeBuffer:
-    """Play a softmax, in float32 for all families but GPT-2, and back to the compute format."""
-    if spec.family == "gpt2":
+    """Play a softmax, in float32 for all families but GPT-2 and RoBERTa, and back to the compute format."""
+    if spec.family in ("gpt2", "roberta"):
         return tape.map(scores, drop=(scores,), exponentials=1)
     upcast = scores if scores.dtype == "float32" else tape.cast(scores, "float32")
     wide = tape.map(upcast, drop=() if upcast is scores else (upcast,), exponentials=1)
@@ -180,5 +180,5 @@ def _attention(spec: ModelSpec, shape: Pass, *, materialised: bool) -> Attention
         key=shape.seq + spec.num_prefix_tokens,
         head_dim=spec.head_dim,
         materialised=materialised,
-        causal_skip=not materialised and not shape.padded and not spec.num_prefix_tokens,
+        causal_skip=not materialised and spec.is_causal and not shape.padded and not spec.num_prefix_tokens,
     )

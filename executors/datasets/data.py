@@ -200,12 +200,15 @@ class Dataset:
         None for lines of tokens.
     tokenizer : OffsetTokenizer or None
         The model's, needed with a template.
+    fills_masks : bool
+        Whether the model fills in masks: they then stand where labels are.
     """
 
     lines: LineFile
     limits: Limits = Limits()
     template: PromptTemplate | None = None
     tokenizer: OffsetTokenizer | None = None
+    fills_masks: bool = False
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -245,12 +248,18 @@ class Dataset:
 
     def _question(self, line: JsonObject, where: str) -> Question:
         if self.template is None or self.tokenizer is None:
-            return Question((self.limits.fit(_tokens_of(line, where), where),), 0)
+            example = self.limits.fit(_tokens_of(line, where), where)
+            if self.fills_masks:
+                _refuse_visible(example, where)
+            return Question((example,), 0)
         try:
             question, num_kept = self.template.encode(line, self.tokenizer)
         except DataError as error:
             raise DataError(f"{where}: {error.message}", hint=error.hint) from None
         fitted = (self.limits.fit(example, where, num_kept=num_kept) for example in question.candidates)
+        if self.fills_masks:
+            mask_token = _mask_token(self.tokenizer)
+            fitted = (example.masked(mask_token) for example in fitted)
         return Question(tuple(fitted), question.answer)
 
 
@@ -260,6 +269,7 @@ def open_dataset(
     limits: Limits = Limits(),
     template: PromptTemplate | None = None,
     tokenizer: OffsetTokenizer | None = None,
+    fills_masks: bool = False,
 ) -> Dataset:
     """Return a file's examples, the first lines already checked.
 
@@ -272,6 +282,8 @@ def open_dataset(
         For lines of text. Lines with a ``text`` field and no template are plain language modelling.
     tokenizer : OffsetTokenizer, optional
         The model's, for lines of text.
+    fills_masks : bool
+        Whether it is a masked language model.
 
     Raises
     ------
@@ -281,15 +293,20 @@ def open_dataset(
     lines = LineFile.index(path)
     (first,) = lines.read([0])
     if "input_ids" in first:
-        dataset = Dataset(lines, limits)
+        dataset = Dataset(lines, limits, fills_masks=fills_masks)
         if template is not None:
             raise DataError(
                 f"{path} holds tokens, so the template {template.text!r} has no use", hint="leave it out"
             )
     else:
         dataset = Dataset(
-            lines, limits, template or _default_template(first, lines), _usable(tokenizer, path)
+            lines, limits, template or _default_template(first, lines), _usable(tokenizer, path), fills_masks
         )
+        if fills_masks and not (dataset.template and dataset.template.asks_for_label):
+            raise DataError(
+                f"{path}: a masked model is asked for words at masks, and nothing says which",
+                hint='give a --template with {label}, such as "{text} It was {label}."',
+            )
     dataset.check(NUM_CHECKED_AT_START)
     return dataset
 
@@ -377,6 +394,25 @@ def _default_template(first: JsonObject, lines: LineFile) -> PromptTemplate:
         f"{lines.where(0)} has neither input_ids nor a template to read its fields with",
         hint=f'its fields are {", ".join(first) or "none"}; give --template, such as "{{text}} It was {{label}}."',
     )
+
+
+def _refuse_visible(example: Example, where: str) -> None:
+    """Raise for a line whose answer stands where it is asked for."""
+    if all(example.input_ids[at] == example.labels[at] for at in example.asked):
+        raise DataError(
+            f"{where} shows what it asks for: its input_ids hold the labels",
+            hint="a masked model's input_ids hold the mask's token where labels are, and labels of -100 elsewhere",
+        )
+
+
+def _mask_token(tokenizer: OffsetTokenizer) -> int:
+    token = tokenizer.mask_token_id
+    if token is None:
+        raise DataError(
+            "the model fills in masks, but its tokenizer has no mask token",
+            hint="copy the tokenizer's files again, or give lines of input_ids with the mask's token in them",
+        )
+    return token
 
 
 def _usable(tokenizer: OffsetTokenizer | None, path: str | Path) -> OffsetTokenizer:

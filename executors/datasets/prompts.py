@@ -29,6 +29,10 @@ class OffsetTokenizer(Protocol):
     """What is used of a transformers tokenizer: calling it, and token positions in the text."""
 
     @property
+    def mask_token_id(self) -> int | None:
+        """Token that a masked model fills in, where the tokenizer has one."""
+
+    @property
     def is_fast(self) -> bool:
         """Whether it can say which characters a token covers."""
 
@@ -51,6 +55,12 @@ class Example:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    def masked(self, mask_token: int) -> Example:
+        """Return the same with `mask_token` where labels are, for a model that fills in masks."""
+        pairs = zip(self.input_ids, self.labels, strict=True)
+        hidden = (token if label == IGNORED_LABEL else mask_token for token, label in pairs)
+        return Example(tuple(hidden), self.labels)
 
     @property
     def asked(self) -> tuple[int, ...]:

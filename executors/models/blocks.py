@@ -40,7 +40,7 @@ def block_list(model: nn.Module) -> tuple[nn.Module, str, str]:
         listed = ", ".join(path for path, _ in lists) or "none"
         raise ModelError(
             f"{type(model).__name__} has no single list of its {wanted} blocks (listed: {listed})",
-            hint="zosim runs causal language models whose decoder is one ordered list of blocks",
+            hint="zosim runs language models that are one ordered list of blocks",
         )
     path, blocks = lists[0]
     _refuse_shared(model, blocks, path)
@@ -72,6 +72,13 @@ def _refuse_shared(model: nn.Module, blocks: nn.ModuleList, path: str) -> None:
                 )
 
 
+def fills_masks(model: nn.Module) -> bool:
+    """Whether a model is a masked language model: one that predicts the tokens at masks, in place of the next ones."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+
+
 def refuse_unsupported(model: nn.Module) -> None:
     """Raise for a model that cannot be run by segments.
 
@@ -82,7 +89,7 @@ def refuse_unsupported(model: nn.Module) -> None:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ModelError(
             f"{type(model).__name__} is an encoder-decoder",
-            hint="zosim runs decoder-only causal language models",
+            hint="zosim runs causal decoders and masked encoders",
         )
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.max_norm is not None:

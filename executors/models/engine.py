@@ -55,7 +55,7 @@ class ForwardEngine(Protocol):
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of every position, given what the last block left."""
+        """Return the logits of every position for the label of the next, given what the last block left."""
 
     def gathered_rows(
         self, tensor: NamedTensor, rows: Tensor, positions: Tensor

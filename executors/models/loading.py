@@ -44,7 +44,7 @@ def load_model(
     random_weights: bool = False,
     seed: int = 0,
 ) -> nn.Module:
-    """Return a causal language model in evaluation mode, on the CPU.
+    """Return a language model in evaluation mode, on the CPU: causal, or masked where its configuration says so.
 
     Parameters
     ----------
@@ -77,18 +77,19 @@ def load_model(
     transformers.utils.logging.disable_progress_bar()  # models load in seconds, and steps have a bar of their own
     config = load_config(source, allow_download=allow_download, shipped=random_weights)
     loading = {"dtype": TORCH_DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": False}
+    auto = transformers.AutoModelForMaskedLM if _is_masked(config) else transformers.AutoModelForCausalLM
     with refusing(source, allow_download=allow_download), _silent_loading():
         with torch.device("meta"):
-            skeleton = transformers.AutoModelForCausalLM.from_config(config, **loading)
+            skeleton = auto.from_config(config, **loading)
         _refuse_too_large(source, skeleton)
         if random_weights:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                drawn: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **loading)
+                drawn: nn.Module = auto.from_config(config, **loading)
             return drawn.eval()
         if Path(source).is_dir():
             _check_weights(Path(source), {name for name, _ in skeleton.named_parameters()})
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             str(source),
             config=config,
             local_files_only=not allow_download,
@@ -100,6 +101,16 @@ def load_model(
     model, report = loaded
     _refuse_incomplete(source, report)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _is_masked(config: Any) -> bool:
+    """Whether a configuration is of a masked language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    family = FAMILIES.get(config.model_type)
+    if family is not None:
+        return not family.is_causal
+    return bool({*(config.architectures or ())} & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()})
 
 
 def load_config(source: str | Path, *, allow_download: bool = False, shipped: bool = False) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from costmodel.configs import LoRA
 from executors.files import write_atomically
-from executors.models.blocks import find_blocks, linears_of
+from executors.models.blocks import fills_masks, find_blocks, linears_of
 from executors.models.weight_files import write_tensors
 from topology.errors import ModelError
 
@@ -71,7 +71,7 @@ def save_adapters(model: nn.Module, directory: str | Path, dtype: str | None = N
     rank = carrying[0][1].lora_A.weight.shape[0]
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": None if fills_masks(model) else "CAUSAL_LM",
         "r": rank,
         "lora_alpha": carrying[0][1].lora_scale * rank,
         "target_modules": sorted({name for name, _ in carrying}),

@@ -1,4 +1,4 @@
-"""A causal language model cut into segments that run one at a time, by running the model's own code.
+"""A language model cut into segments that run one at a time, by running the model's own code.
 
 The list of blocks is replaced by stand-ins while the model's forward runs. For ``embed`` they record what each
 block is called with and stop the forward after the last; for ``head`` they hand on the hidden state that the
@@ -27,7 +27,7 @@ from costmodel.model_spec import (
     block_segment,
     segments_of,
 )
-from executors.models.blocks import block_list, linears_of, refuse_unsupported
+from executors.models.blocks import block_list, fills_masks, linears_of, refuse_unsupported
 from executors.models.halves import Halfway, HalvedBlock, Handed, as_tensor, normalises_last
 from executors.models.parameters import NamedTensor, named_tensors
 from executors.models.recording_blocks import Calls, Role, StandIn, StepCache, Stop
@@ -57,7 +57,7 @@ class CutModel:
     Parameters
     ----------
     model : torch.nn.Module
-        A transformers causal language model whose decoder is one ordered list of blocks.
+        A transformers language model, causal or masked, that is one ordered list of blocks.
     loss_dtype : str
         ``"model"`` for the model's own loss, ``"fp64"`` for the same loss over logits widened to float64.
     loss_chunk_tokens : int, optional
@@ -76,6 +76,8 @@ class CutModel:
 
     Attributes
     ----------
+    is_causal : bool
+        Whether tokens predict the next; else masks are filled in.
     device : torch.device
         Where segments run; at first, where the model is.
     hidden_size, inner_size : int
@@ -103,6 +105,7 @@ class CutModel:
         self.loss_chunk_tokens = loss_chunk_tokens
         self.autocast_dtype = autocast_dtype
         refuse_unsupported(model)
+        self.is_causal = not fills_masks(model)
         self._owner, self._list_name, blocks_path = block_list(model)
         self._whole = self._owner.get_submodule(self._list_name)
         self.blocks = list(self._whole.children())
@@ -217,8 +220,13 @@ class CutModel:
         return tree_leaves(cache.calls)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of every position, given what the last block left."""
-        return self._run_head(hidden).logits  # type: ignore[no-any-return]
+        """Return the logits of every position for the label of the next, given what the last block left.
+
+        What a masked model says of a position itself stands one position earlier, so that objectives and evaluations
+        read labels behind logits for all models; no position predicts the first label.
+        """
+        logits: Tensor = self._run_head(hidden).logits
+        return logits if self.is_causal else logits.roll(-1, dims=1)
 
     def _run_head(self, hidden: Tensor, **inputs: Any) -> Any:
         # Nothing of what the front of the forward makes is used: the stand-ins replace it. One token will do,
@@ -236,12 +244,14 @@ class CutModel:
 
     def _summed_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         dtype = torch.float64 if self.loss_dtype == "fp64" else torch.float32
-        targets = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].reshape(-1)
+        if self.is_causal:
+            labels = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
+        targets = labels.reshape(-1)
         flat = hidden.reshape(1, -1, hidden.shape[-1])
         chunk = self.loss_chunk_tokens or flat.shape[1]
         total = torch.zeros((), dtype=dtype, device=hidden.device)
         for begin in range(0, flat.shape[1], chunk):
-            logits = self.logits(flat[:, begin : begin + chunk])[0].to(dtype)
+            logits = self._run_head(flat[:, begin : begin + chunk]).logits[0].to(dtype)
             total += nn.functional.cross_entropy(
                 logits, targets[begin : begin + chunk], ignore_index=IGNORED_LABEL, reduction="sum"
             )
@@ -353,7 +363,7 @@ class CutModel:
             if not segments:
                 raise ModelError(
                     f"parameter {tensor.name} is read neither by a block nor by the modules around them",
-                    hint="zosim runs decoders in which every parameter belongs to a module that is called",
+                    hint="zosim runs models in which every parameter belongs to a module that is called",
                 )
             segments_of[tensor.name] = segments
         return segments_of

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from costmodel.configs import Prefix
 from executors.files import write_atomically
-from executors.models.blocks import find_blocks
+from executors.models.blocks import fills_masks, find_blocks
 from executors.models.weight_files import write_tensors
 from topology.errors import ModelError
 
@@ -41,6 +41,11 @@ def attach_prefix(model: nn.Module, prefix: Prefix) -> None:
     ModelError
         If the model cannot read so many tokens at once, or its blocks do not have one attention each.
     """
+    if fills_masks(model):
+        raise ModelError(
+            f"{type(model).__name__} fills in masks, and a prefix is for causal models",
+            hint="tune LoRA adapters",
+        )
     generator = torch.Generator().manual_seed(prefix.seed)
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     if prefix.num_tokens > config.max_position_embeddings:

@@ -17,7 +17,7 @@ from zosim.plans import ForwardPass, Placement, Plan, Weights
 def spec_of_model(
     model: nn.Module | CutModel, name: str | None = None, *, cut_blocks: tuple[int, ...] = ()
 ) -> ModelSpec:
-    """Return the specification of a causal language model.
+    """Return the specification of a language model.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def plan_of_model(model: nn.Module, *, batch: int, seq: int, **axes: Any) -> Pla
     Parameters
     ----------
     model : torch.nn.Module
-        A causal language model; the plan has its format and its attention.
+        A language model; the plan has its format and its attention.
     batch, seq : int
         Sequences per step, and most tokens of one.
     **axes : object
@@ -107,11 +107,12 @@ def _usual_fields(cut: CutModel, config: Any) -> dict[str, Any]:
             "embed_dim": cut.embedding.weight.shape[1],
             "tied_head": any(group.is_tied for group in cut.groups),
             "activation": getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "gelu"),
+            "is_causal": cut.is_causal,
             "positions": "rotary" if getattr(config, "rope_parameters", None) else "learned",
         }
     except AttributeError as error:
         message = f"{type(cut.model).__name__}: its configuration does not state {error.name}"
-        raise ModelError(message, hint="zosim needs the usual sizes of a causal language model") from error
+        raise ModelError(message, hint="zosim needs the usual sizes of a language model") from error
 
 
 def _norm_of(cut: CutModel) -> str:

@@ -28,7 +28,7 @@ MOST_CLASSES = 64
 
 
 class CausalModel(Protocol):
-    """A causal language model as transformers calls it."""
+    """A model whose logits at a position are of the next one's label, as transformers calls causal ones."""
 
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor) -> Any:
         """Return an object with ``logits`` of shape (sequences, tokens, vocabulary)."""
@@ -325,6 +325,8 @@ def _answer(example: Example) -> tuple[int, ...]:
 def _among(example: Example, answers: Sequence[tuple[int, ...]]) -> Question:
     """Return the question that offers every answer in place of the example's own."""
     positions = _predicted(example)
+    if any(example.input_ids[at] != example.labels[at] for at in positions):
+        return _at_masks(example, positions, answers)
     begin, end = positions[0], positions[-1] + 1
     before, after = example.input_ids[:begin], example.input_ids[end:]
     candidates = tuple(
@@ -334,6 +336,22 @@ def _among(example: Example, answers: Sequence[tuple[int, ...]]) -> Question:
         for answer in answers
     )
     return Question(candidates, answers.index(_answer(example)))
+
+
+def _at_masks(example: Example, positions: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> Question:
+    """Return the same where masks stand in the answer's place: the tokens stay, and labels alone differ."""
+    candidates = []
+    for answer in answers:
+        if len(answer) != len(positions):
+            raise DataError(
+                f"an answer of {len(answer)} tokens has no place at {len(positions)} masks",
+                hint="answers that are chosen among have as many tokens; give the one token of each label word",
+            )
+        labels = list(example.labels)
+        for at, token in zip(positions, answer, strict=True):
+            labels[at] = token
+        candidates.append(Example(example.input_ids, tuple(labels)))
+    return Question(tuple(candidates), answers.index(_answer(example)))
 
 
 def _prompt(example: Example) -> tuple[int, ...]:

@@ -79,6 +79,11 @@ class Evaluator:
         self._num_examples = num_examples
         self._generation = generation
         self.task = _task_of(data) if task == "auto" else task
+        self._is_causal = session.plan.model.is_causal
+        if self.task == "generation" and not self._is_causal:
+            raise RunError(
+                "a masked model generates nothing: it fills in masks", hint="evaluate choices or perplexity"
+            )
         self._may_change = task == "auto"
 
     def __call__(self) -> dict[str, Any]:
@@ -97,7 +102,8 @@ class Evaluator:
                     raise
                 # The lines offer nothing to choose among: a prompt of text wants an answer in words.
                 template = self._data.template
-                self.task = "generation" if template and template.asks_for_label else "perplexity"
+                asks = self._is_causal and template is not None and template.asks_for_label
+                self.task = "generation" if asks else "perplexity"
         if self.task == "generation":
             metrics = asdict(self._evaluated(evaluate_generation, self._generation))
             return metrics | {"answers": list(metrics["answers"][:NUM_SHOWN_ANSWERS])}

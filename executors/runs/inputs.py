@@ -44,7 +44,11 @@ def open_data(settings: RunSettings, data: DataSettings) -> Dataset:
     template = PromptTemplate(data.template, data.label_words or {}) if data.template else None
     limits = Limits(settings.plan.model.vocab_size, settings.plan.seq, data.truncate)
     return open_dataset(
-        data.path, limits=limits, template=template, tokenizer=tokenizer_for(settings.model, data.path)
+        data.path,
+        limits=limits,
+        template=template,
+        tokenizer=tokenizer_for(settings.model, data.path),
+        fills_masks=not settings.plan.model.is_causal,
     )
 
 

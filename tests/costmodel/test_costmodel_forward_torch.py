@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from costmodel import ModelSpec, spec_of_config
 from costmodel.forward import forward_work
@@ -25,6 +25,8 @@ CONFIGS = {
               "num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings": 512},
     "qwen3": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 500, "max_position_embeddings": 512},
+    "roberta": {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 500,
+                "max_position_embeddings": 512},
 }  # fmt: skip
 
 
@@ -75,7 +77,8 @@ class Bench:
         config = AutoConfig.for_model(self.family, **CONFIGS[self.family])
         config._attn_implementation = self.attention
         torch.manual_seed(0)
-        self.model = AutoModelForCausalLM.from_config(config).to(DTYPES[self.dtype]).eval()
+        auto = AutoModelForMaskedLM if self.family == "roberta" else AutoModelForCausalLM
+        self.model = auto.from_config(config).to(DTYPES[self.dtype]).eval()
         self.spec = spec_of_config({"model_type": self.family, **CONFIGS[self.family]}, name=self.family)
 
     def runner(
@@ -89,9 +92,8 @@ class Bench:
         if segment == "embed":
             return lambda: self._embed(tokens), given
         base = self.model.base_model
-        layers = (
-            base.decoder.layers if self.family == "opt" else base.h if self.family == "gpt2" else base.layers
-        )
+        paths = {"opt": "decoder.layers", "gpt2": "h", "roberta": "encoder.layer"}
+        layers = base.get_submodule(paths.get(self.family, "layers"))
         kwargs: dict[str, object] = {"attention_mask": None}
         if self.attention == "eager":
             mask = torch.zeros(batch, 1, seq, seq, dtype=DTYPES[self.dtype])
@@ -105,6 +107,9 @@ class Bench:
 
     def _head(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         base = self.model.base_model
+        if self.family == "roberta":
+            logits = self.model.lm_head(hidden)
+            return torch.nn.functional.cross_entropy(logits.view(-1, self.spec.vocab_size), tokens.view(-1))
         norm = (
             base.decoder.final_layer_norm
             if self.family == "opt"
@@ -120,6 +125,8 @@ class Bench:
             positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
             embedded = base.decoder.embed_tokens(tokens)
             return embedded + base.decoder.embed_positions(None, 0, position_ids=positions)
+        if self.family == "roberta":
+            return base.embeddings(tokens)
         if self.family == "gpt2":
             embedded = base.wte(tokens)
             return embedded + base.wpe(torch.arange(tokens.shape[1])[None])
@@ -147,6 +154,8 @@ CASES = [
     ("gpt2", "eager", "bfloat16"),
     ("qwen3", "sdpa", "bfloat16"),
     ("qwen3", "eager", "float32"),
+    ("roberta", "sdpa", "bfloat16"),
+    ("roberta", "eager", "float32"),
 ]
 
 

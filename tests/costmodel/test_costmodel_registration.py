@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.activations import ACT2CLS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -34,25 +34,28 @@ CASES = [
     ("qwen2", {**SMALL, "intermediate_size": 100, "num_key_value_heads": 2}),
     ("qwen3", {**SMALL, "intermediate_size": 100, "num_key_value_heads": 2, "head_dim": 20}),
     ("mistral", {**SMALL, "intermediate_size": 100, "num_key_value_heads": 1}),
+    ("roberta", {**SMALL, "intermediate_size": 100}),
+    ("roberta", {**SMALL, "intermediate_size": 100, "tie_word_embeddings": False, "type_vocab_size": 1}),
 ]
 
 
 def _segments(name: str, *, tied: bool) -> tuple[str, ...]:
     """Segments that read a parameter, told from its name alone."""
     parts = name.split(".")
-    for marker in ("layers", "h"):
+    for marker in ("layers", "layer", "h"):
         if marker in parts:
             return (f"block.{parts[parts.index(marker) + 1]}",)
-    if {"embed_tokens", "wte"} & set(parts):
+    if {"embed_tokens", "wte", "word_embeddings"} & set(parts):
         return ("embed", "head") if tied else ("embed",)
-    return ("embed",) if {"embed_positions", "wpe", "project_in"} & set(parts) else ("head",)
+    return ("embed",) if {"embed_positions", "wpe", "project_in", "embeddings"} & set(parts) else ("head",)
 
 
 @pytest.mark.parametrize(("family", "overrides"), CASES)
 def test_groups_are_those_of_the_real_model(family, overrides):
     config = AutoConfig.for_model(family, pad_token_id=None, **overrides)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        auto = AutoModelForCausalLM if FAMILIES[family].is_causal else AutoModelForMaskedLM
+        model = auto.from_config(config)
         model.tie_weights()
     spec = spec_of_config({"model_type": family, **overrides}, name="small")
     registered = list(model.named_parameters())

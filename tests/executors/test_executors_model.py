@@ -34,7 +34,8 @@ def test_a_cut_model_equals_the_whole_bit_for_bit(name, attention, dtype):
         # Filling a cache of keys changes their layout, which eager attention may round differently.
         whole = model(**batch, use_cache=False)
     assert torch.equal(loss, whole.loss)
-    assert torch.equal(logits, whole.logits)
+    # What a masked model says of a position stands one earlier.
+    assert torch.equal(logits, whole.logits if cut.is_causal else whole.logits.roll(-1, dims=1))
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt2", "llama"])

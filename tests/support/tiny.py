@@ -5,7 +5,15 @@ from __future__ import annotations
 import copy
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    Qwen3Config,
+    RobertaConfig,
+)
 
 from executors.models.model import CutModel
 from executors.models.spec import spec_of_model
@@ -34,6 +42,10 @@ CONFIGS = {
         hidden_size=32, intermediate_size=44, num_key_value_heads=1, head_dim=20, tie_word_embeddings=False, **SHAPE,
         **SPECIAL,
     ),
+    "roberta": RobertaConfig(
+        hidden_size=32, intermediate_size=52, vocab_size=96, num_hidden_layers=3, num_attention_heads=2,
+        max_position_embeddings=34, bos_token_id=0, pad_token_id=1, eos_token_id=2,
+    ),
 }  # fmt: skip
 
 
@@ -41,7 +53,8 @@ def model_of(name, dtype=torch.float32, attention="sdpa", seed=0, **changed):
     torch.manual_seed(seed)
     config = copy.deepcopy(CONFIGS[name])
     config.update(changed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    auto = AutoModelForMaskedLM if name == "roberta" else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():  # the initial zeros and ones would hide mistakes
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
