@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.activations import ACT2CLS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
 from costmodel import group_parameters, spec_of_config
 from costmodel.families import FAMILIES, Activation, RopeType
@@ -61,8 +62,17 @@ def test_groups_are_those_of_the_real_model(family, overrides):
     registered = list(model.named_parameters())
     derived = list(FAMILIES[family].tensors(_architecture(family, overrides)))
     assert [(t.name, t.shape) for t in derived] == [(name, tuple(p.shape)) for name, p in registered]
+    # Outputs and inputs; GPT-2 stores its matrices the other way round.
+    layers = [
+        (module, module.weight.shape) for module in model.modules() if isinstance(module, torch.nn.Linear)
+    ]
+    layers += [
+        (module, module.weight.shape[::-1]) for module in model.modules() if isinstance(module, Conv1D)
+    ]
+    linears = {id(module.weight): tuple(shape) for module, shape in layers}
     real = group_parameters(
-        (name, _segments(name, tied=spec.tied_head), tuple(p.shape), True) for name, p in registered
+        (name, _segments(name, tied=spec.tied_head), tuple(p.shape), True, linears.get(id(p)))
+        for name, p in registered
     )
     assert spec.groups == real
 
