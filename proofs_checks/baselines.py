@@ -231,8 +231,8 @@ CLAIMS = (
                 Mutant(
                     "stages that do not wait for what arrives",
                     "zosim.lowering.hazards:_edges",
-                    "if other != stream:",
-                    "if other != stream and other != Stream.RECV:",
+                    "if other != stream and",
+                    "if other != stream and other != Stream.RECV and",
                 ),
             ),
         ),

@@ -231,15 +231,15 @@ def _is_overwritten(pair: tuple[str, str]) -> bool:
 
 _READS_UNSEEN = Mutant(
     "a write that does not wait for those who read",
-    "zosim.lowering.hazards:_conflicts",
-    "(t.event for t in touched.get(access.buffer, ()) if t.access.overlaps(access))",
-    "(t.event for t in touched.get(access.buffer, ()) if t.writes and t.access.overlaps(access))",
+    "zosim.lowering.hazards:_Touched.conflicts",
+    "if (writes or wrote) and",
+    "if wrote and",
 )
 _BLIND_VALIDATOR = Mutant(
     "a validator that forgets readers",
     "zosim.validate:_State._check_conflicts",
-    "*held.readers",
-    "*held.readers[:0]",
+    "in held.touched_by",
+    "in filter(None, [held.writer])",
 )
 _NO_ORDER = Mutant(
     "a validator that lets anything be overwritten",
@@ -268,7 +268,7 @@ CLAIMS = (
                     "a step without its delayed updates",
                     "zosim.lowering.schedule:StepWriter._blockwise",
                     "self._pending_updates(segment)",
-                    "self.plan",
+                    "self._plan",
                 ),
                 Mutant(
                     "blocks that are not restored",
@@ -279,8 +279,8 @@ CLAIMS = (
                 Mutant(
                     "a direction not drawn again",
                     "zosim.lowering.directions:Directions.draw",
-                    "(access.what, access.step) == (target.what, target.step)",
-                    "access.what == target.what",
+                    "in self._drawn and",
+                    "in self._drawn or suffix and self._drawn.setdefault((target.what, target.step), target) and",
                 ),
             ),
         ),
