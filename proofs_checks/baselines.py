@@ -253,8 +253,8 @@ CLAIMS = (
                 check_bounds,
                 Mutant(
                     "instructions that do not wait for their stream",
-                    "zosim.engines.recurrence:Recurrence.advance",
-                    "start_s = max(start_s,",
+                    "zosim.engines.maxplus:MaxPlus.advance",
+                    "start_s = latest(start_s,",
                     "start_s = min(start_s,",
                 ),
             ),

@@ -13,8 +13,8 @@ from studies.published.cells import Cell
 from studies.published.constants import Domain
 from studies.published.fitted_profile import LEAST_IN_GROUP, fitted_with_intervals, load_published_profile
 from studies.published.fitting import COVERAGE, Solution, conformal_half_width, fit, refitted
-from studies.published.grid import Array
 from studies.published.predicting import Z90, interval
+from zosim.engines.maxplus import Floats
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Said:
         Of the 90 % intervals, in logs.
     """
 
-    predicted: Array
-    half_widths: Array
+    predicted: Floats
+    half_widths: Floats
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def left_out(
 
 
 def _half_width(
-    solution: Solution, residuals: Array, index: int, groups: Sequence[Hashable], apart: frozenset[str]
+    solution: Solution, residuals: Floats, index: int, groups: Sequence[Hashable], apart: frozenset[str]
 ) -> float:
     cell, slopes = solution.cells[index], solution.jacobian[index]
     others = [
@@ -130,5 +130,5 @@ def coverage_of(said: Said, asked: Sequence[Cell], apart: frozenset[str]) -> Cov
     )
 
 
-def _widths(half_widths: Array) -> NDArray[np.float64]:
+def _widths(half_widths: Floats) -> NDArray[np.float64]:
     return np.asarray(np.exp(2 * half_widths) - 1)

@@ -15,8 +15,8 @@ from studies.published.baselines import BASELINES, Baseline
 from studies.published.cells import Cell
 from studies.published.constants import Domain
 from studies.published.findings import AuditFinding
-from studies.published.grid import Array
 from studies.published.rows import PublishedRow
+from zosim.engines.maxplus import Floats
 
 OURS = "simulator's closed form"
 
@@ -123,9 +123,9 @@ class SplitOutcome:
 
     split: HeldOutSplit
     predictor: str
-    errors: Array
-    apart: Array
-    inner: Array
+    errors: Floats
+    apart: Floats
+    inner: Floats
     rank_correlation: float
     strict_correlation: float
     num_unanswered: int
@@ -175,7 +175,7 @@ def outcomes(
     return results
 
 
-def _theirs(split: HeldOutSplit, cells: Sequence[Cell], asked: Sequence[Cell], baseline: Baseline) -> Array:
+def _theirs(split: HeldOutSplit, cells: Sequence[Cell], asked: Sequence[Cell], baseline: Baseline) -> Floats:
     rates = [cell for cell in cells if not cell.is_transfer]
     if split.knows is not None:
         return baseline([cell for cell in rates if split.knows(cell)], asked)
@@ -189,7 +189,7 @@ def _theirs(split: HeldOutSplit, cells: Sequence[Cell], asked: Sequence[Cell], b
 
 
 def _outcome(
-    split: HeldOutSplit, name: str, asked: Sequence[Cell], predicted: Array, apart: frozenset[str]
+    split: HeldOutSplit, name: str, asked: Sequence[Cell], predicted: Floats, apart: frozenset[str]
 ) -> SplitOutcome:
     printed = np.array([cell.printed for cell in asked])
     errors = predicted / printed - 1
@@ -212,7 +212,7 @@ def _is_inner(cells: Sequence[Cell]) -> NDArray[np.bool_]:
 
 
 def mean_rank_correlation(
-    asked: Sequence[Cell], predicted: Array, apart: frozenset[str], *, is_strict: bool = False
+    asked: Sequence[Cell], predicted: Floats, apart: frozenset[str], *, is_strict: bool = False
 ) -> float:
     """Return the mean over printed rows of Spearman's correlation of printed and predicted numbers.
 
@@ -245,7 +245,7 @@ def _printed_row(row: PublishedRow) -> tuple[str, ...]:
     return (*row.setting, row["table"], row["cell"].partition("c")[0])
 
 
-def _correlation(pairs: Array, *, is_strict: bool) -> float:
+def _correlation(pairs: Floats, *, is_strict: bool) -> float:
     """Return Spearman's correlation of printed and predicted numbers, given as pairs."""
     # Sorted by print first, then as predicted; places in that order stand for what is printed.
     _, order = np.unique(pairs, axis=0, return_inverse=True)

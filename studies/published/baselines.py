@@ -18,19 +18,19 @@ from scipy.optimize import least_squares
 
 from costmodel.formats import FORMATS
 from studies.published.cells import Cell
-from studies.published.grid import Array
+from zosim.engines.maxplus import Floats
 
-Baseline = Callable[[Sequence[Cell], Sequence[Cell]], Array]
+Baseline = Callable[[Sequence[Cell], Sequence[Cell]], Floats]
 
 _SCALE = 0.04
 
 
-def equations(known: Sequence[Cell], asked: Sequence[Cell]) -> Array:
+def equations(known: Sequence[Cell], asked: Sequence[Cell]) -> Floats:
     """Return what equations 3 and 4 predict, fitted to `known`."""
     rates = sorted({cell.row["precision"] for cell in (*known, *asked)})
     start = np.log([*(1e14 for _ in rates), 2e10, 2e11])
 
-    def log_predicted(x: Array, cells: Sequence[Cell]) -> Array:
+    def log_predicted(x: Floats, cells: Sequence[Cell]) -> Floats:
         return np.array(
             [
                 _by_equations(cell, dict(zip(rates, np.exp(x), strict=False)), *np.exp(x[-2:]))
@@ -63,7 +63,7 @@ def _block_parameters(cell: Cell) -> float:
     return float(sum(group.num_parameters for group in groups if group.segments[0].startswith("block")))
 
 
-def regression(known: Sequence[Cell], asked: Sequence[Cell]) -> Array:
+def regression(known: Sequence[Cell], asked: Sequence[Cell]) -> Floats:
     """Return what the robust log-linear regression predicts, fitted to `known`."""
     columns = sorted({name for cell in known for name in _dummies(cell)})
     printed = _printed(known)
@@ -86,7 +86,7 @@ def _features(cell: Cell, columns: Sequence[str]) -> list[float]:
     return [*sizes, *(float(name in own) for name in columns)]
 
 
-def neighbours(known: Sequence[Cell], asked: Sequence[Cell]) -> Array:
+def neighbours(known: Sequence[Cell], asked: Sequence[Cell]) -> Floats:
     """Return what lies between the nearest known settings of the same method, first by model size, then by the others."""
     return np.array([_between(cell, known) for cell in asked])
 
@@ -132,7 +132,7 @@ def _method(cell: Cell) -> str:
     return f"{cell.case.method.describe()} on {cell.row['gpus']}, {cell.row['quantity']}"
 
 
-def _printed(cells: Sequence[Cell]) -> Array:
+def _printed(cells: Sequence[Cell]) -> Floats:
     return np.log([cell.printed for cell in cells])
 
 

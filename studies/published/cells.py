@@ -20,11 +20,12 @@ from studies.published.conventions import (
     prefetches,
     transfer_case_of,
 )
-from studies.published.grid import Array, Compiled, compiled
+from studies.published.grid import Compiled, compiled
 from studies.published.rows import PublishedRow
 from topology.documents import load_preset
 from topology.errors import ZosimError
 from zosim.applications.published_code import as_published, only
+from zosim.engines.maxplus import Floats
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.lowering import lower
@@ -137,7 +138,7 @@ class Cell:
             self._isolated,
         )
 
-    def predictions(self, sets: Sequence[Values]) -> Array:
+    def predictions(self, sets: Sequence[Values]) -> Floats:
         """Return what each set of constants predicts, in the row's unit."""
         return self.amount / self.compiled.step_s([self.machine(values) for values in sets])
 

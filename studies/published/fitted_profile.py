@@ -15,7 +15,6 @@ from studies.published.audit import audit, set_apart
 from studies.published.cells import Cell, cells_of
 from studies.published.constants import PAPERS, Domain
 from studies.published.fitting import Solution, conformal_half_width, fit
-from studies.published.grid import Array
 from studies.published.quzo import QuzoFit, calibrate_quzo
 from studies.published.rows import PublishedRow
 from studies.published.sparq_fit import SparqFit, calibrate_sparq
@@ -23,6 +22,7 @@ from topology.errors import ProfileError
 from topology.reading import read_json_object
 from topology.signed import with_digest, without_digest
 from topology.validation import readable
+from zosim.engines.maxplus import Floats
 
 LEAST_IN_GROUP = 10
 """Held-out residuals below which a group takes the quantile of its whole fit."""
@@ -74,7 +74,7 @@ class FoundFit(_Frozen):
         return {constant.name: constant.value for constant in self.constants}
 
     @property
-    def matrix(self) -> Array:
+    def matrix(self) -> Floats:
         """The covariance as an array."""
         return np.array(self.covariance)
 

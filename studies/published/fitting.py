@@ -20,9 +20,9 @@ from scipy.optimize import least_squares
 
 from studies.published.cells import Cell
 from studies.published.constants import Domain, FittedConstant, Values, constants_of
-from studies.published.grid import Array
 from studies.published.memory import predicted_mib
 from topology.errors import ProfileError
+from zosim.engines.maxplus import Floats
 
 NOISE = 0.02
 """Relative error of a good row: what the prior is weighed against."""
@@ -36,7 +36,7 @@ _MAX_EVALUATIONS = 25
 _MAX_STEPS = 8
 _LEAST_STEP = 3e-3
 
-Predictor = Callable[[Cell, list[Values]], Array]
+Predictor = Callable[[Cell, list[Values]], Floats]
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Solution:
     """
 
     constants: tuple[FittedConstant, ...]
-    x: Array
+    x: Floats
     cells: tuple[Cell, ...]
-    residuals: Array
-    jacobian: Array
-    covariance: Array
+    residuals: Floats
+    jacobian: Floats
+    covariance: Floats
 
     @property
     def values(self) -> dict[str, float]:
@@ -71,11 +71,11 @@ class Solution:
         return _named(self.constants, self.x)
 
     @property
-    def weights(self) -> Array:
+    def weights(self) -> Floats:
         """How much each cell counts, as an inverse variance of its logarithm."""
         return np.asarray(setting_weights(self.cells) * _curvature(self.residuals) / NOISE**2)
 
-    def held_out(self) -> Array:
+    def held_out(self) -> Floats:
         """Return the residual of each cell if its setting (all methods of its table row) were left out of the fit.
 
         One Gauss-Newton step from the optimum without the setting's rows, which is exact for a linear model.
@@ -121,7 +121,7 @@ def fit(cells: Sequence[Cell], paper: str, domain: Domain, *, start: Values | No
     return problem.solution(problem.solve(x))
 
 
-def refitted(solution: Solution, domain: Domain, group: Callable[[Cell], Hashable]) -> Array:
+def refitted(solution: Solution, domain: Domain, group: Callable[[Cell], Hashable]) -> Floats:
     """Return the residual of each cell with the constants fitted anew without its group of cells.
 
     Gauss-Newton steps from the optimum of all cells until they end, so that no outlier moves a fit to another minimum;
@@ -139,7 +139,7 @@ def refitted(solution: Solution, domain: Domain, group: Callable[[Cell], Hashabl
     return residuals
 
 
-def _without(solution: Solution, is_left_out: NDArray[np.bool_], predict: Predictor) -> Array:
+def _without(solution: Solution, is_left_out: NDArray[np.bool_], predict: Predictor) -> Floats:
     """Return the logarithms of the constants that explain the other cells best."""
     cells = tuple(
         cell for cell, is_out in zip(solution.cells, is_left_out.tolist(), strict=True) if not is_out
@@ -179,10 +179,10 @@ class _Problem:
         self.printed = np.log([cell.printed for cell in cells])
         self.weights = setting_weights(cells)
         self.loss = _SOFT
-        self._at: Array | None = None
-        self._found: tuple[Array, Array] | None = None
+        self._at: Floats | None = None
+        self._found: tuple[Floats, Floats] | None = None
 
-    def solve(self, start: Array | None = None) -> Array:
+    def solve(self, start: Floats | None = None) -> Floats:
         """Return the optimum, or the one next to `start`."""
         low, high = _bounds(self.constants)
         x = np.clip(self.start if start is None else start, low + 1e-6, high - 1e-6)
@@ -199,7 +199,7 @@ class _Problem:
             ).x
         return np.asarray(x, dtype=np.float64)
 
-    def solution(self, x: Array) -> Solution:
+    def solution(self, x: Floats) -> Solution:
         residuals, jacobian = self._linear(x)
         weights = self.weights * _curvature(residuals) / NOISE**2
         information = (jacobian * weights[:, None]).T @ jacobian + np.diag(self.sigma**-2)
@@ -212,17 +212,17 @@ class _Problem:
             np.asarray(np.linalg.inv(information), dtype=np.float64),
         )
 
-    def _weighed(self, x: Array) -> Array:
+    def _weighed(self, x: Floats) -> Floats:
         residuals, _ = self._linear(x)
         softened = self.loss.soften(residuals) * np.sqrt(self.weights) / NOISE
         return np.concatenate([softened, (x - self.start) / self.sigma])
 
-    def _slope(self, x: Array) -> Array:
+    def _slope(self, x: Floats) -> Floats:
         residuals, jacobian = self._linear(x)
         slopes = self.loss.softening(residuals) * np.sqrt(self.weights) / NOISE
         return np.vstack([slopes[:, None] * jacobian, np.diag(1 / self.sigma)])
 
-    def _linear(self, x: Array) -> tuple[Array, Array]:
+    def _linear(self, x: Floats) -> tuple[Floats, Floats]:
         """Return residuals and their derivatives at `x`; asked for twice in a row, so the last answer is kept."""
         if self._found is None or self._at is None or not np.array_equal(self._at, x):
             points = [x, *(x + _STEP * unit for unit in np.eye(len(x)))]
@@ -236,7 +236,7 @@ class _Problem:
         return self._found
 
 
-def setting_weights(cells: Sequence[Cell]) -> Array:
+def setting_weights(cells: Sequence[Cell]) -> Floats:
     """Return the weight of each cell: the inverse root of the number of cells of its setting, 1 on average."""
     settings = ["|".join(cell.row.setting) for cell in cells]
     counts = np.array([settings.count(setting) for setting in settings])
@@ -244,14 +244,14 @@ def setting_weights(cells: Sequence[Cell]) -> Array:
     return np.asarray(weights / weights.mean())
 
 
-def _bounds(constants: Sequence[FittedConstant]) -> tuple[Array, Array]:
+def _bounds(constants: Sequence[FittedConstant]) -> tuple[Floats, Floats]:
     """Return the logarithms of the bounds that physics sets."""
     with np.errstate(divide="ignore"):
         low = np.log([constant.low for constant in constants])
     return np.asarray(low), np.log([constant.high for constant in constants])
 
 
-def _named(constants: Sequence[FittedConstant], x: Array) -> dict[str, float]:
+def _named(constants: Sequence[FittedConstant], x: Floats) -> dict[str, float]:
     return dict(zip((constant.name for constant in constants), np.exp(x).tolist(), strict=True))
 
 
@@ -259,26 +259,26 @@ def _named(constants: Sequence[FittedConstant], x: Array) -> dict[str, float]:
 class _Loss:
     """A robust loss: what squares to it, and the derivative of that."""
 
-    soften: Callable[[Array], Array]
-    softening: Callable[[Array], Array]
+    soften: Callable[[Floats], Floats]
+    softening: Callable[[Floats], Floats]
 
 
-def _soft(residual: Array) -> Array:
+def _soft(residual: Floats) -> Floats:
     scaled = residual / OUTLIER
     return np.asarray(np.sign(scaled) * OUTLIER * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1)))
 
 
-def _softening(residual: Array) -> Array:
+def _softening(residual: Floats) -> Floats:
     scaled = np.maximum(np.abs(residual) / OUTLIER, 1e-6)
     root = np.sqrt(1 + scaled**2)
     return np.asarray(scaled / root / np.sqrt(2 * (root - 1)))
 
 
-def _cauchy(residual: Array) -> Array:
+def _cauchy(residual: Floats) -> Floats:
     return np.asarray(np.sign(residual) * OUTLIER * np.sqrt(np.log1p((residual / OUTLIER) ** 2)))
 
 
-def _cauchying(residual: Array) -> Array:
+def _cauchying(residual: Floats) -> Floats:
     scaled = np.maximum(np.abs(residual) / OUTLIER, 1e-6)
     return np.asarray(scaled / (1 + scaled**2) / np.sqrt(np.log1p(scaled**2)))
 
@@ -286,12 +286,12 @@ def _cauchying(residual: Array) -> Array:
 _SOFT, _CAUCHY = _Loss(_soft, _softening), _Loss(_cauchy, _cauchying)
 
 
-def _slopes(residual: Array) -> Array:
+def _slopes(residual: Floats) -> Floats:
     """Return half the derivative of the loss."""
     return np.asarray(residual / (1 + (residual / OUTLIER) ** 2))
 
 
-def _curvature(residual: Array) -> Array:
+def _curvature(residual: Floats) -> Floats:
     """Return the weight of each row near the optimum."""
     return np.asarray(1 / (1 + (residual / OUTLIER) ** 2))
 

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from costmodel.estimate import work_terms
 from costmodel.profile import Bound, Profile
 from costmodel.work import Work
 from topology.errors import PlanError
-from zosim.engines.recurrence import MAX_STEPS, Member, Recurrence, RecurrenceNode, second_half_s
+from zosim.engines.maxplus import Edge, Floats, MaxPlus, Member, Node
+from zosim.engines.recurrence import MAX_STEPS, Precedence, second_half_s
 from zosim.engines.shortening import are_alike, shortened
 from zosim.engines.steady import MAX_CYCLE, TOLERANCE
 from zosim.engines.world import World
@@ -33,8 +35,6 @@ from zosim.lowering import lower
 from zosim.lowering.schedule import StepWriter
 from zosim.plans import Plan
 from zosim.program import Program
-
-Floats = npt.NDArray[np.float64]
 
 # Configurations evaluated together: as many as leave the times of a step in the cache.
 _CHUNK = 2048
@@ -197,26 +197,11 @@ class _Read(dict[str, float]):
         return super().get(name, default)
 
 
-@dataclass(frozen=True)
-class _Chain:
-    """A node, or a chain of nodes that wait for each other alone, as one.
+class _Chain(NamedTuple):
+    """A node, or nodes that wait for each other alone as one, with its instructions by their place in the step."""
 
-    Attributes
-    ----------
-    name : Member
-        The last of the chain, whom others wait for.
-    edges : tuple of (int, Member, bool)
-        Positions before, whom, and whether the host's own time comes between.
-    numbers : tuple of int
-        Instructions of the chain, by their place in the step.
-    after_host : bool
-        Whether it waits for the host's own time from the beginning of the run.
-    """
-
-    name: Member
-    edges: tuple[tuple[int, Member, bool], ...]
+    node: Node
     numbers: tuple[int, ...]
-    after_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -251,17 +236,16 @@ class _GridOrder:
         if program.prologue:
             message = f"program {program.name} has a prologue, which a grid of configurations cannot have"
             raise PlanError(message, hint="take step_time_bound for each configuration")
-        recurrence = Recurrence(World.of_one(program, machine), MAX_STEPS)
-        number = {item.id: place for place, item in enumerate(program.step)}
-        listed = [recurrence.nodes(position) for position in range(1, recurrence.max_distance + 2)]
-        carried = {
-            before for nodes in listed for node in nodes for distance, before, _ in node.edges if distance
-        }
+        precedence = Precedence.of_world(World.of_one(program, machine), MAX_STEPS)
+        number = {Member(0, item.id): place for place, item in enumerate(program.step)}
+        listed = [precedence.nodes(position) for position in range(1, precedence.max_distance + 2)]
+        edges = [edge for nodes in listed for node in nodes for edge in node.edges]
+        carried = {edge.before for edge in edges if edge.before is not None and edge.distance}
         *first, usual = listed
         return cls(
             program,
-            tuple(tuple(_links(nodes, number, carried, fused=False)) for nodes in first),
-            tuple(_links(usual, number, carried, fused=True)),
+            tuple(tuple(_chains(nodes, number, carried, fused=False)) for nodes in first),
+            tuple(_chains(usual, number, carried, fused=True)),
             tuple(sorted(carried)),
         )
 
@@ -279,12 +263,12 @@ class _GridOrder:
             return np.zeros_like(step_s)
         sums: dict[tuple[int, ...], Floats] = {}
         known: dict[tuple[int, ...], Floats] = {}
-        for link in itertools.chain(self.usual, *self.first):
+        for chain in itertools.chain(self.usual, *self.first):
             # Chains of like blocks have like parts, and those are the same arrays.
-            key = tuple(id(seconds[number]) for number in link.numbers)
+            key = tuple(id(seconds[number]) for number in chain.numbers)
             if key not in known:
-                known[key] = np.sum([seconds[number] for number in link.numbers], axis=0)
-            sums[link.numbers] = known[key]
+                known[key] = np.sum([seconds[number] for number in chain.numbers], axis=0)
+            sums[chain.numbers] = known[key]
         pieces = [
             self._chunk(
                 {k: v[begin : begin + _CHUNK] for k, v in sums.items()}, step_s[begin : begin + _CHUNK]
@@ -295,62 +279,39 @@ class _GridOrder:
 
     def _chunk(self, seconds: Mapping[tuple[int, ...], Floats], step_s: Floats) -> Floats:
         result = np.full(len(step_s), np.nan)
-        ends: list[dict[Member, Floats]] = []
+        run: MaxPlus[Floats] = MaxPlus({0: step_s}, np.zeros(len(step_s)), np.maximum)
         carried: list[Floats] = []
         depth = len(self.first)
         for step in range(MAX_STEPS):
-            links = self.first[step] if step < depth else self.usual
-            ends.append(_advanced(links, ends, seconds, step_s))
-            carried.append(np.stack([ends[-1][name] for name in self.carried]))
+            chains = self.first[step] if step < depth else self.usual
+            ends = run.advance((c.node for c in chains), (seconds[c.numbers] for c in chains))
+            carried.append(np.stack([ends[member] for member in self.carried]))
             for period_s in _periods(carried, depth):
                 result = np.where(np.isnan(result), period_s, result)
             if not np.isnan(result).any():
                 return result
             if step >= depth:
-                ends[step - depth] = {}
+                run.starts[step], run.ends[step - depth] = {}, {}
         late = second_half_s(carried[-1].max(axis=0), carried[MAX_STEPS // 2 - 1].max(axis=0))
         return np.where(np.isnan(result), late, result)
 
 
-def _links(
-    nodes: Sequence[RecurrenceNode], number: Mapping[str, int], carried: set[Member], *, fused: bool
-) -> Iterator[_Chain]:
-    """Yield nodes in their order, chains of them as one if they may be."""
-    followers: dict[Member, int] = {}
-    for node in nodes:
-        for distance, before, _ in node.edges:
-            if distance == 0:
-                followers[before] = followers.get(before, 0) + 1
+def _chains(
+    nodes: Sequence[Node], number: Mapping[Member, int], carried: Container[Member], *, fused: bool
+) -> Iterable[_Chain]:
+    """Return nodes in their order, chains of them as one if they may be."""
+    num_followers = Counter(edge.before for node in nodes for edge in node.edges if edge.distance == 0)
     chains: dict[Member, _Chain] = {}
     for node in nodes:
-        (name,) = node.members
-        edges = tuple((distance, before, delay_s > 0) for distance, before, delay_s in node.edges)
-        numbers: tuple[int, ...] = (number[name.instruction],)
-        last = edges[0][1] if len(edges) == 1 and edges[0][0] == 0 else None
-        if fused and last in chains and followers[last] == 1 and last not in carried and not edges[0][2]:
-            joined = chains.pop(last)
-            edges, numbers = joined.edges, (*joined.numbers, *numbers)
-        chains[name] = _Chain(name, edges, numbers, node.earliest_s > 0)
-    yield from chains.values()
-
-
-def _advanced(
-    links: Sequence[_Chain],
-    ends: Sequence[Mapping[Member, Floats]],
-    seconds: Mapping[tuple[int, ...], Floats],
-    step_s: Floats,
-) -> dict[Member, Floats]:
-    """Return the ends of the next step."""
-    here: dict[Member, Floats] = {}
-    for link in links:
-        start_s: Floats | None = step_s if link.after_host else None
-        for distance, before, waits_for_host in link.edges:
-            end_s = (ends[-distance] if distance else here)[before]
-            end_s = end_s + step_s if waits_for_host else end_s
-            start_s = end_s if start_s is None else np.maximum(start_s, end_s)
-        own = seconds[link.numbers]
-        here[link.name] = own.copy() if start_s is None else start_s + own
-    return here
+        (member,) = node.members
+        chain = _Chain(node, (number[member],))
+        before = node.edges[0].before if len(node.edges) == 1 else None
+        is_next = before in chains and node.edges[0] == Edge(0, before)
+        if fused and before and is_next and num_followers[before] == 1 and before not in carried:
+            first = chains.pop(before)
+            chain = _Chain(Node((member,), first.node.edges), first.numbers + chain.numbers)
+        chains[member] = chain
+    return chains.values()
 
 
 def _periods(carried: Sequence[Floats], depth: int) -> Iterator[Floats]:

@@ -1,49 +1,32 @@
 """The closed form beside the event engine: when instructions run if nothing is shared.
 
-    ``start(i, k) = max(end of the stream's predecessor, ends of what i waits for)``
-    ``end(i, k)   = start(i, k) + seconds of i alone``
+A max-plus recurrence (:mod:`zosim.engines.maxplus`) whose nodes are instructions. A collective is one node for all members of its
+group: it starts after the latest of them and takes as long as the slowest of their flows. A message is one node for its two
+ranks.
 
-A collective is one instruction of all members of its group: it starts after the latest of them and takes as long as
-the slowest of their flows. A message is one instruction of its two ranks.
-
-This is linear in the max-plus algebra, so steps become periodic, with the period of the heaviest circuit of
-dependencies; sharing only makes durations longer, and later starts never make anything end earlier. The period is
+So steps become periodic, with the period of the heaviest circuit of dependencies. Sharing only makes durations longer, and later starts never make anything end earlier. The period is
 therefore a lower bound of the simulated step time, and equal to it wherever nothing is shared. It lies between the
 busiest stream's seconds and the seconds of all streams together.
-
-References
-----------
-.. [1] Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, chapter 3: max-plus linear systems and
-   their eventual periodicity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
-from typing import NamedTuple
 
 import numpy as np
 
 from costmodel.profile import Bound
 from topology.errors import ProgramError
+from zosim.engines.maxplus import Edge, MaxPlus, Member, Node
 from zosim.engines.steady import SteadyDetector
 from zosim.engines.world import World
 from zosim.hardware.machine import Machine
-from zosim.instructions import Part
 from zosim.places import Order, Place
 from zosim.program import Program
 
 # Steps after which the period of a recurrence that has not become periodic is taken from its second half.
 MAX_STEPS = 64
-
-
-class Member(NamedTuple):
-    """An instruction of one rank, by the rank's position in its world."""
-
-    rank: int
-    instruction: str
 
 
 Times = dict[Member, tuple[float, float]]
@@ -133,24 +116,95 @@ def run_times_of(world: World, num_steps: int) -> dict[tuple[int, Place], tuple[
     }
 
 
-@dataclass(frozen=True, slots=True)
-class RecurrenceNode:
-    """An instruction, or a collective or message as one instruction of all who meet.
+class Precedence:
+    """Who waits for whom at every position of a run.
 
-    Attributes
+    Parameters
     ----------
-    members : tuple of Member
-    earliest_s : float
-        Before this it does not start, whatever has finished.
-    edges : tuple of (int, Member, float)
-        What it waits for: positions before, the instruction, and a delay after its end.
-    seconds : float
+    orders : sequence of Order
+        Of each rank.
+    hosts : collection of int
+        Ranks whose host takes time of its own between two steps.
+    world : World, optional
+        Knows who meets whom, and who is whose peer; without it every rank is by itself.
     """
 
-    members: tuple[Member, ...]
-    earliest_s: float
-    edges: tuple[tuple[int, Member, float], ...]
-    seconds: float
+    def __init__(
+        self, orders: Sequence[Order], hosts: Collection[int] = (0,), world: World | None = None
+    ) -> None:
+        self.orders = orders
+        self.max_distance = max(order.max_distance for order in orders)
+        self._hosts = hosts
+        self._world = world
+
+    @classmethod
+    def of_world(cls, world: World, num_steps: int) -> Precedence:
+        """Return the precedence in a run of all ranks."""
+        ranks = range(world.size)
+        orders = [Order(world.program(rank), num_steps) for rank in ranks]
+        return cls(orders, [rank for rank in ranks if world.template(rank).step_s > 0], world)
+
+    def nodes(self, position: int) -> list[Node]:
+        """Return what runs at a position, each after what it waits for there.
+
+        Raises
+        ------
+        ProgramError
+            If instructions wait for each other in a circle.
+        """
+        together: dict[Hashable, list[Member]] = {}
+        for rank, order in enumerate(self.orders):
+            for item in order.instructions(position):
+                member = Member(rank, item.id)
+                together.setdefault(self._meeting(member, position) or member, []).append(member)
+        nodes = [
+            Node(tuple(members), tuple(dict.fromkeys(self._edges(members, position))))
+            for members in together.values()
+        ]
+        number = {member: place for place, node in enumerate(nodes) for member in node.members}
+        sorter: TopologicalSorter[int] = TopologicalSorter()
+        for place, node in enumerate(nodes):
+            here = (edge.before for edge in node.edges if edge.distance == 0 and edge.before is not None)
+            sorter.add(place, *map(number.__getitem__, here))
+        try:
+            return [nodes[place] for place in sorter.static_order()]
+        except CycleError as error:
+            circle = " waits for ".join(
+                self._name(nodes[place], position) for place in reversed(error.args[1])
+            )
+            message = f"program {self.orders[0].program.name} can never go on: {circle}"
+            raise ProgramError(
+                message, hint="remove one of these dependencies, or reorder a stream"
+            ) from None
+
+    def _meeting(self, member: Member, position: int) -> Hashable:
+        """Return what is the same for all who meet at an instruction; None if it meets nobody."""
+        if self._world is None:
+            return None
+        meeting = self.orders[member.rank].meeting(Place(position, member.instruction))
+        return meeting and self._world.party(member.rank, meeting)[1]
+
+    def _edges(self, members: Iterable[Member], position: int) -> Iterator[Edge]:
+        for rank, instruction in members:
+            order, place = self.orders[rank], Place(position, instruction)
+            follows = order.follows(place)
+            host = rank if rank in self._hosts and order.opens_step(place) else None
+            if follows is None and host is not None:
+                yield Edge(0, None, host)
+            for item in order.predecessors(place):
+                before = Member(rank, item.instruction)
+                yield Edge(position - item.position, before, host if item == follows else None)
+            for group, item in order.waits_for_peers(place) if self._world else ():
+                for peer in self._world.groups[group].peers(rank):
+                    if self.orders[peer].has(item):
+                        yield Edge(position - item.position, Member(peer, item.instruction))
+
+    def _name(self, node: Node, position: int) -> str:
+        rank, instruction = node.members[0]
+        name = f"{self.orders[0].part(position)}/{instruction}"
+        if self._world is None or self._world.size == 1:
+            return name
+        return f"{name} of rank {self._world.numbers[rank]}"
 
 
 class Recurrence:
@@ -168,102 +222,34 @@ class Recurrence:
     """
 
     def __init__(self, world: World, num_steps: int) -> None:
-        self.world = world
-        self.num_steps = num_steps
-        self.orders = [Order(world.program(rank), num_steps) for rank in range(world.size)]
-        self.max_distance = max(order.max_distance for order in self.orders)
-        self._times: list[Times] = []
-        self._steady_nodes: list[RecurrenceNode] = []
+        self._world = world
+        self._num_steps = num_steps
+        self._precedence = Precedence.of_world(world, num_steps)
+        self.max_distance = self._precedence.max_distance
+        hosts = {rank: world.template(rank).step_s for rank in range(world.size)}
+        self._run: MaxPlus[float] = MaxPlus(hosts, 0.0, max)
+        self._steady: tuple[list[Node], list[float]] | None = None
 
     def advance(self) -> Times:
         """Evaluate the next position and return start and end of its instructions."""
-        position = len(self._times)
-        here: Times = {}
-        self._times.append(here)
-        for node in self.nodes(position):
-            start_s = node.earliest_s
-            for distance, before, delay_s in node.edges:
-                start_s = max(start_s, self._times[position - distance][before][1] + delay_s)
-            for member in node.members:
-                here[member] = start_s, start_s + node.seconds
-        return here
+        ends = self._run.advance(*self._at(len(self._run.ends)))
+        starts = self._run.starts[-1]
+        return {member: (starts[member], end_s) for member, end_s in ends.items()}
 
-    def nodes(self, position: int) -> list[RecurrenceNode]:
-        """Return what runs at a position, each after what it waits for there.
-
-        Steps that reach back no further than other steps all look alike.
-        """
-        is_like_others = self.max_distance < position <= self.num_steps
-        if is_like_others and self._steady_nodes:
-            return self._steady_nodes
-        nodes_here = self._ordered_nodes(position)
-        if is_like_others:
-            self._steady_nodes = nodes_here
-        return nodes_here
-
-    def _ordered_nodes(self, position: int) -> list[RecurrenceNode]:
-        together: dict[Hashable, list[Member]] = {}
-        for rank, order in enumerate(self.orders):
-            for item in order.instructions(position):
-                member = Member(rank, item.id)
-                together.setdefault(self._meeting(member, position) or member, []).append(member)
-        nodes = [self._node(tuple(members), position) for members in together.values()]
-        number = {member: place for place, node in enumerate(nodes) for member in node.members}
-        sorter: TopologicalSorter[int] = TopologicalSorter()
-        for place, node in enumerate(nodes):
-            sorter.add(place, *(number[before] for distance, before, _ in node.edges if distance == 0))
-        try:
-            return [nodes[place] for place in sorter.static_order()]
-        except CycleError as error:
-            circle = " waits for ".join(
-                self._name(nodes[place], position) for place in reversed(error.args[1])
+    def _at(self, position: int) -> tuple[list[Node], list[float]]:
+        """Return the nodes at a position and their seconds; steps that reach back no further than steps all look alike."""
+        is_like_others = self.max_distance < position <= self._num_steps
+        if is_like_others and self._steady is not None:
+            return self._steady
+        nodes = self._precedence.nodes(position)
+        part = self._precedence.orders[0].part(position)
+        seconds = [
+            max(
+                self._world.template(rank).activities[part, instruction].seconds
+                for rank, instruction in node.members
             )
-            message = f"program {self.world.program(0).name} can never go on: {circle}"
-            raise ProgramError(
-                message, hint="remove one of these dependencies, or reorder a stream"
-            ) from None
-
-    def _meeting(self, member: Member, position: int) -> Hashable:
-        """Return what is the same for all who meet at an instruction; None if it meets nobody."""
-        meeting = self.orders[member.rank].meeting(Place(position, member.instruction))
-        return meeting and self.world.party(member.rank, meeting)[1]
-
-    def _node(self, members: tuple[Member, ...], position: int) -> RecurrenceNode:
-        part = self.orders[0].part(position)
-        earliest_s, edges = 0.0, []
-        for member in members:
-            host_s, own_edges = self._waits(member, position)
-            earliest_s = max(earliest_s, host_s)
-            edges += own_edges
-        seconds = max(
-            self.world.template(rank).activities[part, instruction].seconds for rank, instruction in members
-        )
-        return RecurrenceNode(members, earliest_s, tuple(dict.fromkeys(edges)), seconds)
-
-    def _waits(self, member: Member, position: int) -> tuple[float, list[tuple[int, Member, float]]]:
-        """Return the earliest start of an instruction, and its edges."""
-        rank, order = member.rank, self.orders[member.rank]
-        place = Place(position, member.instruction)
-        follows = order.follows(place)
-        host_s = self.world.template(rank).step_s if order.opens_step(place) else 0.0
-        edges = [
-            (position - item.position, Member(rank, item.instruction), host_s if item == follows else 0.0)
-            for item in order.predecessors(place)
+            for node in nodes
         ]
-        for group, item in order.waits_for_peers(place):
-            edges += [
-                (position - item.position, Member(peer, item.instruction), 0.0)
-                for peer in self.world.groups[group].peers(rank)
-                if self.orders[peer].has(item)
-            ]
-        return (host_s if follows is None else 0.0), edges
-
-    def _name(self, node: RecurrenceNode, position: int) -> str:
-        rank, instruction = node.members[0]
-        name = f"{self._part(position)}/{instruction}"
-        if self.world.size == 1:
-            return name
-        return f"{name} of rank {self.world.numbers[rank]}"
-
-    def _part(self, position: int) -> Part:
-        return self.orders[0].part(position)
+        if is_like_others:
+            self._steady = nodes, seconds
+        return nodes, seconds
