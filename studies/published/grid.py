@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDFloats
+from numpy.typing import NDArray
 
 from zosim.engines.maxplus import Edge, Floats, MaxPlus, Member, Node
 from zosim.engines.recurrence import Precedence
@@ -46,7 +46,7 @@ class Compiled:
     nodes: tuple[Node, ...]
 
     @cached_property
-    def counts(self) -> NDFloats[np.int64]:
+    def counts(self) -> NDArray[np.int64]:
         """How many instructions of the step are of each kind."""
         return np.bincount(list(self.kinds.values()), minlength=len(self.representatives))
 

@@ -91,9 +91,9 @@ class MaxPlus(Generic[Time]):
     def __init__(self, hosts: Mapping[int, Time], zero: Time, latest: Callable[[Time, Time], Time]) -> None:
         self.starts: list[dict[Member, Time]] = []
         self.ends: list[dict[Member, Time]] = []
-        self._hosts = hosts
-        self._zero = zero
-        self._latest = latest
+        self._hosts: Mapping[int, Time] = hosts
+        self._zero: Time = zero
+        self._latest: Callable[[Time, Time], Time] = latest
 
     def advance(self, nodes: Iterable[Node], seconds: Iterable[Time]) -> dict[Member, Time]:
         """Evaluate the next step and return its ends.

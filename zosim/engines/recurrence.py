@@ -194,7 +194,9 @@ class Precedence:
             for item in order.predecessors(place):
                 before = Member(rank, item.instruction)
                 yield Edge(position - item.position, before, host if item == follows else None)
-            for group, item in order.waits_for_peers(place) if self._world else ():
+            if self._world is None:
+                continue
+            for group, item in order.waits_for_peers(place):
                 for peer in self._world.groups[group].peers(rank):
                     if self.orders[peer].has(item):
                         yield Edge(position - item.position, Member(peer, item.instruction))
