@@ -14,7 +14,7 @@ from studies.published.fitted_profile import load_published_profile
 from studies.published.memory import parts_of
 from studies.published.predicting import CellPrediction, answers
 from studies.published.rows import PublishedRow, shipped_rows
-from zosim.report import Bullets, Report, Table
+from zosim.report import Bullets, Picture, Report, Table
 
 _TITLES = {
     "throughput": "throughput in tokens/s",
@@ -51,7 +51,7 @@ def _report(
     return Report(
         f"The tables of {paper}, published and predicted",
         words,
-        *(f"![{plot.stem}]({plot.name})" for plot in plots),
+        *(Picture(plot.stem, plot.name) for plot in plots),
         Report("Conventions found", Bullets(_conventions(paper, [row for row, _ in pairs]))),
         *(
             _table(number, [pair for pair in pairs if pair[0]["table"] == number], findings)

@@ -1,7 +1,7 @@
 """What is said about a result, once: shown in a terminal, written as Markdown, handed on as data.
 
-A report is a sequence of parts: paragraphs (plain strings), :class:`Table`, :class:`Bullets`, :class:`Code`, and
-reports again, which are its sections::
+A report is a sequence of parts: paragraphs (plain strings), :class:`Table`, :class:`Bullets`, :class:`Code`,
+:class:`Picture`, and reports again, which are its sections::
 
     >>> made = Report("Steps", "Two plans:", Table(("plan", "ms"), [("zo2", 1.5), ("mezo", 2)], numeric=("ms",)))
     >>> print(made.to_markdown(), end="")
@@ -15,10 +15,14 @@ reports again, which are its sections::
     | mezo | 2 |
     >>> made.to_data()
     {'title': 'Steps', 'parts': ['Two plans:', [{'plan': 'zo2', 'ms': 1.5}, {'plan': 'mezo', 'ms': 2}]]}
+
+Whatever is said may name what a stranger's file calls itself. So a text is emphasised (``**``) and quoted (backticks) as Markdown
+does, but it holds neither links, nor images, nor HTML.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -27,7 +31,10 @@ from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from topology.printable import one_line
+from topology.printable import one_line, printable
+
+_LINKING = re.compile(r"(?<!`)(`+)(?!`)[^\n]+?(?<!`)\1(?!`)|\\(?=[!-/:-@\[-`{-~]|$)|[\[<]", re.MULTILINE)
+"""What is quoted, which stays; or a character that begins a link, an image or a tag, or that takes the next one's meaning."""
 
 
 class Table:
@@ -77,8 +84,9 @@ class Table:
     def to_markdown(self) -> str:
         """Return the table as Markdown, under its title in bold."""
         marks = ["---:" if column in self.numeric else "---" for column in self.columns]
-        lines = [self.columns, marks, *([_plain(cell) for cell in row] for row in self.rows)]
-        title = f"**{self.title}**\n\n" if self.title else ""
+        lines = [[_in_cell(column) for column in self.columns], marks]
+        lines += [[_in_cell(cell) for cell in row] for row in self.rows]
+        title = f"**{_in_markdown(self.title)}**\n\n" if self.title else ""
         return title + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def to_data(self) -> list[dict[str, Any]]:
@@ -103,7 +111,7 @@ class Bullets:
 
     def to_markdown(self) -> str:
         """Return the list as Markdown."""
-        return "\n".join(f"- {item}" for item in self.items)
+        return "\n".join(f"- {_in_markdown(item)}" for item in self.items)
 
     def to_data(self) -> list[str]:
         """Return the sentences."""
@@ -120,12 +128,32 @@ class Code:
         return Text(self.text)
 
     def to_markdown(self) -> str:
-        """Return the text as an indented block."""
-        return "\n".join(f"    {line}".rstrip() for line in self.text.splitlines())
+        """Return the text between fences."""
+        text = printable(self.text)
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+        return f"{fence}\n{text.rstrip()}\n{fence}"
 
     def to_data(self) -> str:
         """Return the text."""
         return self.text
+
+
+class Picture:
+    """A picture in a file beside the page."""
+
+    def __init__(self, caption: str, file: str) -> None:
+        self.caption, self.file = caption, file
+
+    def __rich__(self) -> Text:
+        return Text(f"{self.caption}: {self.file}")
+
+    def to_markdown(self) -> str:
+        """Return the picture as Markdown shows it."""
+        return f"![{_in_markdown(self.caption)}]({self.file})"
+
+    def to_data(self) -> dict[str, str]:
+        """Return its caption and file."""
+        return {"caption": self.caption, "file": self.file}
 
 
 class Report:
@@ -149,12 +177,12 @@ class Report:
 
     def to_markdown(self, level: int = 1) -> str:
         """Return the report as Markdown; its sections are headed one `level` deeper."""
-        blocks = [f"{'#' * level} {self.title}"] if self.title else []
+        blocks = [f"{'#' * level} {_in_markdown(self.title)}"] if self.title else []
         for part in self.parts:
             if isinstance(part, Report):
                 blocks.append(part.to_markdown(level + 1 if self.title else level).rstrip("\n"))
             else:
-                blocks.append(part if isinstance(part, str) else part.to_markdown())
+                blocks.append(_in_markdown(part) if isinstance(part, str) else part.to_markdown())
         return "\n\n".join(blocks) + "\n"
 
     def to_html(self) -> str:
@@ -171,7 +199,7 @@ class Report:
         }
 
 
-Part = str | Table | Bullets | Code | Report
+Part = str | Table | Bullets | Code | Picture | Report
 
 
 def _says_something(part: Part) -> bool:
@@ -187,7 +215,12 @@ def _says_something(part: Part) -> bool:
     return True
 
 
-def _plain(cell: Any) -> str:
-    """Return a cell as Markdown has it: on one line, its bars escaped."""
+def _in_markdown(text: str) -> str:
+    """Return a text as Markdown has it: what would begin a link, an image or a tag is escaped."""
+    return _LINKING.sub(lambda match: match[0] if match[1] else f"\\{match[0]}", printable(text))
+
+
+def _in_cell(cell: Any) -> str:
+    """Return a cell as Markdown has it: on one line, its bars escaped, too."""
     text = cell.plain if isinstance(cell, Text) else str(cell)
-    return one_line(" ".join(text.split("\n"))).replace("|", "\\|")
+    return _in_markdown(one_line(" ".join(text.split("\n")))).replace("|", "\\|")

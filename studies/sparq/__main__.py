@@ -16,7 +16,7 @@ def main(out: Annotated[Path, typer.Option(help="Folder of the report and its pi
     from studies.published.sparq import PAPER, printed_volumes
     from studies.sparq import timelines
     from studies.sparq.tables import held_out, written
-    from zosim.report import Report
+    from zosim.report import Picture, Report
 
     out.mkdir(parents=True, exist_ok=True)
     steps = list(timelines.steps())
@@ -27,7 +27,7 @@ def main(out: Annotated[Path, typer.Option(help="Folder of the report and its pi
             timelines.HEAD,
             timelines.table(steps),
             timelines.compared(steps),
-            f"![One step of each method]({picture.name})",
+            Picture("One step of each method", picture.name),
         )
     )
     path = out / "tables.md"

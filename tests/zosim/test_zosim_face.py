@@ -7,11 +7,14 @@ import pkgutil
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 import zosim
 from zosim.cli import app
-from zosim.report import Report, Table
+from zosim.report import Bullets, Code, Picture, Report, Table
 
 
 def test_every_promised_name_is_there() -> None:
@@ -57,7 +60,26 @@ def test_a_setting_that_there_is_not_is_named_with_its_neighbour() -> None:
     assert "slots" in (caught.value.hint or "")
 
 
-def test_what_is_shown_in_a_notebook_brings_no_markup_of_its_own() -> None:
-    report = Report("a <b>", "x <script>", Table(("c",), [("<i>",)]))
-    assert "<script>" not in report.to_html()
-    assert "<i>" not in report.to_html()
+HOSTILE = st.lists(
+    st.sampled_from(
+        ["[a](http://x)", "![a](x.png)", "<http://x>", "<b>", "<!-- -->", "[a]: /x", "[a]", "`", "``", "\\", "|", "\n", " ", "*", "a", "\x1b"]
+    ),
+    max_size=9,
+).map("".join)  # fmt: skip
+
+
+@given(HOSTILE)
+def test_what_a_report_says_brings_no_link_no_image_and_no_tag_of_its_own(text: str) -> None:
+    parts = text, Bullets([text]), Code(text), Table((text,), [(text,)], title=text), Picture("a", "p.svg")
+    markdown = Report(text, *parts).to_markdown()
+    shown = [
+        MarkdownIt("commonmark", {"html": html}).enable("table").render(markdown) for html in (True, False)
+    ]
+    assert shown[0] == shown[1] == Report(text, *parts).to_html()
+    assert "<a " not in shown[0]
+    assert shown[0].count("<img ") == 1
+
+
+def test_what_is_quoted_stays_as_it_is() -> None:
+    said = Report("", "`a[0]` and a[0], `<b>` and **bold**", Table(("c",), [("`a|b[0]`",)])).to_markdown()
+    assert said == "`a[0]` and a\\[0], `<b>` and **bold**\n\n| c |\n| --- |\n| `a\\|b[0]` |\n"
