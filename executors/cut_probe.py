@@ -22,6 +22,7 @@ from executors.models.model import Batch, CutModel
 from executors.randomness.directions import Gaussian
 from executors.randomness.rng import generator_on
 from topology.errors import CodecError, PlanError
+from topology.limits import MAX_SEED
 from zosim.console import emit, stderr
 from zosim.report import Table
 
@@ -252,7 +253,9 @@ def probe(
     ] = None,
     template: Annotated[str | None, typer.Option(help='Such as "{text} It was {label}."')] = None,
     eps: Annotated[float, typer.Option(help="Smoothing radius.")] = 1e-3,
-    seed: Annotated[int, typer.Option(min=0, help="Of the direction and of random rounding.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Of the direction and of random rounding.")
+    ] = 0,
     dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
     random_weights: Annotated[bool, typer.Option("--random-weights", help="The architecture alone.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,

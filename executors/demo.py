@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topology.errors import RunError
-from topology.limits import MAX_THREADS
+from topology.limits import MAX_SEED, MAX_THREADS
 
 if TYPE_CHECKING:
     from costmodel.profile import Profile
@@ -40,7 +40,7 @@ def demo(
     threads: Annotated[
         int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of torch; by default all cores.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the run.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the run.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON on stdout.")] = False,
 ) -> None:
     """Plan, run and compare on this machine: a few minutes, nothing to prepare."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topology.errors import ZosimError
+from topology.limits import MAX_SEED
 from topology.validation import did_you_mean
 from zosim.console import emit, progress, stdout
 from zosim.report import Table
@@ -44,7 +45,7 @@ def check(
     quick: Annotated[
         bool, typer.Option("--quick/--full", help="Smaller samples, as the tests take them, or full ones.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Decides every random number.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Decides every random number.")] = 0,
     json: Annotated[
         bool,
         typer.Option("--json", help="Print JSON on stdout, a line for each claim as soon as it is checked."),

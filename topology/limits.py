@@ -30,7 +30,8 @@ MAX_RANKS = 2**16
 MAX_THREADS = 1024
 Threads = Annotated[int, Field(gt=0, le=MAX_THREADS)]
 """Threads of a process's kernels. OpenMP ends a process whose threads it cannot start, and says so on a line of its own."""
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+MAX_SEED = 2**63 - 1
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 """Of random numbers; generators take no more bits."""
 
 _MAX_DIGITS = 18

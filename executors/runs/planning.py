@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -377,12 +378,11 @@ def refuse_too_large(plan: Plan, programs: ProgramSet | None, *, random_weights:
     DoesNotFit
         If the buffers of the ranks of one host cannot be had.
     """
-    programs = programs or lower_all(plan)
     on_cpu = not plan.placement.devices[0].startswith("gpu")
     ranks = plan.placement.ranks_by_host[0]
-    held = [b for rank in ranks for b in programs.program_of(rank).buffers if on_cpu or b.space is Space.HOST]
-    once = {b.name: b.size_bytes for b in held if b.shared}
-    size = sum(b.size_bytes for b in held if not b.shared) + sum(once.values())
+    # What an edited program has buffers for need not be what the plan's batch takes.
+    held = [_held(made, ranks, on_cpu=on_cpu) for made in (lower_all(plan), programs) if made is not None]
+    once, size = max(held, key=lambda buffers: buffers[1])
     width = FORMATS[plan.weights.dtype].element_bytes
     # While they move into their buffers, the weights of one group stand twice. All ranks map them from the same files;
     # random ones every rank makes for itself.
@@ -393,3 +393,10 @@ def refuse_too_large(plan: Plan, programs: ProgramSet | None, *, random_weights:
         if finding.severity == "error":
             raise DoesNotFit(finding.message, hint=finding.hint)
     return [str(finding) for finding in findings]
+
+
+def _held(programs: ProgramSet, ranks: Sequence[int], *, on_cpu: bool) -> tuple[dict[str, int], int]:
+    """Return the buffers that ranks of one host share, by name, and the bytes of all that they hold in its memory."""
+    held = [b for rank in ranks for b in programs.program_of(rank).buffers if on_cpu or b.space is Space.HOST]
+    once = {b.name: b.size_bytes for b in held if b.shared}
+    return once, sum(b.size_bytes for b in held if not b.shared) + sum(once.values())

@@ -11,7 +11,7 @@ from costmodel.configs import LoRA, Prefix, Subset
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.runs.learning_rate import LearningRate
 from topology.errors import PlanError, RunError
-from topology.limits import MAX_THREADS, Threads
+from topology.limits import MAX_SEED, MAX_THREADS, Seed, Threads
 from zosim.plans import AXES, Plan, Setting, fields_of, is_decisive
 from zosim.program import Program
 from zosim.program_set import ProgramSet
@@ -177,7 +177,7 @@ class RunSettings:
     out: Annotated[str, Setting("--out", "Directory of the run.")]
     program: Program | ProgramSet | None = None
     seed: Annotated[
-        int, Setting("--seed", "Of directions, the shuffle, and what adapters begin as.", "numbers")
+        Seed, Setting("--seed", "Of directions, the shuffle, and what adapters begin as.", "numbers")
     ] = 0
     weight_decay: Annotated[
         float, Setting("--weight-decay", "Of all but biases and layer norms.", "numbers")
@@ -271,8 +271,8 @@ class RunSettings:
                 f"adapters and prefixes are tuned in place of the model's own parameters, --tune {self.tuned} is part of these",
                 hint="leave one of the two out",
             )
-        if self.seed < 0:
-            raise RunError(f"seed={self.seed} must be at least 0")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise RunError(f"seed={self.seed} must be from 0 to {MAX_SEED}")
         if self.weight_decay < 0:
             raise RunError(f"weight_decay={self.weight_decay} must be at least 0")
         if self.objective != "loss" and (self.loss_dtype != "model" or self.plan.forward.loss_chunk_tokens):

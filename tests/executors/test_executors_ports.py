@@ -238,23 +238,51 @@ def test_a_stranger_who_writes_under_every_key_runs_no_code(inputs, tmp_path, st
 
 
 KEYS = [
-    f"default_pg/{key}" for key in ("zosim/secret", "0", "1", "zosim/waited/0", "store_based_barrier_key:1")
+    f"default_pg/{key}"
+    for key in ("zosim/secret", "0", "1", "zosim/roll-called", "store_based_barrier_key:1")
 ]
 """Some of those of a run, for a torch whose stores do not list theirs."""
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes root to be another user")
-def test_another_user_cannot_open_the_store_of_a_launch(inputs, tmp_path, monkeypatch):
+def test_another_user_neither_reads_nor_writes_the_store_of_a_launch(inputs, tmp_path, monkeypatch, stranger):
+    """Who could append to its file could write under every key."""
     tmp_path.chmod(0o755)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    temporary.chmod(0o1777)  # as the system's: whoever likes makes files there
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    tries = (
+        "cat {0}/store",
+        "ls {0}",
+        "cat {1} >> {0}/store",
+        "cp {1} {0}/store",
+        "cp {1} {0}/pid-0",
+        "rm -f {0}/store",
+        "ln -sf {1} {0}/store",
+        "mv {0} {0}-gone",
+    )
     with Command(*options(inputs, tmp_path / "out", "--method", "pertp")) as run:
         while not (tmp_path / "out" / "steps.jsonl").exists():
             assert run.is_running
             time.sleep(0.02)
-        (directory,) = tmp_path.glob(f"{PREFIX}*")
+        (directory,) = temporary.glob(f"{PREFIX}*")
         assert (directory / "store").exists()
-        tried = subprocess.run(["cat", directory / "store"], user=NOBODY, capture_output=True, check=False)
-        assert b"Permission denied" in tried.stderr
+        keys = [b"default_pg/" + key.encode() for key in ("0", "1", "zosim/secret", "zosim/waits-for/1")]
+        rubbish = temporary / "rubbish"
+        rubbish.write_bytes(b"".join(_as_in_a_file(part) for key in keys for part in (key, stranger.pickled)))
+        for words in tries:
+            command = ["sh", "-c", words.format(directory, rubbish)]
+            tried = subprocess.run(command, user=NOBODY, capture_output=True, text=True, check=False)
+            assert tried.returncode != 0, words
+            assert "ermission denied" in tried.stderr or "not permitted" in tried.stderr, words
+        said = run.end()
+    assert run.exit_code == 0, said
+
+
+def _as_in_a_file(part):
+    """Return a key or a value as torch's FileStore writes it."""
+    return struct.pack("<Q", len(part)) + part
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes root to be another user")
