@@ -16,7 +16,7 @@ from executors.randomness.rng import generator_on
 from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, worst
-from proofs_checks.statistics import compare_means
+from proofs_checks.statistics import compare_means, compare_two_points
 
 BITS = tuple(range(1, 9))
 GRIDS: tuple[Grid, ...] = ("symmetric", "affine-zero", "affine")
@@ -33,17 +33,16 @@ def _activation(rows: int, columns: int, seed: int, *, gate: float = 0.5) -> Ten
 def check_stochastic(context: Context) -> Outcome:
     """Compare the mean of what messages are decoded to with the tensor, for every grid, scope and number of bits."""
     outcomes = []
-    given = _activation(3, 4, context.seed + 1, gate=-0.4).abs()
-    given[1] += 0.2
+    given = torch.linspace(0.05, 1.7, 12, dtype=torch.float64).view(3, 4) ** 1.5
     given[0, 0] = 0.0
     # Repeated rows share their grids, whatever the scope: one message holds all samples.
-    repeated = given.repeat(context.samples(20_000, 3000), 1)
+    repeated = given.repeat(context.samples(60_000, 10_000), 1)
     cases = list(itertools.product(BITS, GRIDS, SCOPES))
     for number, (bits, grid, scope) in enumerate(cases):
         spec = CodecSpec(bits, grid, "stochastic", scope)
         message = codec_of(spec).encode(repeated, generator_on(_CPU, context.seed + number))
         drawn = decode(message, shape=repeated.shape).reshape(-1, given.numel())
-        outcomes.append(compare_means(spec.name, drawn, given.reshape(-1)))
+        outcomes.append(compare_two_points(spec.name, drawn, given.reshape(-1)))
     return worst(outcomes)
 
 
@@ -87,7 +86,7 @@ def check_expansion(context: Context) -> Outcome:
     """Compare the squared error of stochastic rounding with ``Σ f(1 - f)s²``; with 2 bits, also κ with 1."""
     outcomes, lines, kappas = [], [], []
     given = torch.randn((16, 64), generator=generator_on(_CPU, context.seed), dtype=torch.float64)
-    count = context.samples(600, 60)
+    count = context.samples(4000, 600)
     for number, bits in enumerate(BITS[1:]):
         spec = CodecSpec(bits, rounding="stochastic")
         step = given.abs().max() / (2 ** (bits - 1) - 1)
@@ -95,8 +94,10 @@ def check_expansion(context: Context) -> Outcome:
         fraction = cells - cells.floor()
         expected = (fraction * (1 - fraction)).sum() * step**2
         generator = generator_on(_CPU, context.seed + number)
-        squared = [(received(given, spec, generator) - given).square().sum() for _ in range(count)]
-        outcomes.append(compare_means(spec.name, torch.stack(squared)[:, None], expected[None]))
+        # Repeated rows share their grid: one message holds all samples.
+        errors = received(given.repeat(count, 1), spec, generator) - given.repeat(count, 1)
+        squared = errors.view(count, -1).square().sum(1, keepdim=True)
+        outcomes.append(compare_means(spec.name, squared, expected[None]))
         random, nearest = (
             float((expected / given.square().sum()).sqrt()),
             relative_error(given, CodecSpec(bits)),
@@ -144,20 +145,18 @@ EPSILON = 1e-3
 def check_gradient_noise(context: Context) -> Outcome:
     """Compare mean and variance of a projected gradient through stochastic rounding with theory, by random numbers."""
     outcomes, lines = [], []
-    cut, count = _Cut(context.seed), context.samples(4000, 600)
+    cut, count = _Cut(context.seed), context.samples(60_000, 20_000)
     plus, minus = cut.at(EPSILON), cut.at(-EPSILON)
     true = float((plus - minus)[0] @ cut.w) / (2 * EPSILON)
     for bits, shared in itertools.product((2, 4, 8), (False, True)):
         spec = CodecSpec(bits, rounding="stochastic")
         variance = _gradient_variance(cut, plus, minus, bits, shared=shared)
-        sampled = torch.tensor(
-            [_gradient(cut, plus, minus, spec, context.seed + 2 * n, shared) for n in range(count)],
-            dtype=torch.float64,
-        )
+        sampled = _gradients(cut, plus, minus, spec, context.seed, count, shared=shared)
         columns = torch.stack([sampled, (sampled - true) ** 2], dim=1)
         how = "the same random numbers" if shared else "independent ones"
         expected = torch.tensor([true, variance], dtype=torch.float64)
-        outcomes.append(compare_means(f"{bits} bits, {how}", columns, expected))
+        scale = torch.tensor([variance**0.5, variance], dtype=torch.float64)
+        outcomes.append(compare_means(f"{bits} bits, {how}", columns, expected, scale=scale, along=False))
         lines.append(
             f"{bits} bits, {how}: deviation {variance**0.5:.3g} of a gradient of {true:.3g}, at ε = {EPSILON:g}"
         )
@@ -165,12 +164,15 @@ def check_gradient_noise(context: Context) -> Outcome:
     return replace(outcome, details=(*outcome.details, *lines))
 
 
-def _gradient(cut: _Cut, plus: Tensor, minus: Tensor, spec: CodecSpec, seed: int, shared: bool) -> float:
+def _gradients(
+    cut: _Cut, plus: Tensor, minus: Tensor, spec: CodecSpec, seed: int, count: int, *, shared: bool
+) -> Tensor:
+    """Return so many projected gradients through a codec; rows of one message share their grid."""
     first, second = (
-        received(a, spec, generator_on(_CPU, number))
+        received(a.repeat(count, 1), spec, generator_on(_CPU, number))
         for a, number in ((plus, seed), (minus, seed if shared else seed + 1))
     )
-    return float((first - second)[0] @ cut.w) / (2 * EPSILON)
+    return (first - second) @ cut.w / (2 * EPSILON)
 
 
 def _gradient_variance(cut: _Cut, plus: Tensor, minus: Tensor, bits: int, *, shared: bool) -> float:

@@ -20,7 +20,7 @@ from scipy.integrate import quad
 from torch import Tensor
 
 from proofs_checks import literal
-from proofs_checks.analytic import DIMENSION, PER_SEGMENT, estimates
+from proofs_checks.analytic import DIMENSION, estimates
 from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.estimates import estimate_moments
@@ -54,12 +54,11 @@ def literal_estimates(
 ) -> Tensor:
     """Return ``(1/q) Σ g·z`` of every step at ``θ``, each ``z`` made and each ``g`` computed one after the other."""
     rows = []
-    shapes = [(1, PER_SEGMENT), *[(PER_SEGMENT,)] * (DIMENSION // PER_SEGMENT - 1)]
     for step in range(num_steps):
         total = torch.zeros(DIMENSION, dtype=torch.float64)
         for query in range(num_queries):
             parts = literal.directions(
-                shapes,
+                literal.ANALYTIC_SHAPES,
                 seed=literal.seed_of(seed, step, query),
                 step=step,
                 query=query,

@@ -19,6 +19,10 @@ _BLOCK_ELEMENTS = {"gaussian": 1 << 14, "rademacher": 1 << 19}
 """Elements of a block of the ``counter`` discipline on a CPU."""
 
 
+ANALYTIC_SHAPES: Sequence[Sequence[int]] = ((1, 2), (2,), (2,), (2,))
+"""Of the parameters of :class:`proofs_checks.analytic.AnalyticModel`."""
+
+
 def _splitmix(x: int) -> int:
     x = (x + 0x9E3779B97F4A7C15) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
@@ -106,6 +110,18 @@ def directions(
             block += 1
         z[number] = torch.cat(pieces).view(*shape)
     return z
+
+
+def directions_of_steps(
+    num_steps: int, seed: int, shapes: Sequence[Sequence[int]] = ANALYTIC_SHAPES
+) -> list[Tensor]:
+    """Return the flat normal direction of each step's first query, in float64, under ``counter``."""
+    flat = []
+    for step in range(num_steps):
+        options = {"rng": "counter", "distribution": "gaussian", "dtype": torch.float64}
+        parts = directions(shapes, seed=seed_of(seed, step, 0), step=step, query=0, **options)  # type: ignore[arg-type]
+        flat.append(torch.cat([part.flatten() for part in parts]))
+    return flat
 
 
 _OF_THE_HEAD = ("final_layer_norm.weight", "final_layer_norm.bias", "norm.weight", "lm_head.weight")

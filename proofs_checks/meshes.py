@@ -12,10 +12,10 @@ from torch import Tensor
 
 from executors.ranks.communicator import Communicator
 from executors.runs.session import Session
-from proofs_checks import literal
 from proofs_checks.analytic import DIMENSION, PER_SEGMENT, AnalyticModel, plan_of
 from proofs_checks.claims import Claim, printed
 from proofs_checks.executed import Case, against_literal, random_cases
+from proofs_checks.literal import directions_of_steps
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.ranks import on_all_ranks
@@ -136,30 +136,13 @@ def check_estimates(context: Context) -> Outcome:
     largest, lines = 0.0, []
     for mesh in meshes:
         applied = estimates_on(mesh, context.samples(30, 3), context.seed)
-        wanted = torch.stack([(slope @ z) * z for z in _directions(len(applied), context.seed)])
+        wanted = torch.stack([(slope @ z) * z for z in directions_of_steps(len(applied), context.seed)])
         off = float((applied - wanted).abs().max() / wanted.abs().max())
         largest = max(largest, off) if not math.isnan(off) else math.nan
         lines.append(
             f"{mesh.describe()}: off by {off:.1e} over {len(applied)} steps of {NUM_SEQUENCES} sequences"
         )
     return Outcome(largest, 1e-9, "largest relative distance of an applied estimate", tuple(lines))
-
-
-def _directions(num_steps: int, seed: int) -> list[Tensor]:
-    shapes = [(1, PER_SEGMENT), *[(PER_SEGMENT,)] * (DIMENSION // PER_SEGMENT - 1)]
-    directions = []
-    for step in range(num_steps):
-        parts = literal.directions(
-            shapes,
-            seed=literal.seed_of(seed, step, 0),
-            step=step,
-            query=0,
-            rng="counter",
-            distribution="gaussian",
-            dtype=torch.float64,
-        )
-        directions.append(torch.cat([part.flatten() for part in parts]))
-    return directions
 
 
 CLAIMS = (

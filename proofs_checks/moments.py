@@ -198,8 +198,8 @@ CLAIMS = (
                 Mutant(
                     "low rank without its scale",
                     "executors.randomness.families:LowRank.fill",
-                    "out.div_(math.sqrt(self.rank))",
-                    "out.div_(self.rank)",
+                    "math.sqrt(self.rank)",
+                    "float(self.rank)",
                 ),
                 _UNIFORM,
                 _UNSET,
@@ -211,7 +211,7 @@ CLAIMS = (
                 ),
                 Mutant(
                     "a second moment of rounded normals that forgets the tails",
-                    "executors.randomness.families:QuantisedGaussian._probabilities",
+                    "costmodel.roundings:normal_moments",
                     "tail = _mass(levels[-1], math.inf)",
                     "tail = 0.0",
                 ),

@@ -87,8 +87,13 @@ class Outcome:
 
     @property
     def resolution(self) -> float | None:
-        """Smallest relative error that some comparison notices 999 times in 1000; None where no sample is random."""
-        return min((estimate.resolution for estimate in self.estimates), default=None)
+        """Smallest relative error that a comparison of random samples notices 999 times in 1000; None where there is none."""
+        varying = [estimate.resolution for estimate in self.estimates if estimate.resolution > _EXACT]
+        return min(varying, default=None)
+
+
+_EXACT = 1e-8
+"""Resolution of comparisons of what does not vary."""
 
 
 def worst(outcomes: list[Outcome]) -> Outcome:

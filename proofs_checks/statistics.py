@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 import torch
+from scipy.stats import binom
 from scipy.stats import t as student
 from torch import Tensor
 
@@ -185,3 +186,53 @@ def fitted_slope(x: list[float], y: list[float]) -> float:
     """
     slope, _ = np.polyfit(np.log(x), np.log(y), 1)
     return float(slope)
+
+
+def compare_two_points(name: str, samples: Tensor, expected: Tensor) -> Outcome:
+    """Return the outcome of comparing numbers rounded at random with what they round: no more than two values, right on average.
+
+    Parameters
+    ----------
+    name : str
+    samples : torch.Tensor
+        Shape (n, k): roundings of k numbers, n times, independently.
+    expected : torch.Tensor
+        Shape (k,): the numbers.
+
+    Notes
+    -----
+    A number between two values is rounded to the upper one with a probability that its mean fixes, and so fixes its variance, too. How
+    often is compared with the binomial distribution, exactly. Where only one value came up, the number is that value, or
+    it is nearer to it than chance explains.
+    """
+    samples, expected = samples.double(), expected.double()
+    low, high = samples.amin(0), samples.amax(0)
+    num_upper = (samples == high).sum(0)
+    others = len(samples) - num_upper - torch.where(high > low, (samples == low).sum(0), 0)
+    estimates = []
+    for number, (x, down, up, upper, other) in enumerate(
+        zip(*(column.tolist() for column in (expected, low, high, num_upper, others)), strict=True)
+    ):
+        label = f"{name} [{number}]" if len(expected) > 1 else name
+        estimates.append(_two_point_estimate(label, x, down, up, upper, other, len(samples)))
+    return outcome_of(name, estimates)
+
+
+def _two_point_estimate(
+    label: str, x: float, down: float, up: float, upper: int, other: int, count: int
+) -> Estimate:
+    rounding = 1e-9 * max(1.0, abs(x))
+    if up == down:  # never rounded the other way
+        p_value = 1.0 if abs(up - x) <= rounding else 0.0
+        return Estimate(
+            label, up, x, up - rounding, up + rounding, p_value, rounding / max(abs(x), rounding), count
+        )
+    chance = min(1.0, max(0.0, (x - down) / (up - down)))
+    is_between = down - rounding <= x <= up + rounding and not other
+    tails = binom.cdf(upper, count, chance), binom.sf(upper - 1, count, chance)
+    p_value = min(1.0, 2 * float(min(tails))) if is_between else 0.0
+    value = down + (up - down) * upper / count
+    deviation = (up - down) * math.sqrt(max(chance * (1 - chance), 1 / count) / count)
+    reach = threshold(count) * deviation
+    resolution = (reach + float(student.isf(MISSED, count - 1)) * deviation) / (abs(x) or 1.0)
+    return Estimate(label, value, x, value - reach, value + reach, p_value, resolution, count)

@@ -12,9 +12,11 @@ import pytest
 
 from proofs_checks.claims import faults_of, try_mutant
 from proofs_checks.outcomes import Context
-from proofs_checks.registry import CLAIMS
+from proofs_checks.registry import CLAIMS, claims_named
+from proofs_checks.statistics import MOST_COMPARISONS
 
 QUICK = Context(size="quick")
+COMPARISONS = {}
 PLANTED = [
     pytest.param(
         check, mutant, id=f"{claim.name}: {mutant.name}", marks=[] if number == 0 else [pytest.mark.slow]
@@ -27,6 +29,7 @@ PLANTED = [
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
 def test_the_claim_has_a_verdict(claim):
     judged = claim.run(QUICK)
+    COMPARISONS[claim.name] = sum(len(outcome.estimates) for outcome in judged.outcomes)
     assert judged.is_settled, [outcome.details for outcome in judged.outcomes if not outcome.passed]
 
 
@@ -59,3 +62,23 @@ def test_derivations_exist():
     for claim in CLAIMS:
         page = claim.derivation.partition("#")[0]
         assert not page or (theory / page).is_file(), claim.name
+
+
+def test_there_are_no_more_comparisons_than_false_alarms_are_stated_for():
+    if not COMPARISONS:
+        pytest.skip("the claims were not run in this process")
+    assert sum(COMPARISONS.values()) <= MOST_COMPARISONS
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "directions-are-independent",
+        "quantised-rge",
+        "codec-stochastic-expands",
+        "quantised-gradient-by-radius",
+    ],
+)
+def test_an_error_of_two_percent_in_a_scale_is_noticed_in_the_quick_set(name):
+    (claim,) = claims_named(name)
+    assert max(outcome.resolution for outcome in claim.run(QUICK).outcomes) <= 0.02
