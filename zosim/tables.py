@@ -135,7 +135,8 @@ def write_table(
     own = _columns(row.fields for row in rows) or list(columns)
     more = [name for name in _columns(added) if name not in own]
     try:
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
+        # A reason can name a file whose name is not UTF-8.
+        with Path(path).open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
             writer = csv.DictWriter(
                 file, [*own, *more], lineterminator="\n", restval="", extrasaction="ignore"
             )

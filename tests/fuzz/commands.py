@@ -229,6 +229,13 @@ def _xml() -> dict[str, bytes]:
 
 _BUY = "--model spec.json --batch 1 --seq 32 --steps 100 --machines rtx4090-2x,cpu-laptop --count 1,2 --simulate 1"
 
+
+def _validate(what: str, *kinds: str) -> Target:
+    return command(
+        f"validate ({what})", "rows.csv -o p.csv", lambda: {"rows.csv": seeds.measured_rows(*kinds)}, quick=8
+    )
+
+
 COMMANDS: tuple[Target, ...] = (
     command("topology list", "", dict, quick=3),
     command("topology show", "machine.yaml", lambda: {"machine.yaml": seeds.topologies()[4]}, quick=10),
@@ -340,6 +347,11 @@ COMMANDS: tuple[Target, ...] = (
     ),
     command("check", "--quick", dict, stop=_no_claims, quick=4),
     command("study", "first_steps", dict, quick=4),
+    _validate("kernels", "matmul", "elementwise", "attention", "attention_backward", "draw"),
+    _validate("links", "copy", "p2p", "all_reduce"),
+    _validate("passes", "forward", "streamed_generation"),
+    _validate("steps", "step", "device_memory", "first_order_step"),
+    _validate("configuration", "host_memory"),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import io
 import json
@@ -158,6 +159,39 @@ def rows() -> bytes:
         kept += [row] if counted[key] <= 2 else []
     write_rows(folder() / "rows.csv", kept, [{} for _ in kept])
     return (folder() / "rows.csv").read_bytes()
+
+
+_STEP = {"model": "opt-125m", "batch": "4", "seq": "64", "devices": "1", "method": "zo2", "optimizer": "adam"}
+MEASURED = {
+    "matmul": {"m": "4096", "n": "8192", "k": "8192"},
+    "elementwise": {"bytes": "200000000"},
+    "attention": {"batch": "2", "heads": "16", "seq": "2048", "head_dim": "128", "causal": "true"},
+    "attention_backward": {"batch": "2", "heads": "16", "seq": "2048", "head_dim": "128"},
+    "draw": {"elements": "100000000"},
+    "copy": {"direction": "d2h", "bytes": "1000000000"},
+    "p2p": {"ranks": "2", "bytes": "1000000"},
+    "all_reduce": {"ranks": "2", "bytes": "1000000"},
+    "forward": _STEP,
+    "streamed_generation": {**_STEP, "generated_tokens": "3"},
+    "step": {**_STEP, "code": "published"},
+    "device_memory": _STEP,
+    "first_order_step": {**_STEP, "data_parallel": "2"},
+    "host_memory": {**_STEP, "model": "tiny", "model_config": json.dumps(CONFIG)},
+}
+
+
+def measured_rows(*kinds: str) -> bytes:
+    """A measurement of each of these kinds."""
+    rows = [
+        {"kind": kind, "hardware": PRESET, "dtype": "float16", "measured": "0.01", **MEASURED[kind]}
+        for kind in kinds
+    ]
+    text = io.StringIO()
+    columns = dict.fromkeys(name for row in rows for name in row)
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
 
 
 @functools.cache
