@@ -101,7 +101,7 @@ class Directions(Axis):
     def _with_usual_factors(cls, data: Any) -> Any:
         """Say what the rank and the laziness of factors are, where nobody did."""
         name = data.get("distribution", "gaussian") if isinstance(data, dict) else None
-        stated = DISTRIBUTIONS.get(name) if isinstance(name, str) else None
+        stated = next((known for given, known in DISTRIBUTIONS.items() if given == name), None)
         if stated is None or not stated.is_factored:
             return data
         usual = {"rank": USUAL_RANK, "lazy_steps": 1 if stated.rank_power else USUAL_LAZY_STEPS}
