@@ -86,7 +86,10 @@ class Prefix(BaseModel):
 Subset = Literal["matrices", "linears"]
 """Part of a model's own parameters: those of two dimensions, or of these the weights of the linears inside the blocks."""
 
-Trainable = Literal["all"] | Subset | LoRA | Prefix
+Part = Literal["all", "matrices", "linears"]
+"""What is tuned of a model's own parameters."""
+
+Trainable = Part | LoRA | Prefix
 
 
 def shipped_models() -> tuple[str, ...]:

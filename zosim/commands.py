@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from costmodel.configs import Part
 from topology.errors import PlanError
 from topology.units import format_seconds
 from zosim import face
@@ -68,6 +69,10 @@ def plan(
     ] = None,
     threads: Threads = None,
     profile: ProfileFile = None,
+    tune: Annotated[
+        Part,
+        typer.Option(help="All parameters, or matrices alone, or of these the linears of the blocks alone."),
+    ] = "all",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the chosen plan here.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -85,6 +90,7 @@ def plan(
         device=device,
         threads=threads,
         profile=profile,
+        tuned=tune,
     )
     for warning in about_epsilon(decision.chosen.plan):
         stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)

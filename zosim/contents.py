@@ -99,6 +99,18 @@ class DirectionRows:
 
 
 @dataclass(frozen=True, slots=True)
+class DirectionFactors:
+    """The factors that the matrices of such a direction are products of."""
+
+    group: str
+    query: int
+
+    def __str__(self) -> str:
+        """Return the form of files and messages."""
+        return f"z:{self.group}:factors@q{self.query}"
+
+
+@dataclass(frozen=True, slots=True)
 class GeneratorState:
     """The state of a walking generator before it draws a group, or after.
 
@@ -209,6 +221,7 @@ Contents = (
     | FrozenWeights
     | Direction
     | DirectionRows
+    | DirectionFactors
     | GeneratorState
     | Hidden
     | Message
@@ -246,6 +259,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Contents]], ...] 
     (re.compile(form, re.ASCII), make)
     for form, make in (
         (r"z:(.+):rows@q(\d+)", lambda m: DirectionRows(m[1], int(m[2]))),
+        (r"z:(.+):factors@q(\d+)", lambda m: DirectionFactors(m[1], int(m[2]))),
         (
             r"z:(.+)@q(\d+)(\*eps)?(?:#(\d+))?",
             lambda m: Direction(m[1], int(m[2]), m[3] is not None, int(m[4] or 0)),

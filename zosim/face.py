@@ -18,7 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from costmodel.configs import read_model_spec
+from costmodel.configs import Part, read_model_spec
 from topology.errors import PlanError, TimelineError
 from topology.graph import Topology
 from topology.hardware import resolve
@@ -49,6 +49,7 @@ def plan(
     device: str | None = None,
     threads: int | None = None,
     profile: str | Path | None = None,
+    tune: Part = "all",
     **settings: Any,
 ) -> Decision:
     """Choose the fastest placement that fits, and say why.
@@ -75,6 +76,8 @@ def plan(
         Of a CPU's kernels; by default all cores, shared out among its ranks.
     profile : path, optional
         Calibrated rates to predict with, from `zosim calibrate -o`.
+    tune : {"all", "matrices", "linears"}
+        What is tuned of the model's parameters.
     **settings
         Any setting of a plan, by the name of its option: ``batch=4``, ``seq=2048``, ``dtype="bfloat16"``, ``slots=2``,
         ``mesh="data=2,perturb=2"`` and so on.
@@ -98,6 +101,7 @@ def plan(
         device=device,
         threads=threads,
         profile=profile,
+        tuned=tune,
     )
 
 
@@ -115,6 +119,7 @@ def decide(
     device: str | None,
     threads: int | None,
     profile: str | Path | None,
+    tuned: Part = "all",
 ) -> Decision:
     """Return the planner's answer where settings are `stated` by section, as options state them."""
     topology = resolve(hardware)
@@ -129,7 +134,7 @@ def decide(
     mesh = Mesh(**fixed.pop("mesh")) if "mesh" in fixed else None
     measured = None if densities is None else Path(densities)
     request = Request(
-        model=read_model_spec(model),
+        model=read_model_spec(model, trainable=tuned),
         topology=topology,
         hardware=hardware,
         device=node,
@@ -138,7 +143,7 @@ def decide(
         **({"batch": 1, "seq": 2048} | fixed.pop("plan", {})),
         method=method,
         mesh=mesh,
-        cutting=cutting_of(model, **fixed.pop("split", {}), densities=measured),
+        cutting=cutting_of(model, **fixed.pop("split", {}), densities=measured, tuned=tuned),
         max_ranks=_max_ranks(ranks, mesh, topology, device),
         max_device_bytes=max_device_bytes,
         max_host_bytes=max_host_bytes,

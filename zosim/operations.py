@@ -60,8 +60,8 @@ class Draw:
         Step whose seed is used, relative to this one (-1 for a delayed update).
     query : int
     keep : str
-        ``"all"``; ``"rows"`` keeps only the rows of a token table that the batch names; ``"none"`` walks the
-        generator past the group.
+        ``"all"``; ``"rows"`` keeps only the rows of a token table that the batch names; ``"factors"`` keeps ``U`` and ``V``
+        without their product; ``"none"`` walks the generator past the group.
     generator : str
         ``"mezo"``: one stream walked over the groups. The state before the group is read (that of the group itself, or
         that after the previous group while walking; none: the step's seed starts the stream). A walking draw writes the
@@ -83,7 +83,7 @@ class Draw:
     group: str
     step: int = 0
     query: int = 0
-    keep: Literal["all", "rows", "none"] = "all"
+    keep: Literal["all", "rows", "factors", "none"] = "all"
     generator: Literal["mezo", "counter"] = "mezo"
     distribution: DistributionName = "gaussian"
     bits: int = 0
@@ -142,6 +142,8 @@ class Forward:
         direction, because another segment needs the table itself unperturbed until its turn.
     beside : tuple of str
         Groups that are read unperturbed, and whose direction is added in the products that they are in.
+    together : tuple of Point
+        All points that it is at, side by side in one batch, `point` the first of them; empty where it is at one.
     microbatch : int
         In a first-order step, which part of the batch.
     """
@@ -150,6 +152,7 @@ class Forward:
     point: WrittenPoint
     gather: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
+    together: tuple[WrittenPoint, ...] = ()
     microbatch: int = 0
     kind: Literal["forward"] = "forward"
 

@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 import typer
 from pydantic import BaseModel
 
-from costmodel.configs import read_model_spec
+from costmodel.configs import Part, read_model_spec
 from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
 from topology.hardware import resolve
@@ -56,12 +56,13 @@ def cutting_of(
     codec: str = "none",
     residual_codec: str = "none",
     densities: Path | None = None,
+    tuned: Part = "all",
 ) -> Cutting:
     """Return where options let the model be cut."""
 
     @cache
     def cut_model(blocks: tuple[int, ...]) -> ModelSpec:
-        return read_model_spec(source, cut_blocks=blocks)
+        return read_model_spec(source, trainable=tuned, cut_blocks=blocks)
 
     path = Path(source)
     is_saved = path.suffix == ".json" and path.name != "config.json" and path.is_file()

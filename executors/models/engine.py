@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.model_spec import ParameterGroup
+from executors.models.batched import BatchedModel
 from executors.models.halves import Handed
 from executors.models.model import Batch, CutModel, LossDType, Objective
 from executors.models.parameters import NamedTensor
 from executors.models.recording_blocks import StepCache
-from topology.errors import PlanError
+from topology.errors import ModelError, PlanError
 from zosim.plans import Plan
 
 
@@ -91,6 +92,13 @@ def engine_for(
             f"weights in {plan.coding.format} are planned and simulated, but not run yet",
             hint="run without --weight-format",
         )
+    if plan.weights.perturbation == "adapters":
+        if objective is not None:
+            raise ModelError(
+                "an objective is made of the logits of all tokens, of which weights=adapters makes those with labels",
+                hint="leave --objective out, or use --weights serial or copies",
+            )
+        return BatchedModel(model, loss_dtype=loss_dtype, autocast_dtype=autocast_dtype)
     return CutModel(
         model,
         loss_dtype=loss_dtype,

@@ -156,9 +156,12 @@ class CutModel:
         calls: Calls = []
         self._role.calls = calls
         try:
-            with self._cut(), self._format():
+            with self._cut(), self.format():
                 self.model(
-                    input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), use_cache=False
+                    input_ids=batch["input_ids"],
+                    attention_mask=batch.get("attention_mask"),
+                    use_cache=False,
+                    **({"position_ids": batch["position_ids"]} if "position_ids" in batch else {}),
                 )
         except Stop as stop:
             if not cache.calls:
@@ -171,7 +174,7 @@ class CutModel:
     def block(self, index: int, hidden: Tensor, cache: StepCache) -> Tensor:
         """Return the output of block `index`."""
         args, kwargs = cache.calls[index]
-        with self._format():
+        with self.format():
             output = self.blocks[index](hidden, *args, **kwargs)
         return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
@@ -180,13 +183,13 @@ class CutModel:
         index = block_index(segment)
         if segment.endswith(BACK):
             assert isinstance(handed, Halfway)
-            with self._format():
+            with self.format():
                 return self._halves[index].back(handed)
         hidden = as_tensor(handed)
         if not segment.endswith(FRONT):
             return self.block(index, hidden, cache)
         args, kwargs = cache.calls[index]
-        with self._format():
+        with self.format():
             return self._halves[index].front(hidden, *args, **kwargs)
 
     def head(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -236,7 +239,7 @@ class CutModel:
             tokens = tokens.expand(hidden.shape[:-1])
         self._role.hidden = hidden
         try:
-            with self._cut(), self._format():
+            with self._cut(), self.format():
                 return self.model(input_ids=tokens, use_cache=False, **inputs)
         finally:
             self._role.hidden = None
@@ -294,7 +297,8 @@ class CutModel:
         finally:
             modules[self._list_name] = self._whole
 
-    def _format(self) -> AbstractContextManager[Any]:
+    def format(self) -> AbstractContextManager[Any]:
+        """Let matrix products have their format for a while."""
         if self.autocast_dtype is None:
             return nullcontext()
         # The cache would keep a cast of weights that change between calls.
@@ -400,7 +404,7 @@ class CutModel:
         hidden = self.embed(batch, cache)
         self.hidden_size = hidden.shape[-1]
         args, kwargs = cache.calls[0]
-        with self._format():
+        with self.format():
             self._role.returns_tuple = isinstance(self.blocks[0](hidden, *args, **kwargs), tuple)
             for i, halves in self._halves.items():
                 args, kwargs = cache.calls[i]

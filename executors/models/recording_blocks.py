@@ -7,15 +7,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from executors.models.packing import Packing
+
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 """What each block is called with beside the hidden state."""
 
 
 @dataclass
 class StepCache:
-    """What the blocks are called with beside the hidden state, recorded by the embed segment."""
+    """What the segments of a step's batch have in common, whatever the weights.
+
+    Attributes
+    ----------
+    calls : list
+        What the blocks are called with beside the hidden state, recorded by the embed segment.
+    packing : Packing or None
+        The batch as one row of tokens, where it is packed.
+    """
 
     calls: Calls = field(default_factory=list)
+    packing: Packing | None = None
 
 
 class Stop(Exception):  # noqa: N818 - not an error: the forward has done what it was asked for

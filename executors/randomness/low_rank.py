@@ -26,8 +26,8 @@ _NORMALS = Gaussian()
 _RIGHT = 0x56
 """Part of the key of every ``V``, which tells it from the key of the ``U`` of the same step."""
 
-_TILE_ROWS = 1 << 12
-"""Rows of a product that are made at once: rows alone and with all others then have the same bits."""
+_TILE_ELEMENTS = 1 << 18
+"""Of a product that are made at once, in whole rows: rows alone and with all others then have the same bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +77,24 @@ def _right_numel(shape: Sequence[int], rank: int) -> int:
 
 def fill_product(out: Tensor, left: Tensor, right: Tensor, divisor: float = 1.0) -> None:
     """Fill a matrix with ``U·Vᵀ``, divided by `divisor`."""
-    for begin, tile in _tiles(left, right, divisor):
+    for begin, tile in product_tiles(left, right, divisor):
         out[begin : begin + tile.shape[0]] = tile
 
 
 def fill_product_rows(out: Tensor, rows: Tensor, left: Tensor, right: Tensor, divisor: float = 1.0) -> None:
     """Fill `out` with some rows of ``U·Vᵀ``, divided by `divisor`; `rows` ascends. Their bits are those of the whole product."""
     wanted = rows.tolist()
-    for begin, tile in _tiles(left, right, divisor):
+    for begin, tile in product_tiles(left, right, divisor):
         kept = [place for place, row in enumerate(wanted) if begin <= row < begin + tile.shape[0]]
         if kept:
             torch.index_select(tile, 0, rows[kept] - begin, out=out[kept[0] : kept[-1] + 1])
 
 
-def _tiles(left: Tensor, right: Tensor, divisor: float) -> Iterator[tuple[int, Tensor]]:
-    across = right.T
-    for begin in range(0, left.shape[0], _TILE_ROWS):
-        tile = left[begin : begin + _TILE_ROWS] @ across
+def product_tiles(left: Tensor, right: Tensor, divisor: float) -> Iterator[tuple[int, Tensor]]:
+    """Yield ``U·Vᵀ``, divided by `divisor`, as rows from some row on."""
+    across, num_rows = right.T, max(16, _TILE_ELEMENTS // right.shape[0])
+    for begin in range(0, left.shape[0], num_rows):
+        tile = left[begin : begin + num_rows] @ across
         yield begin, tile if divisor == 1 else tile.div_(divisor)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from costmodel.configs import LoRA, Prefix, Subset
+from costmodel.configs import LoRA, Part, Prefix, Subset
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.runs.learning_rate import LearningRate
 from topology.errors import PlanError, RunError
@@ -208,7 +208,7 @@ class RunSettings:
         ),
     ] = 1
     tuned: Annotated[
-        Literal["all", "matrices", "linears"],
+        Part,
         Setting(
             "--tune",
             "Tune all parameters, or matrices alone, or of these the linears of the blocks alone.",

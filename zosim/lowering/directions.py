@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import expm1, log1p
@@ -21,7 +21,7 @@ from costmodel.formats import FORMATS, DType
 from costmodel.model_spec import EMBED, ParameterGroup
 from costmodel.sweeps import draw_work
 from costmodel.work import Matmul, Work
-from zosim.contents import Contents, Direction, DirectionRows, GeneratorState, is_scaled
+from zosim.contents import Contents, Direction, DirectionFactors, DirectionRows, GeneratorState, is_scaled
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.buckets import bucket_bytes
 from zosim.lowering.listing import Listing
@@ -31,7 +31,7 @@ from zosim.plans import Directions as DirectionsAxis
 from zosim.plans import Plan
 from zosim.ranges import Ranges
 
-Keep = Literal["all", "rows", "none"]
+Keep = Literal["all", "rows", "factors", "none"]
 
 _DIRECTIONS = "directions"
 _ROWS = "direction_rows"
@@ -51,7 +51,7 @@ class Directions:
         self._rank = rank
         self._plan = rank.plan
         self._listing = listing
-        self._are_kept = rank.plan.directions.kept
+        self._are_kept = rank.plan.directions.kept or rank.is_together
         self.walk_order = walk_order(rank.plan)
         self._positions = {group.name: position for position, group in enumerate(self.walk_order)}
         self._drawn: dict[tuple[Contents, int | None], Access] = {}
@@ -68,7 +68,10 @@ class Directions:
         return bucket_bytes(group.num_trainable, group.num_trainable_tensors, self._rank.direction_format)
 
     def place(self, group: ParameterGroup, query: int, step: int, offset_bytes: int = 0) -> Access:
-        """Return the access to the direction of `group`: in a buffer of its own where it is kept."""
+        """Return the access to the direction of `group`: in a buffer of its own where it, or its factors, are kept."""
+        if self._rank.is_together:
+            what = DirectionFactors(group.name, query)
+            return Access(_kept(group, query), what, step, self._factor_bytes((group,)))
         buffer, offset = (_kept(group, query), 0) if self._are_kept else (_DIRECTIONS, offset_bytes)
         return Access(buffer, Direction(group.name, query), step, self.direction_bytes(group), offset)
 
@@ -108,19 +111,27 @@ class Directions:
         sizes = [self.direction_bytes(g) for g in groups if not self._rank.gathers(g, segment)]
         return (max if self._rank.is_swept else sum)(sizes or [0])
 
+    def _factor_bytes(
+        self, groups: Iterable[ParameterGroup], *, lefts: bool = True, rights: bool = True
+    ) -> int:
+        """Return the bytes of the factors of one query's directions of some groups, both or one of them."""
+        rank = self._plan.directions.rank or 0
+        shapes = [shape for group in groups for shape in group.trainable_matrices]
+        sides = sum(lefts * rows + rights * columns for rows, columns in shapes)
+        return FORMATS[self._rank.draw_format].bytes(rank * sides)
+
     @cached_property
-    def _factor_bytes(self) -> int:
-        """Bytes of the factors that are there together: of all matrices each query's ``V``, and of one group ``U``.
+    def _passing_factor_bytes(self) -> int:
+        """Bytes of the factors that are there besides kept ones: each query's ``V`` of all matrices, and one group's ``U``.
 
         An update that waits for the next step may need the ``V`` before, which is drawn anew meanwhile.
         """
-        rank = self._plan.directions.rank or 0
         groups = [group for group in self._rank.groups if group.num_trainable]
-        sides = [[sum(sides) for sides in zip(*g.trainable_matrices, strict=True)] or [0, 0] for g in groups]
-        num_kept = self._plan.estimator.num_queries * (2 if self._plan.schedule.update == "delayed" else 1)
-        rights = num_kept * sum(columns for _, columns in sides)
-        lefts = max((rows for rows, _ in sides), default=0)
-        return FORMATS[self._rank.draw_format].bytes(rank * (rights + lefts))
+        num_kept = (2 if self._plan.schedule.update == "delayed" else 1) - self._rank.is_together
+        rights = num_kept * self._plan.estimator.num_queries * self._factor_bytes(groups, lefts=False)
+        if self._rank.is_together:
+            return rights
+        return rights + max((self._factor_bytes((group,), rights=False) for group in groups), default=0)
 
     def state_before(self, group: ParameterGroup, query: int, step: int) -> Access:
         """Return the access to the kept generator states before `group` and on the way through it."""
@@ -155,8 +166,9 @@ class Directions:
         if self._are_kept:
             for group in rank.groups:
                 for query in queries if group.num_trainable else ():
-                    size = self.direction_bytes(group)
-                    yield Buffer(_kept(group, query), Space.DEVICE, size, "directions", dtype)
+                    size = self.place(group, query, 0).size_bytes
+                    kept_format = rank.draw_format if rank.is_together else dtype
+                    yield Buffer(_kept(group, query), Space.DEVICE, size, "directions", kept_format)
         else:
             size = max(map(self._segment_bytes, rank.segments))
             if self._draws_in_halves:
@@ -165,8 +177,8 @@ class Directions:
             if any(rank.gathers(group, EMBED) for group in rank.groups):
                 rows = self._rows_bytes * len(queries)
                 yield Buffer(_ROWS, Space.DEVICE, rows, "directions", dtype)
-        if self._factor_bytes:
-            yield Buffer(_FACTORS, Space.DEVICE, self._factor_bytes, "directions", rank.draw_format)
+        if size := self._passing_factor_bytes:
+            yield Buffer(_FACTORS, Space.DEVICE, size, "directions", rank.draw_format)
         for query in queries if self._plan.directions.rng == "mezo" else ():
             yield Buffer(f"rng.q{query}", Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
             for name in self._kept_states:
@@ -182,8 +194,11 @@ class Directions:
 
     def drawn(self, group: ParameterGroup, query: int) -> Access:
         """Return where this step's direction of `group` is, which must have been drawn."""
-        whole, scaled = (Direction(group.name, query, is_scaled) for is_scaled in (False, True))
-        return self._drawn.get((whole, 0)) or self._drawn[scaled, 0]
+        forms: tuple[Contents, ...] = (
+            *(Direction(group.name, query, is_scaled) for is_scaled in (False, True)),
+            DirectionFactors(group.name, query),
+        )
+        return next(self._drawn[what, 0] for what in forms if (what, 0) in self._drawn)
 
     def draw(
         self,
@@ -208,7 +223,7 @@ class Directions:
         if offset_bytes is None:
             offset_bytes = self.fresh_offset(segment)
         if self._are_kept:
-            keep, scaled = "all", False
+            keep, scaled = "factors" if self._rank.is_together else "all", False
         target = self.rows(group, query) if keep == "rows" else self.place(group, query, step, offset_bytes)
         if scaled and self._can_scale and keep == "all":
             target = replace(target, what=Direction(group.name, query, is_scaled=True))
@@ -315,7 +330,7 @@ class Directions:
         if keep == "none":
             return passing_work(num_drawn(group, directions), directions, self._rank.draw_format)
         if directions.rank is not None:
-            return self._factored_work(group, directions.rank, keep)
+            return self._factored_work(group, keep)
         if directions.rng == "counter":
             return self._counted_work(group, keep, is_scaled=is_scaled)
         is_cut = self._rank.distribution.is_drawn_alone and total >= (
@@ -355,16 +370,22 @@ class Directions:
             num_seeds=round(num_blocks),
         )
 
-    def _factored_work(self, group: ParameterGroup, rank: int, keep: Keep) -> Work:
-        """Return the work of drawing factors, and of the products that they are a direction by; rows are picked of a whole product."""
+    def products(self, group: ParameterGroup) -> tuple[Matmul, ...]:
+        """Return the products of factors that the matrices of a direction are."""
+        rank = self._plan.directions.rank
+        assert rank is not None
+        return tuple(Matmul(m=rows, n=columns, k=rank) for rows, columns in group.trainable_matrices)
+
+    def _factored_work(self, group: ParameterGroup, keep: Keep) -> Work:
+        """Return the work of drawing factors, and of multiplying them if need be; rows are picked of a whole product."""
         width = FORMATS[self._rank.draw_format].element_bytes
-        products = tuple(Matmul(m=rows, n=columns, k=rank) for rows, columns in group.trainable_matrices)
+        products = self.products(group) if keep != "factors" else ()
         scaled = sum(part.m * part.n for part in products) if self._rank.distribution.rank_power else 0
         num_rows = self._num_rows(group.num_trainable) * self._rank.model.embed_dim if keep == "rows" else 0
         return draw_work(
             num_drawn(group, self._plan.directions),
             dtype=self._rank.draw_format,
-            num_tensors=2 * len(products) + group.num_trainable_tensors,
+            num_tensors=len(group.trainable_matrices) + group.num_trainable_tensors,
         ) + Work(
             dtype=self._rank.draw_format,
             matmuls=products,

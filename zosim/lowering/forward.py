@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from costmodel.formats import FORMATS
 from costmodel.forward import forward_work, shared_activation_bytes
 from costmodel.low_bits import coded_forward_work
-from costmodel.model_spec import EMBED, HEAD
+from costmodel.model_spec import EMBED, HEAD, ParameterGroup
 from costmodel.sweeps import copy_work
-from costmodel.work import Work
+from costmodel.work import Matmul, Work
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.directions import Directions
 from zosim.lowering.listing import Listing
@@ -52,7 +54,10 @@ class Forwards:
         first = rank.model.segments.index(rank.segments[0])
         received = rank.model.segments[max(first - 1, 0) : first]
         size = max(map(rank.hidden_bytes, (*received, *rank.segments)))
-        for point in rank.own_points:
+        points = rank.own_points
+        if rank.is_together:
+            size, points = size * len(points), points[:1]
+        for point in points:
             yield Buffer(f"hidden.{point}", Space.DEVICE, size, "activations", dtype, dynamic=True)
         shared = shared_activation_bytes(
             plan.model,
@@ -113,6 +118,59 @@ class Forwards:
         self._listing.emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), (left,), work)
         self._cuts.after(segment, point)
 
+    def together(self, segment: str) -> None:
+        """Write the forward of `segment` at all of this rank's points, side by side."""
+        rank = self._rank
+        points = rank.own_points
+        if not points:
+            return
+        reads: list[Access] = []
+        for group in rank.model.groups_of(segment):
+            reads += self._points.weights(group, segment, BASE)
+        queries = dict.fromkeys(point.query for point in points if point.is_perturbed)
+        tuned = rank.trainable(segment)
+        reads += [self._directions.drawn(group, query) for group in tuned for query in queries]
+        if segment in (EMBED, HEAD):
+            reads.append(rank.batch())
+        if segment != EMBED:
+            previous = rank.model.segments[rank.model.segments.index(segment) - 1]
+            reads.append(self._side_by_side(previous))
+        left = (
+            tuple(map(self._losses.left_by_head, points))
+            if segment == HEAD
+            else (self._side_by_side(segment),)
+        )
+        op = Forward(segment, points[0], beside=tuple(group.name for group in tuned), together=points)
+        work = self._work_together(segment, tuned)
+        name = f"{segment}/forward[{points[0]}..]"
+        self._listing.emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), left, work)
+
+    def _side_by_side(self, segment: str) -> Access:
+        """Return the access to the hidden states that `segment` leaves at all points."""
+        points = self._rank.own_points
+        one = self._rank.hidden(points[0], segment)
+        return replace(one, size_bytes=len(points) * one.size_bytes)
+
+    def _work_together(self, segment: str, tuned: Sequence[ParameterGroup]) -> Work:
+        """Return the work of `segment` at all points: embedded once, read once, logits of labelled tokens alone."""
+        plan, num_points = self._plan, len(self._rank.own_points)
+        num_sequences = self._rank.num_sequences * (1 if segment == EMBED else num_points)
+        seq = min(plan.forward.num_labels or plan.seq, plan.seq) if segment == HEAD else plan.seq
+        work = self._counted(segment, num_sequences=num_sequences, seq=seq)
+        rank, num_tokens = plan.directions.rank or 0, num_sequences * seq
+        linears = [one for group in tuned for one in group.linears]
+        inner = tuple(Matmul(m=num_tokens, n=rank, k=inputs) for _, inputs in linears)
+        outer = tuple(
+            Matmul(m=num_tokens // num_points, n=outputs, k=rank, num=num_points) for outputs, _ in linears
+        )
+        width = FORMATS[plan.compute_dtype].element_bytes
+        return work + Work(
+            dtype=work.dtype,
+            matmuls=(*inner, *outer),
+            elementwise_bytes=width * num_tokens * sum(outputs for outputs, _ in linears),
+            num_kernels=2 * len(linears),
+        )
+
     def _work(self, segment: str, *, is_beside: bool) -> Work:
         """Return the work of forwarding `segment` at any point, or of one whose direction is added in products."""
         key = segment, is_beside
@@ -136,13 +194,13 @@ class Forwards:
             is_beside=is_beside,
         )
 
-    def _counted(self, segment: str) -> Work:
+    def _counted(self, segment: str, *, num_sequences: int | None = None, seq: int | None = None) -> Work:
         plan = self._plan
         work = forward_work(
             plan.model,
             segment,
-            batch=self._rank.num_sequences,
-            seq=plan.seq,
+            batch=num_sequences or self._rank.num_sequences,
+            seq=seq or plan.seq,
             dtype=plan.compute_dtype,
             storage_dtype="tf32" if plan.compute_dtype == "tf32" else plan.weights.dtype,
             attention=plan.forward.attention,
@@ -151,5 +209,6 @@ class Forwards:
         if segment == HEAD:
             return work
         # The input stays alive until the output replaces it.
-        workspace_bytes = work.workspace_bytes + self._rank.hidden_bytes(segment)
+        num_points = len(self._rank.own_points) if self._rank.is_together else 1
+        workspace_bytes = work.workspace_bytes + num_points * self._rank.hidden_bytes(segment)
         return work.model_copy(update={"workspace_bytes": workspace_bytes})

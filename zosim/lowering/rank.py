@@ -123,9 +123,16 @@ class Rank:
 
     def is_beside(self, group: ParameterGroup) -> bool:
         """Whether `group` stays as it is at every point, and forwards add its direction in their products."""
-        return self.plan.coding is not None and bool(group.linears)
+        return (self.plan.coding is not None and bool(group.linears)) or (
+            self.is_together and group.num_trainable > 0
+        )
 
     # -- what several axes look at -----------------------------------------------------------------------------
+
+    @property
+    def is_together(self) -> bool:
+        """Whether one forward is at all points of this rank."""
+        return self.plan.weights.perturbation == "adapters"
 
     @property
     def is_swept(self) -> bool:

@@ -65,9 +65,12 @@ class StepWriter:
         """Write one step: load, forwards at every point, projected gradients, immediate updates."""
         self._forwards.load()
         self._cuts.receive_all()
-        {"sweep": self._sweep, "blockwise": self._blockwise, "querywise": self._querywise}[
-            self._plan.schedule.traversal
-        ]()
+        if self._rank.is_together:
+            self._together()
+        else:
+            {"sweep": self._sweep, "blockwise": self._blockwise, "querywise": self._querywise}[
+                self._plan.schedule.traversal
+            ]()
         self._losses.exchange_losses()
         for query in range(self._plan.estimator.num_queries):
             self._losses.projected_gradient(query)
@@ -89,6 +92,17 @@ class StepWriter:
                 self._forwards.segment(segment, BASE)
             for query in range(self._plan.estimator.num_queries):
                 self._both_points(segment, query)
+            self.homes.offload(segment, changed=self._points.leaves_changed(segment))
+
+    def _together(self) -> None:
+        """Write one forward of each segment at all points, from the factors of every query's direction."""
+        for segment in self._rank.segments:
+            self.homes.upload(segment)
+            self._pending_updates(segment)
+            for query in range(self._plan.estimator.num_queries):
+                for group in self._rank.trainable(segment):
+                    self._directions.draw(group, query, segment=segment)
+            self._forwards.together(segment)
             self.homes.offload(segment, changed=self._points.leaves_changed(segment))
 
     def _querywise(self) -> None:

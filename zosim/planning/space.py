@@ -348,13 +348,15 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
 
 
 def _perturbations(request: Request) -> Iterator[Point]:
-    """Yield the ways in which weights may come to their points: in place, or as copies written in turn or ahead."""
+    """Yield the ways in which weights may come to their points: in place, as copies written in turn or ahead, or as adapters."""
     stated = request.fixed.get("weights", {}).get("perturbation")
     if stated != "copies":
         yield {}
     if stated in ("copies", ANY):
         yield {"weights": {"perturbation": "copies"}}
         yield {"weights": {"perturbation": "copies"}, "directions": {"drawn_ahead": True}}
+    if stated == ANY:
+        yield {"weights": {"perturbation": "adapters"}}
 
 
 def _offloaded(request: Request, mesh: Mesh, placement: Placement) -> Iterator[dict[str, object]]:

@@ -29,6 +29,9 @@ class ForwardPass(Axis):
         Implementation of attention.
     loss_chunk_tokens : int or None
         Tokens whose logits are alive at once; None for all.
+    num_labels : int or None
+        Tokens of a sequence that have a label, where few do: predictions of a forward that makes logits of these alone
+        count them. None for all.
     """
 
     compute_dtype: Annotated[
@@ -52,6 +55,15 @@ class ForwardPass(Axis):
             planned=True,
             usual="all, or as many as fit",
             aliases=("--loss-chunk",),
+        ),
+    ] = None
+
+    num_labels: Annotated[
+        Extent | None,
+        Setting(
+            "--labels-per-sequence",
+            "Labelled tokens of a sequence, for predictions of --weights adapters.",
+            usual="all",
         ),
     ] = None
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
+from costmodel.distributions import DISTRIBUTIONS
 from costmodel.formats import format_name
-from zosim.plans.axis import Axis
+from zosim.plans.axis import Axis, Conflict
 from zosim.plans.setting import Setting
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class Weights(Axis):
         and back by one more perturbation, whose rounding leaves a drift (the reference loop). ``"copies"``: each point is
         written beside the weights, ``θ + (s·z)·ε`` for its own sign, and read there; only updates change ``θ``. It takes one
         more buffer of the largest segment; under ``"sweep"`` one of all that is trainable for each sign, so that both come
-        of one draw.
+        of one draw. ``"adapters"``: the weights stay as they are, one forward has all points side by side, and linear layers
+        add the factors of each point's direction to its part of the product.
     """
 
     dtype: Annotated[
@@ -48,10 +50,11 @@ class Weights(Axis):
         ),
     ] = "float32"
     perturbation: Annotated[
-        Literal["serial", "copies"],
+        Literal["serial", "copies", "adapters"],
         Setting(
             "--weights",
-            "How weights come to a point: serial, in place and back, with MeZO's drift, or copies beside them; any: the faster.",
+            "How weights come to a point: serial, in place and back, with MeZO's drift, copies beside them, or adapters: all points "
+            "in one forward, directions of low rank beside the linears; any: the fastest.",
             changes="numbers",
             recorded_as="weights",
             may_be_any=True,
@@ -62,3 +65,52 @@ class Weights(Axis):
         """Yield how weights come to a point, where it is not in place."""
         if self.perturbation == "copies":
             yield "copies written ahead" if plan.directions.drawn_ahead else "copies of weights"
+        elif self.perturbation == "adapters":
+            yield "all points in one forward, directions as adapters"
+
+    def conflicts(self, plan: Plan) -> Iterator[Conflict]:
+        """Yield what cannot be an adapter beside a linear layer, and what a forward of all points does not do."""
+        if self.perturbation != "adapters":
+            if plan.forward.num_labels is not None:
+                complaint = f"labels of num_labels={plan.forward.num_labels} tokens are what weights=adapters alone makes logits of"
+                yield complaint, "leave --labels-per-sequence out, or add --weights adapters"
+            return
+        distribution = DISTRIBUTIONS[plan.directions.distribution]
+        if not distribution.is_factored or distribution.is_redrawn:
+            complaint = (
+                f"weights=adapters needs directions that are factors, not {plan.directions.distribution}"
+            )
+            yield complaint, "add --direction lozo or factorised"
+        num_linear = sum(outputs * inputs for g in plan.model.groups for outputs, inputs in g.linears)
+        if num_linear != plan.model.num_trainable:
+            complaint = (
+                f"weights=adapters tunes linear layers of blocks alone, but of {plan.model.num_trainable} trainable "
+                f"parameters of {plan.model.name} {plan.model.num_trainable - num_linear} are others"
+            )
+            yield complaint, "add --tune linears"
+        for is_stated, words, remedy in (
+            (
+                plan.schedule.traversal != "blockwise",
+                f"traversal={plan.schedule.traversal}",
+                "use traversal=blockwise",
+            ),
+            (
+                bool(plan.split.cuts),
+                "cuts, which hand on one point's hidden states",
+                "leave stages and cuts out",
+            ),
+            (
+                plan.directions.kept,
+                "kept directions, whose factors are kept anyway",
+                "drop --keep-directions",
+            ),
+            (plan.directions.drawn_ahead, "directions drawn ahead", "drop --draw-ahead"),
+            (plan.coding is not None, "coded weights", "leave --weight-format out"),
+            (
+                plan.forward.loss_chunk_tokens is not None,
+                "a loss in chunks: logits are made of labelled tokens alone",
+                "leave --loss-chunk-tokens out",
+            ),
+        ):
+            if is_stated:
+                yield f"weights=adapters does not go with {words}", remedy

@@ -54,7 +54,7 @@ class Draws:
             target = only(wanted, "write of a direction")
             if op.keep == "rows":
                 self._check_table(op)
-            elif self._store.part(target) is not self._part(op):
+            elif op.keep == "all" and self._store.part(target) is not self._part(op):
                 raise Unfit(f"draws {op.group} into {target.what}")
         if op.rank:
             return self._factored(op, instruction, wanted)
@@ -188,7 +188,9 @@ class Draws:
             elif op.keep != "none":
                 assert seeded.window is not None
                 factors = draws.counted(op.group, op.query, counter_key(frame, op), seeded.window)
-            if factors is not None:
+            if factors is not None and op.keep == "factors":
+                values[place_of(wanted[0])] = factors
+            elif factors is not None:
                 self._multiply(op, factors, wanted[0])
 
         return draw

@@ -10,15 +10,18 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from costmodel.distributions import DISTRIBUTIONS
 from costmodel.model_spec import EMBED, HEAD
+from executors.models.batched import BatchedModel
 from executors.models.halves import as_tensor
 from executors.models.model import Batch
+from executors.randomness.low_rank import divisor_of
 from executors.steps.arithmetic import gathered
 from executors.steps.frames import LoadedBatch, MicroBatch, StepFrame
 from executors.steps.micro_batches import accumulated, micro_batches
 from executors.steps.ops.context import Context
 from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
-from zosim.contents import Direction, DirectionRows, GroupWeights, Hidden
+from zosim.contents import Direction, DirectionFactors, DirectionRows, GroupWeights, Hidden
 from zosim.instructions import Access, Instruction
 from zosim.operations import Cast, Draw, Forward, Perturb
 from zosim.points import Point
@@ -71,6 +74,8 @@ class Forwards:
         assert isinstance(op, Forward)
         if op.segment not in context.engine.segments:
             raise Unfit(f"runs {op.segment}, which is not a segment of the model")
+        if op.together:
+            return self._together(instruction, op)
         tables = [self._gathered_table(instruction, op, group) for group in op.gather]
         whole_tables = [table.access for table in tables]
         weights = [a for a in instruction.reads if context.store.is_weights(a) and a not in whole_tables]
@@ -98,6 +103,65 @@ class Forwards:
                 frame.losses[op.point] = accumulated([as_tensor(loss) for loss in outputs], counts)
 
         return forward
+
+    def _together(self, instruction: Instruction, op: Forward) -> Action:
+        """Return what runs a segment at all points side by side."""
+        context, engine = self._context, self._context.engine
+        if not isinstance(engine, BatchedModel):
+            raise Unfit("is at several points, which the engine of the plan runs one after the other")
+        store, values = context.store, context.store.values
+        weights = [access for access in instruction.reads if store.is_weights(access)]
+        inputs = [access for access in instruction.reads if isinstance(access.what, Hidden)]
+        source = place_of(only(inputs, "read of hidden states")) if op.segment != EMBED else None
+        output = place_of(instruction.writes[0])
+        factors_of = {
+            (access.what.group, access.what.query): place_of(access)
+            for access in instruction.reads
+            if isinstance(access.what, DirectionFactors)
+        }
+        groups = [(group, self._scales_of(group, op.together)) for group in op.beside]
+
+        def together(frame: StepFrame) -> None:
+            if frame.replayed:
+                return
+            context.bind([store.placed(access) for access in weights])
+            paths = {}
+            for group, scales in groups:
+                # The base reads any direction, times nothing.
+                first = next(iter(query for name, query in factors_of if name == group))
+                queries = [point.query if point.is_perturbed else first for point in op.together]
+                of_points = [values[factors_of[group, query]] for query in queries]
+                for number, tensor in enumerate(store.trainable(group).tensors):
+                    factors = [(of.lefts[number], of.rights[number]) for of in of_points]
+                    paths[tensor.parameter] = engine.path(tensor.parameter, factors, scales)
+            handed = None if source is None else values.pop(source)
+            outputs = []
+            for part in context.loaded.parts:
+                before = None if handed is None else handed.pop(0)
+                batch = self._borrowed(part)
+                outputs.append(
+                    engine.run_together(op.segment, batch, part.cache, before, paths, len(op.together))
+                )
+            if op.segment != HEAD:
+                values[output] = outputs
+                return
+            counts = [part.num_labels for part in context.loaded.parts]
+            for number, (point, access) in enumerate(zip(op.together, instruction.writes, strict=True)):
+                losses = [loss[number] for loss in outputs]
+                values[place_of(access)] = losses
+                frame.losses[point] = accumulated(losses, counts)
+
+        return together
+
+    def _scales_of(self, group: str, points: Sequence[Point]) -> list[float]:
+        """Return what ``U·Vᵀ`` is multiplied by at each point."""
+        draw = next(
+            i.op
+            for _, i in self._context.program.instructions()
+            if isinstance(i.op, Draw) and i.op.group == group
+        )
+        divisor = divisor_of(draw.rank, DISTRIBUTIONS[draw.distribution].rank_power)
+        return [point.sign * self._context.hyperparameters.epsilon / divisor for point in points]
 
     def _borrowed(self, part: MicroBatch) -> Batch:
         return {name: self._context.backend.borrow(tensor) for name, tensor in part.tensors.items()}

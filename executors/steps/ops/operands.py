@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from executors.steps.frames import StepFrame
-from zosim.contents import Direction, DirectionRows, GroupWeights
+from zosim.contents import Direction, DirectionFactors, DirectionRows, GroupWeights
 from zosim.instructions import Access
 
 Action = Callable[[StepFrame], None]
@@ -22,7 +22,9 @@ def place_of(access: Access) -> tuple[str, int]:
 
 
 def of_group(
-    group: str, kind: type[GroupWeights | Direction | DirectionRows], among: Sequence[Access]
+    group: str,
+    kind: type[GroupWeights | Direction | DirectionRows | DirectionFactors],
+    among: Sequence[Access],
 ) -> list[Access]:
     """Return the accesses to what is of a kind, and of a parameter group."""
     return [access for access in among if isinstance(access.what, kind) and access.what.group == group]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from costmodel.distributions import DISTRIBUTIONS
 from costmodel.formats import FORMATS
 from executors.models.parameters import NamedTensor
-from executors.randomness.low_rank import divisor_of, is_matrix
+from executors.randomness.low_rank import divisor_of, is_matrix, product_tiles
 from executors.steps.arithmetic import Sweeper
 from executors.steps.buffers import runs_alike
 from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context
 from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
-from zosim.contents import Direction, GroupWeights, is_scaled
+from zosim.contents import Direction, DirectionFactors, GroupWeights, is_scaled
 from zosim.instructions import Access, Instruction
 from zosim.operations import Draw, Perturb, Scalar, Update
 from zosim.program import Program
@@ -31,6 +31,11 @@ class Sweeps:
         self._signs = {group for group, op in draws.items() if DISTRIBUTIONS[op.distribution].is_sign}
         self._matrix_divisors = {
             group: divisor_of(op.rank, DISTRIBUTIONS[op.distribution].update_rank_power)
+            for group, op in draws.items()
+            if op.rank
+        }
+        self._product_divisors = {
+            group: divisor_of(op.rank, DISTRIBUTIONS[op.distribution].rank_power)
             for group, op in draws.items()
             if op.rank
         }
@@ -58,6 +63,8 @@ class Sweeps:
         """Return what updates a group, if there is a step whose gradient it applies."""
         op = instruction.op
         assert isinstance(op, Update)
+        if of_group(op.group, DirectionFactors, instruction.reads):
+            return self._update_by_factors(instruction, op)
         read, weights, direction = self._operands(instruction, op.group)
         if place_of(read) != place_of(weights):
             raise Unfit(f"updates {op.group} out of place")
@@ -90,6 +97,36 @@ class Sweeps:
                     decay = weight_decay if decays else None
                     sweeper.update(
                         piece, along, gradient=gradient / divisor, learning_rate=rate, weight_decay=decay
+                    )
+
+        return update
+
+    def _update_by_factors(self, instruction: Instruction, op: Update) -> Action:
+        """Return what updates matrices along products of factors, which are made piece by piece."""
+        store, group = self._context.store, op.group
+        weights = only(of_group(group, GroupWeights, instruction.writes), f"write of {group}")
+        source_of = place_of(
+            only(of_group(group, DirectionFactors, instruction.reads), f"read of factors of {group}")
+        )
+        weight_decay = self._context.hyperparameters.weight_decay if op.query == 0 else 0.0
+        product_divisor, matrix_divisor = self._product_divisors[group], self._matrix_divisors[group]
+
+        def update(frame: StepFrame) -> None:
+            source = frame.at(op.step)
+            if source is None:
+                return
+            theta, factors = store.placed(weights), store.values[source_of]
+            gradient = source.gradients[op.query] / self.num_queries / matrix_divisor
+            matrices = zip(theta.part.tensors, theta.views, factors.lefts, factors.rights, strict=True)
+            for tensor, matrix, left, right in matrices:
+                decay = weight_decay if weight_decay and tensor.decays else None
+                for begin, tile in product_tiles(left, right, product_divisor):
+                    self.sweeper.update(
+                        matrix[begin : begin + tile.shape[0]].view(-1),
+                        tile.view(-1),
+                        gradient=gradient,
+                        learning_rate=source.learning_rate,
+                        weight_decay=decay,
                     )
 
         return update

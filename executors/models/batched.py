@@ -1,0 +1,211 @@
+"""All evaluation points of a step in one forward over one read of the weights: directions beside the linears, as adapters are.
+
+At the point ``θ + s·ε·U·Vᵀ`` a linear layer returns ``x·Wᵀ + s·ε·(x·V)·Uᵀ``. The first product is the same for all points, whose inputs
+lie side by side; the second takes ``r·(m + n)`` multiplications a token. Weights are neither changed nor copied.
+
+The batch is packed (:mod:`executors.models.packing`), and logits are made of those tokens alone that predict a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from costmodel.model_spec import EMBED, HEAD, block_index
+from executors.models.lora import block_linears
+from executors.models.model import IGNORED_LABEL, Batch, CutModel
+from executors.models.packing import Packing, pack, packed_attention
+from executors.models.recording_blocks import StepCache
+from topology.errors import ModelError
+
+_ATTENTION = "zosim_packed"
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, packed_attention)
+
+
+@dataclass(frozen=True)
+class SidePath:
+    """What a linear layer adds at each point.
+
+    Attributes
+    ----------
+    inner : torch.Tensor
+        Shape (inputs, rank), the same at all points, or (points, inputs, rank).
+    outer : torch.Tensor
+        Shape (points, rank, outputs).
+    """
+
+    inner: Tensor
+    outer: Tensor
+
+
+class BatchedModel(CutModel):
+    """A cut model that also runs its segments at several points at once.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Whose tuned parameters are weights of linears of its blocks.
+    **options
+        As of :class:`CutModel`.
+
+    Raises
+    ------
+    ModelError
+        If another parameter is tuned, or the model's losses are others where its batches are packed.
+    """
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._paths: dict[int, SidePath] = {}
+        self._is_transposed: dict[int, bool] = {}
+        tuned = {id(tensor.parameter): tensor.name for tensor in self.tensors if tensor.trainable}
+        for _, module, _, _ in block_linears(model):
+            key = id(module.weight)
+            if tuned.pop(key, None) is not None:
+                self._is_transposed[key] = not isinstance(module, nn.Linear)
+                module.register_forward_hook(self._beside)
+        if tuned:
+            raise ModelError(
+                f"{next(iter(tuned.values()))} is tuned, and is no weight of a linear layer of a block",
+                hint="add --tune linears",
+            )
+        self._check_packing()
+
+    def path(
+        self, parameter: nn.Parameter, factors: Sequence[tuple[Tensor, Tensor]], scales: Sequence[float]
+    ) -> SidePath:
+        """Return the side path of a linear's weight.
+
+        Parameters
+        ----------
+        parameter : torch.nn.Parameter
+        factors : sequence of (torch.Tensor, torch.Tensor)
+            ``U`` and ``V`` of each point.
+        scales : sequence of float
+            What their product is multiplied by.
+        """
+        ends = [pair if self._is_transposed[id(parameter)] else pair[::-1] for pair in factors]
+        is_one = all(inner is ends[0][0] for inner, _ in ends)
+        return SidePath(
+            ends[0][0] if is_one else torch.stack([inner for inner, _ in ends]),
+            torch.stack([outer.T * scale for (_, outer), scale in zip(ends, scales, strict=True)]),
+        )
+
+    def run_together(
+        self,
+        segment: str,
+        batch: Batch,
+        cache: StepCache,
+        hidden: Tensor | None,
+        paths: Mapping[nn.Parameter, SidePath],
+        num_points: int,
+    ) -> Tensor:
+        """Return what `segment` makes at all points, of shape (points, tokens, width): from the head, each point's loss.
+
+        Parameters
+        ----------
+        segment : str
+        batch : mapping
+        cache : StepCache
+            Keeps the packing of a step's batch, and what blocks are called with.
+        hidden : torch.Tensor or None
+            What the segment before it made.
+        paths : mapping of parameter to SidePath
+            Of the weights that points differ in.
+        num_points : int
+        """
+        if segment == EMBED:
+            return self._embed_packed(batch, cache).expand(num_points, -1, -1)
+        packing = cache.packing
+        assert packing is not None
+        assert hidden is not None
+        if segment == HEAD:
+            return self._losses(hidden, packing)
+        index = block_index(segment)
+        args, kwargs = cache.calls[index]
+        self._paths = {id(parameter): path for parameter, path in paths.items()}
+        try:
+            with self._packed_attention(), self.format():
+                output: Any = self.blocks[index](hidden, *args, **(kwargs | {"packing": packing}))
+        finally:
+            self._paths = {}
+        states: Tensor = output[0] if isinstance(output, tuple) else output
+        return states
+
+    def _embed_packed(self, batch: Batch, cache: StepCache) -> Tensor:
+        cache.packing = packing = pack(batch)
+        with self._packed_attention():
+            return self.embed({"input_ids": packing.tokens, "position_ids": packing.positions}, cache)
+
+    def _losses(self, hidden: Tensor, packing: Packing) -> Tensor:
+        """Return each point's mean cross-entropy over labels."""
+        logits = self.logits(hidden.index_select(1, packing.predictors))
+        wide = torch.float64 if self.loss_dtype == "fp64" else torch.float32
+        num_points, num_labels, _ = logits.shape
+        targets = packing.targets.repeat(num_points)
+        each = nn.functional.cross_entropy(logits.flatten(0, 1).to(wide), targets, reduction="none")
+        return each.view(num_points, num_labels).mean(1)
+
+    def _beside(self, module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        path = self._paths.get(id(module.weight))
+        if path is None:
+            return output
+        inputs = arguments[0].reshape(path.outer.shape[0], -1, arguments[0].shape[-1])
+        inner = torch.matmul(inputs, path.inner.to(inputs.dtype)).to(output.dtype)
+        output.view(path.outer.shape[0], -1, output.shape[-1]).baddbmm_(inner, path.outer.to(output.dtype))
+        return output
+
+    @contextmanager
+    def _packed_attention(self) -> Iterator[None]:
+        config: Any = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
+        usual = config._attn_implementation
+        config._attn_implementation = _ATTENTION
+        try:
+            yield
+        finally:
+            config._attn_implementation = usual
+
+    def _check_packing(self) -> None:
+        """Refuse a model that computes something else of packed sequences than of padded ones.
+
+        Raises
+        ------
+        ModelError
+        """
+        tokens = (
+            torch.tensor([[1, 2, 3, 4, 5], [1, 2, 0, 0, 0]], device=self.device)
+            % self.embedding.num_embeddings
+        )
+        mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], device=self.device)
+        labels = tokens.masked_fill(mask == 0, IGNORED_LABEL)
+        batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+        cache, hidden = StepCache(), None
+        kind = type(self.model).__name__
+        try:
+            with torch.no_grad():
+                for segment in self.segments:
+                    hidden = self.run_together(segment, batch, cache, hidden, {}, 1)
+                padded = self._padded_loss(batch)
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+            raise ModelError(
+                f"{kind} cannot be run on packed sequences: {str(error)[:300]}",
+                hint="use --weights serial or copies",
+            ) from error
+        assert hidden is not None
+        if not torch.allclose(hidden.double(), padded.double(), rtol=2e-2, atol=1e-3):
+            message = f"{kind} has a loss of {hidden.item():.6g} on packed sequences, and of {padded.item():.6g} on padded ones"
+            raise ModelError(message, hint="use --weights serial or copies")
+
+    def _padded_loss(self, batch: Batch) -> Tensor:
+        cache = StepCache()
+        hidden: Any = None
+        for segment in self.segments:
+            hidden = self.run(segment, batch, cache, hidden)
+        loss: Tensor = hidden
+        return loss.reshape(1)

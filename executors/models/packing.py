@@ -1,0 +1,285 @@
+"""Sequences side by side without padding, their common beginnings once: what a batch's forwards need to compute, and no more.
+
+A decoder's token sees only what comes before it. Of a sequence nothing is computed behind the last token that predicts a
+label, and what several sequences begin with is computed for all of them at once. What is left is a forest of *runs* of
+tokens. All of them lie in one row, where products, norms and activations need not know of them; attention alone does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from topology.errors import DataError, ModelError
+
+_IGNORED = -100
+_LEAST_SAVED = 32
+"""Tokens that a common beginning must save to be a run of its own: attention takes one more group of runs for it."""
+
+_BUCKET = 16
+"""Runs whose lengths differ by less share a call of attention, padded there alone."""
+
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """Runs of similar length, whose attention is one call.
+
+    Attributes
+    ----------
+    queries, keys : LongTensor (runs * most tokens,)
+        Places in the row, those of shorter runs filled up.
+    num_runs : int
+    mask : BoolTensor (runs, 1, queries, keys) or None
+        What sees what; None where every run begins a sequence and all are as long.
+    kept : LongTensor or None
+        Of the queries, those that are no filling; None for all.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    num_runs: int
+    mask: Tensor | None
+    kept: Tensor | None
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A batch as one row of tokens.
+
+    Attributes
+    ----------
+    tokens, positions : LongTensor (1, places)
+    groups : tuple of AttentionGroup
+    predictors : LongTensor (labels,)
+        Place of the token that predicts each label.
+    targets : LongTensor (labels,)
+    num_padded : int
+        Tokens of the batch as it came, padding among them.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    groups: tuple[AttentionGroup, ...]
+    predictors: Tensor
+    targets: Tensor
+    num_padded: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed at each point."""
+        return self.tokens.shape[1]
+
+
+@dataclass
+class _Run:
+    begin: int
+    tokens: list[int]
+    above: list[int]
+    """Places of the tokens before it."""
+    first: int
+    """Place of its own first token."""
+
+    @property
+    def places(self) -> list[int]:
+        return list(range(self.first, self.first + len(self.tokens)))
+
+
+@dataclass
+class _Forest:
+    rows: list[list[int]]
+    runs: list[_Run] = field(default_factory=list)
+    places: list[list[int]] = field(default_factory=list)
+    num_places: int = 0
+
+    def grow(self) -> None:
+        """Cut the rows into runs, and note the place of every row's tokens."""
+        self.places = [[] for _ in self.rows]
+        self._grow(sorted(range(len(self.rows)), key=lambda row: self.rows[row]), 0)
+
+    def _grow(self, rows: Sequence[int], begin: int) -> None:
+        """Cut what sorted rows, whose first `begin` tokens are the same and have places, go on with."""
+        rows = [row for row in rows if len(self.rows[row]) > begin]
+        if len(rows) < 2:
+            for row in rows:
+                self._add(rows, begin, len(self.rows[row]))
+            return
+        # Of sorted rows the outermost have least in common.
+        first, last = self.rows[rows[0]], self.rows[rows[-1]]
+        end = begin
+        while end < min(len(first), len(last)) and first[end] == last[end]:
+            end += 1
+        if (len(rows) - 1) * (end - begin) >= _LEAST_SAVED:
+            self._add(rows, begin, end)
+            self._grow(rows, end)
+            return
+        for row in rows:
+            if len(self.rows[row]) == end:
+                self._add([row], begin, end)
+        longer = [row for row in rows if len(self.rows[row]) > end]
+        for _, same in groupby(longer, key=lambda row: self.rows[row][end]):
+            self._grow(list(same), begin)
+
+    def _add(self, rows: Sequence[int], begin: int, end: int) -> None:
+        run = _Run(begin, self.rows[rows[0]][begin:end], list(self.places[rows[0]]), self.num_places)
+        self.num_places += end - begin
+        self.runs.append(run)
+        for row in rows:
+            self.places[row] = [*self.places[row], *run.places]
+
+
+def pack(batch: Mapping[str, Tensor]) -> Packing:
+    """Return a batch packed, on its device.
+
+    Parameters
+    ----------
+    batch : mapping
+        ``input_ids`` and ``labels`` of shape (sequences, tokens), and perhaps an ``attention_mask`` of ones, then zeros.
+
+    Raises
+    ------
+    DataError
+        If a sequence is padded on the left, or nothing is asked for.
+    """
+    device = batch["input_ids"].device
+    tokens, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
+    mask = batch.get("attention_mask")
+    lengths = _lengths(mask) if mask is not None else [len(row) for row in tokens]
+    asked = [[at for at in range(1, len(row)) if row[at] != _IGNORED] for row in labels]
+    if not any(asked):
+        raise DataError("the batch has no label that a token before it could predict")
+    for row, (places, length) in enumerate(zip(asked, lengths, strict=True)):
+        if places and places[-1] > length:
+            raise DataError(f"sequence {row} of the batch has labels behind its {length} tokens")
+    forest = _Forest([row[: places[-1]] if places else [] for row, places in zip(tokens, asked, strict=True)])
+    forest.grow()
+    flat = [(0, 0)] * forest.num_places
+    for run in forest.runs:
+        for offset, token in enumerate(run.tokens):
+            flat[run.first + offset] = (token, run.begin + offset)
+    pairs = [
+        (forest.places[row][at - 1], labels[row][at]) for row, places in enumerate(asked) for at in places
+    ]
+    places_in_row = torch.tensor(flat, dtype=torch.long, device=device)
+    ends = torch.tensor(pairs, dtype=torch.long, device=device)
+    return Packing(
+        places_in_row[:, 0].unsqueeze(0),
+        places_in_row[:, 1].unsqueeze(0),
+        tuple(_groups(forest.runs, device)),
+        ends[:, 0].contiguous(),
+        ends[:, 1].contiguous(),
+        batch["input_ids"].numel(),
+    )
+
+
+def _lengths(mask: Tensor) -> list[int]:
+    lengths = mask.sum(1)
+    ones_first = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
+    if not torch.equal(ones_first, mask.bool()):
+        raise DataError(
+            "a sequence of the batch is padded elsewhere than behind its last token",
+            hint="pad on the right",
+        )
+    return [int(length) for length in lengths.tolist()]
+
+
+def _groups(runs: Sequence[_Run], device: torch.device) -> list[AttentionGroup]:
+    by_length: dict[tuple[int, int], list[_Run]] = defaultdict(list)
+    for run in runs:
+        by_length[-(-len(run.tokens) // _BUCKET), -(-len(run.above) // _BUCKET)].append(run)
+    return [_group(alike, device) for alike in by_length.values()]
+
+
+def _group(runs: Sequence[_Run], device: torch.device) -> AttentionGroup:
+    most = max(len(run.tokens) for run in runs)
+    most_keys = max(len(run.above) + len(run.tokens) for run in runs)
+    queries = torch.zeros(len(runs), most, dtype=torch.long)
+    keys = torch.zeros(len(runs), most_keys, dtype=torch.long)
+    mask = torch.zeros(len(runs), 1, most, most_keys, dtype=torch.bool)
+    is_own = torch.zeros(len(runs), most, dtype=torch.bool)
+    for i, run in enumerate(runs):
+        num, above = len(run.tokens), len(run.above)
+        queries[i, :num] = torch.tensor(run.places)
+        keys[i, : above + num] = torch.tensor([*run.above, *run.places])
+        mask[i, 0, :num, : above + num] = torch.ones(num, above + num, dtype=torch.bool).tril(above)
+        mask[i, 0, num:, 0] = True  # a filling sees something, so that no softmax is over nothing
+        is_own[i, :num] = True
+    is_plain = most == most_keys and bool(is_own.all())
+    return AttentionGroup(
+        queries.view(-1).to(device),
+        keys.view(-1).to(device),
+        len(runs),
+        None if is_plain else mask.to(device),
+        None if bool(is_own.all()) else is_own.view(-1).nonzero().view(-1).to(device),
+    )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Return the attention of packed sequences, as transformers calls it.
+
+    Parameters
+    ----------
+    query, key, value : torch.Tensor
+        Shape (points, heads, places, width).
+    attention_mask : None
+        The packing says what sees what.
+    packing : Packing
+
+    Returns
+    -------
+    torch.Tensor
+        Shape (points, places, heads, width).
+    """
+    del attention_mask
+    is_windowed = sliding_window is not None and int(packing.positions.max()) >= sliding_window
+    if is_windowed or softcap is not None or s_aux is not None:
+        raise ModelError(
+            f"{type(module).__name__} does more than softmax over all tokens before, which packed sequences are not run with",
+            hint="use --weights serial or copies",
+        )
+    num_points, num_heads, num_places, width = query.shape
+    out = query.new_empty((num_points, num_places, num_heads, width))
+    q, k, v = (states.transpose(1, 2) for states in (query, key, value))
+    for group in packing.groups:
+        mask = group.mask
+        if mask is not None and num_points > 1:
+            mask = mask.repeat(num_points, 1, 1, 1)
+        seen = nn.functional.scaled_dot_product_attention(
+            _of_runs(q, group.queries, group.num_runs),
+            _of_runs(k, group.keys, group.num_runs),
+            _of_runs(v, group.keys, group.num_runs),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=key.shape[1] != num_heads,
+        )
+        rows = seen.transpose(1, 2).reshape(num_points, -1, num_heads, width)
+        if group.kept is None:
+            out.index_copy_(1, group.queries, rows)
+        else:
+            out.index_copy_(1, group.queries[group.kept], rows.index_select(1, group.kept))
+    return out, None
+
+
+def _of_runs(states: Tensor, places: Tensor, num_runs: int) -> Tensor:
+    """Return (points * runs, heads, tokens, width) of states (points, places, heads, width)."""
+    num_points, _, num_heads, width = states.shape
+    picked = states.index_select(1, places).view(num_points * num_runs, -1, num_heads, width)
+    return picked.transpose(1, 2)
