@@ -24,6 +24,15 @@ _GEMM_GPU: Spread = (0.80, 0.55, 0.92)
 _GEMM_GPU_SOURCE = "large cuBLAS products reach 70-85 % of the dense peak"
 _GEMM_CPU: Spread = (0.70, 0.35, 1.60)
 _GEMM_CPU_SOURCE = "oneDNN and MKL reach 60-90 % of the peak at base clock; turbo clocks exceed it"
+_INT8_GPU: Spread = (0.60, 0.35, 0.85)
+_INT8_GPU_SOURCE = (
+    "assumed: integer products of cuBLASLt reach less of their peak than those of half precision"
+)
+_INT8_CPU: Spread = (4.0, 0.8, 20.0)
+_INT8_CPU_SOURCE = (
+    "of float32's rate: four int8 products in a lane (VNNI); torch 2.13's `_int_mm` took a tenth of float32's time on one "
+    "x86-64 CPU with tiles (AMX), and without either it is no faster"
+)
 _ATTENTION_GPU: Spread = (0.45, 0.25, 0.73)
 _ATTENTION_GPU_SOURCE = (
     "FlashAttention-2 reaches 50-73 % of an A100's peak (arXiv:2307.08691, abstract) and 35 % of an H100's "
@@ -272,10 +281,24 @@ def _rates(
             yield _constant(f"{name}.{dtype}", spread, f"{remark}; {source}", scale=peak * share)
 
 
+def _int8_rate(spec: DeviceSpec, share: float = 1.0) -> Iterator[Constant]:
+    """Yield the rate of products of int8 matrices, where a device is known to have them; others multiply as they compute."""
+    declared = spec.peak_dense.get("int8")
+    if declared is not None:
+        peak, remark = declared.in_si("compute") * share, f"data sheet peak of {spec.name}"
+        yield _constant("matmul_rate.int8", _INT8_GPU, f"{remark}; {_INT8_GPU_SOURCE}", scale=peak)
+    elif spec.kind == "cpu":
+        peak = spec.peak_flop_per_s("fp32") * share * _GEMM_CPU[0]
+        yield _constant(
+            "matmul_rate.int8", _INT8_CPU, f"{_INT8_CPU_SOURCE}; {spec.name} declares no peak", scale=peak
+        )
+
+
 def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
     rates = _rates(spec, 1.0, (_GEMM_GPU, _GEMM_GPU_SOURCE), (_ATTENTION_GPU, _ATTENTION_GPU_SOURCE))
     # Kernels of a known architecture take the place of what is assumed of any.
     yield from {constant.name: constant for constant in (*rates, *_attention_constants(spec))}.values()
+    yield from _int8_rate(spec)
     memory = spec.memory_bandwidth_bytes_per_s
     source = f"data sheet bandwidth of {spec.name}; {_STREAM_SOURCE}"
     for name in ("memory_bandwidth", "elementwise_bandwidth", "sweep_bandwidth", "scratch_bandwidth"):
@@ -315,6 +338,7 @@ def _attention_constants(spec: DeviceSpec) -> Iterator[Constant]:
 def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
     share = threads / spec.num_cores
     yield from _rates(spec, share, (_GEMM_CPU, _GEMM_CPU_SOURCE), (_ATTENTION_CPU, _ATTENTION_CPU_SOURCE))
+    yield from _int8_rate(spec, share)
     spread = _thread_bandwidth(spec, threads)
     source = f"{_STREAM_SOURCE}; {_CORE_SOURCE}"
     for name in ("memory_bandwidth", "elementwise_bandwidth"):
@@ -350,6 +374,7 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
 
 def _cpu_products(threads: int) -> Iterator[Constant]:
     """Yield what products and attention take beside their rates."""
+    yield _constant("matmul_half_dim.int8", _CPU_HALF_DIMS["k"], _CPU_HALF_DIM_SOURCE)
     for dtype in ("float32", "bfloat16", "float16"):
         for dim, spread in _CPU_HALF_DIMS.items():
             yield _constant(f"matmul_half_dim.{dtype}.{dim}", spread, _CPU_HALF_DIM_SOURCE)

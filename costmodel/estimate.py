@@ -21,6 +21,9 @@ from topology.errors import ProfileError
 
 CopyDirection = Literal["h2d", "d2h"]
 
+_SUM_BYTES = 4
+"""Of a sum of products of integers."""
+
 _HOST_TERMS = ("dispatch", "overhead")
 _SERIAL_TERMS = frozenset({"draw", "skip", "allocation", "coding", *_HOST_TERMS})
 """What one core does alone: torch draws on one thread of a CPU, unless the executor cuts a draw for several."""
@@ -144,10 +147,13 @@ def _moving_s(part: Matmul, width: int, values: Mapping[str, float]) -> float:
     """Return the time of reading the operands and of writing the product, each once; a CPU's cache keeps some of it."""
     in_memory = values["memory_bandwidth"]
     out = values.get("memory_bandwidth.output")
-    if out is None:
-        return part.elements * width / in_memory
     num_outputs = part.m * part.n * part.num
-    written = width * num_outputs - _cached_bytes(width * num_outputs, part.num, values["cache_bytes"])
+    sum_width = _SUM_BYTES if part.format == "int8" else width
+    if out is None:
+        return (part.elements * width + num_outputs * (sum_width - width)) / in_memory
+    written = sum_width * num_outputs - _cached_bytes(
+        sum_width * num_outputs, part.num, values["cache_bytes"]
+    )
     return width * (part.elements - num_outputs) / in_memory + written / out
 
 

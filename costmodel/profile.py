@@ -84,7 +84,8 @@ CONSTANT_UNITS: dict[str, str] = {
 """Unit of every constant by the part of its name before the first dot; the rest says format and distribution.
 
 ``matmul_rate.<dtype>``, ``attention_rate.<dtype>``
-    Rates of large matrix products and of fused attention.
+    Rates of large matrix products and of fused attention. Where there is none for int8, a device multiplies integers as the
+    numbers that it computes in.
 ``matmul_half_dim[.<dtype>[.<m|n|k>]]``
     A dimension of this size halves the rate of a product: its efficiency is ``Π d / (d + half)`` over m, n, k.
 ``attention_half_len``, ``attention_score_rate[.<dtype>]``

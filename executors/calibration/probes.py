@@ -24,6 +24,7 @@ from executors.calibration.probing import (
     random_tensor,
 )
 from executors.formats import TORCH_DTYPES
+from executors.randomness.rng import generator_on
 from executors.steps.arithmetic import Sweeper
 
 MATMUL_SHAPES = {
@@ -73,6 +74,7 @@ def kernel_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe
         yield from _matmuls(device, dtype)
         yield from _attentions(device, dtype)
         yield from _sweeps(device, dtype)
+    yield from _integer_matmuls(device)
     yield from draw_probes(device, dtypes)
     yield from _elementwise(device)
     yield from _exponentials(device)
@@ -93,6 +95,28 @@ def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
 
         work = Work(dtype=format_named(dtype), matmuls=(Matmul(m=m, n=n, k=k),), num_kernels=1)
         yield Probe(f"matmul {m}x{n}x{k} {dtype}", work, run)
+
+
+INTEGER_SHAPES = ((32, 1024, 256), (64, 768, 768), (256, 768, 3072), (512, 3072, 768))
+"""(m, n, k) of products of int8 matrices: as CUDA's kernel wants them, too, more than 16 rows and multiples of 8."""
+
+
+def _integer_matmuls(device: torch.device) -> Iterator[Probe]:
+    """Yield products as linear layers kept in int8 make them: rows of codes by codes, summed in int32."""
+    generator = generator_on(device, 0)
+
+    def codes(*shape: int) -> Tensor:
+        return torch.randint(-127, 128, shape, dtype=torch.int8, device=device, generator=generator)
+
+    for m, n, k in INTEGER_SHAPES:
+        x, out = codes(m, k), torch.empty((m, n), dtype=torch.int32, device=device)
+        weights = cycle(cold_copies(lambda n=n, k=k: codes(n, k), device))  # type: ignore[misc]
+
+        def run(x: Tensor = x, weights: Iterator[Tensor] = weights, out: Tensor = out) -> None:
+            torch._int_mm(x, next(weights).t(), out=out)
+
+        work = Work(matmuls=(Matmul(m=m, n=n, k=k, format="int8"),), num_kernels=1)
+        yield Probe(f"matmul {m}x{n}x{k} int8", work, run)
 
 
 def _attentions(device: torch.device, dtype: str) -> Iterator[Probe]:

@@ -27,6 +27,7 @@ def small_probes() -> Any:
     patch.setitem(probing.CACHE_BYTES, "cpu", 1 << 14)
     patch.setattr(draw_probes, "JUMP_WORDS", 1 << 16)
     patch.setattr(probes, "MATMUL_SHAPES", {"cpu": ((8, 16, 32), (64, 64, 64))})
+    patch.setattr(probes, "INTEGER_SHAPES", ((32, 16, 64), (64, 64, 64)))
     patch.setattr(probes, "ATTENTION_SHAPES", {"cpu": ((2, 1, 16, 8),)})
     yield
     patch.undo()
@@ -45,7 +46,8 @@ def all_probes(small_probes: Any) -> Iterator[list[probing.Probe]]:
 
 def test_every_kind_of_work_is_measured(all_probes: list[probing.Probe]) -> None:
     # What codecs do has a calibration of its own, which codec probes measure; whole segments are forwarded within steps.
-    total = dict.fromkeys(set(Work.model_fields) - {"coding", "calls", "workspace_bytes"}, 0)
+    # What codes are rounded with is charged as normals are, which take no less.
+    total = dict.fromkeys(set(Work.model_fields) - {"coding", "calls", "workspace_bytes", "num_rounded"}, 0)
     for probe in all_probes:
         for name in total:
             value = getattr(probe.work, name)
@@ -59,12 +61,29 @@ def test_every_kind_of_work_is_measured(all_probes: list[probing.Probe]) -> None
 def test_products_do_the_flops_they_state(all_probes: list[probing.Probe]) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    counted = [p for p in all_probes if p.work.matmuls and not p.work.attention and p.beside is None]
+    counted = [
+        p for p in all_probes
+        if p.work.matmuls and not p.work.attention and p.beside is None and not p.work.matmuls[0].format
+    ]  # fmt: skip
     assert len(counted) == 4
     for probe in counted:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             probe.run()
         assert counter.get_total_flops() == probe.work.flops * probe.num_done, probe.name
+
+
+def test_products_of_integers_are_exact(all_probes: list[probing.Probe]) -> None:
+    calls: list[tuple[Any, ...]] = []
+    patch, real = pytest.MonkeyPatch(), torch._int_mm
+    patch.setattr(torch, "_int_mm", lambda *given, out: calls.append((*given, real(*given, out=out))))
+    integers = [p for p in all_probes if p.work.matmuls and p.work.matmuls[0].format == "int8"]
+    for probe in integers:
+        probe.run()
+    patch.undo()
+    assert len(calls) == len(integers) == 2
+    for probe, (codes, weights, product) in zip(integers, calls, strict=True):
+        assert torch.equal(product, (codes.double() @ weights.double()).int())
+        assert (*product.shape, codes.shape[1]) == tuple(getattr(probe.work.matmuls[0], dim) for dim in "mnk")
 
 
 def test_sweeps_return_to_where_they_began() -> None:
