@@ -36,7 +36,12 @@ METHOD_HELP = (
     "sparq cuts the model into stages; auto: whatever is fastest."
 )
 AllowLossy = Annotated[
-    bool, typer.Option("--allow-lossy", help="Consider plans that lose precision, and carry them out.")
+    bool,
+    typer.Option(
+        "--allow-lossy",
+        help="Consider plans that lose precision (narrower transfers, codecs; when planning, weights in few bits), and carry "
+        "them out.",
+    ),
 ]
 MaxDeviceMemory = Annotated[
     str | None, typer.Option(help="What the planner may take, such as 20GiB; by default all of it.")

@@ -273,6 +273,8 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
         # Where one rank's blocks reside is the method's; options about their moving are laid over its plan.
         names = [name for name, field in fields_of(Residency).items() if not field.setting.planned]
         fixed["residency"] = {name: value for name, value in fixed["residency"].items() if name in names}
+    # What a run tunes, codes or numbers, is nothing that --allow-lossy alone says.
+    fixed["low_bits"].setdefault("weights", "none")
     with readable("options of zosim run", PlanError):
         request = Request(
             model=uncut(model),

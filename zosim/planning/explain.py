@@ -38,9 +38,23 @@ def reasons(
         yield from about_ranks(chosen.plan, prediction)
     if chosen.plan.mesh.stage > 1:
         yield from about_stages(chosen.subject)
+    yield from _about_codes(chosen, others)
     faster = [candidate for candidate in rejected if candidate.seconds < prediction.step_time_s]
     if faster:
         yield f"would be faster but does not fit: {faster[0].describe()} ({faster[0].missing})"
+
+
+def _about_codes(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
+    """Yield what plans do whose linear layers are kept in another format: the best with each, and what they move."""
+    best: dict[str, Candidate] = {}
+    for candidate in others:
+        best.setdefault(candidate.plan.low_bits.weights, candidate)
+    for weights, candidate in best.items():
+        if weights != chosen.plan.low_bits.weights:
+            plan = candidate.plan
+            name = plan.weights.dtype if weights == "none" else weights
+            slower = _slower(candidate, chosen.seconds)
+            yield f"with {name} linear layers: {plan.mesh.describe() or 'one rank'}, blocks {plan.residency.blocks}, {slower}"
 
 
 def about_cuts(chosen: Candidate, others: Sequence[Candidate], printed: tuple[str, ...]) -> Iterator[str]:

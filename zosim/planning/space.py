@@ -23,6 +23,11 @@ Point = Mapping[str, Mapping[str, object]]
 """Values of fields, by axis and name."""
 _SLOTS = (1, 2, 3)
 _LOSSY_TRANSFERS: tuple[TransferDType, ...] = ("float16", "bfloat16", "float8_e4m3")
+_CODINGS: tuple[Mapping[str, object], ...] = (
+    {"weights": "int8", "activations": "int8-token"},
+    {"weights": "int4", "scales": "group"},
+)
+"""What linear layers are tried in: int8 by integer kernels, and as few bits as models are usually given in."""
 # Up to here every number of ranks is tried, beyond only those that fill one host or whole hosts.
 _FEW_RANKS = 16
 # With more hosts, ranks are not spread over more of them than they need.
@@ -32,9 +37,9 @@ _FEW_HOSTS = 4
 def placements(request: Request) -> Iterator[Plan]:
     """Yield every plan that the request admits, those of few ranks first.
 
-    All of them compute the same losses and updates, except those with a narrower transfer format or a codec, which are
-    yielded only if loss is allowed, and those with copies of weights, which have to be asked for. (Where the batch is shared out, the losses are sums in another order.) Plans of several
-    stages are among them if the request names their mesh; :mod:`zosim.planning.staging` finds the meshes worth a look.
+    All of them compute the same losses and updates, except those with a narrower transfer format, a codec or weights in few
+    bits, which are yielded only if loss is allowed, and those with copies of weights, which have to be asked for. (Where the
+    batch is shared out, the losses are sums in another order.) Plans of several stages are among them if the request names their mesh; :mod:`zosim.planning.staging` finds the meshes worth a look.
 
     Raises
     ------
@@ -98,13 +103,17 @@ class _Points:
     def plans(self, mesh: Mesh, placement: Placement, cut: tuple[ModelSpec, Split]) -> Iterator[Plan]:
         """Yield the plans that differ in residency, schedule and how weights come to a point."""
         points = _points(self._request, mesh, placement)
-        for point, perturbed in product(points, _perturbations(self._request)):
+        for point, perturbed, coded in product(
+            points, _perturbations(self._request), _codings(self._request, mesh)
+        ):
             try:
-                plan = _plan(self._request, cut, mesh, placement, {**point, **perturbed})
+                plan = _plan(self._request, cut, mesh, placement, {**point, **perturbed, **coded})
             except PlanError as error:
                 self.contradiction = error
                 continue
-            chosen = plan.residency, plan.schedule, plan.directions, plan.weights, plan.forward
+            chosen = (
+                plan.residency, plan.schedule, plan.directions, plan.weights, plan.forward, plan.low_bits
+            )  # fmt: skip
             key = repr((mesh, placement, cut[1], chosen))
             if key not in self.seen:
                 self.seen.add(key)
@@ -357,6 +366,24 @@ def _perturbations(request: Request) -> Iterator[Point]:
         yield {"weights": {"perturbation": "copies"}, "directions": {"drawn_ahead": True}}
     if stated == ANY:
         yield {"weights": {"perturbation": "adapters"}}
+
+
+def _codings(request: Request, mesh: Mesh) -> Iterator[Point]:
+    """Yield the formats that linear layers may be kept in: as all others, or in few bits where loss is allowed.
+
+    What else loses is not tried with them: codecs between stages, and transfers of a format that is asked for.
+    """
+    yield {}
+    is_open = request.allow_lossy and "weights" not in request.fixed.get("low_bits", {})
+    is_plain = mesh.stage == 1 and request.axis(Residency).transfer_dtype is None
+    if is_open and is_plain and _can_be_coded(request.model):
+        for coded in _CODINGS:
+            yield {"low_bits": coded}
+
+
+def _can_be_coded(model: ModelSpec) -> bool:
+    """Whether a model's linear layers may be kept as codes."""
+    return not model.fused_qkv and any(group.linears or group.frozen_linears for group in model.groups)
 
 
 def _offloaded(request: Request, mesh: Mesh, placement: Placement) -> Iterator[dict[str, object]]:

@@ -126,6 +126,7 @@ def buy(
     by: RankBy = "money",
     method: Method = "auto",
     dtype: str = "float16",
+    allow_lossy: bool = False,
     explain: int = 2,
     simulate: int = 3,
 ) -> Answer:
@@ -154,6 +155,8 @@ def buy(
         Only placements of this method.
     dtype : str
         Format of the weights.
+    allow_lossy : bool
+        Whether placements that lose precision count, too.
     explain : int
         Offers to say of what would change them.
     simulate : int
@@ -172,6 +175,7 @@ def buy(
         num_steps=steps,
         weights=axis(Weights, dtype=dtype),
         method=method,
+        allow_lossy=allow_lossy,
     )
     market = Market(
         job=job, prices=table, limits=Limits(_money(budget, table), _hours(deadline)), by=by, pay=pay

@@ -71,6 +71,9 @@ def buy(
         MethodName, typer.Option(help="Only placements of this method; by default any.")
     ] = MethodName.AUTO,
     dtype: Annotated[str, typer.Option(help="Format of weights, products and transfers.")] = "float16",
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Count placements that lose precision, too.")
+    ] = False,
     explain: Annotated[int, typer.Option(min=0, help="Offers to say of what would change them.")] = 2,
     simulate: Annotated[
         int, typer.Option(min=0, help="Offers to simulate, from the first on; the others are closed form.")
@@ -100,6 +103,7 @@ def buy(
         by=by.value,
         method=method.value,
         dtype=dtype,
+        allow_lossy=allow_lossy,
         explain=explain,
         simulate=simulate,
     )

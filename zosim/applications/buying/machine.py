@@ -35,6 +35,8 @@ class Job:
     weights : Weights
     method : str
         As for the planner.
+    allow_lossy : bool
+        Whether placements that lose precision count: narrower transfers, weights in few bits.
     """
 
     model: ModelSpec
@@ -43,6 +45,7 @@ class Job:
     num_steps: int
     weights: Weights = field(default_factory=Weights)
     method: Method = "auto"
+    allow_lossy: bool = False
 
     def __post_init__(self) -> None:
         if self.seq > self.model.max_positions:
@@ -67,6 +70,7 @@ class Job:
             seq=self.seq,
             fixed={"weights": self.weights.model_dump()},
             method=self.method,
+            allow_lossy=self.allow_lossy,
             mesh=mesh,
             max_ranks=num_devices,
         )

@@ -1,0 +1,90 @@
+"""Weights in few bits among what the planner looks at, where loss is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from costmodel import read_model_spec
+from costmodel.datasheet import datasheet_profile
+from costmodel.prices import shipped_prices
+from topology.documents import load_preset
+from zosim.applications.buying.machine import Job
+from zosim.applications.buying.offers import Limits, Market
+from zosim.instructions import Stream
+from zosim.lowering import lower
+from zosim.planning.planner import Request, choose, placements
+
+GIB = 1 << 30
+A100 = load_preset("a100-80gb-milan")
+
+
+def request(model="opt-13b", **more) -> Request:
+    options = {"batch": 1, "seq": 128, "fixed": {"weights": {"dtype": "float16"}}} | more
+    return Request(
+        model=read_model_spec(model),
+        topology=A100,
+        hardware="a100-80gb-milan",
+        device="gpu0",
+        profile=datasheet_profile(A100, "gpu0"),
+        **options,
+    )
+
+
+def coded(plans):
+    return {plan.low_bits.weights for plan in plans}
+
+
+def test_codes_are_looked_at_only_where_loss_is_allowed():
+    assert coded(placements(request("opt-1.3b"))) == {"none"}
+    assert coded(placements(request("opt-1.3b", allow_lossy=True))) == {"none", "int8", "int4"}
+
+
+def test_a_format_that_is_fixed_stays():
+    for weights in ("none", "int8"):
+        fixed = {"weights": {"dtype": "float16"}, "low_bits": {"weights": weights}}
+        assert coded(placements(request("opt-1.3b", allow_lossy=True, fixed=fixed))) == {weights}
+
+
+def test_models_that_are_not_coded_have_plans_nonetheless():
+    assert coded(placements(request("gpt2", allow_lossy=True))) == {"none"}
+
+
+def test_codes_are_chosen_where_the_bus_limits_and_memory_is_short():
+    """Half the bytes over PCIe, and slots that fit where those of fp16 beside fp8 staging do not."""
+    asked = request(max_device_bytes=3 * GIB, allow_lossy=True)
+    decision = choose(asked)
+    plan = decision.chosen.plan
+    assert (plan.low_bits.weights, plan.residency.blocks) == ("int8", "offloaded")
+    plain = choose(replace(asked, allow_lossy=False))
+    assert "pcie" in plain.reasons[0]
+    assert decision.chosen.seconds < 0.85 * plain.chosen.seconds
+    (words,) = [reason for reason in decision.reasons if reason.startswith("with float16 linear layers")]
+    assert "slower" in words
+    assert "int_mm of int8 per token inputs" in decision.reasons[0]
+
+
+def test_transfers_of_codes_are_half_or_a_quarter():
+    plain, codes = {}, {}
+    for plan in placements(request(method="zo2", allow_lossy=True)):
+        (codes if plan.low_bits.are_codes else plain)[plan.low_bits.weights, plan.transfer_dtype] = plan
+
+    def moved(plan):
+        return sum(item.work.copy_bytes for item in lower(plan).step if item.stream is Stream.D2H)
+
+    whole = moved(plain["none", "float16"])
+    assert moved(codes["int8", "float16"]) / whole == pytest.approx(0.5, rel=0.01)
+    assert moved(codes["int4", "float16"]) / whole == pytest.approx(0.25 + 1 / 128, rel=0.01)
+
+
+def test_a_machine_too_small_for_half_precision_is_an_offer_in_few_bits():
+    job = Job(read_model_spec("llama-2-70b"), batch=1, seq=128, num_steps=10, method="mezo")
+    refused, offered = (
+        Market(replace(job, allow_lossy=lossy), shipped_prices(), Limits(), "money", None).offers(
+            [("a100-80gb-milan", A100)], (1,), num_simulated=0
+        )
+        for lossy in (False, True)
+    )
+    assert not refused[0]
+    assert coded([offered[0][0].machine.best.plan]) <= {"int8", "int4"}
