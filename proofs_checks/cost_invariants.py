@@ -373,10 +373,10 @@ CLAIMS: tuple[Claim, ...] = (
                     "return behind_s + min(",
                 ),
                 Mutant(
-                    "instructions that do not wait for their stream",
+                    "instructions that start before their stream is free",
                     "zosim.engines.maxplus:MaxPlus.advance",
                     "start_s = latest(start_s,",
-                    "start_s = min(start_s,",
+                    "start_s = latest(start_s, 0.9 *",
                 ),
             ),
         ),
