@@ -376,7 +376,7 @@ CLAIMS: tuple[Claim, ...] = (
                     "instructions that start before their stream is free",
                     "zosim.engines.maxplus:MaxPlus.advance",
                     "start_s = latest(start_s,",
-                    "start_s = latest(start_s, 0.9 *",
+                    "start_s = latest(start_s, -0.5 * alone_s +",
                 ),
             ),
         ),

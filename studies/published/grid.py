@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from zosim.engines.maxplus import Edge, Floats, MaxPlus, Member, Node
+from zosim.engines.maxplus import Edge, Floats, MaxPlus, Member, Vertex
 from zosim.engines.recurrence import Precedence
 from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import Instruction
@@ -36,14 +36,14 @@ class Compiled:
         One instruction of each kind of work.
     kinds : dict of Member to int
         Which of them each instruction of the step is like.
-    nodes : tuple of Node
+    vertices : tuple of Vertex
         The instructions of the step, each after what it waits for there.
     """
 
     program: Program
     representatives: tuple[Instruction, ...]
     kinds: dict[Member, int]
-    nodes: tuple[Node, ...]
+    vertices: tuple[Vertex, ...]
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
@@ -92,9 +92,9 @@ class Compiled:
 
     def _path(self, activities: Mapping[int, Activity], host_s: float) -> tuple[Floats, float]:
         run: MaxPlus[float] = MaxPlus({0: host_s}, 0.0, max)
-        seconds = [activities[self.kinds[node.members[0]]].seconds for node in self.nodes]
+        seconds = [activities[self.kinds[vertex.members[0]]].seconds for vertex in self.vertices]
         for _ in range(NUM_STEPS):
-            run.advance(self.nodes, seconds)
+            run.advance(self.vertices, seconds)
         last, before = (self._counted(run, step) for step in (NUM_STEPS - 1, NUM_STEPS - 2))
         return last[0] - before[0], last[1] - before[1]
 
@@ -109,7 +109,7 @@ class Compiled:
 
     @cached_property
     def _edges(self) -> dict[Member, tuple[Edge, ...]]:
-        return {node.members[0]: node.edges for node in self.nodes}
+        return {vertex.members[0]: vertex.edges for vertex in self.vertices}
 
     def _busiest(self, activities: Mapping[int, Activity]) -> Floats:
         """Return the part of each kind's seconds that the busiest device's kernels are taken, times its count."""
@@ -134,8 +134,8 @@ def compiled(program: Program) -> Compiled:
             numbers[key] = len(representatives)
             representatives.append(item)
         kinds[Member(0, item.id)] = numbers[key]
-    nodes = Precedence([Order(program, 3)]).nodes(3)
-    return Compiled(program, tuple(representatives), kinds, tuple(nodes))
+    vertices = Precedence([Order(program, 3)]).vertices(3)
+    return Compiled(program, tuple(representatives), kinds, tuple(vertices))
 
 
 def _space(program: Program, item: Instruction) -> str:

@@ -23,7 +23,7 @@ from costmodel.estimate import work_terms
 from costmodel.profile import Bound, Profile
 from costmodel.work import Work
 from topology.errors import PlanError
-from zosim.engines.maxplus import Edge, Floats, MaxPlus, Member, Node
+from zosim.engines.maxplus import Edge, Floats, MaxPlus, Member, Vertex
 from zosim.engines.recurrence import MAX_STEPS, Precedence, second_half_s
 from zosim.engines.shortening import are_alike, shortened
 from zosim.engines.steady import MAX_CYCLE, TOLERANCE
@@ -198,9 +198,9 @@ class _Read(dict[str, float]):
 
 
 class _Chain(NamedTuple):
-    """A node, or nodes that wait for each other alone as one, with its instructions by their place in the step."""
+    """A vertex, or vertices that wait for each other alone as one, with its instructions by their place in the step."""
 
-    node: Node
+    vertex: Vertex
     numbers: tuple[int, ...]
 
 
@@ -238,13 +238,13 @@ class _GridOrder:
             raise PlanError(message, hint="take step_time_bound for each configuration")
         precedence = Precedence.of_world(World.of_one(program, machine), MAX_STEPS)
         number = {Member(0, item.id): place for place, item in enumerate(program.step)}
-        listed = [precedence.nodes(position) for position in range(1, precedence.max_distance + 2)]
-        edges = [edge for nodes in listed for node in nodes for edge in node.edges]
+        listed = [precedence.vertices(position) for position in range(1, precedence.max_distance + 2)]
+        edges = [edge for vertices in listed for vertex in vertices for edge in vertex.edges]
         carried = {edge.before for edge in edges if edge.before is not None and edge.distance}
         *first, usual = listed
         return cls(
             program,
-            tuple(tuple(_chains(nodes, number, carried, fused=False)) for nodes in first),
+            tuple(tuple(_chains(vertices, number, carried, fused=False)) for vertices in first),
             tuple(_chains(usual, number, carried, fused=True)),
             tuple(sorted(carried)),
         )
@@ -284,7 +284,7 @@ class _GridOrder:
         depth = len(self.first)
         for step in range(MAX_STEPS):
             chains = self.first[step] if step < depth else self.usual
-            ends = run.advance((c.node for c in chains), (seconds[c.numbers] for c in chains))
+            ends = run.advance((c.vertex for c in chains), (seconds[c.numbers] for c in chains))
             carried.append(np.stack([ends[member] for member in self.carried]))
             for period_s in _periods(carried, depth):
                 result = np.where(np.isnan(result), period_s, result)
@@ -297,19 +297,19 @@ class _GridOrder:
 
 
 def _chains(
-    nodes: Sequence[Node], number: Mapping[Member, int], carried: Container[Member], *, fused: bool
+    vertices: Sequence[Vertex], number: Mapping[Member, int], carried: Container[Member], *, fused: bool
 ) -> Iterable[_Chain]:
-    """Return nodes in their order, chains of them as one if they may be."""
-    num_followers = Counter(edge.before for node in nodes for edge in node.edges if edge.distance == 0)
+    """Return vertices in their order, chains of them as one if they may be."""
+    num_followers = Counter(edge.before for vertex in vertices for edge in vertex.edges if edge.distance == 0)
     chains: dict[Member, _Chain] = {}
-    for node in nodes:
-        (member,) = node.members
-        chain = _Chain(node, (number[member],))
-        before = node.edges[0].before if len(node.edges) == 1 else None
-        is_next = before in chains and node.edges[0] == Edge(0, before)
+    for vertex in vertices:
+        (member,) = vertex.members
+        chain = _Chain(vertex, (number[member],))
+        before = vertex.edges[0].before if len(vertex.edges) == 1 else None
+        is_next = before in chains and vertex.edges[0] == Edge(0, before)
         if fused and before and is_next and num_followers[before] == 1 and before not in carried:
             first = chains.pop(before)
-            chain = _Chain(Node((member,), first.node.edges), first.numbers + chain.numbers)
+            chain = _Chain(Vertex((member,), first.vertex.edges), first.numbers + chain.numbers)
         chains[member] = chain
     return chains.values()
 

@@ -1,4 +1,4 @@
-"""Max-plus recurrences: nodes that each start after others and take their time, one step after the other.
+"""Max-plus recurrences: vertices that each start after others and take their time, one step after the other.
 
     ``start(i, k) = max over what i waits for of end(j, k - distance)``, later by the host's own time where that lies between
     ``end(i, k)   = start(i, k) + seconds(i)``
@@ -8,7 +8,7 @@ array with one element for each of many configurations. The closed form of progr
 configurations (:mod:`zosim.engines.grid`) and that of the papers' cells (``studies.published``) are instances.
 
 >>> up, go = Member(0, "upload"), Member(0, "forward")
->>> upload, forward = Node((up,), (Edge(1, go),)), Node((go,), (Edge(0, up), Edge(1, go)))
+>>> upload, forward = Vertex((up,), (Edge(1, go),)), Vertex((go,), (Edge(0, up), Edge(1, go)))
 >>> run = MaxPlus({}, 0.0, max)
 >>> [run.advance((upload, forward), (1.0, 2.0))[go] for _ in range(3)]
 [3.0, 6.0, 9.0]
@@ -39,7 +39,7 @@ class Member(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """What a node waits for.
+    """What a vertex waits for.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class Edge(NamedTuple):
     host: int | None = None
 
 
-class Node(NamedTuple):
+class Vertex(NamedTuple):
     """Something that starts and ends once a step.
 
     Attributes
@@ -95,12 +95,12 @@ class MaxPlus(Generic[Time]):
         self._zero: Time = zero
         self._latest: Callable[[Time, Time], Time] = latest
 
-    def advance(self, nodes: Iterable[Node], seconds: Iterable[Time]) -> dict[Member, Time]:
+    def advance(self, vertices: Iterable[Vertex], seconds: Iterable[Time]) -> dict[Member, Time]:
         """Evaluate the next step and return its ends.
 
         Parameters
         ----------
-        nodes : iterable of Node
+        vertices : iterable of Vertex
             Each after those of its own step that it waits for.
         seconds : iterable
             What each takes.
@@ -110,7 +110,7 @@ class MaxPlus(Generic[Time]):
         ends: dict[Member, Time] = {}
         self.starts.append(starts)
         self.ends.append(ends)
-        for (members, edges), alone_s in zip(nodes, seconds, strict=True):
+        for (members, edges), alone_s in zip(vertices, seconds, strict=True):
             start_s = self._zero
             for edge in edges:
                 start_s = latest(start_s, self._released_s(edge, step))
@@ -133,7 +133,7 @@ class MaxPlus(Generic[Time]):
             member, step = last.before, step - last.distance
 
     def _released_s(self, edge: Edge, step: int) -> Time:
-        """Return from when on an edge no longer holds back a node of a step."""
+        """Return from when on an edge no longer holds back a vertex of a step."""
         distance, before, host = edge
         end_s = self._zero if before is None or distance > step else self.ends[step - distance][before]
         return end_s if host is None else end_s + self._hosts[host]

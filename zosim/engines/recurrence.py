@@ -1,7 +1,7 @@
 """The closed form beside the event engine: when instructions run if nothing is shared.
 
-A max-plus recurrence (:mod:`zosim.engines.maxplus`) whose nodes are instructions. A collective is one node for all members of its
-group: it starts after the latest of them and takes as long as the slowest of their flows. A message is one node for its two
+A max-plus recurrence (:mod:`zosim.engines.maxplus`) whose vertices are instructions. A collective is one vertex for all members of its
+group: it starts after the latest of them and takes as long as the slowest of their flows. A message is one vertex for its two
 ranks.
 
 So steps become periodic, with the period of the heaviest circuit of dependencies. Sharing only makes durations longer, and later starts never make anything end earlier. The period is
@@ -18,7 +18,7 @@ import numpy as np
 
 from costmodel.profile import Bound
 from topology.errors import ProgramError
-from zosim.engines.maxplus import Edge, MaxPlus, Member, Node
+from zosim.engines.maxplus import Edge, MaxPlus, Member, Vertex
 from zosim.engines.steady import SteadyDetector
 from zosim.engines.world import World
 from zosim.hardware.machine import Machine
@@ -144,7 +144,7 @@ class Precedence:
         orders = [Order(world.program(rank), num_steps) for rank in ranks]
         return cls(orders, [rank for rank in ranks if world.template(rank).step_s > 0], world)
 
-    def nodes(self, position: int) -> list[Node]:
+    def vertices(self, position: int) -> list[Vertex]:
         """Return what runs at a position, each after what it waits for there.
 
         Raises
@@ -157,20 +157,20 @@ class Precedence:
             for item in order.instructions(position):
                 member = Member(rank, item.id)
                 together.setdefault(self._meeting(member, position) or member, []).append(member)
-        nodes = [
-            Node(tuple(members), tuple(dict.fromkeys(self._edges(members, position))))
+        vertices = [
+            Vertex(tuple(members), tuple(dict.fromkeys(self._edges(members, position))))
             for members in together.values()
         ]
-        number = {member: place for place, node in enumerate(nodes) for member in node.members}
+        number = {member: place for place, vertex in enumerate(vertices) for member in vertex.members}
         sorter: TopologicalSorter[int] = TopologicalSorter()
-        for place, node in enumerate(nodes):
-            here = (edge.before for edge in node.edges if edge.distance == 0 and edge.before is not None)
+        for place, vertex in enumerate(vertices):
+            here = (edge.before for edge in vertex.edges if edge.distance == 0 and edge.before is not None)
             sorter.add(place, *map(number.__getitem__, here))
         try:
-            return [nodes[place] for place in sorter.static_order()]
+            return [vertices[place] for place in sorter.static_order()]
         except CycleError as error:
             circle = " waits for ".join(
-                self._name(nodes[place], position) for place in reversed(error.args[1])
+                self._name(vertices[place], position) for place in reversed(error.args[1])
             )
             message = f"program {self.orders[0].program.name} can never go on: {circle}"
             raise ProgramError(
@@ -201,8 +201,8 @@ class Precedence:
                     if self.orders[peer].has(item):
                         yield Edge(position - item.position, Member(peer, item.instruction))
 
-    def _name(self, node: Node, position: int) -> str:
-        rank, instruction = node.members[0]
+    def _name(self, vertex: Vertex, position: int) -> str:
+        rank, instruction = vertex.members[0]
         name = f"{self.orders[0].part(position)}/{instruction}"
         if self._world is None or self._world.size == 1:
             return name
@@ -230,7 +230,7 @@ class Recurrence:
         self.max_distance = self._precedence.max_distance
         hosts = {rank: world.template(rank).step_s for rank in range(world.size)}
         self._run: MaxPlus[float] = MaxPlus(hosts, 0.0, max)
-        self._steady: tuple[list[Node], list[float]] | None = None
+        self._steady: tuple[list[Vertex], list[float]] | None = None
 
     def advance(self) -> Times:
         """Evaluate the next position and return start and end of its instructions."""
@@ -238,20 +238,20 @@ class Recurrence:
         starts = self._run.starts[-1]
         return {member: (starts[member], end_s) for member, end_s in ends.items()}
 
-    def _at(self, position: int) -> tuple[list[Node], list[float]]:
-        """Return the nodes at a position and their seconds; steps that reach back no further than steps all look alike."""
+    def _at(self, position: int) -> tuple[list[Vertex], list[float]]:
+        """Return the vertices at a position and their seconds; steps that reach back no further than steps all look alike."""
         is_like_others = self.max_distance < position <= self._num_steps
         if is_like_others and self._steady is not None:
             return self._steady
-        nodes = self._precedence.nodes(position)
+        vertices = self._precedence.vertices(position)
         part = self._precedence.orders[0].part(position)
         seconds = [
             max(
                 self._world.template(rank).activities[part, instruction].seconds
-                for rank, instruction in node.members
+                for rank, instruction in vertex.members
             )
-            for node in nodes
+            for vertex in vertices
         ]
         if is_like_others:
-            self._steady = nodes, seconds
-        return nodes, seconds
+            self._steady = vertices, seconds
+        return vertices, seconds

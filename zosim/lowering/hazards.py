@@ -18,7 +18,7 @@ from zosim.program import Program
 from zosim.ranges import Ranges
 
 
-class _Event(NamedTuple):
+class _Listed(NamedTuple):
     """An instruction in one of two consecutive parts: 0 the earlier, 1 the later."""
 
     part: int
@@ -27,7 +27,7 @@ class _Event(NamedTuple):
 
 
 # Stream, whether it writes, and the group by whose shares it touches the range.
-_Latest = dict[tuple[Stream, bool, str], _Event]
+_Latest = dict[tuple[Stream, bool, str], _Listed]
 
 
 class _Touched:
@@ -39,9 +39,9 @@ class _Touched:
     def __init__(self, before: Iterable[Instruction]) -> None:
         self._latest: dict[str, Ranges[_Latest]] = defaultdict(lambda: Ranges({}, dict.copy))
         for order, instruction in enumerate(before):
-            self.add(_Event(0, order, instruction))
+            self.add(_Listed(0, order, instruction))
 
-    def add(self, event: _Event) -> None:
+    def add(self, event: _Listed) -> None:
         """Take in an event that comes after all others."""
         stream = event.instruction.stream
         for access in event.instruction.reads:
@@ -51,7 +51,7 @@ class _Touched:
             written = {(stream, True, access.share): event}
             self._latest[access.buffer].put(access.offset_bytes, access.end_bytes, written)
 
-    def conflicts(self, instruction: Instruction, *, of_peers: bool = False) -> Iterator[_Event]:
+    def conflicts(self, instruction: Instruction, *, of_peers: bool = False) -> Iterator[_Listed]:
         """Yield the events of which one of the two writes what the other touches.
 
         Where the events are those of other ranks, two shares by one group are never of the same bytes.
@@ -123,13 +123,13 @@ def connected_by_conflicts(
     for order, instruction in enumerate(part):
         conflicts = touched.conflicts(instruction)
         connected.append(replace(instruction, after=_edges(instruction.stream, conflicts)))
-        touched.add(_Event(1, order, instruction))
+        touched.add(_Listed(1, order, instruction))
     return tuple(connected)
 
 
-def _edges(stream: Stream | None, conflicts: Iterable[_Event]) -> tuple[Dependency, ...]:
+def _edges(stream: Stream | None, conflicts: Iterable[_Listed]) -> tuple[Dependency, ...]:
     """Keep the latest conflict of every stream but `stream`; the earlier ones are ordered before it."""
-    latest: dict[Stream, _Event] = {}
+    latest: dict[Stream, _Listed] = {}
     for event in conflicts:
         other = event.instruction.stream
         if other != stream and (other not in latest or latest[other][:2] < event[:2]):
@@ -151,7 +151,7 @@ def _with_peers(
     touched = _Touched(_only(instruction, shared) for instruction in before)
     connected = []
     for order, instruction in enumerate(part):
-        event = _Event(1, order, _only(instruction, shared))
+        event = _Listed(1, order, _only(instruction, shared))
         edges = _edges(None, touched.conflicts(event.instruction, of_peers=True))
         touched.add(event)
         connected.append(
