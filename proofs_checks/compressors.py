@@ -123,7 +123,7 @@ def check_lossless(context: Context) -> Outcome:
     return Outcome(float(wrong), 0.0, "elements that differ")
 
 
-class _Cut:
+class _CutLayer:
     """A layer before a cut, ``a(θ) = relu(θx)``, and a linear rest ``w·a`` after it, along one direction."""
 
     def __init__(self, seed: int) -> None:
@@ -145,7 +145,7 @@ EPSILON = 1e-3
 def check_gradient_noise(context: Context) -> Outcome:
     """Compare mean and variance of a projected gradient through stochastic rounding with theory, by random numbers."""
     outcomes, lines = [], []
-    cut, count = _Cut(context.seed), context.samples(60_000, 20_000)
+    cut, count = _CutLayer(context.seed), context.samples(60_000, 20_000)
     plus, minus = cut.at(EPSILON), cut.at(-EPSILON)
     true = float((plus - minus)[0] @ cut.w) / (2 * EPSILON)
     for bits, shared in itertools.product((2, 4, 8), (False, True)):
@@ -165,7 +165,7 @@ def check_gradient_noise(context: Context) -> Outcome:
 
 
 def _gradients(
-    cut: _Cut, plus: Tensor, minus: Tensor, spec: CodecSpec, seed: int, count: int, *, shared: bool
+    cut: _CutLayer, plus: Tensor, minus: Tensor, spec: CodecSpec, seed: int, count: int, *, shared: bool
 ) -> Tensor:
     """Return so many projected gradients through a codec; rows of one message share their grid."""
     first, second = (
@@ -175,7 +175,7 @@ def _gradients(
     return (first - second) @ cut.w / (2 * EPSILON)
 
 
-def _gradient_variance(cut: _Cut, plus: Tensor, minus: Tensor, bits: int, *, shared: bool) -> float:
+def _gradient_variance(cut: _CutLayer, plus: Tensor, minus: Tensor, bits: int, *, shared: bool) -> float:
     """Return the variance of ``Σ w_i (s⁺B⁺_i - s⁻B⁻_i)/2ε``, with ``B`` the chance of rounding up."""
     steps = [a.max() / (2 ** (bits - 1) - 1) for a in (plus, minus)]
     up = [a[0] / s - (a[0] / s).floor() for a, s in zip((plus, minus), steps, strict=True)]
@@ -189,7 +189,7 @@ def check_blindness(context: Context) -> Outcome:
     outcomes, lines = [], []
     epsilon = 1e-10
     for seed, bits in itertools.product(range(context.seed, context.seed + context.samples(20, 4)), (2, 4)):
-        cut = _Cut(seed)
+        cut = _CutLayer(seed)
         first, second = (received(cut.at(sign * epsilon), CodecSpec(bits)) for sign in (1, -1))
         measured = float((first - second)[0] @ cut.w) / (2 * epsilon)
         largest = int(cut.activation.argmax())

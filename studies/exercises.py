@@ -12,7 +12,7 @@ from topology.errors import ZosimError
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Grade:
     """How a solution did.
 
     Attributes
@@ -48,9 +48,9 @@ def function_in(path: Path, name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def tried(check: Callable[[Callable[..., Any]], Verdict], solution: Callable[..., Any]) -> Verdict:
+def tried(check: Callable[[Callable[..., Any]], Grade], solution: Callable[..., Any]) -> Grade:
     """Return the verdict on `solution`; an error that it raises is one."""
     try:
         return check(solution)
     except Exception as error:  # noqa: BLE001 - a student's code may raise anything
-        return Verdict(False, f"it raised {type(error).__name__}: {error}")
+        return Grade(False, f"it raised {type(error).__name__}: {error}")

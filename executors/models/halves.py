@@ -45,7 +45,7 @@ def as_tensor(handed: Handed | None) -> Tensor:
     return handed
 
 
-class _Stop(Exception):  # noqa: N818 - not an error: the front half is done
+class _FrontIsDone(Exception):  # noqa: N818 - not an error: the front half is done
     """Carries the second linear's input out of the block."""
 
     def __init__(self, activation: Tensor) -> None:
@@ -85,7 +85,7 @@ class HalvedBlock:
         residuals: list[Tensor] = []
 
         def stop(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            raise _Stop(inputs[0])
+            raise _FrontIsDone(inputs[0])
 
         hooks = [
             self._takes_residual.register_forward_pre_hook(lambda _module, given: residuals.append(given[0])),
@@ -93,7 +93,7 @@ class HalvedBlock:
         ]
         try:
             self._block(hidden, *args, **kwargs)
-        except _Stop as stopped:
+        except _FrontIsDone as stopped:
             rows = hidden.shape[:-1]
             (residual,) = residuals
             return Halfway(stopped.activation.reshape(*rows, -1), residual.reshape(*rows, -1))

@@ -30,7 +30,7 @@ from costmodel.model_spec import (
 from executors.models.blocks import block_list, fills_masks, linears_of, refuse_unsupported
 from executors.models.halves import Halfway, HalvedBlock, Handed, as_tensor, normalises_last
 from executors.models.parameters import NamedTensor, named_tensors
-from executors.models.recording_blocks import Calls, Role, StandIn, StepCache, Stop
+from executors.models.recording_blocks import Calls, StandIn, StandInState, StepCache, Stop
 from topology.errors import ModelError
 
 Batch = Mapping[str, Tensor]
@@ -109,7 +109,7 @@ class CutModel:
         self._owner, self._list_name, blocks_path = block_list(model)
         self._whole = self._owner.get_submodule(self._list_name)
         self.blocks = list(self._whole.children())
-        self._role = Role()
+        self._role = StandInState()
         self._head_needs_shape = False
         self.cut_blocks = tuple(sorted(set(cut_blocks)))
         self.segments = segments_of(len(self.blocks), self.cut_blocks)

@@ -38,7 +38,7 @@ class Stop(Exception):  # noqa: N818 - not an error: the forward has done what i
 
 
 @dataclass
-class Role:
+class StandInState:
     """What the stand-ins do during the present forward."""
 
     calls: Calls | None = None
@@ -50,7 +50,7 @@ class Role:
 class StandIn(nn.Module):
     """Takes a block's place: looks like it, does not compute."""
 
-    def __init__(self, block: nn.Module, role: Role, *, is_last: bool) -> None:
+    def __init__(self, block: nn.Module, role: StandInState, *, is_last: bool) -> None:
         super().__init__()
         self.__dict__["_block"] = block
         self._role = role

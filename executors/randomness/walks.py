@@ -111,7 +111,7 @@ class Walk:
             return states
         wanted = rows.tolist()
 
-        def keep(span: _Span, walking: Generator) -> None:
+        def keep(span: _Elements, walking: Generator) -> None:
             keep_rows(out, wanted, span.begin, span.end, self._direction, walking)
 
         return self._walked(generator, out, keep)
@@ -168,12 +168,14 @@ class Walk:
             for span in spans:
                 self._draw(span, views, generator, factor)
 
-    def _draw(self, span: _Span, views: Sequence[Tensor], generator: Generator, factor: float | None) -> None:
+    def _draw(
+        self, span: _Elements, views: Sequence[Tensor], generator: Generator, factor: float | None
+    ) -> None:
         drawn(views[span.tensor][span.begin : span.end], self._direction, generator, factor)
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _Elements:
     """Elements of one tensor that are drawn one after the other."""
 
     tensor: int
@@ -181,21 +183,21 @@ class _Span:
     end: int
 
 
-_Visit = Callable[[_Span, Generator], None]
+_Visit = Callable[[_Elements, Generator], None]
 
 
-def _spans(numels: Sequence[int], granularity: int, num_marks: int) -> Iterator[list[_Span]]:
+def _spans(numels: Sequence[int], granularity: int, num_marks: int) -> Iterator[list[_Elements]]:
     """Yield the spans between two marks, tensor by tensor; every piece of a tensor can be drawn apart."""
     target = -(-sum(numels) // num_marks)
-    spans: list[_Span] = []
+    spans: list[_Elements] = []
     left = target
     for tensor, numel in enumerate(numels):
         begin = 0
         while (length := left - left % granularity) >= granularity and numel - begin - length >= granularity:
-            yield [*spans, _Span(tensor, begin, begin + length)]
+            yield [*spans, _Elements(tensor, begin, begin + length)]
             spans, left = [], target
             begin += length
-        spans.append(_Span(tensor, begin, numel))
+        spans.append(_Elements(tensor, begin, numel))
         left -= numel - begin
         if left < granularity:
             yield spans

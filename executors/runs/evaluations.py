@@ -31,7 +31,7 @@ NUM_SHOWN_ANSWERS = 3
 
 
 @dataclass(frozen=True)
-class _Weights:
+class _EvaluatedWeights:
     """A session as the evaluations call a model."""
 
     session: Session
@@ -111,7 +111,7 @@ class Evaluator:
 
     def _evaluated(self, evaluate: Callable[..., Any], *how: Any) -> Any:
         return evaluate(
-            _Weights(self._session),
+            _EvaluatedWeights(self._session),
             self._data,
             *how,
             batch_size=self._batch_size,

@@ -87,7 +87,7 @@ def read_history(directory: str | Path) -> History:
     path = directory / STEPS_NAME
     queries = header["plan"]["estimator"]["num_queries"]
     steps = _steps_of(path, read_lines(path), queries)
-    check = _Check(path, header)
+    check = _RowCheck(path, header)
     records = tuple(check.record(number, lines) for number, lines in enumerate(steps))
     num_bytes = steps[-1][-1].end if steps else 0
     history = History(directory, header, records, num_bytes, _digests(directory / DIGESTS_NAME))
@@ -111,7 +111,7 @@ def _steps_of(path: Path, lines: Sequence[Line], queries: int) -> list[list[Line
     return steps
 
 
-class _Check:
+class _RowCheck:
     """Compares every row with what determines it."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:

@@ -82,7 +82,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedPart:
     """A part at its place in a buffer.
 
     Attributes
@@ -130,7 +130,7 @@ class BufferStore:
         self.held = frozenset(parameters_of(access.what) for access in program.initial)
         self._num_shares = self._shares()
         self._flat: dict[str, Tensor | None] = {}
-        self._placed: dict[tuple[str, int, GroupWeights | FrozenWeights], Placed] = {}
+        self._placed: dict[tuple[str, int, GroupWeights | FrozenWeights], PlacedPart] = {}
         self.values: dict[tuple[str, int], Any] = {}
         self.peak_bytes: dict[tuple[Space, str], int] = {}
         self._check_program()
@@ -152,7 +152,7 @@ class BufferStore:
         for key, size in self.arena_bytes().items():
             self.peak_bytes[key] = max(size, self.peak_bytes.get(key, 0))
 
-    def free(self, name: str) -> list[Placed]:
+    def free(self, name: str) -> list[PlacedPart]:
         """Take a buffer's memory away, and return what had been placed in it so that nothing keeps it alive."""
         self._flat[name] = None
         # A copy of the keys: other streams place other buffers meanwhile.
@@ -185,7 +185,7 @@ class BufferStore:
         """Return the format of the buffer that an access is to."""
         return self._program.buffer(access.buffer).dtype
 
-    def placed(self, access: Access) -> Placed:
+    def placed(self, access: Access) -> PlacedPart:
         """Return the part of a group that an access names, at its place."""
         part = self.part(access)
         key = (access.buffer, access.offset_bytes, part.what)
@@ -202,7 +202,7 @@ class BufferStore:
             )
         return flat
 
-    def _place(self, access: Access, part: Part) -> Placed:
+    def _place(self, access: Access, part: Part) -> PlacedPart:
         dtype = self._program.buffer(access.buffer).dtype
         begin = FORMATS[dtype].num_elements(access.offset_bytes)
         *starts, end = part.offsets(dtype)
@@ -211,7 +211,7 @@ class BufferStore:
             flat[start : start + tensor.num_elements].view(tensor.shape)
             for start, tensor in zip(starts, part.tensors, strict=True)
         )
-        return Placed(flat, views, part)
+        return PlacedPart(flat, views, part)
 
     # -- names -------------------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ def _parts_of(engine: ForwardEngine) -> dict[GroupWeights | FrozenWeights, Part]
     return {part.what: part for part in parts}
 
 
-def runs_alike(placed: Placed, trait: Callable[[NamedTensor], Trait]) -> list[tuple[int, int, Trait]]:
+def runs_alike(placed: PlacedPart, trait: Callable[[NamedTensor], Trait]) -> list[tuple[int, int, Trait]]:
     """Return stretches (begin, end, trait) of a part whose parameters have a trait in common."""
     dtype = format_of(placed.flat.dtype)
     bounds = placed.part.offsets(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from studies.distzo2_ranks.cases import TRANSFERS, Board, block_seconds, board
-from studies.exercises import Verdict
+from studies.exercises import Grade
 
 Seconds = Callable[[Board, str], float]
 """From a board and how ranks share the host's copies to the seconds that one more block adds to a step."""
@@ -28,7 +28,7 @@ _TOLERANCE = 0.02
 """Shares are aligned and a batch crosses the same lanes: less than a hundredth of a block."""
 
 
-def check(seconds_per_block: Seconds) -> Verdict:
+def check(seconds_per_block: Seconds) -> Grade:
     """Return whether `seconds_per_block` agrees with the simulator on several boards, and if not, what to look at."""
     count = 0
     for words in _BOARDS:
@@ -38,9 +38,9 @@ def check(seconds_per_block: Seconds) -> Verdict:
             complaint = _complaint(seconds_per_block(made, transfers), made, transfers)
             if complaint:
                 root = "behind one root" if one_root else "with lanes of their own"
-                return Verdict(False, f"{num_gpus} GPUs {root}, {transfers} copies: {complaint}")
+                return Grade(False, f"{num_gpus} GPUs {root}, {transfers} copies: {complaint}")
             count += 1
-    return Verdict(True, f"{count} boards agree with the simulator within {_TOLERANCE:.0%}")
+    return Grade(True, f"{count} boards agree with the simulator within {_TOLERANCE:.0%}")
 
 
 def _complaint(answer: object, made: Board, transfers: str) -> str:

@@ -15,7 +15,7 @@ from studies.checkout import commit
 from studies.prediction.predicting import PredictedCase
 from topology.errors import ZosimError
 from topology.reading import read_json_object
-from zosim.analysis.compare import Line
+from zosim.analysis.compare import ComparedLine
 
 Content = dict[str, Any]
 
@@ -82,7 +82,8 @@ def content_of_rows(rows: list[PredictedCase]) -> list[Content]:
 def rows_of(content: list[Content]) -> list[PredictedCase]:
     """Return the rows of :func:`content_of_rows`."""
     return [
-        PredictedCase(**{**row, "lines": tuple(Line(**line) for line in row["lines"])}) for row in content
+        PredictedCase(**{**row, "lines": tuple(ComparedLine(**line) for line in row["lines"])})
+        for row in content
     ]
 
 

@@ -9,7 +9,7 @@ from costmodel.pace import at_pace, pace_in
 from costmodel.profile import Profile
 from studies.prediction.measuring import MeasuredSteps
 from topology import Topology
-from zosim.analysis.compare import Line, compare
+from zosim.analysis.compare import ComparedLine, compare
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.instructions import Space
@@ -56,7 +56,7 @@ class PredictedCase(Paced):
         Peak memory of the device.
     limiter : str
         What the predicted step spends most of its critical path on.
-    lines : tuple of Line
+    lines : tuple of ComparedLine
         The instructions' labels, those first that contribute most to the error of the step.
     paced_s : float
         Step time predicted for the pace that the machine had before the case.
@@ -74,7 +74,7 @@ class PredictedCase(Paced):
     predicted_bytes: int
     measured_bytes: int
     limiter: str
-    lines: tuple[Line, ...]
+    lines: tuple[ComparedLine, ...]
     paced_s: float
     pace_before: float
     pace_after: float

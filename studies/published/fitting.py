@@ -256,7 +256,7 @@ def _named(constants: Sequence[FittedConstant], x: Floats) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class _Loss:
+class _RobustLoss:
     """A robust loss: what squares to it, and the derivative of that."""
 
     soften: Callable[[Floats], Floats]
@@ -283,7 +283,7 @@ def _cauchying(residual: Floats) -> Floats:
     return np.asarray(scaled / (1 + scaled**2) / np.sqrt(np.log1p(scaled**2)))
 
 
-_SOFT, _CAUCHY = _Loss(_soft, _softening), _Loss(_cauchy, _cauchying)
+_SOFT, _CAUCHY = _RobustLoss(_soft, _softening), _RobustLoss(_cauchy, _cauchying)
 
 
 def _slopes(residual: Floats) -> Floats:

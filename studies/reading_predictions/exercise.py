@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from studies.exercises import Verdict
+from studies.exercises import Grade
 from studies.reading_predictions.cases import TERMS, Reading, on_cpu, rows_of
 
 Diagnose = Callable[[Sequence[Reading]], tuple[str, float]]
@@ -26,14 +26,14 @@ _CASES = (
 _TOLERANCE = 0.1
 
 
-def check(diagnose: Diagnose) -> Verdict:
+def check(diagnose: Diagnose) -> Grade:
     """Return whether `diagnose` names the wrong cause and its factor in several runs, and if not, what to look at."""
     for number, (model, seq, term, times) in enumerate(_CASES, start=1):
         rows = rows_of(on_cpu(model, seq=seq), term, times, seed=number)
         complaint = _complaint(diagnose(rows), rows, term, times)
         if complaint:
-            return Verdict(False, f"run {number} of {len(_CASES)} ({model}, {seq} tokens): {complaint}")
-    return Verdict(True, f"{len(_CASES)} wrong constants found, each with its factor")
+            return Grade(False, f"run {number} of {len(_CASES)} ({model}, {seq} tokens): {complaint}")
+    return Grade(True, f"{len(_CASES)} wrong constants found, each with its factor")
 
 
 def _complaint(answer: object, rows: Sequence[Reading], term: str, times: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from studies.exercises import Verdict
+from studies.exercises import Grade
 from studies.where_to_cut.cases import CutCrossing, forward_bytes
 
 Bytes = Callable[[CutCrossing], float]
@@ -29,14 +29,14 @@ _TOLERANCE = 1e-3
 """Symbols fill whole bytes; nothing else is rounded."""
 
 
-def check(bytes_forward: Bytes) -> Verdict:
+def check(bytes_forward: Bytes) -> Grade:
     """Return whether `bytes_forward` agrees with the programs of several plans, and if not, what to look at."""
     for crossing in _CROSSINGS:
         answer = bytes_forward(crossing)
         complaint = _complaint(answer, crossing)
         if complaint:
-            return Verdict(False, f"{_told(crossing)}: {complaint}")
-    return Verdict(True, f"{len(_CROSSINGS)} plans send what you say")
+            return Grade(False, f"{_told(crossing)}: {complaint}")
+    return Grade(True, f"{len(_CROSSINGS)} plans send what you say")
 
 
 def _complaint(answer: object, crossing: CutCrossing) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from studies.exercises import Verdict
+from studies.exercises import Grade
 from studies.why_seeds_suffice.training import EPSILON, LogRow, TunedRun, num_differing, train
 
 Rebuild = Callable[[Mapping[str, Tensor], Sequence[LogRow], float], Mapping[str, Tensor]]
@@ -19,7 +19,7 @@ _CASES = ((1, 3), (6, 4), (6, 5))
 """Steps and seed of the runs that a solution is tried on."""
 
 
-def check(rebuild: Rebuild) -> Verdict:
+def check(rebuild: Rebuild) -> Grade:
     """Return whether `rebuild` gives the weights of several runs, bit for bit, and if not, what to look at."""
     for num_steps, seed in _CASES:
         run = train(num_steps, seed=seed)
@@ -27,8 +27,8 @@ def check(rebuild: Rebuild) -> Verdict:
         rebuilt_weights = rebuild(base, run.log, EPSILON)
         complaint = _complaint(rebuilt_weights, run)
         if complaint:
-            return Verdict(False, f"a run of {num_steps} steps: {complaint}")
-    return Verdict(True, f"{len(_CASES)} runs rebuilt bit for bit, from {sum(n for n, _ in _CASES)} rows")
+            return Grade(False, f"a run of {num_steps} steps: {complaint}")
+    return Grade(True, f"{len(_CASES)} runs rebuilt bit for bit, from {sum(n for n, _ in _CASES)} rows")
 
 
 def _complaint(answer: object, run: TunedRun) -> str:

@@ -15,7 +15,7 @@ from topology.errors import PlanError
 from zosim.applications.buying.command import buy
 from zosim.applications.buying.levers import levers
 from zosim.applications.buying.machine import Job, machines_named, simulated
-from zosim.applications.buying.offers import Limits, Market, Refusal
+from zosim.applications.buying.offers import BuyerLimits, Market, Refusal
 from zosim.applications.buying.sensitivity import effects, limiter, rooms
 from zosim.planning.planner import choose
 from zosim.plans import Weights
@@ -31,7 +31,7 @@ def job(model="opt-1.3b", **more):
 
 
 def market(*, limits=None, by="money", pay=None, **more):
-    return Market(job(**more), PRICES, limits or Limits(), by, pay)
+    return Market(job(**more), PRICES, limits or BuyerLimits(), by, pay)
 
 
 def offers_of(chosen, *names, counts=(1,), num_simulated=0):
@@ -81,7 +81,7 @@ def test_the_closed_form_is_an_interval_around_itself_and_close_to_the_simulatio
 def test_limits_put_offers_last_and_say_so():
     free = offers_of(market(), *NAMES)[0]
     cheapest = free[0].cost
-    middle = Limits(budget=cheapest.money.value * 1.01)
+    middle = BuyerLimits(budget=cheapest.money.value * 1.01)
     offers, _ = offers_of(market(limits=middle), *NAMES)
     verdicts = [offer.verdict for offer in offers]
     assert verdicts == sorted(verdicts, key=["yes", "perhaps", "no"].index)
@@ -94,7 +94,7 @@ def test_limits_put_offers_last_and_say_so():
 
 
 def test_an_owned_machine_is_held_against_its_price_not_its_wear():
-    limits = Limits(budget=2000.0)
+    limits = BuyerLimits(budget=2000.0)
     offers, refused = offers_of(market(limits=limits, pay="own"), "h200-1x", "cpu-laptop")
     assert [item.name for item in refused] == ["h200-1x"]
     assert "at least 32,000 USD, budget 2,000" in refused[0].reason
@@ -108,7 +108,7 @@ def test_hopeless_machines_are_given_up_without_a_simulation(monkeypatch):
     hours = offers_of(market(by="hours"), "cpu-laptop")[0][0].cost.hours.value
     monkeypatch.setattr("zosim.planning.predict.Subject.simulated", forbidden)
     offers, refused = offers_of(
-        market(limits=Limits(deadline_hours=hours / 3)), "cpu-laptop", num_simulated=5
+        market(limits=BuyerLimits(deadline_hours=hours / 3)), "cpu-laptop", num_simulated=5
     )
     assert not offers
     assert "deadline" in refused[0].reason

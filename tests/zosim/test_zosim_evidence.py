@@ -16,7 +16,7 @@ from topology import load_preset
 from topology.signed import with_digest
 from zosim.applications.evidence.anonymous import MACHINE, refuse_private
 from zosim.applications.evidence.command import app
-from zosim.applications.evidence.file import Evidence, EvidenceError, Measurement, check, evidence_of
+from zosim.applications.evidence.file import Evidence, EvidenceError, MeasuredRun, check, evidence_of
 from zosim.applications.evidence.learning import learned, measurements_of
 from zosim.planning.predict import Subject
 from zosim.plans import Placement, Plan, Residency, Schedule
@@ -270,7 +270,7 @@ def test_spans_that_met_others_are_marked_and_not_learned_from(tmp_path):
 
 
 def test_measured_numbers_follow_from_the_spans(made):
-    assert made.measurement == Measurement.of(made.timeline)
+    assert made.measurement == MeasuredRun.of(made.timeline)
     assert made.measurement.num_steady_steps == len(made.timeline.steady_steps)
 
 

@@ -27,7 +27,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ComparedLine:
     """One label or one instruction, per step.
 
     Attributes
@@ -97,7 +97,7 @@ class Comparison:
         Steady steps measured.
     predicted_step_s, measured_step_s : float
     predicted_bottleneck, measured_bottleneck : str
-    labels, instructions : tuple of Line
+    labels, instructions : tuple of ComparedLine
         Largest contribution to the step's error first.
     memory : tuple of MemoryLine
     at_pace : AtPace, optional
@@ -111,8 +111,8 @@ class Comparison:
     measured_step_s: float
     predicted_bottleneck: str
     measured_bottleneck: str
-    labels: tuple[Line, ...]
-    instructions: tuple[Line, ...]
+    labels: tuple[ComparedLine, ...]
+    instructions: tuple[ComparedLine, ...]
     memory: tuple[MemoryLine, ...]
     at_pace: AtPace | None = None
 
@@ -160,9 +160,9 @@ class Comparison:
         columns = ("", "predicted", "measured", "error")
         return Table(columns, rows, title=title, numeric=columns[1:])
 
-    def line_table(self, kind: str, lines: Sequence[Line], limit: int | None = None) -> Table:
+    def line_table(self, kind: str, lines: Sequence[ComparedLine], limit: int | None = None) -> Table:
         """Return lines as a table, the `limit` first of them."""
-        columns: dict[str, Callable[[Line], str]] = {
+        columns: dict[str, Callable[[ComparedLine], str]] = {
             kind: lambda line: line.name,
             "predicted": lambda line: _ms(line.predicted_s),
             "measured": lambda line: _ms(line.measured_s),
@@ -251,12 +251,12 @@ Key = Callable[[Span | PathSegment], str]
 
 def _lines(
     predicted: Timeline, measured: Timeline, paths: tuple[CriticalPath, CriticalPath], rank: int, key: Key
-) -> tuple[Line, ...]:
+) -> tuple[ComparedLine, ...]:
     medians = [_medians(timeline, rank, key) for timeline in (predicted, measured)]
     on_path = [_on_path(path, key) for path in paths]
     names = dict.fromkeys([*medians[0], *medians[1], *on_path[0], *on_path[1]])
     lines = [
-        Line(
+        ComparedLine(
             name,
             medians[0].get(name),
             medians[1].get(name),

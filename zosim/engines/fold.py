@@ -67,7 +67,7 @@ def fold(world: World) -> World:
     --------
     Eight ranks that share nothing are one rank; see ``tests/zosim/test_zosim_fold.py`` for more.
     """
-    plain = _Plain(world)
+    plain = _RankKinds(world)
     partition = _refined(world, plain)
     first = {colour: rank for rank, colour in reversed(list(enumerate(partition.ranks)))}
     chosen = sorted(first.values())
@@ -102,7 +102,7 @@ class _Partition:
         return len(set(self.ranks)) + len(set(self.resources.values()))
 
 
-class _Plain:
+class _RankKinds:
     """What of each rank matters: its activities' numbers, and the resources that can limit them.
 
     Attributes
@@ -148,7 +148,7 @@ class _Plain:
         return number, tuple(by_name[name] for name in order)
 
 
-def _refined(world: World, plain: _Plain) -> _Partition:
+def _refined(world: World, plain: _RankKinds) -> _Partition:
     """Return the coarsest partition in which equals see equals."""
     users: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for rank, names in enumerate(plain.resources):
@@ -197,7 +197,7 @@ def _ranks_in_queues(world: World, users: dict[str, list[tuple[int, int]]]) -> s
 
 
 def _finer(
-    world: World, plain: _Plain, users: dict[str, list[tuple[int, int]]], partition: _Partition
+    world: World, plain: _RankKinds, users: dict[str, list[tuple[int, int]]], partition: _Partition
 ) -> _Partition:
     seen_by_resource = [
         (partition.resources[name], tuple(sorted((partition.ranks[rank], place) for rank, place in using)))
@@ -232,7 +232,7 @@ def _numbered(keys: Sequence[Hashable]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
-def _multiplied(world: World, plain: _Plain, partition: _Partition, rank: int) -> Template:
+def _multiplied(world: World, plain: _RankKinds, partition: _Partition, rank: int) -> Template:
     """Return a rank's template in which it takes what all of its class take of each resource."""
     template, names = world.template(rank), plain.resources[rank]
     own = dict(zip(template.resources, world.resources[rank], strict=True))

@@ -46,7 +46,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class _Site:
+class _PlacementKinds:
     """Kinds of ranks on a placement, and which of them share a host.
 
     Attributes
@@ -68,7 +68,7 @@ class Bounds:
         self._request = request
         self._sketcher = Sketcher(request.model)
         self._isomorphic = IsomorphicHosts(request.topology)
-        self._sites: dict[tuple[Mesh, Placement], _Site] = {}
+        self._sites: dict[tuple[Mesh, Placement], _PlacementKinds] = {}
         self._ways = KnownPaths()
         self._known: dict[tuple[Placement, int], tuple[Machine, ...]] = {}
 
@@ -105,13 +105,13 @@ class Bounds:
             )
         return self._known[key]
 
-    def _site(self, plan: Plan) -> _Site:
+    def _site(self, plan: Plan) -> _PlacementKinds:
         key = (plan.mesh, plan.placement)
         if key not in self._sites:
             self._sites[key] = self._kinds(plan)
         return self._sites[key]
 
-    def _kinds(self, plan: Plan) -> _Site:
+    def _kinds(self, plan: Plan) -> _PlacementKinds:
         machines, topology = self._machines(plan), self._request.topology
         found: dict[Hashable, int] = {}
         ranks: list[int] = []
@@ -131,9 +131,9 @@ class Bounds:
                 for rank, kind in members
             )
             alike.setdefault(built, host)
-        return _Site(tuple(ranks), {host: tuple(on_host[host]) for host in alike.values()})
+        return _PlacementKinds(tuple(ranks), {host: tuple(on_host[host]) for host in alike.values()})
 
-    def _shared_s(self, plan: Plan, site: _Site, sketches: Sequence[Sketch]) -> float:
+    def _shared_s(self, plan: Plan, site: _PlacementKinds, sketches: Sequence[Sketch]) -> float:
         """Return the seconds that the fullest resource of any host is busy in a step."""
         machines = self._machines(plan)
         fullest_s = 0.0
@@ -145,7 +145,7 @@ class Bounds:
             fullest_s = max(fullest_s, *busy_s.values())
         return fullest_s
 
-    def _missing(self, plan: Plan, site: _Site, taken: Footprints) -> Iterator[tuple[str, int]]:
+    def _missing(self, plan: Plan, site: _PlacementKinds, taken: Footprints) -> Iterator[tuple[str, int]]:
         """Yield what of the devices and the hosts does not suffice, in words and in bytes that lack."""
         request, devices = self._request, plan.placement.devices
         for memory, rank in zip(taken.ranks, site.ranks, strict=True):
@@ -166,7 +166,7 @@ def _busy_s(sketch: Sketch, machine: Machine) -> Iterator[tuple[str, float]]:
         yield name, amount / capacity
 
 
-def _footprints(site: _Site, sketches: Sequence[Sketch]) -> Footprints:
+def _footprints(site: _PlacementKinds, sketches: Sequence[Sketch]) -> Footprints:
     of_kind = [sketch.footprint for sketch in sketches]
     hosts = [
         host_footprint(host, tuple(rank for rank, _ in members), [of_kind[kind] for _, kind in members])

@@ -40,7 +40,7 @@ from costmodel.symbols import SymbolStatistics, crossing_statistics
 from zosim.hardware.machine import Hop
 from zosim.operations import Recv, Send
 from zosim.planning.cuts import Cutting, sparsest_near_the_middle
-from zosim.planning.segment_costs import Costs, Seconds, Site
+from zosim.planning.segment_costs import Costs, CutSite, Seconds
 from zosim.plans import INSIDE, Split
 
 Codecs = tuple[str, str]
@@ -67,13 +67,13 @@ class Ranking:
 
     Parameters
     ----------
-    site : Site
+    site : CutSite
     cutting : Cutting
     costs : Costs, optional
         Shared among sites of one model.
     """
 
-    def __init__(self, site: Site, cutting: Cutting, costs: Costs | None = None) -> None:
+    def __init__(self, site: CutSite, cutting: Cutting, costs: Costs | None = None) -> None:
         self._site = site
         self._cutting = cutting
         self._costs = costs or Costs(site.plan.model, cutting)
@@ -278,7 +278,7 @@ class _CostTable:
     total_s: float
 
 
-def splits(site: Site, cutting: Cutting, costs: Costs) -> Iterator[tuple[ModelSpec, Split]]:
+def splits(site: CutSite, cutting: Cutting, costs: Costs) -> Iterator[tuple[ModelSpec, Split]]:
     """Yield cut models with their splits that are worth a simulation, each cut with each codec that is worth one.
 
     Raises

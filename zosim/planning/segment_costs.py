@@ -27,7 +27,7 @@ Seconds = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Site:
+class CutSite:
     """What cuts are ranked for: the first pipeline of a mesh on its devices, and what one device would do alone."""
 
     mesh: Mesh
@@ -97,14 +97,14 @@ class Costs:
         place = {segment: number for number, segment in enumerate(self.whole.segments)}
         return {cut: place[last_before(cut, place)] + 1 for cut in self.names}
 
-    def seconds(self, site: Site) -> SegmentSeconds:
+    def seconds(self, site: CutSite) -> SegmentSeconds:
         """Return the seconds of every segment on the site's first device."""
         key = (id(site.machines[0].profile), site.num_sequences)
         if key not in self._known:
             self._known[key] = self._worked_out(site)
         return self._known[key]
 
-    def _worked_out(self, site: Site) -> SegmentSeconds:
+    def _worked_out(self, site: CutSite) -> SegmentSeconds:
         small = self._small
         plan = site.plan.model_copy(update={"model": small, "batch": site.num_sequences})
         forward, once = _compute_seconds(plan, site.machines[0])
@@ -160,7 +160,7 @@ def _compute_seconds(plan: Plan, machine: Machine) -> tuple[dict[str, float], di
     return forward, once
 
 
-def _walk_s(num_elements: int, site: Site) -> float:
+def _walk_s(num_elements: int, site: CutSite) -> float:
     """Return the seconds in which a generator passes over so many numbers, for every query."""
     work = passing_work(num_elements, site.plan.directions, Rank(site.plan).draw_format)
     if not work.num_skipped:

@@ -98,7 +98,7 @@ class Sketcher:
         if key not in self._drafts:
             if part not in self._outlines:
                 self._outlines[part] = self._outlined(plan, rank)
-            outline, costs = self._outlines[part], _Costs(machine, self._activities)
+            outline, costs = self._outlines[part], _KnownActivities(machine, self._activities)
             visits = tuple(_priced(stretch, outline.program, costs) for stretch in outline.stretches)
             self._drafts[key] = _Draft(visits, outline.workspace_bytes)
         return self._drafts[key]
@@ -188,7 +188,7 @@ class _Draft:
 
 
 @dataclass(frozen=True)
-class _Costs:
+class _KnownActivities:
     """Activities of a machine, those of equal work looked up; each keeps the machine that its key names."""
 
     machine: Machine
@@ -227,7 +227,7 @@ def _items(program: Program, instructions: Sequence[Instruction]) -> Iterable[It
         )
 
 
-def _priced(stretch: _Stretch, program: Program, costs: _Costs) -> Visit:
+def _priced(stretch: _Stretch, program: Program, costs: _KnownActivities) -> Visit:
     """Return a stretch as a machine does it."""
     loads: dict[str, float] = defaultdict(float)
     seconds = []

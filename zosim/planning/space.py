@@ -15,7 +15,7 @@ from topology.validation import readable
 from zosim.hardware.machines import machines_for
 from zosim.planning.cut_search import splits
 from zosim.planning.request import Blocks, Request, profiles_of, without_any
-from zosim.planning.segment_costs import Costs, Site
+from zosim.planning.segment_costs import Costs, CutSite
 from zosim.plans import ANY, Estimator, Mesh, Placement, Plan, Residency, Split, TransferDType, Weights
 
 Transfers = Literal["private", "shared", "sliced"]
@@ -47,7 +47,7 @@ def placements(request: Request) -> Iterator[Plan]:
         If there is none.
     """
     check(request)
-    points = _Points(request)
+    points = _PlansOf(request)
     for mesh in meshes(request):
         for placement in layouts(request, mesh.world_size):
             for cut in _splits(request, mesh, placement, points.costs):
@@ -67,7 +67,7 @@ def plans_of(
     PlanError
         If all of them contradict the request.
     """
-    points = _Points(request)
+    points = _PlansOf(request)
     for shape in shapes:
         yield from points.plans(*shape)
     points.check_any()
@@ -91,7 +91,7 @@ def check(request: Request) -> None:
     _check_devices(request)
 
 
-class _Points:
+class _PlansOf:
     """Plans of given meshes, each once."""
 
     def __init__(self, request: Request) -> None:
@@ -166,7 +166,7 @@ def _splits(
         yield from splits(site_of(request, mesh, placement), request.cutting, costs)
 
 
-def site_of(request: Request, mesh: Mesh, placement: Placement) -> Site:
+def site_of(request: Request, mesh: Mesh, placement: Placement) -> CutSite:
     """Return what cuts are ranked for: the first pipeline of a mesh on its devices."""
     pipeline = placement.model_copy(
         update={"devices": placement.devices[: mesh.stage], "hosts": placement.hosts[: mesh.stage]}
@@ -179,7 +179,7 @@ def site_of(request: Request, mesh: Mesh, placement: Placement) -> Site:
     )
     alone = Placement(topology=placement.topology, devices=placement.devices[:1])
     fixed = {axis: request.fixed.get(axis, {}) for axis in ("estimator", "directions", "weights", "forward")}
-    return Site(
+    return CutSite(
         mesh, machines, _plan(replace(request, fixed=fixed), (request.model, Split()), Mesh(), alone, {})
     )
 

@@ -87,7 +87,7 @@ class Stage:
 
 
 @dataclass
-class _Peers:
+class _Arrivals:
     """When a stage's peers have sent it each message and come to the exchange, and when it has."""
 
     arrivals: list[float]
@@ -129,7 +129,7 @@ def pipelined_s(plan: Plan, stages: Sequence[Stage]) -> float:
             after = [clock.copy() for clock in clocks]
             came: list[float] = []
             for stage, clock in zip(stages, after, strict=True):
-                peers = _Peers(arrivals, exchange_s if is_known else 0.0)
+                peers = _Arrivals(arrivals, exchange_s if is_known else 0.0)
                 clock.begin_step(stage.step_s)
                 for visit in stage.visits:
                     clock.run(visit, peers)
@@ -173,7 +173,7 @@ class _Clock:
         self.streams = [max(free_s, end_s) for free_s in self.streams]
         self.streams[_COMPUTE] = end_s + step_s
 
-    def run(self, visit: Visit, peers: _Peers | None = None) -> None:
+    def run(self, visit: Visit, peers: _Arrivals | None = None) -> None:
         """Run a visit as often as it stands for, skipping what only repeats."""
         if visit.block is None:
             self._edge_s = self._run_items(visit, self._edge_s, peers)
@@ -199,7 +199,7 @@ class _Clock:
         moved = [at + seconds if moves > 0 else at for at, moves in zip(state, moving, strict=True)]
         self.streams, self._slots = moved[: len(self.streams)], moved[len(self.streams) :]
 
-    def _run_items(self, visit: Visit, slot_s: float, peers: _Peers | None) -> float:
+    def _run_items(self, visit: Visit, slot_s: float, peers: _Arrivals | None) -> float:
         """Run a visit once, in a slot that is free from `slot_s` on, and return when it is free again."""
         streams = self.streams
         ends: list[float] = []

@@ -12,7 +12,7 @@ from torch import Tensor
 from executors.models.engine import ForwardEngine
 from executors.models.parameters import bind
 from executors.ranks.messages import Packed
-from executors.steps.buffers import BufferStore, Placed
+from executors.steps.buffers import BufferStore, PlacedPart
 from executors.steps.frames import Hyperparameters, LoadedBatch
 from executors.steps.streams import Backend
 from executors.threads import DrawThreads
@@ -69,7 +69,7 @@ class Context:
     ranks: Ranks | None = None
     remote_loss_dtype: torch.dtype | None = None
     loaded: LoadedBatch = field(default_factory=LoadedBatch)
-    _bound: dict[GroupWeights | FrozenWeights, Placed] = field(default_factory=dict)
+    _bound: dict[GroupWeights | FrozenWeights, PlacedPart] = field(default_factory=dict)
 
     @property
     def rows(self) -> Tensor:
@@ -77,14 +77,14 @@ class Context:
         assert self.loaded.rows is not None
         return self.loaded.rows
 
-    def bind(self, places: Sequence[Placed]) -> None:
+    def bind(self, places: Sequence[PlacedPart]) -> None:
         """Let the engine compute with what lies at these places, where it does not already."""
         for placed in places:
             if self._bound.get(placed.part.what) is not placed:
                 bind(placed.part.tensors, placed.views)
                 self._bound[placed.part.what] = placed
 
-    def unbind(self, places: Sequence[Placed]) -> None:
+    def unbind(self, places: Sequence[PlacedPart]) -> None:
         """Let go of what lies at these places, so that its memory can be freed."""
         for placed in places:
             if self._bound.get(placed.part.what) is placed:

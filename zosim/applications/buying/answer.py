@@ -13,7 +13,7 @@ from costmodel.prices import Payment, PriceTable, Range, load_prices, shipped_pr
 from topology.errors import PlanError
 from topology.units import QuantityError, format_seconds, parse_quantity
 from zosim.applications.buying.machine import Job, PricedMachine, machines_named
-from zosim.applications.buying.offers import Limits, Market, Offer, RankBy, Refusal, plain
+from zosim.applications.buying.offers import BuyerLimits, Market, Offer, RankBy, Refusal, plain
 from zosim.applications.buying.sensitivity import Change, Effect, MemoryRoom, effects, limiter, percent, rooms
 from zosim.applications.buying.shortfall import shortfall
 from zosim.options import axis
@@ -178,7 +178,7 @@ def buy(
         allow_lossy=allow_lossy,
     )
     market = Market(
-        job=job, prices=table, limits=Limits(_money(budget, table), _hours(deadline)), by=by, pay=pay
+        job=job, prices=table, limits=BuyerLimits(_money(budget, table), _hours(deadline)), by=by, pay=pay
     )
     by_name = dict(machines_named(list(table.machines) if machines is None else machines))
     offers, refused = market.offers(by_name.items(), count, num_simulated=simulate)

@@ -29,7 +29,7 @@ _ORDER: tuple[Verdict, ...] = ("yes", "perhaps", "no")
 
 
 @dataclass(frozen=True)
-class Limits:
+class BuyerLimits:
     """What the buyer can spend, in the price table's currency, and how long they can wait."""
 
     budget: float | None = None
@@ -104,7 +104,7 @@ class Market:
     ----------
     job : Job
     prices : PriceTable
-    limits : Limits
+    limits : BuyerLimits
     by : {"money", "hours", "energy"}
     pay : {"rent", "own"} or None
         The only way in which machines may be paid for; by default either.
@@ -112,7 +112,7 @@ class Market:
 
     job: Job
     prices: PriceTable
-    limits: Limits = Limits()
+    limits: BuyerLimits = BuyerLimits()
     by: RankBy = "money"
     pay: Payment | None = None
 

@@ -79,7 +79,7 @@ class Predicted(FrozenModel):
         )
 
 
-class Measurement(FrozenModel):
+class MeasuredRun(FrozenModel):
     """What was measured, in numbers that follow from the spans.
 
     Attributes
@@ -97,7 +97,7 @@ class Measurement(FrozenModel):
     host_bytes: int = Field(ge=0)
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Measurement:
+    def of(cls, timeline: Timeline) -> MeasuredRun:
         """Return what a measured timeline comes to."""
         rank = timeline.ranks[0] if timeline.ranks else 0
         return cls(
@@ -126,7 +126,7 @@ class Evidence(FrozenModel):
     is_edited : bool
         Whether these are other programs than the plan was lowered to by the zosim that made the file.
     prediction : Predicted
-    measurement : Measurement
+    measurement : MeasuredRun
     timeline : Timeline
         The measured spans.
     """
@@ -141,7 +141,7 @@ class Evidence(FrozenModel):
     programs: dict[str, Any]
     is_edited: bool
     prediction: Predicted
-    measurement: Measurement
+    measurement: MeasuredRun
     timeline: Timeline
 
     @model_validator(mode="after")
@@ -242,7 +242,7 @@ def check(evidence: Evidence) -> tuple[CheckedStatement, ...]:
         *_compared(
             "measured",
             evidence.measurement.model_dump(),
-            Measurement.of(evidence.timeline).model_dump(),
+            MeasuredRun.of(evidence.timeline).model_dump(),
             SAME_MEASUREMENT,
         ),
         _spans_belong(evidence),
@@ -328,7 +328,7 @@ def evidence_of(run: str | Path, subject: Subject) -> Evidence:
         programs=json.loads(plain.programs.to_json()),
         is_edited=lower_all(plain.plan).to_json() != plain.programs.to_json(),
         prediction=Predicted.of(plain),
-        measurement=Measurement.of(timeline),
+        measurement=MeasuredRun.of(timeline),
         timeline=timeline,
     )
 
