@@ -25,7 +25,7 @@ from studies.prediction.measuring import MeasuredSteps, Round
 from studies.prediction.predicting import Choice, PredictedCase
 from studies.prediction.report import Benchmark, Summary
 from topology import load_preset
-from zosim.analysis.compare import Line
+from zosim.analysis.compare import ComparedLine
 
 TINY = {family: Shape(family, 32, 2, 50, tied=family != "llama") for family in ("opt", "gpt2", "llama")}
 
@@ -42,7 +42,7 @@ def row(predicted_s: float, measured_s: float, **fields) -> PredictedCase:
         "predicted_bytes": 100,
         "measured_bytes": 100,
         "limiter": "draw",
-        "lines": (Line("draw", predicted_s, measured_s, predicted_s - measured_s),),
+        "lines": (ComparedLine("draw", predicted_s, measured_s, predicted_s - measured_s),),
         "paced_s": predicted_s,
         "pace_before": 1.0,
         "pace_after": 1.0,

@@ -20,11 +20,11 @@ from studies.prediction.predicting import Choice, PredictedCase
 from studies.prediction.turns import Baton
 from topology import load_preset
 from topology.errors import RunError, ZosimError
-from zosim.analysis.compare import Line
+from zosim.analysis.compare import ComparedLine
 
 
 def row(name: str, measured_s: float) -> PredictedCase:
-    lines = (Line("draw", 1.0, None, 0.5), Line("forward", None, 2.0, -0.25))
+    lines = (ComparedLine("draw", 1.0, None, 0.5), ComparedLine("forward", None, 2.0, -0.25))
     return PredictedCase(
         name, "delayed", 1.0, 0.9, 1.1, measured_s, 0.0, 100, 90, "draw", lines, 1.0, 1.1, 1.2
     )
