@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from costmodel.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
 from costmodel.distributions import DrawClass
 from costmodel.formats import COMPUTE_FORMATS, FORMATS, DType
-from costmodel.gpus import architecture_of, clocks_per_s
+from costmodel.gpus import architecture_of, clocks_per_s, sustained_flop_per_s
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from topology import Topology
 from topology.errors import TopologyError
@@ -297,7 +297,14 @@ def _int8_rate(spec: DeviceSpec, share: float = 1.0) -> Iterator[Constant]:
 def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
     rates = _rates(spec, 1.0, (_GEMM_GPU, _GEMM_GPU_SOURCE), (_ATTENTION_GPU, _ATTENTION_GPU_SOURCE))
     # Kernels of a known architecture take the place of what is assumed of any.
-    yield from {constant.name: constant for constant in (*rates, *_attention_constants(spec))}.values()
+    known = {constant.name: constant for constant in (*rates, *_attention_constants(spec))}
+    bursts = {dtype: _burst(spec, dtype) for dtype in COMPUTE_FORMATS}
+    for constant in known.values():
+        burst = bursts.get(constant.name.split(".")[1], 1.0) if "." in constant.name else 1.0  # type: ignore[call-overload]
+        yield _slower(constant, burst) if constant.kind in _POWERED else constant
+    for dtype, burst in bursts.items():
+        if burst > 1:
+            yield _constant(f"burst.{dtype}", (burst,) * 3, "costmodel.gpus.sustained_flop_per_s")
     yield from _int8_rate(spec)
     memory = spec.memory_bandwidth_bytes_per_s
     source = f"data sheet bandwidth of {spec.name}; {_STREAM_SOURCE}"
@@ -316,6 +323,38 @@ def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
             rate = min(1.0, written / (per_clock[0] * clocks))
             spread = (per_clock[0] * rate, per_clock[1] * rate, per_clock[2])
             yield _constant(f"draw_rate.{distribution}.{dtype}", spread, _GPU_DRAW_SOURCE, scale=clocks)
+
+
+_POWERED = ("matmul_rate", "attention_rate")
+_BURST_ENERGIES: dict[DType, float] = {"float16": 1.0, "bfloat16": 1.0, "tf32": 2.0, "float8_e4m3": 0.5}
+"""Energy of an operation of tensor cores, those of half precision being 1; other formats do not reach the power limit."""
+
+
+def _burst(spec: DeviceSpec, dtype: DType) -> float:
+    """Return how many times as fast products are before the power limit slows clocks."""
+    energy = _BURST_ENERGIES.get(dtype, 0.0)
+    if not energy:
+        return 1.0
+    return max(1.0, _GEMM_GPU[0] * _peak(spec, dtype)[0] * energy / sustained_flop_per_s(spec))
+
+
+def _slower(constant: Constant, times: float) -> Constant:
+    if times == 1:
+        return constant
+    ends = {end: getattr(constant, end) / times for end in ("value", "low", "high")}
+    source = f"{constant.source}; sustained at the rated power"
+    return constant.model_copy(update={**ends, "source": source})
+
+
+def in_bursts(profile: Profile) -> Profile:
+    """Return a profile for what is too short for the power limit: single kernels, one pass."""
+    faster = []
+    for constant in profile.constants:
+        burst = profile.values().get(f"burst.{constant.name.split('.')[1]}") if "." in constant.name else None
+        if burst is not None and constant.kind in _POWERED:
+            ends = {end: getattr(constant, end) * burst for end in ("value", "low", "high")}
+            faster.append(constant.model_copy(update=ends))
+    return profile.with_constants(*faster, origin=profile.origin) if faster else profile
 
 
 def _attention_constants(spec: DeviceSpec) -> Iterator[Constant]:

@@ -6,6 +6,7 @@ predicted from what its data sheet says alone.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ class Architecture:
         What fused kernels of attention do, by kernel (:data:`~costmodel.work.AttentionKernel`, empty for what torch takes) and
         way: the part of the peak at which they multiply, and the clocks of a multiprocessor that a score takes besides,
         for its exponential, maximum and sum. The two are not done at once, except in FlashAttention 3.
+    flop_j : float
+        Energy of one operation of a half-precision product on random numbers, what feeds it included, in joules.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Architecture:
     float32_per_clock: int
     nccl: Generation
     attention: Mapping[AttentionWay, tuple[float, float]] = field(default_factory=dict)
+    flop_j: float = 0.0
 
 
 _FA2: Mapping[AttentionWay, tuple[float, float]] = {
@@ -51,7 +55,7 @@ _FA2: Mapping[AttentionWay, tuple[float, float]] = {
     ("", "backward"): (0.78, 0.15),
 }
 """FlashAttention 2 on A100: 176 Tflop/s with heads of 64 and 225 with heads of 128, of 312; backwards 165 and 195
-(arXiv:2307.08691, figures 4 and 5)."""
+(arXiv:2307.08691, figures 4 and 5). Its first version reaches 25-40 % (abstract), less backwards."""
 _EARLY: Mapping[AttentionWay, tuple[float, float]] = {
     ("", "forward"): (0.55, 0.10),
     ("", "backward"): (0.45, 0.20),
@@ -61,6 +65,8 @@ known here. Assumed."""
 _HOPPER: Mapping[AttentionWay, tuple[float, float]] = {
     ("", "forward"): (0.63, 0.10),
     ("", "backward"): (0.40, 0.15),
+    ("fa1", "forward"): (0.28, 0.10),
+    ("fa1", "backward"): (0.17, 0.15),
     ("fa2", "forward"): (0.63, 0.10),
     ("fa2", "backward"): (0.40, 0.15),
     ("fa3", "forward"): (0.92, 0.05),
@@ -74,16 +80,18 @@ backwards 474 and 550 (arXiv:2407.08608, figures 5 and 6). cuDNN's kernel is tak
 (https://github.com/Dao-AILab/flash-attention/issues/1310)."""
 
 ARCHITECTURES = (
-    Architecture("pascal", r"\bP100\b", 128, "volta"),
-    Architecture("volta", r"\bV100S?\b|TITAN V\b", 128, "volta", _EARLY),
-    Architecture("turing", r"\bT4\b|TITAN RTX|RTX 20\d\d|Quadro RTX", 128, "volta", _EARLY),
-    Architecture("ampere", r"\bA100\b|\bA800\b|\bA30\b", 128, "ampere", _FA2),
-    Architecture("ampere-graphics", r"\bA(40|10|10G|16|2)\b|RTX A\d{4}|RTX 30\d\d", 256, "ampere", _FA2),
-    Architecture("ada", r"\bAda\b|RTX 40\d\d|\bL40S?\b|\bL4\b", 256, "ampere", _FA2),
-    Architecture("hopper", r"\bG?H(100|200|20|800)\b", 256, "hopper", _HOPPER),
-    Architecture("blackwell", r"\bG?B(100|200|300)\b", 256, "blackwell", _HOPPER),
+    Architecture("pascal", r"\bP100\b", 128, "volta", {}),
+    Architecture("volta", r"\bV100S?\b|TITAN V\b", 128, "volta", _EARLY, flop_j=1.6e-12),
+    Architecture("turing", r"\bT4\b|TITAN RTX|RTX 20\d\d|Quadro RTX", 128, "volta", _EARLY, flop_j=1.4e-12),
+    Architecture("ampere", r"\bA100\b|\bA800\b|\bA30\b", 128, "ampere", _FA2, flop_j=1.35e-12),
+    Architecture(
+        "ampere-graphics", r"\bA(40|10|10G|16|2)\b|RTX A\d{4}|RTX 30\d\d", 256, "ampere", _FA2, flop_j=1.5e-12
+    ),
+    Architecture("ada", r"\bAda\b|RTX 40\d\d|\bL40S?\b|\bL4\b", 256, "ampere", _FA2, flop_j=0.85e-12),
+    Architecture("hopper", r"\bG?H(100|200|20|800)\b", 256, "hopper", _HOPPER, flop_j=0.95e-12),
+    Architecture("blackwell", r"\bG?B(100|200|300)\b", 256, "blackwell", _HOPPER, flop_j=0.6e-12),
 )
-"""Known designs. Lanes: NVIDIA's whitepapers of P100, V100, TU102, GA100, GA102, AD102, H100 and Blackwell."""
+"""Known designs. Energies: what sustained products leave of the power limit, see :func:`sustained_flop_per_s`. Lanes: NVIDIA's whitepapers of P100, V100, TU102, GA100, GA102, AD102, H100 and Blackwell."""
 
 
 @cache
@@ -111,3 +119,28 @@ def clocks_per_s(spec: DeviceSpec) -> float:
     """
     architecture = architecture_of(spec)
     return spec.peak_flop_per_s("fp32") / (256 if architecture is None else architecture.float32_per_clock)
+
+
+def sustained_flop_per_s(spec: DeviceSpec) -> float:
+    """Return the rate of half-precision products at which a GPU draws its rated power; infinite where that is not known.
+
+    Notes
+    -----
+    ``rate = (tdp - idle) / energy``, where a fifth of the rated power goes into what does not multiply: leakage, clocks,
+    memory, links. Clocks that products on random numbers would drive beyond the limit are lowered within milliseconds; short
+    kernels, and products of zeros, do not show it. Energies are assumed from what is published of sustained rates: an A100 of
+    400 W multiplies random matrices at 0.87 of its rate for zeros [1]_; whole training steps on H100s of 700 W reach 0.55-0.6
+    of the peak in their products where kernels by themselves reach 0.7-0.9.
+
+    References
+    ----------
+    .. [1] H. He, "Strangely, matrix multiplications on GPUs run faster when given predictable data", 2024,
+       https://www.thonking.ai/p/strangely-matrix-multiplications
+    """
+    architecture, watts = architecture_of(spec), spec.tdp_watts
+    if architecture is None or not architecture.flop_j or watts is None:
+        return math.inf
+    return (1 - _IDLE_PART) * watts / architecture.flop_j
+
+
+_IDLE_PART = 0.2

@@ -40,6 +40,7 @@ CONSTANT_UNITS: dict[str, str] = {
     "attention_score_rate": "number/s",
     "memory_bandwidth": "byte/s",
     "memory_overlap": "1",
+    "burst": "1",
     "elementwise_bandwidth": "byte/s",
     "elementwise_cache_bandwidth": "byte/s",
     "sweep_bandwidth": "byte/s",
@@ -90,12 +91,14 @@ CONSTANT_UNITS: dict[str, str] = {
     A dimension of this size halves the rate of a product: its efficiency is ``Π d / (d + half)`` over m, n, k.
 ``attention_half_len``, ``attention_score_rate[.<dtype>]``
     A sequence of this length halves the rate of fused attention; scores per second that it normalises besides. They and
-    the rate may have ones of their own for a kernel and for backwards: ``[.<fa2|fa3|cudnn>][.backward]`` behind.
+    the rate may have ones of their own for a kernel and for backwards: ``[.<fa1|fa2|fa3|cudnn>][.backward]`` behind.
 ``attention_diagonal_len``
     Positions that a causal kernel computes for a query in vain, because tiles are computed whole.
 ``memory_bandwidth[.output]``, ``memory_overlap``
     Of matrix products reading their operands and writing what comes out, and the part of that time that passes while they
     multiply: all of it on a GPU, none on a CPU, whose libraries copy operands into panels first.
+``burst[.<dtype>]``
+    How many times as fast products and attention are while they are too short for the device's power limit to slow its clocks.
 ``elementwise_*``, ``sweep_*[.<dtype>]``
     Of activations and of parameters, each from memory and from cache; ``cache_bytes`` says what the cache holds.
     Sweeps differ by format where arithmetic, not memory, limits them, as half precision on a CPU does.
@@ -154,10 +157,12 @@ _OPTIONAL_KINDS = frozenset(
         "pace",
         "pace_part",
         "attention_diagonal_len",
+        "burst",
     }
 )
 """Without them, those codec constants count that come with the package, ranks do not slow each other down, generators
-do not jump, and are shared and seeded in no time, there is one pace, and a causal mask halves attention."""
+do not jump, and are shared and seeded in no time, there is one pace, a causal mask halves attention, and power limits
+nothing."""
 
 _MEMORY_KINDS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
 _UNTRIED_KINDS = frozenset({"ranks_slowdown", "message_s", "loopback_bandwidth", "codec_s"})

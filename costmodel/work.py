@@ -16,8 +16,8 @@ from costmodel.formats import DType
 
 ModelCode = Literal["batch", "embed", "block", "head"]
 
-AttentionKernel = Literal["fa2", "fa3", "cudnn"]
-"""Fused kernels of attention on GPUs: FlashAttention 2 and 3, cuDNN's."""
+AttentionKernel = Literal["fa1", "fa2", "fa3", "cudnn"]
+"""Fused kernels of attention on GPUs: FlashAttention's first version (its Triton form, too), 2 and 3, cuDNN's."""
 
 SHARED_ELEMENTS = 1 << 15
 """Elements from which torch shares an element-wise kernel among a CPU's threads (its grain size)."""

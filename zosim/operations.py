@@ -215,11 +215,12 @@ class Collective:
     function : str
         ``"all_gather"``: the n-th write holds every member's n-th read, in rank order. A read of a share is gathered
         into the whole range; any other is gathered into a range as many times as long. ``"all_reduce"``: the n-th write
-        holds the sum of all members' n-th reads (first-order gradients; simulated only).
+        holds the sum of all members' n-th reads (first-order gradients; simulated only). ``"reduce_scatter"``: the first
+        write holds this member's share of the sum of all first reads (simulated only).
     group : str
     """
 
-    function: Literal["all_gather", "all_reduce"]
+    function: Literal["all_gather", "all_reduce", "reduce_scatter"]
     group: str
     kind: Literal["collective"] = "collective"
 

@@ -406,7 +406,7 @@ def _refuse_first_order(program: Program) -> None:
     """
     for part, instruction in program.instructions():
         op = instruction.op
-        is_sum = isinstance(op, Collective) and op.function == "all_reduce"
+        is_sum = isinstance(op, Collective) and op.function != "all_gather"
         if is_sum or isinstance(op, Backward | Optimize):
             message = f"program {program.name}: {part}/{instruction.id} belongs to a first-order step, which is simulated only"
             raise ProgramError(

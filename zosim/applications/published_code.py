@@ -26,7 +26,7 @@ from dataclasses import replace
 from costmodel.formats import FORMATS, DType
 from costmodel.model_spec import EMBED, ParameterGroup
 from costmodel.sweeps import draw_work, perturb_work, update_work
-from costmodel.work import Work
+from costmodel.work import AttentionKernel, Work
 from zosim.contents import GroupWeights
 from zosim.instructions import Access, Dependency, Instruction, Stream
 from zosim.operations import Draw, Forward, Operation, Perturb, Update
@@ -60,6 +60,27 @@ def as_published(program: Program, plan: Plan, *, prefetches: bool = True, decay
     if plan.residency.overlap:
         step = list(_behind_launches(step) if prefetches else _without_prefetch(step))
     return replace(program, step=tuple(step), flush=tuple(flush))
+
+
+def with_kernel(program: Program, kernel: AttentionKernel) -> Program:
+    """Return `program` with its fused attention done by one kernel."""
+    step = [
+        replace(
+            item,
+            work=item.work.model_copy(
+                update={
+                    "attention": tuple(
+                        part if part.materialised else part.model_copy(update={"kernel": kernel})
+                        for part in item.work.attention
+                    )
+                }
+            ),
+        )
+        if item.work.attention
+        else item
+        for item in program.step
+    ]
+    return replace(program, step=tuple(step))
 
 
 def only(program: Program, *labels: str) -> Program:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from costmodel.backward import kept_bytes, optimizer_bytes
 from costmodel.formats import DType
 from costmodel.forward import activation_bytes, shared_activation_bytes
-from costmodel.model_spec import ParameterGroup
+from costmodel.model_spec import EMBED, HEAD, ParameterGroup
 from zosim.applications.first_order.settings import FirstOrder, num_kept_at_once
 from zosim.contents import BATCH, GroupWeights, Named
 from zosim.instructions import Access, Buffer, Instruction, Space
@@ -78,8 +78,14 @@ class FirstOrderLayout:
 
     def state(self, group: ParameterGroup, step: int) -> tuple[Access, ...]:
         """Return the access to the optimizer's state for it, if there is any."""
-        size = optimizer_bytes(group.num_parameters, self.settings.optimizer, self._dtype)
+        num_own = -(-group.num_parameters // self.num_shards)
+        size = optimizer_bytes(num_own, self.settings.optimizer, self._dtype)
         return (Access(f"optimizer.{group.name}", Named(f"state:{group.name}"), step, size),) if size else ()
+
+    def gathered(self, group: ParameterGroup, slot: int, left: str) -> Access:
+        """Return the access to all replicas' shares of `group` together, or to its gradient before it is shared out."""
+        size = bucket_bytes(group.num_parameters, group.num_tensors, self.plan.compute_dtype)
+        return Access(f"gathered.{slot}", Named(f"{group.name}:gathered", left), 0, size)
 
     def kept(self, segment: str, number: int) -> tuple[Access, ...]:
         """Return the access to what the forward of `segment` keeps for its backward, if anything."""
@@ -89,6 +95,16 @@ class FirstOrderLayout:
 
     def kept_bytes(self, segment: str, number: int) -> int:
         """Return the bytes of that."""
+        if self.recomputes(segment):
+            return self._handed_bytes(self.before(segment), number)
+        return self.computed_bytes(segment, number)
+
+    def recomputes(self, segment: str) -> bool:
+        """Whether the forward of `segment` is run again before its backward."""
+        return self.settings.recompute and segment not in (EMBED, HEAD)
+
+    def computed_bytes(self, segment: str, number: int) -> int:
+        """Return the bytes that a forward makes which its backward needs, kept or not."""
         return kept_bytes(
             self.plan.model,
             segment,
@@ -192,7 +208,7 @@ class FirstOrderLayout:
             yield Buffer("shared", Space.DEVICE, size, "activations", self._dtype)
 
     def _bucket_bytes(self, group: ParameterGroup) -> int:
-        return bucket_bytes(group.num_parameters, group.num_tensors, self._dtype)
+        return bucket_bytes(-(-group.num_parameters // self.num_shards), group.num_tensors, self._dtype)
 
     # -- places ------------------------------------------------------------------------------------------------
 
@@ -210,6 +226,11 @@ class FirstOrderLayout:
     def num_replicas(self) -> int:
         """Ranks of this stage."""
         return self.plan.mesh.data
+
+    @property
+    def num_shards(self) -> int:
+        """Replicas among whom weights, gradients and the optimizer's state are shared out; 1 if they are not."""
+        return self.num_replicas if self.settings.sharding == "full" else 1
 
     @property
     def num_wires(self) -> int:
@@ -244,7 +265,11 @@ class FirstOrderLayout:
             "batch": self.rows[number],
             "seq": self.plan.seq,
             "dtype": plan.compute_dtype,
-            "storage_dtype": "tf32" if plan.compute_dtype == "tf32" else plan.weights.dtype,
+            "storage_dtype": plan.compute_dtype
+            if self.num_shards > 1
+            else "tf32"
+            if plan.compute_dtype == "tf32"
+            else plan.weights.dtype,
             "attention": self.plan.forward.attention,
         }
 
@@ -266,6 +291,7 @@ class FirstOrderLayout:
 _ROLES: dict[str, tuple[str, Space, str, bool]] = {
     "device": ("weights", Space.DEVICE, "", False),
     "gradient": ("gradients", Space.DEVICE, "", False),
+    "gathered": ("gathered weights", Space.DEVICE, "", True),
     "optimizer": ("optimizer state", Space.DEVICE, "float32", False),
     "kept": ("activations", Space.DEVICE, "", True),
     "hidden": ("activations", Space.DEVICE, "", True),

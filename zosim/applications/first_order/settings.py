@@ -29,6 +29,12 @@ class FirstOrder(BaseModel):
         Samples whose last message both ends of a cut keep (AQ-SGD), the batch's at least; 0 for none.
     dropout : bool
         Whether masks are kept.
+    recompute : bool
+        Whether a block keeps its input alone, and runs its forward again before its backward.
+    sharding : str
+        ``"full"`` shares weights, gradients and the optimizer's state out among the replicas (ZeRO's third stage, FSDP):
+        a segment's weights are gathered before each forward and each backward, in the format of the products, and its
+        gradients are summed into shares after each backward. ``"none"`` keeps all of them on every replica.
     sums_ends : bool
         Whether first and last stage sum the gradients of a table that both hold; otherwise they are two tables.
     """
@@ -42,6 +48,8 @@ class FirstOrder(BaseModel):
     gradient_codec: str = "none"
     num_kept_samples: NonNegativeInt = 0
     dropout: bool = True
+    recompute: bool = False
+    sharding: Literal["none", "full"] = "none"
     sums_ends: bool = True
 
     def describe(self) -> str:
@@ -49,6 +57,8 @@ class FirstOrder(BaseModel):
         words = [self.optimizer, f"{self.num_microbatches} x {self.schedule}"]
         words += [f"{self.codec} forward"] if not codec_spec(self.codec).is_lossless else []
         words += [f"{self.gradient_codec} back"] if not codec_spec(self.gradient_codec).is_lossless else []
+        words += ["activations computed again"] if self.recompute else []
+        words += ["weights shared out among replicas"] if self.sharding == "full" else []
         words += [f"messages of {self.num_kept_samples} samples kept"] if self.num_kept_samples else []
         return ", ".join(words)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from costmodel.backward import backward_work, optimizer_work
 from costmodel.forward import forward_work
 from costmodel.model_spec import EMBED, HEAD, ParameterGroup
@@ -24,6 +26,9 @@ ENDS = "ends"
 
 PIPELINE = "pipeline"
 
+_NUM_GATHERED = 4
+"""Slots of gathered weights and whole gradients: those in use, those gathered ahead, and a gradient on its way."""
+
 
 class FirstOrderWriter(Listing):
     """Writes a step in an order that would be right on a single stream.
@@ -43,6 +48,8 @@ class FirstOrderWriter(Listing):
         self.settings = settings
         self.layout = FirstOrderLayout(plan, settings, rank)
         self._left: dict[str, str] = {}
+        self._num_gathered = 0
+        self._gathered: dict[str, tuple[Access, ...]] = {}
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -66,7 +73,8 @@ class FirstOrderWriter(Listing):
     def _forward_model(self, number: int) -> None:
         if self.layout.stage:
             self._arrive("forward", number, self.layout.segments[0])
-        for segment in self.layout.segments:
+        for place, segment in enumerate(self.layout.segments):
+            self._gather(self.layout.segments[place : place + 2], f"forward:m{number}")
             self._forward(segment, number)
         if not self.layout.is_last:
             self._leave("forward", number, self.layout.segments[-1])
@@ -74,9 +82,13 @@ class FirstOrderWriter(Listing):
     def _backward_model(self, number: int) -> None:
         if not self.layout.is_last:
             self._arrive("backward", number, self.layout.segments[-1])
-        for segment in reversed(self.layout.segments):
+        backwards = self.layout.segments[::-1]
+        for place, segment in enumerate(backwards):
+            self._gather(backwards[place : place + 2], f"backward:m{number}")
             self._backward(segment, number)
-            if number == self.settings.num_microbatches - 1 and self.layout.num_replicas > 1:
+            if self.layout.num_shards > 1:
+                self._share_out(segment, number)
+            elif number == self.settings.num_microbatches - 1 and self.layout.num_replicas > 1:
                 for group in self.model.groups_of(segment):
                     if self.layout.reader_of_last_gradient(group) == segment:
                         self._sum(group, REPLICAS, "mean")
@@ -84,14 +96,14 @@ class FirstOrderWriter(Listing):
             self._leave("backward", number, self.layout.segments[0])
 
     def _forward(self, segment: str, number: int) -> None:
-        reads = [self.layout.weights(group) for group in self.model.groups_of(segment)]
+        reads = [*self._weights(segment)]
         reads += [self.layout.batch] if segment in (EMBED, HEAD) else []
         reads += [self.layout.hidden(self.layout.before(segment), number)] if segment != EMBED else []
         left = self.layout.loss(number) if segment == HEAD else self.layout.hidden(segment, number)
         kept = self.layout.kept(segment, number)
         work = forward_work(self.model, segment, **self.layout.shape_of(number))
         # What the backward needs is kept, and counted there; temporaries that are not are alive beside it.
-        spare = max(0, work.workspace_bytes - self.layout.kept_bytes(segment, number))
+        spare = max(0, work.workspace_bytes - self.layout.computed_bytes(segment, number))
         self.emit(
             f"{segment}/forward[m{number}]",
             Forward(segment, BASE, microbatch=number),
@@ -105,18 +117,26 @@ class FirstOrderWriter(Listing):
 
     def _backward(self, segment: str, number: int) -> None:
         groups = self.model.groups_of(segment)
-        reads = [*(self.layout.weights(group) for group in groups), *self.layout.kept(segment, number)]
+        reads = [*self._weights(segment), *self.layout.kept(segment, number)]
         reads += [self.layout.batch] if segment in (EMBED, HEAD) else []
         reads += [self.layout.hidden_gradient(segment, number)] if segment != HEAD else []
         writes = (
             [self.layout.hidden_gradient(self.layout.before(segment), number)] if segment != EMBED else []
         )
-        accumulates = any(group.name in self._left for group in groups)
-        for group in groups:
+        is_whole = self.layout.num_shards == 1
+        accumulates = is_whole and any(group.name in self._left for group in groups)
+        for group in groups if is_whole else ():
             reads += [self.layout.gradient(group, self._left[group.name])] if group.name in self._left else []
             self._left[group.name] = f"{segment}:m{number}"
             writes.append(self.layout.gradient(group, self._left[group.name]))
+        if not is_whole:
+            self._gathered[segment] = tuple(self._slot(group, f"gradient:m{number}") for group in groups)
+            writes += self._gathered[segment]
         work = backward_work(self.model, segment, accumulates=accumulates, **self.layout.shape_of(number))
+        if self.layout.recomputes(segment):
+            again = forward_work(self.model, segment, **self.layout.shape_of(number))
+            kept = self.layout.computed_bytes(segment, number)
+            work = (work + again).model_copy(update={"workspace_bytes": work.workspace_bytes + kept})
         self.emit(
             f"{segment}/backward[m{number}]",
             Backward(segment, number),
@@ -127,6 +147,66 @@ class FirstOrderWriter(Listing):
             tuple(writes),
             work,
         )
+
+    # -- weights that replicas share out -----------------------------------------------------------------------
+
+    def _weights(self, segment: str) -> tuple[Access, ...]:
+        """Return the accesses to the weights that a forward or a backward of `segment` reads."""
+        if self.layout.num_shards > 1:
+            return self._gathered[segment]
+        return tuple(self.layout.weights(group) for group in self.model.groups_of(segment))
+
+    def _slot(self, group: ParameterGroup, left: str) -> Access:
+        """Return the next slot of those that gathered weights and whole gradients take in turn."""
+        self._num_gathered += 1
+        return self.layout.gathered(group, self._num_gathered % _NUM_GATHERED, left)
+
+    def _gather(self, segments: Sequence[str], left: str) -> None:
+        """Write how replicas gather the weights of the segment that is next, and of the one behind it, unless they have."""
+        for segment in segments if self.layout.num_shards > 1 else ():
+            names = {str(access.what) for access in self._gathered.get(segment, ())}
+            if any(left in name for name in names):
+                continue
+            accesses = []
+            for group in self.model.groups_of(segment):
+                whole = self._slot(group, left)
+                accesses.append(whole)
+                read = self.layout.weights(group)
+                num_ranks = self.layout.num_shards
+                # A share is cast, and then sent to the others.
+                work = Work(
+                    link_bytes=whole.size_bytes * (num_ranks - 1) // num_ranks,
+                    sweep_bytes=read.size_bytes + whole.size_bytes // num_ranks,
+                )
+                op = Collective("all_gather", REPLICAS)
+                self.emit(
+                    f"{group.name}/gather[{left}]",
+                    op,
+                    Stream.LINK,
+                    "gather",
+                    segment,
+                    (read,),
+                    (whole,),
+                    work,
+                )
+            self._gathered[segment] = tuple(accesses)
+
+    def _share_out(self, segment: str, number: int) -> None:
+        """Write the sums of a segment's gradients, of which every replica keeps and adds up its share."""
+        num_ranks = self.layout.num_shards
+        for group, whole in zip(self.model.groups_of(segment), self._gathered[segment], strict=True):
+            before = [self.layout.gradient(group, self._left[group.name])] if group.name in self._left else []
+            self._left[group.name] = f"{segment}:m{number}"
+            share = self.layout.gradient(group, self._left[group.name])
+            work = Work(
+                link_bytes=whole.size_bytes * (num_ranks - 1) // num_ranks,
+                sweep_bytes=(3 if before else 2) * share.size_bytes,
+            )
+            op = Collective("reduce_scatter", REPLICAS)
+            self.emit(
+                f"{group.name}/reduce_scatter[m{number}]", op, Stream.LINK, "all_reduce", segment,
+                (whole, *before), (share,), work,
+            )  # fmt: skip
 
     def _sum(self, group: ParameterGroup, among: str, left: str) -> None:
         """Write the sum of a gradient over the ranks of a group."""
@@ -148,7 +228,10 @@ class FirstOrderWriter(Listing):
     def _optimize(self, group: ParameterGroup) -> None:
         optimizer, state = self.settings.optimizer, self.layout.state(group, 0)
         work = optimizer_work(
-            group.num_parameters, optimizer, dtype=self.plan.weights.dtype, num_tensors=group.num_tensors
+            -(-group.num_parameters // self.layout.num_shards),
+            optimizer,
+            dtype=self.plan.weights.dtype,
+            num_tensors=group.num_tensors,
         )
         self.emit(
             f"{group.name}/optimize",

@@ -14,7 +14,7 @@ from zosim.applications.validation.site import Site, bounded
 
 def kernel(row: MeasuredRow, site: Site) -> Forecast:
     """Return the seconds of a kernel."""
-    work, profile = WORKS[row["kind"]](row), site.profile
+    work, profile = WORKS[row["kind"]](row), site.burst_profile
     return bounded(lambda bound: device_s(estimate(work, profile, bound=bound), profile.device_kind))
 
 

@@ -19,12 +19,12 @@ from zosim.applications.validation.steps import attention_of, model_of
 def forward(row: MeasuredRow, site: Site) -> Forecast:
     """Return the seconds of one pass over the prompt, with the logits of its last token."""
     works = list(_pass_works(row, model_of(row), num_rows=row.count("seq"), length=row.count("seq")))
-    return bounded(lambda bound: _seconds(works, site.profile, bound))
+    return bounded(lambda bound: _seconds(works, site.burst_profile, bound))
 
 
 def streamed_generation(row: MeasuredRow, site: Site) -> Forecast:
     """Return the seconds of a pass over the prompt and one more for each further token, weights uploaded in each."""
-    model, seq, profile = model_of(row), row.count("seq"), site.profile
+    model, seq, profile = model_of(row), row.count("seq"), site.burst_profile
     blocks = [group for group in model.groups if group.segments[0].startswith("block")]
     size = FORMATS[row.dtype].element_bytes * sum(group.num_parameters for group in blocks)
     uploaded = min(row.count_or("bytes", size), size)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from costmodel.datasheet import in_bursts
 from costmodel.profile import Bound, Profile
 from topology.graph import Topology
 from topology.hardware import resolve
@@ -39,6 +40,11 @@ class Site:
     def profile(self) -> Profile:
         """What operations cost on the first of them."""
         return self.profiles.of(self.devices[0])
+
+    @cached_property
+    def burst_profile(self) -> Profile:
+        """The same for what is too short for the device's power limit."""
+        return in_bursts(self.profile)
 
     def devices_of(self, row: MeasuredRow, count: int) -> tuple[str, ...]:
         """Return the first `count` devices.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Literal
 
@@ -11,7 +12,8 @@ from costmodel.model_spec import ModelSpec
 from topology.errors import ModelError
 from topology.reading import parse_json
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
-from zosim.applications.published_code import as_published
+from zosim.applications.published_code import as_published, with_kernel
+from zosim.applications.validation.codes import code_of
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
 from zosim.applications.validation.site import Site
 from zosim.lowering import lower_all
@@ -47,8 +49,9 @@ def _model(name: str, config: str) -> ModelSpec:
 
 
 def attention_of(row: MeasuredRow) -> Literal["eager", "sdpa"]:
-    """Return the implementation of attention; fused where the row does not say."""
-    return "eager" if row["attention_kernel"] == "eager" else "sdpa"
+    """Return the implementation of attention: the row's, or else the code's."""
+    known: dict[str, Literal["eager", "sdpa"]] = {"eager": "eager", "fused": "sdpa"}
+    return known.get(row["attention_kernel"], code_of(row["code"]).attention)
 
 
 def step(row: MeasuredRow, site: Site) -> Forecast:
@@ -119,7 +122,8 @@ def _zeroth_order(row: MeasuredRow, site: Site) -> Subject:
             programs.roles,
             programs.groups,
         )
-    return Subject(plan, site.topology, site.profile, programs, site.profiles)
+    profile = code_of(row["code"]).profile(site.profile)
+    return Subject(plan, site.topology, profile, programs)
 
 
 def _first_order(row: MeasuredRow, site: Site) -> Subject:
@@ -127,7 +131,8 @@ def _first_order(row: MeasuredRow, site: Site) -> Subject:
     devices = site.devices_of(row, data * stage)
     model = model_of(row)
     dtype: DType = row.dtype
-    stored: DType = "float32" if row["code"] == "llm-foundry" else dtype
+    code = code_of(row["code"])
+    stored: DType = code.stored or dtype
     plan = axis(
         Plan,
         model=model,
@@ -144,9 +149,16 @@ def _first_order(row: MeasuredRow, site: Site) -> Subject:
         optimizer=row["optimizer"] or "adam",
         schedule="1f1b",
         num_microbatches=row.count_or("num_micro_batches", 1),
-        dropout=row["code"] == "megatron-deepspeed",
+        dropout=code.dropout,
+        recompute=row["recompute"] == "full",
+        sharding=code.sharding,
     )
-    return Subject(plan, site.topology, site.profile, lower_first_order(plan, settings), site.profiles)
+    programs = lower_first_order(plan, settings)
+    if code.kernel is not None:
+        programs = replace(
+            programs, programs=tuple(with_kernel(program, code.kernel) for program in programs.programs)
+        )
+    return Subject(plan, site.topology, code.profile(site.profile), programs)
 
 
 def _even_cuts(model: ModelSpec, num_stages: int) -> tuple[str, ...]:

@@ -1,0 +1,75 @@
+"""What published code does beside the method: its attention, how it shards and recomputes, and what its host takes.
+
+A prediction is of a method on a machine. Who measured another implementation of it measured that one's habits as well; they are
+told here by the name in a row's `code`, and nowhere in the cost model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from costmodel.profile import Constant, Profile
+from costmodel.work import AttentionKernel
+
+
+@dataclass(frozen=True)
+class Code:
+    """Habits of one implementation.
+
+    Attributes
+    ----------
+    attention : {"eager", "sdpa"}
+        What it does where a row does not say.
+    kernel : str or None
+        Its fused kernel, where that is not what torch takes.
+    sharding : str
+        As of :class:`~zosim.applications.first_order.settings.FirstOrder`.
+    stored : str or None
+        Format that weights are kept in, that of the products if None.
+    dropout : bool
+    host_s : mapping of str to float
+        Constants of the host that are its own, with their sources in this module's comments.
+    """
+
+    attention: Literal["eager", "sdpa"] = "sdpa"
+    kernel: AttentionKernel | None = None
+    sharding: Literal["none", "full"] = "none"
+    stored: Literal["float32"] | None = None
+    dropout: bool = False
+    host_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def profile(self, profile: Profile) -> Profile:
+        """Return a device's profile with the host's constants of this code."""
+        changed: list[Constant] = []
+        for name, seconds in self.host_s.items():
+            before = profile.constant(name)
+            spread = {"value": seconds, "low": 0.7 * seconds, "high": 1.5 * seconds}
+            changed.append(before.model_copy(update={**spread, "source": "the code that was measured"}))
+        return profile.with_constants(*changed, origin=profile.origin) if changed else profile
+
+
+CODES: Mapping[str, Code] = MappingProxyType(
+    {
+        "": Code(),
+        # Hugging Face models and the papers' scripts; what their kernels do is in zosim.applications.published_code.
+        "published": Code(attention="eager", host_s={"instruction_s": 0.0}),
+        # FSDP with mixed precision: weights and gradients in shards of float32, gathered in half precision; FlashAttention in
+        # Triton, which knows ALiBi, at the time of its A100 tables. No dropout.
+        "llm-foundry": Code(kernel="fa1", sharding="full", stored="float32", host_s={"instruction_s": 0.0}),
+        # Megatron's transformer layer stores scores and drops out. Of its host: checkpointed layers save and restore the
+        # states of random number generators around every forward, which is most of what a small layer takes. Fitted to the
+        # steps of one sequence of 1,024 tokens in vTrain's table: 3.4 ms a block for forward, forward again and backward.
+        "megatron-deepspeed": Code(
+            attention="eager", dropout=True, host_s={"call_s.block": 0.75e-3, "instruction_s": 0.0}
+        ),
+    }
+)
+"""By what rows call them; others do what torch does by default."""
+
+
+def code_of(name: str) -> Code:
+    """Return the habits of an implementation."""
+    return CODES.get(name, CODES[""])
