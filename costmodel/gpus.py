@@ -53,6 +53,8 @@ class Architecture:
 _FA2: Mapping[AttentionWay, tuple[float, float]] = {
     ("", "forward"): (0.93, 0.08),
     ("", "backward"): (0.78, 0.15),
+    ("fa1", "forward"): (0.43, 0.08),
+    ("fa1", "backward"): (0.30, 0.15),
 }
 """FlashAttention 2 on A100: 176 Tflop/s with heads of 64 and 225 with heads of 128, of 312; backwards 165 and 195
 (arXiv:2307.08691, figures 4 and 5). Its first version reaches 25-40 % (abstract), less backwards."""
@@ -83,12 +85,12 @@ ARCHITECTURES = (
     Architecture("pascal", r"\bP100\b", 128, "volta", {}),
     Architecture("volta", r"\bV100S?\b|TITAN V\b", 128, "volta", _EARLY, flop_j=1.6e-12),
     Architecture("turing", r"\bT4\b|TITAN RTX|RTX 20\d\d|Quadro RTX", 128, "volta", _EARLY, flop_j=1.4e-12),
-    Architecture("ampere", r"\bA100\b|\bA800\b|\bA30\b", 128, "ampere", _FA2, flop_j=1.35e-12),
+    Architecture("ampere", r"\bA100\b|\bA800\b|\bA30\b", 128, "ampere", _FA2, flop_j=1.2e-12),
     Architecture(
         "ampere-graphics", r"\bA(40|10|10G|16|2)\b|RTX A\d{4}|RTX 30\d\d", 256, "ampere", _FA2, flop_j=1.5e-12
     ),
-    Architecture("ada", r"\bAda\b|RTX 40\d\d|\bL40S?\b|\bL4\b", 256, "ampere", _FA2, flop_j=0.85e-12),
-    Architecture("hopper", r"\bG?H(100|200|20|800)\b", 256, "hopper", _HOPPER, flop_j=0.95e-12),
+    Architecture("ada", r"\bAda\b|RTX 40\d\d|\bL40S?\b|\bL4\b", 256, "ampere", _FA2, flop_j=0.8e-12),
+    Architecture("hopper", r"\bG?H(100|200|20|800)\b", 256, "hopper", _HOPPER, flop_j=0.85e-12),
     Architecture("blackwell", r"\bG?B(100|200|300)\b", 256, "blackwell", _HOPPER, flop_j=0.6e-12),
 )
 """Known designs. Energies: what sustained products leave of the power limit, see :func:`sustained_flop_per_s`. Lanes: NVIDIA's whitepapers of P100, V100, TU102, GA100, GA102, AD102, H100 and Blackwell."""
@@ -128,9 +130,9 @@ def sustained_flop_per_s(spec: DeviceSpec) -> float:
     -----
     ``rate = (tdp - idle) / energy``, where a fifth of the rated power goes into what does not multiply: leakage, clocks,
     memory, links. Clocks that products on random numbers would drive beyond the limit are lowered within milliseconds; short
-    kernels, and products of zeros, do not show it. Energies are assumed from what is published of sustained rates: an A100 of
-    400 W multiplies random matrices at 0.87 of its rate for zeros [1]_; whole training steps on H100s of 700 W reach 0.55-0.6
-    of the peak in their products where kernels by themselves reach 0.7-0.9.
+    kernels, and products of zeros, do not show it [1]_. Energies are fitted to sustained rates: steps of an A100 of 400 W do
+    not show a limit below 250 Tflop/s, those of an H100 of 700 W end near 660 where single products reach 790 (llm-foundry's
+    tables of training throughput). Those of other designs are assumed from their processes.
 
     References
     ----------

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel import Attention, Matmul, Work, read_model_spec
-from costmodel.datasheet import datasheet_profile
-from costmodel.estimate import estimate
+from costmodel.datasheet import datasheet_profile, in_bursts
+from costmodel.estimate import device_s, estimate
 from costmodel.forward import forward_work
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.sweeps import cast_work, copy_work, draw_work, perturb_work
@@ -221,8 +221,45 @@ def test_more_bytes_never_take_less_time(size, extra, profile):
 def test_a_large_half_precision_product_reaches_what_an_h200_is_known_for():
     profile = datasheet_profile(load_preset("h200-1x"), "gpu0")
     work = Work(dtype="bfloat16", matmuls=(Matmul(m=8192, n=8192, k=8192),))
-    low, high = (work.flops / estimate(work, profile, bound=bound).seconds for bound in ("high", "low"))
+    burst = in_bursts(profile)
+    low, high = (work.flops / estimate(work, burst, bound=bound).seconds for bound in ("high", "low"))
     assert low < 790e12 < high  # measured elsewhere: about 790 Tflop/s
+    # For longer than milliseconds its 700 W do not suffice; an H20, of the same die, has as many watts for a sixth of it.
+    assert work.flops / estimate(work, profile).seconds < 0.9 * work.flops / estimate(work, burst).seconds
+    frugal = datasheet_profile(load_preset("h20-4x-milan"), "gpu0")
+    assert in_bursts(frugal) == frugal
+
+
+def test_attention_on_a_gpu_takes_what_papers_print():
+    """FlashAttention 2's figures 4 and 5, at 16k tokens; FlashAttention 3's figures 5 and 6."""
+    a100, h100 = (
+        in_bursts(datasheet_profile(load_preset(name), "gpu0")) for name in ("a100-80gb-milan", "dgx-h100")
+    )
+    printed = (
+        (a100, None, 64, False, 176e12), (a100, None, 128, False, 225e12), (a100, None, 128, True, 195e12),
+        (h100, "fa2", 64, False, 325e12), (h100, "fa2", 128, False, 370e12),
+        (h100, "fa3", 64, False, 497e12), (h100, "fa3", 128, False, 648e12), (h100, "fa3", 256, False, 756e12),
+        (h100, "fa3", 128, True, 550e12),
+    )  # fmt: skip
+    for profile, kernel, head_dim, backward, rate in printed:
+        part = Attention(num=32, query=16384, key=16384, head_dim=head_dim, kernel=kernel, backward=backward)
+        work = Work(dtype="float16", attention=(part,))
+        assert work.flops / device_s(estimate(work, profile), "gpu") == pytest.approx(rate, rel=0.15)
+
+
+def test_a_causal_mask_saves_less_than_half_of_a_short_sequence():
+    profile = datasheet_profile(load_preset("a100-80gb-milan"), "gpu0")
+    saved = []
+    for length in (512, 16384):
+        whole = Attention(num=32, query=length, key=length, head_dim=64)
+        works = [
+            Work(dtype="float16", attention=(part,))
+            for part in (whole, whole.model_copy(update={"causal_skip": True}))
+        ]
+        full_s, causal_s = (device_s(estimate(work, profile), "gpu") for work in works)
+        saved.append(causal_s / full_s)
+    assert saved[0] == pytest.approx(0.75)
+    assert 0.5 < saved[1] < 0.51
 
 
 def test_draws_cost_by_who_makes_them():

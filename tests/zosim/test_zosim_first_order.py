@@ -68,10 +68,14 @@ def subject_of(plan, order=None):
     return subject if order is None else baseline_subject(subject, order)
 
 
-def settings_of(schedule="gpipe", num_microbatches=1, preset="sgd"):
-    return FirstOrder.model_validate(
-        PRESETS[preset].model_dump() | {"schedule": schedule, "num_microbatches": num_microbatches}
-    )
+def settings_of(schedule="gpipe", num_microbatches=1, preset="sgd", recompute=False, sharding="none"):
+    changed = {
+        "schedule": schedule,
+        "num_microbatches": num_microbatches,
+        "recompute": recompute,
+        "sharding": sharding,
+    }
+    return FirstOrder.model_validate(PRESETS[preset].model_dump() | changed)
 
 
 ORDERS = st.builds(
@@ -79,6 +83,8 @@ ORDERS = st.builds(
     st.sampled_from(["gpipe", "1f1b"]),
     st.sampled_from([1, 2, 3]),
     st.sampled_from(sorted(PRESETS)),
+    st.booleans(),
+    st.sampled_from(["none", "full"]),
 )
 
 
@@ -355,3 +361,41 @@ def test_a_model_with_frozen_parameters_is_refused():
     frozen = plan.model_copy(update={"model": model.model_copy(update={"groups": groups})})
     with pytest.raises(PlanError, match="frozen"):
         lower_first_order(frozen, settings_of())
+
+
+def test_replicas_that_share_weights_out_hold_a_part_and_gather_the_rest():
+    """ZeRO's third stage: gathered for each forward and each backward, gradients summed into shares."""
+    plan = plan_of(data=4)
+    whole, sharded = (
+        lower_first_order(plan, settings_of("gpipe", 2, "adam", sharding=sharding))
+        for sharding in ("none", "full")
+    )
+    for role in ("weights", "gradients", "optimizer state"):
+        assert device_parts(sharded)[role] == pytest.approx(device_parts(whole)[role] / 4, rel=0.05)
+    program = sharded.program_of(0)
+    gathers = [item for item in program.step if item.label == "gather" and item.segment == "block.1"]
+    sums = [item for item in program.step if item.label == "all_reduce" and item.segment == "block.1"]
+    assert (len(gathers), len(sums)) == (2 * 2, 2)
+    size = 4 * plan.model.group("block.1").num_parameters
+    for item in (*gathers, *sums):
+        assert item.work.link_bytes == pytest.approx(size * 3 / 4, rel=0.05)
+    # The weights of the next block come while one computes.
+    spans = {s.instruction: s for s in simulate_world(subject_of(plan, settings_of("gpipe", 2, "adam", sharding="full")).world, num_steps=1).spans if s.rank == 0}  # fmt: skip
+    assert spans["block.2/gather[forward:m0]"].start_s < spans["block.1/forward[m0]"].end_s
+
+
+def test_recomputing_keeps_inputs_alone_and_runs_blocks_again():
+    plan = plan_of(model="gpt2", seq=64)
+    plain, again = (
+        lower_first_order(plan, settings_of(recompute=more)).program_of(0) for more in (False, True)
+    )
+    hidden = 4 * 8 * 64 * WIDTH
+    kept = {b.name: b.size_bytes for b in again.buffers if b.name.startswith("kept.block")}
+    assert set(kept.values()) == {hidden}
+
+    def flops(program, name):
+        return next(item.work.flops for item in program.step if item.id == name)
+
+    forward = flops(plain, "block.1/forward[m0]")
+    assert flops(again, "block.1/backward[m0]") == flops(plain, "block.1/backward[m0]") + forward
+    assert flops(again, "head/backward[m0]") == flops(plain, "head/backward[m0]")

@@ -62,24 +62,20 @@ def as_published(program: Program, plan: Plan, *, prefetches: bool = True, decay
     return replace(program, step=tuple(step), flush=tuple(flush))
 
 
-def with_kernel(program: Program, kernel: AttentionKernel) -> Program:
-    """Return `program` with its fused attention done by one kernel."""
-    step = [
-        replace(
-            item,
-            work=item.work.model_copy(
-                update={
-                    "attention": tuple(
-                        part if part.materialised else part.model_copy(update={"kernel": kernel})
-                        for part in item.work.attention
-                    )
-                }
-            ),
+def with_kernels(
+    program: Program, *, attention: AttentionKernel | None = None, fuses_softmax: bool = False
+) -> Program:
+    """Return `program` with its fused attention done by one kernel, and stored scores scaled, masked and normalised by one."""
+
+    def changed(work: Work) -> Work:
+        parts = tuple(
+            part if part.materialised else part.model_copy(update={"kernel": attention})
+            for part in work.attention
         )
-        if item.work.attention
-        else item
-        for item in program.step
-    ]
+        work = work.model_copy(update={"attention": parts})
+        return _with_fused_softmax(work) if fuses_softmax else work
+
+    step = [replace(item, work=changed(item.work)) if item.work.attention else item for item in program.step]
     return replace(program, step=tuple(step))
 
 

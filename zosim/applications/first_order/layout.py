@@ -82,10 +82,12 @@ class FirstOrderLayout:
         size = optimizer_bytes(num_own, self.settings.optimizer, self._dtype)
         return (Access(f"optimizer.{group.name}", Named(f"state:{group.name}"), step, size),) if size else ()
 
-    def gathered(self, group: ParameterGroup, slot: int, left: str) -> Access:
-        """Return the access to all replicas' shares of `group` together, or to its gradient before it is shared out."""
+    def whole(
+        self, kind: Literal["gathered", "summand"], group: ParameterGroup, slot: int, left: str
+    ) -> Access:
+        """Return the access to all replicas' shares of a group's weights, or to a gradient before it is shared out."""
         size = bucket_bytes(group.num_parameters, group.num_tensors, self.plan.compute_dtype)
-        return Access(f"gathered.{slot}", Named(f"{group.name}:gathered", left), 0, size)
+        return Access(f"{kind}.{slot}", Named(f"{group.name}:{kind}", left), 0, size)
 
     def kept(self, segment: str, number: int) -> tuple[Access, ...]:
         """Return the access to what the forward of `segment` keeps for its backward, if anything."""
@@ -292,6 +294,7 @@ _ROLES: dict[str, tuple[str, Space, str, bool]] = {
     "device": ("weights", Space.DEVICE, "", False),
     "gradient": ("gradients", Space.DEVICE, "", False),
     "gathered": ("gathered weights", Space.DEVICE, "", True),
+    "summand": ("whole gradients", Space.DEVICE, "", True),
     "optimizer": ("optimizer state", Space.DEVICE, "float32", False),
     "kept": ("activations", Space.DEVICE, "", True),
     "hidden": ("activations", Space.DEVICE, "", True),

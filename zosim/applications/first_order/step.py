@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 from costmodel.backward import backward_work, optimizer_work
 from costmodel.forward import forward_work
@@ -26,8 +28,8 @@ ENDS = "ends"
 
 PIPELINE = "pipeline"
 
-_NUM_GATHERED = 4
-"""Slots of gathered weights and whole gradients: those in use, those gathered ahead, and a gradient on its way."""
+_NUM_SLOTS = 4
+"""Slots of gathered weights, and of whole gradients: those in use and those on their way, at the model's ends two each."""
 
 
 class FirstOrderWriter(Listing):
@@ -48,8 +50,9 @@ class FirstOrderWriter(Listing):
         self.settings = settings
         self.layout = FirstOrderLayout(plan, settings, rank)
         self._left: dict[str, str] = {}
-        self._num_gathered = 0
+        self._num_taken: Counter[str] = Counter()
         self._gathered: dict[str, tuple[Access, ...]] = {}
+        self._summands: dict[str, tuple[Access, ...]] = {}
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -130,8 +133,8 @@ class FirstOrderWriter(Listing):
             self._left[group.name] = f"{segment}:m{number}"
             writes.append(self.layout.gradient(group, self._left[group.name]))
         if not is_whole:
-            self._gathered[segment] = tuple(self._slot(group, f"gradient:m{number}") for group in groups)
-            writes += self._gathered[segment]
+            self._summands[segment] = tuple(self._slot("summand", group, f"m{number}") for group in groups)
+            writes += self._summands[segment]
         work = backward_work(self.model, segment, accumulates=accumulates, **self.layout.shape_of(number))
         if self.layout.recomputes(segment):
             again = forward_work(self.model, segment, **self.layout.shape_of(number))
@@ -156,10 +159,10 @@ class FirstOrderWriter(Listing):
             return self._gathered[segment]
         return tuple(self.layout.weights(group) for group in self.model.groups_of(segment))
 
-    def _slot(self, group: ParameterGroup, left: str) -> Access:
-        """Return the next slot of those that gathered weights and whole gradients take in turn."""
-        self._num_gathered += 1
-        return self.layout.gathered(group, self._num_gathered % _NUM_GATHERED, left)
+    def _slot(self, kind: Literal["gathered", "summand"], group: ParameterGroup, left: str) -> Access:
+        """Return the next slot of those that gathered weights, or whole gradients, take in turn."""
+        self._num_taken[kind] += 1
+        return self.layout.whole(kind, group, self._num_taken[kind] % _NUM_SLOTS, left)
 
     def _gather(self, segments: Sequence[str], left: str) -> None:
         """Write how replicas gather the weights of the segment that is next, and of the one behind it, unless they have."""
@@ -169,7 +172,7 @@ class FirstOrderWriter(Listing):
                 continue
             accesses = []
             for group in self.model.groups_of(segment):
-                whole = self._slot(group, left)
+                whole = self._slot("gathered", group, left)
                 accesses.append(whole)
                 read = self.layout.weights(group)
                 num_ranks = self.layout.num_shards
@@ -194,7 +197,7 @@ class FirstOrderWriter(Listing):
     def _share_out(self, segment: str, number: int) -> None:
         """Write the sums of a segment's gradients, of which every replica keeps and adds up its share."""
         num_ranks = self.layout.num_shards
-        for group, whole in zip(self.model.groups_of(segment), self._gathered[segment], strict=True):
+        for group, whole in zip(self.model.groups_of(segment), self._summands[segment], strict=True):
             before = [self.layout.gradient(group, self._left[group.name])] if group.name in self._left else []
             self._left[group.name] = f"{segment}:m{number}"
             share = self.layout.gradient(group, self._left[group.name])

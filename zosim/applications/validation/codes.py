@@ -30,6 +30,8 @@ class Code:
     stored : str or None
         Format that weights are kept in, that of the products if None.
     dropout : bool
+    fuses_softmax : bool
+        Whether scaling, mask and softmax of stored scores are one kernel.
     host_s : mapping of str to float
         Constants of the host that are its own, with their sources in this module's comments.
     """
@@ -39,6 +41,7 @@ class Code:
     sharding: Literal["none", "full"] = "none"
     stored: Literal["float32"] | None = None
     dropout: bool = False
+    fuses_softmax: bool = False
     host_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def profile(self, profile: Profile) -> Profile:
@@ -63,7 +66,10 @@ CODES: Mapping[str, Code] = MappingProxyType(
         # states of random number generators around every forward, which is most of what a small layer takes. Fitted to the
         # steps of one sequence of 1,024 tokens in vTrain's table: 3.4 ms a block for forward, forward again and backward.
         "megatron-deepspeed": Code(
-            attention="eager", dropout=True, host_s={"call_s.block": 0.75e-3, "instruction_s": 0.0}
+            attention="eager",
+            dropout=True,
+            host_s={"call_s.block": 0.92e-3, "instruction_s": 0.0},
+            fuses_softmax=True,
         ),
     }
 )

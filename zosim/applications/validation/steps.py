@@ -12,7 +12,7 @@ from costmodel.model_spec import ModelSpec
 from topology.errors import ModelError
 from topology.reading import parse_json
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
-from zosim.applications.published_code import as_published, with_kernel
+from zosim.applications.published_code import as_published, with_kernels
 from zosim.applications.validation.codes import code_of
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
 from zosim.applications.validation.site import Site
@@ -154,10 +154,13 @@ def _first_order(row: MeasuredRow, site: Site) -> Subject:
         sharding=code.sharding,
     )
     programs = lower_first_order(plan, settings)
-    if code.kernel is not None:
-        programs = replace(
-            programs, programs=tuple(with_kernel(program, code.kernel) for program in programs.programs)
-        )
+    programs = replace(
+        programs,
+        programs=tuple(
+            with_kernels(program, attention=code.kernel, fuses_softmax=code.fuses_softmax)
+            for program in programs.programs
+        ),
+    )
     return Subject(plan, site.topology, code.profile(site.profile), programs)
 
 
