@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,6 +51,9 @@ def check(
         bool,
         typer.Option("--json", help="Print JSON on stdout, a line for each claim as soon as it is checked."),
     ] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a page to read or print.", show_default=False)
+    ] = None,
     oracles: Annotated[
         bool, typer.Option("--oracles", help="List the closed forms, with what they take; check nothing.")
     ] = False,
@@ -75,12 +79,25 @@ def check(
         emit([described(item) for item in chosen], json=json, text=None if json else _listing(chosen))
         return
     context = Context(seed=seed, size="quick" if quick else "full")
+    if html is not None and not html.parent.is_dir():
+        raise ZosimError(f"there is no directory {html.parent} for --html {html}", hint="make it first")
     entries = _run_all(chosen, context, mutate=mutate, wanted=wanted, json=json)
     failed = [entry.claim.name for entry in entries if not entry.passed]
+    if html is not None:
+        _write_page(html, [entry for entry in entries if wanted in (None, entry.verdict)], context)
     if not json:
         stdout.print(_summary(entries, failed), markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
+
+
+def _write_page(path: Path, entries: list[Entry], context: Context) -> None:
+    from proofs_checks.page import page_of
+
+    try:
+        path.write_text(page_of(entries, context, path.parent), encoding="utf-8")
+    except OSError as error:
+        raise ZosimError(f"--html {path} cannot be written: {error.strerror}") from None
 
 
 def _show_oracles(name: str | None, params: str, *, json: bool) -> None:

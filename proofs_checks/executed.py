@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from costmodel.model_spec import ModelSpec
 from executors.models.spec import spec_of_model
 from executors.ranks.communicator import Communicator
 from executors.runs.records import StepRecord
@@ -79,15 +81,12 @@ class Case:
         PlanError
             If the choices contradict each other.
         """
-        model, mesh = (
-            tiny_model(self.model),
-            Mesh.model_validate(
-                {"data": self.data, "perturb": self.perturb, "stage": len(self.cuts) + 1, "inner": self.inner}
-            ),
+        mesh = Mesh.model_validate(
+            {"data": self.data, "perturb": self.perturb, "stage": len(self.cuts) + 1, "inner": self.inner}
         )
         split = Split(cuts=self.cuts)
         return Plan(
-            model=spec_of_model(model, "tiny", cut_blocks=split.cut_blocks),
+            model=_spec(self.model, tuple(split.cut_blocks)),
             batch=self.num_sequences,
             seq=7,
             mesh=mesh,
@@ -122,6 +121,11 @@ class Case:
             if getattr(self, item.name) != item.default
         ]
         return ", ".join(changed) or "resident, block by block"
+
+
+@cache
+def _spec(name: str, cut_blocks: tuple[int, ...]) -> ModelSpec:
+    return spec_of_model(tiny_model(name), "tiny", cut_blocks=cut_blocks)
 
 
 def literally(case: Case, seed: int, num_steps: int | None = None) -> LiteralRun:

@@ -76,7 +76,6 @@ def test_there_are_no_more_comparisons_than_false_alarms_are_stated_for():
         "directions-are-independent",
         "quantised-rge",
         "codec-stochastic-expands",
-        "quantised-gradient-by-radius",
     ],
 )
 def test_an_error_of_two_percent_in_a_scale_is_noticed_in_the_quick_set(name):

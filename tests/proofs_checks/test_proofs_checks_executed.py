@@ -1,0 +1,101 @@
+"""Alignment as a property: whatever the mesh, the cuts, the slices and the point of resumption, ranks together are one device.
+
+hypothesis chooses the same axes as the claims' own checks, and shrinks what differs to a case that a person can read.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from executors.randomness.counter import CounterDraws, CounterKey
+from executors.randomness.directions import DIRECTIONS
+from proofs_checks import literal
+from proofs_checks.executed import AXES, Case, against_literal, case_of, differences, random_cases
+from proofs_checks.mutation import Mutant
+
+FEW = settings(
+    max_examples=4, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+MANY = settings(FEW, max_examples=60)
+
+
+def cases(kind):
+    @st.composite
+    def drawn(draw):
+        case = case_of(kind, lambda options: draw(st.sampled_from(options)))
+        assume(case is not None)
+        return case
+
+    return drawn()
+
+
+@pytest.mark.parametrize("kind", AXES)
+def test_ranks_together_are_one_device(kind):
+    @given(case=cases(kind), seed=st.integers(0, 2**40))
+    @FEW
+    def holds(case, seed):
+        assert differences(case, seed) == []
+
+    holds()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", AXES)
+def test_ranks_together_are_one_device_in_many_cases(kind):
+    @given(case=cases(kind), seed=st.integers(0, 2**40))
+    @MANY
+    def holds(case, seed):
+        assert differences(case, seed) == []
+
+    holds()
+
+
+@given(
+    numels=st.lists(st.integers(1, 70_000), min_size=1, max_size=3),
+    cuts=st.lists(st.floats(0, 1), max_size=3),
+    seed=st.integers(0, 2**63 - 1),
+    step=st.integers(0, 10**6),
+    query=st.integers(0, 30),
+    name=st.sampled_from(sorted(DIRECTIONS)),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+@settings(FEW, max_examples=25)
+def test_any_slices_of_counter_draws_are_the_literal_stream(numels, cuts, seed, step, query, name, dtype):
+    """Uneven slices, as ranks would make them, in descending order: together they are the literal direction."""
+    wanted = literal.directions(
+        [(numel,) for numel in numels],
+        seed=seed, step=step, query=query, rng="counter", distribution=name, dtype=dtype,
+    )  # fmt: skip
+    draws, key = CounterDraws(numels, torch.device("cpu")), CounterKey.of(seed, step, query)
+    for parameter, numel in enumerate(numels):
+        bounds = sorted({0, numel, *(int(cut * numel) for cut in cuts)})
+        out = torch.empty(numel, dtype=dtype)
+        for begin, end in reversed(list(pairwise(bounds))):
+            draws.fill(out[begin:end], parameter, begin, key, DIRECTIONS[name])
+        assert torch.equal(out, wanted[parameter])
+
+
+def test_a_difference_is_told_with_its_case():
+    wrong = Mutant(
+        "off",
+        "executors.steps.ops.sweep:Sweeps.update",
+        "source.gradients[op.query] /",
+        "source.gradients[0] /",
+    )
+    with wrong.apply():
+        outcome = against_literal([Case(), Case(num_queries=2, rng="counter")], seed=1)
+    assert not outcome.passed
+    assert outcome.details[0].startswith("num_queries=2, rng=counter: ")
+    assert "first rank 0: weights of" in outcome.details[0]
+
+
+def test_cases_do_not_contradict_themselves_and_are_the_same_for_a_seed():
+    for kind in AXES:
+        chosen = list(random_cases(kind, 10, 3))
+        assert chosen == list(random_cases(kind, 10, 3))
+        assert len({case.describe() for case in chosen}) > 5
