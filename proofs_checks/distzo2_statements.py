@@ -1,0 +1,603 @@
+"""DistZO2's statements: what ranks update, average, slice and send, and how much faster that is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import torch
+
+from costmodel.configs import spec_of_config
+from executors.steps.arithmetic import Sweeper, projected_gradient
+from executors.steps.micro_batches import accumulated
+from proofs_checks.claims import Claim, conditioned, corrected, counterexample, printed
+from proofs_checks.exact import at_most, equal, exceeds, is_true, normal_nodes
+from proofs_checks.executed import Case, differences
+from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.sliced_transfers import programs
+from proofs_checks.step_time import block_bytes, machine, model, seconds
+from proofs_checks.zo2_statements import DISTZO2_COPIES
+from zosim.analysis.counts import step_counts
+from zosim.engines.fold import simulate_set
+from zosim.hardware.machine import Ring
+from zosim.lowering import lower_all
+from zosim.operations import Forward
+from zosim.plans import Mesh, Placement, Plan, Residency, Schedule
+from zosim.program_set import ProgramSet
+
+
+def _differences(case: Case, seed: int) -> Outcome:
+    unlike = differences(case, seed)
+    return is_true(not unlike, what=f"{case.describe()}: {unlike[:3] or 'no bit differs'}")
+
+
+# -- perturbation parallelism -------------------------------------------------------------------------------------------
+
+
+def updated_copies(*, restored: bool) -> tuple[list[Fraction], list[Fraction]]:
+    """Return what two ranks hold after step 4, in rationals: the copy at ``+εz`` and the one at ``-εz``, updated.
+
+    Parameters
+    ----------
+    restored : bool
+        Whether each takes its perturbation back before the update, which the print does not say.
+    """
+    weights, z = ([Fraction(n, 8) for n in numbers] for numbers in ((3, -5, 7), (2, 9, -4)))
+    epsilon, rate, g = Fraction(1, 1000), Fraction(1, 10), Fraction(7, 3)
+    ranks = []
+    for sign in (1, -1):
+        copy = [w + sign * epsilon * u for w, u in zip(weights, z, strict=True)]
+        if restored:
+            copy = [w - sign * epsilon * u for w, u in zip(copy, z, strict=True)]
+        ranks.append([w - rate * g * u for w, u in zip(copy, z, strict=True)])
+    return ranks[0], ranks[1]
+
+
+def check_perturbed_copies(_context: Context) -> Outcome:
+    """Show that step 4 applied to the copies of step 2 leaves two ranks ``2εz`` apart."""
+    first, second = updated_copies(restored=False)
+    apart = [float(a - b) for a, b in zip(first, second, strict=True)]
+    return equal(apart, [2 * 0.001 * u for u in (0.25, 1.125, -0.5)], what="W_D1 - W_D2 against 2εz")
+
+
+def check_restored_copies(context: Context) -> Outcome:
+    """Compare restored copies in rationals, and the shipped pair of ranks with a literal loop."""
+    first, second = updated_copies(restored=True)
+    return everything_holds(
+        {
+            "rationals": is_true(first == second, what="one update"),
+            "shipped, two ranks": _differences(Case(perturb=2, num_steps=2), context.seed),
+        }
+    )
+
+
+def check_restored_in_place(_context: Context) -> Outcome:
+    """Count weights in float32 that ``+εz, -εz`` on one rank and ``-εz, +εz`` on the other leave in other bits."""
+    generator = torch.Generator().manual_seed(3)
+    weights, z = (torch.randn(10_000, generator=generator) for _ in range(2))
+    weights *= 0.02  # as weights of language models are
+    sweeper = Sweeper()
+    copies = []
+    for signs in ((1, -1), (-1, 1)):
+        copy = weights.clone()
+        for sign in signs:
+            sweeper.perturb(copy, z, sign, 1e-3)
+        copies.append(copy)
+    unlike = int((copies[0] != copies[1]).sum())
+    away = int((copies[0] != weights).sum())
+    return everything_holds(
+        {
+            "ranks differ": exceeds(unlike, 1000, what="of 10,000 weights"),
+            "a rank's own drift": exceeds(away, 500, what="of 10,000 weights not restored"),
+            "by rounding alone": at_most(
+                float((copies[0] - copies[1]).abs().max()), 1e-6, what="largest difference"
+            ),
+        }
+    )
+
+
+def check_slices_agree(context: Context) -> Outcome:
+    """Compare the shipped ranks that offload slices of one block with a literal loop: they walk the same points."""
+    return _differences(
+        Case(perturb=2, blocks="offloaded", update="delayed", transfers="sliced", num_steps=2), context.seed
+    )
+
+
+# -- data parallelism -------------------------------------------------------------------------------------------------------
+
+_LABELS = (3, 1)
+_UNLIKE = torch.tensor([[0.9, -0.3], [-0.5, 1.2]], dtype=torch.float64)
+"""Slopes of the mean loss of each shard."""
+
+
+def _shards_estimate(labels: Sequence[int]) -> tuple[float, float, float]:
+    """Return a step's g averaged over shards, of the shipped sum over labels, and of the whole batch."""
+    z, epsilon = torch.tensor([0.7, -1.1], dtype=torch.float64), 1e-2
+    losses = [[slope @ (sign * epsilon * z) for slope in _UNLIKE] for sign in (1, -1)]
+    own = [
+        projected_gradient(plus, minus, epsilon, central=True) for plus, minus in zip(*losses, strict=True)
+    ]
+    plus, minus = (accumulated(side, labels) for side in losses)
+    whole = sum(n * float(slope @ z) for n, slope in zip(labels, _UNLIKE, strict=True)) / sum(labels)
+    return sum(own) / len(own), projected_gradient(plus, minus, epsilon, central=True), whole
+
+
+def check_like_shards(_context: Context) -> Outcome:
+    """Compare the mean of shards' projected gradients with the batch's, shards of as many labels."""
+    mean, shipped, whole = _shards_estimate((2, 2))
+    return everything_holds(
+        {
+            "mean of g_k": equal(mean, whole, what="g", tolerance=1e-7),
+            "shipped": equal(shipped, whole, what="g", tolerance=1e-7),
+        }
+    )
+
+
+def check_unlike_shards(context: Context) -> Outcome:
+    """Show that shards of 3 and 1 labels have another mean than the batch, which the shipped ranks weigh by labels."""
+    mean, shipped, whole = _shards_estimate(_LABELS)
+    return everything_holds(
+        {
+            "mean of g_k": exceeds(abs(mean - whole), 0.2 * abs(whole), what="|mean - g|"),
+            "shipped": equal(shipped, whole, what="g, weighted by labels", tolerance=1e-7),
+            "shipped, 3 sequences on 2 ranks": _differences(Case(data=2, num_sequences=3), context.seed),
+        }
+    )
+
+
+def check_own_directions(_context: Context) -> Outcome:
+    """Compare the mean update of replicas that share z with the gradient, and of those that do not with a K-th of a shard's."""
+    nodes, weights = normal_nodes(2, 3)
+    whole = _UNLIKE.mean(0)
+    shared, own = (torch.zeros(2, dtype=torch.float64) for _ in range(2))
+    for z, p in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
+        shared += p * float(whole @ z) * z
+        for other, q in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
+            own += p * q * averaged([float(_UNLIKE[0] @ z), float(_UNLIKE[1] @ other)]) * z
+    return everything_holds(
+        {
+            "one z": equal(shared, whole, what="E[g_avg·z]"),
+            "z_k of its own, rank 1": equal(own, _UNLIKE[0] / 2, what="E[g_avg·z₁]"),
+            "ranks drift apart": exceeds(float((_UNLIKE[0] - _UNLIKE[1]).norm() / 2), 0.5, what="‖mean updates' difference‖"),
+        }
+    )  # fmt: skip
+
+
+def averaged(gradients: Sequence[float]) -> float:
+    """Return ``g_avg = (1/K)Σg_k``.
+
+    Examples
+    --------
+    >>> averaged([1.0, 3.0])
+    2.0
+    """
+    return sum(gradients) / len(gradients)
+
+
+def check_both_orders(context: Context) -> Outcome:
+    """Compare the mean of pairs' differences with the difference of means, in rationals: either axis may be the inner one."""
+    plus = [Fraction(n, 7) for n in (3, 11, -4, 8)]
+    minus = [Fraction(n, 9) for n in (5, -2, 7, 1)]
+    epsilon = Fraction(1, 500)
+    inner = sum(((p - m) / (2 * epsilon) for p, m in zip(plus, minus, strict=True)), Fraction(0)) / 4
+    outer = (sum(plus, Fraction(0)) / 4 - sum(minus, Fraction(0)) / 4) / (2 * epsilon)
+    unlike = [
+        case.describe()
+        for case in (
+            Case(data=2, perturb=2, num_steps=1),
+            Case(data=2, perturb=2, inner="data", num_steps=1),
+        )
+        if differences(case, context.seed)
+    ]
+    return everything_holds(
+        {
+            "rationals": is_true(inner == outer, what="one g"),
+            "shipped": is_true(not unlike, what=f"{unlike or 'both orders have the bits of one device'}"),
+        }
+    )
+
+
+# -- counts ---------------------------------------------------------------------------------------------------------------------
+
+
+def _on(mesh: Mesh, **axes: object) -> ProgramSet:
+    ranks = tuple(f"gpu{rank}" for rank in range(mesh.world_size))
+    return lower_all(
+        Plan.model_validate(
+            {
+                "model": model(),
+                "placement": Placement(topology="none", devices=ranks),
+                "batch": mesh.data,
+                "seq": 64,
+                "mesh": mesh,
+                **axes,
+            }
+        )
+    )
+
+
+def check_single_forwards(_context: Context) -> Outcome:
+    """Count forwards of a block on each rank of a 2D mesh, and on one device."""
+    parts = {}
+    for mesh, wanted in ((Mesh(data=2, perturb=2), 1), (Mesh(perturb=2), 1), (Mesh(data=2), 2), (Mesh(), 2)):
+        made = _on(mesh)
+        most = 0
+        for number in made.roles:
+            counts = Counter(
+                item.op.segment for item in made.programs[number].step if isinstance(item.op, Forward)
+            )
+            most = max(most, counts["block.0"])
+        parts[mesh.describe() or "one device"] = equal(
+            float(most), float(wanted), what="forwards of a block a rank"
+        )
+    return everything_holds(parts)
+
+
+def check_lane_load(_context: Context) -> Outcome:
+    """Compare bytes that a rank uploads and offloads sliced with an n-th of those whole, and what peers send with (n - 1)/n."""
+    parts = {}
+    for ranks in (2, 4):
+        whole, sliced = (programs(ranks, kind).programs[0] for kind in ("private", "sliced"))
+        for label in ("upload", "offload"):
+            sizes = [
+                sum(item.work.copy_bytes for item in program.step if item.label == label)
+                for program in (whole, sliced)
+            ]
+            parts[f"{ranks} ranks, {label}"] = equal(
+                sizes[1] / sizes[0], 1 / ranks, what="part of a whole block", tolerance=1e-3
+            )
+        whole_bytes = sum(item.work.copy_bytes for item in whole.step if item.label == "upload")
+        gathered = sum(item.work.link_bytes for item in sliced.step if item.label == "gather")
+        parts[f"{ranks} ranks, from peers"] = equal(
+            gathered / whole_bytes, (ranks - 1) / ranks, what="part of a whole block", tolerance=1e-3
+        )
+    return everything_holds(parts)
+
+
+def _gpt(width: int) -> Plan:
+    config = {
+        "model_type": "gpt2", "vocab_size": 100, "n_embd": width, "n_layer": 2, "n_head": 4, "n_positions": 64,
+    }  # fmt: skip
+    mesh = Mesh(data=2, perturb=2)
+    return Plan(
+        model=spec_of_config(config, name="tiny"),
+        placement=Placement(topology="none", devices=tuple(f"gpu{rank}" for rank in range(4))),
+        batch=2,
+        seq=16,
+        mesh=mesh,
+    )
+
+
+def check_scalars_alone(_context: Context) -> Outcome:
+    """Compare what ranks send in a step for two models, one of them eight times as wide: the same few bytes."""
+    counts = [step_counts(lower_all(_gpt(width))) for width in (16, 128)]
+    return everything_holds(
+        {
+            "bytes": equal(
+                counts[0].scalar_bytes, counts[1].scalar_bytes, what="scalar bytes, widths 16 and 128"
+            ),
+            "nothing else": is_true(
+                all(c.size_bytes == c.scalar_bytes for c in counts), what="no gradients, no activations"
+            ),
+            "few": at_most(counts[1].scalar_bytes, 1024, what="bytes of four ranks"),
+        }
+    )
+
+
+# -- times ------------------------------------------------------------------------------------------------------------------------
+
+
+def exchange_share(num_ranks: int, link_over_lane: float) -> float:
+    """Return what the exchange takes of (3), against the upload: ``(n - 1)·B_PCIe/B_NVLink``.
+
+    Examples
+    --------
+    >>> exchange_share(8, 14.0)
+    0.5
+    """
+    return (num_ranks - 1) / link_over_lane
+
+
+def check_negligible(_context: Context) -> Outcome:
+    """Compare (3) with its first term where links are 100(n - 1) times a lane."""
+    parts = {}
+    for ranks in (2, 4, 8, 72):
+        link = 100.0 * (ranks - 1)
+        first, second = 1 / ranks, (ranks - 1) / ranks / link
+        parts[f"{ranks} ranks"] = equal(
+            second / first, exchange_share(ranks, link), what="second term over the first"
+        )
+        parts[f"{ranks} ranks, small"] = at_most(second / first, 0.0101, what="second term over the first")
+    return everything_holds(parts)
+
+
+def check_not_negligible(_context: Context) -> Outcome:
+    """Show links a hundred times as fast as a lane at which the second term is the larger, and eight GPUs of today."""
+    return everything_holds(
+        {
+            "201 ranks, links of 100 lanes": exceeds(
+                exchange_share(201, 100.0), 1.0, what="second term over the first"
+            ),
+            "8 ranks, NVLink of 450 GB/s, PCIe of 64": exceeds(
+                exchange_share(8, 450 / 64), 0.9, what="second term over the first"
+            ),
+        }
+    )
+
+
+def pair_speedup(transfer: float, forward: float) -> float:
+    """Return ``max(t, 2c)/max(t, c)``: steps of two forwards a block over those of one, transfers beside them.
+
+    Examples
+    --------
+    >>> pair_speedup(0.0, 1.0), pair_speedup(1.5, 1.0), pair_speedup(9.0, 1.0)
+    (2.0, 1.3333333333333333, 1.0)
+    """
+    return max(transfer, 2 * forward) / max(transfer, forward)
+
+
+def check_pair_speedup(context: Context) -> Outcome:
+    """Compare simulated steps of one device and of a pair of ranks with lanes of their own with the closed form."""
+    offloaded = {
+        "residency": Residency(blocks="offloaded", num_slots=6),
+        "schedule": Schedule(update="delayed"),
+    }
+    alone, pair = _on(Mesh(), **offloaded), _on(Mesh(perturb=2), **offloaded)
+    compute = seconds(2, 0.0).block / 2
+    parts = {}
+    for load in (0.1, 1.5, 8.0) if context.size == "quick" else (0.1, 0.8, 1.0, 1.5, 2.0, 3.0, 8.0):
+        one = machine(block_bytes() / (load * compute))
+        ring = Ring(2, 0.0, 1e18)
+        two = [replace(one, rings={"host": ring, "world": ring, "pair": ring}) for _ in range(2)]
+        measured = simulate_set(alone, [one]).step_time_s / simulate_set(pair, two).step_time_s
+        # The head and the filling of the pipeline dilute it.
+        parts[f"transfers of {load:g} forwards"] = equal(
+            measured, pair_speedup(load, 1.0), what="speedup", tolerance=0.12
+        )
+        parts[f"transfers of {load:g} forwards, at most 2"] = at_most(measured, 2.0, what="speedup")
+    return everything_holds(parts)
+
+
+_NO_RESTORE = Mutant(
+    "no way back from a perturbed copy",
+    "executors.steps.arithmetic:Sweeper.perturb",
+    "scale * epsilon",
+    "(scale if scale > 0 else -1) * epsilon",
+)
+_UNWEIGHTED = Mutant(
+    "a mean over shards, not over labels",
+    "executors.steps.micro_batches:accumulated",
+    "total += loss * n",
+    "total += loss * (sum(counts) / len(counts))",
+)
+_DIFFERENCE = Mutant(
+    "a central difference divided by ε",
+    "executors.steps.arithmetic:projected_gradient",
+    "(2 * epsilon if central else epsilon)",
+    "epsilon",
+)
+
+CLAIMS = (
+    Claim(
+        name="distzo2-step-4-restores-first",
+        paper="distzo2",
+        where=("Sec. 4.2",),
+        quotation="(1) GPU 1 computes ... W⁺_D1 = W_H + εz. (2) ... W⁻_D2 = W_H - εz. ... Each GPU applies the projected gradient g to its local parameters ...: W_Dk ← W_Dk - η·g·z. Since both g and z are synchronized, the updates are consistent across devices",
+        statement="Applied to the copies of step 2 the update leaves ranks 2εz apart, and further with every step; applied to restored copies it leaves one and the same.",
+        hypotheses="rationals; two shipped ranks against a literal loop",
+        checks=(
+            corrected(check_restored_copies, _NO_RESTORE),
+            counterexample(
+                check_perturbed_copies,
+                Mutant(
+                    "copies that are restored after all",
+                    "proofs_checks.distzo2_statements:updated_copies",
+                    "if restored:",
+                    "if True:",
+                ),
+            ),
+        ),
+        amendment="Each rank takes its perturbation back before step 4.",
+        breaks="W_Dk holds W_H ± εz when step 4 begins.",
+        consequence="Without the way back, what one rank offloads is not what the other holds.",
+        derivation="distzo2-pertp.md",
+    ),
+    Claim(
+        name="distzo2-slices-need-equal-drift",
+        paper="distzo2",
+        where=("Sec. 6.1",),
+        quotation="due to the deterministic and synchronized nature of zeroth-order updates, all GPUs hold identical updated parameters after the all-reduce operation. Thus, it is sufficient for each GPU to offload only its M/n slice ... with no loss of correctness",
+        statement="In exact arithmetic all ranks hold one block. In float32 (W + εz) - εz and (W - εz) + εz round otherwise: under perturbation parallelism a step leaves ranks with other bits in a tenth of weights of deviation 0.02, unless they walk the same points (as shipped) or perturb copies.",
+        hypotheses="float32, ε = 1e-3, perturbation in place as MeZO's",
+        checks=(
+            conditioned(check_slices_agree, _NO_RESTORE),
+            counterexample(
+                check_restored_in_place,
+                Mutant(
+                    "perturbations of a power of two",
+                    "executors.steps.arithmetic:Sweeper.perturb",
+                    "scale * epsilon",
+                    "scale * 0.0",
+                ),
+            ),
+        ),
+        amendment="All ranks restore with the same sequence of roundings, or perturb copies.",
+        breaks="Restoring is exact in real numbers only.",
+        consequence="Slices of unlike ranks would be joined to a block that no rank holds; shipped ranks all go +1, -2, +1.",
+        derivation="distzo2-slices.md",
+    ),
+    Claim(
+        name="distzo2-mean-of-unlike-shards",
+        paper="distzo2",
+        where=("Sec. 5.1", "Sec. 6.2"),
+        quotation="g_avg = (1/K)Σg_k ... Gradients {g_k} are averaged via all_reduce to obtain global g",
+        statement="The mean over ranks is the batch's projected gradient if all shards have as many labels; with 3 and 1 it is not, and the shipped ranks weigh losses by labels.",
+        hypotheses="losses that are means over labels; linear in θ",
+        checks=(
+            conditioned(check_like_shards, _DIFFERENCE),
+            counterexample(check_unlike_shards, _UNWEIGHTED, _DIFFERENCE),
+        ),
+        amendment="Shards are alike in labels, or their losses are weighed by them.",
+        breaks="A mean of means is the mean of all for groups of one size.",
+        consequence="Padded batches and last batches would be weighted by shard; here they are not.",
+        derivation="distzo2-ddp.md",
+    ),
+    Claim(
+        name="distzo2-one-direction-for-all",
+        paper="distzo2",
+        where=("Sec. 5.1",),
+        quotation="all GPUs must use the same perturbation vector z for gradient estimation",
+        statement="With one z the mean update is the gradient on every rank; with z_k of its own a rank moves by 1/K of its own shard's gradient on average, and replicas drift apart.",
+        hypotheses="linear losses, K = 2; pairs of Gauss-Hermite nodes, exact",
+        checks=(
+            printed(
+                check_own_directions,
+                Mutant(
+                    "a sum for a mean",
+                    "proofs_checks.distzo2_statements:averaged",
+                    "sum(gradients) / len(gradients)",
+                    "sum(gradients)",
+                ),
+            ),
+        ),
+        derivation="distzo2-ddp.md#one-direction",
+    ),
+    Claim(
+        name="distzo2-either-axis-inside",
+        paper="distzo2",
+        where=("Sec. 6.2",),
+        quotation="g_i = (L⁺ - L⁻)/2ε. ... The projected gradients {g_i} from all n_b groups are synchronized across all devices using all_reduce, yielding the final global gradient g",
+        statement="The mean of pairs' differences is the difference of means: PertP inside DDP and DDP inside PertP make one estimate.",
+        hypotheses="shards alike; the shipped meshes against a literal loop",
+        checks=(printed(check_both_orders, _UNWEIGHTED, _DIFFERENCE),),
+        derivation="distzo2-2d.md",
+    ),
+    Claim(
+        name="distzo2-one-forward-a-rank",
+        paper="distzo2",
+        where=("Sec. 6.2", "App. E.8"),
+        quotation="No GPU computes both directions. ... each device executes only a single forward pass per step",
+        statement="On a pair, and on a 2D mesh, each rank forwards every block once a step and query; without the perturbation axis twice.",
+        hypotheses="one query, central differences; shipped programs",
+        checks=(
+            printed(
+                check_single_forwards,
+                Mutant(
+                    "points that all ranks evaluate",
+                    "zosim.plans:Plan.points_of",
+                    "_share(len(self.points), self.mesh.perturb, part)",
+                    "_share(len(self.points), 1, 0)",
+                ),
+            ),
+        ),
+        derivation="distzo2-2d.md#forwards",
+    ),
+    Claim(
+        name="distzo2-lane-load",
+        paper="distzo2",
+        where=("Sec. 6.1",),
+        quotation="This reduces PCIe load per GPU by a factor of n ... Thus, it is sufficient for each GPU to offload only its M/n slice.",
+        statement="A rank uploads and offloads M/n of a block over its lane, and gets (n - 1)M/n from its peers.",
+        hypotheses="2 and 4 ranks, shipped programs; bytes of alignment left out",
+        checks=(
+            printed(
+                check_lane_load,
+                Mutant(
+                    "every rank uploads all slices",
+                    "zosim.lowering.residency:Homes._upload_sliced",
+                    "copy_work(share_bytes)",
+                    "copy_work(total)",
+                ),
+                Mutant(
+                    "a share sent to itself as well",
+                    "zosim.lowering.residency:Homes._upload_sliced",
+                    "link_bytes=total - share_bytes",
+                    "link_bytes=total",
+                ),
+            ),
+        ),
+        derivation="distzo2-slices.md#what-is-sent",
+    ),
+    Claim(
+        name="distzo2-scalars-alone",
+        paper="distzo2",
+        where=("Sec. 1", "App. D.2"),
+        quotation="DistZO2 only needs to communicate a single scalar projected gradient and a random seed per iteration",
+        statement="What ranks of a 2D mesh send in a step does not grow with the model: a loss and its count of labels for each point and rank (seeds are counted, not sent).",
+        hypotheses="resident replicas, one query; widths of 16 and 128",
+        checks=(
+            printed(
+                check_scalars_alone,
+                Mutant(
+                    "losses counted as sums of gradients",
+                    "zosim.analysis.counts:_counted",
+                    '{"scalar_bytes": size}',
+                    '{"reduced_bytes": size}',
+                ),
+            ),
+        ),
+        derivation="distzo2-2d.md#what-is-sent",
+    ),
+    Claim(
+        name="distzo2-exchange-is-negligible",
+        paper="distzo2",
+        where=("App. C",),
+        quotation="As B_NVLink ≫ B_PCIe in modern high-performance clusters ..., the second term in Eq. (3) becomes negligible.",
+        statement="The second term is (n - 1)B_PCIe/B_NVLink times the first: negligible for B_NVLink ≫ (n - 1)B_PCIe, not for B_NVLink ≫ B_PCIe alone. Eight GPUs with 450 GB/s between them and 64 GB/s to the host are at 0.996.",
+        hypotheses="equation 3 as printed",
+        checks=(
+            conditioned(
+                check_negligible,
+                Mutant(
+                    "n for n - 1",
+                    "proofs_checks.distzo2_statements:exchange_share",
+                    "(num_ranks - 1)",
+                    "num_ranks",
+                ),
+            ),
+            counterexample(
+                check_not_negligible,
+                Mutant(
+                    "a ratio squared",
+                    "proofs_checks.distzo2_statements:exchange_share",
+                    "/ link_over_lane",
+                    "/ link_over_lane**2",
+                ),
+            ),
+        ),
+        amendment="B_NVLink ≫ (n - 1)·B_PCIe.",
+        breaks="The first term falls as 1/n, the second tends to M/B_NVLink.",
+        consequence="With eight GPUs a host plan for the exchange to take as long as the upload.",
+        derivation="distzo2-slices.md#the-second-term",
+    ),
+    Claim(
+        name="distzo2-pair-speedup",
+        paper="distzo2",
+        where=("Sec. 7.2",),
+        quotation="Introducing Perturbation Parallelism (ZO2+PertP) achieves up to 2× speedup across all models by parallelizing the dual forward passes.",
+        statement="With transfers beside compute the speedup of a pair is max(t, 2c)/max(t, c): 2 where forwards limit, 1 where transfers do, never more.",
+        hypotheses="lanes of their own, like blocks; simulated, to 12 % for head and filling",
+        checks=(
+            printed(
+                check_pair_speedup,
+                Mutant(
+                    "points that all ranks evaluate",
+                    "zosim.plans:Plan.points_of",
+                    "_share(len(self.points), self.mesh.perturb, part)",
+                    "_share(len(self.points), 1, 0)",
+                ),
+                Mutant(
+                    "a bound of 1.8",
+                    "proofs_checks.distzo2_statements:pair_speedup",
+                    "2 * forward",
+                    "1.7 * forward",
+                ),
+            ),
+        ),
+        derivation="distzo2-pertp.md#speedup",
+    ),
+    *DISTZO2_COPIES,
+)

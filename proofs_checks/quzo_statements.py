@@ -1,0 +1,1260 @@
+"""QuZO's statements: estimators of rounded directions, updates of quantised weights, and its algorithm as printed.
+
+Training in low bits is judged on its formulas and on the roundings that ship.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.optimize import brentq
+from torch import Tensor
+
+from costmodel.roundings import RoundedDirection
+from executors.randomness.families import QuantisedGaussian
+from executors.randomness.quantisers import StochasticRounding
+from executors.randomness.rng import generator_on
+from executors.steps.micro_batches import accumulated
+from proofs_checks.claims import Claim, conditioned, corrected, counterexample, printed, reading
+from proofs_checks.exact import (
+    Array,
+    at_most,
+    equal,
+    exceeds,
+    is_true,
+    moments_of_estimate,
+    normal_nodes,
+    sign_nodes,
+)
+from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.statistics import compare_means, fitted_slope
+
+_CPU = torch.device("cpu")
+_SLOPE = torch.tensor([0.8, -0.3, 0.5], dtype=torch.float64)
+
+# -- roundings -------------------------------------------------------------------------------------------------------
+
+
+def levels_and_chances(value: float, rounding: StochasticRounding) -> list[tuple[int, float]]:
+    """Return the codes that one value is rounded to, with their chances, by QuZO's equation 5: clamped after rounding.
+
+    Examples
+    --------
+    >>> levels_and_chances(0.25, StochasticRounding(4, scale=1.0))
+    [(0, 0.75), (1, 0.25)]
+    """
+    scaled = value * rounding.scale
+    below = math.floor(scaled)
+    up = scaled - below
+    pairs = [(below, 1 - up), (below + 1, up)]
+    highest = rounding.highest
+    return [(min(max(code, -highest), highest), chance) for code, chance in pairs if chance]
+
+
+def printed_value(code: int, rounding: StochasticRounding) -> float:
+    """Return what equation 5 as printed makes of a code: the code and the zero point, never divided by the scale."""
+    return float(code + rounding.zero_point)
+
+
+def shipped_value(code: int, rounding: StochasticRounding) -> float:
+    """Return what the shipped rounding makes of a code (its zero point added where it is stored)."""
+    stored = torch.tensor([code + rounding.zero_point], dtype=torch.int16)
+    return float(rounding.values(stored, torch.float64)[0])
+
+
+def check_scaled_outer_product(how: str, _context: Context) -> Outcome:
+    """Compare ``E[u₁u₂ᵀ]`` of two roundings of a vector, in values as named, with theory."""
+    rounding = StochasticRounding(8, scale=20.0, zero_point=3)
+    given = (0.31, -0.77, 1.5)
+    value = printed_value if how == "codes" else shipped_value
+    means = [
+        sum(chance * value(code, rounding) for code, chance in levels_and_chances(u, rounding)) for u in given
+    ]
+    squares = [
+        sum(
+            p * q * value(a, rounding) * value(b, rounding)
+            for (a, p), (b, q) in itertools.product(levels_and_chances(u, rounding), repeat=2)
+        )
+        for u in given
+    ]
+    theory = [20 * u + 3 for u in given] if how == "codes" else list(given)
+    return everything_holds(
+        {
+            "E[Q(u)|u]": equal(means, theory, what=how),
+            "E[Q₁(u)Q₂(u)|u]": equal(squares, [t * t for t in theory], what=how),
+        }
+    )
+
+
+def check_shipped_mean(context: Context) -> Outcome:
+    """Compare means and products of two shipped roundings of given numbers with the numbers and their squares."""
+    rounding = StochasticRounding(8, scale=20.0, zero_point=3)
+    given = torch.tensor([0.31, -0.77, 1.5], dtype=torch.float64)
+    generator = generator_on(_CPU, context.seed)
+    count = context.samples(200_000, 20_000)
+    pairs = [rounding.rounded(given.expand(count, -1).contiguous(), generator) for _ in range(2)]
+    columns = torch.cat([pairs[0], pairs[0] * pairs[1]], dim=1)
+    return compare_means("two roundings", columns, torch.cat([given, given**2]))
+
+
+def _agreement(values: Sequence[float], rounding: StochasticRounding) -> float:
+    """Return the chance that two roundings of a vector are alike in every element."""
+    chance = 1.0
+    for value in values:
+        outcomes = levels_and_chances(value, rounding)
+        chance *= sum(p * q for (a, p), (b, q) in itertools.product(outcomes, repeat=2) if a == b)
+    return chance
+
+
+def check_roundings_agree(_context: Context) -> Outcome:
+    """Show vectors of which two roundings are alike: always on the grid, half of the time in the middle of a cell."""
+    rounding = StochasticRounding(4, scale=2.0)
+    on_grid = torch.tensor([0.5, -1.0, 1.5], dtype=torch.float64)
+    shipped = [rounding.rounded(on_grid, generator_on(_CPU, seed)) for seed in (1, 2)]
+    return everything_holds(
+        {
+            "on the grid": equal(_agreement(on_grid.tolist(), rounding), 1.0, what="P(u₁ = u₂)"),
+            "on the grid, shipped, two seeds": is_true(torch.equal(*shipped), what=str(shipped[0].tolist())),
+            "one element, half a cell": equal(_agreement([0.25], rounding), 0.5, what="P(u₁ = u₂)"),
+            "all clamped": equal(_agreement([99.0, -50.0], rounding), 1.0, what="P(u₁ = u₂)"),
+        }
+    )
+
+
+def check_roundings_differ(_context: Context) -> Outcome:
+    """Compare how often two roundings of d normals are alike with (2/3)^d, which is nothing for many elements."""
+    rounding = StochasticRounding(8, scale=20.0)
+    draws = np.random.default_rng(0).normal(size=4000)
+    each = np.mean([_agreement([u], rounding) for u in draws])
+    many = draws[:400]
+    return everything_holds(
+        {
+            "one normal, fine grid": equal(float(each), 2 / 3, what="P(alike)", tolerance=0.02),
+            "400 normals": at_most(_agreement(many.tolist(), rounding), 1e-50, what="P(u₁ = u₂)"),
+        }
+    )
+
+
+def enumerated_moments(rounding: StochasticRounding) -> tuple[float, float, float]:
+    """Return ``E[Q²]``, ``E[Q₁Q₂]`` and ``E[Q₁²Q₂²]`` of roundings of a normal, code by code and by quadrature.
+
+    Examples
+    --------
+    >>> [round(moment, 3) for moment in enumerated_moments(StochasticRounding(8, 20.0))]
+    [1.0, 1.0, 3.002]
+    """
+    highest = rounding.highest
+    # Cell by cell, as the integrand has corners at codes.
+    edges = np.unique(np.concatenate([np.arange(-highest, highest + 1) / rounding.scale, [-9.0, 9.0]]))
+    edges = edges[np.abs(edges) <= 9.0]
+    once = product = squares = 0.0
+    x, weights = np.polynomial.legendre.leggauss(12 if highest > 3 else 60)
+    for low, high in pairwise(edges.tolist()):
+        u = low + (high - low) * (x + 1) / 2
+        chance = weights * (high - low) / 2 * np.exp(-(u**2) / 2) / math.sqrt(2 * math.pi)
+        scaled = u * rounding.scale
+        below = np.floor(scaled)
+        up = scaled - below
+        ends = [np.clip(code, -highest, highest) / rounding.scale for code in (below, below + 1)]
+        mean = (1 - up) * ends[0] + up * ends[1]
+        square = (1 - up) * ends[0] ** 2 + up * ends[1] ** 2
+        once += float(chance @ square)
+        product += float(chance @ mean**2)
+        squares += float(chance @ square**2)
+    return once, product, squares
+
+
+def _fourth_moment(rounding: StochasticRounding) -> float:
+    """Return ``E[Q⁴]`` from how often each code comes out."""
+    total, highest = 0.0, rounding.highest
+    x, weights = np.polynomial.legendre.leggauss(60)
+    edges = [-9.0, *(code / rounding.scale for code in range(-highest, highest + 1)), 9.0]
+    for low, high in pairwise(sorted(edge for edge in edges if abs(edge) <= 9.0)):
+        u = low + (high - low) * (x + 1) / 2
+        chance = weights * (high - low) / 2 * np.exp(-(u**2) / 2) / math.sqrt(2 * math.pi)
+        below = np.floor(u * rounding.scale)
+        up = u * rounding.scale - below
+        fourths = [(np.clip(code, -highest, highest) / rounding.scale) ** 4 for code in (below, below + 1)]
+        total += float(chance @ ((1 - up) * fourths[0] + up * fourths[1]))
+    return total
+
+
+def _second_moment(bits: int, highest_level: float) -> float:
+    codes = 2 ** (bits - 1) - 1
+    return QuantisedGaussian(StochasticRounding(bits, codes / highest_level)).distribution.second_moment
+
+
+def _balanced(bits: int) -> float:
+    """Return the largest level at which ``E[Q(u)²] = 1``: what is clamped weighs what rounding adds."""
+    return float(brentq(lambda level: _second_moment(bits, level) - 1, 0.8, 6.0))
+
+
+def check_naive_is_biased(_context: Context) -> Outcome:
+    """Compare ``E[ûûᵀ]`` with the shipped second moment by enumeration of codes, and it with 1 where nothing is clamped."""
+    parts = {}
+    for bits in (2, 3, 4, 8):
+        moment = _second_moment(bits, 6.0)
+        direct, _, _ = enumerated_moments(StochasticRounding(bits, (2 ** (bits - 1) - 1) / 6.0))
+        parts[f"{bits} bits up to ±6"] = equal(moment, direct, what="E[Q(u)²]", tolerance=1e-6)
+        parts[f"{bits} bits up to ±6, biased"] = exceeds(moment, 1.0001, what="E[Q(u)²]")
+    return everything_holds(parts)
+
+
+def check_naive_can_be_right(_context: Context) -> Outcome:
+    """Show, for each number of bits, a scale at which ``E[ûûᵀ] = I``, and directions on the grid."""
+    parts = {}
+    for bits in range(2, 9):
+        level = _balanced(bits)
+        parts[f"{bits} bits up to ±{level:.3f}"] = equal(
+            _second_moment(bits, level), 1.0, what="E[Q(u)²]", tolerance=1e-8
+        )
+    signs, weights = sign_nodes(3)
+    rounded = StochasticRounding(4, 2.0).rounded(torch.from_numpy(signs).clone(), generator_on(_CPU, 0))
+    outer = torch.einsum("n,ni,nj->ij", torch.from_numpy(weights), rounded, rounded)
+    parts["signs, which are codes"] = equal(outer, torch.eye(3, dtype=torch.float64), what="E[ûûᵀ]")
+    return everything_holds(parts)
+
+
+def _mean_factors(bits: int, level: float) -> tuple[float, float]:
+    """Return what multiplies the gradient in the means of Q-RGE1 and Q-RGE2."""
+    family = QuantisedGaussian(StochasticRounding(bits, (2 ** (bits - 1) - 1) / level))
+    return family.distribution.second_moment, family.cross_moment
+
+
+def check_second_is_nearer(_context: Context) -> Outcome:
+    """Compare how far the means of both estimators are from the gradient where the range is 6 deviations."""
+    parts = {}
+    for bits in range(2, 9):
+        once, twice = _mean_factors(bits, 6.0)
+        parts[f"{bits} bits up to ±6"] = exceeds(
+            abs(once - 1), abs(twice - 1), what="|E[Q²] - 1| against |E[Q₁Q₂] - 1|"
+        )
+    return everything_holds(parts)
+
+
+def check_first_can_be_nearer(_context: Context) -> Outcome:
+    """Show scales at which Q-RGE1's mean is nearer to the gradient, and that both are multiples of it.
+
+    Notes
+    -----
+    Both means are along the gradient, so a learning rate takes the factor in; relative to its mean, Q-RGE1 also has the
+    smaller second moment in many dimensions: both have ``(d - 1)E[Q²]²`` and one divides by ``E[Q²]²``.
+    """
+    parts = {}
+    for bits in (2, 3, 4):
+        level = _balanced(bits)
+        once, twice = _mean_factors(bits, level)
+        parts[f"{bits} bits up to ±{level:.2f}"] = exceeds(
+            abs(twice - 1), abs(once - 1), what="|E[Q₁Q₂] - 1| against |E[Q²] - 1|", factor=10
+        )
+    for bits, level in ((3, 6.0), (2, 1.5), (4, 2.0)):
+        counted = enumerated_moments(StochasticRounding(bits, (2 ** (bits - 1) - 1) / level))[:2]
+        parts[f"{bits} bits up to ±{level:g}, both factors"] = equal(
+            _mean_factors(bits, level), counted, what="E[Q²], E[Q₁Q₂] of the shipped family", tolerance=1e-6
+        )
+    once, _ = _mean_factors(3, 6.0)
+    d = 10_000
+    first, second = relative_squares(3, 6.0, d)
+    parts["3 bits up to ±6, d = 10,000"] = equal(
+        second / first, once**2, what="E|ĝ|²/|E ĝ|² of Q-RGE2 over Q-RGE1", tolerance=1e-3
+    )
+    return everything_holds(parts)
+
+
+def relative_squares(bits: int, level: float, dimension: int) -> tuple[float, float]:
+    """Return ``E|ĝ|²/|E ĝ|²`` of Q-RGE1 and of Q-RGE2 for a linear loss, directions of normals rounded up to `level`.
+
+    Notes
+    -----
+    ``(E[Q⁴] + (d - 1)m²)/m²`` with ``m = E[Q²]``, and ``(E[Q₁²Q₂²] + (d - 1)m²)/c²`` with ``c = E[Q₁Q₂]``.
+
+    Examples
+    --------
+    >>> round(relative_squares(8, 6.0, 100)[0], 2)
+    101.99
+    """
+    rounding = StochasticRounding(bits, (2 ** (bits - 1) - 1) / level)
+    once, twice, fourth = enumerated_moments(rounding)
+    first = (_fourth_moment(rounding) + (dimension - 1) * once**2) / once**2
+    return first, (fourth + (dimension - 1) * once**2) / twice**2
+
+
+def check_relative_squares(context: Context) -> Outcome:
+    """Compare second moments of both estimators with enumeration: drawn by the shipped family, and as plans state them."""
+    bits, level, d = 3, 3.0, 2
+    family = QuantisedGaussian(StochasticRounding(bits, (2 ** (bits - 1) - 1) / level))
+    count = context.samples(400_000, 60_000)
+    pair = [torch.empty((count, d), dtype=torch.float64) for _ in range(2)]
+    family.fill_pair(pair[0], pair[1], generator_on(_CPU, context.seed))
+    along = pair[0] @ (torch.ones(d, dtype=torch.float64) / math.sqrt(d))
+    once, twice, _ = enumerated_moments(family.rounding)
+    first, second = relative_squares(bits, level, d)
+    columns = torch.stack([along**2 * (pair[0] ** 2).sum(1), along**2 * (pair[1] ** 2).sum(1)], dim=1)
+    theory = torch.tensor([first * once**2, second * twice**2], dtype=torch.float64)
+    parts = {"drawn": compare_means("E|ĝ|²", columns, theory)}
+    for width in range(2, 9):
+        shipped = RoundedDirection("gaussian", width)
+        stated = [shipped.relative_energy(name, 50) for name in ("q-rge1", "q-rge2")]
+        parts[f"{width} bits up to ±{shipped.reach:g}, stated"] = equal(
+            stated, relative_squares(width, shipped.reach, 50), what="E|ĝ|²/|E ĝ|², d = 50", tolerance=1e-6
+        )
+        parts[f"{width} bits up to ±{shipped.reach:g}, two roundings spread more"] = at_most(
+            stated[0], stated[1], what="Q-RGE1 against Q-RGE2"
+        )
+    return everything_holds(parts)
+
+
+# -- equations 1 and 2 ---------------------------------------------------------------------------------------------------
+
+
+def check_unit_variance(mean: float, _context: Context) -> Outcome:
+    """Compare ``E[g·u]`` of a linear loss for normals around a mean with ``(I + mmᵀ)∇L``."""
+    nodes, weights = normal_nodes(3, 4)
+    around = (nodes + mean, weights)
+    slope = _SLOPE
+    estimate, _ = moments_of_estimate(lambda x: slope @ x, [0.1, 0.2, -0.3], 1e-2, central=True, nodes=around)
+    return equal(
+        estimate, slope + mean**2 * float(slope.sum()), what=f"u = {mean:g} + N(0, 1)", tolerance=1e-7
+    )
+
+
+def contraction(rate: float, curvature: float, dimension: int) -> float:
+    """Return ``1 - 2ηh + η²h²(d + 2)``, by which a step multiplies ``E‖θ‖²`` on ``h‖θ‖²/2`` with normals.
+
+    Examples
+    --------
+    >>> contraction(0.1, 1.0, 8)
+    0.9
+    """
+    return 1 - 2 * rate * curvature + rate**2 * curvature**2 * (dimension + 2)
+
+
+def check_unbiased_diverges(_context: Context) -> Outcome:
+    """Show that an exactly unbiased estimate diverges at a learning rate above 2/(h(d + 2)), and converges below."""
+    parts = {}
+    at = [0.6, -0.2, 0.4]
+    squared = sum(x * x for x in at)
+    mean, square = moments_of_estimate(lambda x: (x @ x) / 2, at, 0.2, central=True)
+    for rate in (0.1, 0.39, 0.41, 1.0):
+        stepped = (
+            squared - 2 * rate * sum(x * m for x, m in zip(at, mean.tolist(), strict=True)) + rate**2 * square
+        )
+        factor = contraction(rate, 1.0, 3)
+        parts[f"η = {rate:g}"] = equal(stepped / squared, factor, what="E‖θ₁‖²/‖θ₀‖²", tolerance=1e-7)
+        parts[f"η = {rate:g}, grows"] = is_true((factor > 1) == (rate > 0.4), what=f"factor {factor:.3f}")
+    return everything_holds(parts)
+
+
+def check_small_rates_converge(_context: Context) -> Outcome:
+    """Show that ``E‖θ‖²`` falls to nothing at η = 1/(h(d + 2)), the best learning rate."""
+    parts = {}
+    for d in (1, 8, 100):
+        best = 1 / (d + 2)
+        factor = contraction(best, 1.0, d)
+        parts[f"d = {d}"] = equal(factor, (d + 1) / (d + 2), what="factor of a step")
+        parts[f"d = {d}, after 50(d + 2) steps"] = at_most(
+            factor ** (50 * (d + 2)), 1e-20, what="E‖θ‖²/‖θ₀‖²"
+        )
+    return everything_holds(parts)
+
+
+# -- weights on a grid --------------------------------------------------------------------------------------------------
+
+
+def check_lattice(context: Context) -> Outcome:
+    """Run equation 15 on ``½‖w - w*‖²`` with w* between codes: the gradient never falls below half a code an element.
+
+    Notes
+    -----
+    Full precision converges from the same start with the same learning rates.
+    """
+    d, steps = 4, context.samples(4000, 800)
+    generator = np.random.default_rng(context.seed)
+    target = np.full(d, 0.5)
+    codes, free = np.full(d, 3.0), np.full(d, 3.0)
+    rounding = StochasticRounding(8, scale=1.0)
+    draws = generator_on(_CPU, context.seed)
+    smallest = math.inf
+    for step in range(steps):
+        rate = 1 / (8 + step / 4)
+        u = generator.normal(size=d)
+        moved = rate * float((codes - target) @ u) * u
+        codes -= rounding.rounded(torch.from_numpy(moved), draws).numpy()
+        free -= rate * float((free - target) @ u) * u
+        smallest = min(smallest, float(np.abs(codes - target).min()))
+    return everything_holds(
+        {
+            "QuZO": equal(smallest, 0.5, what="least |∂L/∂w_i| of any step"),
+            "full precision": at_most(
+                float(np.abs(free - target).max()), 0.05, what=f"largest |∂L/∂w_i| after {steps} steps"
+            ),
+        }
+    )
+
+
+def check_update_mean(how: str, _context: Context) -> Outcome:
+    """Compare the mean of a rounded update with the update, within the range of codes or beyond it."""
+    rounding = StochasticRounding(4, scale=1.0)
+    given = (0.3, -1e-6, 2.75, -6.2) if how == "within" else (9.5, -30.0)
+    means = [
+        sum(chance * shipped_value(code, rounding) for code, chance in levels_and_chances(u, rounding))
+        for u in given
+    ]
+    wanted = list(given) if how == "within" else [7.0, -7.0]
+    return equal(means, wanted, what=f"E[Q(η∇)], {how} the range of 4 bits")
+
+
+def check_range_end(_context: Context) -> Outcome:
+    """Show that weights at the end of their range, kept in it, move by less than the update on average."""
+    highest = 7
+    rounding = StochasticRounding(4, scale=1.0)
+    mean = sum(
+        chance * (min(highest, highest - code) - highest)
+        for code, chance in levels_and_chances(-0.4, rounding)
+    )
+    beyond = sum(chance * (highest - code > highest) for code, chance in levels_and_chances(-0.4, rounding))
+    return everything_holds(
+        {
+            "kept in the range": equal(mean, 0.0, what="E[w̄₁ - w̄₀] of an update of 0.4 upwards"),
+            "not kept": equal(beyond, 0.4, what="chance of a code that 4 bits have not"),
+            "an update beyond the range": check_update_mean("beyond", _context),
+        }
+    )
+
+
+def check_roundings_by_query(_context: Context) -> Outcome:
+    """Compare mean and variance of the update (13), rounded once, with (15), rounded for every query, in rationals."""
+    parts = {}
+    pieces = (Fraction(3, 10), Fraction(-9, 20), Fraction(1, 8))
+
+    def spread(value: Fraction) -> Fraction:
+        part = value - math.floor(value)
+        return part * (1 - part)
+
+    total = sum(pieces, Fraction(0))
+    rounding = StochasticRounding(8, scale=1.0)
+
+    def moments(value: Fraction) -> tuple[float, float]:
+        outcomes = [
+            (shipped_value(code, rounding), p) for code, p in levels_and_chances(float(value), rounding)
+        ]
+        mean = sum(v * p for v, p in outcomes)
+        return mean, sum(v * v * p for v, p in outcomes) - mean**2
+
+    once = moments(total)
+    each = [moments(piece) for piece in pieces]
+    parts["means"] = equal([once[0], sum(m for m, _ in each)], [float(total)] * 2, what="(13) and (15)")
+    parts["variances"] = equal(
+        [once[1], sum(v for _, v in each)],
+        [float(spread(total)), float(sum(map(spread, pieces)))],
+        what="f(1 - f) of the sum, and the sum of them",
+    )
+    return everything_holds(parts)
+
+
+def check_scale_of_update(power: int, _context: Context) -> Outcome:
+    """Compare a step of (12) on ``½h(w - w*)²``, its learning rate divided by a power of s_w, with the step (11)."""
+    parts = {}
+    for scale in (0.02, 0.1, 3.0):
+        w, target, curvature, rate = 0.7, -0.4, 1.3, 0.05
+        stepped = w - rate * curvature * (w - target)
+        code = w / scale
+        gradient = curvature * (scale * code - target) * scale  # ∂L(s_w·w̄)/∂w̄
+        by_codes = scale * (code - rate / scale**power * gradient)
+        factor = scale ** (2 - power)
+        parts[f"s_w = {scale:g}"] = equal(
+            (by_codes - w) / (stepped - w), factor, what=f"(12) with η/s_w^{power} over (11)"
+        )
+        if power == 0:
+            parts[f"s_w = {scale:g}, off"] = exceeds(abs(math.log(factor)), 0.5, what="|log| of the ratio")
+    return everything_holds(parts)
+
+
+# -- algorithm 1 ----------------------------------------------------------------------------------------------------------
+
+
+def _loss(w: Array) -> float:
+    return float(((w - np.array([1.3, -0.7])) ** 2 * np.array([1.0, 2.0])).sum()) / 2
+
+
+def _sensitivity(w: Array, u: Array, epsilon: float) -> float:
+    return (_loss(w + epsilon * u) - _loss(w - epsilon * u)) / (2 * epsilon)
+
+
+def equation_15(w: Array, pairs: Sequence[tuple[Array, Array]], rate: float, epsilon: float) -> Array:
+    """Return ``w - Σ_i (ημ_i/n)u_{i,2}``, every μ_i at the same weights, without the rounding of the update."""
+    moved = np.zeros_like(w)
+    for first, second in pairs:
+        moved += rate * _sensitivity(w, first, epsilon) / len(pairs) * second
+    return w - moved
+
+
+def algorithm_1(
+    w: Array, pairs: Sequence[tuple[Array, Array]], rate: float, epsilon: float, *, kept: bool
+) -> Array:
+    """Return the weights after lines 4 to 14 of QuZO's algorithm 1 read literally, without the rounding of the update.
+
+    Parameters
+    ----------
+    w : numpy.ndarray
+    pairs : sequence of pair of numpy.ndarray
+        The roundings ``(u_{i,1}, u_{i,2})`` of each query.
+    rate, epsilon : float
+    kept : bool
+        Line 13 sets ``w_{t+1}`` from a ``w_t`` that stays as it was; else it changes the weights that the next query sees.
+    """
+    now, after = w.copy(), w.copy()
+    for first, second in pairs:
+        now = now + epsilon * first
+        plus = _loss(now)
+        now = now - 2 * epsilon * first
+        minus = _loss(now)
+        gradient = (plus - minus) / (2 * epsilon)
+        now = now + epsilon * first
+        after = now - rate * gradient / len(pairs) * second
+        if not kept:
+            now = after
+    return after
+
+
+def _pairs() -> list[tuple[Array, Array]]:
+    generator = np.random.default_rng(5)
+    return [(generator.normal(size=2), generator.normal(size=2)) for _ in range(3)]
+
+
+def check_update_within_loop(_context: Context) -> Outcome:
+    """Show that neither reading of line 13 inside the loop is equation 15."""
+    w, pairs = np.array([0.4, 0.2]), _pairs()
+    wanted = equation_15(w, pairs, 0.3, 0.01) - w
+    parts = {}
+    for name, kept in (
+        ("w_t stays: the last query alone", True),
+        ("w_t moves: queries at other weights", False),
+    ):
+        moved = algorithm_1(w, pairs, 0.3, 0.01, kept=kept) - w
+        parts[name] = exceeds(
+            float(np.linalg.norm(moved - wanted)),
+            0.02 * float(np.linalg.norm(wanted)),
+            what="‖update - (15)‖",
+        )
+    last = _moved_by_last(w, pairs)
+    parts["the last query alone, exactly"] = equal(
+        torch.from_numpy(algorithm_1(w, pairs, 0.3, 0.01, kept=True) - w),
+        torch.from_numpy(last),
+        what="update",
+    )
+    return everything_holds(parts)
+
+
+def _moved_by_last(w: Array, pairs: Sequence[tuple[Array, Array]]) -> Array:
+    """Return what the last query alone moves, ``-(η/n)μ_n·u_{n,2}``."""
+    first, second = pairs[-1]
+    return -0.3 / len(pairs) * _sensitivity(w, first, 0.01) * second
+
+
+def check_update_behind_loop(_context: Context) -> Outcome:
+    """Compare one query of algorithm 1, and queries whose updates wait for the loop's end, with equation 15."""
+    w, pairs = np.array([0.4, 0.2]), _pairs()
+    waited = w + sum(algorithm_1(w, [pair], 0.3 / len(pairs), 0.01, kept=True) - w for pair in pairs)
+    single = algorithm_1(w, pairs[:1], 0.3, 0.01, kept=True)
+    return everything_holds(
+        {
+            "updates behind the loop": equal(
+                torch.from_numpy(waited), torch.from_numpy(equation_15(w, pairs, 0.3, 0.01)), what="w₁"
+            ),
+            "n = 1": equal(
+                torch.from_numpy(single), torch.from_numpy(equation_15(w, pairs[:1], 0.3, 0.01)), what="w₁"
+            ),
+        }
+    )
+
+
+def _round_trip(code: int, step: int, highest: int | None) -> int:
+    """Return a code after ``+s, -2s, +s``, kept within the range after each where there is one."""
+    for change in (step, -2 * step, step):
+        code += change
+        if highest is not None:
+            code = min(max(code, -highest), highest)
+    return code
+
+
+def check_recovery(highest: int | None, _context: Context) -> Outcome:
+    """Count codes and steps of 4 bits that a round trip does not bring back."""
+    lost = sum(_round_trip(code, step, highest) != code for code in range(-7, 8) for step in range(-3, 4))
+    wanted = (
+        0
+        if highest is None
+        else sum(
+            not (-7 <= code + step <= 7 and -7 <= code - step <= 7)
+            for code in range(-7, 8)
+            for step in range(-3, 4)
+        )
+    )
+    off = _round_trip(7, 1, highest) - 7
+    return everything_holds(
+        {
+            "codes": equal(float(lost), float(wanted), what="of 105 not brought back"),
+            "the highest code, a step up": equal(float(off), 0.0 if highest is None else -1.0, what="w̄ - w̄₀"),
+        }
+    )
+
+
+def _kept_on_grid(values: Tensor, scale: float) -> Tensor:
+    """Return values rounded to the nearest multiple of a weight's scale, as weights of few bits hold them."""
+    return torch.round(values / scale) * scale
+
+
+def check_vanishing_perturbation(_context: Context) -> Outcome:
+    """Show that perturbed weights that are stored in their own few bits are the weights, at the paper's ε = 1e-5."""
+    scale, epsilon = 0.02, 1e-5
+    weights = _kept_on_grid(torch.linspace(-0.14, 0.14, 9, dtype=torch.float64), scale)
+    u = QuantisedGaussian(StochasticRounding(4, 7 / 3.0))
+    z = torch.empty(9, dtype=torch.float64)
+    u.fill(z, generator_on(_CPU, 1))
+    plus, minus = (_kept_on_grid(weights + sign * epsilon * z, scale) for sign in (1, -1))
+    slope = torch.linspace(1, 2, 9, dtype=torch.float64)
+    gradient = float(slope @ (plus - minus)) / (2 * epsilon)
+    true = float(slope @ z)
+    return everything_holds(
+        {
+            "μ_i of a linear loss": equal(gradient, 0.0, what="stored in 4 bits, s_w = 0.02"),
+            "it is not 0": exceeds(abs(true), 0.5, what="|u·∇L|"),
+            "least ε that is seen": equal(
+                float((_kept_on_grid(weights + 0.51 * scale * torch.sign(z), scale) - weights).abs().max()), scale, what="ε|u| = 0.51 s_w moves a code"
+            ),
+        }
+    )  # fmt: skip
+
+
+def check_wide_perturbation(_context: Context) -> Outcome:
+    """Compare μ_i with u·∇L where perturbed weights are held in float32, their codes untouched."""
+    scale, epsilon = 0.02, 1e-3
+    weights = _kept_on_grid(torch.linspace(-0.14, 0.14, 9, dtype=torch.float64), scale)
+    z = torch.empty(9, dtype=torch.float64)
+    QuantisedGaussian(StochasticRounding(4, 7 / 3.0)).fill(z, generator_on(_CPU, 1))
+    plus, minus = ((weights + sign * epsilon * z).float().double() for sign in (1, -1))
+    slope = torch.linspace(1, 2, 9, dtype=torch.float64)
+    gradient = float(slope @ (plus - minus)) / (2 * epsilon)
+    return equal(gradient, float(slope @ z), what="μ_i", tolerance=1e-4)
+
+
+# -- appendices -----------------------------------------------------------------------------------------------------------
+
+
+def check_nearest_is_best(context: Context) -> Outcome:
+    """Compare the squared error of the nearest of a grid's values with every other value's, and with rounding at random."""
+    generator = np.random.default_rng(context.seed)
+    grid = np.sort(generator.normal(size=15))
+    values = generator.normal(size=500)
+    off = (values[:, None] - grid) ** 2
+    nearest = np.take_along_axis(off, nearest_of(values, grid)[:, None], axis=1)[:, 0]
+    codes = np.linspace(-0.5, 0.5, 2001)[:-1] + 0.00025
+    fine = (codes - np.round(codes)) ** 2
+    part = codes - np.floor(codes)
+    return everything_holds(
+        {
+            "500 values, 15 uneven grid points": equal(
+                float(nearest.sum()), float(off.min(1).sum()), what="squared errors"
+            ),
+            "rounding at random": equal(
+                float((part * (1 - part)).mean() / fine.mean()), 2.0, what="MSE over that of the nearest", tolerance=1e-3
+            ),
+        }
+    )  # fmt: skip
+
+
+def nearest_of(values: Array, grid: Array) -> npt.NDArray[np.intp]:
+    """Return the index of the grid point nearest to each value (QuZO, appendix B.2)."""
+    return np.asarray(np.abs(values[:, None] - grid).argmin(1))
+
+
+def query_error(num_queries: int, dimension: int) -> float:
+    """Return ``E‖ĝ_n - ∇L‖²/‖∇L‖² = (d + 1)/n`` of n queries with normals, for a linear loss.
+
+    Examples
+    --------
+    >>> query_error(10, 4)
+    0.5
+    """
+    return (dimension + 1) / num_queries
+
+
+def check_queries(_context: Context) -> Outcome:
+    """Compare the squared error of a mean over queries with ``(d + 1)/n``, and fit its order."""
+    slope = _SLOPE[:2]
+    mean, square = moments_of_estimate(lambda x: slope @ x, [0.1, 0.2], 1e-2, central=True)
+    single = square - float(mean @ mean)
+    size = float(slope @ slope)
+    counts = [1, 2, 5, 10]
+    # Independent queries: variances add, the mean stays.
+    errors = [single / n / size for n in counts]
+    parts = {
+        "mean": equal(mean, slope, what="E[g·u]", tolerance=1e-7),
+        "errors": equal(errors, [query_error(n, 2) for n in counts], what="(d + 1)/n", tolerance=1e-6),
+        "order": equal(
+            fitted_slope([float(n) for n in counts], errors), -1.0, what="exponent of n", tolerance=1e-6
+        ),
+    }
+    return everything_holds(parts)
+
+
+def _micro(num: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    generator = generator_on(_CPU, 4)
+    slopes = torch.randn((num, 3), generator=generator, dtype=torch.float64)
+    return list(slopes), [slopes.mean(0)], [2] * num
+
+
+def check_one_direction_for_all(_context: Context) -> Outcome:
+    """Compare the accumulated projected gradient of micro-batches that share one z with that of the whole batch."""
+    slopes, (whole,), counts = _micro(4)
+    nodes, weights = normal_nodes(3, 3)
+    mean = torch.zeros(3, dtype=torch.float64)
+    for z, weight in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
+        plus, minus = (
+            accumulated([slope @ (sign * 0.01 * z) for slope in slopes], counts) for sign in (1, -1)
+        )
+        mean += weight * float((plus - minus) / 0.02) * z
+    return equal(mean, whole, what="E[(Σg_k/K)·z]", tolerance=1e-6)
+
+
+def check_direction_of_each(_context: Context) -> Outcome:
+    """Compare ``E[(Σ_k g_k/K)·z]`` with the whole batch's gradient where each micro-batch had a z_k of its own, the last used."""
+    slopes, (whole,), _ = _micro(4)
+    # E[g_k·z_K] = 0 for k < K, and slope_K for the last.
+    nodes, weights = normal_nodes(3, 3)
+    last = torch.zeros(3, dtype=torch.float64)
+    for z, weight in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
+        last += weight * float(slopes[-1] @ z) * z
+    return equal(last / len(slopes), whole, what="E[(Σg_k/K)·z_K]", tolerance=1e-6)
+
+
+def check_one_point(_context: Context) -> Outcome:
+    """Compare mean and squared error of the one-point estimator with those of two points: the loss's own size is noise."""
+    level = 3.0
+    slope = _SLOPE[:2]
+    nodes, weights = normal_nodes(2, 5)
+    parts = {}
+    for epsilon in (0.5, 0.1):
+        values = level + epsilon * (nodes @ slope.numpy())
+        estimates = (values / epsilon)[:, None] * nodes
+        mean = weights @ estimates
+        error = float(weights @ (estimates**2).sum(1) - mean @ mean)
+        parts[f"mean, ε = {epsilon:g}"] = equal(
+            torch.from_numpy(mean), slope, what="E[L(w + εu)u/ε]", tolerance=1e-7
+        )
+        parts[f"squared error, ε = {epsilon:g}"] = equal(
+            error, one_point_error(level, float(slope @ slope), 2, epsilon), what="measured", tolerance=1e-7
+        )
+        parts[f"larger than with two points, ε = {epsilon:g}"] = exceeds(
+            error, 3 * float(slope @ slope), what="against (d + 1)‖∇L‖²", factor=10
+        )
+    return everything_holds(parts)
+
+
+def one_point_error(level: float, squared_gradient: float, dimension: int, epsilon: float) -> float:
+    """Return ``E‖L(w + εu)u/ε - ∇L‖² = dL²/ε² + (d + 1)‖∇L‖²`` for a linear loss and normals.
+
+    Examples
+    --------
+    >>> one_point_error(1.0, 0.0, 4, 0.5)
+    16.0
+    """
+    return dimension * level**2 / epsilon**2 + (dimension + 1) * squared_gradient
+
+
+def check_outlier_code(_context: Context) -> Outcome:
+    """Count codes of 8 bits that the shipped rounding makes, and that -128 is none of them."""
+    rounding = StochasticRounding(8, scale=20.0)
+    codes = rounding.codes(torch.linspace(-50, 50, 40_001, dtype=torch.float64), generator_on(_CPU, 0))
+    seen = set(codes.tolist())
+    return everything_holds(
+        {
+            "values": equal(float(len(seen)), 255.0, what="codes in use"),
+            "the label": is_true(-128 not in seen, what="10000000₂ is free"),
+        }
+    )
+
+
+_NEAREST = Mutant(
+    "rounding to the nearest",
+    "executors.randomness.quantisers:rounded_at_random",
+    "chance < numbers - below",
+    "0.5 < numbers - below",
+)
+_NO_SCALE = Mutant(
+    "the paper's equation 5: the scale is not divided out",
+    "executors.randomness.quantisers:StochasticRounding.values",
+    " / self.scale",
+    "",
+)
+_NO_ZERO = Mutant(
+    "a zero point that is forgotten",
+    "executors.randomness.quantisers:StochasticRounding.values",
+    "(codes - self.zero_point)",
+    "codes",
+)
+_SAME = Mutant(
+    "one rounding where two are due",
+    "executors.randomness.families:QuantisedGaussian.fill_pair",
+    "second.copy_(self.rounding.rounded(first, generator))\n    first.copy_(self.rounding.rounded(first, generator))",
+    "first.copy_(self.rounding.rounded(first, generator))\n    second.copy_(first)",
+)
+_DIFFERENCE = Mutant(
+    "a central difference divided by ε",
+    "executors.steps.arithmetic:projected_gradient",
+    "(2 * epsilon if central else epsilon)",
+    "epsilon",
+)
+_UP_MORE = Mutant(
+    "a second moment that is 3 % high",
+    "costmodel.roundings:normal_moments",
+    "second += total * first - product * mass",
+    "second += 1.03 * (total * first - product * mass)",
+)
+_MASS = Mutant(
+    "a product of two roundings that is 3 % high",
+    "costmodel.roundings:normal_moments",
+    "cross += square",
+    "cross += 1.03 * square",
+)
+_INSIDE = Mutant(
+    "a product of two roundings that loses what is clamped",
+    "costmodel.roundings:normal_moments",
+    "cross, cross_fourth = second, fourth",
+    "cross, cross_fourth = 0.0, fourth",
+)
+_ROUNDS = Mutant(
+    "chances three percent high",
+    "proofs_checks.quzo_statements:levels_and_chances",
+    "up = scaled - below",
+    "up = min(1.0, 1.03 * (scaled - below))",
+)
+_AWAITS = "training in low bits"
+
+CLAIMS = (
+    Claim(
+        name="quzo-unit-variance-is-not-enough",
+        paper="quzo",
+        where=("Eq. 1", "Eq. 2"),
+        quotation="{u_i} are i.i.d. samples drawn from certain distributions with a unit variance ... E[∇L̂(w)] ≈ (1/n)ΣE(u_iu_iᵀ)∇L_B(w) = ∇L_B(w)",
+        statement="E[uuᵀ] = I for unit variance, mean 0 and no correlation; around a mean m it is I + mmᵀ.",
+        hypotheses="linear loss, d = 3; normals, Gauss-Hermite nodes, exact, through the shipped arithmetic",
+        checks=(
+            conditioned(partial(check_unit_variance, 0.0), _DIFFERENCE),
+            counterexample(partial(check_unit_variance, 1.0), _DIFFERENCE),
+        ),
+        amendment="The elements of u have mean 0 and are uncorrelated.",
+        breaks="E[uuᵀ] = Cov(u) + E[u]E[u]ᵀ.",
+        consequence="Uniform numbers on (0, √12) have unit variance and would bias every step; all shipped families are symmetric.",
+        derivation="quzo-estimators.md#directions",
+    ),
+    Claim(
+        name="quzo-unbiased-does-not-converge",
+        paper="quzo",
+        where=("Sec. 3.1", "Sec. 3.2"),
+        quotation="This statistical property ensures the asymptotical convergence of ZO-SGD.",
+        statement="On h‖θ‖²/2 an unbiased estimate multiplies E‖θ‖² by 1 - 2ηh + η²h²(d + 2) a step: it converges for η < 2/(h(d + 2)), and diverges beyond, unbiased all the while.",
+        hypotheses="quadratic loss, exact: central differences of it have no bias at any ε",
+        checks=(
+            conditioned(
+                check_small_rates_converge,
+                Mutant(
+                    "d for d + 2", "proofs_checks.quzo_statements:contraction", "(dimension + 2)", "dimension"
+                ),
+            ),
+            counterexample(
+                check_unbiased_diverges,
+                _DIFFERENCE,
+                Mutant(
+                    "three percent",
+                    "proofs_checks.quzo_statements:contraction",
+                    "(dimension + 2)",
+                    "1.03 * (dimension + 2)",
+                ),
+            ),
+        ),
+        amendment="η < 2/(L(d + 2)) (and to 0 where data are noisy).",
+        breaks="The mean says nothing of the second moment, (d + 2)‖∇L‖².",
+        consequence="Learning rates have to be d + 2 times smaller than for the gradient itself, whatever is unbiased.",
+        derivation="quzo-updates.md#convergence",
+    ),
+    Claim(
+        name="quzo-naive-rounding-bias",
+        paper="quzo",
+        where=("Eq. 3", "Eq. 4"),
+        quotation="E[∇L̂(w̄)] ≈ (1/n)ΣE(û_iû_iᵀ)∇L_B(w̄) ≠ ∇L_B(w̄). Since the quantized perturbation no longer maintains a unit variance",
+        statement="E[ûûᵀ] = E[Q(u)²]·I, a multiple of the identity that is above 1 where nothing is clamped; but for every number of bits there is a scale at which clamping takes what rounding adds, and E[ûûᵀ] = I. Signs are codes, and lose nothing.",
+        hypotheses="normals, stochastic rounding, symmetric codes of 2 to 8 bits; the bias is a factor, never a direction",
+        checks=(
+            conditioned(check_naive_is_biased, _UP_MORE),
+            counterexample(check_naive_can_be_right, _NO_SCALE),
+        ),
+        amendment="The range holds the direction: nothing is clamped, and u is not on the grid.",
+        breaks="Clamping lowers the variance that rounding raises.",
+        consequence="Q-RGE1 at that scale is unbiased, and at any other scale a learning rate mends it.",
+        derivation="quzo-estimators.md#q-rge1",
+    ),
+    Claim(
+        name="quzo-scale-left-out",
+        paper="quzo",
+        where=("Eq. 7", "Eq. 8", "Eq. 9", "Eq. 10"),
+        quotation="E_Q1(u_{i,1}) = E_Q2(u_{i,2}) = u_i, E(u_{i,1}u_{i,2}ᵀ) = u_iu_iᵀ ... = ∇L_B(w̄)",
+        statement="Equation 5 makes codes: E[Q(u)|u] = s_u·u + z₀, so that E[u₁u₂ᵀ|u] = (s_u·u + z₀)(s_u·u + z₀)ᵀ and the mean of (8) is s_u² of the gradient and more. With the value (code - z₀)/s_u of a code it is u, and uuᵀ.",
+        hypotheses="8 bits, s_u = 20, z₀ = 3, nothing clamped: enumeration of both roundings, and the shipped rounding by samples",
+        checks=(
+            corrected(partial(check_scaled_outer_product, "values"), _NO_SCALE, _NO_ZERO, _ROUNDS),
+            corrected(check_shipped_mean, _NO_SCALE, _NO_ZERO, _NEAREST),
+            counterexample(partial(check_scaled_outer_product, "codes"), _ROUNDS),
+        ),
+        amendment="u_{i,1} and u_{i,2} are the values (Q(u_i) - z₀)/s_u.",
+        breaks="(5) multiplies by s_u and adds z₀, and no line takes them back.",
+        consequence="With codes in place of values the step is s_u² times too long.",
+        derivation="quzo-estimators.md#equation-5",
+    ),
+    Claim(
+        name="quzo-two-roundings-may-be-alike",
+        paper="quzo",
+        where=("Eq. 7",),
+        quotation="u_{i,1} ≠ u_{i,2}",
+        statement="Two roundings of a vector are alike with probability Π(f² + (1 - f)²): (2/3)^d for normals on a fine grid, next to nothing for many elements; but always where every element lies on the grid or beyond its ends.",
+        hypotheses="independent random numbers",
+        checks=(
+            conditioned(
+                check_roundings_differ,
+                Mutant(
+                    "neighbours that count as alike",
+                    "proofs_checks.quzo_statements:_agreement",
+                    "if a == b",
+                    "if a <= b",
+                ),
+            ),
+            counterexample(
+                check_roundings_agree,
+                _ROUNDS,
+                Mutant(
+                    "rounding that moves codes",
+                    "executors.randomness.quantisers:rounded_at_random",
+                    "chance < numbers - below",
+                    "chance < numbers - below + 0.5",
+                ),
+            ),
+        ),
+        amendment="With probability 1 - Π(f_i² + (1 - f_i)²), which is near 1 for many elements off the grid.",
+        breaks="Different seeds give independent roundings, not different ones.",
+        consequence="None: unbiasedness needs independence alone.",
+        derivation="quzo-estimators.md#q-rge2",
+    ),
+    Claim(
+        name="quzo-which-mean-is-nearer",
+        paper="quzo",
+        where=("Sec. 3.4", "Fig. 3"),
+        quotation="our method (Q-RGE2) is much more resilient to quantization errors and has a more accurate expected value",
+        statement="E of Q-RGE1 is E[Q(u)²]∇L and of Q-RGE2 E[clamp(u)²]∇L. The second is nearer to ∇L where nothing is clamped; at a range where both effects balance the first is exact and the second short. Relative to its mean, Q-RGE2 spreads more, by E[Q(u)²]² in many dimensions.",
+        hypotheses="normals, symmetric codes; closed forms of the shipped families",
+        checks=(
+            conditioned(check_second_is_nearer, _MASS),
+            counterexample(check_first_can_be_nearer, _UP_MORE, _INSIDE),
+        ),
+        amendment="The range holds the direction (six deviations here), and the mean is not rescaled.",
+        breaks="Independent roundings remove the variance of rounding from the mean, not what is clamped.",
+        consequence="At 2 to 4 bits choose the range first: it decides more than the second rounding, which costs another draw.",
+        derivation="quzo-estimators.md#which-is-nearer",
+    ),
+    Claim(
+        name="quzo-second-moments",
+        paper="zosim",
+        where=("executors.randomness.families",),
+        quotation="How large estimates with rounded directions are on average is known.",
+        statement="For a linear loss of unit slope E|ĝ|² is E[Q⁴] + (d - 1)E[Q²]² for one rounding used twice, and E[Q₁²Q₂²] + (d - 1)E[Q²]² for two.",
+        hypotheses="normals, 3 bits up to three deviations, d = 2",
+        checks=(
+            printed(
+                check_relative_squares,
+                _SAME,
+                _NEAREST,
+                Mutant(
+                    "plans that leave out the clamp",
+                    "costmodel.roundings:RoundedDirection.relative_energy",
+                    "/ moments.cross**2",
+                    "/ moments.second**2",
+                ),
+            ),
+        ),
+        derivation="quzo-estimators.md#second-moments",
+    ),
+    Claim(
+        name="quzo-lattice-keeps-a-gradient",
+        paper="quzo",
+        where=("Sec. 3.2",),
+        quotation="This indicates that our proposed RGE will ensure asymptotical convergence as in a full-precision ZO method.",
+        statement="Weights that are codes stay on a lattice: where the minimum lies between two codes, the gradient stays at half a step of curvature or more, for any learning rates; full precision converges from the same start.",
+        hypotheses="½‖w - w*‖² with w* half-way between codes; equation 15 with a full-precision direction, shipped rounding",
+        checks=(
+            counterexample(
+                check_lattice,
+                Mutant(
+                    "rounding to half codes",
+                    "executors.randomness.quantisers:StochasticRounding.values",
+                    "/ self.scale",
+                    "/ self.scale / 2",
+                ),
+            ),
+        ),
+        breaks="Unbiased gradients at w̄ do not make a lattice dense; no assumption of convergence proofs admits rounded iterates.",
+        consequence="Expect a floor of (s_w/2)²h an element, and noise that grows as ημ/s_w when updates are smaller than a code.",
+        awaits=_AWAITS,
+        derivation="quzo-updates.md#the-lattice",
+    ),
+    Claim(
+        name="quzo-equation-12-scale",
+        paper="quzo",
+        where=("Eq. 12",),
+        quotation="w_{t+1} ≈ s_w[w̄_t - η_t·∇L̂(w̄_t)]",
+        statement="With w = s_w·w̄ the step (11) is s_w[w̄ - (η/s_w²)∇_w̄L]: the gradient by codes is s_w times that by weights, and the bracket is multiplied by s_w once more. As printed the step is s_w² of (11).",
+        hypotheses="quadratic loss; ∇L̂(w̄) the derivative by what is perturbed, w̄",
+        checks=(
+            corrected(
+                partial(check_scale_of_update, 2),
+                Mutant(
+                    "one power of the scale",
+                    "proofs_checks.quzo_statements:check_scale_of_update",
+                    "rate / scale**power",
+                    "rate / scale",
+                ),
+            ),
+            counterexample(partial(check_scale_of_update, 0)),
+        ),
+        amendment="η_t/s_w² for η_t.",
+        breaks="The chain rule through w = s_w·w̄.",
+        consequence="A learning rate tuned for one scale of weights is wrong for another by its square.",
+        awaits=_AWAITS,
+        derivation="quzo-updates.md#equation-12",
+    ),
+    Claim(
+        name="quzo-update-bias-at-the-ends",
+        paper="quzo",
+        where=("Eq. 13", "Sec. 3.3"),
+        quotation="Stochastic rounding Q[·] ensures that no additional bias will be introduced when we update the LLM parameters directly at low precision.",
+        statement="E[Q(η∇L̂)] = η∇L̂ where the update fits the range of codes; one that does not is clamped, and a weight at the end of its range either leaves it or is held back, which biases the step.",
+        hypotheses="4 bits, enumeration of the rounding",
+        checks=(
+            conditioned(partial(check_update_mean, "within"), _ROUNDS),
+            counterexample(
+                check_range_end,
+                Mutant(
+                    "a clamp one code too far",
+                    "proofs_checks.quzo_statements:levels_and_chances",
+                    "highest = rounding.highest",
+                    "highest = rounding.highest + 1",
+                ),
+            ),
+        ),
+        amendment="Neither the update nor the updated weight leaves the range of codes.",
+        breaks="E[clamp(x)] is not x.",
+        consequence="Weights pile up at the ends of their range; leave room when scales are chosen.",
+        awaits=_AWAITS,
+        derivation="quzo-updates.md#equations-13-to-15",
+    ),
+    Claim(
+        name="quzo-rounding-for-every-query",
+        paper="quzo",
+        where=("Eq. 14", "Eq. 15"),
+        quotation="w̄_{t+1} = w̄_t - Σ_i Q((η_tμ_i/n)u_{i,2})",
+        statement="Rounded once (13) or for every query (15), the mean of the update is the same; the variance is f(1 - f) of the sum there, and the sum of f(1 - f) here.",
+        hypotheses="nothing clamped; rationals",
+        checks=(printed(check_roundings_by_query, _ROUNDS),),
+        awaits=_AWAITS,
+        derivation="quzo-updates.md#equations-13-to-15",
+    ),
+    Claim(
+        name="quzo-algorithm-1-updates-in-the-loop",
+        paper="quzo",
+        where=("Alg. 1",),
+        quotation="for i in n do ... w̄_{t+1} ← w̄_t - Q((η_tμ_i/n)u_{i,2}) end for",
+        statement="Line 13 stands inside the loop over queries. If w̄_t stays as it was, only the last query's 1/n is left; if the weights move, later queries are evaluated elsewhere. Neither is equation 15; with the updates behind the loop it is.",
+        hypotheses="n = 3 queries, quadratic loss, the update's rounding left out; n = 1 is right either way",
+        checks=(
+            corrected(
+                check_update_behind_loop,
+                Mutant(
+                    "a second evaluation by -ε",
+                    "proofs_checks.quzo_statements:algorithm_1",
+                    "now - 2 * epsilon * first",
+                    "now - epsilon * first",
+                ),
+            ),
+            counterexample(
+                check_update_within_loop,
+                Mutant(
+                    "a second evaluation by -ε",
+                    "proofs_checks.quzo_statements:algorithm_1",
+                    "now - 2 * epsilon * first",
+                    "now - epsilon * first",
+                ),
+            ),
+        ),
+        amendment="The updates of all queries are applied behind the loop.",
+        breaks="The loop's end is printed one line too late.",
+        consequence="Use equation 15; with one query nothing changes.",
+        awaits=_AWAITS,
+        derivation="quzo-algorithm-1.md",
+    ),
+    Claim(
+        name="quzo-recovery-at-the-ends",
+        paper="quzo",
+        where=("Alg. 1",),
+        quotation="w̄_t ← w̄_t + ε·u_{i,1} ▷ Recover w̄_t to its original state",
+        statement="In integers +s, -2s, +s brings a code back where no sum leaves the range; arithmetic that saturates does not bring back codes within a step of the ends (7 becomes 6 at 4 bits).",
+        hypotheses="codes of 4 bits, steps of up to 3 codes, enumerated",
+        checks=(
+            conditioned(
+                partial(check_recovery, None),
+                Mutant(
+                    "a way back that is one code short",
+                    "proofs_checks.quzo_statements:_round_trip",
+                    "-2 * step",
+                    "-2 * step + 1",
+                ),
+            ),
+            counterexample(
+                partial(check_recovery, 7),
+                Mutant(
+                    "a range one code wider",
+                    "proofs_checks.quzo_statements:_round_trip",
+                    "-highest), highest)",
+                    "-highest - 1), highest + 1)",
+                ),
+            ),
+        ),
+        amendment="No perturbed code leaves the range (or the codes themselves stay untouched).",
+        breaks="Saturated addition is not invertible.",
+        consequence="Perturb a copy: evaluations then change no code.",
+        awaits=_AWAITS,
+        derivation="quzo-algorithm-1.md",
+    ),
+    Claim(
+        name="quzo-perturbations-below-a-code",
+        paper="quzo",
+        where=("Alg. 1", "Sec. 3.3"),
+        quotation="w̄_t ← w̄_t + ε·u_{i,1} ▷ Low-bit stochastic perturbation updates w̄_t using positive scaling",
+        statement="Where the perturbed weights are stored in the format of w̄, a step ε|u| below half a code is lost, both losses are one and μ_i = 0: at ε = 1e-5 (table 7) and s_w = 0.02 always. Held in a wider format μ_i is u·∇L.",
+        hypotheses="rounding to the nearest code; linear loss; 4-bit directions, shipped",
+        checks=(
+            conditioned(check_wide_perturbation),
+            counterexample(check_vanishing_perturbation),
+        ),
+        amendment="w̄ + εu is held in a format that resolves ε|u|.",
+        breaks="x + y = x in a format whose step exceeds 2y.",
+        consequence="Forwards need the sum in wider numbers, or perturbations of whole codes.",
+        awaits=_AWAITS,
+        derivation="quzo-algorithm-1.md",
+    ),
+    Claim(
+        name="quzo-nearest-minimises-mse",
+        paper="quzo",
+        where=("Eq. 16", "App. B.2"),
+        quotation="Q_b(w) = b_i, i = argmin|w - b_i| ... MSE = E[(w - Q_b(w))²]",
+        statement="Of all maps onto a grid the nearest point has the least squared error, element by element; rounding at random has twice that of it on average.",
+        hypotheses="any grid; for the factor of 2 an even grid, fine against the density",
+        checks=(
+            printed(
+                check_nearest_is_best,
+                Mutant("the farthest", "proofs_checks.quzo_statements:nearest_of", "argmin", "argmax"),
+            ),
+        ),
+        derivation="quzo-updates.md#mean-squared-error",
+    ),
+    Claim(
+        name="quzo-more-queries",
+        paper="quzo",
+        where=("App. D.1", "Table 16"),
+        quotation="Increasing the number of queries per step leads to more accurate gradient estimation",
+        statement="E‖ĝ_n - ∇L‖² = (d + 1)‖∇L‖²/n for a linear loss and normals: the error falls as 1/n, a bias of rounding does not.",
+        hypotheses="independent queries; Gauss-Hermite nodes, exact, through the shipped arithmetic",
+        checks=(
+            printed(
+                check_queries,
+                _DIFFERENCE,
+                Mutant(
+                    "d + 2 for d + 1",
+                    "proofs_checks.quzo_statements:query_error",
+                    "(dimension + 1)",
+                    "(dimension + 2)",
+                ),
+            ),
+        ),
+        derivation="quzo-estimators.md#queries",
+    ),
+    Claim(
+        name="quzo-accumulation",
+        paper="quzo",
+        where=("App. B.4",),
+        quotation="we calculate the gradient without updating the network parameters at each step, accumulating the projected gradient information. After reaching the predefined accumulation steps, the accumulated gradient is used to update the parameters.",
+        statement="Projected gradients of K micro-batches add up to that of the whole batch if all of them use one z. If each draws its own, their sum along one of them has 1/K of one micro-batch's gradient for its mean.",
+        hypotheses="micro-batches of as many labels; linear loss; Gauss-Hermite nodes, exact",
+        checks=(
+            reading(
+                "one direction for all micro-batches",
+                check_one_direction_for_all,
+                Mutant(
+                    "losses added, not averaged",
+                    "executors.steps.micro_batches:accumulated",
+                    "total / sum(counts)",
+                    "total",
+                ),
+            ),
+            reading("a direction for each, scalars accumulated", check_direction_of_each),
+        ),
+        consequence="Micro-batches of a step share its directions here.",
+        derivation="quzo-estimators.md#accumulation",
+    ),
+    Claim(
+        name="quzo-one-point-noise",
+        paper="quzo",
+        where=("App. D.4",),
+        quotation="the One-Point Estimator achieves lower computational cost (about 2× faster than QuZO) but suffers significant accuracy drops",
+        statement="L(w + εu)u/ε takes one forward for two, has the same mean, and a squared error of dL²/ε² + (d + 1)‖∇L‖²: the loss's own size over ε is noise.",
+        hypotheses="linear loss, normals; Gauss-Hermite nodes, exact",
+        checks=(
+            printed(
+                check_one_point,
+                Mutant(
+                    "d + 1 in the first term",
+                    "proofs_checks.quzo_statements:one_point_error",
+                    "return dimension *",
+                    "return (dimension + 1) *",
+                ),
+            ),
+        ),
+        derivation="quzo-estimators.md#one-point",
+    ),
+    Claim(
+        name="quzo-outlier-code-is-free",
+        paper="quzo",
+        where=("App. B.3",),
+        quotation="we designate the binary code 10000000₂ as an outlier label ... Consequently, the valid data range becomes [-127, 127]",
+        statement="Symmetric codes of 8 bits are the 255 from -127 to 127; -128 is never made.",
+        hypotheses="shipped rounding",
+        checks=(
+            printed(
+                check_outlier_code,
+                Mutant(
+                    "codes clamped one too far",
+                    "executors.randomness.quantisers:StochasticRounding.codes",
+                    "clamp_(-self.highest, self.highest)",
+                    "clamp_(-self.highest - 1, self.highest)",
+                ),
+            ),
+        ),
+        derivation="quzo-updates.md#codes",
+    ),
+)

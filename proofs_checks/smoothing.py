@@ -1,0 +1,666 @@
+"""Smoothed losses: what finite differences estimate on average, and the lemmas that bound how far that is off."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import torch
+from scipy.stats import norm
+from torch import Tensor
+
+from proofs_checks.claims import Claim, conditioned, counterexample, printed
+from proofs_checks.exact import (
+    at_most,
+    equal,
+    exceeds,
+    mean_estimate,
+    moments_of_estimate,
+    normal_nodes,
+    shipped_estimate,
+)
+from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.statistics import fitted_slope
+
+# -- the bounds as SparQ prints them --------------------------------------------------------------------------------
+
+
+def value_gap_bound(mu: float, smoothness: float, dimension: int) -> float:
+    """Return ``μ²Ld/2``, the most by which ``f_μ`` and ``f`` differ (SparQ, equation 14).
+
+    Examples
+    --------
+    >>> value_gap_bound(0.1, 2.0, 3)
+    0.03
+    """
+    return mu**2 * smoothness * dimension / 2
+
+
+def gradient_gap_bound(mu: float, smoothness: float, dimension: int) -> float:
+    """Return ``(μ/2)·L·(d + 3)^(3/2)``, a bound of ``‖∇f_μ - ∇f‖`` (SparQ, equation 15).
+
+    Examples
+    --------
+    >>> gradient_gap_bound(0.1, 1.0, 1)
+    0.4
+    """
+    return float(mu / 2 * smoothness * (dimension + 3) ** 1.5)
+
+
+def sharp_gradient_gap_bound(mu: float, smoothness: float, dimension: int) -> float:
+    """Return ``μL·min(√(2/π)(d + 1)/2, √d)``, which equation 15 of SparQ is above; reached for ``f = Lx|x|/2``.
+
+    Examples
+    --------
+    >>> round(sharp_gradient_gap_bound(1.0, 1.0, 1), 6)
+    0.797885
+    """
+    return mu * smoothness * min(math.sqrt(2 / math.pi) * (dimension + 1) / 2, math.sqrt(dimension))
+
+
+def second_moment_bound(mu: float, smoothness: float, dimension: int, squared_gradient: float) -> float:
+    """Return ``(μ²/2)L²(d + 6)³ + 2(d + 4)‖∇f‖²``, a bound of ``E‖g·u‖²`` (SparQ, equation 16).
+
+    Examples
+    --------
+    >>> second_moment_bound(0.0, 1.0, 2, 1.0)
+    12.0
+    """
+    return mu**2 / 2 * smoothness**2 * (dimension + 6) ** 3 + 2 * (dimension + 4) * squared_gradient
+
+
+def sharp_second_moment_bound(mu: float, smoothness: float, dimension: int, squared_gradient: float) -> float:
+    """Return ``(μ²/2)L²d(d + 2)(d + 4) + 2(d + 2)‖∇f‖²``: the same proof with exact moments of normals.
+
+    Examples
+    --------
+    >>> sharp_second_moment_bound(0.0, 1.0, 2, 1.0)
+    8.0
+    """
+    d = dimension
+    return mu**2 / 2 * smoothness**2 * d * (d + 2) * (d + 4) + 2 * (d + 2) * squared_gradient
+
+
+def squared_gradient_bound(mu: float, smoothness: float, dimension: int, squared_other: float) -> float:
+    """Return ``2‖b‖² + (μ²/2)L²(d + 3)³``, a bound of ``‖∇f_μ‖²`` by ``b = ∇f``, and the reverse (SparQ, equations 17, 18).
+
+    Examples
+    --------
+    >>> squared_gradient_bound(0.0, 1.0, 3, 1.5)
+    3.0
+    """
+    return 2 * squared_other + mu**2 / 2 * smoothness**2 * (dimension + 3) ** 3
+
+
+def excess_gap_bound(mu: float, smoothness: float, dimension: int) -> float:
+    """Return ``μ²Ld``, the most by which ``f_μ - f_μ*`` and ``f - f*`` differ (SparQ, equation 19).
+
+    Examples
+    --------
+    >>> excess_gap_bound(0.1, 1.0, 2)
+    0.020000000000000004
+    """
+    return mu**2 * smoothness * dimension
+
+
+# -- losses whose smoothed gradient is known --------------------------------------------------------------------------
+
+
+def _quartic(theta: Tensor) -> Tensor:
+    return (theta**4).sum() / 4
+
+
+def _quartic_smoothed(theta: list[float], mu: float) -> list[float]:
+    """``E (x + μu)³ = x³ + 3μ²x``: ``f_μ`` has this gradient."""
+    return [x**3 + 3 * mu**2 * x for x in theta]
+
+
+_AT = [0.7, -1.1]
+_MU = 0.4
+
+
+def check_radial(radius: float, share: float, _context: Context) -> Outcome:
+    """Compare the mean estimate with directions uniform in a disk of a radius, with a part of the gradient."""
+    slope = torch.tensor([0.8, -0.3], dtype=torch.float64)
+    angles = 2 * math.pi * np.arange(8) / 8
+    radii, weights = np.polynomial.legendre.leggauss(4)
+    radii, weights = radius * (radii + 1) / 2, weights * (radii + 1) / 2  # density 2r/R² on (0, R)
+    nodes = np.array([[r * math.cos(a), r * math.sin(a)] for r in radii for a in angles])
+    chances = np.repeat(weights / weights.sum(), len(angles)) / len(angles)
+    mean = mean_estimate(lambda x: slope @ x, _AT, _MU, central=False, nodes=(nodes, chances))
+    return equal(mean, share * slope, what=f"a disk of radius {radius:g}, d = 2, {share:g} of the gradient")
+
+
+def check_bias_of_both(_context: Context) -> Outcome:
+    """Compare the mean of both differences of a quartic with the gradient of its smoothed loss, which is not its own."""
+    parts = {}
+    smoothed, own = _quartic_smoothed(_AT, _MU), _quartic_smoothed(_AT, 0.0)
+    for name, central in (("central", True), ("forward", False)):
+        mean = mean_estimate(_quartic, _AT, _MU, central=central)
+        parts[f"{name} difference"] = equal(mean, smoothed, what="E[g·u] against ∇f_μ")
+        off = float((mean - torch.tensor(own, dtype=torch.float64)).norm())
+        parts[f"{name} difference is biased"] = exceeds(off, 0.1, what="‖E[g·u] - ∇f‖")
+        radii = [0.05, 0.1, 0.2, 0.4]
+        biases = [
+            float(
+                (
+                    mean_estimate(_quartic, _AT, mu, central=central) - torch.tensor(own, dtype=torch.float64)
+                ).norm()
+            )
+            for mu in radii
+        ]
+        parts[f"{name} difference, order"] = equal(
+            fitted_slope(radii, biases), 2.0, what="exponent of μ in the bias", tolerance=1e-6
+        )
+    return everything_holds(parts)
+
+
+def check_pathwise_orders(context: Context) -> Outcome:
+    """Fit the order in ε of ``g - z·∇L``: 2 for a smooth loss, 1 where the second derivative jumps."""
+    generator = np.random.default_rng(context.seed)
+    z = torch.from_numpy(generator.normal(size=2))
+    radii = [0.4 * 0.5**k for k in range(4, 9)]
+    cases = {
+        "three times differentiable": (lambda x: x.sin().sum(), _AT, lambda t: t.cos(), 2.0),
+        "x|x|/2 at 0, with one second derivative on each side": (
+            lambda x: (x.clamp(min=0) ** 2).sum() / 2,
+            [0.0, 0.0],
+            torch.zeros_like,
+            1.0,
+        ),
+    }
+    parts = {}
+    for name, (loss, at, gradient, order) in cases.items():
+        theta = torch.tensor(at, dtype=torch.float64)
+        direction = z.abs() * torch.tensor([1.0, 0.5]) if order == 1.0 else z
+        true = float(gradient(theta) @ direction)
+        errors = []
+        for epsilon in radii:
+            estimate = shipped_estimate(loss, theta, direction, epsilon, central=True)
+            errors.append(abs(float(estimate @ direction / (direction @ direction)) - true))
+        parts[name] = equal(
+            fitted_slope(radii, errors), order, what="exponent of ε in |g - z·∇L|", tolerance=0.02
+        )
+    return everything_holds(parts)
+
+
+def check_shared_direction(_context: Context) -> Outcome:
+    """Compare the mean of ``g·z'`` with the gradient where z' is z, and with 0 where it is another draw."""
+    slope = torch.tensor([0.8, -0.3], dtype=torch.float64)
+    theta = torch.tensor(_AT, dtype=torch.float64)
+    nodes, weights = normal_nodes(2, 4)
+    same, other = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for z, p in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
+        estimate = shipped_estimate(lambda x: slope @ x, theta, z, _MU, central=True)
+        same += p * estimate
+        gradient = float(estimate @ z / (z @ z))
+        for fresh, q in zip(torch.from_numpy(nodes), weights.tolist(), strict=True):
+            other += p * q * gradient * fresh
+    return everything_holds(
+        {
+            "one z": equal(same, slope, what="E[g·z]"),
+            "another z in the update": equal(other, [0.0, 0.0], what="E[g·z']"),
+        }
+    )
+
+
+# -- SparQ's lemmas ----------------------------------------------------------------------------------------------------
+
+
+def check_descent_lemma(context: Context) -> Outcome:
+    """Compare ``|f(y) - f(x) - ∇f(x)·(y - x)|`` with ``L‖y - x‖²/2``, and reach it with a quadratic."""
+    generator = np.random.default_rng(context.seed)
+    worst = 0.0
+    for _ in range(context.samples(4000, 400)):
+        x, y = generator.normal(scale=3, size=(2, 3))
+        off = abs(np.sin(y).sum() - np.sin(x).sum() - np.cos(x) @ (y - x))
+        worst = max(worst, off / quadratic_gap(float((y - x) @ (y - x)), 1.0))
+    x, y = generator.normal(size=(2, 3))
+    reached = abs(1.5 * (y @ y) - 1.5 * (x @ x) - 3 * x @ (y - x)) / quadratic_gap(
+        float((y - x) @ (y - x)), 3.0
+    )
+    return everything_holds(
+        {
+            "sines, L = 1": at_most(worst, 1.0, what="largest part of the bound"),
+            "3‖x‖²/2, L = 3": equal(reached, 1.0, what="part of the bound"),
+        }
+    )
+
+
+def quadratic_gap(squared_distance: float, smoothness: float) -> float:
+    """Return ``L‖y - x‖²/2`` (SparQ, equation 11).
+
+    Examples
+    --------
+    >>> quadratic_gap(4.0, 1.5)
+    3.0
+    """
+    return smoothness / 2 * squared_distance
+
+
+def _half_square(x: float, mu: float) -> tuple[float, float, float]:
+    """Return value, gradient and second derivative of ``f_μ`` for ``f = max(x, 0)²/2``, ``L = 1``."""
+    place = x / mu
+    density, mass = float(norm.pdf(place)), float(norm.cdf(place))
+    return ((x**2 + mu**2) * mass + x * mu * density) / 2, x * mass + mu * density, mass
+
+
+def check_smoothed_gradient(_context: Context) -> Outcome:
+    """Compare equation 13 with derivatives of the integral (12), and the smoothed loss's Lipschitz constant with L."""
+    parts = {}
+    for central in (False, True):
+        mean = mean_estimate(_quartic, _AT, _MU, central=central)
+        parts[f"quartic, {'central' if central else 'forward'}"] = equal(
+            mean, _quartic_smoothed(_AT, _MU), what="(13)"
+        )
+        waves = mean_estimate(lambda x: x.sin().sum(), _AT, _MU, central=central, order=14)
+        wanted = [math.exp(-(_MU**2) / 2) * math.cos(x) for x in _AT]
+        parts[f"sines, {'central' if central else 'forward'}"] = equal(waves, wanted, what="(13)")
+    steps = np.linspace(-4, 4, 401)
+    for mu in (0.1, 1.0):
+        bends = [_half_square(float(x), mu)[2] for x in steps]
+        slopes = [_half_square(float(x), mu)[1] for x in steps]
+        quotients = np.abs(np.diff(slopes) / np.diff(steps))
+        parts[f"max(x, 0)²/2, μ = {mu:g}"] = at_most(
+            max(float(quotients.max()), *bends), 1.0, what="L_μ against L = 1"
+        )
+    return everything_holds(parts)
+
+
+def check_value_gap(_context: Context) -> Outcome:
+    """Compare ``|f_μ - f|`` with ``μ²Ld/2``, which a multiple of ``‖x‖²`` reaches."""
+    nodes, weights = normal_nodes(2, 4)
+    x = np.array(_AT)
+    parts = {}
+    for smoothness in (0.5, 3.0):
+        smoothed = weights @ (smoothness / 2 * ((x + _MU * nodes) ** 2).sum(1))
+        gap = float(abs(smoothed - smoothness / 2 * (x @ x)))
+        parts[f"L‖x‖²/2, L = {smoothness:g}"] = at_most(
+            gap, value_gap_bound(_MU, smoothness, 2), what="gap, reached"
+        )
+        parts[f"L‖x‖²/2, L = {smoothness:g}, reached"] = equal(
+            gap, value_gap_bound(_MU, smoothness, 2), what="gap"
+        )
+    for place in (-1.0, 0.0, 0.3):
+        gap = abs(_half_square(place, _MU)[0] - max(place, 0.0) ** 2 / 2)
+        parts[f"max(x, 0)²/2 at {place:g}"] = at_most(gap, value_gap_bound(_MU, 1.0, 1), what="gap")
+        waves = abs(math.exp(-(_MU**2) / 2) - 1) * abs(math.sin(place)) * 3
+        parts[f"three sines at {place:g}"] = at_most(waves, value_gap_bound(_MU, 1.0, 3), what="gap")
+    return everything_holds(parts)
+
+
+def check_gradient_gap(_context: Context) -> Outcome:
+    """Compare ``‖∇f_μ - ∇f‖`` with (15) and with a sharper bound, which ``x|x|/2`` reaches."""
+    reached = _MU * math.sqrt(2 / math.pi)
+    parts = {
+        "x|x|/2 at 0": at_most(reached, gradient_gap_bound(_MU, 1.0, 1), what="gap"),
+        "x|x|/2 at 0, sharper": equal(reached, sharp_gradient_gap_bound(_MU, 1.0, 1), what="gap"),
+    }
+    # The value at 0 by quadrature on each side, not by the formula that is reached.
+    u = np.linspace(0, 12, 200_001)
+    halves = 2 * float(np.trapezoid(_MU * u * norm.pdf(u), u))
+    parts["x|x|/2 at 0, by quadrature"] = equal(halves, reached, what="∇f_μ", tolerance=1e-6)
+    for dimension in (1, 2, 5, 40):
+        sharp, bound = (
+            bounded(_MU, 1.0, dimension) for bounded in (sharp_gradient_gap_bound, gradient_gap_bound)
+        )
+        parts[f"d = {dimension}"] = at_most(sharp, bound, what="the sharper bound against (15)")
+        waves = (1 - math.exp(-(_MU**2) / 2)) * math.sqrt(dimension)
+        parts[f"{dimension} sines"] = at_most(waves, bound, what="gap")
+    return everything_holds(parts)
+
+
+def check_second_moment(_context: Context) -> Outcome:
+    """Compare ``E‖g·u‖²`` of the shipped arithmetic with (16) and with the same proof's exact moments."""
+    slope = torch.tensor([0.8, -0.3], dtype=torch.float64)
+    squared = float(slope @ slope)
+    cases = {
+        "linear": (lambda x: slope @ x, squared, 0.0),
+        "3‖x‖²/2": (lambda x: 1.5 * (x @ x), 9 * sum(x * x for x in _AT), 3.0),
+        "linear and ‖x‖²/2": (
+            lambda x: slope @ x + (x @ x) / 2,
+            sum((c + x) ** 2 for c, x in zip(slope.tolist(), _AT, strict=True)),
+            1.0,
+        ),
+        "3‖x‖²/2 at 0": (lambda x: 1.5 * (x @ x), 0.0, 3.0),
+    }
+    parts = {}
+    for name, (loss, squared_gradient, smoothness) in cases.items():
+        at = [0.0, 0.0] if name.endswith("at 0") else _AT
+        for central in (False, True):
+            _, square = moments_of_estimate(loss, at, _MU, central=central, order=6)
+            how = "central" if central else "forward"
+            for kind, bound in (("(16)", second_moment_bound), ("sharper", sharp_second_moment_bound)):
+                parts[f"{name}, {how}, {kind}"] = at_most(
+                    square, bound(_MU, smoothness, 2, squared_gradient), what="E‖g·u‖²", slack=1e-7
+                )
+    _, square = moments_of_estimate(lambda x: slope @ x, _AT, _MU, central=False)
+    parts["linear: (d + 2)‖∇f‖²"] = equal(square, 4 * squared, what="E‖g·u‖²", tolerance=1e-7)
+    _, square = moments_of_estimate(lambda x: 1.5 * (x @ x), [0.0, 0.0], _MU, central=False)
+    parts["3‖x‖²/2 at 0: μ²L²d(d + 2)(d + 4)/4"] = equal(
+        square, _MU**2 * 9 * 48 / 4, what="E‖g·u‖²", tolerance=1e-7
+    )
+    return everything_holds(parts)
+
+
+def check_squared_gradients(_context: Context) -> Outcome:
+    """Compare squared gradients of a loss and its smoothed loss with (17) and (18), and the inequality behind them."""
+    parts = {}
+    for mu in (0.1, 1.0):
+        # x|x|/2 at 0: ∇f = 0, ∇f_μ = μ√(2/π).
+        parts[f"(17), x|x|/2 at 0, μ = {mu:g}"] = at_most(
+            mu**2 * 2 / math.pi, squared_gradient_bound(mu, 1.0, 1, 0.0), what="‖∇f_μ‖²"
+        )
+        # x|x|/2 - μ√(2/π)x at 0: ∇f_μ = 0.
+        parts[f"(18), the same less its slope, μ = {mu:g}"] = at_most(
+            mu**2 * 2 / math.pi, squared_gradient_bound(mu, 1.0, 1, 0.0), what="‖∇f‖²"
+        )
+        for x in (-2.0, 0.4, 1.3):
+            smoothed = math.exp(-(mu**2) / 2) * math.cos(x)
+            parts[f"(18), sine at {x:g}, μ = {mu:g}"] = at_most(
+                math.cos(x) ** 2, squared_gradient_bound(mu, 1.0, 1, smoothed**2), what="‖∇f‖²"
+            )
+    # With nothing but ‖a - b‖ <= δ known, the factor 2 is needed: a = 2b, δ = ‖b‖.
+    b = np.array([0.6, -0.8])
+    parts["‖a‖² <= 2‖a - b‖² + 2‖b‖², reached at a = 2b"] = equal(
+        float(2 * b @ (2 * b)), 2 * float(b @ b) + squared_gradient_bound(0.0, 1.0, 2, float(b @ b)), what="‖a‖²"
+    )  # fmt: skip
+    return everything_holds(parts)
+
+
+def check_excess_gap(_context: Context) -> Outcome:
+    """Compare ``[f_μ - f_μ*] - [f - f*]`` with ``±μ²Ld``, which a cosine nearly reaches for small μ."""
+    parts = {}
+    x = np.linspace(-math.pi, math.pi, 801)
+    for mu in (0.05, 0.5, 2.0):
+        damping = math.exp(-(mu**2) / 2)
+        off = (damping * (np.cos(x) + 1)) - (np.cos(x) + 1)
+        bound = excess_gap_bound(mu, 1.0, 1)
+        parts[f"cosine, μ = {mu:g}"] = at_most(float(np.abs(off).max()), bound, what="largest difference")
+        # The gap of the minima alone: half of it.
+        parts[f"cosine, μ = {mu:g}, minima"] = at_most(1 - damping, bound / 2, what="|f_μ* - f*|")
+    nearly = float(2 * (1 - math.exp(-(0.05**2) / 2)))
+    parts["nearly reached"] = exceeds(nearly, 0.99 * excess_gap_bound(0.05, 1.0, 1), what="cosine, μ = 0.05")
+    for place in (-1.0, 0.0, 1.0):
+        gap = abs(_half_square(place, 0.5)[0] - max(place, 0.0) ** 2 / 2)
+        parts[f"max(x, 0)²/2 at {place:g}"] = at_most(gap, excess_gap_bound(0.5, 1.0, 1), what="difference")
+    return everything_holds(parts)
+
+
+# -- SparQ's assumption 2 -----------------------------------------------------------------------------------------------
+
+
+def check_assumption_two(_context: Context) -> Outcome:
+    """Show that a bounded, smooth loss's zeroth-order gradient is not its gradient on average, at any μ.
+
+    Notes
+    -----
+    ``f = sin``: gradients bounded by 1, Lipschitz with 1. ``E[g·u] = exp(-μ²/2)cos x``. More is true: if ``∇f_μ = ∇f``
+    everywhere, the Fourier transform of ``∇f`` times ``1 - exp(-μ²k²/2)`` vanishes, so ``f`` is affine or its gradient is
+    unbounded.
+    """
+    parts = {}
+    for mu in (0.05, 0.4, 1.0):
+        mean = mean_estimate(lambda x: x.sin().sum(), _AT, mu, central=False, order=14)
+        cosines = torch.tensor(_AT, dtype=torch.float64).cos()
+        parts[f"μ = {mu:g}"] = equal(mean, math.exp(-(mu**2) / 2) * cosines, what="E[g·u]", tolerance=1e-8)
+        parts[f"μ = {mu:g}, off the gradient"] = exceeds(
+            float((mean - cosines).norm() / cosines.norm()), mu**2 / 3, what="relative bias"
+        )
+    # Exact data (σ = 0 as a first-order reading has it): the spread of g·u around ∇f is that of directions alone.
+    slope = torch.tensor([0.8, -0.3], dtype=torch.float64)
+    mean, square = moments_of_estimate(lambda x: slope @ x, _AT, _MU, central=False)
+    parts["one sample ξ, linear"] = equal(
+        square - float(mean @ mean), 3 * float(slope @ slope), what="E‖g·u - ∇f‖² = (d + 1)‖∇f‖²", tolerance=1e-7
+    )  # fmt: skip
+    return everything_holds(parts)
+
+
+_HALVED = Mutant(
+    "a central difference divided by ε",
+    "executors.steps.arithmetic:projected_gradient",
+    "(2 * epsilon if central else epsilon)",
+    "epsilon",
+)
+_FORWARD_HALVED = Mutant(
+    "a forward difference divided by 2ε",
+    "executors.steps.arithmetic:projected_gradient",
+    "(2 * epsilon if central else epsilon)",
+    "(2 * epsilon)",
+)
+_CLIMBING = Mutant(
+    "an update that climbs",
+    "executors.steps.arithmetic:Sweeper.update",
+    "piece.sub_(product)",
+    "piece.add_(product)",
+)
+_HALF_WAY = Mutant(
+    "second perturbation by -ε, not -2ε",
+    "executors.steps.arithmetic:Sweeper.perturb",
+    "scale * epsilon",
+    "(1 if scale > 0 else -1) * epsilon",
+)
+_THREE_PERCENT = Mutant(
+    "perturbations three percent long",
+    "executors.steps.arithmetic:Sweeper.perturb",
+    "scale * epsilon",
+    "1.03 * scale * epsilon",
+)
+
+CLAIMS = (
+    Claim(
+        name="sparq-both-differences-are-biased",
+        paper="sparq",
+        where=("Sec. 2.2", "Sec. 3", "App. C.2", "Eq. 7"),
+        quotation="Eq. (3) represents a biased forward difference approach. We distribute the content about unbiased central difference approach to Sec. C.2.",
+        statement="E[g·u] = ∇f_μ for the forward and for the central difference alike, u ~ N(0, I): both are biased by ∇f_μ - ∇f, of order μ² for a quartic, and both are unbiased for f_μ. They differ in g itself, by O(μ) against O(μ²), and in what they cost.",
+        hypotheses="f = Σx⁴/4, for which f_μ is known; Gauss-Hermite nodes through the shipped arithmetic, exact",
+        checks=(counterexample(check_bias_of_both, _HALVED, _FORWARD_HALVED, _HALF_WAY, _THREE_PERCENT),),
+        breaks="E[f(x)u] = 0 and u and -u are alike, so that ½E[(f(x + μu) - f(x - μu))u] = E[(f(x + μu) - f(x))u].",
+        consequence="Choose the difference by what it costs and by the variance of g; neither removes the bias of a finite ε.",
+        references="Nesterov and Spokoiny (2017), section 2",
+        derivation="sparq-differences.md#which-difference-is-biased",
+    ),
+    Claim(
+        name="sparq-ball-needs-a-radius",
+        paper="sparq",
+        where=("Eq. 3",),
+        quotation="random perturbation vectors u drawn from a Gaussian distribution or a uniform ball, the ZO gradient estimate Ĝ can be computed as",
+        statement="With u uniform in a ball of radius R, E[Ĝ] -> R²/(d + 2)·∇f: the estimate is that of the gradient for R = √(d + 2) (for a sphere, R = √d), and 1/(d + 2) of it for the unit ball.",
+        hypotheses="linear f, d = 2, quadrature that is exact for polynomials, through the shipped arithmetic",
+        checks=(
+            conditioned(partial(check_radial, 2.0, 1.0), _FORWARD_HALVED, _CLIMBING),
+            counterexample(partial(check_radial, 1.0, 0.25), _FORWARD_HALVED),
+        ),
+        amendment="The ball has radius √(d + 2).",
+        breaks="E[uuᵀ] = R²/(d + 2)·I in a ball, which is I for normals alone.",
+        consequence="A learning rate that was tuned for normals is d + 2 times too small with the unit ball. The shipped sphere has radius √d.",
+        references="Flaxman, Kalai and McMahan (2005)",
+        derivation="sparq-differences.md#directions-in-a-ball",
+    ),
+    Claim(
+        name="distzo2-projected-gradient-orders",
+        paper="distzo2",
+        where=("Sec. 3", "Eq. 1"),
+        quotation="the projected gradient, which is a scalar, is approximated as g = (L(θ + εz) - L(θ - εz))/2ε",
+        statement="g -> z·∇L(θ) as ε -> 0 where L is differentiable: the error is of order ε² where L is three times differentiable, and of order ε where its second derivative jumps.",
+        hypotheses="float64, ε from 0.0016 to 0.025; shipped arithmetic along given directions",
+        checks=(printed(check_pathwise_orders, _HALVED, _HALF_WAY),),
+        derivation="sparq-differences.md#one-direction",
+    ),
+    Claim(
+        name="zo2-update-needs-its-own-direction",
+        paper="zo2",
+        where=("App. C", "Eq. 5"),
+        quotation="It is important to note that the variable z in Equation 2 should be identical to the z in Equation 1.",
+        statement="E[g·z] = ∇L for a linear loss if the update uses the z of g, and E[g·z'] = 0 if it uses another draw.",
+        hypotheses="linear loss; all pairs of Gauss-Hermite nodes, exact",
+        checks=(printed(check_shared_direction, _HALVED, _CLIMBING),),
+        derivation="zo2-estimator.md#one-direction-for-both",
+    ),
+    Claim(
+        name="sparq-lemma-2-descent",
+        paper="sparq",
+        where=("Lemma 2", "Eq. 10", "Eq. 11"),
+        quotation="|f(y) - f(x) - ⟨∇f(x), y - x⟩| ≤ (L/2)‖y - x‖²",
+        statement="If ∇f is L-Lipschitz then |f(y) - f(x) - ∇f(x)·(y - x)| <= L‖y - x‖²/2; L‖x‖²/2 reaches it.",
+        hypotheses="f differentiable with an L-Lipschitz gradient",
+        checks=(
+            printed(
+                check_descent_lemma,
+                Mutant(
+                    "a bound 3 % too tight",
+                    "proofs_checks.smoothing:quadratic_gap",
+                    "smoothness / 2",
+                    "0.97 * smoothness / 2",
+                ),
+            ),
+        ),
+        derivation="sparq-lemma-2.md",
+    ),
+    Claim(
+        name="sparq-lemma-3a-smoothed-gradient",
+        paper="sparq",
+        where=("Lemma 3", "Eq. 12", "Eq. 13"),
+        quotation="The gradient of f_μ is L_μ-Lipschitz continuous where L_μ ≤ L. ∇f_μ(x) = (2π)^(-d/2)∫(f(x + μu) - f(x))/μ·u·e^(-‖u‖²/2)du",
+        statement="∇f_μ = E[(f(x + μu) - f(x))u/μ], equal to the central form, and L_μ <= L. What Lemma 3 states does not depend on the forward difference, as appendix D.1 says that it does.",
+        hypotheses="f in C^{1,1} with an integrable growth; quartics, sines and a square on one side",
+        checks=(printed(check_smoothed_gradient, _FORWARD_HALVED, _HALVED, _THREE_PERCENT),),
+        derivation="sparq-lemma-3.md",
+    ),
+    Claim(
+        name="sparq-eq-14-value-gap",
+        paper="sparq",
+        where=("Eq. 14", "Lemma 3"),
+        quotation="|f_μ(x) - f(x)| ≤ (μ²/2)Ld",
+        statement="|f_μ(x) - f(x)| <= μ²Ld/2, which L‖x‖²/2 reaches at every x.",
+        hypotheses="f in C^{1,1} with constant L, normal u",
+        checks=(
+            printed(
+                check_value_gap,
+                Mutant(
+                    "a bound 3 % too tight",
+                    "proofs_checks.smoothing:value_gap_bound",
+                    "dimension / 2",
+                    "dimension * 0.97 / 2",
+                ),
+            ),
+        ),
+        derivation="sparq-lemma-3.md",
+    ),
+    Claim(
+        name="sparq-eq-15-gradient-gap",
+        paper="sparq",
+        where=("Eq. 15", "Lemma 3"),
+        quotation="‖∇f_μ(x) - ∇f(x)‖ ≤ (μ/2)L(d + 3)^(3/2)",
+        statement="‖∇f_μ - ∇f‖ <= μL·min(√(2/π)(d + 1)/2, √d) <= (μ/2)L(d + 3)^{3/2}: it holds, is reached by nothing, and grows as d^{3/2} where √d does.",
+        hypotheses="f in C^{1,1} with constant L, normal u",
+        checks=(
+            printed(
+                check_gradient_gap,
+                Mutant(
+                    "d in place of d + 3",
+                    "proofs_checks.smoothing:gradient_gap_bound",
+                    "(dimension + 3)",
+                    "dimension",
+                ),
+                Mutant(
+                    "a sharper bound 3 % off",
+                    "proofs_checks.smoothing:sharp_gradient_gap_bound",
+                    "math.sqrt(2 / math.pi)",
+                    "0.97 * math.sqrt(2 / math.pi)",
+                ),
+            ),
+        ),
+        references="Nesterov and Spokoiny (2017), lemma 3",
+        derivation="sparq-lemma-3.md",
+    ),
+    Claim(
+        name="sparq-eq-16-second-moment",
+        paper="sparq",
+        where=("Eq. 16", "Lemma 3"),
+        quotation="(1/μ²)E_u[(f(x + μu) - f(x))²‖u‖²] ≤ (μ²/2)L²(d + 6)³ + 2(d + 4)‖∇f(x)‖²",
+        statement="E‖g·u‖² <= (μ²/2)L²d(d + 2)(d + 4) + 2(d + 2)‖∇f‖², which is below (16), for the forward difference and for the central one. Linear losses have (d + 2)‖∇f‖², half of the second term.",
+        hypotheses="f in C^{1,1} with constant L, normal u; quadratics by Gauss-Hermite, exact, through the shipped arithmetic",
+        checks=(
+            printed(
+                check_second_moment,
+                Mutant(
+                    "d + 1 for d + 4, and no factor of 2",
+                    "proofs_checks.smoothing:second_moment_bound",
+                    "2 * (dimension + 4)",
+                    "(dimension + 1)",
+                ),
+                Mutant(
+                    "no radius in the bound",
+                    "proofs_checks.smoothing:sharp_second_moment_bound",
+                    "mu**2 / 2",
+                    "mu**2 / 9",
+                ),
+                _FORWARD_HALVED,
+            ),
+        ),
+        references="Nesterov and Spokoiny (2017), theorem 4",
+        derivation="sparq-lemma-3.md",
+    ),
+    Claim(
+        name="sparq-eq-17-18-squared-gradients",
+        paper="sparq",
+        where=("Eq. 17", "Eq. 18"),
+        quotation="‖∇f_μ(x)‖² ≤ 2‖∇f(x)‖² + (μ²/2)L²(d + 3)³ and the reverse",
+        statement="Both follow from (15) and ‖a‖² <= 2‖a - b‖² + 2‖b‖² (which is not Jensen's, but the parallelogram's).",
+        hypotheses="those of Lemma 3",
+        checks=(
+            printed(
+                check_squared_gradients,
+                Mutant(
+                    "d in place of d + 3",
+                    "proofs_checks.smoothing:squared_gradient_bound",
+                    "(dimension + 3)",
+                    "dimension",
+                ),
+                Mutant(
+                    "no factor of 2",
+                    "proofs_checks.smoothing:squared_gradient_bound",
+                    "2 * squared_other",
+                    "squared_other",
+                ),
+            ),
+        ),
+        derivation="sparq-lemma-3.md",
+    ),
+    Claim(
+        name="sparq-eq-19-excess-gap",
+        paper="sparq",
+        where=("Eq. 19",),
+        quotation="-μ²Ld ≤ [f_μ(x) - f_μ*] - [f(x) - f*] ≤ μ²Ld",
+        statement="Both gaps to the minimum differ by μ²Ld at most, and a cosine comes as near to that as one likes for small μ.",
+        hypotheses="those of Lemma 3, f bounded from below",
+        checks=(
+            printed(
+                check_excess_gap,
+                Mutant(
+                    "a bound 3 % too tight",
+                    "proofs_checks.smoothing:excess_gap_bound",
+                    "mu**2 *",
+                    "0.97 * mu**2 *",
+                ),
+            ),
+        ),
+        derivation="sparq-lemma-3.md",
+    ),
+    Claim(
+        name="sparq-assumption-2-contradicts-smoothing",
+        paper="sparq",
+        where=("Asm. 2", "Eq. 6"),
+        quotation="Unbiased Zeroth-Order Stochastic Gradients with Bounded Variance: E[∇̂f(ξ_k; x_k)] = ∇f(x_k) (∇̂f is the zeroth-order gradient)",
+        statement="The mean of the zeroth-order gradient is ∇f_μ, by the paper's own (13). For sin it is exp(-μ²/2) of the gradient; with bounded gradients, as assumption 3 has them, only affine f satisfy assumption 2. Its σ² would also have to be (d + 1)‖∇f‖² at least, which hides a factor of d in the rate. What the proof uses is a first-order stochastic gradient.",
+        hypotheses="assumptions 1 and 3: smooth, bounded gradients; normal u",
+        checks=(counterexample(check_assumption_two, _FORWARD_HALVED),),
+        breaks="∇f_μ = ∇f everywhere leaves no frequency but 0 in ∇f: lemma 3 and assumption 2 exclude each other.",
+        consequence="σ² in the rate is the noise of data alone; noise of directions is in the factor d, and does not go away with exact data.",
+        derivation="sparq-assumption-2.md",
+    ),
+)
