@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 sympy = pytest.importorskip("sympy")
-from sympy import Rational as R  # noqa: E402
+from sympy import Rational as R
 
 d, T, M = sympy.symbols("d T M", positive=True, integer=True)
 mu, eta, L, B, D, s2, eps, kappa = sympy.symbols("mu eta L B D sigma2 epsilon kappa", positive=True)
@@ -42,7 +42,9 @@ def test_equations_14_to_16_follow_from_moments():
     # (15): (L/2)μE[‖u‖²|u₁|] and LμE‖u‖ <= Lμ√d are both below (μ/2)L(d + 3)^{3/2}, squared.
     assert grows((d + 3) ** 3 / 4 - d)
     # (16): (a + b)² <= 2a² + 2b² with a = (L/2)μ²‖u‖², b = μ∇f·u, times ‖u‖²/μ².
-    assert same(2 * (L / 2 * mu**2) ** 2 * d * (d + 2) * (d + 4) / mu**2, mu**2 / 2 * L**2 * d * (d + 2) * (d + 4))
+    assert same(
+        2 * (L / 2 * mu**2) ** 2 * d * (d + 2) * (d + 4) / mu**2, mu**2 / 2 * L**2 * d * (d + 2) * (d + 4)
+    )
     assert grows((d + 6) ** 3 - d * (d + 2) * (d + 4))
     assert grows(2 * (d + 4) - 2 * (d + 2))
 
@@ -105,7 +107,9 @@ def test_equation_39_follows_from_38_with_18_and_19():
     S, kept = sympy.symbols("S kept", positive=True)
     # (38): η·kept·S_μ <= gap_μ + ... + 4(d + 4)Lη²S; S_μ >= S/2 - T·drift/4 and gap_μ <= D + μ²Ld.
     left = eta * kept * (S / 2 - T * drift / 4)
-    right = D + mu**2 * L * d + eta * eps / 2 * T * distance_35 + L * eta**2 * (T * square_36 + 4 * (d + 4) * S)
+    right = (
+        D + mu**2 * L * d + eta * eps / 2 * T * distance_35 + L * eta**2 * (T * square_36 + 4 * (d + 4) * S)
+    )
     moved = sympy.expand((right - left) - (right_39(eps) - left_39(eps) * S)).subs(kept, 1 - 1 / (2 * eps))
     assert same(moved, 0)
 
@@ -248,7 +252,9 @@ def test_errors_of_queries_and_of_one_point():
     n, level, slope2 = sympy.symbols("n level slope2", positive=True)
     assert same(((d + 2) * slope2 - slope2) / n, (d + 1) * slope2 / n)
     # E[(L + εc·u)²‖u‖²]/ε² - |c|² = dL²/ε² + (d + 2)|c|² - |c|²
-    assert same((level**2 * d + eps**2 * (d + 2) * slope2) / eps**2 - slope2, d * level**2 / eps**2 + (d + 1) * slope2)
+    assert same(
+        (level**2 * d + eps**2 * (d + 2) * slope2) / eps**2 - slope2, d * level**2 / eps**2 + (d + 1) * slope2
+    )
 
 
 def test_rounding_at_random_has_twice_the_mean_squared_error():
