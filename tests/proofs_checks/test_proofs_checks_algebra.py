@@ -75,7 +75,7 @@ def test_equation_24_as_printed_doubles_the_gradient():
 # -- SparQ, theorem 1 ---------------------------------------------------------------------------------------------------
 
 drift = mu**2 * L**2 * (d + 3) ** 3
-distance_35 = R(3, 2) * drift + 3 * B
+distance_35 = Rational(3, 2) * drift + 3 * B
 square_36 = mu**2 / 2 * L**2 * (d + 6) ** 3 + 2 * (d + 4) * (2 * B + s2)
 
 
@@ -147,10 +147,10 @@ def test_equation_41_follows_from_the_corrected_40():
     ("term", "order"),
     [
         (8 * D / (T * eta), sympy.sqrt(d / T)),
-        (8 * mu**2 * L * d / (T * eta), T ** -R(3, 2) * d ** -R(1, 2)),
+        (8 * mu**2 * L * d / (T * eta), T ** -Rational(3, 2) * d ** -Rational(1, 2)),
         (7 * drift, d / T),
         (12 * B, sympy.Integer(1)),
-        (4 * L * eta * mu**2 * L**2 * (d + 6) ** 3, d ** R(1, 2) * T ** -R(3, 2)),
+        (4 * L * eta * mu**2 * L**2 * (d + 6) ** 3, d ** Rational(1, 2) * T ** -Rational(3, 2)),
         (16 * L * eta * (d + 4) * s2, sympy.sqrt(d / T)),
     ],
     ids=str,
@@ -260,7 +260,7 @@ def test_errors_of_queries_and_of_one_point():
 def test_rounding_at_random_has_twice_the_mean_squared_error():
     f = sympy.symbols("f", positive=True)
     random = sympy.integrate(f * (1 - f), (f, 0, 1))
-    nearest = 2 * sympy.integrate(f**2, (f, 0, R(1, 2)))
+    nearest = 2 * sympy.integrate(f**2, (f, 0, Rational(1, 2)))
     assert random == 2 * nearest
 
 
