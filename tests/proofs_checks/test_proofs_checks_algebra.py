@@ -7,7 +7,6 @@ import itertools
 import pytest
 
 sympy = pytest.importorskip("sympy")
-from sympy import Rational as R
 
 d, T, M = sympy.symbols("d T M", positive=True, integer=True)
 mu, eta, L, B, D, s2, eps, kappa = sympy.symbols("mu eta L B D sigma2 epsilon kappa", positive=True)
