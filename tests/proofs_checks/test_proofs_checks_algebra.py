@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-
-sympy = pytest.importorskip("sympy")
+import sympy
+from sympy import Rational
 
 d, T, M = sympy.symbols("d T M", positive=True, integer=True)
 mu, eta, L, B, D, s2, eps, kappa = sympy.symbols("mu eta L B D sigma2 epsilon kappa", positive=True)
