@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.model_spec import ParameterGroup
+from executors.low_bits.linear import code_linears
 from executors.models.batched import BatchedModel
+from executors.models.blocks import find_blocks
 from executors.models.halves import Handed
 from executors.models.model import Batch, CutModel, LossDType, Objective
 from executors.models.parameters import NamedTensor
 from executors.models.recording_blocks import StepCache
-from topology.errors import ModelError, PlanError
+from topology.errors import ModelError
 from zosim.plans import Plan
 
 
@@ -73,6 +75,7 @@ class ForwardEngine(Protocol):
 def engine_for(
     plan: Plan,
     model: nn.Module,
+    device: torch.device,
     *,
     loss_dtype: LossDType,
     autocast_dtype: torch.dtype | None,
@@ -85,13 +88,10 @@ def engine_for(
     ModelError
         If the model cannot be run so.
     PlanError
-        If nothing runs the plan's weights.
+        If the device lacks what multiplies by the plan's codes.
     """
     if plan.coding is not None:
-        raise PlanError(
-            f"weights in {plan.coding.format} are planned and simulated, but not run yet",
-            hint="run without --weight-format",
-        )
+        code_linears(find_blocks(model), plan.low_bits, device)
     if plan.weights.perturbation == "adapters":
         if objective is not None:
             raise ModelError(

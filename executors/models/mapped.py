@@ -17,11 +17,11 @@ from zosim.plans import Plan
 
 
 def moves_mapped(plan: Plan) -> bool:
-    """Whether weights keep the format of their files until they move into a program's buffers.
+    """Whether weights keep the format of their files until they move into a program's buffers, or become codes there.
 
     Stages compute with parameters before that.
     """
-    return plan.is_shared_out
+    return plan.is_shared_out or plan.coding is not None
 
 
 def own_format(source: str | Path) -> DType | None:

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from executors.low_bits.coded import Coded
+from executors.low_bits.linear import CodedLinear, coded_linears
 from topology.errors import ModelError
+
+Held = Tensor | Coded
+"""What a parameter is: numbers, or codes."""
 
 _NO_DECAY = ("bias", "layer_norm", "layernorm")
 
@@ -35,6 +40,8 @@ class NamedTensor:
     index : int
         Position among all trainable parameters, or -1 where it is frozen.
     decays : bool
+    layer : CodedLinear or None
+        Where the parameter may be codes, the layer whose weight it is.
     """
 
     name: str
@@ -42,6 +49,7 @@ class NamedTensor:
     shape: torch.Size
     index: int
     decays: bool
+    layer: CodedLinear | None = None
 
     @property
     def num_elements(self) -> int:
@@ -50,12 +58,29 @@ class NamedTensor:
 
     @property
     def values(self) -> Tensor:
-        """What the model computes with."""
+        """What the model computes with; of a parameter that is codes, zeros without memory."""
         return self.parameter.data
 
-    def hold(self, values: Tensor) -> None:
+    @property
+    def held(self) -> Held:
+        """What the model computes with."""
+        coded = None if self.layer is None else self.layer.coded
+        return self.values if coded is None else coded
+
+    def hold(self, values: Held) -> None:
         """Let the model compute with `values`, which are not copied."""
+        if isinstance(values, Coded):
+            assert self.layer is not None
+            self.layer.coded = values
+            values = torch.zeros((), dtype=values.scales.dtype, device=values.device).expand(self.shape)
+        elif self.layer is not None:
+            self.layer.coded = None
         self.parameter.data = values
+
+    def held_at(self, device: torch.device, dtype: torch.dtype) -> Held:
+        """Return what the model computes with on a device: numbers in a format, codes as they are."""
+        held = self.held
+        return held.to(device) if isinstance(held, Coded) else held.to(device, dtype)
 
     @property
     def trainable(self) -> bool:
@@ -63,7 +88,7 @@ class NamedTensor:
         return self.index >= 0
 
 
-def bind(tensors: Sequence[NamedTensor], views: Sequence[Tensor]) -> None:
+def bind(tensors: Sequence[NamedTensor], views: Sequence[Held]) -> None:
     """Let parameters be what lies in as many pieces of memory."""
     for tensor, view in zip(tensors, views, strict=True):
         tensor.hold(view)
@@ -82,12 +107,15 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     ModelError
         If none is trainable.
     """
+    layers = dict(coded_linears(model))
     tensors = []
     num_trainable = 0
     for name, parameter in model.named_parameters():
         index = num_trainable if parameter.requires_grad else -1
         num_trainable += parameter.requires_grad
-        tensors.append(NamedTensor(name, parameter, parameter.shape, index, decays(name)))
+        tensors.append(
+            NamedTensor(name, parameter, parameter.shape, index, decays(name), layers.get(name))
+        )
     if not num_trainable:
         raise ModelError(
             "the model has no trainable parameter", hint="set requires_grad on what is to be tuned"

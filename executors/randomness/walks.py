@@ -22,7 +22,13 @@ _WALK_ELEMENTS = 1 << 16
 _CHEAP_ELEMENTS = 1 << 19
 """The same for directions that take less to draw than to choose from."""
 
+_FED_ELEMENTS = 1 << 14
+"""The same where they are handed on: few enough that torch leaves what becomes of them to the thread that drew them."""
+
 _LONGEST_GRANULE = 64
+
+Take = Callable[[int, int, Tensor], None]
+"""Takes a tensor's place in a group, the first element of a piece of it, and the numbers drawn for that piece."""
 
 
 class Walk:
@@ -73,9 +79,36 @@ class Walk:
         self, views: Sequence[Tensor], states: Sequence[Tensor], factor: float | None = None
     ) -> None:
         """Fill flat `views` as the walk that left `states` did."""
+        self._again(views[0], states, lambda span, walking: self._draw(span, views, walking, factor))
+
+    def _again(self, like: Tensor, states: Sequence[Tensor], visit: _Visit) -> None:
+        """Visit all spans again, from the states at the marks."""
         num_threads = self._threads.num_threads if self._direction.distribution.is_drawn_alone else 1
         shares = even_ranges(len(self._spans), num_threads)
-        self._threads.run([partial(self._from, share, views, states, factor) for share in shares])
+        self._threads.run([partial(self._from, share, like, states, visit) for share in shares])
+
+    def feed(self, take: Take, like: Tensor, generator: Generator) -> list[Tensor]:
+        """Hand every number on, piece by piece, advance `generator`, and return its states at the marks.
+
+        Parameters
+        ----------
+        take : callable
+            Given a tensor's place, the first element of a piece of it, and the numbers of that piece.
+        like : torch.Tensor
+            In whose format, and where, numbers are drawn.
+        generator : torch.Generator
+        """
+        return self._walked(generator, like, partial(self._feed, take, like))
+
+    def feed_again(self, take: Take, like: Tensor, states: Sequence[Tensor]) -> None:
+        """Hand every number on as the walk that left `states` did."""
+        self._again(like, states, partial(self._feed, take, like))
+
+    def _feed(self, take: Take, like: Tensor, span: _Span, generator: Generator) -> None:
+        for low, high in _pieces(span.end - span.begin, _FED_ELEMENTS):
+            numbers = torch.empty(high - low, dtype=like.dtype, device=like.device)
+            self._direction.fill(numbers, generator)
+            take(span.tensor, span.begin + low, numbers)
 
     def skip(self, like: Tensor, generator: Generator) -> list[Tensor]:
         """Advance `generator` as drawing in the format of `like` does, and return its state before."""
@@ -159,14 +192,12 @@ class Walk:
             starts.append(starts[-1] + sum(num for num in spent if num is not None))
         return starts
 
-    def _from(
-        self, share: range, views: Sequence[Tensor], states: Sequence[Tensor], factor: float | None
-    ) -> None:
-        generator = Generator(device=views[0].device)
+    def _from(self, share: range, like: Tensor, states: Sequence[Tensor], visit: _Visit) -> None:
+        generator = Generator(device=like.device)
         generator.set_state(states[share.start])
         for spans in self._spans[share.start : share.stop]:
             for span in spans:
-                self._draw(span, views, generator, factor)
+                visit(span, generator)
 
     def _draw(
         self, span: _Elements, views: Sequence[Tensor], generator: Generator, factor: float | None

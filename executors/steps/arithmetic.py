@@ -52,7 +52,7 @@ class Sweeper:
         Parameters
         ----------
         theta, z : torch.Tensor
-            One-dimensional, of one length and format.
+            One-dimensional, of one length and format, or `z` the codes of a rounded direction, whose unit is in `epsilon`.
         scale : int
             ``s``, a power of two with either sign.
         epsilon : float
@@ -141,7 +141,7 @@ def gathered(theta: Tensor, z: Tensor, scales: tuple[int, ...], epsilon: float) 
     """Return a copy of `theta` after the perturbations by each of `scales` in turn."""
     rows = theta.clone()
     for scale in scales:
-        rows.add_(torch.mul(z, scale * epsilon))
+        rows.add_(torch.mul(z, scale * epsilon, out=torch.empty_like(rows)))
     return rows
 
 

@@ -1,0 +1,267 @@
+"""A weight as codes and scales, in memory of its own or in a program's buffer.
+
+Rows are output channels. A value is ``(code - zero)·scale``, with one scale for the matrix, a row, or a group of neighbours in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from costmodel.low_bits import Coding
+from executors.formats import TORCH_DTYPES
+from executors.low_bits.grids import Grid, Integers, grid_of
+from topology.errors import ModelError
+
+Chances = Callable[[int, int], Tensor]
+"""Takes a first and a last element of a weight, and returns a float32 number in [0, 1) for each between."""
+
+_PIECE_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Elements that are coded or moved at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
+
+SUFFIXES = ("", "_scale", "_zero")
+"""Of the names of a weight's codes, scales and zero points in files."""
+
+
+@dataclass
+class Moved:
+    """Updates of single codes, counted.
+
+    Attributes
+    ----------
+    num : int
+        Elements that were to move.
+    unmoved : int
+        Of these, such that chance left where they were.
+    saturated : int
+        Of these, such that would have left the grid.
+    """
+
+    num: int = 0
+    unmoved: int = 0
+    saturated: int = 0
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A weight.
+
+    Attributes
+    ----------
+    coding : Coding
+    shape : torch.Size
+        Outputs and inputs.
+    codes : torch.Tensor
+        uint8, shape (outputs, bytes of a row).
+    scales : torch.Tensor
+        Shape (1, 1), (outputs, 1) or (outputs, groups).
+    zeros : torch.Tensor or None
+        uint8, of the same shape.
+    """
+
+    coding: Coding
+    shape: torch.Size
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    @classmethod
+    def empty(cls, coding: Coding, shape: torch.Size, device: torch.device) -> Coded:
+        """Return one in memory of its own."""
+        shapes = shapes_of(coding, shape)
+        tensors = [torch.zeros(of, dtype=dtype, device=device) for of, dtype in shapes]
+        return cls(coding, shape, *tensors)
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Codes, scales and zero points by the suffixes of their names."""
+        held = (self.codes, self.scales, self.zeros)
+        return {suffix: tensor for suffix, tensor in zip(SUFFIXES, held, strict=True) if tensor is not None}
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.codes.device
+
+    @property
+    def grid(self) -> Grid:
+        """What codes stand for."""
+        return grid_of(self.coding.format, has_zero_point=self.coding.has_zero_point)
+
+    def to(self, device: torch.device) -> Coded:
+        """Return it on another device."""
+        moved = [tensor.to(device) for tensor in self.tensors.values()]
+        return Coded(self.coding, self.shape, *moved)
+
+    def copy_(self, other: Coded) -> None:
+        """Take over codes, scales and zero points."""
+        for mine, theirs in zip(self.tensors.values(), other.tensors.values(), strict=True):
+            mine.copy_(theirs)
+
+    # -- values ------------------------------------------------------------------------------------------------
+
+    def levels(self, rows: slice = slice(None)) -> Tensor:
+        """Return what the codes of some rows stand for, before zero point and scale: int8 or int16, or float32."""
+        symbols = _parted(self.codes[rows], self.coding.container_bits, self.shape[1])
+        return self.grid.values(symbols)
+
+    def values(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+        """Return the weights of some rows."""
+        levels = self.levels(rows)
+        grouped = levels.view(levels.shape[0], -1, self._group)
+        if self.zeros is not None:
+            grouped = grouped - self._of(self.zeros, rows)
+        return torch.mul(grouped, self._of(self.scales, rows), out=grouped.new_empty(grouped.shape, dtype=dtype)).view(
+            levels.shape
+        )
+
+    def encode(self, weights: Tensor, name: str = "") -> None:
+        """Take the scales that span `weights`, and the codes nearest to them.
+
+        Raises
+        ------
+        ModelError
+            If a weight is not finite.
+        """
+        for rows in self._pieces(all_rows=self.coding.scales == "tensor"):
+            part = weights[rows].to(torch.float32)
+            if not bool(torch.isfinite(part).all()):
+                raise ModelError(
+                    f"{name or 'a weight'} holds numbers that are infinite or not numbers, for which there is no code",
+                    hint="copy or convert the model again",
+                )
+            self._fit(part, rows)
+            self._write(rows, self.grid.nearest(self._scaled(part, rows)))
+
+    def _fit(self, part: Tensor, rows: slice) -> None:
+        """Take the scales, and zero points, with which the grid spans some rows."""
+        grid = self.grid
+        grouped = part.reshape(1, 1, -1) if self.coding.scales == "tensor" else part.view(len(part), -1, self._group)
+        least, most = grouped.amin(-1), grouped.amax(-1)
+        if self.zeros is None:
+            spans = torch.maximum(-least, most) / grid.high
+        else:
+            least, most = least.clamp(max=0), most.clamp(min=0)
+            spans = (most - least) / grid.high
+        # Weights that are all 0 have a scale, too: that of a grid up to 1.
+        scales = torch.where(spans > 0, spans, torch.full_like(spans, 1 / grid.high)).to(self.scales.dtype)
+        scales.clamp_(min=torch.finfo(scales.dtype).tiny)
+        scope = slice(None) if self.coding.scales == "tensor" else rows
+        self.scales[scope] = scales
+        if self.zeros is not None:
+            self.zeros[scope] = (-least / scales.float()).round_().clamp_(0, grid.high).to(torch.uint8)
+
+    def _scaled(self, part: Tensor, rows: slice) -> Tensor:
+        """Return where on the grid the weights of some rows lie."""
+        grouped = part.view(len(part), -1, self._group) / self._of(self.scales, rows).float()
+        if self.zeros is not None:
+            grouped = grouped + self._of(self.zeros, rows)
+        return grouped.view(part.shape)
+
+    # -- updates -----------------------------------------------------------------------------------------------
+
+    def move(
+        self, direction: Tensor, factor: float, chances: Chances, *, decay: float = 0.0, counted: Moved | None = None
+    ) -> None:
+        """Change the weights by ``-factor·direction - decay·weights``, rounded at random to the grid, scales as they are.
+
+        Parameters
+        ----------
+        direction : torch.Tensor
+            int8 or floating-point, in the shape of the weight.
+        factor, decay : float
+        chances : callable
+        counted : Moved, optional
+            Is added to.
+
+        Notes
+        -----
+        The mean of the change is exact but for codes that saturate, and for the resolution of `chances`. On integers the
+        change is rounded by itself, so that one of a millionth of a step is not lost in the float32 of the code.
+        """
+        for rows in self._pieces():
+            levels = self.levels(rows).float()
+            grouped = levels.view(len(levels), -1, self._group)
+            change = direction[rows].view(grouped.shape) * (factor / self._of(self.scales, rows).float())
+            if decay:
+                origin = self._of(self.zeros, rows) if self.zeros is not None else 0.0
+                change += decay * (grouped - origin)
+            change = change.view(levels.shape)
+            chance = chances(rows.start * self.shape[1], rows.stop * self.shape[1]).view(levels.shape)
+            if isinstance(self.grid, Integers):
+                wanted = levels - _away_from_zero(change, chance)
+                moved = self.grid.clamped(wanted)
+            else:
+                wanted = levels - change
+                moved = self.grid.at_random(wanted, chance)
+            if counted is not None:
+                is_outside = (wanted < self.grid.low) | (wanted > self.grid.high)
+                counted.num += int((change != 0).sum())
+                counted.saturated += int(is_outside.sum())
+                counted.unmoved += int(((moved == levels) & (change != 0) & ~is_outside).sum())
+            self._write(rows, moved)
+
+    def _write(self, rows: slice, levels: Tensor) -> None:
+        self.codes[rows] = _joined(self.grid.symbols(levels), self.coding.container_bits)
+
+    # -- pieces ------------------------------------------------------------------------------------------------
+
+    @property
+    def _group(self) -> int:
+        return self.coding.group_elements if self.coding.scales == "group" else self.shape[1]
+
+    def _of(self, scales: Tensor, rows: slice) -> Tensor:
+        """Return the scales or zero points of some rows, to broadcast over (rows, groups, elements)."""
+        return (scales if self.coding.scales == "tensor" else scales[rows])[..., None]
+
+    def _pieces(self, *, all_rows: bool = False) -> Iterator[slice]:
+        """Yield some rows after the other."""
+        outputs, inputs = self.shape
+        num = outputs if all_rows else max(1, _PIECE_ELEMENTS.get(self.device.type, 1 << 20) // inputs)
+        for begin in range(0, outputs, num):
+            yield slice(begin, min(begin + num, outputs))
+
+
+def shapes_of(coding: Coding, shape: torch.Size) -> list[tuple[tuple[int, int], torch.dtype]]:
+    """Return shape and format of codes, scales and, where there are any, zero points of a weight."""
+    outputs, inputs = shape
+    scaled = {"tensor": (1, 1), "channel": (outputs, 1), "group": (outputs, inputs // coding.group_elements)}
+    shapes = [
+        ((outputs, coding.code_bytes((1, inputs))), torch.uint8),
+        (scaled[coding.scales], TORCH_DTYPES[coding.dtype]),
+    ]
+    return [*shapes, (scaled[coding.scales], torch.uint8)] if coding.has_zero_point else shapes
+
+
+def _away_from_zero(change: Tensor, chance: Tensor) -> Tensor:
+    """Return `change` rounded at random to a whole number, its size down or up."""
+    size = change.abs()
+    below = size.floor()
+    return below.add_(chance < size - below).copysign_(change)
+
+
+def _joined(symbols: Tensor, bits: int) -> Tensor:
+    """Return symbols of a byte each with as many in a byte as have room, the first in the lowest bits."""
+    if bits == 8:
+        return symbols
+    per_byte = 8 // bits
+    missing = -symbols.shape[1] % per_byte
+    lanes = torch.nn.functional.pad(symbols, (0, missing)).view(len(symbols), -1, per_byte)
+    joined = lanes[..., 0].bitwise_and(2**bits - 1)
+    for lane in range(1, per_byte):
+        joined |= lanes[..., lane].bitwise_and(2**bits - 1) << (lane * bits)
+    return joined
+
+
+def _parted(joined: Tensor, bits: int, num: int) -> Tensor:
+    """Return the first `num` symbols of every row."""
+    if bits == 8:
+        return joined
+    per_byte = 8 // bits
+    lanes = joined.new_empty((*joined.shape, per_byte))
+    for lane in range(per_byte):
+        torch.bitwise_right_shift(joined, lane * bits, out=lanes[..., lane])
+    return lanes.bitwise_and_(2**bits - 1).view(len(joined), -1)[:, :num]

@@ -1,0 +1,197 @@
+"""Grids of values that numbers are rounded to: to the nearest, or at random and right on average.
+
+A grid counts in its own units; a scale makes values of them. What a rounding is on average is said beside it: for a number ``x``
+between neighbours ``a <= x <= b`` of the grid, rounding at random gives ``b`` with the probability ``(x - a)/(b - a)``, so its mean
+is ``x`` and its variance ``(x - a)·(b - x)``. Beyond the ends of the grid both roundings give the end.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from costmodel.formats import FORMATS
+from costmodel.low_bits import CodeFormat
+
+
+class Grid(ABC):
+    """Values that codes stand for, in ascending order, symmetric about 0 or not.
+
+    Attributes
+    ----------
+    low, high : float
+        Least and largest value.
+    """
+
+    low: float
+    high: float
+
+    @abstractmethod
+    def below(self, numbers: Tensor) -> Tensor:
+        """Return the largest value of the grid, continued beyond its ends, that is not above each number."""
+
+    @abstractmethod
+    def step(self, numbers: Tensor) -> Tensor | float:
+        """Return how far the next value above :meth:`below` is."""
+
+    @abstractmethod
+    def symbols(self, values: Tensor) -> Tensor:
+        """Return values of the grid as uint8 symbols, of which the lowest bits count."""
+
+    @abstractmethod
+    def values(self, symbols: Tensor) -> Tensor:
+        """Return what symbols stand for, in int8 or float32."""
+
+    def clamped(self, numbers: Tensor) -> Tensor:
+        """Return numbers no farther out than the ends of the grid."""
+        return numbers.clamp(self.low, self.high)
+
+    def nearest(self, numbers: Tensor) -> Tensor:
+        """Return the nearest value to each number; of two as near, the one whose code is even."""
+        inside = self.clamped(numbers)
+        below, step = self.below(inside), self.step(inside)
+        return below.add_(((inside - below) / step).round_() * step)
+
+    def at_random(self, numbers: Tensor, chances: Tensor) -> Tensor:
+        """Return a neighbour of each number: that above with the probability of the distance from that below.
+
+        Parameters
+        ----------
+        numbers : torch.Tensor
+            float32 or float64.
+        chances : torch.Tensor
+            Independent and uniform on [0, 1), one for each.
+        """
+        inside = self.clamped(numbers)
+        below, step = self.below(inside), self.step(inside)
+        return below.add_((chances * step < inside - below) * step)
+
+    def variance(self, numbers: Tensor) -> Tensor:
+        """Return the variance of :meth:`at_random`, whose mean is :meth:`clamped`."""
+        inside = self.clamped(numbers)
+        below, step = self.below(inside), self.step(inside)
+        return (inside - below) * (below + step - inside)
+
+
+@dataclass(frozen=True)
+class Integers(Grid):
+    """Whole numbers from `low` to `high`, two's complement where they have a sign."""
+
+    low: float
+    high: float
+
+    def below(self, numbers: Tensor) -> Tensor:
+        """Return each number rounded down."""
+        return numbers.floor()
+
+    def step(self, numbers: Tensor) -> Tensor | float:  # noqa: ARG002 - others differ along the grid
+        """Return 1."""
+        return 1.0
+
+    def symbols(self, values: Tensor) -> Tensor:
+        """Return the low byte of each number."""
+        return values.to(torch.int16).to(torch.uint8)
+
+    def values(self, symbols: Tensor) -> Tensor:
+        """Return the numbers: int8 where they have a sign, else int16."""
+        if self.low >= 0:
+            return symbols.to(torch.int16)
+        signed = symbols.view(torch.int8)
+        # The sign is the highest of the bits that count.
+        bits = round(self.high).bit_length() + 1
+        if bits == 8:
+            return signed
+        return torch.bitwise_left_shift(signed, 8 - bits).bitwise_right_shift_(8 - bits)
+
+
+@dataclass(frozen=True)
+class Floats(Grid):
+    """Binary floating-point numbers with a sign, subnormal ones included, without infinities.
+
+    Attributes
+    ----------
+    mantissa_bits : int
+    smallest_exponent : int
+        Of a normal number.
+    high : float
+    """
+
+    mantissa_bits: int
+    smallest_exponent: int
+    high: float
+
+    @property
+    def low(self) -> float:  # type: ignore[override]
+        """Least value."""
+        return -self.high
+
+    def step(self, numbers: Tensor) -> Tensor:
+        """Return the distance between the neighbours of each number: constant between powers of two."""
+        # frexp gives a mantissa below 1, and so an exponent one too high.
+        exponents = torch.frexp(numbers)[1].sub_(1).clamp_(min=self.smallest_exponent)
+        return torch.ldexp(torch.ones_like(numbers), exponents - self.mantissa_bits)
+
+    def below(self, numbers: Tensor) -> Tensor:
+        """Return the neighbour below."""
+        step = self.step(numbers)
+        return (numbers / step).floor_().mul_(step)
+
+    def symbols(self, values: Tensor) -> Tensor:
+        """Return the bits of each number."""
+        wide = self._wide_type
+        if wide is not None:
+            return values.to(wide).view(torch.uint8)
+        symbols = torch.bucketize(values.abs(), self._magnitudes(values)).to(torch.uint8)
+        return symbols.add_(torch.signbit(values) * len(self._levels))
+
+    def values(self, symbols: Tensor) -> Tensor:
+        """Return the numbers, in float32."""
+        wide = self._wide_type
+        if wide is not None:
+            return symbols.view(wide).to(torch.float32)
+        magnitudes = self._magnitudes(symbols)
+        both = torch.cat([magnitudes, -magnitudes])
+        return both[symbols.bitwise_and(2 * len(self._levels) - 1).long()]
+
+    @property
+    def _wide_type(self) -> torch.dtype | None:
+        """What torch calls the format, where it has a byte."""
+        return {3: torch.float8_e4m3fn, 2: torch.float8_e5m2}.get(self.mantissa_bits)
+
+    @property
+    def _levels(self) -> tuple[float, ...]:
+        """Magnitudes of a format of four bits."""
+        return 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
+
+    def _magnitudes(self, like: Tensor) -> Tensor:
+        return torch.tensor(self._levels, dtype=torch.float32, device=like.device)
+
+
+@cache
+def grid_of(name: CodeFormat, *, has_zero_point: bool = False) -> Grid:
+    """Return the grid of a format.
+
+    Parameters
+    ----------
+    name : str
+    has_zero_point : bool
+        Whether integers run from 0 up, a zero point taken off later; else as far below 0 as above.
+    """
+    if name in _FLOATS:
+        return _FLOATS[name]
+    bits = FORMATS[name].bits
+    if has_zero_point:
+        return Integers(0, 2**bits - 1)
+    highest = 2 ** (bits - 1) - 1
+    return Integers(-highest, highest)
+
+
+_FLOATS: dict[str, Grid] = {
+    "float8_e4m3": Floats(3, -6, 448.0),
+    "float8_e5m2": Floats(2, -14, 57344.0),
+    "float4_e2m1": Floats(1, 0, 6.0),
+}

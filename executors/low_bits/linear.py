@@ -1,0 +1,151 @@
+"""Linear layers whose weights are codes, and the products that they are made of.
+
+At an evaluation point the weights stay where they are: with a direction ``û`` of one byte an element, ``θ + ε·û`` is made for
+one layer at a time, or its part of the output is a product of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from executors.low_bits.coded import Coded
+from topology.errors import PlanError
+from zosim.plans import LowBits
+from zosim.plans.low_bits import KernelName
+
+_MULTIPLE = {"cuda": 32}
+"""Rows that a device's product of int8 matrices wants a multiple of."""
+
+
+class Beside(NamedTuple):
+    """A multiple of a direction that is added to a weight.
+
+    Attributes
+    ----------
+    direction : torch.Tensor
+        int8, in the shape of the weight.
+    factor : float
+    """
+
+    direction: Tensor
+    factor: float
+
+
+class CodedLinear(nn.Linear):
+    """A linear layer that multiplies by codes, once it holds any.
+
+    Its parameter ``weight`` then has a shape and no memory.
+
+    Attributes
+    ----------
+    coded : Coded or None
+    beside : Beside or None
+        What is added to the weight at the evaluation point that is forwarded.
+    product : str
+        See :data:`zosim.plans.low_bits.KernelName`.
+    activations : str
+        As of :class:`zosim.plans.LowBits`.
+    """
+
+    coded: Coded | None
+    beside: Beside | None
+    product: KernelName
+    activations: str
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Return the layer's output."""
+        if self.coded is None:
+            return super().forward(input)
+        if self.product == "int_mm":
+            return self._multiplied_by_codes(input)
+        weight = self.coded.values(self.coded.scales.dtype)
+        if self.beside is not None:
+            weight.add_(self.beside.direction, alpha=self.beside.factor)
+        if self.activations != "none":
+            codes, scales = coded_inputs(input, self.activations)
+            input = (codes * scales).to(input.dtype)  # noqa: A001
+        return nn.functional.linear(input, weight, self.bias)
+
+    def _multiplied_by_codes(self, inputs: Tensor) -> Tensor:
+        assert self.coded is not None
+        codes, scales = coded_inputs(inputs.reshape(-1, inputs.shape[-1]), self.activations)
+        output = int_product(codes, self.coded.levels()) * (scales * self.coded.scales.float().T)
+        if self.beside is not None:
+            output += int_product(codes, self.beside.direction) * (scales * self.beside.factor)
+        if self.bias is not None:
+            output += self.bias
+        return output.to(inputs.dtype).view(*inputs.shape[:-1], -1)
+
+
+def coded_inputs(inputs: Tensor, activations: str) -> tuple[Tensor, Tensor]:
+    """Return inputs as int8 codes, to the nearest, and the float32 scales of tokens or of all."""
+    largest = inputs.abs().amax(-1, keepdim=True) if activations == "int8-token" else inputs.abs().max()
+    scales = (largest.float() / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = (inputs.float() / scales).round_().clamp_(-127, 127)
+    return codes.to(torch.int8), scales
+
+
+def int_product(inputs: Tensor, weights: Tensor) -> Tensor:
+    """Return ``inputs @ weights.T`` of int8 matrices as float32; the sums are exact, and rounded once."""
+    missing = -len(inputs) % _MULTIPLE.get(inputs.device.type, 1)
+    padded = nn.functional.pad(inputs, (0, 0, 0, missing)) if missing else inputs
+    return torch._int_mm(padded, weights.T)[: len(inputs)].float()
+
+
+def code_linears(blocks: Iterable[nn.Module], low_bits: LowBits, device: torch.device) -> None:
+    """Let the linear layers of blocks take codes; until they are given any, they are what they were.
+
+    Raises
+    ------
+    PlanError
+        If the device lacks the kernel, and no other may take its place.
+    """
+    product = present_product(low_bits, device)
+    for block in blocks:
+        for path, module in list(block.named_modules()):
+            if type(module) is nn.Linear and not path.rpartition(".")[2].startswith("lora_"):
+                # In place, so that hooks and adapters stay where they are.
+                module.__class__ = CodedLinear
+                coded: Any = module
+                coded.coded = coded.beside = None
+            if isinstance(module, CodedLinear):
+                module.product, module.activations = product, low_bits.activations
+
+
+def coded_linears(model: nn.Module) -> Iterator[tuple[str, CodedLinear]]:
+    """Yield the name of the weight and the layer of all that can take codes."""
+    for name, module in model.named_modules():
+        if isinstance(module, CodedLinear):
+            yield f"{name}.weight", module
+
+
+def present_product(low_bits: LowBits, device: torch.device) -> KernelName:
+    """Return what multiplies by codes on a device.
+
+    Raises
+    ------
+    PlanError
+        If the device lacks the kernel that the plan counts on, and no other may take its place.
+    """
+    wanted = low_bits.product
+    if wanted == "dequantise" or has_int_product(device):
+        return wanted
+    if low_bits.fallback:
+        return "dequantise"
+    raise PlanError(
+        f"{device} has no product of int8 matrices (torch._int_mm), which the plan counts on",
+        hint="let it dequantise in its place (--kernel-fallback), or plan with --kernel dequantise",
+    )
+
+
+def has_int_product(device: torch.device) -> bool:
+    """Whether a device multiplies int8 matrices."""
+    ones = torch.ones((32, 32), dtype=torch.int8, device=device)
+    try:
+        return bool((torch._int_mm(ones, ones) == 32).all())
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False

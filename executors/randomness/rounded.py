@@ -1,0 +1,161 @@
+"""Directions rounded to codes of a byte, and the random numbers of every rounding of a step.
+
+The numbers that decide a rounding are keyed by seed, step, query, parameter and element, under either discipline: what a rank
+rounds does not depend on what other ranks, or other instructions, round. Each of a step's roundings has a key of its own:
+the direction's first copy, its second one, and the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor
+
+from costmodel.distributions import Distribution
+from costmodel.roundings import RoundedDirection
+from executors.low_bits.grids import Integers
+from executors.randomness.counter import CounterDraws, CounterKey
+from executors.randomness.directions import Direction, direction_named
+from executors.randomness.rng import mixed
+from executors.randomness.walks import Walk
+from executors.threads import DrawThreads, even_ranges
+
+Purpose = Literal["direction", "second direction", "update"]
+"""What is rounded."""
+
+_KEYS: dict[Purpose, int] = {"direction": 1, "second direction": 2, "update": 3}
+
+_PIECE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 24}
+"""Elements rounded at a time; on a CPU few enough that torch leaves them to the thread that asks."""
+
+
+class Uniform(Direction):
+    """Numbers uniform on [0, 1): multiples of 2^-24."""
+
+    distribution = Distribution("uniform")
+
+    def fill(self, out: Tensor, generator: Generator) -> None:
+        """Fill `out`."""
+        out.uniform_(generator=generator)
+
+    def energy(self, shape: Sequence[int]) -> float:
+        """Refuse: these numbers are no direction."""
+        raise NotImplementedError
+
+
+_UNIFORM = Uniform()
+
+
+class Chances:
+    """Makes the random numbers that roundings are decided by.
+
+    Parameters
+    ----------
+    numels : sequence of int
+        Elements of every trainable parameter, in registration order; the same on every rank.
+    device : torch.device
+    """
+
+    def __init__(self, numels: Sequence[int], device: torch.device) -> None:
+        self._draws = CounterDraws(numels, device)
+        self._device = device
+
+    def between(self, begin: int, end: int, parameter: int, key: CounterKey) -> Tensor:
+        """Return those of elements `begin` to `end` of a parameter, in float32."""
+        chances = torch.empty(end - begin, dtype=torch.float32, device=self._device)
+        self._draws.fill(chances, parameter, begin, key, _UNIFORM)
+        return chances
+
+    def rows(self, rows: Tensor, width: int, parameter: int, key: CounterKey) -> Tensor:
+        """Return those of some ascending rows of a table."""
+        chances = torch.empty((rows.numel(), width), dtype=torch.float32, device=self._device)
+        self._draws.fill_rows(chances, rows, parameter, key, _UNIFORM)
+        return chances
+
+
+def rounding_key(seed: int, step: int, query: int, purpose: Purpose) -> CounterKey:
+    """Return the key of one rounding."""
+    return CounterKey.of(mixed(seed, _KEYS[purpose]), step, query)
+
+
+class RoundedDraws:
+    """Draws directions as codes.
+
+    Parameters
+    ----------
+    rounding : RoundedDirection
+    numels : sequence of int
+        As of :class:`Chances`.
+    device : torch.device
+    threads : DrawThreads
+    """
+
+    def __init__(
+        self, rounding: RoundedDirection, numels: Sequence[int], device: torch.device, threads: DrawThreads
+    ) -> None:
+        self._rounding = rounding
+        self._grid = Integers(-rounding.highest, rounding.highest)
+        self._direction = direction_named(rounding.distribution)
+        self._numbers = CounterDraws(numels, device)
+        self._chances = Chances(numels, device)
+        self._device = device
+        self._threads = threads
+
+    def codes(self, numbers: Tensor, chances: Callable[[], Tensor]) -> Tensor:
+        """Return the codes of numbers, which are lost; signs need no chance."""
+        scaled = numbers.mul_(self._rounding.scale)
+        if self._direction.distribution.is_sign:
+            return scaled.to(torch.int8)
+        return self._grid.at_random(scaled, chances()).to(torch.int8)
+
+    def fill_counted(
+        self, views: Sequence[Tensor], parameters: Sequence[int], key: CounterKey, rounding: CounterKey
+    ) -> None:
+        """Fill flat int8 `views` with whole parameters' directions of the ``counter`` discipline."""
+        size = max(_PIECE_ELEMENTS.get(self._device.type, 1 << 20), self._direction.distribution.counter_elements)
+        jobs = [
+            (view[begin : begin + size], parameter, begin)
+            for view, parameter in zip(views, parameters, strict=True)
+            for begin in range(0, view.numel(), size)
+        ]
+
+        def fill(share: range) -> None:
+            for piece, parameter, begin in jobs[share.start : share.stop]:
+                numbers = torch.empty(piece.numel(), dtype=torch.float32, device=self._device)
+                self._numbers.fill(numbers, parameter, begin, key, self._direction)
+                self._round(piece, numbers, parameter, begin, rounding)
+
+        is_shared = self._direction.distribution.is_drawn_alone
+        shares = even_ranges(len(jobs), self._threads.num_threads if is_shared else 1)
+        self._threads.run([partial(fill, share) for share in shares])
+
+    def fill_walked(
+        self,
+        walk: Walk,
+        views: Sequence[Tensor],
+        parameters: Sequence[int],
+        source: Generator | Sequence[Tensor],
+        rounding: CounterKey,
+    ) -> list[Tensor]:
+        """Fill flat int8 `views` as a walk goes, from a generator or again from its states; return the states at the marks."""
+
+        def take(tensor: int, begin: int, numbers: Tensor) -> None:
+            piece = views[tensor][begin : begin + numbers.numel()]
+            self._round(piece, numbers, parameters[tensor], begin, rounding)
+
+        like = torch.empty(0, dtype=torch.float32, device=self._device)
+        if isinstance(source, Generator):
+            return walk.feed(take, like, source)
+        walk.feed_again(take, like, source)
+        return []
+
+    def rows(self, numbers: Tensor, rows: Tensor, parameter: int, rounding: CounterKey) -> Tensor:
+        """Return the codes of some rows of a table, whose float32 numbers are lost."""
+        return self.codes(numbers, lambda: self._chances.rows(rows, numbers.shape[1], parameter, rounding))
+
+    def _round(self, piece: Tensor, numbers: Tensor, parameter: int, begin: int, key: CounterKey) -> None:
+        end = begin + numbers.numel()
+        piece.copy_(self.codes(numbers, lambda: self._chances.between(begin, end, parameter, key)))
