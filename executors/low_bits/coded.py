@@ -92,7 +92,9 @@ class Coded:
         return grid_of(self.coding.format, has_zero_point=self.coding.has_zero_point)
 
     def to(self, device: torch.device) -> Coded:
-        """Return it on another device."""
+        """Return it on another device; itself where it is there."""
+        if self.device == device:
+            return self
         moved = [tensor.to(device) for tensor in self.tensors.values()]
         return Coded(self.coding, self.shape, *moved)
 
@@ -114,9 +116,9 @@ class Coded:
         grouped = levels.view(levels.shape[0], -1, self._group)
         if self.zeros is not None:
             grouped = grouped - self._of(self.zeros, rows)
-        return torch.mul(grouped, self._of(self.scales, rows), out=grouped.new_empty(grouped.shape, dtype=dtype)).view(
-            levels.shape
-        )
+        return torch.mul(
+            grouped, self._of(self.scales, rows), out=grouped.new_empty(grouped.shape, dtype=dtype)
+        ).view(levels.shape)
 
     def encode(self, weights: Tensor, name: str = "") -> None:
         """Take the scales that span `weights`, and the codes nearest to them.
@@ -139,7 +141,11 @@ class Coded:
     def _fit(self, part: Tensor, rows: slice) -> None:
         """Take the scales, and zero points, with which the grid spans some rows."""
         grid = self.grid
-        grouped = part.reshape(1, 1, -1) if self.coding.scales == "tensor" else part.view(len(part), -1, self._group)
+        grouped = (
+            part.reshape(1, 1, -1)
+            if self.coding.scales == "tensor"
+            else part.view(len(part), -1, self._group)
+        )
         least, most = grouped.amin(-1), grouped.amax(-1)
         if self.zeros is None:
             spans = torch.maximum(-least, most) / grid.high
@@ -164,7 +170,13 @@ class Coded:
     # -- updates -----------------------------------------------------------------------------------------------
 
     def move(
-        self, direction: Tensor, factor: float, chances: Chances, *, decay: float = 0.0, counted: Moved | None = None
+        self,
+        direction: Tensor,
+        factor: float,
+        chances: Chances,
+        *,
+        decay: float = 0.0,
+        counted: Moved | None = None,
     ) -> None:
         """Change the weights by ``-factor·direction - decay·weights``, rounded at random to the grid, scales as they are.
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from costmodel.low_bits import Coding
 from costmodel.model_spec import ParameterGroup
 from executors.low_bits.linear import code_linears
 from executors.models.batched import BatchedModel
@@ -39,6 +40,8 @@ class ForwardEngine(Protocol):
         All parameters in registration order.
     hidden_size, inner_size : int
         Widths of the hidden state, and of what goes into the second linear of a block that is cut (0 without one).
+    coding : Coding or None
+        How the weights of linear layers are kept, where they are codes.
     """
 
     device: torch.device
@@ -47,6 +50,7 @@ class ForwardEngine(Protocol):
     tensors: tuple[NamedTensor, ...]
     hidden_size: int
     inner_size: int
+    coding: Coding | None
 
     def tensors_of(self, group: str) -> tuple[NamedTensor, ...]:
         """Return the parameters of a group in registration order."""
@@ -106,4 +110,5 @@ def engine_for(
         autocast_dtype=autocast_dtype,
         objective=objective,
         cut_blocks=plan.model.cut_blocks,
+        coding=plan.coding,
     )

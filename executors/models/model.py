@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from costmodel.groups import ParameterEntry, cut_blocks_inside, group_parameters
+from costmodel.low_bits import Coding
 from costmodel.model_spec import (
     BACK,
     EMBED,
@@ -68,6 +69,8 @@ class CutModel:
         Takes the place of the loss; it need not be differentiable.
     cut_blocks : tuple of int
         Blocks that are two segments, cut at the input of the MLP's second linear.
+    coding : Coding, optional
+        How the weights of linear layers are kept, where they are codes.
 
     Raises
     ------
@@ -97,8 +100,10 @@ class CutModel:
         autocast_dtype: torch.dtype | None = None,
         objective: Objective | None = None,
         cut_blocks: tuple[int, ...] = (),
+        coding: Coding | None = None,
     ) -> None:
         self.model = model.eval()
+        self.coding = coding
         logging.getLogger("transformers.modeling_utils").addFilter(_concerns_a_user)
         self.objective = objective
         self.loss_dtype = loss_dtype

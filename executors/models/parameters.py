@@ -94,6 +94,17 @@ def bind(tensors: Sequence[NamedTensor], views: Sequence[Held]) -> None:
         tensor.hold(view)
 
 
+def take_over(place: Held, tensor: NamedTensor) -> None:
+    """Copy a parameter into its place, making codes of numbers where the place is for codes."""
+    held = tensor.held
+    if not isinstance(place, Coded):
+        place.copy_(tensor.values)
+    elif isinstance(held, Coded):
+        place.copy_(held)
+    else:
+        place.encode(held, tensor.name)
+
+
 def stand_in(tensor: NamedTensor, device: torch.device) -> Tensor:
     """Return zeros in the shape of a parameter that take no memory."""
     return torch.zeros((), dtype=tensor.values.dtype, device=device).expand(tensor.shape)
@@ -113,9 +124,7 @@ def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     for name, parameter in model.named_parameters():
         index = num_trainable if parameter.requires_grad else -1
         num_trainable += parameter.requires_grad
-        tensors.append(
-            NamedTensor(name, parameter, parameter.shape, index, decays(name), layers.get(name))
-        )
+        tensors.append(NamedTensor(name, parameter, parameter.shape, index, decays(name), layers.get(name)))
     if not num_trainable:
         raise ModelError(
             "the model has no trainable parameter", hint="set requires_grad on what is to be tuned"

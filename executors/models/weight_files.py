@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from executors.files import replacing
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES
+from executors.low_bits.coded import Coded
+from executors.low_bits.linear import coded_linears
 
 WEIGHTS_NAME = "model.safetensors"
 
@@ -25,15 +27,26 @@ def weights_digest(model: nn.Module, dtype: str | None = None, *, trainable_only
     ----------
     model : torch.nn.Module
     dtype : str, optional
-        Format to read the parameters in; by default their own.
+        Format to read the parameters in; by default their own. Those that are codes are read as codes and scales.
     trainable_only : bool
         Leave frozen parameters out.
     """
     digest = hashlib.blake2b(digest_size=16)
+    codes = coded_weights(model)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad or not trainable_only:
+        if not parameter.requires_grad and trainable_only:
+            continue
+        if name in codes:
+            for suffix, tensor in codes[name].tensors.items():
+                update_digest(digest, name + suffix, tensor)
+        else:
             update_digest(digest, name, parameter.data.to(TORCH_DTYPES[dtype] if dtype else parameter.dtype))
     return digest.hexdigest()
+
+
+def coded_weights(model: nn.Module) -> dict[str, Coded]:
+    """Return the weights of a model that are codes at the moment, by name."""
+    return {name: layer.coded for name, layer in coded_linears(model) if layer.coded is not None}
 
 
 def update_digest(digest: hashlib.blake2b, name: str, tensor: Tensor) -> None:
@@ -62,18 +75,25 @@ def save_weights(
     metadata : mapping, optional
         What to say about the weights in the file.
     trainable_only : bool
-        Leave frozen parameters and buffers out.
+        Leave frozen parameters and buffers out, and write codes as they are, with their scales; else as numbers.
 
     Notes
     -----
     Tensors are written one by one: the buckets that they lie in are neither copied nor written.
     """
     tensors = _trainable_tensors(model) if trainable_only else _saved_tensors(model)
-    write_tensors(tensors, path, dtype, metadata)
+    codes = coded_weights(model)
+    named: dict[str, Tensor | Coded] = {}
+    for name, tensor in tensors.items():
+        if name in codes and trainable_only:
+            named |= {name + suffix: part for suffix, part in codes[name].tensors.items()}
+        else:
+            named[name] = codes.get(name, tensor)
+    write_tensors(named, path, dtype, metadata)
 
 
 def write_tensors(
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | Coded],
     path: str | Path,
     dtype: str | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -83,8 +103,8 @@ def write_tensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for name, tensor in tensors.items():
-        to = wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
-        end = offset + tensor.numel() * to.itemsize
+        to = _written_format(tensor, wanted)
+        end = offset + tensor.shape.numel() * to.itemsize
         entry = {"dtype": SAFETENSORS_NAMES[to], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         header[name] = entry
         offset = end
@@ -93,8 +113,14 @@ def write_tensors(
     with replacing(Path(path)) as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors.values():
-            to = wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
-            file.write(_bytes_of(tensor.to(to)))
+            to = _written_format(tensor, wanted)
+            file.write(_bytes_of(tensor.values(to) if isinstance(tensor, Coded) else tensor.to(to)))
+
+
+def _written_format(tensor: Tensor | Coded, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the format in which a tensor is written; of codes, which are written as numbers, that of their scales."""
+    own = tensor.scales.dtype if isinstance(tensor, Coded) else tensor.dtype
+    return wanted if wanted is not None and own.is_floating_point else own
 
 
 def save_pretrained(model: nn.Module, directory: str | Path, dtype: str | None = None) -> None:

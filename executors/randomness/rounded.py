@@ -115,7 +115,9 @@ class RoundedDraws:
         self, views: Sequence[Tensor], parameters: Sequence[int], key: CounterKey, rounding: CounterKey
     ) -> None:
         """Fill flat int8 `views` with whole parameters' directions of the ``counter`` discipline."""
-        size = max(_PIECE_ELEMENTS.get(self._device.type, 1 << 20), self._direction.distribution.counter_elements)
+        size = max(
+            _PIECE_ELEMENTS.get(self._device.type, 1 << 20), self._direction.distribution.counter_elements
+        )
         jobs = [
             (view[begin : begin + size], parameter, begin)
             for view, parameter in zip(views, parameters, strict=True)

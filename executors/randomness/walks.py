@@ -104,7 +104,7 @@ class Walk:
         """Hand every number on as the walk that left `states` did."""
         self._again(like, states, partial(self._feed, take, like))
 
-    def _feed(self, take: Take, like: Tensor, span: _Span, generator: Generator) -> None:
+    def _feed(self, take: Take, like: Tensor, span: _Elements, generator: Generator) -> None:
         for low, high in _pieces(span.end - span.begin, _FED_ELEMENTS):
             numbers = torch.empty(high - low, dtype=like.dtype, device=like.device)
             self._direction.fill(numbers, generator)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
+from executors.low_bits.coded import Coded
 from executors.models.engine import ForwardEngine
-from executors.models.parameters import NamedTensor, stand_in
+from executors.models.parameters import Held, NamedTensor, stand_in
 from executors.ranks.communicator import Communicator
 from zosim.plans import Plan
 
@@ -91,21 +91,25 @@ class WholeModel:
                 continue
             is_kept = communicator.rank not in holders and (communicator.is_first or not on_first_alone)
             for tensor in self._engine.tensors_of(group.name):
-                values = self._spread(communicator, holders, tensor)
+                held = self._spread(communicator, holders, tensor)
                 if is_kept:
-                    tensor.hold(values.to(self._device))
+                    tensor.hold(held.to(self._device))
                     fetched.append(tensor)
         return fetched
 
-    def _spread(self, communicator: Communicator, holders: tuple[int, ...], tensor: NamedTensor) -> Tensor:
+    def _spread(self, communicator: Communicator, holders: tuple[int, ...], tensor: NamedTensor) -> Held:
+        coding, host = self._engine.coding, torch.device("cpu")
+        held: Held
         if communicator.rank == holders[0]:
-            values = tensor.values.to("cpu", self._storage).contiguous()
+            held = tensor.held_at(host, self._storage)
+        elif coding is not None and tensor.layer is not None:
+            held = Coded.empty(coding, tensor.shape, host)
         else:
-            values = torch.empty(tensor.shape, dtype=self._storage)
-        communicator.broadcast(
-            _PIPELINE, holders[0], values.view(-1).view(torch.uint8), f"fetching {tensor.name}"
-        )
-        return values
+            held = torch.empty(tensor.shape, dtype=self._storage)
+        for values in held.tensors.values() if isinstance(held, Coded) else [held]:
+            flat = values.contiguous().view(-1).view(torch.uint8)
+            communicator.broadcast(_PIPELINE, holders[0], flat, f"fetching {tensor.name}")
+        return held
 
 
 def _owners(plan: Plan, engine: ForwardEngine, communicator: Communicator) -> dict[str, tuple[int, ...]]:

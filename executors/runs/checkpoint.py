@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from costmodel.low_bits import Coding
+from executors.low_bits.coded import SUFFIXES, Coded, shapes_of
+from executors.models.parameters import named_tensors
 from executors.models.weight_files import save_weights, update_digest, weights_digest
 from topology.errors import RunError
 from topology.limits import whole_number
@@ -42,13 +45,19 @@ class Checkpoint:
     path: Path
     num_steps: int
 
-    def load(self, model: nn.Module) -> None:
-        """Give a model of the base's shape these weights."""
-        named = dict(model.named_parameters())
+    def load(self, model: nn.Module, coding: Coding | None = None) -> None:
+        """Give a model of the base's shape these weights, some of which may be codes."""
+        tensors = {tensor.name: tensor for tensor in named_tensors(model)}
         with _open(self.path) as file, torch.no_grad():
             for name in file.keys():  # noqa: SIM118 - not a mapping
-                if name in named:
-                    named[name].data.copy_(file.get_tensor(name))
+                if name not in tensors:
+                    continue
+                tensor = tensors[name]
+                if coding is not None and tensor.layer is not None:
+                    held = [file.get_tensor(name + suffix) for suffix, _ in _pieces_of(coding, tensor.shape)]
+                    tensor.hold(Coded(coding, tensor.shape, *held))
+                else:
+                    tensor.values.copy_(file.get_tensor(name))
 
 
 def save_checkpoint(
@@ -120,26 +129,38 @@ def _checked(path: Path, history: History, model: nn.Module) -> Checkpoint:
             )
         if facts.get("history_digest") != history.digest(num_steps):
             raise RunError(f"checkpoint {path} is another run's: other steps led to it")
-        if facts.get("digest") != _digest(file, model, path):
+        if facts.get("digest") != _digest(file, model, path, history.plan.coding):
             raise RunError(f"checkpoint {path} is damaged: its parameters do not have the digest it states")
     return Checkpoint(path, num_steps)
 
 
-def _digest(file: Any, model: nn.Module, path: Path) -> str:
+def _digest(file: Any, model: nn.Module, path: Path, coding: Coding | None) -> str:
     """Return the hash of the parameters in a file, which must be those of `model`."""
     held = set(file.keys())
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if name not in held:
-            raise RunError(f"checkpoint {path} lacks {name}")
-        tensor: Tensor = file.get_tensor(name)
-        if tensor.shape != parameter.shape:
-            shapes = f"{tuple(tensor.shape)}, the model's is {tuple(parameter.shape)}"
-            raise RunError(f"checkpoint {path}: {name} has shape {shapes}")
-        update_digest(digest, name, tensor)
+        is_coded = coding is not None and name + SUFFIXES[1] in held
+        expected = [("", (tuple(parameter.shape), None))]
+        if coding is not None and is_coded:
+            expected = _pieces_of(coding, parameter.shape)
+        for suffix, (shape, dtype) in expected:
+            if name + suffix not in held:
+                raise RunError(f"checkpoint {path} lacks {name + suffix}")
+            tensor: Tensor = file.get_tensor(name + suffix)
+            if tuple(tensor.shape) != shape or dtype not in (None, tensor.dtype):
+                shapes = f"{tuple(tensor.shape)}, the model's is {shape}"
+                raise RunError(f"checkpoint {path}: {name + suffix} has shape {shapes}")
+            update_digest(digest, name + suffix, tensor)
     return digest.hexdigest()
+
+
+def _pieces_of(
+    coding: Coding, shape: torch.Size
+) -> list[tuple[str, tuple[tuple[int, ...], torch.dtype | None]]]:
+    """Return the suffix, the shape and the format of every tensor that a weight of codes is."""
+    return list(zip(SUFFIXES, shapes_of(coding, shape), strict=False))
 
 
 def _whole(text: str | None, path: Path) -> int:

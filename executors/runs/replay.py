@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from executors.formats import TORCH_DTYPES
+from executors.low_bits.linear import code_linears
+from executors.models.blocks import find_blocks
 from executors.models.loading import load_model
 from executors.models.mapped import moves_mapped, own_format
 from executors.models.weight_files import weights_digest
@@ -225,7 +227,10 @@ def session_at(
             hint="replay it as it was run",
         )
     if checkpoint is not None:
-        checkpoint.load(model)
+        coding = (plan or history.plan).coding
+        if coding is not None:
+            code_linears(find_blocks(model), (plan or history.plan).low_bits, torch.device("cpu"))
+        checkpoint.load(model, coding)
     header = history.header
     session = Session(
         plan or history.plan,

@@ -156,7 +156,12 @@ class Session:
             facts = {"zosim_version": zosim.__version__} | facts
             self.communicator.refuse_unlike({name.replace("_", " "): value for name, value in facts.items()})
         self.engine = engine_for(
-            plan, model, self.device, loss_dtype=loss_dtype, autocast_dtype=autocast_dtype(plan), objective=objective
+            plan,
+            model,
+            self.device,
+            loss_dtype=loss_dtype,
+            autocast_dtype=autocast_dtype(plan),
+            objective=objective,
         )
         self.interpreter = Interpreter(
             self.program,

@@ -7,21 +7,25 @@ that made it, under the name of its buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from costmodel.formats import FORMATS
+from costmodel.low_bits import Coding, Linear
 from executors.formats import TORCH_DTYPES, format_of
+from executors.low_bits.coded import Coded, shapes_of
 from executors.models.engine import ForwardEngine
-from executors.models.parameters import NamedTensor
+from executors.models.parameters import Held, NamedTensor
 from topology.errors import ProgramError
 from zosim.contents import FrozenWeights, GroupWeights, parameters_of
 from zosim.instructions import Access, Buffer, Space
-from zosim.lowering.buckets import ALIGNMENT_BYTES, bucket_bytes
+from zosim.lowering.buckets import ALIGNMENT_BYTES, bucket_bytes, coded_bucket_bytes
+from zosim.lowering.residency import CODED
 from zosim.operations import Draw, Forward, Perturb, Update
 from zosim.program import Program
 
@@ -50,6 +54,18 @@ class Part:
     def size_bytes(self, dtype: str) -> int:
         """Return what a program reserves for the part."""
         return bucket_bytes(sum(t.num_elements for t in self.tensors), len(self.tensors), dtype)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Shapes of what may be codes."""
+        return [(t.shape[0], t.shape[1]) for t in self.tensors if t.layer is not None]
+
+    def packed_bytes(self, coding: Coding) -> int:
+        """Return what a program reserves for the part where the weights of linear layers are codes."""
+        if not self.linears:
+            return self.size_bytes(coding.dtype)
+        num_elements = sum(t.num_elements for t in self.tensors)
+        return coded_bucket_bytes(num_elements, len(self.tensors), self.linears, coding)
 
     def offsets(self, dtype: str) -> list[int]:
         """Return the element at which each tensor starts, and one past the last."""
@@ -90,13 +106,16 @@ class PlacedPart:
     flat : torch.Tensor
         Its bytes as one tensor, from the first element to the last, gaps included.
     views : tuple of torch.Tensor
-        One per parameter, in the parameter's shape.
+        One per parameter, in the parameter's shape; of one that is codes, the bytes of these.
     part : Part
+    held : tuple of torch.Tensor or Coded
+        What each parameter is.
     """
 
     flat: Tensor
     views: tuple[Tensor, ...]
     part: Part
+    held: tuple[Held, ...]
 
 
 class BufferStore:
@@ -126,6 +145,7 @@ class BufferStore:
         self._program = program
         self._allocate = allocate
         self._positions = positions or {}
+        self._coding = engine.coding
         self.parts = _parts_of(engine)
         self.held = frozenset(parameters_of(access.what) for access in program.initial)
         self._num_shares = self._shares()
@@ -203,15 +223,20 @@ class BufferStore:
         return flat
 
     def _place(self, access: Access, part: Part) -> PlacedPart:
-        dtype = self._program.buffer(access.buffer).dtype
+        dtype, memory = self._program.buffer(access.buffer).dtype, self._memory(access.buffer)
+        if dtype == CODED and self._coding is not None:
+            if part.linears:
+                return _placed_codes(memory[access.offset_bytes : access.end_bytes], part, self._coding)
+            dtype = self._coding.dtype
+            memory = memory.view(TORCH_DTYPES[dtype])
         begin = FORMATS[dtype].num_elements(access.offset_bytes)
         *starts, end = part.offsets(dtype)
-        flat = self._memory(access.buffer)[begin : begin + end]
+        flat = memory[begin : begin + end]
         views = tuple(
             flat[start : start + tensor.num_elements].view(tensor.shape)
             for start, tensor in zip(starts, part.tensors, strict=True)
         )
-        return PlacedPart(flat, views, part)
+        return PlacedPart(flat, views, part, views)
 
     # -- names -------------------------------------------------------------------------------------------------
 
@@ -263,6 +288,8 @@ class BufferStore:
         part = self.part(access)
         buffer = self._program.buffer(access.buffer)
         wanted = part.size_bytes(buffer.dtype) if buffer.dtype in TORCH_DTYPES else -1
+        if buffer.dtype == CODED and self._coding is not None:
+            wanted = part.packed_bytes(self._coding)
         if self.is_weights(access):
             unit = ALIGNMENT_BYTES * self._num_shares.get(part.what, 1)
             wanted = -(-wanted // unit) * unit
@@ -293,6 +320,25 @@ class BufferStore:
                     f"program {self._program.name} does not say where {what} lies when the first step begins",
                     hint="lower a plan that was made for this model",
                 )
+
+
+def _placed_codes(memory: Tensor, part: Part, coding: Coding) -> PlacedPart:
+    """Return a part whose linear layers are codes at its place: every tensor of theirs, and every other one, is aligned."""
+    offset, held = 0, []
+
+    def taken(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nonlocal offset
+        begin = -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offset = begin + prod(shape) * dtype.itemsize
+        return memory[begin:offset].view(dtype).view(*shape)
+
+    for tensor in part.tensors:
+        if tensor.layer is None:
+            held.append(taken(tensor.shape, TORCH_DTYPES[coding.dtype]))
+        else:
+            held.append(Coded(coding, tensor.shape, *(taken(*of) for of in shapes_of(coding, tensor.shape))))
+    views = tuple(one.codes if isinstance(one, Coded) else one for one in held)
+    return PlacedPart(memory, views, part, tuple(held))
 
 
 def _parts_of(engine: ForwardEngine) -> dict[GroupWeights | FrozenWeights, Part]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from costmodel.model_spec import HEAD
 from executors.models.engine import ForwardEngine
 from executors.models.model import Batch
-from executors.models.parameters import stand_in
+from executors.models.parameters import stand_in, take_over
 from executors.randomness.low_rank import Window
 from executors.ranks.communicator import Communicator
 from executors.ranks.host_memory import HOST, HostMemory
@@ -283,8 +283,8 @@ class Interpreter:
             for number, access in enumerate(held):
                 placed = self.store.placed(access)
                 if self._writes(number, self.program.buffer(access.buffer)):
-                    for tensor, view in zip(placed.part.tensors, placed.views, strict=True):
-                        view.copy_(tensor.values)
+                    for tensor, place in zip(placed.part.tensors, placed.held, strict=True):
+                        take_over(place, tensor)
                 self._context.bind([placed])
         if self._host_memory is not None and self._communicator is not None:
             self._communicator.barrier("loading the weights")

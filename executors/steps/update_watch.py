@@ -84,6 +84,7 @@ class UpdateWatch:
             access.what.group: program.buffer(access.buffer).dtype
             for access in program.initial
             if isinstance(access.what, GroupWeights)
+            and not any(tensor.layer for tensor in store.trainable(access.what.group).tensors)
         }
         self._kept_in = min(formats.values(), key=lambda name: FORMATS[name].bits)
         self._updated_in = self._kept_in

@@ -81,7 +81,7 @@ class Context:
         """Let the engine compute with what lies at these places, where it does not already."""
         for placed in places:
             if self._bound.get(placed.part.what) is not placed:
-                bind(placed.part.tensors, placed.views)
+                bind(placed.part.tensors, placed.held)
                 self._bound[placed.part.what] = placed
 
     def unbind(self, places: Sequence[PlacedPart]) -> None:
@@ -90,4 +90,4 @@ class Context:
             if self._bound.get(placed.part.what) is placed:
                 del self._bound[placed.part.what]
                 for tensor in placed.part.tensors:
-                    tensor.hold(placed.flat.new_empty(0))
+                    tensor.hold(tensor.values.new_empty(0))

@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from costmodel.distributions import DISTRIBUTIONS, NUM_RNG_MARKS, SHARED_DRAW_ELEMENTS
+from costmodel.roundings import RoundedDirection
 from executors.formats import TORCH_DTYPES
 from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.directions import Direction, direction_named
@@ -19,6 +20,7 @@ from executors.randomness.low_rank import (
     fill_product,
     fill_product_rows,
 )
+from executors.randomness.rounded import Purpose, RoundedDraws, rounding_key
 from executors.randomness.walks import Walk
 from executors.steps.buffers import Part
 from executors.steps.frames import StepFrame
@@ -43,7 +45,9 @@ class Draws:
         self._device = context.backend.device
         trainable = [tensor.num_elements for tensor in context.engine.tensors if tensor.trainable]
         self._counter = CounterDraws(trainable, self._device, threads=context.threads)
+        self._numels = trainable
         self._factors: FactorDraws | None = None
+        self._rounded: dict[tuple[str, int], RoundedDraws] = {}
 
     def draw(self, instruction: Instruction) -> Action:
         """Return what draws, if there is a step whose seed it draws from."""
@@ -58,6 +62,8 @@ class Draws:
                 raise Unfit(f"draws {op.group} into {target.what}")
         if op.rank:
             return self._factored(op, instruction, wanted)
+        if op.bits and op.generator == "counter":
+            return self._counted_codes(op, wanted)
         if op.generator == "counter":
             return self._counted(op, wanted)
         return self._walked(op, instruction, wanted)
@@ -83,6 +89,32 @@ class Draws:
 
         return draw
 
+    def _counted_codes(self, op: Draw, wanted: Sequence[Access]) -> Action:
+        part, draws, direction = self._part(op), self._rounded_draws(op), direction_named(op.distribution)
+        indices = [tensor.index for tensor in part.tensors]
+
+        def draw(frame: StepFrame) -> None:
+            if frame.at(op.step) is None or op.keep == "none":
+                return
+            key, rounding = counter_key(frame, op), _rounding_key(frame, op)
+            if op.keep == "rows":
+                rows = self._context.rows
+                numbers = self._empty_rows(part, rows, torch.float32)
+                self._counter.fill_rows(numbers, rows, indices[0], key, direction)
+                self._store.values[place_of(wanted[0])] = draws.rows(numbers, rows, indices[0], rounding)
+                return
+            draws.fill_counted(self._flat_views(wanted[0]), indices, key, rounding)
+
+        return draw
+
+    def _rounded_draws(self, op: Draw) -> RoundedDraws:
+        """Return what draws codes, one for directions of a kind."""
+        kind = (op.distribution, op.bits)
+        if kind not in self._rounded:
+            rounding = RoundedDirection(*kind)
+            self._rounded[kind] = RoundedDraws(rounding, self._numels, self._device, self._context.threads)
+        return self._rounded[kind]
+
     # -- mezo --------------------------------------------------------------------------------------------------
 
     def _walked(self, op: Draw, instruction: Instruction, wanted: Sequence[Access]) -> Action:
@@ -98,7 +130,7 @@ class Draws:
             if seeded is None:
                 return
             if again is not None and len(values[source[0]]) > 1:
-                again(values[source[0]])
+                again(frame, values[source[0]])
                 return
             if source:
                 generator.set_state(values[source[0]][0])
@@ -114,7 +146,7 @@ class Draws:
 
     def _walk(self, op: Draw, wanted: Sequence[Access]) -> Walk:
         direction = direction_named(op.distribution)
-        if op.keep == "all":
+        if op.keep == "all" and not op.bits:
             numels = [length for _, length in self._stretches(wanted[0], direction)]
         else:
             numels = [tensor.num_elements for tensor in self._part(op).tensors]
@@ -124,17 +156,24 @@ class Draws:
     def _fill(self, op: Draw, walk: Walk, wanted: Sequence[Access]) -> Fill:
         part = self._part(op)
         if op.keep == "none":
-            like = torch.empty(0, dtype=part.tensors[0].values.dtype, device=self._device)
+            dtype = torch.float32 if op.bits else part.tensors[0].values.dtype
+            like = torch.empty(0, dtype=dtype, device=self._device)
             return lambda _frame, generator: walk.skip(like, generator)
         if op.keep == "rows":
 
-            def keep(_frame: StepFrame, generator: Generator) -> list[Tensor]:
+            def keep(frame: StepFrame, generator: Generator) -> list[Tensor]:
                 rows = self._context.rows
-                kept = self._empty_rows(part, rows)
+                kept = self._empty_rows(part, rows, torch.float32 if op.bits else None)
+                states = walk.rows(kept, rows, generator)
+                if op.bits:
+                    index, rounding = part.tensors[0].index, _rounding_key(frame, op)
+                    kept = self._rounded_draws(op).rows(kept, rows, index, rounding)
                 self._store.values[place_of(wanted[0])] = kept
-                return walk.rows(kept, rows, generator)
+                return states
 
             return keep
+        if op.bits:
+            return self._walked_codes(op, walk, wanted)
 
         views = self._stretch_views(wanted[0], direction_named(op.distribution))
 
@@ -143,10 +182,25 @@ class Draws:
 
         return fill
 
-    def _fill_again(self, op: Draw, walk: Walk, wanted: Sequence[Access]) -> Callable[[list[Tensor]], None]:
+    def _walked_codes(
+        self, op: Draw, walk: Walk, wanted: Sequence[Access]
+    ) -> Callable[[StepFrame, Generator | list[Tensor]], list[Tensor]]:
+        draws, indices = self._rounded_draws(op), [tensor.index for tensor in self._part(op).tensors]
+
+        def fill(frame: StepFrame, source: Generator | list[Tensor]) -> list[Tensor]:
+            views = self._flat_views(wanted[0])
+            return draws.fill_walked(walk, views, indices, source, _rounding_key(frame, op))
+
+        return fill
+
+    def _fill_again(
+        self, op: Draw, walk: Walk, wanted: Sequence[Access]
+    ) -> Callable[[StepFrame, list[Tensor]], object]:
+        if op.bits:
+            return self._walked_codes(op, walk, wanted)
         views = self._stretch_views(wanted[0], direction_named(op.distribution))
 
-        def fill(states: list[Tensor]) -> None:
+        def fill(_frame: StepFrame, states: list[Tensor]) -> None:
             walk.fill_again(views(), states, self._factor(wanted[0]))
 
         return fill
@@ -252,10 +306,10 @@ class Draws:
         if len(part.tensors) != 1 or len(part.tensors[0].shape) != 2:
             raise Unfit(f"keeps rows of {op.group}, which is not one table")
 
-    def _empty_rows(self, part: Part, rows: Tensor) -> Tensor:
+    def _empty_rows(self, part: Part, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         table = part.tensors[0]
         shape = (rows.numel(), table.shape[1])
-        return torch.empty(shape, dtype=table.values.dtype, device=self._device)
+        return torch.empty(shape, dtype=dtype or table.values.dtype, device=self._device)
 
     def _stretches(self, target: Access, direction: Direction) -> list[tuple[int, int]]:
         """Return first element and length of what one call draws."""
@@ -297,3 +351,11 @@ def counter_key(frame: StepFrame, op: Draw) -> CounterKey:
     source = frame.at(op.step)
     assert source is not None
     return CounterKey.of(source.seeds[op.query], source.step, op.query)
+
+
+def _rounding_key(frame: StepFrame, op: Draw) -> CounterKey:
+    """Return the key of the rounding that makes codes of a draw."""
+    source = frame.at(op.step)
+    assert source is not None
+    purpose: Purpose = "second direction" if op.rounding else "direction"
+    return rounding_key(source.seeds[op.query], source.step, op.query, purpose)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from costmodel.distributions import DISTRIBUTIONS
 from costmodel.model_spec import EMBED, HEAD
+from costmodel.roundings import RoundedDirection
+from executors.low_bits.coded import Coded
+from executors.low_bits.linear import Beside
 from executors.models.batched import BatchedModel
 from executors.models.halves import as_tensor
 from executors.models.model import Batch
@@ -78,6 +81,7 @@ class Forwards:
             return self._together(instruction, op)
         tables = [self._gathered_table(instruction, op, group) for group in op.gather]
         whole_tables = [table.access for table in tables]
+        beside = [self._beside(instruction, op, group) for group in op.beside]
         weights = [a for a in instruction.reads if context.store.is_weights(a) and a not in whole_tables]
         inputs = [access for access in instruction.reads if isinstance(access.what, Hidden)]
         output = place_of(only(instruction.writes, "write of what it makes"))
@@ -94,6 +98,8 @@ class Forwards:
                 with ExitStack() as stack:
                     for table in tables:
                         table.enter(stack, part)
+                    for added in beside:
+                        stack.enter_context(added.there())
                     # Popped, so that no hidden state outlives its use.
                     before = None if handed is None else handed.pop(0)
                     outputs.append(context.engine.run(op.segment, self._borrowed(part), part.cache, before))
@@ -166,6 +172,11 @@ class Forwards:
     def _borrowed(self, part: MicroBatch) -> Batch:
         return {name: self._context.backend.borrow(tensor) for name, tensor in part.tensors.items()}
 
+    def _beside(self, instruction: Instruction, op: Forward, group: str) -> _Beside:
+        weights = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
+        direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
+        return _Beside(self._context, weights, direction, op.point.sign * self._unit(group))
+
     def _gathered_table(self, instruction: Instruction, op: Forward, group: str) -> _GatheredTable:
         table = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
         rows = {
@@ -180,7 +191,18 @@ class Forwards:
         if missing:
             names = ", ".join(f"q{query}" for query in sorted(missing))
             raise Unfit(f"gathers {group} at {op.point} without the rows of {names}")
-        return _GatheredTable(self._context, table, [(rows[query], scales) for query, scales in path])
+        epsilon = self._context.hyperparameters.epsilon * self._unit(group)
+        return _GatheredTable(
+            self._context, table, [(rows[query], scales) for query, scales in path], epsilon
+        )
+
+    def _unit(self, group: str) -> float:
+        """Return the value of a code of 1 of a group's directions; 1 where they are no codes."""
+        draws = (i.op for _, i in self._context.program.instructions() if isinstance(i.op, Draw))
+        drawn = next((op for op in draws if op.group == group), None)
+        if drawn is None or not drawn.bits:
+            return 1.0
+        return 1 / RoundedDirection(drawn.distribution, drawn.bits).scale
 
 
 @dataclass(frozen=True)
@@ -190,6 +212,7 @@ class _GatheredTable:
     context: Context
     access: Access
     path: list[tuple[Access, tuple[int, ...]]]
+    epsilon: float
 
     def enter(self, stack: ExitStack, part: MicroBatch) -> None:
         """Put the rows in the table's place for as long as `stack` lasts."""
@@ -198,9 +221,7 @@ class _GatheredTable:
         placed, wanted = context.store.placed(self.access), context.backend.borrow(context.rows)
         rows = placed.views[0].index_select(0, wanted)
         for direction, scales in self.path:
-            rows = gathered(
-                rows, self._direction_rows(direction, wanted), scales, context.hyperparameters.epsilon
-            )
+            rows = gathered(rows, self._direction_rows(direction, wanted), scales, self.epsilon)
         positions = context.backend.borrow(part.positions)
         context.bind([placed])
         stack.enter_context(context.engine.gathered_rows(placed.part.tensors[0], rows, positions))
@@ -212,6 +233,41 @@ class _GatheredTable:
             return store.placed(direction).views[0].index_select(0, wanted)
         drawn: Tensor = self.context.backend.borrow(store.values[place_of(direction)])
         return drawn
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """A group that stays as it is, while the layers that it belongs to add a multiple of a direction of codes.
+
+    Linear layers that hold codes do so in their products. Other parameters, which are small, are copied for as long.
+    """
+
+    context: Context
+    weights: Access
+    direction: Access
+    unit: float
+
+    @contextmanager
+    def there(self) -> Iterator[None]:
+        """Let the direction be added."""
+        theta, z = (self.context.store.placed(access) for access in (self.weights, self.direction))
+        factor = self.unit * self.context.hyperparameters.epsilon
+        pairs = list(zip(theta.part.tensors, theta.held, z.views, strict=True))
+        for tensor, held, along in pairs:
+            if isinstance(held, Coded):
+                assert tensor.layer is not None
+                tensor.layer.beside = Beside(along, factor)
+            else:
+                tensor.hold(gathered(held, along, (1,), factor))
+        try:
+            yield
+        finally:
+            for tensor, held, _ in pairs:
+                if isinstance(held, Coded):
+                    assert tensor.layer is not None
+                    tensor.layer.beside = None
+                else:
+                    tensor.hold(held)
 
 
 def _needs_rows(instruction: Instruction) -> bool:

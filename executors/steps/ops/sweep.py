@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from costmodel.distributions import DISTRIBUTIONS
 from costmodel.formats import FORMATS
+from costmodel.roundings import RoundedDirection
+from executors.low_bits.coded import Coded, Moved
 from executors.models.parameters import NamedTensor
 from executors.randomness.low_rank import divisor_of, is_matrix, product_tiles
+from executors.randomness.rounded import Chances, rounding_key
 from executors.steps.arithmetic import Sweeper
 from executors.steps.buffers import runs_alike
 from executors.steps.frames import StepFrame
@@ -28,7 +33,18 @@ class Sweeps:
         sweeps = [i for _, i in program.instructions() if isinstance(i.op, Perturb | Update)]
         self._streams = {i.stream for i in sweeps[:1]}
         draws = {op.group: op for _, i in program.instructions() if isinstance(op := i.op, Draw)}
-        self._signs = {group for group, op in draws.items() if DISTRIBUTIONS[op.distribution].is_sign}
+        self._signs = {
+            group for group, op in draws.items() if DISTRIBUTIONS[op.distribution].is_sign and not op.bits
+        }
+        # Values of a code of 1, where directions are codes.
+        self._units = {
+            group: 1 / RoundedDirection(op.distribution, op.bits).scale
+            for group, op in draws.items()
+            if op.bits
+        }
+        trainable = [tensor.num_elements for tensor in context.engine.tensors if tensor.trainable]
+        self._chances = Chances(trainable, context.backend.device)
+        self.moved = Moved()
         self._matrix_divisors = {
             group: divisor_of(op.rank, DISTRIBUTIONS[op.distribution].update_rank_power)
             for group, op in draws.items()
@@ -47,6 +63,8 @@ class Sweeps:
         read, left, direction = self._operands(instruction, op.group)
         epsilon, sweeper = self._context.hyperparameters.epsilon, self.sweeper
         is_kept_scaled, is_sign = is_scaled(direction.what), op.group in self._signs
+        if (unit := self._units.get(op.group)) is not None:
+            return self._perturb_by_codes(op, (read, left, direction), epsilon * unit)
 
         def perturb(_frame: StepFrame) -> None:
             theta, out, z = (self._context.store.placed(access).flat for access in (read, left, direction))
@@ -56,6 +74,19 @@ class Sweeps:
                 sweeper.perturb_signs(theta, z, op.scale, epsilon, out)
             else:
                 sweeper.perturb(theta, z, op.scale, epsilon, out)
+
+        return perturb
+
+    def _perturb_by_codes(
+        self, op: Perturb, accesses: tuple[Access, Access, Access], epsilon: float
+    ) -> Action:
+        """Return what perturbs a group by a direction of codes, one tensor after the other."""
+
+        def perturb(_frame: StepFrame) -> None:
+            for theta, out, z in zip(
+                *(self._context.store.placed(access).views for access in accesses), strict=True
+            ):
+                self.sweeper.perturb(theta.view(-1), z.view(-1), op.scale, epsilon, out.view(-1))
 
         return perturb
 
@@ -75,6 +106,8 @@ class Sweeps:
         # Several directions are one step, which decays once. A decay of 0 changes nothing.
         weight_decay = self._context.hyperparameters.weight_decay if op.query == 0 else 0.0
         sweeper, is_sign = self.sweeper, op.group in self._signs
+        if op.group in self._units:
+            return self._update_by_codes(op, weights, direction, weight_decay)
         matrix_divisor = self._matrix_divisors.get(op.group, 1.0)
         is_uniform = not weight_decay and matrix_divisor == 1
 
@@ -131,13 +164,41 @@ class Sweeps:
 
         return update
 
+    def _update_by_codes(self, op: Update, weights: Access, direction: Access, weight_decay: float) -> Action:
+        """Return what updates a group along a direction of codes: numbers as ever, weights that are codes on their grid."""
+
+        def update(frame: StepFrame) -> None:
+            source = frame.at(op.step)
+            if source is None:
+                return
+            theta, z = self._context.store.placed(weights), self._context.store.placed(direction)
+            rate = source.learning_rate
+            gradient = source.gradients[op.query] / self.num_queries / op.divisor * self._units[op.group]
+            key = rounding_key(source.seeds[op.query], source.step, op.query, "update")
+            for tensor, held, along in zip(theta.part.tensors, theta.held, z.views, strict=True):
+                decay = weight_decay if tensor.decays else 0.0
+                if isinstance(held, Coded):
+                    chances = partial(self._chances.between, parameter=tensor.index, key=key)
+                    held.move(along, rate * gradient, chances, decay=rate * decay, counted=self.moved)
+                else:
+                    self.sweeper.update(
+                        held.view(-1),
+                        along.view(-1),
+                        gradient=gradient,
+                        learning_rate=rate,
+                        weight_decay=decay or None,
+                    )
+
+        return update
+
     def _operands(self, instruction: Instruction, group: str) -> tuple[Access, Access, Access]:
         """Return the accesses to a group's trainable parameters, before and after, and to its direction."""
         part = self._context.store.trainable(group)
         weights = only(of_group(group, GroupWeights, instruction.writes), f"write of {group}")
         direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
         read = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
-        dtypes = {self._context.program.buffer(access.buffer).dtype for access in (read, weights, direction)}
+        alike = (read, weights) if group in self._units else (read, weights, direction)
+        dtypes = {self._context.program.buffer(access.buffer).dtype for access in alike}
         if len(dtypes) != 1 or not part.tensors:
             raise Unfit(f"mixes formats: {', '.join(sorted(dtypes))}")
         if instruction.stream not in self._streams:
