@@ -28,6 +28,8 @@ def summary_view(summary: dict[str, Any]) -> Table:
         rows.append(("messages", f"{sent['num_per_step']:g} between stages per step, {size} in all"))
     if summary["lost_updates"] is not None:
         rows.append(("updates lost", _lost_words(summary["lost_updates"])))
+    if summary.get("moved_codes"):
+        rows.append(("updates of codes", _moved_words(summary["moved_codes"])))
     for name, title in (("evaluation", "last evaluation"), ("best_evaluation", "best evaluation")):
         if summary[name] is not None:
             rows.append((title, _evaluation_words(summary[name])))
@@ -40,6 +42,15 @@ def _lost_words(lost: dict[str, Any]) -> str:
     if lost["transfer"] == lost["storage"]:
         return words
     return f"{lost['lost_in_transfer']:.1%} vanished when it was rounded to {lost['transfer']}; {words}"
+
+
+def _moved_words(moved: dict[str, Any]) -> str:
+    """Return what became of updates of weights that are codes."""
+    num = max(1, moved["num"])
+    return (
+        f"{moved['unmoved'] / num:.1%} left by chance where they were, {moved['saturated'] / num:.2%} stopped at the "
+        "end of the grid; no drift: forwards leave codes alone"
+    )
 
 
 def _evaluation_words(metrics: dict[str, Any]) -> str:

@@ -70,6 +70,12 @@ class CodedLinear(nn.Linear):
             input = (codes * scales).to(input.dtype)  # noqa: A001
         return nn.functional.linear(input, weight, self.bias)
 
+    def become_plain(self) -> None:
+        """Hold numbers in place of codes."""
+        if self.coded is not None:
+            self.weight.data = self.coded.values(self.coded.scales.dtype)
+            self.coded = None
+
     def _multiplied_by_codes(self, inputs: Tensor) -> Tensor:
         assert self.coded is not None
         codes, scales = coded_inputs(inputs.reshape(-1, inputs.shape[-1]), self.activations)

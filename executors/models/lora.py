@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from costmodel.configs import LoRA
 from executors.files import write_atomically
+from executors.low_bits.linear import CodedLinear
 from executors.models.blocks import fills_masks, find_blocks, linears_of
 from executors.models.weight_files import write_tensors
 from topology.errors import ModelError
@@ -56,6 +57,8 @@ def merge_lora(model: nn.Module) -> None:
         for _, module, _, _ in block_linears(model):
             if not hasattr(module, _HOOK):
                 continue
+            if isinstance(module, CodedLinear):
+                module.become_plain()
             product = module.lora_B.weight @ module.lora_A.weight * module.lora_scale
             module.weight += product if isinstance(module, nn.Linear) else product.T
             getattr(module, _HOOK).remove()

@@ -142,7 +142,7 @@ def _digest(file: Any, model: nn.Module, path: Path, coding: Coding | None) -> s
         if not parameter.requires_grad:
             continue
         is_coded = coding is not None and name + SUFFIXES[1] in held
-        expected = [("", (tuple(parameter.shape), None))]
+        expected: _Pieces = [("", (tuple(parameter.shape), None))]
         if coding is not None and is_coded:
             expected = _pieces_of(coding, parameter.shape)
         for suffix, (shape, dtype) in expected:
@@ -156,9 +156,10 @@ def _digest(file: Any, model: nn.Module, path: Path, coding: Coding | None) -> s
     return digest.hexdigest()
 
 
-def _pieces_of(
-    coding: Coding, shape: torch.Size
-) -> list[tuple[str, tuple[tuple[int, ...], torch.dtype | None]]]:
+_Pieces = list[tuple[str, tuple[tuple[int, ...], torch.dtype | None]]]
+
+
+def _pieces_of(coding: Coding, shape: torch.Size) -> _Pieces:
     """Return the suffix, the shape and the format of every tensor that a weight of codes is."""
     return list(zip(SUFFIXES, shapes_of(coding, shape), strict=False))
 

@@ -408,7 +408,7 @@ class Run:
     def _summary(self, session: Session) -> dict[str, Any]:
         session.flush()
         memory, last = session.memory(), self.records[-10:]
-        lost = session.lost_updates()
+        lost, moved = session.lost_updates(), session.moved_codes()
         recent = [record.seconds for record in self.records[session.first_timed_step + 2 :]]
         step_time_s = statistics.median(recent or [record.seconds for record in self.records])
         return {
@@ -425,6 +425,7 @@ class Run:
             "peak_rss_bytes": memory.peak_rss_bytes,
             "messages": session.messages_per_step(),
             "lost_updates": None if lost is None else asdict(lost),
+            "moved_codes": None if moved is None else asdict(moved),
             "evaluation": self.evaluations.latest,
             "best_evaluation": self.evaluations.best,
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

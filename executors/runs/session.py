@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import zosim
 from executors.datasets.batches import check_batch
 from executors.formats import TORCH_DTYPES
+from executors.low_bits.coded import Moved
 from executors.models.engine import engine_for
 from executors.models.model import Batch, LossDType, Objective
 from executors.models.weight_files import save_pretrained, weights_digest
@@ -380,6 +381,10 @@ class Session:
         """Return the share of updates so far that rounding undid; None where weights are kept in 32 bits or more."""
         watch = self.interpreter.update_watch
         return None if watch is None else watch.result()
+
+    def moved_codes(self) -> Moved | None:
+        """Return what became of this rank's updates of codes so far; None where no weights are codes."""
+        return None if self.plan.coding is None else self.interpreter.moved_codes
 
     def messages_per_step(self) -> dict[str, float] | None:
         """Return how many messages go between all stages in a step, and the bytes that they had on the wire; flushes.

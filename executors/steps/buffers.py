@@ -324,7 +324,8 @@ class BufferStore:
 
 def _placed_codes(memory: Tensor, part: Part, coding: Coding) -> PlacedPart:
     """Return a part whose linear layers are codes at its place: every tensor of theirs, and every other one, is aligned."""
-    offset, held = 0, []
+    offset = 0
+    held: list[Held] = []
 
     def taken(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         nonlocal offset

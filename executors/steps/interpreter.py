@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from costmodel.model_spec import HEAD
+from executors.low_bits.coded import Moved
 from executors.models.engine import ForwardEngine
 from executors.models.model import Batch
 from executors.models.parameters import stand_in, take_over
@@ -115,6 +116,11 @@ class Interpreter:
     def num_queries(self) -> int:
         """Directions per step."""
         return self._actions.num_queries
+
+    @property
+    def moved_codes(self) -> Moved:
+        """What became of the updates of weights that are codes."""
+        return self._actions.sweeps.moved
 
     @property
     def crossings(self) -> Crossings:

@@ -122,10 +122,12 @@ class Rank:
         return self.plan.coding is not None and bool(group.linears or group.frozen_linears)
 
     def is_beside(self, group: ParameterGroup) -> bool:
-        """Whether `group` stays as it is at every point, and forwards add its direction in their products."""
-        return (self.plan.coding is not None and bool(group.linears)) or (
-            self.is_together and group.num_trainable > 0
-        )
+        """Whether `group` stays as it is at every point, and forwards add its direction.
+
+        Of blocks with codes that is all that is tuned, whatever it is kept as; where points are forwarded together, everything.
+        """
+        is_coded_block = self.plan.coding is not None and not is_edge(group.segments[0])
+        return group.num_trainable > 0 and (is_coded_block or self.is_together)
 
     # -- what several axes look at -----------------------------------------------------------------------------
 

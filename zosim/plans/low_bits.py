@@ -165,8 +165,11 @@ class LowBits(Axis):
                 "q-rge2 rounds a direction anew for its update, which kept directions are not",
                 "drop --keep-directions",
             )
-        if plan.weights.perturbation == "copies":
-            yield "weights=copies, but coded weights are read where they lie", "use weights=serial"
+        if plan.weights.perturbation != "serial":
+            yield (
+                f"weights={plan.weights.perturbation}, but coded weights are read where they lie",
+                "use weights=serial",
+            )
         if plan.residency.transfer_dtype is not None:
             yield (
                 f"transfer_dtype={plan.residency.transfer_dtype}, but codes cross the bus as they are",
