@@ -46,6 +46,7 @@ CASES = {
         INSIDE,
         axes=axes(directions={"distribution": "lozo", "lazy_steps": 2}, schedule={"update": "delayed"}),
     ),
+    "int8": Case(INSIDE, axes=axes(low_bits={"weights": "int8", "estimator": "q-rge2"})),
     "copies": Case(THREE, axes=axes(weights={"perturbation": "copies"})),
     "copies-ahead-offloaded": Case(
         THREE,
@@ -175,6 +176,7 @@ QUICK = (
     "querywise-tied-bfloat16",
     "lora",
     "lozo",
+    "int8",
     "accumulated",
     "data",
     "copies-ahead-offloaded",

@@ -38,6 +38,8 @@ PAIRS = {
         "schedule": {"update": "delayed"},
     },
     "pertp-bfloat16": {"mesh": PERTP, "dtype": "bfloat16"},
+    "pertp-int8": {"mesh": PERTP, "low_bits": {"weights": "int8", "activations": "int8-token"}},
+    "ddp-int4-sliced": {"mesh": DDP, "low_bits": {"weights": "int4", "estimator": "q-rge2"}, **SLICED},
     "pertp-forward": {"mesh": PERTP, "estimator": {"difference": "forward"}},
     "pertp-offloaded": {"mesh": PERTP, **OFFLOADED},
     "pertp-shared": {"mesh": PERTP, **SHARED},

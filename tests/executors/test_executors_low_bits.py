@@ -1,0 +1,437 @@
+"""Weights that are codes: grids, codes in memory, products, and steps against a loop that writes them out."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from costmodel.configs import LoRA
+from costmodel.low_bits import Coding
+from costmodel.roundings import RoundedDirection
+from executors.low_bits import linear
+from executors.low_bits.coded import Coded, Moved
+from executors.low_bits.grids import grid_of
+from executors.low_bits.linear import Beside, CodedLinear, code_linears
+from executors.models.lora import attach_lora
+from executors.models.weight_files import save_pretrained
+from executors.randomness.rounded import Chances, rounding_key
+from executors.runs.session import Session
+from tests.support.command import loaded, zosim
+from tests.support.recorded import OFFLOADED, cut, options, same, saved_inputs
+from tests.support.tiny import batches, model_of, plan_of
+from topology.errors import ModelError, PlanError
+from zosim.plans import LowBits
+
+CPU = torch.device("cpu")
+INTEGERS = [f"int{bits}" for bits in range(2, 9)]
+FORMATS = [*INTEGERS, "float8_e4m3", "float8_e5m2", "float4_e2m1"]
+RATE, SEED = 1e-3, 7
+
+QUICK = (
+    ("int8", "channel"),
+    ("int4", "group"),
+    ("int2", "tensor"),
+    ("float8_e4m3", "tensor"),
+    ("float4_e2m1", "group"),
+)
+CODINGS = [
+    pytest.param(
+        Coding(name, scales, group_elements=16, has_zero_point=zero),
+        id=f"{name}-{scales}{'-zero' if zero else ''}",
+        marks=() if (name, scales) in QUICK else pytest.mark.slow,
+    )
+    for name in FORMATS
+    for scales in ("tensor", "channel", "group")
+    for zero in ((False, True) if name in INTEGERS else (False,))
+]
+
+
+def weight(outputs=6, inputs=32):
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(3)) * 0.02
+
+
+def coded(coding, values=None):
+    values = weight() if values is None else values
+    made = Coded.empty(coding, values.shape, CPU)
+    made.encode(values)
+    return made
+
+
+def all_values(grid, bits):
+    values = grid.values(torch.arange(2**bits, dtype=torch.int16).to(torch.uint8)).float().unique()
+    return values[(values >= grid.low) & (values <= grid.high)]  # e4m3 has codes that are no numbers
+
+
+# -- grids -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_number_is_rounded_to_a_neighbour_and_on_average_to_itself(name):
+    bits = 8 if "8" in name else 4 if name.startswith("float4") else int(name[3:])
+    grid = grid_of(name)
+    values = all_values(grid, bits)
+    numbers = torch.cat(
+        [torch.linspace(-1.3, 1.3, 301) * min(grid.high, 20), torch.tensor([0.0, 0.3, -0.02])]
+    )
+    nearest = values[(numbers.clamp(grid.low, grid.high)[:, None] - values).abs().argmin(1)]
+    distance = (grid.nearest(numbers) - grid.clamped(numbers)).abs()
+    assert torch.equal(distance, (nearest - grid.clamped(numbers)).abs())
+    # With chances that are spread evenly, averages are expectations.
+    num = 4000
+    chances = ((torch.arange(num) + 0.5) / num)[:, None].expand(num, len(numbers))
+    rounded = grid.at_random(numbers.expand(num, -1), chances).double()
+    assert torch.isin(rounded.float(), values).all()
+    step = grid.step(grid.clamped(numbers)) * torch.ones_like(numbers)
+    assert ((rounded.mean(0) - grid.clamped(numbers)).abs() <= step / num + 1e-6).all()
+    assert ((rounded.var(0, correction=0) - grid.variance(numbers)).abs() <= 2 * step**2 / num + 1e-5).all()
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_codes_are_the_nearest_to_the_weights_and_survive_being_packed(coding):
+    made, values = coded(coding), weight()
+    steps = made.grid.step(made.levels().float()) * torch.ones(values.shape)
+    scales = made.scales.repeat_interleave(values.shape[1] // made.scales.shape[1], 1)
+    error = (made.values(torch.float32) - values).abs()
+    slack = (
+        1.05 if coding.has_zero_point else 1.001
+    )  # zero points are whole, so an end may be cut off by half a step
+    assert (error <= slack * steps * scales / 2 + 1e-9).float().mean() > (
+        0.95 if coding.has_zero_point else 0.999
+    )
+    again = Coded.empty(coding, values.shape, CPU)
+    again.copy_(made)
+    again._write(slice(0, len(values)), made.levels().float())
+    assert torch.equal(again.codes, made.codes)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in made.tensors.values())
+    assert held == coding.size_bytes([tuple(values.shape)])
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_an_update_is_right_on_average_unless_it_saturates(coding):
+    before, num = coded(coding), 200
+    direction = torch.randint(
+        -7, 8, before.shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1)
+    )
+    start, total, moved = (
+        before.values(torch.float64),
+        torch.zeros(before.shape, dtype=torch.float64),
+        Moved(),
+    )
+    for i in range(num):
+        after = Coded.empty(coding, before.shape, CPU)
+        after.copy_(before)
+        # Every element goes through all chances, each from another beginning.
+        after.move(
+            direction,
+            2e-4,
+            lambda begin, end, i=i: ((torch.arange(begin, end) * 89 + i) % num + 0.5) / num,
+            counted=moved if i == 0 else None,
+        )
+        total += after.values(torch.float64) - start
+    levels = before.levels().float()
+    scales = before.scales.repeat_interleave(before.shape[1] // before.scales.shape[1], 1)
+    wanted = levels - 2e-4 * direction / scales
+    inside = (wanted > before.grid.low + 1) & (wanted < before.grid.high - 1)
+    assert inside.any() or coding.format == "int2"
+    widest = 2 * scales * (before.grid.step(levels) * torch.ones(before.shape))
+    error = (total / num + 2e-4 * direction).abs()
+    assert (error[inside] <= (3 * widest / num + 1e-6)[inside]).all()
+    assert moved.num == int((direction != 0).sum())
+    assert moved.saturated <= moved.num - moved.unmoved
+
+
+def test_saturated_codes_stay_at_the_end_and_are_counted():
+    made = coded(Coding("int8", "tensor"), torch.tensor([[1.0, -1.0, 0.25, 0.0]]))
+    moved = Moved()
+    made.move(
+        torch.tensor([[-1, 1, 0, 0]], dtype=torch.int8), 1.0, lambda a, b: torch.zeros(b - a), counted=moved
+    )
+    assert made.levels().tolist() == [[127, -127, 32, 0]]
+    assert (moved.num, moved.saturated, moved.unmoved) == (2, 2, 0)
+
+
+def test_a_decay_moves_codes_towards_zero_and_not_towards_the_least():
+    made = coded(Coding("int8", "tensor", has_zero_point=True), torch.tensor([[0.5, 2.0, 1.0, 0.0]]))
+    made.move(torch.zeros(1, 4, dtype=torch.int8), 0.0, lambda a, b: torch.full((b - a,), 0.5), decay=0.5)
+    assert torch.allclose(made.values(torch.float32), torch.tensor([[0.25, 1.0, 0.5, 0.0]]), atol=0.01)
+
+
+def test_weights_that_are_no_numbers_have_no_codes():
+    with pytest.raises(ModelError, match="fc1 holds numbers that are infinite"):
+        Coded.empty(Coding("int8"), torch.Size((1, 8)), CPU).encode(torch.full((1, 8), torch.nan), "fc1")
+    zeros = coded(Coding("int4", "group", group_elements=8), torch.zeros(2, 16))
+    assert (zeros.scales > 0).all()
+    assert not zeros.values(torch.float32).any()
+
+
+# -- products --------------------------------------------------------------------------------------------------
+
+
+def coded_linear(coding, low_bits, values=None):
+    layer = torch.nn.Linear(32, 6)
+    block = torch.nn.Sequential(layer)
+    with torch.no_grad():
+        layer.weight.copy_(weight() if values is None else values)
+    code_linears([block], low_bits, CPU)
+    assert isinstance(layer, CodedLinear)
+    layer.coded = coded(coding, layer.weight.data)
+    return layer
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "float8_e4m3"])
+def test_a_direction_below_a_grid_step_acts_on_the_product(name):
+    layer = coded_linear(Coding(name), LowBits(weights=name))
+    inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(5))
+    direction = torch.randint(-127, 128, (6, 32), dtype=torch.int8)
+    plain = layer(inputs)
+    values = layer.coded.values(torch.float32)
+    assert torch.allclose(plain, inputs @ values.T + layer.bias, atol=1e-6)
+    layer.beside = Beside(direction, 1e-7)  # a thousandth of the finest step
+    expected = inputs @ (values + 1e-7 * direction).T + layer.bias
+    assert torch.allclose(layer(inputs), expected, atol=1e-6)
+    layer.beside = Beside(direction, 1e-5)
+    assert torch.allclose(layer(inputs) - plain, 1e-5 * inputs @ direction.float().T, atol=1e-5)
+
+
+@pytest.mark.parametrize("activations", ["int8-token", "int8-tensor"])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_product_of_integers_is_that_of_the_numbers_they_stand_for(name, activations):
+    kernels = {
+        kernel: coded_linear(Coding(name), LowBits(weights=name, activations=activations, kernel=kernel))
+        for kernel in ("int_mm", "dequantise")
+    }
+    inputs = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(5))
+    direction = torch.randint(-127, 128, (6, 32), dtype=torch.int8)
+    bias = kernels["int_mm"].bias.data
+    outputs = []
+    for layer in kernels.values():
+        layer.bias.data = bias
+        layer.beside = Beside(direction, 1e-5)
+        outputs.append(layer(inputs))
+    assert torch.allclose(*outputs, rtol=1e-5, atol=1e-6)
+    exact = torch.nn.functional.linear(inputs, weight(), bias)
+    assert (outputs[0] - exact).norm() / exact.norm() < (0.2 if name == "int4" else 0.05)
+
+
+def test_a_kernel_that_is_missing_is_refused_or_replaced(monkeypatch):
+    monkeypatch.setattr(linear, "has_int_product", lambda _device: False)
+    asked = LowBits(weights="int8", activations="int8-token")
+    with pytest.raises(PlanError, match="no product of int8 matrices"):
+        linear.present_product(asked, CPU)
+    assert linear.present_product(asked.model_copy(update={"fallback": True}), CPU) == "dequantise"
+
+
+# -- steps -----------------------------------------------------------------------------------------------------
+
+PLACEMENTS = {
+    "resident": {},
+    "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
+    "one slot": {"residency": {"blocks": "offloaded", "num_slots": 1}, "directions": {"drawn_ahead": True}},
+    "kept": {"directions": {"kept": True}},
+    "querywise": {"schedule": {"traversal": "querywise"}},
+}
+
+
+def tuned(
+    low_bits, placement="resident", *, num_steps=3, shape="opt", rng="mezo", decay=0.1, base=None, **axes
+):
+    model = base or model_of(shape, num_hidden_layers=2)
+    placed = PLACEMENTS[placement]
+    placed = placed | {
+        "directions": {"rng": rng, **placed.get("directions", {}), **axes.pop("directions", {})}
+    }
+    plan = plan_of(model, low_bits=low_bits, **(placed | axes))
+    with Session(plan, model, learning_rate=RATE, seed=SEED, weight_decay=decay) as session:
+        records = [session.step(batch) for batch in batches(num_steps)]
+        return [(r.losses_plus, r.losses_minus, r.projected_gradients) for r in records], session.digest()
+
+
+@pytest.mark.parametrize(
+    ("low_bits", "shape", "rng"),
+    [
+        ({"weights": "int8", "activations": "int8-token"}, "opt", "mezo"),
+        (
+            {"weights": "int4", "zero_point": True, "direction_bits": 3, "estimator": "q-rge1"},
+            "llama-tied",
+            "counter",
+        ),
+        pytest.param(
+            {"weights": "float4_e2m1", "scales": "tensor", "direction_bits": 2},
+            "opt-untied",
+            "mezo",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_every_placement_computes_the_same(low_bits, shape, rng):
+    found = {
+        name: tuned(low_bits, name, num_steps=2, shape=shape, rng=rng, estimator={"num_queries": 2})
+        for name in PLACEMENTS
+    }
+    assert all(one == found["resident"] for one in found.values())
+
+
+def test_a_second_rounding_is_another_one():
+    """With one seed for both roundings, q-rge2 would silently be q-rge1."""
+    one, two = (
+        tuned({"weights": "int8", "direction_bits": 2, "estimator": name}) for name in ("q-rge1", "q-rge2")
+    )
+    assert one[0][0] == two[0][0]
+    assert one[1] != two[1]
+
+
+@pytest.mark.parametrize("estimator", ["normalised", "q-rge1", "q-rge2"])
+def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator):
+    bits, epsilon, decay = 3, 1e-2, 0.1
+    model = model_of("opt-untied", num_hidden_layers=2)
+    literal = copy.deepcopy(model)
+    plan = plan_of(
+        model,
+        low_bits={"weights": "int8", "direction_bits": bits, "estimator": estimator},
+        estimator={"epsilon": epsilon},
+    )
+    (batch,) = batches(1)
+    with Session(plan, model, learning_rate=RATE, seed=SEED, weight_decay=decay) as session:
+        record = session.step(batch)
+        tensors = {tensor.name: tensor for tensor in session.engine.tensors}
+        left = {name: tensor.held for name, tensor in tensors.items()}
+        after = session.state_dict()
+    seed = record.seeds[0]
+    rounding = RoundedDirection("gaussian", bits)
+    chances = Chances([p.numel() for p in literal.parameters()], CPU)
+    generator = torch.Generator().manual_seed(seed)
+    base, along = {}, {}
+    for index, (name, parameter) in enumerate(literal.named_parameters()):
+        normals = torch.normal(0.0, 1.0, parameter.shape, generator=generator).view(-1)
+        for copy_of in ("direction", "second direction"):
+            chance = chances.between(0, normals.numel(), index, rounding_key(seed, 0, 0, copy_of))
+            scaled = (normals * rounding.scale).clamp(-rounding.highest, rounding.highest)
+            codes = scaled.floor() + (chance < scaled - scaled.floor())
+            along[name, copy_of] = (codes / rounding.scale).view(parameter.shape)
+        held = left[name]
+        base[name] = coded(held.coding, parameter.data) if isinstance(held, Coded) else parameter.data.clone()
+    losses = []
+    for sign in (1, -1):
+        for name, parameter in literal.named_parameters():
+            held = base[name]
+            values = held.values(torch.float32) if isinstance(held, Coded) else held
+            parameter.data = values + sign * epsilon * along[name, "direction"]
+        losses.append(literal(**batch).loss.item())
+    assert losses == pytest.approx([record.losses_plus[0], record.losses_minus[0]], rel=1e-5)
+    gradient = record.projected_gradients[0]
+    assert gradient == pytest.approx((losses[0] - losses[1]) / (2 * epsilon), rel=1e-2)
+    if estimator == "normalised":
+        gradient /= rounding.moments.second
+    used = "second direction" if estimator == "q-rge2" else "direction"
+    for index, name in enumerate(base):
+        held = base[name]
+        values = held.values(torch.float32) if isinstance(held, Coded) else held
+        decays = decay if tensors[name].decays else 0.0
+        wanted = values - RATE * (gradient * along[name, used] + decays * values)
+        if not isinstance(held, Coded):
+            assert torch.allclose(after[name], wanted, atol=1e-6)
+            continue
+        change = (values - wanted) / held.scales
+        chance = chances.between(0, change.numel(), index, rounding_key(seed, 0, 0, "update")).view(
+            change.shape
+        )
+        size = change.abs().floor()
+        whole = change.sign() * (size + (chance < change.abs() - size))
+        levels = (held.levels() - whole).clamp(-127, 127)
+        assert (left[name].levels() != levels).float().mean() < 1e-3  # roundings of the change's last bit
+        assert torch.equal(left[name].scales, held.scales)
+
+
+def test_replayed_steps_leave_the_same_codes():
+    low_bits = {"weights": "int4", "estimator": "q-rge2"}
+    base = model_of("opt", num_hidden_layers=2)
+    plan = plan_of(base, low_bits=low_bits)
+    sessions = [Session(plan, copy.deepcopy(base), learning_rate=RATE, seed=SEED) for _ in range(2)]
+    for batch in batches(3):
+        sessions[1].replay(sessions[0].step(batch))
+    assert sessions[0].digest() == sessions[1].digest()
+    assert sessions[0].moved_codes() == sessions[1].moved_codes()
+    for session in sessions:
+        session.close()
+
+
+def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path):
+    inputs = saved_inputs(tmp_path)
+    # The tiny model's MLP has 52 inputs, which no group divides.
+    stated = ("--weight-format", "int4", "--estimator", "q-rge2", "--checkpoint-every", 5)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert zosim(*options(inputs, whole, *stated)) == 0
+    assert zosim(*options(inputs, run, *stated, *OFFLOADED)) == 0
+    assert same(run, whole)
+    cut(run, 7)
+    assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
+    assert same(run, whole)
+    names = load_file(run / "checkpoints" / "step-00000010.safetensors").keys()
+    assert "model.decoder.layers.0.fc1.weight_scale" in names
+    assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0
+    again, first = loaded(tmp_path / "again"), loaded(whole)
+    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), first.parameters(), strict=True))
+
+
+def test_what_is_written_are_the_numbers_that_codes_stand_for(tmp_path):
+    model = model_of("llama", num_hidden_layers=2)
+    plan = plan_of(model, low_bits={"weights": "int8"})
+    (batch,) = batches(1)
+    with Session(plan, model, learning_rate=RATE) as session:
+        session.step(batch)
+        logits = session.logits(batch)
+        save_pretrained(session.model, tmp_path, "float32")
+    assert torch.allclose(loaded(tmp_path)(**batch).logits, logits, atol=1e-5)
+
+
+def test_adapters_are_tuned_beside_codes_that_stay():
+    model = model_of("opt", num_hidden_layers=2)
+    attach_lora(model, LoRA(rank=2, target_modules=("q_proj", "v_proj"), seed=3))
+    plan = plan_of(model, low_bits={"weights": "int4"})
+    with Session(plan, model, learning_rate=1e-1) as session:
+        layers = dict(linear.coded_linears(model))
+        before = {name: layer.coded.codes.clone() for name, layer in layers.items()}
+        adapters = [p.detach().clone() for name, p in model.named_parameters() if "lora_" in name]
+        for batch in batches(2):
+            session.step(batch)
+        session.flush()
+        assert all(torch.equal(before[name], layer.coded.codes) for name, layer in layers.items())
+        assert len(before) == 2 * 6
+        left = [p for name, p in model.named_parameters() if "lora_" in name]
+        assert not any(torch.equal(p, q) for p, q in zip(adapters, left, strict=True))
+        assert session.moved_codes() == Moved()
+
+
+@pytest.mark.parametrize(
+    ("low_bits", "axes", "complaint"),
+    [
+        ({"weights": "int4", "scales": "group", "group_elements": 128}, {}, "groups of 128 do not divide"),
+        ({"weights": "float8_e4m3", "activations": "int8-token"}, {}, "int_mm multiplies integers"),
+        ({"weights": "int8", "kernel": "int_mm"}, {}, "activations=none"),
+        ({"direction_bits": 4}, {}, "without coded weights"),
+        ({"weights": "int8"}, {"schedule": {"traversal": "sweep"}}, "sweep"),
+        (
+            {"weights": "int8", "estimator": "q-rge2"},
+            {"directions": {"kept": True}},
+            "rounds a direction anew",
+        ),
+        ({"weights": "int8"}, {"weights": {"perturbation": "copies"}}, "read where they lie"),
+        (
+            {"weights": "int8"},
+            {"residency": {"blocks": "offloaded", "transfer_dtype": "float16"}},
+            "as they are",
+        ),
+        ({"weights": "float4_e2m1", "zero_point": True}, {}, "zero_point"),
+    ],
+)
+def test_what_codes_do_not_do_is_refused_in_words(low_bits, axes, complaint):
+    with pytest.raises(PlanError, match=complaint):
+        plan_of(model_of("opt", num_hidden_layers=1), low_bits=low_bits, **axes)
+
+
+def test_transposed_linears_are_refused():
+    with pytest.raises(PlanError, match="transposed"):
+        plan_of(model_of("gpt2", num_hidden_layers=1), low_bits={"weights": "int8"})
