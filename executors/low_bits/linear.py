@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from executors.low_bits.coded import Coded
 from topology.errors import PlanError
 from zosim.plans import LowBits
-from zosim.plans.low_bits import KernelName
+from zosim.plans.low_bits import InputScales, KernelName
 
 _MULTIPLE = {"cuda": 32}
 """Rows that a device's product of int8 matrices wants a multiple of."""
@@ -47,14 +47,14 @@ class CodedLinear(nn.Linear):
         What is added to the weight at the evaluation point that is forwarded.
     product : str
         See :data:`zosim.plans.low_bits.KernelName`.
-    activations : str
-        As of :class:`zosim.plans.LowBits`.
+    input_scales : str
+        As of :attr:`zosim.plans.LowBits.input_scales`.
     """
 
     coded: Coded | None
     beside: Beside | None
     product: KernelName
-    activations: str
+    input_scales: InputScales
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Return the layer's output."""
@@ -65,8 +65,8 @@ class CodedLinear(nn.Linear):
         weight = self.coded.values(self.coded.scales.dtype)
         if self.beside is not None:
             weight.add_(self.beside.direction, alpha=self.beside.factor)
-        if self.activations != "none":
-            codes, scales = coded_inputs(input, self.activations)
+        if self.input_scales:
+            codes, scales = coded_inputs(input, self.input_scales)
             input = (codes * scales).to(input.dtype)  # noqa: A001
         return nn.functional.linear(input, weight, self.bias)
 
@@ -78,7 +78,7 @@ class CodedLinear(nn.Linear):
 
     def _multiplied_by_codes(self, inputs: Tensor) -> Tensor:
         assert self.coded is not None
-        codes, scales = coded_inputs(inputs.reshape(-1, inputs.shape[-1]), self.activations)
+        codes, scales = coded_inputs(inputs.reshape(-1, inputs.shape[-1]), self.input_scales)
         output = int_product(codes, self.coded.levels()) * (scales * self.coded.scales.float().T)
         if self.beside is not None:
             output += int_product(codes, self.beside.direction) * (scales * self.beside.factor)
@@ -87,9 +87,9 @@ class CodedLinear(nn.Linear):
         return output.to(inputs.dtype).view(*inputs.shape[:-1], -1)
 
 
-def coded_inputs(inputs: Tensor, activations: str) -> tuple[Tensor, Tensor]:
+def coded_inputs(inputs: Tensor, scope: InputScales) -> tuple[Tensor, Tensor]:
     """Return inputs as int8 codes, to the nearest, and the float32 scales of tokens or of all."""
-    largest = inputs.abs().amax(-1, keepdim=True) if activations == "int8-token" else inputs.abs().max()
+    largest = inputs.abs().amax(-1, keepdim=True) if scope == "token" else inputs.abs().max()
     scales = (largest.float() / 127).clamp_(min=torch.finfo(torch.float32).tiny)
     codes = (inputs.float() / scales).round_().clamp_(-127, 127)
     return codes.to(torch.int8), scales
@@ -119,7 +119,7 @@ def code_linears(blocks: Iterable[nn.Module], low_bits: LowBits, device: torch.d
                 coded: Any = module
                 coded.coded = coded.beside = None
             if isinstance(module, CodedLinear):
-                module.product, module.activations = product, low_bits.activations
+                module.product, module.input_scales = product, low_bits.input_scales
 
 
 def coded_linears(model: nn.Module) -> Iterator[tuple[str, CodedLinear]]:
@@ -137,10 +137,9 @@ def present_product(low_bits: LowBits, device: torch.device) -> KernelName:
     PlanError
         If the device lacks the kernel that the plan counts on, and no other may take its place.
     """
-    wanted = low_bits.product
-    if wanted == "dequantise" or has_int_product(device):
-        return wanted
-    if low_bits.fallback:
+    if low_bits.product == "dequantise" or has_int_product(device):
+        return low_bits.product
+    if low_bits.may_dequantise:
         return "dequantise"
     raise PlanError(
         f"{device} has no product of int8 matrices (torch._int_mm), which the plan counts on",

@@ -190,7 +190,7 @@ class Forwards:
             linears,
             plan.coding,
             kernel=low_bits.product,
-            are_inputs_coded=low_bits.activations != "none",
+            are_inputs_coded=bool(low_bits.input_scales),
             is_beside=is_beside,
         )
 

@@ -21,6 +21,10 @@ KernelName = Literal["int_mm", "dequantise"]
 """What multiplies activations by codes: torch's product of int8 matrices, or a product with the weights made of the codes."""
 
 
+InputScales = Literal["", "token", "tensor"]
+"""What shares a scale of inputs."""
+
+
 class LowBits(Axis):
     """Blocks whose linear layers are kept as codes of few bits, and trained there (QuZO).
 
@@ -130,6 +134,16 @@ class LowBits(Axis):
     def product(self) -> KernelName:
         """What multiplies activations by codes."""
         return self.kernel or ("dequantise" if self.activations == "none" else "int_mm")
+
+    @property
+    def input_scales(self) -> InputScales:
+        """What shares a scale of the int8 inputs of coded linear layers; empty where inputs are as they come."""
+        return {"none": "", "int8-token": "token", "int8-tensor": "tensor"}[self.activations]  # type: ignore[return-value]
+
+    @property
+    def may_dequantise(self) -> bool:
+        """Whether weights may be made of codes where another kernel was counted on."""
+        return self.fallback or self.product == "dequantise"
 
     def words(self, plan: Plan) -> Iterator[str]:
         """Yield the formats and the kernel."""
