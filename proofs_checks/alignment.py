@@ -179,6 +179,33 @@ CLAIMS = (
             printed(
                 check_placements,
                 Mutant(
+                    "other seeds of steps", "executors.runs.records:_NUM_SEEDS", "1000000000", "999999999"
+                ),
+                Mutant(
+                    "one decay too many",
+                    "executors.models.parameters:_NO_DECAY",
+                    ", 'layer_norm', 'layernorm'",
+                    ",",
+                ),
+                Mutant(
+                    "counter blocks of 256 elements",
+                    "executors.randomness.counter:BLOCK_ELEMENTS",
+                    "'cpu': 16384",
+                    "'cpu': 256",
+                ),
+                Mutant(
+                    "one bit of a weight",
+                    "executors.steps.arithmetic:Sweeper.update",
+                    "self._sweep(theta, sweep, num_temporaries=2 if weight_decay else 1)",
+                    "self._sweep(theta, sweep, num_temporaries=2 if weight_decay else 1); theta[:1].mul_(1 + 2**-23)",
+                ),
+                Mutant(
+                    "the last micro-batch's loss not counted",
+                    "executors.steps.micro_batches:accumulated",
+                    "for loss, n in pairs:",
+                    "for loss, n in pairs[:-1]:",
+                ),
+                Mutant(
                     "every group starts from the seed",
                     "executors.steps.ops.draw:Draws._walked",
                     "generator.set_state(values[source[0]][0])",

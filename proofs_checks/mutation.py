@@ -1,12 +1,15 @@
 """Planted faults: one-line changes of shipped code, in force while a context lasts.
 
 A fault names a function and a piece of its source, and what to put in its place. The changed source is compiled and
-its code object put into the shipped function, so that every caller sees it, however it imported the function.
+its code object put into the shipped function, so that every caller sees it, however it imported the function. A
+fault of a constant names its module and its name, and replaces the value in every module that imported it.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -30,9 +33,9 @@ class Mutant:
     ----------
     name : str
     target : str
-        ``module:function`` or ``module:Class.method``.
+        ``module:function``, ``module:Class.method``, or ``module:CONSTANT``.
     old, new : str
-        Source text that stands exactly once in the target, and its replacement.
+        Source text that stands exactly once in the target, and its replacement; of a constant, text of its ``repr``.
     """
 
     name: str
@@ -53,10 +56,11 @@ class Mutant:
         MutantError
             If the target, or the text in it, does not exist (any more).
         """
-        return _swapped(_function(self.target), self)
+        shipped = _target(self.target)
+        return _swapped(shipped, self) if isinstance(shipped, FunctionType) else _replaced(shipped, self)
 
 
-def _function(target: str) -> FunctionType:
+def _target(target: str) -> Any:
     module, _, path = target.partition(":")
     try:
         owner: Any = import_module(module)
@@ -69,7 +73,25 @@ def _function(target: str) -> FunctionType:
     if isinstance(owner, property):
         owner = owner.fget
     owner = getattr(owner, "__func__", owner)
-    return inspect.unwrap(owner)  # type: ignore[no-any-return]
+    return inspect.unwrap(owner) if callable(owner) else owner
+
+
+@contextmanager
+def _replaced(value: Any, mutant: Mutant) -> Iterator[None]:
+    """Replace a constant wherever it was imported under its name."""
+    name = mutant.target.rpartition(":")[2]
+    written = repr(value)
+    if written.count(mutant.old) != 1:
+        raise _unfit(mutant, written.count(mutant.old))
+    changed = ast.literal_eval(written.replace(mutant.old, mutant.new))
+    importers = [module for module in list(sys.modules.values()) if module.__dict__.get(name) is value]
+    for module in importers:
+        setattr(module, name, changed)
+    try:
+        yield
+    finally:
+        for module in importers:
+            setattr(module, name, value)
 
 
 @contextmanager
@@ -82,14 +104,17 @@ def _swapped(function: FunctionType, mutant: Mutant) -> Iterator[None]:
         function.__code__ = code
 
 
+def _unfit(mutant: Mutant, count: int) -> MutantError:
+    return MutantError(
+        f"{mutant.target} contains `{mutant.old}` {count} times, the planted fault {mutant.name!r} needs exactly one",
+        hint="adapt the planted fault to the code as it is now",
+    )
+
+
 def _changed(function: FunctionType, mutant: Mutant) -> CodeType:
     source = textwrap.dedent(inspect.getsource(function))
     if source.count(mutant.old) != 1:
-        raise MutantError(
-            f"{mutant.target} contains `{mutant.old}` {source.count(mutant.old)} times, the planted fault "
-            f"{mutant.name!r} needs exactly one",
-            hint="adapt the planted fault to the code as it is now",
-        )
+        raise _unfit(mutant, source.count(mutant.old))
     lazy = "from __future__ import annotations\n"  # as every module here: annotations are not evaluated
     module = compile(lazy + source.replace(mutant.old, mutant.new), mutant.target, "exec", dont_inherit=True)
     codes = [

@@ -63,6 +63,17 @@ def test_a_planted_fault_lasts_as_long_as_its_context_and_reaches_every_importer
     assert gradient() == 1.0
 
 
+def test_a_fault_of_a_constant_reaches_whoever_imported_it_and_is_taken_back():
+    from executors.models import parameters
+
+    fault = Mutant("decays", "executors.models.parameters:_NO_DECAY", "'bias', ", "")
+    with fault.apply():
+        assert parameters.decays("fc1.bias")
+    assert not parameters.decays("fc1.bias")
+    with pytest.raises(MutantError), Mutant("gone", fault.target, "'no such'", "''").apply():
+        pass
+
+
 def test_a_fault_is_taken_back_after_an_error():
     with pytest.raises(KeyError), HALVED.apply():
         raise KeyError
