@@ -1,0 +1,1 @@
+"""Reading a proof against code: what a statement takes, what its lines use, and a case that runs."""
