@@ -135,6 +135,7 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
     with refusing(source, allow_download=allow_download), _silent_loading():
         config = _config_class(fields, where)
         with readable(where, ModelError):
+            _UsualSizes.model_validate(config)
             _UsualSizes.model_validate(config.get_text_config())
         return config
 
@@ -211,7 +212,7 @@ _NO_DESCRIPTION = {
 
 
 class _UsualSizes(BaseModel):
-    """Sizes of a model of any family, where it has them."""
+    """Sizes of a model of any family, where it has them, and what it is called."""
 
     model_config = ConfigDict(from_attributes=True, strict=True)
 
@@ -222,6 +223,7 @@ class _UsualSizes(BaseModel):
     num_key_value_heads: Extent | None = None
     vocab_size: Extent | None = None
     max_position_embeddings: Extent | None = None
+    architectures: list[str] | None = None
 
 
 def _refuse_too_large(source: str | Path, skeleton: nn.Module) -> None:

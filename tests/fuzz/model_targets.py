@@ -25,7 +25,7 @@ from tests.fuzz import seeds
 from tests.fuzz.cases import Case, Target
 from tests.fuzz.mutations import NUMBERS, STRINGS, mutated, mutated_bytes
 
-FAMILIES = ("opt", "opt-projected", "llama", "qwen3", "gpt2")
+FAMILIES = ("opt", "opt-projected", "llama", "qwen3", "gpt2", "roberta")
 OTHERS = {
     "gpt_neox": {"rotary_pct": 0.5},
     "gemma": {"head_dim": 16, "num_key_value_heads": 1},
@@ -110,7 +110,7 @@ def _saved(name: str, shard: str) -> dict[str, bytes]:
 
 def _weights() -> list[Case]:
     cases = []
-    for name in ("opt", "llama", "gpt2"):
+    for name in ("opt", "llama", "gpt2", "roberta"):
         for shard in ("1GB", "40KB"):
             files = _saved(name, shard)
             broken = {n: content for n, content in files.items() if "safetensors" in n}
@@ -277,6 +277,10 @@ def _text_lines(folder: Path) -> None:
     ).check()
 
 
+def _masked_lines(folder: Path) -> None:
+    open_dataset(folder / "data.jsonl", limits=Limits(96, 12, True), fills_masks=True).check()
+
+
 def _choice_lines(folder: Path) -> None:
     template = PromptTemplate("{text}: {label}")
     open_dataset(
@@ -366,6 +370,9 @@ def _checkpoints() -> list[Case]:
     return [Case({name: files[name]}, kept=seeds.model() | files)]
 
 
+MASKED_LINES = (
+    b'{"input_ids": [5, 4, 7], "labels": [-100, 6, -100]}\n{"input_ids": [4, 9], "labels": [8, -100]}\n'
+)
 MESSAGE_SHAPE = 4, 12
 """Which a receiver knows."""
 
@@ -421,6 +428,7 @@ MODEL_READERS: tuple[Target, ...] = (
     _folder_target("checkpoint", _checkpoints, _checkpoint, _mutated_weights, 20),
     _folder_target("message of a codec", _messages, _decoded, _mutated_message, 40),
     _folder_target("data of tokens", _files("data.jsonl", lambda: [seeds.data()]), _token_lines, mutated, 60),
+    _folder_target("data of masks", _files("data.jsonl", lambda: [MASKED_LINES]), _masked_lines, mutated, 20),
     _folder_target("data of text", _files("data.jsonl", lambda: [TEXT_LINES]), _text_lines, mutated, 60),
     _folder_target(
         "data of choices",
