@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, wraps
 from pathlib import Path
 from random import Random
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -62,6 +62,8 @@ def options_of(path: tuple[str, ...]) -> tuple[Option, ...]:
 
 def _plain(kind: Any) -> Any:
     """Return a type without the None, or the list, around it."""
+    if get_origin(kind) is Literal:
+        return kind
     inside = [part for part in get_args(kind) if part is not type(None)]
     return _plain(inside[0]) if inside else kind
 
@@ -106,6 +108,8 @@ def _value(generator: Random, kind: Any) -> str:
         return _word(generator)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return str(generator.choice(list(kind)).value)
+    if get_origin(kind) is Literal:
+        return str(generator.choice(get_args(kind)))
     if kind is int:
         return str(generator.choice(INTEGERS))
     return generator.choice(FLOATS) if kind is float else _word(generator)
@@ -252,12 +256,31 @@ COMMANDS: tuple[Target, ...] = (
         lambda: {"spec.json": seeds.model_spec(), "densities.json": seeds.densities()},
         quick=10,
     ),
+    command(
+        "plan (codes)",
+        "--model spec.json --hardware rtx4090-2x --batch 2 --seq 32 --weight-format int4 --allow-lossy",
+        lambda: {"spec.json": seeds.model_spec()},
+        quick=5,
+    ),
+    command(
+        "plan (adapters)",
+        "--model config.json --hardware rtx4090-2x --batch 2 --seq 32 --mesh data=2 "
+        "--weights adapters --direction lozo --tune linears",
+        lambda: {"config.json": seeds.config()},
+        quick=5,
+    ),
     command("lower", "plan.json -o program.json", lambda: {"plan.json": seeds.plan_of_ranks()}, quick=10),
     command(
         "lower (check)",
         "plan.json --check p.json",
         lambda: {"plan.json": seeds.plan(), "p.json": seeds.programs()},
         quick=10,
+    ),
+    command(
+        "simulate (codes)", "plan.json --trace t.json", lambda: {"plan.json": seeds.plan_of_codes()}, quick=5
+    ),
+    command(
+        "simulate (adapters)", "plan.json --json", lambda: {"plan.json": seeds.plan_of_adapters()}, quick=5
     ),
     command(
         "simulate",
@@ -293,6 +316,24 @@ COMMANDS: tuple[Target, ...] = (
         kept=seeds.model,
         stop=_few_steps_of_one_rank,
         quick=10,
+    ),
+    command(
+        "run (adapters)",
+        "--model model --data data.jsonl --steps 2 --batch 2 --out out --no-launch --no-tensorboard "
+        "--weights adapters --direction lozo --tune linears",
+        dict,
+        kept=_model_and_data,
+        stop=_few_steps_of_one_rank,
+        quick=5,
+    ),
+    command(
+        "run (codes)",
+        "--model model --data data.jsonl --steps 2 --batch 2 --out out --no-launch --no-tensorboard "
+        "--weight-format int8 --allow-lossy",
+        dict,
+        kept=_model_and_data,
+        stop=_few_steps_of_one_rank,
+        quick=5,
     ),
     command(
         "run (plan)",

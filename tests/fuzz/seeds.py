@@ -76,6 +76,11 @@ def model_spec() -> bytes:
     return spec_of_config(CONFIG, name="tiny").model_dump_json().encode()
 
 
+def config() -> bytes:
+    """A model's configuration."""
+    return json.dumps(CONFIG).encode()
+
+
 @functools.cache
 def plan(*options: str, name: str = "plan.json") -> bytes:
     """A plan of a small model on two GPUs."""
@@ -103,6 +108,20 @@ def plan_of_ranks() -> bytes:
 def plan_of_stages() -> bytes:
     """A plan of two stages with a codec."""
     return plan("--mesh", "stage=2", "--codec", "q4", "--allow-lossy", name="stages.json")
+
+
+def plan_of_codes() -> bytes:
+    """A plan of weights that are codes."""
+    codes = ("--weight-format", "int4", "--weight-scales", "group", "--weight-group", "16", "--allow-lossy")
+    return plan(*codes, name="codes.json")
+
+
+def plan_of_adapters() -> bytes:
+    """A plan whose points are adapters beside the linears."""
+    (folder() / "config.json").write_bytes(config())
+    adapters = ("--weights", "adapters", "--direction", "lozo", "--tune", "linears", "--mesh", "data=2")
+    shape = ("--hardware", PRESET, "--batch", 2, "--seq", 32)
+    return _made("adapters.json", "plan", "--model", folder() / "config.json", *shape, *adapters)
 
 
 def programs(of: bytes = b"", name: str = "program.json") -> bytes:

@@ -127,14 +127,25 @@ READERS: tuple[Target, ...] = (
     reader(
         "plan",
         "plan.json",
-        lambda: [seeds.plan(), seeds.plan_of_ranks(), seeds.plan_of_stages()],
+        lambda: [
+            seeds.plan(),
+            seeds.plan_of_ranks(),
+            seeds.plan_of_stages(),
+            seeds.plan_of_codes(),
+            seeds.plan_of_adapters(),
+        ],
         _plan,
         quick=15,
     ),
     reader(
         "programs",
         "program.json",
-        lambda: [seeds.programs(), seeds.programs(seeds.plan_of_ranks(), "sliced.json")],
+        lambda: [
+            seeds.programs(),
+            seeds.programs(seeds.plan_of_ranks(), "sliced.json"),
+            seeds.programs(seeds.plan_of_codes(), "of-codes.json"),
+            seeds.programs(seeds.plan_of_adapters(), "of-adapters.json"),
+        ],
         _programs,
         quick=20,
     ),
