@@ -193,6 +193,43 @@ def _run(
     return summary if is_first else {}
 
 
+def adapter(
+    directory: Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)],
+    model: Annotated[str, typer.Option(help="The base weights that it began from.", show_default=False)],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="Where the adapter goes, as PEFT reads it.", show_default=False),
+    ],
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps that it holds; by default all.", show_default=False)
+    ] = None,
+    max_rank: Annotated[
+        int | None,
+        typer.Option(min=1, help="Compact it where its rank would pass this.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Write what a run along directions of low rank did to its base as an adapter, from its log."""
+    from executors.runs.slots_of_run import write_adapter
+
+    with progress() as bar:
+        task = bar.add_task("adding up", total=None)
+        result = write_adapter(
+            directory,
+            model,
+            output,
+            num_steps=steps,
+            max_rank=max_rank,
+            on_step=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    emit(
+        result,
+        json=as_json,
+        text=f"{output} holds {result['num_steps']} steps beside {result['num_matrices']} "
+        f"matrices, of rank {result['rank']}; compacting left out at most {result['relative_error']:.2e} of any",
+    )
+
+
 def replay(
     directory: Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)],
     model: Annotated[str, typer.Option(help="The base weights that it began from.", show_default=False)],

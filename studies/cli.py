@@ -65,6 +65,7 @@ STUDIES = (
     Study("shaped", "a command in every rank of hosts joined by slow links (as root)"),
     Study("sparq", "what SparQ's printed communication volumes are consistent with"),
     Study("quzo", "the tables of QuZO made again, with an audit (a minute)"),
+    Study("zoinfer", "LoZO as a training loop and as one batch of scoring (minutes)"),
 )
 
 

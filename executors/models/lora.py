@@ -20,6 +20,8 @@ from topology.errors import ModelError
 
 _HOOK = "_zosim_lora_hook"
 
+PEFT_WEIGHTS = "adapter_model.safetensors"
+
 
 def attach_lora(model: nn.Module, lora: LoRA) -> None:
     """Freeze a model, and add ``α/r · B A x`` beside each linear of its blocks that `lora` names.
@@ -72,20 +74,33 @@ def save_adapters(model: nn.Module, directory: str | Path, dtype: str | None = N
     directory.mkdir(parents=True, exist_ok=True)
     carrying = [(name, module) for name, module, _, _ in block_linears(model) if hasattr(module, _HOOK)]
     rank = carrying[0][1].lora_A.weight.shape[0]
-    config = {
+    config = peft_config(
+        model,
+        rank=rank,
+        alpha=carrying[0][1].lora_scale * rank,
+        targets=sorted({name for name, _ in carrying}),
+        is_transposed=not isinstance(carrying[0][1], nn.Linear),
+    )
+    write_atomically(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
+    tensors = {f"base_model.model.{n}": p.detach() for n, p in model.named_parameters() if ".lora_" in n}
+    write_tensors(tensors, directory / PEFT_WEIGHTS, dtype)
+
+
+def peft_config(
+    model: nn.Module, *, rank: int, alpha: float, targets: list[str], is_transposed: bool
+) -> dict[str, Any]:
+    """Return what PEFT has to know of low-rank adapters beside the linears of a model that end in these names."""
+    return {
         "peft_type": "LORA",
         "task_type": None if fills_masks(model) else "CAUSAL_LM",
         "r": rank,
-        "lora_alpha": carrying[0][1].lora_scale * rank,
-        "target_modules": sorted({name for name, _ in carrying}),
+        "lora_alpha": alpha,
+        "target_modules": targets,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": not isinstance(carrying[0][1], nn.Linear),
+        "fan_in_fan_out": is_transposed,
         "base_model_name_or_path": getattr(model.config, "_name_or_path", None),
     }
-    write_atomically(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
-    tensors = {f"base_model.model.{n}": p.detach() for n, p in model.named_parameters() if ".lora_" in n}
-    write_tensors(tensors, directory / "adapter_model.safetensors", dtype)
 
 
 def _attach(

@@ -1,0 +1,206 @@
+"""An adapter of low rank that grows: updates as slots beside a frozen base, joined, compacted, and written as PEFT writes them.
+
+A slot is a product ``A·Bᵀ`` beside a matrix. Slots add up in any order; joined, their factors stand side by side in one
+pair, ``[A₁ A₂ …]·[B₁ B₂ …]ᵀ``. A probe is one more slot. Updates with one right factor are one slot, whose left factor is their sum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from executors.files import write_atomically
+from executors.models.lora import PEFT_WEIGHTS, block_linears, peft_config
+from executors.models.weight_files import write_tensors
+from topology.errors import ModelError
+
+
+@dataclass
+class Slots:
+    """What stands beside one matrix.
+
+    Attributes
+    ----------
+    lefts, rights : list of torch.Tensor
+        Factors ``A`` (rows, rank) and ``B`` (columns, rank) of each slot.
+    lost : float
+        Frobenius norm of all that compacting left out, at most: a sum over the times that it did.
+    """
+
+    lefts: list[Tensor] = field(default_factory=list)
+    rights: list[Tensor] = field(default_factory=list)
+    lost: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """Columns of the joined factors."""
+        return sum(left.shape[1] for left in self.lefts)
+
+    def add(self, left: Tensor, right: Tensor, factor: float) -> None:
+        """Add ``factor·A·Bᵀ``, to the slot whose right factor is this very tensor, or as a new one.
+
+        Sums of left factors are in float32 or wider.
+        """
+        left = left.to(torch.promote_types(left.dtype, torch.float32))
+        for slot, known in enumerate(self.rights):
+            if known is right:
+                self.lefts[slot].add_(left, alpha=factor)
+                return
+        self.lefts.append(left * factor)
+        self.rights.append(right)
+
+    def joined(self, probe: tuple[Tensor, Tensor, float] | None = None) -> tuple[Tensor, Tensor]:
+        """Return the factors of the sum of all slots, side by side.
+
+        Parameters
+        ----------
+        probe : tuple, optional
+            ``U``, ``V`` and what their product is multiplied by: the last slot, for as long as this is asked.
+        """
+        lefts, rights = list(self.lefts), list(self.rights)
+        if probe is not None:
+            left, right, scale = probe
+            lefts.append(left.to(lefts[0].dtype if lefts else left.dtype) * scale)
+            rights.append(right)
+        joined = torch.cat(lefts, 1)
+        return joined, torch.cat([right.to(joined.dtype) for right in rights], 1)
+
+    def compact(self, rank: int) -> None:
+        """Leave one slot of at most `rank`: the nearest matrix of that rank, by the singular values of the sum.
+
+        Notes
+        -----
+        ``A = Qₐ·Rₐ`` and ``B = Q_b·R_b``, so that ``A·Bᵀ = Qₐ·(Rₐ·R_bᵀ)·Q_bᵀ``, and only the small matrix in the middle is taken
+        apart. What is left out has the norm of the singular values left out.
+        """
+        if self.rank <= rank:
+            return
+        left, right = self.joined()
+        left_base, left_rest = torch.linalg.qr(left.double())
+        right_base, right_rest = torch.linalg.qr(right.double())
+        outer, values, inner = torch.linalg.svd(left_rest @ right_rest.T)
+        root = values[:rank].sqrt()
+        self.lost += float(values[rank:].norm())
+        self.lefts = [(left_base @ outer[:, :rank] * root).to(left.dtype)]
+        self.rights = [(right_base @ inner[:rank].T * root).to(left.dtype)]
+
+    def norm(self) -> float:
+        """Return the Frobenius norm of the sum of all slots."""
+        left, right = (factor.double() for factor in self.joined())
+        return float(((left.T @ left) * (right.T @ right)).sum().clamp(min=0).sqrt())
+
+
+@dataclass
+class AdapterState:
+    """Slots beside the linears of a base.
+
+    Attributes
+    ----------
+    slots : mapping of str to Slots
+        By the name of the weight.
+    max_rank : int or None
+        Slots are compacted where new ones would let their rank pass it.
+    """
+
+    slots: dict[str, Slots] = field(default_factory=dict)
+    max_rank: int | None = None
+
+    def add(self, name: str, left: Tensor, right: Tensor, factor: float) -> None:
+        """Add ``factor·A·Bᵀ`` beside the weight called `name`."""
+        self.slots.setdefault(name, Slots()).add(left, right, factor)
+
+    def close(self, next_rank: int) -> None:
+        """Compact slots that nothing will be added to, where others of `next_rank` together would let the rank pass the bound.
+
+        Raises
+        ------
+        ModelError
+            If these alone pass it.
+        """
+        if self.max_rank is None:
+            return
+        if next_rank >= self.max_rank:
+            raise ModelError(
+                f"a bound of {self.max_rank} leaves no rank for what has been learnt: updates between two draws of V have rank "
+                f"{next_rank}",
+                hint=f"use --max-rank {2 * next_rank} or more",
+            )
+        for slots in self.slots.values():
+            slots.compact(self.max_rank - next_rank)
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of any."""
+        return max((slots.rank for slots in self.slots.values()), default=0)
+
+    @property
+    def relative_error(self) -> float:
+        """What compacting has left out at most, as a share of the norm of what is there, of the worst matrix."""
+        return max((s.lost / norm for s in self.slots.values() if (norm := s.norm())), default=0.0)
+
+    def merge_into(self, model: nn.Module) -> None:
+        """Add the sums of slots to a model's weights."""
+        named = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, slots in self.slots.items():
+                left, right = slots.joined()
+                named[name].add_((left @ right.T).to(named[name].dtype))
+
+    def save(self, model: nn.Module, directory: str | Path, facts: Mapping[str, str]) -> None:
+        """Write the slots, joined, as PEFT reads an adapter.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            The base.
+        directory : path
+        facts : mapping
+            What the file of weights says about itself, such as the number of steps and the base.
+
+        Raises
+        ------
+        ModelError
+            If a weight that has slots is no linear's.
+        """
+        directory = Path(directory)
+        kinds = dict(_linears_by_weight(model))
+        strange = [name for name in self.slots if name not in kinds]
+        if strange or not self.slots:
+            raise ModelError(
+                f"{strange[0]} is no weight of a linear layer of a block, and an adapter cannot stand beside it"
+                if strange
+                else "nothing has been updated, and an adapter needs a rank"
+            )
+        tensors: dict[str, Tensor] = {}
+        for name, slots in self.slots.items():
+            left, right = slots.joined()
+            missing = self.rank - left.shape[1]  # PEFT gives all of them one rank
+            left, right = (nn.functional.pad(factor, (0, missing)) for factor in (left, right))
+            inner, outer = (right, left) if kinds[name] is nn.Linear else (left, right)
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = inner.T.contiguous()
+            tensors[f"{module}.lora_B.weight"] = outer.contiguous()
+        config = peft_config(
+            model,
+            rank=self.rank,
+            alpha=float(self.rank),
+            targets=sorted({name.split(".")[-2] for name in self.slots}),
+            is_transposed=nn.Linear not in {kinds[name] for name in self.slots},
+        )
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
+        write_tensors(tensors, directory / PEFT_WEIGHTS, metadata=dict(facts))
+
+
+def _linears_by_weight(model: nn.Module) -> Sequence[tuple[str, Any]]:
+    weights = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        (weights[id(module.weight)], nn.Linear if isinstance(module, nn.Linear) else type(module))
+        for _, module, _, _ in block_linears(model)
+    ]

@@ -1,0 +1,175 @@
+"""A run's updates as an adapter, made of its log: no forward runs, and no weight is read but for its shape.
+
+A step along ``U·Vᵀ`` adds ``-η·g·U·Vᵀ`` to a matrix. While ``V`` stays, the left factors add up; before it is drawn anew, its slot is closed. Slots hold
+sums in float32 or wider that the run rounded to its weights step by step: they are nearer to what the steps said than the run's own weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, nn
+
+from costmodel.distributions import DISTRIBUTIONS
+from executors.formats import TORCH_DTYPES
+from executors.models.model import CutModel
+from executors.models.slots import AdapterState
+from executors.randomness.counter import CounterKey
+from executors.randomness.low_rank import FactorDraws, Factors, Window, divisor_of
+from executors.runs.adapters import recorded_adapters
+from executors.runs.history import History, read_history
+from executors.runs.records import StepRecord
+from executors.runs.replay import check_base, load_base
+from executors.steps.preparing import prepare
+from topology.errors import RunError
+from zosim.lowering.directions import walk_order
+from zosim.plans import Plan
+
+OnStep = Callable[[int, int], None]
+"""Called with the number of steps done, and how many there are to do."""
+
+
+def write_adapter(
+    directory: str | Path,
+    base: str | Path,
+    out: str | Path,
+    *,
+    num_steps: int | None = None,
+    max_rank: int | None = None,
+    on_step: OnStep = lambda _done, _all: None,
+) -> dict[str, Any]:
+    """Write what a run's first steps did to its base as an adapter that PEFT reads.
+
+    Parameters
+    ----------
+    directory : path
+        Of the run.
+    base : path
+        The weights that it began from.
+    out : path
+        A directory of its own for each number of steps is a version that can be gone back to.
+    num_steps : int, optional
+        By default all that were logged.
+    max_rank : int, optional
+        Slots are compacted where their rank would pass it.
+    on_step : callable
+
+    Returns
+    -------
+    dict
+        ``num_steps``, ``num_matrices``, ``rank``, and ``relative_error``, the most that compacting may have left out.
+
+    Raises
+    ------
+    RunError
+        If the run's updates are no products of factors beside linears, or `base` is not what it began from.
+    """
+    history = read_history(directory)
+    wanted = history.num_steps if num_steps is None else num_steps
+    if not 0 < wanted <= history.num_steps:
+        raise RunError(f"{directory} has {history.num_steps} steps, and {wanted} make no adapter")
+    _refuse_other(history)
+    model = load_base(str(base), history.plan, adapters=recorded_adapters(history.settings))
+    check_base(history, model, base)
+    state = AdapterState(max_rank=max_rank)
+    updates = _Updates(history.plan, model)
+    for record in history.records[:wanted]:
+        updates.add_to(state, record, history.records)
+        on_step(record.step + 1, wanted)
+    error = state.relative_error
+    facts = {
+        "num_steps": str(wanted),
+        "base_digest": str(history.header["base_digest"]),
+        "history_digest": history.digest(wanted),
+        "relative_error": repr(error),
+    }
+    state.save(model, out, facts)
+    return {
+        "num_steps": wanted,
+        "num_matrices": len(state.slots),
+        "rank": state.rank,
+        "relative_error": error,
+    }
+
+
+def _refuse_other(history: History) -> None:
+    """Raise unless all that a run did is a sum of products of factors.
+
+    Raises
+    ------
+    RunError
+    """
+    plan, where = history.plan, history.directory
+    if plan.directions.rank is None:
+        message = f"{where} went along {plan.directions.distribution} directions, which are no adapters"
+        raise RunError(message, hint="runs with --direction lozo or factorised are")
+    if recorded_adapters(history.settings) != "linears":
+        raise RunError(
+            f"{where} tuned more than the linear layers of its blocks, beside which adapters stand",
+            hint="runs with --tune linears have an adapter",
+        )
+    if history.header["weight_decay"]:
+        raise RunError(
+            f"{where} decayed its weights by {history.header['weight_decay']}, which is no update of low rank",
+            hint="run without --weight-decay",
+        )
+
+
+class _Updates:
+    """Draws a run's factors again, as its program did."""
+
+    def __init__(self, plan: Plan, model: nn.Module) -> None:
+        prepare(model, plan, torch.device("cpu"))
+        cut = CutModel(model)
+        self._plan = plan
+        self._distribution = DISTRIBUTIONS[plan.directions.distribution]
+        tuned = [tensor for tensor in cut.tensors if tensor.trainable]
+        self._names = [tensor.name for tensor in tuned]
+        self._groups = {
+            group.name: [tensor.index for tensor in cut.tensors_of(group.name) if tensor.trainable]
+            for group in cut.groups
+            if group.num_trainable
+        }
+        self._order = [group.name for group in walk_order(plan)]
+        assert plan.directions.rank is not None
+        self._rank = plan.directions.rank
+        self._draws = FactorDraws(
+            [tensor.shape for tensor in tuned],
+            self._groups,
+            lambda _query: self._order,
+            self._rank,
+            torch.device("cpu"),
+            TORCH_DTYPES[plan.weights.dtype],
+        )
+
+    def add_to(self, state: AdapterState, record: StepRecord, records: tuple[StepRecord, ...]) -> None:
+        """Add the updates of one step."""
+        lazy_steps, num_queries = self._plan.directions.lazy_steps or 1, self._plan.estimator.num_queries
+        first = record.step - record.step % lazy_steps
+        window = Window(first, tuple(records[first].seeds))
+        if record.step == first:
+            state.close(self._rank * num_queries)
+        divisor = divisor_of(self._rank, self._distribution.rank_power + self._distribution.update_rank_power)
+        for query, gradient in enumerate(record.projected_gradients):
+            factor = -record.learning_rate * gradient / num_queries / divisor
+            for group, factors in self._factors(record, query, window).items():
+                for index, left, right in zip(
+                    self._groups[group], factors.lefts, factors.rights, strict=True
+                ):
+                    assert right is not None
+                    state.add(self._names[index], left, right, factor)
+
+    def _factors(self, record: StepRecord, query: int, window: Window) -> Mapping[str, Factors]:
+        draws, seed, step = self._draws, record.seeds[query], record.step
+        if self._plan.directions.rng == "counter":
+            key = CounterKey.of(seed, step, query)
+            return {group: draws.counted(group, query, key, window) for group in self._order}
+        generator = Generator()
+        generator.manual_seed(seed)
+        walked = {g: draws.walked(g, query, step, window, generator) for g in self._order}
+        if self._distribution.is_redrawn and step == window.first:
+            return {group: draws.redrawn(group, query, seed, window) for group in self._order}
+        return walked

@@ -1,0 +1,145 @@
+"""Updates as slots of one adapter: their algebra, what compacting loses, and a run's log as an adapter."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from executors.models.slots import AdapterState, Slots
+from executors.runs.slots_of_run import write_adapter
+from tests.support.command import loaded, saved_lines, saved_model, zosim
+from topology.errors import ModelError, RunError
+
+STEPS = 7
+
+
+def factors(generator, rank=2):
+    return (torch.randn(side, rank, dtype=torch.float64, generator=generator) for side in (9, 7))
+
+
+def slots_of(num, generator):
+    slots = Slots()
+    for _ in range(num):
+        slots.add(*factors(generator), 0.5)
+    return slots
+
+
+def test_slots_add_up_in_any_order_and_a_probe_is_one_more():
+    generator = torch.Generator().manual_seed(0)
+    slots, (left, right) = slots_of(3, generator), factors(generator)
+    whole = sum(a @ b.T for a, b in zip(slots.lefts, slots.rights, strict=True))
+    turned = Slots(slots.lefts[::-1], slots.rights[::-1])
+    for one in (slots, turned):
+        a, b = one.joined((left, right, -1e-3))
+        assert torch.allclose(a @ b.T, whole - 1e-3 * left @ right.T, rtol=0, atol=1e-12)
+    assert slots.rank == 6  # the probe has left no trace
+
+
+def test_updates_with_one_right_factor_are_one_slot():
+    generator = torch.Generator().manual_seed(0)
+    slots, (left, right) = Slots(), factors(generator)
+    other, _ = factors(generator)
+    slots.add(left, right, 2.0)
+    slots.add(other, right, -1.0)
+    assert (slots.rank, len(slots.lefts)) == (2, 1)
+    assert torch.allclose(slots.lefts[0], 2 * left - other)
+
+
+def test_compacting_loses_what_it_says_and_no_more_than_any_matrix_of_that_rank():
+    generator = torch.Generator().manual_seed(0)
+    slots = slots_of(3, generator)
+    before = torch.matmul(*(f if i == 0 else f.T for i, f in enumerate(slots.joined())))
+    slots.compact(4)
+    left, right = slots.joined()
+    lost = torch.linalg.matrix_norm(before - left @ right.T)
+    assert slots.rank == 4
+    assert slots.lost == pytest.approx(lost.item(), rel=1e-9)
+    assert slots.lost == pytest.approx(torch.linalg.svdvals(before)[4:].norm().item(), rel=1e-9)
+    assert slots.norm() == pytest.approx(torch.linalg.matrix_norm(left @ right.T).item(), rel=1e-9)
+
+
+def test_a_bound_that_holds_nothing_but_the_present_window_is_refused():
+    state = AdapterState(max_rank=2)
+    with pytest.raises(ModelError, match="--max-rank 4"):
+        state.close(2)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    saved_lines(folder / "data.jsonl")
+    return saved_model("opt", folder), folder / "data.jsonl"
+
+
+def trained(inputs, out, *more, steps=STEPS):
+    model, data = inputs
+    command = [
+        "run", "--model", model, "--data", data, "--steps", steps, "--batch", 3, "--no-launch", "--no-tensorboard",
+        "--lr", 1e-2, "--lazy-steps", 3, "--out", out, *more,
+    ]  # fmt: skip
+    assert zosim(*command) == 0
+    return out
+
+
+def applied(model, folder):
+    """The base with the adapter of a folder, as PEFT's formula has it."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in {name.rpartition(".lora_")[0] for name in tensors}:
+            product = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+            named[name.removeprefix("base_model.model.") + ".weight"] += product * (
+                config["lora_alpha"] / config["r"]
+            )
+    return model
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--direction", "lozo", "--weights", "adapters", "--residency", "offloaded"),
+        ("--direction", "factorised", "--rng", "counter", "--queries", 2),
+        ("--direction", "lozo-released", "--direction-rank", 3),
+    ],
+    ids=["adapters", "counter", "released"],
+)
+def test_the_adapter_of_a_log_is_what_the_run_did(inputs, tmp_path, more):
+    out = trained(inputs, tmp_path / "run", "--tune", "linears", *more)
+    result = write_adapter(out, inputs[0], tmp_path / "adapter")
+    merged, tuned = applied(loaded(inputs[0]), tmp_path / "adapter"), loaded(out)
+    for (name, parameter), same in zip(merged.named_parameters(), tuned.parameters(), strict=True):
+        # Each of seven steps is rounded to a weight's 24 bits.
+        assert torch.allclose(parameter, same, rtol=1e-6, atol=1e-6), name
+    assert (result["num_steps"], result["num_matrices"]) == (STEPS, 18)
+    assert result["relative_error"] == 0
+
+
+def test_versions_stand_beside_each_other_and_are_compacted(inputs, tmp_path):
+    flags = ("--tune", "linears", "--direction", "lozo")
+    out = trained(inputs, tmp_path / "run", *flags)
+    assert zosim("adapter", out, "--model", inputs[0], "--steps", 4, "-o", tmp_path / "4") == 0
+    shorter = trained(inputs, tmp_path / "shorter", *flags, steps=4)
+    for parameter, same in zip(
+        applied(loaded(inputs[0]), tmp_path / "4").parameters(), loaded(shorter).parameters(), strict=True
+    ):
+        assert torch.allclose(parameter, same, rtol=1e-6, atol=1e-6)
+    result = write_adapter(out, inputs[0], tmp_path / "small", max_rank=4)
+    assert result["rank"] == 4
+    assert 0 < result["relative_error"] < 1
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--direction", "lozo"), "more than the linear layers"),
+        (("--direction", "lozo", "--tune", "linears", "--weight-decay", 0.1), "decayed its weights"),
+    ],
+)
+def test_what_is_no_adapter_is_refused(inputs, tmp_path, more, says):
+    out = trained(inputs, tmp_path / "run", *more, steps=1)
+    with pytest.raises(RunError, match=says):
+        write_adapter(out, inputs[0], tmp_path / "adapter")
