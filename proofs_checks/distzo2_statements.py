@@ -361,6 +361,36 @@ def check_pair_speedup(context: Context) -> Outcome:
     return everything_holds(parts)
 
 
+def literal_step(
+    weights: Sequence[Fraction], z: Sequence[Fraction], rate: Fraction, epsilon: Fraction
+) -> list[Fraction]:
+    """Return a step of algorithm 1 on ``Σw³/3``, line by line, in rationals."""
+    now = [w + epsilon * u for w, u in zip(weights, z, strict=True)]
+    plus = sum(w**3 for w in now) / Fraction(3)
+    now = [w - 2 * epsilon * u for w, u in zip(now, z, strict=True)]
+    minus = sum(w**3 for w in now) / Fraction(3)
+    now = [w + epsilon * u for w, u in zip(now, z, strict=True)]
+    g = (plus - minus) / (2 * epsilon)
+    return [w - rate * g * u for w, u in zip(now, z, strict=True)]
+
+
+def check_algorithm_1(context: Context) -> Outcome:
+    """Compare a step of algorithm 1 with equations 1 and 2, in rationals, and the shipped sweep with a literal loop."""
+    weights, z = [Fraction(3, 8), Fraction(-5, 7)], [Fraction(2, 5), Fraction(9, 4)]
+    rate, epsilon = Fraction(1, 10), Fraction(1, 50)
+    losses = [
+        sum((w + sign * epsilon * u) ** 3 for w, u in zip(weights, z, strict=True)) / 3 for sign in (1, -1)
+    ]
+    g = (losses[0] - losses[1]) / (2 * epsilon)
+    wanted = [w - rate * g * u for w, u in zip(weights, z, strict=True)]
+    return everything_holds(
+        {
+            "rationals": is_true(literal_step(weights, z, rate, epsilon) == wanted, what="θ - ηgz"),
+            "shipped, swept": _differences(Case(traversal="sweep", num_steps=2), context.seed),
+        }
+    )
+
+
 _NO_RESTORE = Mutant(
     "no way back from a perturbed copy",
     "executors.steps.arithmetic:Sweeper.perturb",
@@ -598,6 +628,33 @@ CLAIMS = (
             ),
         ),
         derivation="distzo2-pertp.md#speedup",
+    ),
+    Claim(
+        name="distzo2-algorithm-1-is-its-equations",
+        paper="distzo2",
+        where=("Alg. 1", "Eq. 2"),
+        quotation="θ = θ - ηgz, where η is the learning rate ... Reset RNG with seed s; θ ← UpdateParameters(θ, g)",
+        statement="Lines 3 to 12 make (1) and (2) in exact arithmetic; in floating point they leave the drift of three additions (restore-drift), as the shipped sweep does, bit for bit. The batch has to be sampled by another generator than the one that line 2 seeds.",
+        hypotheses="rationals; the shipped executor against a literal loop",
+        checks=(
+            printed(
+                check_algorithm_1,
+                _DIFFERENCE,
+                Mutant(
+                    "no way back from a perturbed copy",
+                    "executors.steps.arithmetic:Sweeper.perturb_scaled",
+                    "alpha=scale",
+                    "alpha=(scale if scale > 0 else -1)",
+                ),
+                Mutant(
+                    "a second point at -ε of the first",
+                    "proofs_checks.distzo2_statements:literal_step",
+                    "w - 2 * epsilon * u",
+                    "w - epsilon * u",
+                ),
+            ),
+        ),
+        derivation="zo2-algorithm-3.md",
     ),
     *DISTZO2_COPIES,
 )

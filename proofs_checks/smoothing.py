@@ -453,7 +453,7 @@ CLAIMS = (
     Claim(
         name="sparq-both-differences-are-biased",
         paper="sparq",
-        where=("Sec. 2.2", "Sec. 3", "App. C.2", "Eq. 7"),
+        where=("Sec. 2.2", "App. C.2"),
         quotation="Eq. (3) represents a biased forward difference approach. We distribute the content about unbiased central difference approach to Sec. C.2.",
         statement="E[g·u] = ∇f_μ for the forward and for the central difference alike, u ~ N(0, I): both are biased by ∇f_μ - ∇f, of order μ² for a quartic, and both are unbiased for f_μ. They differ in g itself, by O(μ) against O(μ²), and in what they cost.",
         hypotheses="f = Σx⁴/4, for which f_μ is known; Gauss-Hermite nodes through the shipped arithmetic, exact",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,6 +15,7 @@ from executors.codecs.fidelity import received, relative_error
 from executors.randomness.rng import generator_on
 from proofs_checks.claims import Claim, conditioned, corrected, counterexample, printed, reading
 from proofs_checks.exact import at_most, equal, exceeds, is_true, normal_nodes, shipped_estimate
+from proofs_checks.executed import Case, differences
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.statistics import fitted_slope
@@ -59,6 +62,18 @@ def check_one_direction(_context: Context) -> Outcome:
     nodes, weights = normal_nodes(4, 3)
     mean = _mean_over(torch.from_numpy(nodes), weights.tolist())
     return equal(mean, _SLOPES, what="E[ĝ·u]", tolerance=1e-7)
+
+
+# -- equations 1 to 9: the loss of two nodes is the loss -----------------------------------------------------------------
+
+
+def check_split_evaluations(difference: str, context: Context) -> Outcome:
+    """Compare two shipped nodes that pass activations on with a literal loop over the whole model, with one difference."""
+    unlike = differences(
+        Case(cuts=("block.1",), traversal="sweep", difference=difference, num_queries=2, num_steps=1),
+        context.seed,
+    )
+    return is_true(not unlike, what=f"{difference}: {unlike[:3] or 'no bit differs'}")
 
 
 # -- assumption 4 -----------------------------------------------------------------------------------------------------
@@ -278,6 +293,18 @@ _FORWARD_HALVED = Mutant(
     "(2 * epsilon if central else epsilon)",
     "(2 * epsilon)",
 )
+_CENTRAL_DOUBLED = Mutant(
+    "a central difference divided by ε",
+    "executors.steps.arithmetic:projected_gradient",
+    "(2 * epsilon if central else epsilon)",
+    "epsilon",
+)
+_FORGETS = Mutant(
+    "queries summed, not averaged",
+    "executors.steps.ops.sweep:Sweeps.update",
+    "/ self.num_queries",
+    "/ 1",
+)
 _PLACES = Mutant(
     "places of one bit less",
     "costmodel.codecs:index_bits",
@@ -300,6 +327,26 @@ CLAIMS = (
         amendment="Node i draws what a single device draws for its parameters.",
         breaks="E[u⁽¹⁾u⁽²⁾ᵀ] = I, not 0, while the proof writes u_t = col[u⁽¹⁾, u⁽²⁾] ~ N(0, I).",
         consequence="A literal implementation descends along mixed gradients; the shipped stages draw one direction between them (stages-draw-independently).",
+        derivation="sparq-algorithm-1.md",
+    ),
+    Claim(
+        name="sparq-split-loss-is-the-loss",
+        paper="sparq",
+        where=("Eq. 1", "Eq. 2", "Eq. 4", "Eq. 5"),
+        quotation="g_{i,t} = (F(a⁺_{i,t}; x⁽²⁾ + μu⁽²⁾) - F(a_{i,t}; x⁽²⁾))/μ, a⁺ = S₁(ξ; x⁽¹⁾ + μu⁽¹⁾), a = S₁(ξ; x⁽¹⁾)",
+        statement="f = F∘S₂∘S₁: evaluated on two nodes with activations passed on, the forward difference of P queries is that of the whole model, to the bit.",
+        hypotheses="no codec; two queries; two shipped nodes against a literal loop on one device",
+        checks=(printed(partial(check_split_evaluations, "forward"), _FORWARD_HALVED, _FORGETS),),
+        derivation="sparq-algorithm-1.md",
+    ),
+    Claim(
+        name="sparq-split-central-difference",
+        paper="sparq",
+        where=("Eq. 7", "Eq. 8", "Eq. 9"),
+        quotation="g_{i,t} = (F(a⁺; x⁽²⁾ + μu⁽²⁾) - F(a⁻; x⁽²⁾ - μu⁽²⁾))/2μ",
+        statement="With activations at both signs passed on, the central difference of P queries is that of the whole model, to the bit.",
+        hypotheses="no codec; two queries; two shipped nodes against a literal loop on one device",
+        checks=(printed(partial(check_split_evaluations, "central"), _CENTRAL_DOUBLED, _FORGETS),),
         derivation="sparq-algorithm-1.md",
     ),
     Claim(

@@ -264,6 +264,70 @@ def check_young_on_the_mean(context: Context) -> Outcome:
     )
 
 
+# -- (21) to (31) -----------------------------------------------------------------------------------------------------
+
+
+def step_from(x: Array, g: float, coded: float, rate: float, u: Array, *, virtual: bool) -> Array:
+    """Return ``x_{t+1}``: (22) with the scalar that crossed the codec, or (26) with the virtual one and their difference."""
+    if virtual:
+        return np.asarray(x - rate * g * u + rate * (g - coded) * u)
+    return np.asarray(x - rate * coded * u)
+
+
+def check_virtual_steps(context: Context) -> Outcome:
+    """Compare (26) and (27) with (21) and (22), and (28) with the line before it, for random vectors."""
+    generator = np.random.default_rng(context.seed)
+    off, largest = 0.0, 0.0
+    for _ in range(300):
+        x, u, ahead = generator.normal(size=(3, 4))
+        g, coded, rate, split = generator.uniform(0.1, 3, size=4)
+        literal = step_from(x, g, coded, rate, u, virtual=False)
+        off = max(off, float(np.abs(literal - step_from(x, g, coded, rate, u, virtual=True)).max()))
+        cross = rate * float(ahead @ ((g - coded) * u))
+        largest = max(largest, cross / (rate * young(ahead, (g - coded) * u, split)))
+    return everything_holds(
+        {
+            "(26) is (22)": is_true(off < 1e-12, what=f"off by {off:.1e} at most of 300"),
+            "(28): Young's inequality on the cross term": at_most(
+                largest, 1.0, what="cross term over its bound"
+            ),
+        }
+    )
+
+
+def check_hatless_step(context: Context) -> Outcome:
+    """Show that (23), whose scalar lacks its hat, is another step than (22) where a codec changes the scalar."""
+    generator = np.random.default_rng(context.seed)
+    x, u = generator.normal(size=(2, 4))
+    coded = step_from(x, 1.3, 0.9, 0.1, u, virtual=False)
+    hatless = x - 0.1 * 1.3 * u
+    return equal(
+        torch.from_numpy(hatless - coded), torch.from_numpy(-0.1 * (1.3 - 0.9) * u), what="(23) - (22) = -ηΔu"
+    )
+
+
+def right_31(first: Fraction, last: Fraction, gained: Fraction) -> Fraction:
+    """Return the right side of (31): ``f_μ(x_0) - f_μ(x_T)`` and the sums of what (30) has beside it."""
+    return first - last + gained
+
+
+def check_telescope(context: Context) -> Outcome:
+    """Compare the sum of (30) over steps with (31), for a sequence that meets every (30) with equality, in rationals."""
+    generator = np.random.default_rng(context.seed)
+    rate, split, smoothness = Fraction(1, 9), Fraction(3, 2), Fraction(5, 3)
+    value, left, right = Fraction(40), Fraction(0), Fraction(0)
+    first = value
+    for _ in range(20):
+        squares = [Fraction(int(n), 7) for n in generator.integers(0, 20, size=3)]
+        left += rate * (1 - 1 / (2 * split)) * squares[0]
+        gained = rate * split / 2 * squares[1] + smoothness * rate**2 * squares[2]
+        right += gained
+        value += gained - rate * (1 - 1 / (2 * split)) * squares[0]
+    return is_true(
+        left == right_31(first, value, right), what="ΣE‖∇f_μ‖² against f_μ(x_0) - f_μ(x_T) and the rest"
+    )
+
+
 # -- (32) -------------------------------------------------------------------------------------------------------------
 
 
@@ -635,9 +699,87 @@ CLAIMS = (
         derivation="sparq-theorem-1.md#24",
     ),
     Claim(
+        name="sparq-eq-21-to-28",
+        paper="sparq",
+        where=("Eq. 21", "Eq. 22", "Eq. 25", "Eq. 26", "Eq. 27", "Eq. 28"),
+        quotation="x_{t+1} = x_t - ηg_μ·u_t + ηΔ_μ·u_t, Δ_μ := g_μ - ĝ_μ",
+        statement="With Δ = g - ĝ the step along ĝ is the virtual step and ηΔu; (28) is Young's inequality on the cross term, and L for L/2 before the square.",
+        hypotheses="random vectors, any scalars",
+        checks=(
+            printed(
+                check_virtual_steps,
+                Mutant(
+                    "a difference of the other sign",
+                    "proofs_checks.sparq_theorems:step_from",
+                    "rate * (g - coded) * u",
+                    "rate * (coded - g) * u",
+                ),
+                Mutant(
+                    "Young's second term too small",
+                    "proofs_checks.sparq_theorems:young",
+                    "split * float(second @ second) / 2",
+                    "0.2 * split * float(second @ second) / 2",
+                ),
+            ),
+        ),
+        derivation="sparq-theorem-1.md#28-to-29",
+    ),
+    Claim(
+        name="sparq-eq-23-hat",
+        paper="sparq",
+        where=("Eq. 23",),
+        quotation="x_{t+1} = x_t - η·g_μ(x_t, ξ_t, u_t)·u_t",
+        statement="The step is along ĝ_μ, as (21), (22) and (26) have it: with g_μ, which (24) defines without compression, it is off by ηΔu.",
+        hypotheses="any scalars that a codec changes",
+        checks=(
+            corrected(
+                check_virtual_steps,
+                Mutant(
+                    "a difference of the other sign",
+                    "proofs_checks.sparq_theorems:step_from",
+                    "rate * (g - coded) * u",
+                    "rate * (coded - g) * u",
+                ),
+            ),
+            counterexample(
+                check_hatless_step,
+                Mutant(
+                    "a step along g",
+                    "proofs_checks.sparq_theorems:step_from",
+                    "x - rate * coded * u",
+                    "x - rate * g * u",
+                ),
+            ),
+        ),
+        amendment="ĝ_μ for g_μ.",
+        breaks="A hat is lost between two lines.",
+        consequence="None: algorithms use what arrived.",
+        derivation="sparq-theorem-1.md#24",
+    ),
+    Claim(
+        name="sparq-eq-30-31-sum",
+        paper="sparq",
+        where=("Eq. 30", "Eq. 31"),
+        quotation="Then, we sum up all (30) for all t = 0, ..., T - 1",
+        statement="(30) rearranges (29), and its sum telescopes to f_μ(x_0) - f_μ(x_T).",
+        hypotheses="(29); the mean of f_μ(x_T) in (31); rationals",
+        checks=(
+            printed(
+                check_telescope,
+                Mutant(
+                    "the last value forgotten",
+                    "proofs_checks.sparq_theorems:right_31",
+                    "first - last",
+                    "first",
+                ),
+            ),
+        ),
+        derivation="sparq-theorem-1.md#28-to-29",
+    ),
+    Claim(
         name="sparq-eq-29-mean-of-the-difference",
         paper="sparq",
-        where=("Eq. 28", "Eq. 29"),
+        where=("Eq. 29",),
         quotation="(ηε/2)E‖G_μ - Ĝ_μ‖² = (ηε/2)E‖∇f_μ(x_t) - ∇f̂_μ(x_t)‖²",
         statement="E‖G - Ĝ‖² is not ‖E[G - Ĝ]‖² but larger, d + 2 times where f - f̂ is linear: the lines between (28) and (29) are not equal. (29) itself follows if Young's inequality is applied to the mean E[Δu].",
         hypotheses="normal u; f - f̂ linear, Gauss-Hermite nodes, exact",
@@ -685,7 +827,7 @@ CLAIMS = (
     Claim(
         name="sparq-eq-34-needs-a-smooth-compressor",
         paper="sparq",
-        where=("Eq. 33", "Eq. 34", "Eq. 35"),
+        where=("Eq. 34",),
         quotation="We apply (15) on the first term and the third term of (33).",
         statement="‖∇f̂ - ∇f̂_μ‖² <= μ²L²(d + 3)³/4 where f̂ has an L-Lipschitz gradient. Through rounded activations it has none: at a border between codes ∇f̂_μ grows as 1/μ.",
         hypotheses="assumptions 3 to 5; two activations behind the shipped codec, 4 bits to the nearest, κ < 1",
@@ -709,7 +851,7 @@ CLAIMS = (
     Claim(
         name="sparq-eq-36-to-39",
         paper="sparq",
-        where=("Eq. 36", "Eq. 37", "Eq. 38", "Eq. 39"),
+        where=("Eq. 33", "Eq. 35", "Eq. 36", "Eq. 37", "Eq. 38", "Eq. 39"),
         quotation="By using (19) and re-arranging (38), we get (39)",
         statement="Given (30), (35), (16) for f̂, (18) and (19), lines (36) to (39) follow, term by term.",
         hypotheses="(30) and (35); (16) and the noise bound of f also for f̂",
@@ -861,7 +1003,7 @@ CLAIMS = (
     Claim(
         name="sparq-theorem-2-bound",
         paper="sparq",
-        where=("Thm. 2", "Asm. 6"),
+        where=("Thm. 2",),
         quotation="(1/T)ΣE‖∇f(x_t)‖² ≤ 8(f(x₀) - f(x*))/Tη + ... + 12Mκ²L²_SΨ + 4Lη(μ²L²(d + 6)³ + 4(d + 4)(4Mκ²L²_SΨ + σ²))",
         statement="A chain of three nodes that starts where f̂ is lowest stays there with ‖∇f‖² near 3, and the bound is below 0.8 after 20,000 steps. Beside lemma 5, the algebra of theorem 1 with 2Mκ²L_S²Ψ for its B gives 24Mκ²L_S²Ψ, where 12 is printed.",
         hypotheses="assumptions 1, 3, 5 and 6 as printed, 2 for first-order gradients with σ = 0; η = 1/(32(d + 4)L)",
