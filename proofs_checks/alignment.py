@@ -38,8 +38,12 @@ CASES = (
     ),
     Case(dtype="bfloat16", difference="forward", update="delayed", resumed_at=1, num_steps=3),
     Case(num_micro_batches=2, perturbation="copies"),
+    Case(distribution="lozo", rank=2, lazy_steps=2, num_steps=3, update="delayed"),
+    Case(
+        distribution="factorised", rank=3, rng="counter", num_queries=2, blocks="offloaded", update="delayed"
+    ),
 )
-"""Swept, in one slot, drawn ahead, half precision resumed, and in micro-batches: each a way of its own through the executor."""
+"""Swept, in one slot, drawn ahead, half precision resumed, in micro-batches, of low rank: each a way of its own through the executor."""
 
 
 def check_placements(context: Context) -> Outcome:
@@ -200,6 +204,18 @@ CLAIMS = (
                     "self._sweep(theta, sweep, num_temporaries=2 if weight_decay else 1); theta[:1].mul_(1 + 2**-23)",
                 ),
                 Mutant(
+                    "a right factor that is drawn anew in every step",
+                    "executors.randomness.low_rank:FactorDraws.walked",
+                    "opens = step == window.first",
+                    "opens = True",
+                ),
+                Mutant(
+                    "low rank updates without 1/r",
+                    "executors.randomness.low_rank:divisor_of",
+                    "float(rank) ** -rank_power",
+                    "1.0",
+                ),
+                Mutant(
                     "the last micro-batch's loss not counted",
                     "executors.steps.micro_batches:accumulated",
                     "for loss, n in pairs:",
@@ -220,7 +236,7 @@ CLAIMS = (
                 Mutant(
                     "rows perturbed with another rounding than their table",
                     "executors.steps.arithmetic:gathered",
-                    "rows.add_(torch.mul(z, scale * epsilon))",
+                    "rows.add_(torch.mul(z, scale * epsilon, out=torch.empty_like(rows)))",
                     "rows.add_(z, alpha=scale * epsilon)",
                 ),
                 Mutant(

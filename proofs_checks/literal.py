@@ -103,7 +103,7 @@ def directions(
         return z
     length, block = _BLOCK_ELEMENTS[distribution], 0
     for number, shape in enumerate(shapes):
-        numel, pieces = int(np.prod(shape)), []
+        numel, pieces = int(np.prod(shape)), [torch.empty(0, dtype=dtype)]
         for begin in range(0, numel, length):
             generator = torch.Generator().manual_seed(block_seed(seed, step, query, block))
             pieces.append(drawn((min(length, numel - begin),), distribution, generator, dtype))
@@ -148,6 +148,9 @@ class LiteralRun:
     rng, distribution : str
     execution_order : bool
         Whether ``mezo`` draws the final norm last.
+    rank, lazy_steps : int
+        Of ``factorised`` and ``lozo`` directions: matrices are ``U·Vᵀ/√r`` (``U·Vᵀ``, with updates along ``U·Vᵀ/r``), and ``V`` stays for
+        so many steps.
     drawn : dict
         By step, query and parameter name: ``z``.
     gradients : list of tuple of float
@@ -166,6 +169,8 @@ class LiteralRun:
     rng: str = "mezo"
     distribution: str = "gaussian"
     execution_order: bool = False
+    rank: int = 2
+    lazy_steps: int = 1
     drawn: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
     gradients: list[tuple[float, ...]] = field(default_factory=list)
 
@@ -191,6 +196,10 @@ class LiteralRun:
     def _direction(self, number: int, query: int) -> dict[str, Tensor]:
         named = dict(self.model.named_parameters())
         names = list(named)
+        if self.distribution in ("factorised", "lozo"):
+            z = self._of_factors(named, number, query)
+            self.drawn |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
+            return z
         is_last = ["layers." not in name and name.endswith(_OF_THE_HEAD) for name in names]
         order = sorted(range(len(names)), key=is_last.__getitem__) if self.execution_order else None
         tensors = directions(
@@ -206,6 +215,55 @@ class LiteralRun:
         z = dict(zip(names, tensors, strict=True))
         self.drawn |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
         return z
+
+    def _of_factors(self, named: Mapping[str, Tensor], number: int, query: int) -> dict[str, Tensor]:
+        """Return ``U·Vᵀ`` of matrices, with the ``V`` of the window's first step; normals of other tensors."""
+        first = number - number % self.lazy_steps
+        lefts, rights = self._factors(named, number, query), self._factors(named, first, query)
+        divisor = self.rank**0.5 if self.distribution == "factorised" else 1.0
+        z = {}
+        for name, parameter in named.items():
+            left, right = lefts[name][0], rights[name][1]
+            z[name] = left if right is None else left @ right.T
+            if right is not None and divisor != 1:
+                z[name] = z[name] / divisor
+            z[name] = z[name].view(parameter.shape)
+        return z
+
+    def _factors(
+        self, named: Mapping[str, Tensor], number: int, query: int
+    ) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Return ``U``, and in a window's first step ``V``, of every matrix; and other tensors' normals."""
+        seed = seed_of(self.seed, number, query)
+        opens = number % self.lazy_steps == 0
+        rank, dtype = self.rank, next(iter(named.values())).dtype
+        shapes = [tuple(parameter.shape) for parameter in named.values()]
+        of_left = [(shape[0], rank) if len(shape) == 2 else shape for shape in shapes]
+        of_right = [(shape[1] * rank,) if len(shape) == 2 else (0,) for shape in shapes]
+        rights: list[Tensor | None] = [None] * len(shapes)
+        if self.rng == "counter":
+            options = {
+                "step": number,
+                "query": query,
+                "rng": "counter",
+                "distribution": "gaussian",
+                "dtype": dtype,
+            }
+            lefts = directions(of_left, seed=seed, **options)  # type: ignore[arg-type]
+            if opens:
+                flat = directions(of_right, seed=chained(seed, 0x56), **options)  # type: ignore[arg-type]
+                rights = [
+                    part.view(-1, rank) if len(shape) == 2 else None
+                    for part, shape in zip(flat, shapes, strict=True)
+                ]
+        else:
+            generator = torch.Generator().manual_seed(seed)
+            lefts = []
+            for place, shape in enumerate(shapes):
+                if opens and len(shape) == 2:
+                    rights[place] = drawn((shape[1], rank), "gaussian", generator, dtype)
+                lefts.append(drawn(of_left[place], "gaussian", generator, dtype))
+        return dict(zip(named, zip(lefts, rights, strict=True), strict=True))
 
     def _losses(self, batch: Batch, z: Mapping[str, Tensor], base: Tensor | None) -> tuple[Tensor, Tensor]:
         start = self.weights
@@ -230,7 +288,8 @@ class LiteralRun:
 
     def _update(self, z: Mapping[str, Tensor], g: float, learning_rate: float, *, decays: bool) -> None:
         for name, parameter in self.model.named_parameters():
-            change = g * z[name]
+            is_shrunk = self.distribution == "lozo" and parameter.dim() == 2
+            change = (g / self.rank if is_shrunk else g) * z[name]
             if (
                 decays
                 and self.weight_decay
