@@ -20,6 +20,7 @@ from costmodel.pace import Pace, WorkKind
 from executors.calibration.exchange_probes import exchange_probes
 from executors.calibration.probes import kernel_probes
 from executors.calibration.probing import Action, Probe
+from executors.devices import device_named
 from executors.pace import UNDISTURBED, Reference, full_pace_s, pace_of, windows_of
 from executors.steps.heap import keep_freed_memory
 from executors.threads import use_threads
@@ -122,7 +123,7 @@ def calibrate(
     threads = num_threads or torch.get_num_threads()
     if threads < 1:
         raise RunError(f"num_threads={threads} must be at least 1")
-    where = _device(device)
+    where = device_named(device)
     if where.type == "cpu":
         keep_freed_memory()
     with threads_set(threads), torch.no_grad():
@@ -250,22 +251,6 @@ def threads_set(num_threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise RunError(f"there is no device {name!r}", hint="use cpu, or cuda:0 and so on") from None
-    if device.type == "cpu":
-        return device
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type != "cuda" or (device.index or 0) >= num_devices:
-        raise RunError(
-            f"there is no device {name!r}: torch finds {num_devices} CUDA devices",
-            hint="calibrate cpu instead",
-        )
-    return device
 
 
 def _measurement(samples: _Samples, num_threads: int, fast_s: float) -> Measurement:

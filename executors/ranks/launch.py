@@ -98,6 +98,7 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     import torch
     import torch.distributed as dist
 
+    from executors.devices import device_named
     from executors.ranks.gloo import shared_gloo
     from executors.ranks.missing_ranks import MissingRanks, answering
 
@@ -108,7 +109,7 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
         os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
     backend = shared_gloo()
     if device_type == "cuda":
-        torch.cuda.set_device(info.local_rank)
+        torch.cuda.set_device(device_named(f"cuda:{info.local_rank}"))
         backend = f"cpu:{backend},cuda:nccl"
     try:
         dist.init_process_group(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from executors.devices import device_name
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.linear import code_linears
 from executors.models.blocks import find_blocks
@@ -180,7 +181,7 @@ def machine_facts(device: str) -> dict[str, Any]:
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "num_threads": torch.get_num_threads(),
         "device": device,
-        "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
+        "device_name": device_name(device),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "python": platform.python_version(),
     }

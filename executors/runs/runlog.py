@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from executors.devices import device_name
 from executors.files import locked, write_atomically
 from executors.models.weight_files import weights_digest
 from executors.runs.header import checked
@@ -159,7 +160,7 @@ def header_of(
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "num_threads": torch.get_num_threads(),
         "device": device,
-        "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
+        "device_name": device_name(device),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         **more,
     }

@@ -10,8 +10,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from executors.devices import device_named
 from executors.steps.streams import Backend, Measured, Task, Ticket, failure_of
-from topology.errors import RunError, ZosimError
+from topology.errors import ZosimError
 from zosim.instructions import Buffer, Instruction, Part, Space, Stream
 from zosim.operations import Recv, Send
 
@@ -92,13 +93,7 @@ class CudaBackend(Backend):
     """
 
     def __init__(self, device: str) -> None:
-        self.device = torch.device(device if ":" in device else f"{device}:0")
-        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if self.device.type != "cuda" or self.device.index >= num_devices:
-            raise RunError(
-                f"there is no device {device!r}: torch {torch.__version__} finds {num_devices} CUDA devices",
-                hint="run with --device cpu, or install a torch build that supports this machine's GPU",
-            )
+        self.device = device_named(device)
         torch.cuda.set_device(self.device)
         self._streams = {
             stream: torch.cuda.default_stream(self.device)

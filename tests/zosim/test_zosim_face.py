@@ -83,3 +83,11 @@ def test_what_a_report_says_brings_no_link_no_image_and_no_tag_of_its_own(text: 
 def test_what_is_quoted_stays_as_it_is() -> None:
     said = Report("", "`a[0]` and a[0], `<b>` and **bold**", Table(("c",), [("`a|b[0]`",)])).to_markdown()
     assert said == "`a[0]` and a\\[0], `<b>` and **bold**\n\n| c |\n| --- |\n| `a\\|b[0]` |\n"
+
+
+def test_what_no_stage_can_do_is_planned_without_stages() -> None:
+    """Points as adapters do not go with cuts, and the machine has two devices."""
+    asked = {"batch": 2, "seq": 32, "weights": "adapters", "direction": "lozo", "tune": "linears"}
+    assert zosim.plan("opt-125m", "rtx4090-2x", **asked).plan.mesh.stage == 1
+    with pytest.raises(zosim.ZosimError, match="does not go with cuts"):
+        zosim.plan("opt-125m", "rtx4090-2x", mesh="stage=2", **asked)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from costmodel.model_spec import block_segment
-from topology.errors import DoesNotFit
+from topology.errors import DoesNotFit, PlanError
 from topology.units import format_bytes, format_seconds
 from zosim.engines.simulate import without_garbage_collection
 from zosim.planning.bounds import Bound, Bounds
@@ -156,7 +156,12 @@ def choose(request: Request) -> Decision:
     ranked = _simulate_survivors(fitting) if fitting else []
     if request.seeks_stages:
         fastest_s = ranked[0].seconds if ranked else inf
-        found, too_large = _parted(_bounded(request, bounds, staged_plans(request, fastest_s)))
+        try:
+            found, too_large = _parted(_bounded(request, bounds, staged_plans(request, fastest_s)))
+        except PlanError:
+            if not (ranked or rejected):
+                raise
+            found, too_large = [], []  # what is asked for does not go with stages
         ranked = _simulate_survivors(sorted((*ranked, *found), key=_by_key)) if found else ranked
         rejected = sorted((*rejected, *too_large), key=_by_key)
     if not ranked:
