@@ -362,6 +362,18 @@ COMMANDS: tuple[Target, ...] = (
     ),
     command("replay", "run --model model -o weights", _run_files, kept=seeds.model, signed=True, quick=10),
     command(
+        "adapter",
+        "run --model model -o adapter --max-rank 4",
+        lambda: {
+            name: content
+            for name, content in seeds.run_of_low_rank().items()
+            if name.endswith(("run.json", ".jsonl", "program.json"))
+        },
+        kept=seeds.model,
+        signed=True,
+        quick=8,
+    ),
+    command(
         "replay (checkpoint)",
         "run --model model --checkpoints -o weights",
         lambda: {f"run/{seeds.CHECKPOINT}": seeds.run_with_checkpoint()[f"run/{seeds.CHECKPOINT}"]},

@@ -260,6 +260,11 @@ def run_with_checkpoint() -> dict[str, bytes]:
     return run("--checkpoint-every", "2")
 
 
+def run_of_low_rank() -> dict[str, bytes]:
+    """The readable files of a run along directions of low rank."""
+    return run("--direction", "lozo", "--tune", "linears")
+
+
 @functools.cache
 def evidence() -> bytes:
     """A run as evidence."""
