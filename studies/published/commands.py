@@ -19,7 +19,10 @@ SHIPPED = "shipped"
 
 def predict(
     cases: Annotated[
-        Path, typer.Argument(help="Rows of the ZO2, DistZO2, SparQ and QuZO tables, `value` empty or not.")
+        Path,
+        typer.Argument(
+            help="Rows of the ZO2, DistZO2, SparQ, QuZO and ZOinfer tables, `value` empty or not."
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Write the rows with predictions here.")],
     profile: Annotated[
@@ -77,7 +80,12 @@ def _counted_views(profile: PublishedProfile) -> list[Table]:
     """Return the constants of SparQ's and QuZO's tables, of SparQ's without the effects of single runs."""
     views: list[Table] = []
     volumes, peaks = (profile.sparq.volumes, profile.sparq.peaks) if profile.sparq else (None, None)
-    for what, fit in (("SparQ, volumes", volumes), ("SparQ, memory", peaks), ("QuZO, memory", profile.quzo)):
+    for what, fit in (
+        ("SparQ, volumes", volumes),
+        ("SparQ, memory", peaks),
+        ("QuZO, memory", profile.quzo),
+        ("ZOinfer, speed-ups", profile.zoinfer),
+    ):
         if fit is not None:
             rows = [
                 (c.name, f"{c.value:.4g}", f"{c.low:.4g} to {c.high:.4g}", c.unit, c.meaning)

@@ -11,6 +11,8 @@ from studies.published.quzo_predicting import quzo_answer
 from studies.published.rows import PublishedRow
 from studies.published.sparq import PAPER as SPARQ
 from studies.published.sparq_predicting import sparq_answer
+from studies.published.zoinfer import PAPER as ZOINFER
+from studies.published.zoinfer_predicting import zoinfer_answer
 
 
 def answers_of_all(
@@ -22,21 +24,27 @@ def answers_of_all(
     ----------
     rows : sequence of PublishedRow
     profile : PublishedProfile
-        Where it was fitted without rows of SparQ's or QuZO's tables, those that ship decide their constants.
+        Where it was fitted without rows of SparQ's, QuZO's or ZOinfer's tables, those that ship decide their constants.
     on_cell : callable, optional
         Told of each measurement that was predicted.
     """
-    sparq, quzo = (
-        profile.sparq or load_published_profile().sparq,
-        profile.quzo or load_published_profile().quzo,
+    shipped = load_published_profile()
+    sparq, quzo, zoinfer = (
+        profile.sparq or shipped.sparq,
+        profile.quzo or shipped.quzo,
+        profile.zoinfer or shipped.zoinfer,
     )
     assert sparq is not None, "the profile that ships has a part of every paper"
     assert quzo is not None, "the profile that ships has a part of every paper"
-    said = iter(answers([row for row in rows if row["paper"] not in (SPARQ, QUZO)], profile, on_cell=on_cell))
+    assert zoinfer is not None, "the profile that ships has a part of every paper"
+    timed = [row for row in rows if row["paper"] not in (SPARQ, QUZO, ZOINFER)]
+    said = iter(answers(timed, profile, on_cell=on_cell))
 
     def answer(row: PublishedRow) -> CellPrediction:
         if row["paper"] == SPARQ:
             return sparq_answer(row, sparq)
+        if row["paper"] == ZOINFER:
+            return zoinfer_answer(row, zoinfer)
         return quzo_answer(row, quzo) if row["paper"] == QUZO else next(said)
 
     return [answer(row) for row in rows]

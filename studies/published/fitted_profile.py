@@ -18,6 +18,7 @@ from studies.published.fitting import Solution, conformal_half_width, fit
 from studies.published.quzo import QuzoFit, calibrate_quzo
 from studies.published.rows import PublishedRow
 from studies.published.sparq_fit import SparqFit, calibrate_sparq
+from studies.published.zoinfer import ZoinferFit, calibrate_zoinfer
 from topology.errors import ProfileError
 from topology.reading import read_json_object
 from topology.signed import with_digest, without_digest
@@ -94,6 +95,8 @@ class PublishedProfile(_Frozen):
         Of SparQ's volumes and memory; None where no row was there to fit it.
     quzo : QuzoFit, optional
         Of QuZO's memory and seconds, likewise.
+    zoinfer : ZoinferFit, optional
+        Of ZOinfer's speed-ups and hours, likewise.
     """
 
     format: Literal["zosim-published-profile"] = "zosim-published-profile"
@@ -101,6 +104,7 @@ class PublishedProfile(_Frozen):
     fits: tuple[FoundFit, ...]
     sparq: SparqFit | None = None
     quzo: QuzoFit | None = None
+    zoinfer: ZoinferFit | None = None
 
     def fit(self, paper: str, domain: Domain) -> FoundFit | None:
         """Return the fit of a paper's domain; None where no row was there to fit it."""
@@ -138,11 +142,11 @@ def calibrate_on(rows: Sequence[PublishedRow]) -> PublishedProfile:
             mine = [cell for cell in known_cells(cells, paper, domain) if cell.value is not None]
             if mine:
                 fits.append(fitted_with_intervals(fit(mine, paper, domain), paper, domain, apart))
-    sparq, quzo = calibrate_sparq(rows), calibrate_quzo(rows)
-    if not fits and sparq is None and quzo is None:
+    sparq, quzo, zoinfer = calibrate_sparq(rows), calibrate_quzo(rows), calibrate_zoinfer(rows)
+    if not fits and sparq is None and quzo is None and zoinfer is None:
         hint = next(iter(reasons.values()), "give rows with values")
         raise ProfileError("none of the rows can be fitted", hint=hint)
-    return PublishedProfile(fits=tuple(fits), sparq=sparq, quzo=quzo)
+    return PublishedProfile(fits=tuple(fits), sparq=sparq, quzo=quzo, zoinfer=zoinfer)
 
 
 def known_cells(cells: Sequence[Cell], paper: str, domain: Domain) -> list[Cell]:

@@ -1,0 +1,100 @@
+"""ZOinfer's speed-ups: predicted from counted work, from cells left out, and what the unnamed GPU must be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from studies.published.dispatch import answers_of_all
+from studies.published.fitted_profile import load_published_profile
+from studies.published.rows import PublishedRow, shipped_rows
+from studies.published.zoinfer import (
+    ZoinferCase,
+    calibrate_zoinfer,
+    fit_cells,
+    loop_s,
+    predicted,
+    printed_cells,
+    serving_s,
+)
+from studies.published.zoinfer_predicting import zoinfer_answer
+
+ROWS = shipped_rows("ZOinfer")
+FIT = load_published_profile().zoinfer
+
+
+def row_of(**columns):
+    fields = {
+        "paper": "ZOinfer",
+        "table": "2",
+        "model": "OPT-6.7B",
+        "method": "vLLM vs official LoZO",
+        "batch_size": "64",
+    }
+    return PublishedRow({**fields, "quantity": "core_step_speedup", **columns}, "rows")
+
+
+def test_the_profile_that_ships_is_what_its_rows_say():
+    assert FIT.num_cells == len(printed_cells(ROWS)) == 14
+    assert fit_cells(printed_cells(ROWS)) == pytest.approx(FIT.values, rel=1e-3)
+    assert calibrate_zoinfer(ROWS).half_width == pytest.approx(FIT.half_width, rel=1e-2)
+
+
+def test_models_left_out_are_predicted_from_the_others():
+    """The goals of the cells that nobody here has seen: 15 % median, 40 % at the 90th percentile."""
+    known, errors = printed_cells(ROWS), []
+    for model in ("opt-1.3b", "opt-2.7b"):
+        values = fit_cells([case for case in known if case.model != model])
+        errors += [abs(predicted(case, values)[0] / case.value - 1) for case in known if case.model == model]
+    assert np.median(errors) < 0.15
+    assert np.quantile(errors, 0.9) < 0.40
+
+
+def test_a_value_that_is_there_does_not_change_a_prediction():
+    emptied = [replace(row, fields={**row.fields, "value": ""}) for row in ROWS]
+    profile = load_published_profile()
+    assert answers_of_all(emptied, profile) == answers_of_all(ROWS, profile)
+
+
+def test_speedups_have_the_shape_that_work_gives_them():
+    """Passes over weights weigh most where batches are small and models large."""
+    small, large = (zoinfer_answer(row_of(batch_size=size), FIT) for size in ("16", "128"))
+    assert small.predicted > large.predicted > 1
+    assert small.low < small.predicted < small.high
+    assert (small.bottleneck, large.bottleneck) == ("passes over parameters", "matrix products")
+    case = ZoinferCase("opt-13b", 64, "speedup")
+    parts = loop_s(case, FIT.values)[0] / serving_s(case, FIT.values)[0]
+    assert predicted(case, FIT.values)[0] == pytest.approx(parts)
+
+
+def test_the_unnamed_gpu_passes_over_memory_as_an_a100_does():
+    """Its copies reach 1.0 to 1.8 TB/s of a data sheet's 1.6 and 2.0; an H100 has 3.35, whose passes take half as long."""
+    bandwidth = next(constant for constant in FIT.constants if constant.name == "bandwidth")
+    assert 1.0e12 < bandwidth.low < bandwidth.high < 1.8e12
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"quantity": "runtime_speedup"}, "not predicted"),
+        ({"model": "GPT-5"}, "no model is known"),
+        ({"method": "LoHO"}, "neither the official loop"),
+    ],
+)
+def test_what_cannot_be_predicted_says_why(columns, says):
+    answer = zoinfer_answer(row_of(**columns), FIT)
+    assert answer.predicted is None
+    assert says in answer.note
+
+
+def test_hours_are_those_of_twenty_thousand_steps():
+    answer = zoinfer_answer(
+        row_of(table="1", model="OPT-13B", method="vLLM, nu = 50", quantity="training_time", batch_size="16"),
+        FIT,
+    )
+    seconds = serving_s(ZoinferCase("opt-13b", 16, "serving"), FIT.values)[0]
+    assert answer.predicted == pytest.approx(seconds * 20_000 / 3600)
+    assert math.log(answer.high / answer.low) == pytest.approx(2 * FIT.half_width)
