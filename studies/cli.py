@@ -64,7 +64,11 @@ STUDIES = (
     Study("speed", "a step against the reference loop and against two forwards (minutes)"),
     Study("shaped", "a command in every rank of hosts joined by slow links (as root)"),
     Study("sparq", "what SparQ's printed communication volumes are consistent with"),
-    Study("quzo", "the tables of QuZO made again, with an audit (a minute)"),
+    Study(
+        "quzo",
+        "rounding without bias: gradients along rounded directions; QuZO's tables (a minute)",
+        has_exercise=True,
+    ),
     Study("zoinfer", "LoZO as a training loop and as one batch of scoring (minutes)"),
 )
 

@@ -1,0 +1,92 @@
+"""The exercise: rounding without bias. Start from ``stub.py``; :func:`check` says how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from studies.exercises import Verdict
+
+Rounded = Callable[[Tensor, float, int, torch.Generator], Tensor]
+"""From values, step, highest code and generator to codes."""
+
+FUNCTION = "rounded"
+"""Name of the function in a solution's file."""
+
+_NUM_DRAWS = 20_000
+_SIGMAS = 5.0
+
+
+def check(rounded: Rounded) -> Verdict:
+    """Return whether `rounded` rounds at random without bias, and if not, what to look at."""
+    complaint = (
+        _about_shape(rounded)
+        or _about_neighbours(rounded)
+        or _about_the_mean(rounded)
+        or _about_independence(rounded)
+    )
+    if complaint:
+        return Verdict(False, complaint)
+    return Verdict(
+        True, f"means of {_NUM_DRAWS} roundings are the values, within {_SIGMAS:g} standard errors"
+    )
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _about_shape(rounded: Rounded) -> str:
+    values = torch.linspace(-3, 3, 24, dtype=torch.float64).view(4, 6)
+    kept = values.clone()
+    codes = rounded(values, 0.5, 3, _generator(0))
+    if not isinstance(codes, Tensor) or codes.shape != values.shape or codes.dtype != torch.int64:
+        return f"return codes as an int64 tensor of shape {tuple(values.shape)}"
+    if not torch.equal(values, kept):
+        return "the values that were given have been changed"
+    if not torch.equal(codes, rounded(values, 0.5, 3, _generator(0))):
+        return "the same generator gave other codes: draw from it and from nothing else"
+    return ""
+
+
+def _about_neighbours(rounded: Rounded) -> str:
+    """Check that codes are next to the values, and within the range."""
+    values = 4 * torch.randn(_NUM_DRAWS, dtype=torch.float64, generator=_generator(1))
+    step, highest = 0.75, 7
+    codes = rounded(values, step, highest, _generator(2))
+    if int(codes.abs().max()) > highest:
+        return f"codes reach {int(codes.abs().max())}, the highest is {highest}: clamp them"
+    inside = (values / step).abs() <= highest
+    far = float((codes - values / step)[inside].abs().max())
+    if far >= 1:
+        return f"a code is {far:.2f} steps from its value: only the two next to it are allowed"
+    exact = torch.arange(-3, 4, dtype=torch.float64)
+    if not torch.equal(rounded(exact * step, step, highest, _generator(3)), exact.long()):
+        return "values on the grid must stay where they are"
+    return ""
+
+
+def _about_the_mean(rounded: Rounded) -> str:
+    for value in (0.1, -0.1, 0.5, -2.75, 1.9):
+        codes = rounded(torch.full((_NUM_DRAWS,), value, dtype=torch.float64), 1.0, 7, _generator(4)).double()
+        part = value - torch.tensor(value).floor().item()
+        stderr = (part * (1 - part) / _NUM_DRAWS) ** 0.5
+        off = float(codes.mean()) - value
+        if abs(off) > _SIGMAS * stderr:
+            direction = "towards zero" if off * value < 0 else "away from it"
+            return f"{value} is {float(codes.mean()):.3f} on average, {abs(off) / stderr:.0f} standard errors {direction}"
+    return ""
+
+
+def _about_independence(rounded: Rounded) -> str:
+    """Check that elements are rounded independently: a sum of many must not jump as one."""
+    values = torch.full((200, 100), 0.5, dtype=torch.float64)
+    sums = rounded(values, 1.0, 7, _generator(5)).double().sum(1)
+    if not 0.6 < float(sums.var()) / 25 < 1.6:
+        return (
+            f"the sum of 100 roundings of 0.5 has a variance of {float(sums.var()):.0f}, 25 if they were independent: every "
+            "element needs a random number of its own"
+        )
+    return ""

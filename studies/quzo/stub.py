@@ -1,0 +1,28 @@
+"""Copy this file, write the function, and try it: ``zosim study quzo --check mine.py``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rounded(values: Tensor, step: float, highest: int, generator: torch.Generator) -> Tensor:
+    """Return values rounded at random to whole multiples of `step`, without a bias, as codes.
+
+    Parameters
+    ----------
+    values : torch.Tensor
+        Any shape, float64. They are not to be changed.
+    step : float
+        Above 0; code ``c`` stands for ``c · step``.
+    highest : int
+        Codes reach from ``-highest`` to ``highest``; what lies beyond gets the nearest of them.
+    generator : torch.Generator
+        Where random numbers come from, and nothing else.
+
+    Returns
+    -------
+    torch.Tensor
+        Shape of `values`, int64. A code is one of the two next to ``value / step``, and is ``value / step`` on average.
+    """
+    raise NotImplementedError("write it")
