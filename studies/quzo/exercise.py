@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from studies.exercises import Verdict
+from studies.exercises import Grade
 
 Rounded = Callable[[Tensor, float, int, torch.Generator], Tensor]
 """From values, step, highest code and generator to codes."""
@@ -19,7 +19,7 @@ _NUM_DRAWS = 20_000
 _SIGMAS = 5.0
 
 
-def check(rounded: Rounded) -> Verdict:
+def check(rounded: Rounded) -> Grade:
     """Return whether `rounded` rounds at random without bias, and if not, what to look at."""
     complaint = (
         _about_shape(rounded)
@@ -28,8 +28,8 @@ def check(rounded: Rounded) -> Verdict:
         or _about_independence(rounded)
     )
     if complaint:
-        return Verdict(False, complaint)
-    return Verdict(
+        return Grade(False, complaint)
+    return Grade(
         True, f"means of {_NUM_DRAWS} roundings are the values, within {_SIGMAS:g} standard errors"
     )
 
