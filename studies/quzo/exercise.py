@@ -29,9 +29,7 @@ def check(rounded: Rounded) -> Grade:
     )
     if complaint:
         return Grade(False, complaint)
-    return Grade(
-        True, f"means of {_NUM_DRAWS} roundings are the values, within {_SIGMAS:g} standard errors"
-    )
+    return Grade(True, f"means of {_NUM_DRAWS} roundings are the values, within {_SIGMAS:g} standard errors")
 
 
 def _generator(seed: int) -> torch.Generator:
