@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,9 +147,10 @@ class _RowCheck:
         central = row["loss_minus"] is not None
         losses = row["loss_plus"], row["loss_minus"] if central else row["loss_base"]
         possible = {
-            _gradient(*losses, self._epsilon, dtype, central=central)
+            gradient
             for dtype in _LOSS_FORMATS
             if all(_is_of(loss, dtype) for loss in losses)
+            for gradient in _gradients(*losses, self._epsilon, dtype, central=central)
         }
         if row["projected_grad"] not in possible:
             raise RunError(
@@ -170,9 +171,15 @@ def _is_of(loss: float, dtype: torch.dtype) -> bool:
     return torch.tensor(loss, dtype=torch.float64).to(dtype).item() == loss
 
 
-def _gradient(plus: float, other: float, epsilon: float, dtype: torch.dtype, *, central: bool) -> float:
+def _gradients(
+    plus: float, other: float, epsilon: float, dtype: torch.dtype, *, central: bool
+) -> Iterator[float]:
+    """Yield what devices make of two losses: torch divides by a number on a CPU, and on CUDA multiplies by its reciprocal."""
     first, second = (torch.tensor(loss, dtype=torch.float64).to(dtype) for loss in (plus, other))
-    return projected_gradient(first, second, epsilon, central=central)
+    yield projected_gradient(first, second, epsilon, central=central)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    reciprocal = 1 / torch.tensor(2 * epsilon if central else epsilon, dtype=wide)
+    yield ((first - second).to(wide) * reciprocal).to(dtype).item()
 
 
 def _digests(path: Path) -> dict[int, str]:

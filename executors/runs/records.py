@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
+
 from executors.randomness.rng import mixed
 from executors.steps.frames import StepFrame
 from topology.errors import RunError
@@ -89,12 +91,15 @@ def record_of(frame: StepFrame, seconds: float) -> StepRecord:
     """Return the record of a step that ran."""
     queries = range(len(frame.seeds))
     central = BASE not in frame.losses
+    # Read at once: each reading holds the host until the device has done all that it was given.
+    numbers = torch.stack([loss.double() for loss in frame.losses.values()]).tolist()
+    losses = dict(zip(frame.losses, numbers, strict=True))
     return StepRecord(
         step=frame.step,
         seeds=frame.seeds,
-        losses_plus=tuple(frame.losses[Point(query, 1)].item() for query in queries),
-        losses_minus=tuple(frame.losses[Point(query, -1)].item() for query in queries) if central else None,
-        loss_base=None if central else frame.losses[BASE].item(),
+        losses_plus=tuple(losses[Point(query, 1)] for query in queries),
+        losses_minus=tuple(losses[Point(query, -1)] for query in queries) if central else None,
+        loss_base=None if central else losses[BASE],
         projected_gradients=tuple(frame.gradients[query] for query in queries),
         learning_rate=frame.learning_rate,
         seconds=seconds,

@@ -191,8 +191,9 @@ class WeightChecksums:
         torch.minimum(first, torch.where(is_other, step, _NEVER), out=first)
 
     def _checksum(self, access: Access) -> Tensor:
-        """Return one checksum for each share of some weights."""
-        return bit_sum(self._store.whole(access), self._num_shares.get(_name(access), 1))
+        """Return one checksum for each share of some weights, on the device also of those that lie on the host."""
+        sums = bit_sum(self._store.whole(access), self._num_shares.get(_name(access), 1))
+        return sums.to(self._backend.device)
 
 
 def bit_sum(raw: Tensor, num_shares: int = 1) -> Tensor:

@@ -139,8 +139,8 @@ class Backend(ABC):
         """Return zeroed memory in the buffer's space."""
 
     @abstractmethod
-    def release(self) -> None:
-        """Give what has been freed back to the device's allocator."""
+    def free(self, let_go: Callable[[], None]) -> None:
+        """Call `let_go`, which drops the last references to memory, once nothing uses that, and give it back to the device."""
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -237,8 +237,9 @@ class CpuBackend(Backend):
         """Return zeroed memory."""
         return torch.zeros(num_elements, dtype=dtype)
 
-    def release(self) -> None:
-        """Do nothing: memory went back when its last user let go of it."""
+    def free(self, let_go: Callable[[], None]) -> None:
+        """Let go of the memory, which goes back with its last reference."""
+        let_go()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy bytes on the calling thread alone; torch's own copy would use the compute stream's cores."""

@@ -113,15 +113,19 @@ class CudaBackend(Backend):
             num_bytes = num_elements * dtype.itemsize
             return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).view(dtype)
         memory = torch.empty(num_elements, dtype=dtype, device=self.device)
-        # Buffers are shared by all streams and live until `release`, which waits for them all. Zeroing runs on
+        # Buffers are shared by all streams and live until `free`, which waits for them all. Zeroing runs on
         # the allocating stream, so it must be over before another stream writes.
         memory.view(torch.uint8).zero_()
         torch.cuda.current_stream(self.device).synchronize()
         return memory
 
-    def release(self) -> None:
-        """Wait for the device and give cached memory back to it."""
+    def free(self, let_go: Callable[[], None]) -> None:
+        """Wait for the device, let go of the memory, and give it back.
+
+        The wait comes first: the allocator may hand memory out again as soon as it is let go of, also to another stream's thread.
+        """
         torch.cuda.synchronize(self.device)
+        let_go()
         torch.cuda.empty_cache()
 
     def copy(self, target: Tensor, source: Tensor) -> None:

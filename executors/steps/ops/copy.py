@@ -65,8 +65,7 @@ class Copies:
         op = instruction.op
         assert isinstance(op, Free)
 
-        def free(_frame: StepFrame) -> None:
+        def let_go() -> None:
             self._context.unbind(self._context.store.free(op.buffer))
-            self._context.backend.release()
 
-        return free
+        return lambda _frame: self._context.backend.free(let_go)

@@ -1,0 +1,271 @@
+"""The CUDA backend on a simulated device: the right numbers, and nothing left to chance; faults that are planted are found."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from executors.runs.session import Session
+from executors.steps.streams_cuda import CudaBackend
+from proofs_checks.ranks import on_all_ranks
+from tests.support import distributed
+from tests.support.command import rows_of, saved_lines, saved_model, zosim
+from tests.support.distributed import OFFLOADED, SHARED, SLICED
+from tests.support.reference_mezo import LiteralMezo, differing
+from tests.support.simulated_cuda import seen_by, simulated
+from tests.support.simulated_cuda.clocks import Shadow, Use
+from tests.support.simulated_cuda.device import Stream
+from tests.support.tiny import batches, model_of, plan_of
+
+AHEAD = {"directions": {"drawn_ahead": True}}
+FRESH = {"residency": {"blocks": "offloaded", "reuse_slots": False}, "schedule": {"update": "delayed"}}
+PLACEMENTS = {
+    "resident": {},
+    "sweep": {"schedule": {"traversal": "sweep"}},
+    "kept": {"directions": {"kept": True}},
+    "queries": {"estimator": {"num_queries": 2}},
+    "copies": {"weights": {"perturbation": "copies"}},
+    "copies, ahead": {"weights": {"perturbation": "copies"}, **AHEAD},
+    "offloaded": OFFLOADED,
+    "offloaded, immediate": {"residency": {"blocks": "offloaded"}},
+    "offloaded, ahead": OFFLOADED | AHEAD,
+    "offloaded, fresh slots": FRESH,
+    "offloaded, in bfloat16": {
+        "residency": {"blocks": "offloaded", "transfer_dtype": "bfloat16"},
+        "schedule": {"update": "delayed"},
+    },
+    "offloaded, counter": OFFLOADED | {"directions": {"rng": "counter"}},
+}
+LITERAL = ("resident", "offloaded", "offloaded, ahead", "offloaded, fresh slots")
+"""Placements whose every bit is the literal loop's."""
+
+SEVERAL = {
+    "perturb": {"mesh": {"perturb": 2}},
+    "perturb, private": {"mesh": {"perturb": 2}, **OFFLOADED},
+    "data, shared": {"mesh": {"data": 2}, **SHARED},
+    "perturb, sliced": {"mesh": {"perturb": 2}, **SLICED},
+}
+
+
+def trained(axes, *, shape="opt", dtype="float32", steps=3, change=None):
+    """Return the device, and what a session on it found."""
+    with simulated() as device:
+        model = model_of(shape, getattr(torch, dtype), num_hidden_layers=2)
+        plan = plan_of(model, dtype=dtype, **axes)
+        options = {"learning_rate": 1e-2, "weight_decay": 0.1, "device": "cuda:0"}
+        with Session(plan, model, **options) as session:
+            if change is not None:
+                change(session)
+            numbers = [session.step(batch).projected_gradients for batch in batches(steps)]
+            session.flush()
+        return device, numbers
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_no_placement_leaves_anything_to_chance(placement):
+    device, numbers = trained(PLACEMENTS[placement])
+    assert device.findings == []
+    assert len(set(numbers)) == 3
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+@pytest.mark.parametrize("placement", ["resident", "offloaded"])
+def test_nor_does_another_family(placement, shape):
+    device, _ = trained(PLACEMENTS[placement], shape=shape)
+    assert device.findings == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("placement", LITERAL)
+def test_the_literal_loop_on_the_device_finds_the_same_bits(placement, dtype):
+    with simulated() as device:
+        reference = model_of("opt", getattr(torch, dtype))
+        tuned = copy.deepcopy(reference)
+        reference.cuda()
+        loop = LiteralMezo(reference, epsilon=1e-3, weight_decay=0.01)
+        plan = plan_of(tuned, dtype=dtype, **PLACEMENTS[placement])
+        with Session(plan, tuned, learning_rate=1e-3, weight_decay=0.01, device="cuda:0") as session:
+            for step, batch in enumerate(batches(3)):
+                moved = {name: tensor.cuda() for name, tensor in batch.items()}
+                ((plus, minus, g),) = loop.step(moved, (step,), 1e-3)
+                record = session.step(batch, seeds=(step,))
+                assert (*record.losses_plus, *record.losses_minus, *record.projected_gradients) == (
+                    plus,
+                    minus,
+                    g,
+                )
+            with session.whole_model() as whole:
+                assert whole.get_input_embeddings().weight.is_cuda
+                assert differing(reference, whole) == []
+    assert device.findings == []
+
+
+@pytest.mark.parametrize("case", SEVERAL.values(), ids=SEVERAL)
+def test_ranks_on_one_device_find_what_a_rank_alone_does(case):
+    plan = distributed.plan_for(case)
+    with simulated() as device:
+
+        def steps(plan, model, **options):
+            lines = distributed.lines_for(case, 3)
+            with Session(plan, model, learning_rate=1e-2, device="cuda:0", **options) as session:
+                return [session.step(batch).projected_gradients for batch in lines], session.digest()
+
+        def rank(number, communicator):
+            with seen_by(device):
+                return steps(plan, models[number], communicator=communicator)
+
+        models = [model_of("opt") for _ in range(3)]  # here: all threads draw from one generator
+        both = on_all_ranks(plan, rank)
+        shards = case["mesh"].get("data", 1)
+        expected = steps(distributed.plan_for(case, alone=True), models[2], num_micro_batches=shards)
+    assert both[0] == both[1] == expected
+    assert device.findings == []
+
+
+def test_a_run_is_resumed_from_its_log(tmp_path):
+    """CUDA divides by a number as it multiplies by its reciprocal: the log's projected gradients are read as such."""
+    lines, model = tmp_path / "data.jsonl", saved_model("opt", tmp_path)
+    saved_lines(lines)
+    words = ["run", "--model", model, "--data", lines, "--batch", 4, "--lr", "1e-3", "--device", "cuda:0"]
+    words += ["--no-launch", "--no-tensorboard", "--residency", "resident"]
+    with simulated():
+        assert zosim(*words, "--steps", 8, "--out", tmp_path / "whole") == 0
+        assert zosim(*words, "--steps", 4, "--out", tmp_path / "parts") == 0
+        assert zosim(*words, "--steps", 8, "--out", tmp_path / "parts", "--resume") == 0
+    rows = rows_of(tmp_path / "whole")
+    divided = [(row["loss_plus"] - row["loss_minus"]) / 2e-3 for row in rows]
+    as_on_cpu = [torch.tensor(row["loss_plus"]) - torch.tensor(row["loss_minus"]) for row in rows]
+    assert [row["projected_grad"] for row in rows] != [(loss / 2e-3).item() for loss in as_on_cpu]
+    assert [row["projected_grad"] for row in rows] == pytest.approx(divided, rel=1e-4)
+    for name in ("projected_grad", "loss_plus", "loss_minus"):
+        assert [row[name] for row in rows] == [row[name] for row in rows_of(tmp_path / "parts")]
+
+
+# -- faults that are planted -----------------------------------------------------------------------------------------
+
+
+def test_a_stream_that_waits_for_no_event_is_found(monkeypatch):
+    monkeypatch.setattr(Stream, "wait_event", lambda *_: None)
+    device, _ = trained(OFFLOADED)
+    assert {finding.kind for finding in device.findings} >= {"race"}
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_memory_that_another_stream_still_uses_is_found(is_told):
+    with simulated() as device:
+        backend, side = CudaBackend("cuda:0"), torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            made = torch.ones(4, device="cuda")
+        torch.cuda.current_stream().wait_stream(side)
+        used = (backend.borrow(made) if is_told else made) + 1
+        del made
+    assert [finding.kind for finding in device.findings] == ([] if is_told else ["freed"])
+    assert used.sum() == 8
+
+
+def test_buffers_that_are_given_back_too_soon_are_found(monkeypatch):
+    def free(_, let_go):
+        let_go()
+        torch.cuda.synchronize()
+
+    monkeypatch.setattr(CudaBackend, "free", free)
+    device, _ = trained(FRESH)
+    assert {finding.kind for finding in device.findings} == {"freed"}
+
+
+def cross_stream_edges(axes):
+    """Every dependency between streams of a step: the instruction, in which list it stands, and on what."""
+    edges = []
+
+    def look(session):
+        for item in session.interpreter._resolved["step"]:
+            for kind in ("waits", "waits_before"):
+                edges.extend((item.instruction.id, kind, name) for name in getattr(item, kind))
+
+    trained(axes, steps=0, change=look)
+    return edges
+
+
+def without(edge):
+    """Return what takes a dependency out of a session's program."""
+    name, kind, other = edge
+
+    def change(session):
+        items = session.interpreter._resolved["step"]
+        for number, item in enumerate(items):
+            if item.instruction.id == name:
+                left = [each for each in getattr(item, kind) if each != other]
+                items[number] = replace(item, **{kind: left})
+
+    return change
+
+
+def is_ordered_by_the_host(edge):
+    """Whether the host sees to the order of an edge, so that nothing happens without it.
+
+    It reads the projected gradient before it goes on; and each step's batch is in memory of its own.
+    """
+    name, _, other = edge
+    return name == "load" or other.startswith("projected_gradient")
+
+
+@pytest.mark.parametrize(
+    "placement",
+    ["offloaded"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in PLACEMENTS if name != "offloaded"],
+)
+def test_every_dependency_between_streams_that_is_cut_is_found(placement):
+    axes = PLACEMENTS[placement]
+    edges = cross_stream_edges(axes)
+    silent = [edge for edge in edges if not trained(axes, change=without(edge))[0].findings]
+    assert [edge for edge in silent if not is_ordered_by_the_host(edge)] == []
+    assert len(silent) < max(len(edges), 1)
+
+
+# -- what it counts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shape", "most"), [("opt", 6), ("llama", 8), ("gpt2", 10)])
+def test_the_host_waits_for_the_device_no_more_often_than_this(shape, most):
+    """At each point what transformers asks of a batch's mask; then the projected gradient, and the losses at once."""
+    with simulated() as device:
+        model = model_of(shape, num_hidden_layers=2)
+        with Session(plan_of(model, **OFFLOADED), model, learning_rate=1e-3, device="cuda:0") as session:
+            first, second = batches(2)
+            session.step(first)
+            before = sum(device.synchronisations.values())
+            session.step(second)
+            assert sum(device.synchronisations.values()) - before == most
+
+
+def test_memory_is_counted_as_the_allocator_does():
+    with simulated() as device:
+        held = torch.zeros(3, device="cuda")
+        assert torch.cuda.memory_allocated() == 512
+        pinned = torch.zeros(1000, pin_memory=True)
+        assert pinned.is_pinned()
+        assert not held.is_pinned()
+        assert (device.pinned_bytes, device.pinned_taken_bytes) == (4000, 4096)
+        del held
+        assert torch.cuda.memory_allocated() == 0
+
+
+def test_uses_of_a_byte_conflict_unless_one_is_known():
+    shadow = Shadow()
+    write, read = Use("a", 1, "a write"), Use("b", 1, "a read")
+    assert shadow.access(0, 10, write, {"a": 1}, writes=True) == []
+    assert shadow.access(8, 12, read, {"b": 1}, writes=False) == [("write", write)]
+    assert shadow.access(8, 12, read, {"b": 1, "a": 1}, writes=False) == []
+    again = Use("a", 2, "a write")
+    assert shadow.access(0, 8, again, {"a": 2}, writes=True) == []
+    assert shadow.access(0, 12, again, {"a": 2}, writes=True) == [("read", read)]
+    shadow.forget(0, 20)
+    assert shadow.access(0, 20, Use("c", 1, "a write"), {"c": 1}, writes=True) == []
+
+
+def test_two_devices_in_one_kernel_are_refused():
+    with simulated(), pytest.raises(RuntimeError, match="at least two devices"):
+        torch.ones(2, device="cuda") + torch.ones(2)

@@ -1,0 +1,230 @@
+"""A CUDA device that is simulated on a torch without one, to run the shipped CUDA code, and to find what it leaves to chance.
+
+Tensors are those of the CPU; which of them lie on the device is a property of their storage. Kernels run when they are
+launched, in the order of the launches, so that results are right. Whether they *had* to be right is told by vector
+clocks: of two accesses to one byte, at least one of them a write, a stream, an event or the host must have ordered one
+before the other; and memory that is freed must not be in use on a stream that its allocator was not told of. See
+``docs/simulated_device.md`` for what this can show and what it cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from executors.randomness import directions
+from executors.ranks.host_memory import HostMemory
+from executors.steps import streams_cuda
+from executors.steps.streams import Task
+from proofs_checks import ranks
+from tests.support.simulated_cuda.clocks import Clock, merge
+from tests.support.simulated_cuda.device import (
+    NUM_MULTIPROCESSORS,
+    THREADS_PER_MULTIPROCESSOR,
+    TOTAL_MEMORY_BYTES,
+    Device,
+    Event,
+    Finding,
+    Generator,
+)
+from tests.support.simulated_cuda.modes import DRAWING, Devices, Kernels, drawn
+
+__all__ = ["Device", "Finding", "seen_by", "simulated"]
+
+
+@contextlib.contextmanager
+def seen_by(device: Device) -> Iterator[None]:
+    """Let the calling thread find the device: every thread of a test that uses torch has to ask for it."""
+    with Devices(device), Kernels(device):
+        yield
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[Device]:
+    """Let ``torch.cuda`` be a simulated device for as long as the block lasts."""
+    device = Device()
+    directions_known = [f for f in vars(directions).values() if hasattr(f, "cache_clear")]
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in _replacements(device):
+            stack.enter_context(_replaced(owner, name, value))
+        for cached in directions_known:  # tensors of the device, by formats
+            cached.cache_clear()
+            stack.callback(cached.cache_clear)
+        with seen_by(device):
+            yield device
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = owner.__dict__[name] if name in owner.__dict__ else getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what stands in for what: of torch, of the backend's threads, and of the places where ranks meet."""
+    for name, value in _torch_cuda(device).items():
+        yield torch.cuda, name, value
+    autocast = torch.autocast
+    yield torch, "autocast", lambda _, *args, **kwargs: autocast("cpu", *args, **kwargs)
+    yield torch.Tensor, "record_stream", _method(device.record_stream)
+    for owner in (torch.Tensor, torch):
+        for name in DRAWING:
+            if hasattr(owner, name):
+                yield owner, name, _draws(device, getattr(owner, name))
+
+    def generator(device: Any = "cpu") -> Any:
+        return Generator() if torch.device(device).type == "cuda" else real_generator(device)
+
+    real_generator = torch.Generator
+    for module in list(sys.modules.values()):
+        if (
+            getattr(module, "__name__", "").startswith("executors.")
+            and vars(module).get("Generator") is real_generator
+        ):
+            yield module, "Generator", generator
+    yield from _threads(device)
+    yield from _meetings(device)
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is given the object it is called on, which a bound one is not."""
+    return lambda *args: function(*args)  # noqa: PLW0108
+
+
+def _torch_cuda(device: Device) -> dict[str, Any]:
+    properties = types.SimpleNamespace(
+        name="Simulated",
+        total_memory=TOTAL_MEMORY_BYTES,
+        multi_processor_count=NUM_MULTIPROCESSORS,
+        max_threads_per_multi_processor=THREADS_PER_MULTIPROCESSOR,
+        major=9,
+        minor=0,
+    )
+    driver = types.SimpleNamespace(cudaHostRegister=device.register, cudaHostUnregister=device.unregister)
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: 1,
+        "set_device": lambda _: None,
+        "current_device": lambda: 0,
+        "get_device_name": lambda _=None: properties.name,
+        "get_device_properties": lambda _=None: properties,
+        "Stream": device.new_stream,
+        "Event": lambda **kwargs: Event(device, **kwargs),
+        "stream": device.on_stream,
+        "default_stream": lambda _=None: device.streams[0],
+        "current_stream": device.current_stream,
+        "synchronize": device.synchronize,
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda _=None: device.allocated_bytes,
+        "max_memory_allocated": lambda _=None: device.peak_bytes,
+        "max_memory_reserved": lambda _=None: device.peak_bytes,
+        "reset_peak_memory_stats": device.reset_peak,
+        "manual_seed_all": device.generator.manual_seed,
+        "cudart": lambda: driver,
+    }
+
+
+def _draws(device: Device, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Teach what draws to take a generator of the device, which torch's parser refuses."""
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("generator"), Generator):
+            return drawn(device, real, args, kwargs)
+        return real(*args, **kwargs)
+
+    draw.__name__ = real.__name__
+    return draw
+
+
+def _threads(device: Device) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the backend's threads with what they tell each other: who waits for an event knows what its setter knew."""
+
+    class ClockedEvent(threading.Event):
+        def __init__(self) -> None:
+            super().__init__()
+            self._clock: Clock = {}
+
+        def set(self) -> None:
+            self._clock = dict(device.host.clock)
+            super().set()
+
+        def wait(self, timeout: float | None = None) -> bool:
+            is_set = super().wait(timeout)
+            merge(device.host.clock, self._clock)
+            return is_set
+
+    class ClockedQueue:
+        def __init__(self) -> None:
+            self._queue: SimpleQueue[tuple[Clock, Any]] = SimpleQueue()
+
+        def put(self, item: Any) -> None:
+            self._queue.put((dict(device.host.clock), item))
+
+        def get(self) -> Any:
+            clock, item = self._queue.get()
+            merge(device.host.clock, clock)
+            return item
+
+    known = {name: getattr(threading, name) for name in ("Thread", "Lock")}
+    yield streams_cuda, "threading", types.SimpleNamespace(**known, Event=ClockedEvent)
+    yield streams_cuda, "SimpleQueue", ClockedQueue
+    real_run, real_issue = streams_cuda._Thread.run, streams_cuda.CudaBackend._issue
+
+    def run(self: Any) -> None:
+        with seen_by(device):
+            real_run(self)
+
+    def issue(self: Any, task: Task, issued: Any) -> None:
+        before, device.host.instruction = device.host.instruction, task.describe()
+        try:
+            real_issue(self, task, issued)
+        finally:
+            device.host.instruction = before
+
+    yield streams_cuda._Thread, "run", run
+    yield streams_cuda.CudaBackend, "_issue", issue
+
+
+def _meetings(device: Device) -> Iterator[tuple[Any, str, Any]]:
+    """Yield where threads that are ranks meet: who waits for others knows what they knew when they said that they are there."""
+    real_exchange, real_note, real_wait = (
+        ranks._Rendezvous.exchange,
+        HostMemory.note,
+        HostMemory.wait,
+    )
+    noted: dict[tuple[str, int], Clock] = {}
+    lock = threading.Lock()
+
+    def exchange(self: Any, position: int, own: Any) -> list[Any]:
+        both = real_exchange(self, position, (dict(device.host.clock), own))
+        for clock, _ in both:
+            merge(device.host.clock, clock)
+        return [theirs for _, theirs in both]
+
+    def note(self: Any, instruction: str, turn: int) -> None:
+        with lock:
+            merge(noted.setdefault((instruction, turn), {}), device.host.clock)
+        real_note(self, instruction, turn)
+
+    def wait(self: Any, instruction: str, turn: int, *more: Any) -> None:
+        real_wait(self, instruction, turn, *more)
+        with lock:
+            merge(device.host.clock, noted.get((instruction, turn), {}))
+
+    yield ranks._Rendezvous, "exchange", exchange
+    yield HostMemory, "note", note
+    yield HostMemory, "wait", wait

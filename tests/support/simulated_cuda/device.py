@@ -1,0 +1,380 @@
+"""The device: its streams, events, generators and memory, and what was found of how they were used."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tests.support.simulated_cuda.clocks import Clock, Shadow, Use, merge
+
+DEVICE = torch.device("cuda:0")
+TOTAL_MEMORY_BYTES = 80 << 30
+NUM_MULTIPROCESSORS, THREADS_PER_MULTIPROCESSOR, _THREADS_PER_BLOCK = 132, 2048, 256
+_ALLOCATOR_BYTES = 512
+"""The caching allocator hands out multiples of so many."""
+
+Kind = Literal["device", "pinned", "host"]
+
+
+class Stream:
+    """A queue of the device. Its kernels run when they are launched; its clock says what they may rely on."""
+
+    def __init__(self, device: Device, number: int) -> None:
+        self._simulated = device
+        self.name = f"stream {number}"
+        self.clock: Clock = {}
+        self.cuda_stream = number
+        self.device = DEVICE
+
+    def wait_event(self, event: Event) -> None:
+        merge(self.clock, event.clock)
+
+    def wait_stream(self, stream: Stream) -> None:
+        merge(self.clock, stream.clock)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self._simulated)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self._simulated.hold_host(self.clock, "a stream")
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """What a stream had come to when it was recorded."""
+
+    def __init__(self, device: Device, *, enable_timing: bool = False, **_: object) -> None:
+        self._simulated = device
+        self._is_timed = enable_timing
+        self._at_s: float | None = None
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self._simulated.current_stream()
+        merge(stream.clock, self._simulated.host.clock)
+        self.clock = dict(stream.clock)
+        self._at_s = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._simulated.current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        self._simulated.hold_host(self.clock, "an event")
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self._is_timed and end._is_timed):
+            raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
+        if self._at_s is None or end._at_s is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        return (end._at_s - self._at_s) * 1e3
+
+
+class Generator:
+    """Behaves as CUDA's Philox does: its state is a seed and an offset, which every draw moves on by what its kernel takes."""
+
+    device = DEVICE
+
+    def __init__(self) -> None:
+        self._seed, self._offset = 0, 0
+
+    def manual_seed(self, seed: int) -> Generator:
+        self._seed, self._offset = seed & (2**64 - 1), 0
+        return self
+
+    def initial_seed(self) -> int:
+        return self._seed
+
+    def get_state(self) -> Tensor:
+        words = self._seed.to_bytes(8, "little") + self._offset.to_bytes(8, "little")
+        return torch.tensor(list(words), dtype=torch.uint8)
+
+    def set_state(self, state: Tensor) -> None:
+        if state.device.type != "cpu" or state.dtype != torch.uint8 or state.numel() != 16:
+            raise RuntimeError("RNG state is wrong size")
+        words = bytes(state.tolist())
+        self._seed, self._offset = (int.from_bytes(words[i : i + 8], "little") for i in (0, 8))
+
+    def get_offset(self) -> int:
+        return self._offset
+
+    def set_offset(self, offset: int) -> None:
+        self._offset = offset
+
+    def for_a_draw(self, num_elements: int, numbers_at_once: int) -> torch.Generator:
+        """Return a CPU generator that stands for this one's numbers from here on, and move on past one draw."""
+        generator = torch.Generator()
+        generator.manual_seed(hash((self._seed, self._offset)) & (2**63 - 1))
+        if num_elements:
+            blocks_at_once = NUM_MULTIPROCESSORS * (THREADS_PER_MULTIPROCESSOR // _THREADS_PER_BLOCK)
+            grid = min(blocks_at_once, -(-num_elements // _THREADS_PER_BLOCK))
+            self._offset += 4 * ((num_elements - 1) // (_THREADS_PER_BLOCK * grid * numbers_at_once) + 1)
+        return generator
+
+
+@dataclass(slots=True)
+class Memory:
+    """One allocation.
+
+    Attributes
+    ----------
+    kind : {"device", "pinned"}
+    begin, size_bytes : int
+    stream : str
+        The one that it was allocated on, which may use it until the instant at which it is freed.
+    where : str
+        Line that allocated it.
+    uses : dict of str to Use
+        The last of each stream.
+    recorded : set of str
+        Streams that the allocator was told of by ``record_stream``.
+    """
+
+    kind: Kind
+    begin: int
+    size_bytes: int
+    stream: str
+    where: str
+    uses: dict[str, Use] = field(default_factory=dict)
+    recorded: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that a real device could do in another order.
+
+    Attributes
+    ----------
+    kind : {"race", "freed"}
+    what : str
+        In words.
+    instruction : str or None
+        The program's instruction that was being issued.
+    """
+
+    kind: Literal["race", "freed"]
+    what: str
+    instruction: str | None
+
+
+class HostThread(threading.local):
+    """What each thread of the host knows, and what it is about."""
+
+    def __init__(self) -> None:
+        self.clock: Clock = {}
+        self.stream: Stream | None = None
+        self.instruction: str | None = None
+        self.makes_on_device = False
+
+
+class Device:
+    """A device of one process.
+
+    Attributes
+    ----------
+    findings : list of Finding
+    launches : Counter
+        Kernels and copies by instruction, None for those of the host loop.
+    synchronisations : Counter
+        How often the host waited for the device, by instruction and by what it waited for.
+    allocated_bytes, peak_bytes : int
+        As the caching allocator counts them.
+    pinned_bytes, pinned_taken_bytes : int
+        Host memory that was asked to be pinned, and what torch takes for it: powers of two.
+    """
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.launches: Counter[str | None] = Counter()
+        self.synchronisations: Counter[tuple[str | None, str]] = Counter()
+        self.allocated_bytes = self.peak_bytes = 0
+        self.pinned_bytes = self.pinned_taken_bytes = 0
+        self.generator = Generator()
+        self.host = HostThread()
+        self.streams = [Stream(self, 0)]
+        self._lock = threading.RLock()
+        self._shadow = Shadow()
+        self._numbers: Counter[str] = Counter()
+        self._memory: dict[int, Memory] = {}
+        self._registered: list[Memory] = []
+
+    # -- streams -----------------------------------------------------------------------------------------------
+
+    def current_stream(self, _: object = None) -> Stream:
+        return self.host.stream or self.streams[0]
+
+    def new_stream(self, *_: object, **__: object) -> Stream:
+        with self._lock:
+            self.streams.append(Stream(self, len(self.streams)))
+            return self.streams[-1]
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: Stream) -> Iterator[None]:
+        before, self.host.stream = self.host.stream, stream
+        try:
+            yield
+        finally:
+            self.host.stream = before
+
+    def synchronize(self, _: object = None) -> None:
+        everything: Clock = {}
+        for stream in self.streams:
+            merge(everything, stream.clock)
+        self.hold_host(everything, "the device")
+
+    def hold_host(self, clock: Clock, why: str) -> None:
+        """Let the calling thread wait for what `clock` knows."""
+        merge(self.host.clock, clock)
+        with self._lock:
+            self.synchronisations[self.host.instruction, why] += 1
+
+    def launch(self) -> Stream:
+        """Launch a kernel on the calling thread's stream, which comes after all that the thread knows."""
+        stream = self.current_stream()
+        with self._lock:
+            merge(stream.clock, self.host.clock)
+            self._numbers[stream.name] += 1
+            stream.clock[stream.name] = self._numbers[stream.name]
+            self.launches[self.host.instruction] += 1
+        return stream
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def kind_of(self, value: object) -> Kind:
+        """Return where a tensor lies; on the host whatever is none."""
+        memory = self.memory_of(value) if isinstance(value, Tensor) else None
+        return memory.kind if memory is not None else "host"
+
+    def memory_of(self, tensor: Tensor) -> Memory | None:
+        """Return the allocation that a tensor lies in; None if it is plain host memory."""
+        if tensor.layout != torch.strided:
+            return None
+        with torch._C.DisableTorchFunction():
+            try:
+                memory = self._memory.get(tensor.untyped_storage()._cdata)
+                if memory is None and self._registered:
+                    at = tensor.data_ptr()
+                    inside = (m for m in self._registered if m.begin <= at < m.begin + m.size_bytes)
+                    memory = next(inside, None)
+            except (RuntimeError, NotImplementedError):  # a tensor without storage
+                return None
+        return memory
+
+    def allocate(self, tensor: Tensor, kind: Kind) -> None:
+        """Let a new tensor's storage be memory of a kind, until it is gone."""
+        with torch._C.DisableTorchFunction():
+            storage = tensor.untyped_storage()
+            key, begin, size_bytes = storage._cdata, storage.data_ptr(), storage.nbytes()
+        with self._lock:
+            if key in self._memory:
+                return
+            self._memory[key] = Memory(kind, begin, size_bytes, self.current_stream().name, _where())
+            self._shadow.forget(begin, begin + size_bytes)
+            if kind == "device":
+                self.allocated_bytes += _handed_out(size_bytes)
+                self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+            else:
+                self.pinned_bytes += size_bytes
+                self.pinned_taken_bytes += 1 << max(0, size_bytes - 1).bit_length()
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        with self._lock:
+            memory = self._memory.pop(key, None)
+            if memory is None:
+                return
+            self._shadow.forget(memory.begin, memory.begin + memory.size_bytes)
+            # Of pinned memory the allocator itself notes which copies use it.
+            if memory.kind != "device":
+                return
+            self.allocated_bytes -= _handed_out(memory.size_bytes)
+            known = dict(next(s for s in self.streams if s.name == memory.stream).clock)
+            merge(known, self.host.clock)
+            for stream, use in memory.uses.items():
+                if stream not in memory.recorded and not use.is_known_to(memory.stream, known):
+                    self._report(
+                        "freed",
+                        f"{memory.size_bytes} bytes, allocated on {memory.stream} at {memory.where}, are freed while {stream} "
+                        f"may still run {use.what}: record_stream was not called",
+                    )
+
+    def register(self, address: int, size_bytes: int, _: int) -> int:
+        """Pin memory that the host has already, as ``cudaHostRegister`` does."""
+        self._registered.append(Memory("pinned", address, size_bytes, "stream 0", _where()))
+        return 0
+
+    def unregister(self, address: int) -> int:
+        self._registered = [memory for memory in self._registered if memory.begin != address]
+        return 0
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        memory = self.memory_of(tensor)
+        if memory is None or memory.kind != "device":
+            raise RuntimeError("record_stream is for tensors of the device")
+        memory.recorded.add(stream.name)
+
+    def reset_peak(self, _: object = None) -> None:
+        self.peak_bytes = self.allocated_bytes
+
+    def touch(self, tensor: Tensor, what: str, *, writes: bool, stream: Stream | None) -> None:
+        """Note that `stream`, or for None the calling thread, reads or writes what a tensor spans."""
+        memory = self.memory_of(tensor)
+        if memory is None or tensor.numel() == 0:
+            return
+        with torch._C.DisableTorchFunction():
+            begin = tensor.data_ptr()
+            sizes = zip(tensor.shape, tensor.stride(), strict=True)
+            num_elements = 1 + sum((size - 1) * stride for size, stride in sizes)
+            end = begin + num_elements * tensor.element_size()
+        with self._lock:
+            if stream is None:
+                agent, clock = f"host thread {threading.get_ident()}", self.host.clock
+                self._numbers[agent] += 1
+                clock[agent] = self._numbers[agent]
+            else:
+                agent, clock = stream.name, stream.clock
+            use = Use(agent, self._numbers[agent], f"{what} at {_where()}")
+            if stream is not None:
+                memory.uses[agent] = use
+            for kind, other in self._shadow.access(begin, end, use, clock, writes=writes):
+                verb = "writes" if writes else "reads"
+                self._report(
+                    "race",
+                    f"{agent} {verb} {end - begin} bytes in {use.what}; "
+                    f"nothing orders that after the {kind} of {other.agent} in {other.what}",
+                )
+
+    def _report(self, kind: Literal["race", "freed"], what: str) -> None:
+        self.findings.append(Finding(kind, what, self.host.instruction))
+
+
+def _handed_out(size_bytes: int) -> int:
+    return -(-size_bytes // _ALLOCATOR_BYTES) * _ALLOCATOR_BYTES
+
+
+def _where() -> str:
+    """Return the innermost line of the executor, of a model or of a test that is being run."""
+    for frame, line in traceback.walk_stack(None):
+        name = frame.f_code.co_filename
+        if (
+            any(part in name for part in ("/executors/", "/transformers/", "/tests/"))
+            and "simulated_cuda" not in name
+        ):
+            return f"{'/'.join(name.split('/')[-3:])}:{line}"
+    return "an unknown line"
