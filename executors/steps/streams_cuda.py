@@ -159,10 +159,11 @@ class CudaBackend(Backend):
         try:
             for task, ticket in compute:
                 self._issue(task, ticket)
-        except ZosimError as error:
-            self._failure = self._failure or error
+        except BaseException as error:
+            told = error if isinstance(error, ZosimError) else RunError("the run was interrupted")
+            self._failure = self._failure or told
             for _, ticket in compute:
-                ticket.refuse(error)
+                ticket.refuse(told)
             raise
         return tickets
 
@@ -172,8 +173,9 @@ class CudaBackend(Backend):
             if self._failure is not None:
                 raise self._failure
             self._issue(task, ticket)
-        except ZosimError as error:
-            self._failure = self._failure or error
+        except Exception as error:  # noqa: BLE001 - a thread that ends leaves whoever waits for its tasks waiting
+            told = error if isinstance(error, ZosimError) else failure_of(task, error)
+            self._failure = self._failure or told
             ticket.issue(None, self._failure)
 
     def _issue(self, task: Task, issued: _CudaTicket) -> None:

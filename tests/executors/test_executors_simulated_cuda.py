@@ -11,7 +11,7 @@ import torch
 from executors.runs.session import Session
 from executors.steps.streams_cuda import CudaBackend
 from proofs_checks.ranks import on_all_ranks
-from tests.support import distributed
+from tests.support import distributed, staged
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
 from tests.support.distributed import OFFLOADED, SHARED, SLICED
 from tests.support.reference_mezo import LiteralMezo, differing
@@ -142,6 +142,26 @@ def test_a_run_is_resumed_from_its_log(tmp_path):
     assert [row["projected_grad"] for row in rows] == pytest.approx(divided, rel=1e-4)
     for name in ("projected_grad", "loss_plus", "loss_minus"):
         assert [row[name] for row in rows] == [row[name] for row in rows_of(tmp_path / "parts")]
+
+
+@pytest.mark.parametrize("codec", ["none", "q8:affine-zero:token"])
+def test_stages_on_one_device_leave_nothing_to_chance(codec):
+    case = staged.Case(("block.0.mlp",), codec=codec) if codec != "none" else staged.Case(("block.0",))
+    plan, models = case.plan(), [case.made() for _ in range(2)]
+    with simulated() as device:
+
+        def rank(number, communicator):
+            with (
+                seen_by(device),
+                Session(
+                    plan, models[number], communicator=communicator, learning_rate=1e-2, device="cuda:0"
+                ) as session,
+            ):
+                return [session.step(batch).projected_gradients for batch in batches(3, size=staged.SIZE)]
+
+        first, last = on_all_ranks(plan, rank)
+    assert first == last
+    assert device.findings == []
 
 
 # -- faults that are planted -----------------------------------------------------------------------------------------

@@ -150,6 +150,28 @@ def _draws(device: Device, real: Callable[..., Any]) -> Callable[..., Any]:
     return draw
 
 
+class _Queue:
+    """A queue between threads: who takes something knows what its putter knew, and its stream what that one's had come to."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._queue: SimpleQueue[tuple[Clock, Clock, Any]] = SimpleQueue()
+
+    def put(self, item: Any) -> None:
+        device = self._device
+        memory = device.memory_of(item) if isinstance(item, torch.Tensor) else None
+        if memory is not None:
+            memory.recorded.update(stream.name for stream in device.streams)
+        self._queue.put((dict(device.host.clock), dict(device.current_stream().clock), item))
+
+    def get(self, timeout: float | None = None) -> Any:
+        host, stream, item = self._queue.get(timeout=timeout)
+        merge(self._device.host.clock, host)
+        if isinstance(item, torch.Tensor):  # received, as NCCL does, by a kernel that waits for the sender's
+            merge(self._device.current_stream().clock, stream)
+        return item
+
+
 def _threads(device: Device) -> Iterator[tuple[Any, str, Any]]:
     """Yield the backend's threads with what they tell each other: who waits for an event knows what its setter knew."""
 
@@ -167,21 +189,9 @@ def _threads(device: Device) -> Iterator[tuple[Any, str, Any]]:
             merge(device.host.clock, self._clock)
             return is_set
 
-    class ClockedQueue:
-        def __init__(self) -> None:
-            self._queue: SimpleQueue[tuple[Clock, Any]] = SimpleQueue()
-
-        def put(self, item: Any) -> None:
-            self._queue.put((dict(device.host.clock), item))
-
-        def get(self) -> Any:
-            clock, item = self._queue.get()
-            merge(device.host.clock, clock)
-            return item
-
     known = {name: getattr(threading, name) for name in ("Thread", "Lock")}
     yield streams_cuda, "threading", types.SimpleNamespace(**known, Event=ClockedEvent)
-    yield streams_cuda, "SimpleQueue", ClockedQueue
+    yield streams_cuda, "SimpleQueue", lambda: _Queue(device)
     real_run, real_issue = streams_cuda._Thread.run, streams_cuda.CudaBackend._issue
 
     def run(self: Any) -> None:
@@ -210,10 +220,16 @@ def _meetings(device: Device) -> Iterator[tuple[Any, str, Any]]:
     lock = threading.Lock()
 
     def exchange(self: Any, position: int, own: Any) -> list[Any]:
-        both = real_exchange(self, position, (dict(device.host.clock), own))
-        for clock, _ in both:
-            merge(device.host.clock, clock)
-        return [theirs for _, theirs in both]
+        # As a collective of NCCL does: the kernels of all members wait for each other, and hold what they send.
+        stream = device.current_stream()
+        everyone = real_exchange(self, position, (dict(device.host.clock), dict(stream.clock), stream, own))
+        for host, theirs, _, sent in everyone:
+            merge(device.host.clock, host)
+            merge(stream.clock, theirs)
+            memory = device.memory_of(sent) if isinstance(sent, torch.Tensor) else None
+            if memory is not None:
+                memory.recorded.update(member.name for _, _, member, _ in everyone)
+        return [sent for *_, sent in everyone]
 
     def note(self: Any, instruction: str, turn: int) -> None:
         with lock:
@@ -225,6 +241,7 @@ def _meetings(device: Device) -> Iterator[tuple[Any, str, Any]]:
         with lock:
             merge(device.host.clock, noted.get((instruction, turn), {}))
 
+    yield ranks, "SimpleQueue", lambda: _Queue(device)
     yield ranks._Rendezvous, "exchange", exchange
     yield HostMemory, "note", note
     yield HostMemory, "wait", wait
