@@ -12,7 +12,7 @@ from torch import Tensor
 
 from executors.devices import device_named
 from executors.steps.streams import Backend, Measured, Task, Ticket, failure_of
-from topology.errors import ZosimError
+from topology.errors import RunError, ZosimError
 from zosim.instructions import Buffer, Instruction, Part, Space, Stream
 from zosim.operations import Recv, Send
 
