@@ -38,6 +38,8 @@ class Architecture:
         What fused kernels of attention do, by kernel (:data:`~costmodel.work.AttentionKernel`, empty for what torch takes) and
         way: the part of the peak at which they multiply, and the clocks of a multiprocessor that a score takes besides,
         for its exponential, maximum and sum. The two are not done at once, except in FlashAttention 3.
+    cache_mib : float
+        L2 cache, of the largest of these products.
     flop_j : float
         Energy of one operation of a half-precision product on random numbers, what feeds it included, in joules.
     """
@@ -47,6 +49,7 @@ class Architecture:
     float32_per_clock: int
     nccl: Generation
     attention: Mapping[AttentionWay, tuple[float, float]] = field(default_factory=dict)
+    cache_mib: float = 4.0
     flop_j: float = 0.0
 
 
@@ -82,16 +85,28 @@ backwards 474 and 550 (arXiv:2407.08608, figures 5 and 6). cuDNN's kernel is tak
 (https://github.com/Dao-AILab/flash-attention/issues/1310)."""
 
 ARCHITECTURES = (
-    Architecture("pascal", r"\bP100\b", 128, "volta", {}),
-    Architecture("volta", r"\bV100S?\b|TITAN V\b", 128, "volta", _EARLY, flop_j=1.6e-12),
-    Architecture("turing", r"\bT4\b|TITAN RTX|RTX 20\d\d|Quadro RTX", 128, "volta", _EARLY, flop_j=1.4e-12),
-    Architecture("ampere", r"\bA100\b|\bA800\b|\bA30\b", 128, "ampere", _FA2, flop_j=1.2e-12),
+    Architecture("pascal", r"\bP100\b", 128, "volta", {}, cache_mib=4),
+    Architecture("volta", r"\bV100S?\b|TITAN V\b", 128, "volta", _EARLY, flop_j=1.6e-12, cache_mib=6),
     Architecture(
-        "ampere-graphics", r"\bA(40|10|10G|16|2)\b|RTX A\d{4}|RTX 30\d\d", 256, "ampere", _FA2, flop_j=1.5e-12
+        "turing", r"\bT4\b|TITAN RTX|RTX 20\d\d|Quadro RTX", 128, "volta", _EARLY, flop_j=1.4e-12, cache_mib=6
     ),
-    Architecture("ada", r"\bAda\b|RTX 40\d\d|\bL40S?\b|\bL4\b", 256, "ampere", _FA2, flop_j=0.8e-12),
-    Architecture("hopper", r"\bG?H(100|200|20|800)\b", 256, "hopper", _HOPPER, flop_j=0.85e-12),
-    Architecture("blackwell", r"\bG?B(100|200|300)\b", 256, "blackwell", _HOPPER, flop_j=0.6e-12),
+    Architecture("ampere", r"\bA100\b|\bA800\b|\bA30\b", 128, "ampere", _FA2, flop_j=1.2e-12, cache_mib=40),
+    Architecture(
+        "ampere-graphics",
+        r"\bA(40|10|10G|16|2)\b|RTX A\d{4}|RTX 30\d\d",
+        256,
+        "ampere",
+        _FA2,
+        flop_j=1.5e-12,
+        cache_mib=6,
+    ),
+    Architecture(
+        "ada", r"\bAda\b|RTX 40\d\d|\bL40S?\b|\bL4\b", 256, "ampere", _FA2, flop_j=0.8e-12, cache_mib=72
+    ),
+    Architecture("hopper", r"\bG?H(100|200|20|800)\b", 256, "hopper", _HOPPER, flop_j=0.85e-12, cache_mib=50),
+    Architecture(
+        "blackwell", r"\bG?B(100|200|300)\b", 256, "blackwell", _HOPPER, flop_j=0.6e-12, cache_mib=126
+    ),
 )
 """Known designs. Energies: what sustained products leave of the power limit, see :func:`sustained_flop_per_s`. Lanes: NVIDIA's whitepapers of P100, V100, TU102, GA100, GA102, AD102, H100 and Blackwell."""
 

@@ -40,6 +40,7 @@ CONSTANT_UNITS: dict[str, str] = {
     "attention_score_rate": "number/s",
     "memory_bandwidth": "byte/s",
     "memory_overlap": "1",
+    "multiprocessors": "1",
     "burst": "1",
     "elementwise_bandwidth": "byte/s",
     "elementwise_cache_bandwidth": "byte/s",
@@ -97,6 +98,8 @@ CONSTANT_UNITS: dict[str, str] = {
 ``memory_bandwidth[.output]``, ``memory_overlap``
     Of matrix products reading their operands and writing what comes out, and the part of that time that passes while they
     multiply: all of it on a GPU, none on a CPU, whose libraries copy operands into panels first.
+``multiprocessors``
+    Of a GPU, which make the tiles of a product in waves; ``kernel_s.product`` is what starting and ending one takes besides.
 ``burst[.<dtype>]``
     How many times as fast products and attention are while they are too short for the device's power limit to slow its clocks.
 ``elementwise_*``, ``sweep_*[.<dtype>]``
@@ -158,11 +161,12 @@ _OPTIONAL_KINDS = frozenset(
         "pace_part",
         "attention_diagonal_len",
         "burst",
+        "multiprocessors",
     }
 )
 """Without them, those codec constants count that come with the package, ranks do not slow each other down, generators
-do not jump, and are shared and seeded in no time, there is one pace, a causal mask halves attention, and power limits
-nothing."""
+do not jump, and are shared and seeded in no time, there is one pace, a causal mask halves attention, power limits
+nothing, and the efficiency of products is smooth."""
 
 _MEMORY_KINDS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
 _UNTRIED_KINDS = frozenset({"ranks_slowdown", "message_s", "loopback_bandwidth", "codec_s"})
