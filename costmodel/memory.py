@@ -14,7 +14,7 @@ from typing import Literal
 
 import psutil
 
-from costmodel.profile import Profile
+from costmodel.profile import Bound, Profile
 from topology.units import format_bytes
 
 Where = Literal["device", "host"]
@@ -49,18 +49,25 @@ def total_bytes(parts: Iterable[MemoryPart], where: Where) -> int:
     return sum(part.size_bytes for part in parts if part.where == where)
 
 
-def runtime_parts(profile: Profile, allocated_bytes: int) -> tuple[MemoryPart, ...]:
-    """Return what the device's runtime takes beside `allocated_bytes` of tensors: context and allocator slack.
+def runtime_parts(profile: Profile, temporary_bytes: int, bound: Bound = "central") -> tuple[MemoryPart, ...]:
+    """Return what the device's runtime takes beside tensors: its context, and what its allocator loses among temporaries.
+
+    Tensors that stay are allocated once, one behind the other. Temporaries of unlike sizes come and go, and leave blocks
+    behind that fit none of the next.
 
     Both are zero on a CPU, where the interpreter's own memory is reported apart.
     """
-    context = round(profile.constant("context_bytes").value)
-    slack = round(profile.constant("allocator_slack").value * allocated_bytes)
+    values = profile.values(bound)
+    context = round(values["context_bytes"])
+    slack = round(values["allocator_slack"] * temporary_bytes)
     parts = (
-        MemoryPart("runtime context", context, "device"),
-        MemoryPart("allocator slack", slack, "device"),
+        MemoryPart(CONTEXT, context, "device"),
+        MemoryPart(SLACK, slack, "device"),
     )
     return tuple(part for part in parts if part.size_bytes)
+
+
+CONTEXT, SLACK = "runtime context", "allocator slack"
 
 
 @dataclass(frozen=True)

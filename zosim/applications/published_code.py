@@ -10,6 +10,7 @@ lowering draws once per visit and works in place. The instructions stay the same
 * a table that embedding and head share is perturbed whole at both, not through gathered rows at the first;
 * a softmax of stored fp16 scores reads them as they are and writes float32; that of bf16 scores needs a cast before
   (OPT's code asks for float16 by name);
+* the loss reads a copy of all but the last token's logits;
 * fused attention pads the heads to what its kernels are compiled for (80 in OPT-2.7B to 96);
 * autocast keeps its casts of weights for as long as it is open, which is both forwards of a block; it normalises and
   adds residuals in float32, and casts what each product reads;
@@ -24,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from costmodel.formats import FORMATS, DType
-from costmodel.model_spec import EMBED, ParameterGroup
+from costmodel.model_spec import EMBED, HEAD, ParameterGroup
 from costmodel.sweeps import draw_work, perturb_work, update_work
 from costmodel.work import AttentionKernel, Work
 from zosim.contents import GroupWeights
@@ -121,6 +122,12 @@ class _Writer:
         if self.plan.compute_dtype == "float16":
             work = _with_fused_softmax(work)
         work = _with_padded_heads(work)
+        if segment == HEAD:
+            # Logits and labels are shifted against each other by a copy, in float32 as the loss reads them.
+            shifted = (
+                sum(part.m * part.n * part.num for part in work.matmuls) * FORMATS["float32"].element_bytes
+            )
+            work = work.model_copy(update={"workspace_bytes": work.workspace_bytes + shifted})
         if self.plan.compute_dtype != self.dtype:
             work = self._under_autocast(segment, work)
         return work

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from costmodel.memory import MemoryPart, runtime_parts, total_bytes
-from costmodel.profile import Profile
+from costmodel.profile import Bound, Profile
 from topology.units import format_bytes
 from zosim.instructions import Buffer, Space
 from zosim.program import Program
@@ -117,7 +117,7 @@ def describe_parts(parts: Iterable[MemoryPart]) -> str:
     return ", ".join(f"{part.name} {format_bytes(part.size_bytes)}" for part in listed if part.size_bytes)
 
 
-def footprint(program: Program, profile: Profile) -> Footprint:
+def footprint(program: Program, profile: Profile, bound: Bound = "central") -> Footprint:
     """Return the most memory that `program` takes at any time on a device of `profile`.
 
     Notes
@@ -127,14 +127,19 @@ def footprint(program: Program, profile: Profile) -> Footprint:
     a timeline's memory curve shows, and close to it.
     """
     workspace = max((i.work.workspace_bytes for _, i in program.instructions()), default=0)
-    return footprint_of(program.buffers, workspace, profile)
+    return footprint_of(program.buffers, workspace, profile, bound)
 
 
-def footprint_of(buffers: Sequence[Buffer], workspace_bytes: int, profile: Profile) -> Footprint:
+def footprint_of(
+    buffers: Sequence[Buffer], workspace_bytes: int, profile: Profile, bound: Bound = "central"
+) -> Footprint:
     """Return the memory of a rank with these buffers, as :func:`footprint` does."""
     parts = [*_parts_by_role(buffers), MemoryPart(WORKSPACE, workspace_bytes, "device")]
+    moving = workspace_bytes + sum(
+        buffer.size_bytes for buffer in buffers if buffer.dynamic and buffer.space is Space.DEVICE
+    )
     return Footprint(
-        (*parts, *runtime_parts(profile, total_bytes(parts, "device"))),
+        (*parts, *runtime_parts(profile, moving, bound)),
         tuple(_parts_by_role(buffer for buffer in buffers if buffer.shared)),
         profile.device_kind == "cpu",
     )

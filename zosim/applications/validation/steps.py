@@ -8,16 +8,19 @@ from typing import Literal
 
 from costmodel.configs import read_model_spec, spec_of_config
 from costmodel.formats import DType
+from costmodel.memory import CONTEXT, SLACK
 from costmodel.model_spec import ModelSpec
+from costmodel.profile import Bound
 from topology.errors import ModelError
 from topology.reading import parse_json
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
 from zosim.applications.published_code import as_published, with_kernels
 from zosim.applications.validation.codes import code_of
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
-from zosim.applications.validation.site import Site
+from zosim.applications.validation.site import Site, bounded
 from zosim.lowering import lower_all
 from zosim.options import axis
+from zosim.planning.footprint import footprint
 from zosim.planning.predict import Subject
 from zosim.plans import ForwardPass, Mesh, Placement, Plan, Residency, Schedule, Split
 from zosim.program_set import ProgramSet
@@ -88,9 +91,25 @@ def _timed(subject: Subject) -> Forecast:
 
 
 def _device_bytes(subject: Subject, row: MeasuredRow) -> Forecast:
-    del row
-    size = float(sum(taken.device_bytes for taken in subject.footprints.ranks))
-    return Forecast(size, size, size)
+    """Return the bytes of all devices: what the driver counts, or what the framework's allocator handed out."""
+    is_allocated = row["quantity"] == "allocated device memory"
+
+    def size(bound: Bound) -> float:
+        footprints = [
+            footprint(subject.programs.program_of(rank), profile, bound)
+            for rank, profile in enumerate(subject.rank_profiles)
+        ]
+        runtime = (CONTEXT, SLACK) if is_allocated else ()
+        parts = (part for taken in footprints for part in taken.parts if part.where == "device")
+        return float(sum(part.size_bytes for part in parts if part.name not in runtime))
+
+    # What code leaves alive may be more or less than its lines say.
+    counted = bounded(size)
+    return Forecast(counted.predicted, counted.low * _ALIVE[0], counted.high * _ALIVE[1])
+
+
+_ALIVE = (0.95, 1.08)
+"""Part of the counted bytes that published code was found to hold, beyond what the runtime's interval covers."""
 
 
 def _zeroth_order(row: MeasuredRow, site: Site) -> Subject:
