@@ -21,7 +21,11 @@ def test_every_processor_of_every_preset_has_a_profile(name):
             # Codecs are measured, or cost what comes with the package; so are ranks and the pace, or there is no slowing.
             absent = {"codec_s", "ranks_slowdown", "pace_s", "pace", "pace_part"}
             # A GPU's generators count: they are seeded, shared and moved ahead in no time.
-            absent |= {"jump_s", "split_s", "seed_s"} if node.kind == "gpu" else {"attention_diagonal_len", "multiprocessors"}
+            absent |= (
+                {"jump_s", "split_s", "seed_s"}
+                if node.kind == "gpu"
+                else {"attention_diagonal_len", "multiprocessors"}
+            )
             # Not every device's power limits its products.
             absent |= {"burst"}
             kinds = {constant.kind for constant in profile.constants}
