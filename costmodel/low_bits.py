@@ -139,7 +139,8 @@ def coded_forward_work(
     Notes
     -----
     ``dequantise`` makes one weight at a time of its codes, a temporary; codes that share a byte are parted before. Under
-    ``int_mm`` weight and direction are products of their own, of integers, whose sums are scaled in one pass each.
+    ``int_mm`` weight and direction are products of their own, of integers, whose sums are scaled in passes of their own. What
+    is alive at one layer is its input, its output and its temporaries; the segment's other temporaries are smaller then.
     """
     plain, products = list(work.matmuls), []
     sweep_bytes = elementwise_bytes = num_kernels = largest = 0
@@ -154,30 +155,33 @@ def coded_forward_work(
         parting = coding.code_bytes((outputs, inputs)) + elements if is_parted else 0
         sweep_bytes += parting
         num_kernels += 4 * is_parted
-        temporaries = elements if is_parted else 0
+        alive = rows * inputs * width
+        levels = elements * is_parted + 4 * elements * coding.has_zero_point
         if are_inputs_coded:
             elementwise_bytes += rows * inputs * (4 * width + 1)
             num_kernels += 5
-            temporaries += rows * inputs * (width + 1)
+            alive += rows * inputs
         if kernel == "int_mm":
             times = 1 + is_beside
             products.append(product.model_copy(update={"num": product.num * times, "format": "int8"}))
             elementwise_bytes += times * rows * outputs * (4 + 2 * width)
             num_kernels += 3 * times
-            temporaries += rows * outputs * (4 + 2 * width)
+            sums = rows * outputs * 4
+            alive += max(2 * sums + levels, 3 * sums if is_beside else 0, sums + rows * outputs * width)
         else:
             products.append(product)
             sweep_bytes += elements * (1 + width + (1 + 2 * width if is_beside else 0))
             num_kernels += 1 + is_beside
-            temporaries += elements * width
-        largest = max(largest, temporaries)
+            alive += max(elements * width + levels, elements * width + rows * outputs * width)
+            alive += rows * inputs * width if are_inputs_coded else 0
+        largest = max(largest, alive)
     return work.model_copy(
         update={
             "matmuls": (*plain, *products),
             "sweep_bytes": work.sweep_bytes + sweep_bytes,
             "elementwise_bytes": work.elementwise_bytes + elementwise_bytes,
             "num_kernels": work.num_kernels + num_kernels,
-            "workspace_bytes": work.workspace_bytes + largest,
+            "workspace_bytes": max(work.workspace_bytes, largest),
         }
     )
 

@@ -92,6 +92,12 @@ class Integers(Grid):
         """Return 1."""
         return 1.0
 
+    def at_random(self, numbers: Tensor, chances: Tensor) -> Tensor:
+        """Return a neighbour of each number, in fewer passes."""
+        fraction = self.clamped(numbers)
+        below = fraction.floor()
+        return below.add_(chances < fraction.sub_(below))
+
     def symbols(self, values: Tensor) -> Tensor:
         """Return the low byte of each number."""
         return values.to(torch.int16).to(torch.uint8)

@@ -79,9 +79,9 @@ class CodedLinear(nn.Linear):
     def _multiplied_by_codes(self, inputs: Tensor) -> Tensor:
         assert self.coded is not None
         codes, scales = coded_inputs(inputs.reshape(-1, inputs.shape[-1]), self.input_scales)
-        output = int_product(codes, self.coded.levels()) * (scales * self.coded.scales.float().T)
+        output = int_product(codes, self.coded.levels()).mul_(scales).mul_(self.coded.scales.float().T)
         if self.beside is not None:
-            output += int_product(codes, self.beside.direction) * (scales * self.beside.factor)
+            output += int_product(codes, self.beside.direction).mul_(scales * self.beside.factor)
         if self.bias is not None:
             output += self.bias
         return output.to(inputs.dtype).view(*inputs.shape[:-1], -1)
