@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from executors.steps.micro_batches import accumulated
 from proofs_checks.claims import Claim, printed
 from proofs_checks.exact import equal, exceeds, mean_estimate, normal_nodes
 from proofs_checks.mutation import Mutant
+from proofs_checks.oracles.statements import query_error, rounded_square_excess
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.quzo_statements import levels_and_chances
 from proofs_checks.statistics import compare_means, fitted_slope
@@ -80,23 +79,11 @@ def check_mesh_of_quantised_halves(_context: Context) -> Outcome:
     )
 
 
-def interpolation_excess(step: float, place: float) -> float:
-    """Return ``E[C(a)²]/2 - a²/2 = f(1 - f)s²/2``, what rounding at random adds to half a square.
-
-    Examples
-    --------
-    >>> interpolation_excess(0.5, 0.25)
-    0.03125
-    """
-    part = place / step - math.floor(place / step)
-    return part * (1 - part) * step**2 / 2
-
-
 def check_curved_rest(_context: Context) -> Outcome:
     """Compare the loss behind a cut that is half a square with its interpolation, whose gradient is another one."""
     places = [0.05, 0.31, -0.62]
     made = interpolated(torch.tensor(places, dtype=torch.float64), "curved")
-    wanted = [a * a / 2 + interpolation_excess(_STEP, a) for a in places]
+    wanted = [a * a / 2 + rounded_square_excess(_STEP, a) for a in places]
     # Where perturbations stay within one cell the estimate is the chord's slope, whatever ε.
     nodes = (np.array([[-1.0], [1.0]]), np.array([0.5, 0.5]))
     slope = mean_estimate(
@@ -194,20 +181,6 @@ def check_noise_of_rounded_weights(context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-def queries_and_shards_error(num_queries: int, num_shards: int, dimension: int, spread: float) -> float:
-    """Return ``E‖ĝ - ∇L‖²/‖∇L‖²`` of Q queries over K independent shards, one direction for all shards of a query.
-
-    ``((d + 1) + (d + 2)·v/K)/Q`` with ``v`` the variance of a shard's gradient over ``‖∇L‖²``, in its own direction and
-    others alike, new data for each query; shards lower the noise of data alone.
-
-    Examples
-    --------
-    >>> queries_and_shards_error(1, 4, 8, 0.0)
-    9.0
-    """
-    return ((dimension + 1) + (dimension + 2) * spread / num_shards) / num_queries
-
-
 def check_queries_and_shards(_context: Context) -> Outcome:
     """Compare the squared error of queries and shards with its closed form, data and directions enumerated."""
     slope = np.array([0.6, -0.8])
@@ -221,9 +194,7 @@ def check_queries_and_shards(_context: Context) -> Outcome:
         for off in samples:
             estimates = (nodes @ (slope + off))[:, None] * nodes
             error += float(weights @ ((estimates - slope) ** 2).sum(1)) / len(samples)
-        parts[f"{shards} shards"] = equal(
-            error, queries_and_shards_error(1, shards, 2, spread), what="E‖ĝ - ∇L‖²/‖∇L‖²"
-        )
+        parts[f"{shards} shards"] = equal(error, query_error(1, 2, shards, spread), what="E‖ĝ - ∇L‖²/‖∇L‖²")
     return everything_holds(parts)
 
 
@@ -270,7 +241,7 @@ CLAIMS = (
                 _DIFFERENCE,
                 Mutant(
                     "a step that is not squared",
-                    "proofs_checks.compositions:interpolation_excess",
+                    "proofs_checks.oracles.statements:rounded_square_excess",
                     "step**2",
                     "step",
                 ),
@@ -324,7 +295,7 @@ CLAIMS = (
                 check_queries_and_shards,
                 Mutant(
                     "shards that lower both",
-                    "proofs_checks.compositions:queries_and_shards_error",
+                    "proofs_checks.oracles.statements:query_error",
                     "spread / num_shards",
                     "spread",
                 ),

@@ -16,6 +16,7 @@ from proofs_checks.claims import Claim, conditioned, corrected, counterexample, 
 from proofs_checks.exact import at_most, equal, exceeds, is_true, normal_nodes
 from proofs_checks.executed import Case, differences
 from proofs_checks.mutation import Mutant
+from proofs_checks.oracles.statements import exchange_share, pair_speedup
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.sliced_transfers import programs
 from proofs_checks.step_time import block_bytes, machine, model, seconds
@@ -290,17 +291,6 @@ def check_scalars_alone(_context: Context) -> Outcome:
 # -- times ------------------------------------------------------------------------------------------------------------------------
 
 
-def exchange_share(num_ranks: int, link_over_lane: float) -> float:
-    """Return what the exchange takes of (3), against the upload: ``(n - 1)·B_PCIe/B_NVLink``.
-
-    Examples
-    --------
-    >>> exchange_share(8, 14.0)
-    0.5
-    """
-    return (num_ranks - 1) / link_over_lane
-
-
 def check_negligible(_context: Context) -> Outcome:
     """Compare (3) with its first term where links are 100(n - 1) times a lane."""
     parts = {}
@@ -326,17 +316,6 @@ def check_not_negligible(_context: Context) -> Outcome:
             ),
         }
     )
-
-
-def pair_speedup(transfer: float, forward: float) -> float:
-    """Return ``max(t, 2c)/max(t, c)``: steps of two forwards a block over those of one, transfers beside them.
-
-    Examples
-    --------
-    >>> pair_speedup(0.0, 1.0), pair_speedup(1.5, 1.0), pair_speedup(9.0, 1.0)
-    (2.0, 1.3333333333333333, 1.0)
-    """
-    return max(transfer, 2 * forward) / max(transfer, forward)
 
 
 def check_pair_speedup(context: Context) -> Outcome:
@@ -583,7 +562,7 @@ CLAIMS = (
                 check_negligible,
                 Mutant(
                     "n for n - 1",
-                    "proofs_checks.distzo2_statements:exchange_share",
+                    "proofs_checks.oracles.statements:exchange_share",
                     "(num_ranks - 1)",
                     "num_ranks",
                 ),
@@ -592,7 +571,7 @@ CLAIMS = (
                 check_not_negligible,
                 Mutant(
                     "a ratio squared",
-                    "proofs_checks.distzo2_statements:exchange_share",
+                    "proofs_checks.oracles.statements:exchange_share",
                     "/ link_over_lane",
                     "/ link_over_lane**2",
                 ),
@@ -621,7 +600,7 @@ CLAIMS = (
                 ),
                 Mutant(
                     "a bound of 1.8",
-                    "proofs_checks.distzo2_statements:pair_speedup",
+                    "proofs_checks.oracles.statements:pair_speedup",
                     "2 * forward",
                     "1.7 * forward",
                 ),

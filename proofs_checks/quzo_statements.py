@@ -35,6 +35,7 @@ from proofs_checks.exact import (
     sign_nodes,
 )
 from proofs_checks.mutation import Mutant
+from proofs_checks.oracles.statements import one_point_error, query_error
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.statistics import compare_means, fitted_slope
 
@@ -707,17 +708,6 @@ def nearest_of(values: Array, grid: Array) -> npt.NDArray[np.intp]:
     return np.asarray(np.abs(values[:, None] - grid).argmin(1))
 
 
-def query_error(num_queries: int, dimension: int) -> float:
-    """Return ``E‖ĝ_n - ∇L‖²/‖∇L‖² = (d + 1)/n`` of n queries with normals, for a linear loss.
-
-    Examples
-    --------
-    >>> query_error(10, 4)
-    0.5
-    """
-    return (dimension + 1) / num_queries
-
-
 def check_queries(_context: Context) -> Outcome:
     """Compare the squared error of a mean over queries with ``(d + 1)/n``, and fit its order."""
     slope = _SLOPE[:2]
@@ -782,23 +772,12 @@ def check_one_point(_context: Context) -> Outcome:
             torch.from_numpy(mean), slope, what="E[L(w + εu)u/ε]", tolerance=1e-7
         )
         parts[f"squared error, ε = {epsilon:g}"] = equal(
-            error, one_point_error(level, float(slope @ slope), 2, epsilon), what="measured", tolerance=1e-7
+            error, one_point_error(level, float(slope.norm()), 2, epsilon), what="measured", tolerance=1e-7
         )
         parts[f"larger than with two points, ε = {epsilon:g}"] = exceeds(
             error, 3 * float(slope @ slope), what="against (d + 1)‖∇L‖²", factor=10
         )
     return everything_holds(parts)
-
-
-def one_point_error(level: float, squared_gradient: float, dimension: int, epsilon: float) -> float:
-    """Return ``E‖L(w + εu)u/ε - ∇L‖² = dL²/ε² + (d + 1)‖∇L‖²`` for a linear loss and normals.
-
-    Examples
-    --------
-    >>> one_point_error(1.0, 0.0, 4, 0.5)
-    16.0
-    """
-    return dimension * level**2 / epsilon**2 + (dimension + 1) * squared_gradient
 
 
 def check_outlier_code(_context: Context) -> Outcome:
@@ -1236,9 +1215,9 @@ CLAIMS = (
                 _DIFFERENCE,
                 Mutant(
                     "d + 2 for d + 1",
-                    "proofs_checks.quzo_statements:query_error",
-                    "(dimension + 1)",
-                    "(dimension + 2)",
+                    "proofs_checks.oracles.statements:query_error",
+                    "(dimension + 1) +",
+                    "(dimension + 2) +",
                 ),
             ),
         ),
@@ -1279,7 +1258,7 @@ CLAIMS = (
                 check_one_point,
                 Mutant(
                     "d + 1 in the first term",
-                    "proofs_checks.quzo_statements:one_point_error",
+                    "proofs_checks.oracles.statements:one_point_error",
                     "return dimension *",
                     "return (dimension + 1) *",
                 ),

@@ -21,89 +21,10 @@ from proofs_checks.exact import (
     shipped_estimate,
 )
 from proofs_checks.mutation import Mutant
+from proofs_checks.oracles.smoothing import smoothing_bounds
+from proofs_checks.oracles.statements import sharp_smoothing_bounds, smoothed_gradient_bounds
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.statistics import fitted_slope
-
-# -- the bounds as SparQ prints them --------------------------------------------------------------------------------
-
-
-def value_gap_bound(mu: float, smoothness: float, dimension: int) -> float:
-    """Return ``μ²Ld/2``, the most by which ``f_μ`` and ``f`` differ (SparQ, equation 14).
-
-    Examples
-    --------
-    >>> value_gap_bound(0.1, 2.0, 3)
-    0.03
-    """
-    return mu**2 * smoothness * dimension / 2
-
-
-def gradient_gap_bound(mu: float, smoothness: float, dimension: int) -> float:
-    """Return ``(μ/2)·L·(d + 3)^(3/2)``, a bound of ``‖∇f_μ - ∇f‖`` (SparQ, equation 15).
-
-    Examples
-    --------
-    >>> gradient_gap_bound(0.1, 1.0, 1)
-    0.4
-    """
-    return float(mu / 2 * smoothness * (dimension + 3) ** 1.5)
-
-
-def sharp_gradient_gap_bound(mu: float, smoothness: float, dimension: int) -> float:
-    """Return ``μL·min(√(2/π)(d + 1)/2, √d)``, which equation 15 of SparQ is above; reached for ``f = Lx|x|/2``.
-
-    Examples
-    --------
-    >>> round(sharp_gradient_gap_bound(1.0, 1.0, 1), 6)
-    0.797885
-    """
-    return mu * smoothness * min(math.sqrt(2 / math.pi) * (dimension + 1) / 2, math.sqrt(dimension))
-
-
-def second_moment_bound(mu: float, smoothness: float, dimension: int, squared_gradient: float) -> float:
-    """Return ``(μ²/2)L²(d + 6)³ + 2(d + 4)‖∇f‖²``, a bound of ``E‖g·u‖²`` (SparQ, equation 16).
-
-    Examples
-    --------
-    >>> second_moment_bound(0.0, 1.0, 2, 1.0)
-    12.0
-    """
-    return mu**2 / 2 * smoothness**2 * (dimension + 6) ** 3 + 2 * (dimension + 4) * squared_gradient
-
-
-def sharp_second_moment_bound(mu: float, smoothness: float, dimension: int, squared_gradient: float) -> float:
-    """Return ``(μ²/2)L²d(d + 2)(d + 4) + 2(d + 2)‖∇f‖²``: the same proof with exact moments of normals.
-
-    Examples
-    --------
-    >>> sharp_second_moment_bound(0.0, 1.0, 2, 1.0)
-    8.0
-    """
-    d = dimension
-    return mu**2 / 2 * smoothness**2 * d * (d + 2) * (d + 4) + 2 * (d + 2) * squared_gradient
-
-
-def squared_gradient_bound(mu: float, smoothness: float, dimension: int, squared_other: float) -> float:
-    """Return ``2‖b‖² + (μ²/2)L²(d + 3)³``, a bound of ``‖∇f_μ‖²`` by ``b = ∇f``, and the reverse (SparQ, equations 17, 18).
-
-    Examples
-    --------
-    >>> squared_gradient_bound(0.0, 1.0, 3, 1.5)
-    3.0
-    """
-    return 2 * squared_other + mu**2 / 2 * smoothness**2 * (dimension + 3) ** 3
-
-
-def excess_gap_bound(mu: float, smoothness: float, dimension: int) -> float:
-    """Return ``μ²Ld``, the most by which ``f_μ - f_μ*`` and ``f - f*`` differ (SparQ, equation 19).
-
-    Examples
-    --------
-    >>> excess_gap_bound(0.1, 1.0, 2)
-    0.020000000000000004
-    """
-    return mu**2 * smoothness * dimension
-
 
 # -- losses whose smoothed gradient is known --------------------------------------------------------------------------
 
@@ -278,16 +199,18 @@ def check_value_gap(_context: Context) -> Outcome:
         smoothed = weights @ (smoothness / 2 * ((x + _MU * nodes) ** 2).sum(1))
         gap = float(abs(smoothed - smoothness / 2 * (x @ x)))
         parts[f"L‖x‖²/2, L = {smoothness:g}"] = at_most(
-            gap, value_gap_bound(_MU, smoothness, 2), what="gap, reached"
+            gap, smoothing_bounds(2, _MU, smoothness)["value"], what="gap, reached"
         )
         parts[f"L‖x‖²/2, L = {smoothness:g}, reached"] = equal(
-            gap, value_gap_bound(_MU, smoothness, 2), what="gap"
+            gap, smoothing_bounds(2, _MU, smoothness)["value"], what="gap"
         )
     for place in (-1.0, 0.0, 0.3):
         gap = abs(_half_square(place, _MU)[0] - max(place, 0.0) ** 2 / 2)
-        parts[f"max(x, 0)²/2 at {place:g}"] = at_most(gap, value_gap_bound(_MU, 1.0, 1), what="gap")
+        parts[f"max(x, 0)²/2 at {place:g}"] = at_most(gap, smoothing_bounds(1, _MU, 1.0)["value"], what="gap")
         waves = abs(math.exp(-(_MU**2) / 2) - 1) * abs(math.sin(place)) * 3
-        parts[f"three sines at {place:g}"] = at_most(waves, value_gap_bound(_MU, 1.0, 3), what="gap")
+        parts[f"three sines at {place:g}"] = at_most(
+            waves, smoothing_bounds(3, _MU, 1.0)["value"], what="gap"
+        )
     return everything_holds(parts)
 
 
@@ -295,8 +218,8 @@ def check_gradient_gap(_context: Context) -> Outcome:
     """Compare ``‖∇f_μ - ∇f‖`` with (15) and with a sharper bound, which ``x|x|/2`` reaches."""
     reached = _MU * math.sqrt(2 / math.pi)
     parts = {
-        "x|x|/2 at 0": at_most(reached, gradient_gap_bound(_MU, 1.0, 1), what="gap"),
-        "x|x|/2 at 0, sharper": equal(reached, sharp_gradient_gap_bound(_MU, 1.0, 1), what="gap"),
+        "x|x|/2 at 0": at_most(reached, smoothing_bounds(1, _MU, 1.0)["gradient"], what="gap"),
+        "x|x|/2 at 0, sharper": equal(reached, sharp_smoothing_bounds(1, _MU, 1.0)["gradient"], what="gap"),
     }
     # The value at 0 by quadrature on each side, not by the formula that is reached.
     u = np.linspace(0, 12, 200_001)
@@ -304,7 +227,7 @@ def check_gradient_gap(_context: Context) -> Outcome:
     parts["x|x|/2 at 0, by quadrature"] = equal(halves, reached, what="∇f_μ", tolerance=1e-6)
     for dimension in (1, 2, 5, 40):
         sharp, bound = (
-            bounded(_MU, 1.0, dimension) for bounded in (sharp_gradient_gap_bound, gradient_gap_bound)
+            bounds(dimension, _MU, 1.0)["gradient"] for bounds in (sharp_smoothing_bounds, smoothing_bounds)
         )
         parts[f"d = {dimension}"] = at_most(sharp, bound, what="the sharper bound against (15)")
         waves = (1 - math.exp(-(_MU**2) / 2)) * math.sqrt(dimension)
@@ -332,9 +255,12 @@ def check_second_moment(_context: Context) -> Outcome:
         for central in (False, True):
             _, square = moments_of_estimate(loss, at, _MU, central=central, order=6)
             how = "central" if central else "forward"
-            for kind, bound in (("(16)", second_moment_bound), ("sharper", sharp_second_moment_bound)):
+            for kind, bound in (("(16)", smoothing_bounds), ("sharper", sharp_smoothing_bounds)):
                 parts[f"{name}, {how}, {kind}"] = at_most(
-                    square, bound(_MU, smoothness, 2, squared_gradient), what="E‖g·u‖²", slack=1e-7
+                    square,
+                    bound(2, _MU, smoothness, math.sqrt(squared_gradient))["mean_square"],
+                    what="E‖g·u‖²",
+                    slack=1e-7,
                 )
     _, square = moments_of_estimate(lambda x: slope @ x, _AT, _MU, central=False)
     parts["linear: (d + 2)‖∇f‖²"] = equal(square, 4 * squared, what="E‖g·u‖²", tolerance=1e-7)
@@ -351,21 +277,21 @@ def check_squared_gradients(_context: Context) -> Outcome:
     for mu in (0.1, 1.0):
         # x|x|/2 at 0: ∇f = 0, ∇f_μ = μ√(2/π).
         parts[f"(17), x|x|/2 at 0, μ = {mu:g}"] = at_most(
-            mu**2 * 2 / math.pi, squared_gradient_bound(mu, 1.0, 1, 0.0), what="‖∇f_μ‖²"
+            mu**2 * 2 / math.pi, smoothed_gradient_bounds(1, mu, 1.0)["square"], what="‖∇f_μ‖²"
         )
         # x|x|/2 - μ√(2/π)x at 0: ∇f_μ = 0.
         parts[f"(18), the same less its slope, μ = {mu:g}"] = at_most(
-            mu**2 * 2 / math.pi, squared_gradient_bound(mu, 1.0, 1, 0.0), what="‖∇f‖²"
+            mu**2 * 2 / math.pi, smoothed_gradient_bounds(1, mu, 1.0)["square"], what="‖∇f‖²"
         )
         for x in (-2.0, 0.4, 1.3):
             smoothed = math.exp(-(mu**2) / 2) * math.cos(x)
             parts[f"(18), sine at {x:g}, μ = {mu:g}"] = at_most(
-                math.cos(x) ** 2, squared_gradient_bound(mu, 1.0, 1, smoothed**2), what="‖∇f‖²"
+                math.cos(x) ** 2, smoothed_gradient_bounds(1, mu, 1.0, abs(smoothed))["square"], what="‖∇f‖²"
             )
     # With nothing but ‖a - b‖ <= δ known, the factor 2 is needed: a = 2b, δ = ‖b‖.
     b = np.array([0.6, -0.8])
     parts["‖a‖² <= 2‖a - b‖² + 2‖b‖², reached at a = 2b"] = equal(
-        float(2 * b @ (2 * b)), 2 * float(b @ b) + squared_gradient_bound(0.0, 1.0, 2, float(b @ b)), what="‖a‖²"
+        float(2 * b @ (2 * b)), 2 * float(b @ b) + smoothed_gradient_bounds(2, 0.0, 1.0, float(np.linalg.norm(b)))["square"], what="‖a‖²"
     )  # fmt: skip
     return everything_holds(parts)
 
@@ -377,15 +303,19 @@ def check_excess_gap(_context: Context) -> Outcome:
     for mu in (0.05, 0.5, 2.0):
         damping = math.exp(-(mu**2) / 2)
         off = (damping * (np.cos(x) + 1)) - (np.cos(x) + 1)
-        bound = excess_gap_bound(mu, 1.0, 1)
+        bound = smoothed_gradient_bounds(1, mu, 1.0)["excess"]
         parts[f"cosine, μ = {mu:g}"] = at_most(float(np.abs(off).max()), bound, what="largest difference")
         # The gap of the minima alone: half of it.
         parts[f"cosine, μ = {mu:g}, minima"] = at_most(1 - damping, bound / 2, what="|f_μ* - f*|")
     nearly = float(2 * (1 - math.exp(-(0.05**2) / 2)))
-    parts["nearly reached"] = exceeds(nearly, 0.99 * excess_gap_bound(0.05, 1.0, 1), what="cosine, μ = 0.05")
+    parts["nearly reached"] = exceeds(
+        nearly, 0.99 * smoothed_gradient_bounds(1, 0.05, 1.0)["excess"], what="cosine, μ = 0.05"
+    )
     for place in (-1.0, 0.0, 1.0):
         gap = abs(_half_square(place, 0.5)[0] - max(place, 0.0) ** 2 / 2)
-        parts[f"max(x, 0)²/2 at {place:g}"] = at_most(gap, excess_gap_bound(0.5, 1.0, 1), what="difference")
+        parts[f"max(x, 0)²/2 at {place:g}"] = at_most(
+            gap, smoothed_gradient_bounds(1, 0.5, 1.0)["excess"], what="difference"
+        )
     return everything_holds(parts)
 
 
@@ -542,9 +472,9 @@ CLAIMS = (
                 check_value_gap,
                 Mutant(
                     "a bound 3 % too tight",
-                    "proofs_checks.smoothing:value_gap_bound",
-                    "dimension / 2",
-                    "dimension * 0.97 / 2",
+                    "proofs_checks.oracles.smoothing:smoothing_bounds",
+                    "e**2 * s * d / 2",
+                    "0.97 * e**2 * s * d / 2",
                 ),
             ),
         ),
@@ -562,13 +492,13 @@ CLAIMS = (
                 check_gradient_gap,
                 Mutant(
                     "d in place of d + 3",
-                    "proofs_checks.smoothing:gradient_gap_bound",
-                    "(dimension + 3)",
-                    "dimension",
+                    "proofs_checks.oracles.smoothing:smoothing_bounds",
+                    "e * s * (d + 3) ** 1.5",
+                    "e * s * d ** 1.5",
                 ),
                 Mutant(
                     "a sharper bound 3 % off",
-                    "proofs_checks.smoothing:sharp_gradient_gap_bound",
+                    "proofs_checks.oracles.statements:sharp_smoothing_bounds",
                     "math.sqrt(2 / math.pi)",
                     "0.97 * math.sqrt(2 / math.pi)",
                 ),
@@ -589,15 +519,15 @@ CLAIMS = (
                 check_second_moment,
                 Mutant(
                     "d + 1 for d + 4, and no factor of 2",
-                    "proofs_checks.smoothing:second_moment_bound",
-                    "2 * (dimension + 4)",
-                    "(dimension + 1)",
+                    "proofs_checks.oracles.smoothing:smoothing_bounds",
+                    "2 * (d + 4)",
+                    "(d + 1)",
                 ),
                 Mutant(
                     "no radius in the bound",
-                    "proofs_checks.smoothing:sharp_second_moment_bound",
-                    "mu**2 / 2",
-                    "mu**2 / 9",
+                    "proofs_checks.oracles.statements:sharp_smoothing_bounds",
+                    "epsilon**2 / 2",
+                    "epsilon**2 / 9",
                 ),
                 _FORWARD_HALVED,
             ),
@@ -617,15 +547,15 @@ CLAIMS = (
                 check_squared_gradients,
                 Mutant(
                     "d in place of d + 3",
-                    "proofs_checks.smoothing:squared_gradient_bound",
+                    "proofs_checks.oracles.statements:smoothed_gradient_bounds",
                     "(dimension + 3)",
                     "dimension",
                 ),
                 Mutant(
                     "no factor of 2",
-                    "proofs_checks.smoothing:squared_gradient_bound",
-                    "2 * squared_other",
-                    "squared_other",
+                    "proofs_checks.oracles.statements:smoothed_gradient_bounds",
+                    "2 * other_norm**2",
+                    "other_norm**2",
                 ),
             ),
         ),
@@ -643,9 +573,9 @@ CLAIMS = (
                 check_excess_gap,
                 Mutant(
                     "a bound 3 % too tight",
-                    "proofs_checks.smoothing:excess_gap_bound",
-                    "mu**2 *",
-                    "0.97 * mu**2 *",
+                    "proofs_checks.oracles.statements:smoothed_gradient_bounds",
+                    "epsilon**2 * smoothness * dimension",
+                    "0.97 * epsilon**2 * smoothness * dimension",
                 ),
             ),
         ),

@@ -18,10 +18,12 @@ from costmodel.codecs import CodecSpec
 from executors.codecs.fidelity import received
 from executors.steps.arithmetic import projected_gradient
 from proofs_checks.claims import Claim, conditioned, corrected, counterexample, printed
-from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, normal_nodes
+from proofs_checks.exact import ROUNDING, Array, at_most, equal, exceeds, is_true, normal_nodes
 from proofs_checks.mutation import Mutant
+from proofs_checks.oracles.bounds import sparq_stationarity_bound
+from proofs_checks.oracles.smoothing import smoothing_bounds
+from proofs_checks.oracles.statements import sparq_many_nodes_bound
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.smoothing import gradient_gap_bound
 from proofs_checks.statistics import fitted_slope
 
 # -- lines of the proof of theorem 1 ----------------------------------------------------------------------------------
@@ -179,7 +181,18 @@ def check_line_40(context: Context) -> Outcome:
         wrong += 2 * right_40(t) / (t.rate * t.horizon) != mean_41(t)
         largest = replace(t, rate=1 / (32 * (d + 4) * t.smoothness))
         wrong += 4 * factor_39(largest) != largest.rate / 2
-    return is_true(wrong == 0, what=f"{wrong} of 48 identities broken")
+        stated = sparq_stationarity_bound(
+            t.horizon,
+            d,
+            float(t.gap),
+            float(t.rate),
+            float(t.squared_radius) ** 0.5,
+            float(t.smoothness),
+            float(t.compression),
+            float(t.noise) ** 0.5,
+        )
+        wrong += abs(stated / float(mean_41(t)) - 1) > ROUNDING
+    return is_true(wrong == 0, what=f"{wrong} of 60 identities broken")
 
 
 def check_line_40_printed(context: Context) -> Outcome:
@@ -402,7 +415,7 @@ def check_rounded_gap(_context: Context) -> Outcome:
     for mu in (1e-2, 1e-3, 1e-4):
         smoothed = jump / mu * float(norm.pdf(0.0))
         parts[f"μ = {mu:g}"] = exceeds(
-            abs(smoothed - 1.0), gradient_gap_bound(mu, 1.0, 1), what="|∇f̂_μ - ∇f̂|", factor=10
+            abs(smoothed - 1.0), smoothing_bounds(1, mu, 1.0)["gradient"], what="|∇f̂_μ - ∇f̂|", factor=10
         )
     return everything_holds(parts)
 
@@ -416,7 +429,9 @@ def check_smooth_compressor(_context: Context) -> Outcome:
             kept = 1 - kappa
             smoothed = float(weights @ (kept * np.cos(kept * (0.4 + mu * nodes[:, 0]))))
             gap = abs(smoothed - kept * math.cos(kept * 0.4))
-            parts[f"κ = {kappa:g}, μ = {mu:g}"] = at_most(gap, gradient_gap_bound(mu, 1.0, 1), what="gap")
+            parts[f"κ = {kappa:g}, μ = {mu:g}"] = at_most(
+                gap, smoothing_bounds(1, mu, 1.0)["gradient"], what="gap"
+            )
     return everything_holds(parts)
 
 
@@ -647,6 +662,9 @@ def check_theorem_2(context: Context) -> Outcome:
 
     steps = context.samples(horizon, 2000)
     mean = literal_run(through, gradient, np.zeros((4, 3)), float(rate), float(radius), steps, context.seed)
+    stated = sparq_many_nodes_bound(
+        _NODES, horizon, 3, 2.0, float(rate), float(radius), 3.0, float(activation)
+    )
     doubled = mean_41(replace(terms, compression=2 * _NODES * activation)) - mean_theorem_2(
         terms, _NODES, activation
     )
@@ -656,6 +674,7 @@ def check_theorem_2(context: Context) -> Outcome:
             f"theorem 2's bound at T = {horizon}": exceeds(
                 mean, allowed, what="mean ‖∇f‖² against the bound", factor=2
             ),
+            "the bound as a closed form": equal(stated["printed"], allowed, what="printed"),
             "theorem 1's own algebra has 24Mκ²L_S²Ψ where theorem 2 has 12": equal(
                 float(doubled), 12 * _NODES * float(activation), what="what is missing"
             ),
@@ -836,9 +855,9 @@ CLAIMS = (
                 check_smooth_compressor,
                 Mutant(
                     "a bound with d for d + 3",
-                    "proofs_checks.smoothing:gradient_gap_bound",
-                    "(dimension + 3) ** 1.5",
-                    "dimension ** 1.5 / 4",
+                    "proofs_checks.oracles.smoothing:smoothing_bounds",
+                    "e * s * (d + 3) ** 1.5",
+                    "e * s * d ** 1.5 / 8",
                 ),
             ),
             counterexample(check_rounded_gap, _UP),

@@ -30,6 +30,7 @@ from proofs_checks.exact import (
     shipped_estimate,
 )
 from proofs_checks.mutation import Mutant
+from proofs_checks.oracles.statements import low_rank_entry_moments
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.statistics import fitted_slope
 
@@ -143,17 +144,6 @@ def check_bias_order(_context: Context) -> Outcome:
 # -- normals of high rank ---------------------------------------------------------------------------------------------
 
 
-def entry_moments(rank: int) -> tuple[float, float, float]:
-    """Return mean, variance and fourth moment ``3 + 6/r`` of an entry of ``UVᵀ/√r``.
-
-    Examples
-    --------
-    >>> entry_moments(2)
-    (0.0, 1.0, 6.0)
-    """
-    return 0.0, 1.0, 3 + 6 / rank
-
-
 def check_entry_moments(_context: Context) -> Outcome:
     """Compare moments of ``Σu_kv_k/√r`` by quadrature with closed forms, and those of two entries of a row."""
     parts = {}
@@ -161,12 +151,15 @@ def check_entry_moments(_context: Context) -> Outcome:
         nodes, weights = normal_nodes(2 * rank, 3)
         entry = (nodes[:, :rank] * nodes[:, rank:]).sum(1) / math.sqrt(rank)
         measured = [float(weights @ entry**power) for power in (1, 2, 4)]
-        parts[f"r = {rank}"] = equal(measured, entry_moments(rank), what="mean, variance, fourth moment")
+        stated = low_rank_entry_moments(rank)
+        parts[f"r = {rank}"] = equal(
+            measured, [0.0, stated["variance"], stated["fourth_moment"]], what="mean, variance, fourth moment"
+        )
     nodes, weights = normal_nodes(3, 3)
     first, second = nodes[:, 0] * nodes[:, 1], nodes[:, 0] * nodes[:, 2]
     parts["two entries of a row, r = 1"] = equal(
         [float(weights @ (first * second)), float(weights @ (first**2 * second**2))],
-        [0.0, 3.0],
+        [0.0, low_rank_entry_moments(1)["row_product"]],
         what="uncorrelated, but E z²z'² = 1 + 2/r",
     )
     return everything_holds(parts)
@@ -590,7 +583,7 @@ CLAIMS = (
                 check_entry_moments,
                 Mutant(
                     "a normal's fourth moment",
-                    "proofs_checks.zoinfer_statements:entry_moments",
+                    "proofs_checks.oracles.statements:low_rank_entry_moments",
                     "3 + 6 / rank",
                     "3 + 0 / rank",
                 ),
