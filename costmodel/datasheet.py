@@ -33,6 +33,12 @@ _INT8_CPU_SOURCE = (
     "of float32's rate: four int8 products in a lane (VNNI); torch 2.13's `_int_mm` took a tenth of float32's time on one "
     "x86-64 CPU with tiles (AMX), and without either it is no faster"
 )
+_CPU_HALF = 0.12
+_CPU_HALF_UPWARDS = 9.0
+_CPU_HALF_SOURCE = (
+    "assumed without AVX512-FP16: torch 2.13 multiplies it at 0.12 of float32's rate, with it at 1.1 (measured on one x86-64 core with "
+    "ONEDNN_MAX_CPU_ISA; declare a peak for such a CPU)"
+)
 _ATTENTION_GPU: Spread = (0.45, 0.25, 0.73)
 _ATTENTION_GPU_SOURCE = (
     "FlashAttention-2 reaches 50-73 % of an A100's peak (arXiv:2307.08691, abstract) and 35 % of an H100's "
@@ -152,7 +158,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "call_s.block": (60e-6, 10e-6, 400e-6),
         "call_s.head": (60e-6, 10e-6, 400e-6),
         "call_s.collective": (25e-6, 1e-6, 45e-6),
-        "kernel_s": (2e-6, 1e-6, 6e-6),
+        "kernel_s": (2e-6, 1e-6, 4e-6),
         "kernel_s.product": (2e-6, 0.5e-6, 5e-6),
         "dispatch_s": (6e-6, 3e-6, 20e-6),
         "gather_s": (0.0, 0.0, 0.0),
@@ -275,6 +281,8 @@ def _peak(spec: DeviceSpec, dtype: DType) -> tuple[float, float, str]:
     fp32 = spec.peak_flop_per_s("fp32")
     if dtype == "tf32":
         return fp32, 1.0, f"{spec.name} has no TF32: multiplied in float32"
+    if dtype == "float16" and spec.kind == "cpu":
+        return fp32 * _CPU_HALF, 0.9, f"{spec.name} declares no peak for float16: {_CPU_HALF_SOURCE}"
     factor = 0.5 if dtype == "float64" else 0.25
     return fp32 * factor, 0.25, f"{spec.name} declares no peak for {dtype}: {factor} of float32 assumed"
 
@@ -288,7 +296,8 @@ def _rates(
     for dtype in COMPUTE_FORMATS:
         peak, downwards, remark = _peak(spec, dtype)
         for name, ((value, low, high), source) in (("matmul_rate", gemm), ("attention_rate", attention)):
-            spread = (value, low * downwards, high)
+            upwards = _CPU_HALF_UPWARDS if remark.endswith(_CPU_HALF_SOURCE) else 1.0
+            spread = (value, low * downwards, high * upwards)
             yield _constant(f"{name}.{dtype}", spread, f"{remark}; {source}", scale=peak * share)
 
 

@@ -142,3 +142,39 @@ def test_a_file_without_the_columns_is_refused_in_words(tmp_path: Path, text: st
     path.write_text(text)
     with pytest.raises(ZosimError, match="lacks the columns"):
         read_rows(path)
+
+
+def test_a_row_that_no_machine_could_run_does_not_take_the_others_along() -> None:
+    said = outcome(_row("matmul", m=str(10**17), n=str(10**17), k=str(10**17)), Sites())
+    assert isinstance(said, str | Forecast)
+    said = outcome(_row("attention", heads=str(10**17), seq=str(10**17)), Sites())
+    assert isinstance(said, str | Forecast)
+
+
+def test_only_bytes_matter_to_a_pass_over_memory() -> None:
+    assert _forecast("elementwise", dtype="") == _forecast("elementwise", dtype="float32")
+
+
+def test_code_has_habits_of_its_own() -> None:
+    """Sharding, recomputation and a host that takes milliseconds a block are the measured code's, not the machine's."""
+    base = {"data_parallel": "2", "num_micro_batches": "2"}
+    plain = _forecast("first_order_step", **base)
+    assert _forecast("first_order_step", **base, recompute="full").predicted > plain.predicted
+    slow = _forecast("first_order_step", **base, code="megatron-deepspeed")
+    # Two blocks there and back in each of two microbatches: the host alone takes 0.9 ms a visit.
+    assert slow.predicted > 2 * 2 * 2 * 0.9e-3 > plain.predicted
+    assert _forecast("forward", code="tensorrt-llm").predicted < _forecast("forward").predicted
+
+
+def test_memory_that_the_framework_counts_has_no_context() -> None:
+    whole, counted = (
+        _forecast("device_memory", quantity=what) for what in ("device memory", "allocated device memory")
+    )
+    assert whole.predicted - counted.predicted > 0.5e9
+    assert counted.low < counted.predicted < counted.high
+
+
+def test_a_cpu_multiplies_float16_as_its_code_does() -> None:
+    shape = {"hardware": "cpu-laptop", "seq": "64"}
+    torch, engine = (_forecast("forward", **shape, code=code) for code in ("torch", "llama.cpp"))
+    assert engine.predicted < torch.predicted

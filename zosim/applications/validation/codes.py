@@ -32,6 +32,10 @@ class Code:
     dropout : bool
     fuses_softmax : bool
         Whether scaling, mask and softmax of stored scores are one kernel.
+    widens_half : bool
+        Whether it multiplies float16 in float32 on a CPU, converting as it reads.
+    fuses_passes : bool
+        Whether norms, rotations, activations and additions are a kernel each, or part of a product.
     host_s : mapping of str to float
         Constants of the host that are its own, with their sources in this module's comments.
     """
@@ -42,6 +46,8 @@ class Code:
     stored: Literal["float32"] | None = None
     dropout: bool = False
     fuses_softmax: bool = False
+    widens_half: bool = False
+    fuses_passes: bool = False
     host_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def profile(self, profile: Profile) -> Profile:
@@ -51,6 +57,9 @@ class Code:
             before = profile.constant(name)
             spread = {"value": seconds, "low": 0.7 * seconds, "high": 1.5 * seconds}
             changed.append(before.model_copy(update={**spread, "source": "the code that was measured"}))
+        if self.widens_half and profile.device_kind == "cpu":
+            wide = profile.constant("matmul_rate.float32")
+            changed.append(wide.model_copy(update={"name": "matmul_rate.float16"}))
         return profile.with_constants(*changed, origin=profile.origin) if changed else profile
 
 
@@ -70,6 +79,11 @@ CODES: Mapping[str, Code] = MappingProxyType(
             dropout=True,
             host_s={"call_s.block": 0.92e-3, "instruction_s": 0.0},
             fuses_softmax=True,
+        ),
+        # Engines of their own kernels.
+        "tensorrt-llm": Code(fuses_passes=True),
+        **dict.fromkeys(
+            ("llama.cpp", "ik_llama.cpp", "llamafile"), Code(widens_half=True, fuses_passes=True)
         ),
     }
 )

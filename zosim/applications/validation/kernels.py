@@ -24,7 +24,9 @@ def _matmul(row: MeasuredRow) -> Work:
 
 
 def _elementwise(row: MeasuredRow) -> Work:
-    return Work(dtype=row.dtype, elementwise_bytes=row.count("bytes"), num_kernels=1, num_shared_kernels=1)
+    # Only bytes matter, so the format may be left out.
+    dtype = row.dtype if row["dtype"] else "float32"
+    return Work(dtype=dtype, elementwise_bytes=row.count("bytes"), num_kernels=1, num_shared_kernels=1)
 
 
 def _attention(row: MeasuredRow) -> Work:

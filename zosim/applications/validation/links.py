@@ -6,6 +6,7 @@ from typing import get_args
 
 from costmodel.collectives import point_to_point_s
 from costmodel.estimate import CopyDirection, device_s, estimate
+from costmodel.profile import Bound
 from costmodel.sweeps import copy_work
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
 from zosim.applications.validation.site import Site, bounded
@@ -20,11 +21,13 @@ def copy(row: MeasuredRow, site: Site) -> Forecast:
     if direction == "d2d":
         here, there = site.devices_of(row, 2)
         route = site.topology.route(here, there)
-        return bounded(
-            lambda _: point_to_point_s(
-                size_bytes, latency_s=route.latency_s, bandwidth_bytes_per_s=route.bandwidth_bytes_per_s
-            )
-        )
+        reached = site.profile.constant("copy_h2d_bandwidth")
+
+        def seconds(bound: Bound) -> float:
+            bandwidth = route.bandwidth_bytes_per_s * reached.at(bound) / reached.value
+            return point_to_point_s(size_bytes, latency_s=route.latency_s, bandwidth_bytes_per_s=bandwidth)
+
+        return bounded(seconds)
     if direction not in get_args(CopyDirection):
         raise Unpredictable(f"direction {direction!r} is none of h2d, d2h, d2d")
     way: CopyDirection = "h2d" if direction == "h2d" else "d2h"

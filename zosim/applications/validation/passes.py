@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from costmodel.estimate import estimate
 from costmodel.formats import FORMATS
 from costmodel.forward import forward_work
-from costmodel.model_spec import HEAD, ModelSpec
+from costmodel.model_spec import EMBED, HEAD, ModelSpec
 from costmodel.profile import Bound, Profile
 from costmodel.sweeps import copy_work
 from costmodel.work import Work
+from zosim.applications.validation.codes import code_of
 from zosim.applications.validation.rows import Forecast, MeasuredRow
 from zosim.applications.validation.site import Site, bounded
 from zosim.applications.validation.steps import attention_of, model_of
@@ -18,13 +19,14 @@ from zosim.applications.validation.steps import attention_of, model_of
 
 def forward(row: MeasuredRow, site: Site) -> Forecast:
     """Return the seconds of one pass over the prompt, with the logits of its last token."""
+    profile = code_of(row["code"]).profile(site.burst_profile)
     works = list(_pass_works(row, model_of(row), num_rows=row.count("seq"), length=row.count("seq")))
-    return bounded(lambda bound: _seconds(works, site.burst_profile, bound))
+    return bounded(lambda bound: _seconds(works, profile, bound))
 
 
 def streamed_generation(row: MeasuredRow, site: Site) -> Forecast:
     """Return the seconds of a pass over the prompt and one more for each further token, weights uploaded in each."""
-    model, seq, profile = model_of(row), row.count("seq"), site.burst_profile
+    model, seq, profile = model_of(row), row.count("seq"), code_of(row["code"]).profile(site.burst_profile)
     blocks = [group for group in model.groups if group.segments[0].startswith("block")]
     size = FORMATS[row.dtype].element_bytes * sum(group.num_parameters for group in blocks)
     uploaded = min(row.count_or("bytes", size), size)
@@ -54,7 +56,26 @@ def _pass_works(row: MeasuredRow, model: ModelSpec, *, num_rows: int, length: in
         if num_rows < length:
             seen = tuple(part.model_copy(update={"key": length}) for part in work.attention)
             work = work.model_copy(update={"attention": seen})
+        if code_of(row["code"]).fuses_passes and segment not in (EMBED, HEAD):
+            work = _with_few_passes(work, model, batch * rows)
         yield work
+
+
+def _with_few_passes(work: Work, model: ModelSpec, tokens: int) -> Work:
+    """Return a block's work with each norm, rotation, activation and addition done in one pass, or with a product.
+
+    Per token: two norms that add the residual read and write it and what they make (4 h each), attention reads queries, keys and
+    values and writes what it mixes, and an activation reads its inputs and writes its output.
+    """
+    heads = 2 * model.num_heads * model.head_dim + 2 * model.num_key_value_heads * model.head_dim
+    inner = (3 if model.mlp == "gated" else 2) * model.intermediate_size
+    per_token = 8 * model.hidden_size + heads + inner
+    few = {
+        "elementwise_bytes": tokens * per_token * FORMATS[work.dtype].element_bytes,
+        "num_exponentials": 0,
+        "num_kernels": work.num_products + len(work.attention) + 4,
+    }
+    return work.model_copy(update=few)
 
 
 def _seconds(works: list[Work], profile: Profile, bound: Bound) -> float:

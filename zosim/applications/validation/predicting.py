@@ -39,3 +39,6 @@ def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
         return predictor(row, sites.of(row["hardware"]))
     except ZosimError as error:
         return " ".join(error.message.split())
+    except (ValueError, ArithmeticError) as error:
+        # Sizes that no model or machine has; one such row does not take the others along.
+        return f"the row cannot be: {' '.join(str(error).split())[:200]}"
