@@ -96,7 +96,7 @@ def engine_for(
     """
     if plan.coding is not None:
         code_linears(find_blocks(model), plan.low_bits, device)
-    if plan.weights.perturbation == "adapters":
+    if plan.points_are_adapters:
         if objective is not None:
             raise ModelError(
                 "an objective is made of the logits of all tokens, of which weights=adapters makes those with labels",

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
-from costmodel.distributions import DISTRIBUTIONS
 from executors.formats import TORCH_DTYPES
 from executors.models.model import CutModel
 from executors.models.slots import AdapterState
@@ -104,7 +103,7 @@ def _refuse_other(history: History) -> None:
     """
     plan, where = history.plan, history.directory
     if plan.directions.rank is None:
-        message = f"{where} went along {plan.directions.distribution} directions, which are no adapters"
+        message = f"{where} went along {plan.directions.family.name} directions, which are no adapters"
         raise RunError(message, hint="runs with --direction lozo or factorised are")
     if recorded_adapters(history.settings) != "linears":
         raise RunError(
@@ -125,7 +124,7 @@ class _Updates:
         prepare(model, plan, torch.device("cpu"))
         cut = CutModel(model)
         self._plan = plan
-        self._distribution = DISTRIBUTIONS[plan.directions.distribution]
+        self._distribution = plan.directions.family
         tuned = [tensor for tensor in cut.tensors if tensor.trainable]
         self._names = [tensor.name for tensor in tuned]
         self._groups = {
@@ -164,7 +163,7 @@ class _Updates:
 
     def _factors(self, record: StepRecord, query: int, window: Window) -> Mapping[str, Factors]:
         draws, seed, step = self._draws, record.seeds[query], record.step
-        if self._plan.directions.rng == "counter":
+        if self._plan.directions.is_keyed:
             key = CounterKey.of(seed, step, query)
             return {group: draws.counted(group, query, key, window) for group in self._order}
         generator = Generator()

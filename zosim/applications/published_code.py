@@ -58,7 +58,7 @@ def as_published(program: Program, plan: Plan, *, prefetches: bool = True, decay
         replace(item, work=writer.work(item, program.flush[place + 1 :]))
         for place, item in enumerate(program.flush)
     ]
-    if plan.residency.overlap:
+    if plan.copies_overlap:
         step = list(_behind_launches(step) if prefetches else _without_prefetch(step))
     return replace(program, step=tuple(step), flush=tuple(flush))
 

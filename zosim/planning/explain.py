@@ -48,13 +48,12 @@ def _about_codes(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[str
     """Yield what plans do whose linear layers are kept in another format: the best with each, and what they move."""
     best: dict[str, Candidate] = {}
     for candidate in others:
-        best.setdefault(candidate.plan.low_bits.weights, candidate)
-    for weights, candidate in best.items():
-        if weights != chosen.plan.low_bits.weights:
-            plan = candidate.plan
-            name = plan.weights.dtype if weights == "none" else weights
-            slower = _slower(candidate, chosen.seconds)
-            yield f"with {name} linear layers: {plan.mesh.describe() or 'one rank'}, blocks {plan.residency.blocks}, {slower}"
+        best.setdefault(candidate.plan.linear_format, candidate)
+    for linears, candidate in best.items():
+        if linears != chosen.plan.linear_format:
+            ranks = candidate.plan.mesh.describe() or "one rank"
+            blocks = "offloaded" if candidate.plan.is_offloaded else "resident"
+            yield f"with {linears} linear layers: {ranks}, blocks {blocks}, {_slower(candidate, chosen.seconds)}"
 
 
 def about_cuts(chosen: Candidate, others: Sequence[Candidate], printed: tuple[str, ...]) -> Iterator[str]:

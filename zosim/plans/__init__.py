@@ -206,6 +206,21 @@ class Plan(Axis):
         return {last_before(cut, self.model.segments): number for number, cut in enumerate(self.split.cuts)}
 
     @property
+    def linear_format(self) -> str:
+        """Format that the linear layers of blocks are kept in."""
+        return self.weights.dtype if self.coding is None else self.low_bits.weights
+
+    @property
+    def points_are_adapters(self) -> bool:
+        """Whether weights stay as they are, and points are factors beside them."""
+        return self.weights.perturbation == "adapters"
+
+    @property
+    def copies_overlap(self) -> bool:
+        """Whether blocks are copied while others are computed with."""
+        return self.residency.overlap
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether blocks live on the host, and pass through slots of the device."""
         return self.residency.blocks == "offloaded"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from costmodel.distributions import DISTRIBUTIONS, DistributionName
+from costmodel.distributions import DISTRIBUTIONS, Distribution, DistributionName
 from topology.limits import Rank
 from zosim.plans.axis import Axis, Conflict
 from zosim.plans.setting import Setting
@@ -109,7 +109,7 @@ class Directions(Axis):
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what factors there are none of, and what the released LoZO loop cannot be run with."""
-        distribution = DISTRIBUTIONS[self.distribution]
+        distribution = self.family
         if distribution.is_factored and plan.rounding is not None:
             yield (
                 f"{self.distribution} directions are products of factors, which are not rounded to codes",
@@ -126,6 +126,16 @@ class Directions(Axis):
             stated = "counter draws" if self.rng != "mezo" else "kept directions"
             complaint = f"{self.distribution} draws again for updates, by the generator that it walked, unlike {stated}"
             yield complaint, "use --direction lozo, or --rng mezo and --no-keep-directions"
+
+    @property
+    def family(self) -> Distribution:
+        """What the distribution is."""
+        return DISTRIBUTIONS[self.distribution]
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether every parameter's stream is keyed by itself, so that any of them can be drawn without the others."""
+        return self.rng == "counter"
 
     @property
     def draws_by_halves(self) -> bool:
