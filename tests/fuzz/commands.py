@@ -215,6 +215,20 @@ def _few_steps_of_one_rank() -> None:
         Session.step = one_of_a_few  # type: ignore[method-assign]
 
 
+def _few_batches() -> None:
+    """Thousands of batches are real work, too."""
+    import executors.cut_probe
+
+    batches = executors.cut_probe._batches
+
+    @wraps(batches)
+    def a_few(model: Any, source: str, data: str, size: int, num: int, *more: Any) -> Any:
+        return batches(model, source, data, min(size, MOST_STEPS), min(num, MOST_STEPS), *more)
+
+    if not hasattr(batches, "__wrapped__"):
+        executors.cut_probe._batches = a_few
+
+
 def _model_and_data() -> dict[str, bytes]:
     return {**seeds.model(), "data.jsonl": seeds.data()}
 
@@ -396,7 +410,11 @@ COMMANDS: tuple[Target, ...] = (
         stop=_no_measuring,
     ),
     command(
-        "probe", "--model model --data data.jsonl", lambda: {"data.jsonl": seeds.data()}, kept=seeds.model
+        "probe",
+        "--model model --data data.jsonl",
+        lambda: {"data.jsonl": seeds.data()},
+        kept=seeds.model,
+        stop=_few_batches,
     ),
     command("check", "--quick", dict, stop=_no_claims, quick=4),
     command("study", "first_steps", dict, quick=4),
