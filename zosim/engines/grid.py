@@ -25,14 +25,13 @@ from costmodel.work import Work
 from topology.errors import PlanError
 from zosim.engines.maxplus import Edge, Floats, MaxPlus, Member, Vertex
 from zosim.engines.recurrence import MAX_STEPS, Precedence, second_half_s
-from zosim.engines.shortening import are_alike, shortened
+from zosim.engines.shortening import shortest
 from zosim.engines.steady import MAX_CYCLE, TOLERANCE
 from zosim.engines.world import World
 from zosim.hardware.machine import Machine
 from zosim.hardware.scaling import LINKS, scaled
 from zosim.instructions import Instruction
-from zosim.lowering import lower
-from zosim.lowering.schedule import StepWriter
+from zosim.lowering import lower, unordered
 from zosim.plans import Plan
 from zosim.program import Program
 
@@ -94,9 +93,7 @@ class _Works:
         self._plan = plan
         self._rank = rank
         self._program = program
-        self._model = (
-            shortened(plan.model) if plan.model.num_blocks > 2 and are_alike(plan.model) else plan.model
-        )
+        self._model = shortest(plan.model)
         # Blocks are alike: what is not among the first two is as the second.
         self._namesake: Callable[[str], str] = _second_block
         if self._model is plan.model or not self._tells(plan.batch, plan.seq):
@@ -117,9 +114,7 @@ class _Works:
 
     def _listed(self, batch: int, seq: int) -> dict[str, Work]:
         fields = {**dict(self._plan), "batch": batch, "seq": seq, "model": self._model}
-        writer = StepWriter(Plan(**fields), self._rank)
-        writer.write_step()
-        return {item.id: item.work for item in writer.instructions}
+        return {item.id: item.work for item in unordered(Plan(**fields), self._rank).step}
 
 
 def _second_block(name: str) -> str:

@@ -40,6 +40,11 @@ def shortened(model: ModelSpec) -> ModelSpec:
     return with_blocks(model, range(NUM_BLOCKS))
 
 
+def shortest(model: ModelSpec) -> ModelSpec:
+    """Return a model of two blocks that tell all others, the model itself where blocks are unlike or as few."""
+    return shortened(model) if model.num_blocks > NUM_BLOCKS and are_alike(model) else model
+
+
 def with_blocks(model: ModelSpec, kept: Sequence[int]) -> ModelSpec:
     """Return a model of these blocks alone, numbered anew."""
     number = {old: new for new, old in enumerate(kept)}

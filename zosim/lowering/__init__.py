@@ -42,7 +42,7 @@ from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 
-__all__ = ["lower", "lower_all"]
+__all__ = ["lower", "lower_all", "unordered"]
 
 
 def lower(plan: Plan, rank: int = 0) -> Program:
@@ -73,6 +73,17 @@ def lower(plan: Plan, rank: int = 0) -> Program:
         groups=_group_sizes(plan, rank),
     )
     return without_implied(program)
+
+
+def unordered(plan: Plan, rank: int = 0) -> Program:
+    """Return the step of `rank` as it is listed: what instructions touch and cost, before it is known who waits for whom.
+
+    Estimates need no more, and this takes a fraction of :func:`lower`'s time.
+    """
+    writer = StepWriter(plan, rank)
+    writer.write_step()
+    step, groups = tuple(writer.instructions), _group_sizes(plan, rank)
+    return Program(f"{plan.model.name}/unordered", writer.buffers(), (), (), step, groups=groups)
 
 
 def lower_all(plan: Plan) -> ProgramSet:

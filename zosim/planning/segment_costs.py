@@ -13,15 +13,14 @@ from numpy.typing import NDArray
 from costmodel.estimate import estimate
 from costmodel.formats import FORMATS
 from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
-from zosim.engines.shortening import are_alike, shortened
+from zosim.engines.shortening import shortened, shortest
 from zosim.hardware.machine import Machine
 from zosim.instructions import Stream
+from zosim.lowering import unordered
 from zosim.lowering.directions import num_drawn, passing_work
 from zosim.lowering.rank import Rank
-from zosim.lowering.schedule import StepWriter
 from zosim.planning.cuts import Cutting
 from zosim.plans import INSIDE, Mesh, Plan, last_before
-from zosim.program import Program
 
 Seconds = NDArray[np.float64]
 
@@ -134,7 +133,7 @@ class Costs:
     def _small(self) -> ModelSpec:
         """A model of two blocks, cut as the whole is, where blocks are alike; else the whole."""
         cut_model, model = self.cutting.cut_model, self.model
-        if not (are_alike(model) and model.num_blocks > 2):
+        if shortest(model) is model:
             return self.whole
         return shortened(model if cut_model is None else cut_model((0, 1)))
 
@@ -148,15 +147,13 @@ def _standing_for(segment: str, small: ModelSpec) -> str:
 
 def _compute_seconds(plan: Plan, machine: Machine) -> tuple[dict[str, float], dict[str, float]]:
     """Return each segment's seconds of forwards, and of all else on the compute stream."""
-    writer = StepWriter(plan)
-    writer.write_step()
-    program = Program("segments", writer.buffers(), (), (), tuple(writer.instructions))
+    program = unordered(plan)
     forward: dict[str, float] = defaultdict(float)
     once: dict[str, float] = defaultdict(float)
     for item in program.step:
         if item.stream == Stream.COMPUTE:
-            found = forward if item.label == "forward" else once
-            found[item.segment] += machine.activity(program, item).seconds
+            seconds = forward if item.label == "forward" else once
+            seconds[item.segment] += machine.activity(program, item).seconds
     return forward, once
 
 

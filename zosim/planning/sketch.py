@@ -16,9 +16,10 @@ from itertools import groupby
 
 from costmodel.model_spec import ModelSpec, block_segment
 from topology.limits import whole_number
-from zosim.engines.shortening import NUM_BLOCKS, are_alike, shortened, shortened_stages
+from zosim.engines.shortening import shortened_stages, shortest
 from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import Buffer, Instruction
+from zosim.lowering import unordered
 from zosim.lowering.hazards import connected_by_conflicts
 from zosim.lowering.schedule import StepWriter
 from zosim.operations import Collective, Decode, Recv, Send
@@ -61,8 +62,8 @@ class Sketcher:
 
     def __init__(self, model: ModelSpec) -> None:
         # Blocks that are unlike each other are written out.
-        self._is_long = model.num_blocks > NUM_BLOCKS and are_alike(model)
-        self._small = shortened(model) if self._is_long else model
+        self._small = shortest(model)
+        self._is_long = self._small is not model
         self._sketches: dict[Hashable, Sketch] = {}
         self._drafts: dict[Hashable, _Draft] = {}
         self._outlines: dict[Hashable, _Outline] = {}
@@ -106,14 +107,11 @@ class Sketcher:
     def _outlined(self, plan: Plan, rank: int) -> _Outline:
         """Return what the machine does not change."""
         small, standing = self._shortened(plan, rank)
-        writer = StepWriter(small, rank)
-        writer.write_step()
-        groups = {name: len(part) for name, parts in plan.groups.items() for part in parts if rank in part}
-        program = Program("sketch", writer.buffers(), (), (), tuple(writer.instructions), groups=groups)
+        program = unordered(small, rank)
         return _Outline(
             program,
             tuple(_stretches(program, standing)),
-            max((item.work.workspace_bytes for item in writer.instructions), default=0),
+            max((item.work.workspace_bytes for item in program.step), default=0),
         )
 
     def _shortened(self, plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
