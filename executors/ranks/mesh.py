@@ -61,10 +61,10 @@ def spread(data: dict[str, Any], mesh: Mapping[str, Any]) -> None:
 
 def stage_of(plan: Plan, rank: int) -> str:
     """Return a rank's part of the model in words, with the cuts that it lies between; "" for all of it."""
-    num_stages, cuts = plan.mesh.stage, plan.split.cuts
+    num_stages, cuts = plan.num_stages, plan.split.cuts
     if num_stages == 1:
         return ""
-    stage = plan.mesh.coordinates(rank).stage
+    stage = plan.stage_of(rank)
     behind = [f"behind cut {cuts[stage - 1]}"] if stage else []
     before = [f"before cut {cuts[stage]}"] if stage + 1 < num_stages else []
     return f"stage {stage + 1} of {num_stages}, {', '.join(behind + before)}"

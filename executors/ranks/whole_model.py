@@ -114,7 +114,7 @@ class WholeModel:
 
 def _owners(plan: Plan, engine: ForwardEngine, communicator: Communicator) -> dict[str, tuple[int, ...]]:
     """Return the ranks of this one's pipeline that hold each parameter group; nothing where each holds all."""
-    if plan.mesh.stage == 1:
+    if plan.num_stages == 1:
         return {}
     segments = {rank: set(plan.segments_of(rank)) for rank in communicator.members(_PIPELINE)}
     return {

@@ -168,7 +168,7 @@ def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
                 hint="say serial or copies, or add --method auto",
             )
     plan = _laid_over(start, asked, model)
-    if plan.mesh.stage == 1 and not plan.split.is_lossy and asked.cuts:
+    if plan.num_stages == 1 and not plan.split.is_lossy and asked.cuts:
         raise PlanError(
             f"--cut {','.join(asked.cuts)} with one stage changes nothing: nothing crosses, and no codec rounds",
             hint="add --codec, or leave out --mesh",

@@ -395,7 +395,7 @@ class Session:
         num_steps = self.num_steps - self._first_timed
         if not self.plan.split.cuts or not num_steps:
             return None
-        between_stages = self.plan.mesh.stage > 1
+        between_stages = self.plan.num_stages > 1
         return messages_per_step(
             self.interpreter.crossings, self.communicator, num_steps, between_stages=between_stages
         )

@@ -20,7 +20,6 @@ HOMES = (
     "zosim/lowering/",  # what it does to a step
     "zosim/planning/space.py",  # which values are tried
     "zosim/planning/sketch.py",  # the closed form of a step, whose copies overlap or do not
-    "zosim/planning/visits.py",
     "executors/runs/planning.py",  # options laid over a plan
 )
 PASSED_ON = {("forward", "attention")}

@@ -81,36 +81,10 @@ class Wiring:
         if self.order.max_distance < position <= self.num_steps:
             key = self.order.max_distance + 1
         if key not in self._needs:
-            is_usual = 1 <= self.order.max_distance < key <= self.num_steps
-            self._needs[key] = self._usual_needs() if is_usual else self._found_needs(key)
+            self._needs[key] = self._needs_at(key)
         return self._needs[key]
 
-    def _usual_needs(self) -> Needs:
-        """Return the needs of a step that reaches back no further than other steps."""
-        program, number = self.order.program, self.number["step"]
-        latest = {item.stream: (1, number[item.id]) for item in program.step}
-        own: list[tuple[tuple[int, int], ...]] = []
-        opening: tuple[tuple[int, int], ...] = ()
-        for place, item in enumerate(program.step):
-            before = [(edge.distance, number[edge.instruction]) for edge in item.after if not edge.group]
-            if place == self.opener:
-                opening, latest[item.stream] = (latest[item.stream],), (0, self.host)
-            own.append(tuple(dict.fromkeys((*before, latest[item.stream]))))
-            latest[item.stream] = 0, place
-        peers = [
-            tuple(
-                dict.fromkeys(
-                    (edge.group, edge.distance, edge.instruction) for edge in item.after if edge.group
-                )
-            )
-            for item in program.step
-        ]
-        if self.opener is not None:
-            own.append(opening)
-            peers.append(())
-        return Needs(tuple(own), tuple(peers))
-
-    def _found_needs(self, position: int) -> Needs:
+    def _needs_at(self, position: int) -> Needs:
         part = self.order.part(position)
         own, peers = [], []
         for number, name in enumerate(self.ids[part]):

@@ -83,9 +83,7 @@ class Bounds:
         return Bound(
             max(
                 longest.period_s,
-                self._sketcher.pipeline_s(plan, plan.mesh.pipelines[0], machines)
-                if plan.mesh.stage > 1
-                else 0.0,
+                self._sketcher.pipeline_s(plan, plan.pipelines[0], machines) if plan.num_stages > 1 else 0.0,
                 self._shared_s(plan, site, sketches),
             ),
             longest.num_instructions,
@@ -97,7 +95,7 @@ class Bounds:
     def _machines(self, plan: Plan) -> tuple[Machine, ...]:
         """Return every rank's machine, which of a mesh only the stages change."""
         placement, request = plan.placement, self._request
-        key = placement, plan.mesh.stage
+        key = placement, plan.num_stages
         if key not in self._known:
             profiles = profiles_of(placement, request.profile, request.profiles)
             self._known[key] = machines_for(
@@ -117,7 +115,7 @@ class Bounds:
         ranks: list[int] = []
         on_host: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for rank, device in enumerate(plan.placement.devices):
-            stage = plan.mesh.coordinates(rank).stage
+            stage = plan.stage_of(rank)
             points = plan.points_of(rank)
             kind = (len(points), BASE in points, len(plan.rows_of(rank)), stage, machines[rank].shape)
             if kind not in found:

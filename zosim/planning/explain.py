@@ -36,7 +36,7 @@ def reasons(
     yield from _about_meshes(chosen, prediction, others)
     if chosen.plan.mesh.world_size > 1:
         yield from about_ranks(chosen.plan, prediction)
-    if chosen.plan.mesh.stage > 1:
+    if chosen.plan.num_stages > 1:
         yield from about_stages(chosen.subject)
     yield from _about_codes(chosen, others)
     faster = [candidate for candidate in rejected if candidate.seconds < prediction.step_time_s]
@@ -119,8 +119,8 @@ def _about_meshes(chosen: Candidate, prediction: Prediction, others: Sequence[Ca
     rivals = [c for c in listed if c is not alone and c is not others[0]]
     if rivals:
         # The best of those with stages is among them, wherever it stands.
-        staged = next((c for c in rivals[3:] if c.plan.mesh.stage > 1), None)
-        if chosen.plan.mesh.stage > 1 or any(c.plan.mesh.stage > 1 for c in (*others[:1], *rivals[:3])):
+        staged = next((c for c in rivals[3:] if c.plan.num_stages > 1), None)
+        if chosen.plan.num_stages > 1 or any(c.plan.num_stages > 1 for c in (*others[:1], *rivals[:3])):
             staged = None
         shown = "; ".join(
             f"{c.plan.mesh.describe()} {_slower(c, prediction.step_time_s)}"

@@ -64,7 +64,7 @@ def pipelining(subject: Subject) -> Pipelining:
     for number, cut in enumerate(plan.split.cuts):
         sends = [
             item
-            for part in plan.mesh.pipelines
+            for part in plan.pipelines
             for item in subject.programs.program_of(part[number]).step
             if isinstance(item.op, Send)
         ]
@@ -76,7 +76,7 @@ def pipelining(subject: Subject) -> Pipelining:
                 sum(access.size_bytes for item in sends for access in item.reads),
             )
         )
-    first = plan.mesh.pipelines[0]
+    first = plan.pipelines[0]
     bubbles = tuple(1 - _working(subject, rank) for rank in first)
     return Pipelining(bubbles, tuple(traffic), len(plan.points))
 
@@ -94,12 +94,12 @@ def _working(subject: Subject, rank: int) -> float:
 
 def counts_of_print(plan: Plan) -> int:
     """Return the activations that SparQ counts for one pipeline: ``(P + 1)(M - 1)``, or ``2P(M - 1)`` if central."""
-    return plan.estimator.num_points * (plan.mesh.stage - 1)
+    return plan.estimator.num_points * (plan.num_stages - 1)
 
 
 def scalars_of_print(plan: Plan) -> int:
     """Return the gradient scalars that SparQ counts for one pipeline: ``P(M - 1)``."""
-    return plan.estimator.num_queries * (plan.mesh.stage - 1)
+    return plan.estimator.num_queries * (plan.num_stages - 1)
 
 
 def about_stages(subject: Subject) -> Iterator[str]:
@@ -112,7 +112,7 @@ def about_stages(subject: Subject) -> Iterator[str]:
             f"across {cut.cut}: {cut.num_messages} messages of {format_bytes(cut.size_bytes // cut.num_messages)} a "
             f"step, {format_bytes(cut.size_bytes)} in all, never more than {format_bytes(cut.most_bytes)}"
         )
-    pipelines = len(plan.mesh.pipelines) // plan.mesh.perturb
+    pipelines = len(plan.pipelines) // plan.mesh.perturb
     printed = counts_of_print(plan) * pipelines
     formula = f"{plan.estimator.points_formula}(M - 1)"
     each = f" for each of {pipelines} shards" if pipelines > 1 else ""

@@ -183,7 +183,7 @@ def _by_key(candidate: Candidate) -> tuple[float, int, int, int, int]:
 
 def _printed_cuts(request: Request, plan: Plan) -> tuple[str, ...]:
     inside = [block_segment(index) + INSIDE for index in range(plan.model.num_blocks)]
-    return sparsest_near_the_middle(inside, request.cutting.densities, plan.mesh.stage)
+    return sparsest_near_the_middle(inside, request.cutting.densities, plan.num_stages)
 
 
 def candidates(request: Request, bounds: Bounds | None = None) -> Iterator[Candidate]:

@@ -24,7 +24,7 @@ from zosim.lowering.hazards import connected_by_conflicts
 from zosim.lowering.schedule import StepWriter
 from zosim.operations import Collective, Decode, Recv, Send
 from zosim.planning.footprint import Footprint, footprint_of
-from zosim.planning.visits import STREAMS, Item, Stage, Visit, period_s, pipelined_s
+from zosim.planning.visits import STREAMS, Item, Stage, Visit, chained_s, period_s, pipelined_s
 from zosim.plans import Plan
 from zosim.points import BASE
 from zosim.program import Program
@@ -80,7 +80,7 @@ class Sketcher:
             )
             for rank in ranks
         ]
-        return pipelined_s(plan, stages)
+        return pipelined_s(stages, plan.residency.num_slots)
 
     def sketch(self, plan: Plan, rank: int, machine: Machine) -> Sketch:
         """Return what `rank` of `plan` takes on `machine`, at least."""
@@ -116,9 +116,9 @@ class Sketcher:
 
     def _shortened(self, plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
         """Return a plan with fewer blocks, and the blocks that each of those left stands for."""
-        if not self._is_long or (plan.mesh.stage == 1 and plan.split.cuts):
+        if not self._is_long or (plan.num_stages == 1 and plan.split.cuts):
             return plan, {}
-        if plan.mesh.stage > 1:
+        if plan.num_stages > 1:
             return shortened_stages(plan, rank)
         last = self._small.num_blocks - 1
         return plan.model_copy(update={"model": self._small}), {
@@ -131,7 +131,7 @@ def _part(plan: Plan, rank: int) -> Hashable:
 
     Of its place in the mesh these are its points, sequences and segments; and among how many ranks.
     """
-    stage = (plan.split, plan.segments_of(rank)) if plan.mesh.stage > 1 else ()
+    stage = (plan.split, plan.segments_of(rank)) if plan.num_stages > 1 else ()
     points = plan.points_of(rank)
     residency = plan.residency.model_copy(update={"num_slots": 1})
     return (
@@ -150,8 +150,14 @@ def _finished(draft: _Draft, plan: Plan, buffers: Sequence[Buffer], machine: Mac
     for visit in draft.visits:
         for name, amount in visit.loads.items():
             loads[name] += amount * visit.count
+    step_s = machine.step_s()
+    period = (
+        period_s(draft.visits, plan.residency.num_slots, step_s)
+        if plan.residency.overlap
+        else chained_s(draft.visits, step_s)
+    )
     return Sketch(
-        period_s(plan, draft.visits, machine.step_s()),
+        period,
         tuple(loads.values()),
         footprint_of(buffers, draft.workspace_bytes, machine.profile),
         sum(len(visit.items) * visit.count for visit in draft.visits),

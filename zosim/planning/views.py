@@ -75,14 +75,14 @@ def simulation_view(subject: Subject, prediction: Prediction) -> Report:
     """Return a prediction, and what several ranks cost each other."""
     alone = subject.plan.placement.world_size == 1
     notes = [] if alone else list(about_ranks(subject.plan, prediction))
-    if subject.plan.mesh.stage > 1:
+    if subject.plan.num_stages > 1:
         notes += about_stages(subject)
     return Report("", prediction_view(subject, prediction), Bullets(notes))
 
 
 def stages_data(subject: Subject) -> dict[str, Any]:
     """Return bubbles and traffic as JSON knows them; nothing for a plan of one stage."""
-    if subject.plan.mesh.stage == 1:
+    if subject.plan.num_stages == 1:
         return {}
     return {"stages": pipelining(subject), "counts": step_counts(subject.programs).to_data()}
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from zosim.instructions import Stream
 from zosim.operations import Collective, Decode, Recv, Send
-from zosim.plans import Plan
 
 STREAMS = tuple(Stream)
 _NUM_STEPS = 3
@@ -64,11 +63,9 @@ class Visit:
     loads: dict[str, float]
 
 
-def period_s(plan: Plan, visits: Sequence[Visit], step_s: float) -> float:
-    """Return the seconds from the end of one step to that of the next."""
-    if not plan.residency.overlap:
-        return _chained_s(visits, step_s)
-    clock = _Clock(plan.residency.num_slots)
+def period_s(visits: Sequence[Visit], num_slots: int, step_s: float) -> float:
+    """Return the seconds from the end of one step to that of the next, where streams run beside each other."""
+    clock = _Clock(num_slots)
     ends = []
     for _ in range(_NUM_STEPS):
         clock.begin_step(step_s)
@@ -117,9 +114,9 @@ class _Arrivals:
         return end_s
 
 
-def pipelined_s(plan: Plan, stages: Sequence[Stage]) -> float:
+def pipelined_s(stages: Sequence[Stage], num_slots: int) -> float:
     """Return the seconds from the end of one step to that of the next, of the stage that ends last."""
-    clocks = [_Clock(plan.residency.num_slots) for _ in stages]
+    clocks = [_Clock(num_slots) for _ in stages]
     ends: list[list[float]] = []
     for _ in range(_NUM_STEPS):
         # Once to learn when all have come to the exchange, and once with what they wait for there.
@@ -141,7 +138,7 @@ def pipelined_s(plan: Plan, stages: Sequence[Stage]) -> float:
     return float(max(last - before for before, last in zip(ends[-2], ends[-1], strict=True)))
 
 
-def _chained_s(visits: Sequence[Visit], step_s: float) -> float:
+def chained_s(visits: Sequence[Visit], step_s: float) -> float:
     """Return the period of a step of which every instruction waits for the one before.
 
     What is listed before the first computation runs while the host prepares that.

@@ -199,6 +199,20 @@ class Plan(Axis):
         return segments[([0, *ends])[stage] : ([*ends, len(segments)])[stage]]
 
     @property
+    def num_stages(self) -> int:
+        """Parts of the model, each with a rank of its own in every pipeline."""
+        return self.mesh.stage
+
+    @property
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each pipeline, by stage."""
+        return self.mesh.pipelines
+
+    def stage_of(self, rank: int) -> int:
+        """Return the part of the model that `rank` runs."""
+        return self.mesh.coordinates(rank).stage
+
+    @property
     def coded_in_place(self) -> dict[str, int]:
         """Cuts, by number, at which a rank goes on itself, by the segment before each; none between stages."""
         if self.mesh.stage > 1:
