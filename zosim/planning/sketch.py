@@ -72,7 +72,7 @@ class Sketcher:
 
     def pipeline_s(self, plan: Plan, ranks: Sequence[int], machines: Sequence[Machine]) -> float:
         """Return the seconds per step of stages that wait for each other's messages and losses, at least."""
-        if not plan.residency.overlap:
+        if not plan.copies_overlap:
             return 0.0
         stages = [
             Stage(
@@ -153,7 +153,7 @@ def _finished(draft: _Draft, plan: Plan, buffers: Sequence[Buffer], machine: Mac
     step_s = machine.step_s()
     period = (
         period_s(draft.visits, plan.residency.num_slots, step_s)
-        if plan.residency.overlap
+        if plan.copies_overlap
         else chained_s(draft.visits, step_s)
     )
     return Sketch(
