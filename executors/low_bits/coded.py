@@ -203,17 +203,20 @@ class Coded:
                 change += decay * (grouped - origin)
             change = change.view(levels.shape)
             chance = chances(rows.start * self.shape[1], rows.stop * self.shape[1]).view(levels.shape)
+            num = 0 if counted is None else int(torch.count_nonzero(change))
             if isinstance(self.grid, Integers):
-                wanted = levels - _away_from_zero(change, chance)
+                # Away from 0 where the change and its chance reach the next whole number together.
+                wanted = levels - chance.copysign_(change).add_(change).trunc_()
                 moved = self.grid.clamped(wanted)
             else:
                 wanted = levels - change
                 moved = self.grid.at_random(wanted, chance)
             if counted is not None:
-                is_outside = (wanted < self.grid.low) | (wanted > self.grid.high)
-                counted.num += int((change != 0).sum())
-                counted.saturated += int(is_outside.sum())
-                counted.unmoved += int(((moved == levels) & (change != 0) & ~is_outside).sum())
+                beyond = wanted - self.grid.clamped(wanted)
+                counted.num += num
+                counted.saturated += int(torch.count_nonzero(beyond))
+                # What saturates would have moved.
+                counted.unmoved += num - int(torch.count_nonzero(moved - levels + beyond))
             self._write(rows, moved)
 
     def _write(self, rows: slice, levels: Tensor) -> None:
@@ -248,23 +251,20 @@ def shapes_of(coding: Coding, shape: torch.Size) -> list[tuple[tuple[int, int], 
     return [*shapes, (scaled[coding.scales], torch.uint8)] if coding.has_zero_point else shapes
 
 
-def _away_from_zero(change: Tensor, chance: Tensor) -> Tensor:
-    """Return `change` rounded at random to a whole number, its size down or up."""
-    size = change.abs()
-    below = size.floor()
-    return below.add_(chance < size - below).copysign_(change)
-
-
 def _joined(symbols: Tensor, bits: int) -> Tensor:
-    """Return symbols of a byte each with as many in a byte as have room, the first in the lowest bits."""
+    """Return symbols of a byte each with as many in a byte as have room.
+
+    Lowest bits hold the first part of a row, higher ones the next: passes over neighbours stay passes over neighbours.
+    """
     if bits == 8:
         return symbols
     per_byte = 8 // bits
     missing = -symbols.shape[1] % per_byte
-    lanes = torch.nn.functional.pad(symbols, (0, missing)).view(len(symbols), -1, per_byte)
-    joined = lanes[..., 0].bitwise_and(2**bits - 1)
+    padded = torch.nn.functional.pad(symbols, (0, missing)) if missing else symbols
+    lanes = padded.view(len(symbols), per_byte, -1)
+    joined = lanes[:, 0].bitwise_and(2**bits - 1)
     for lane in range(1, per_byte):
-        joined |= lanes[..., lane].bitwise_and(2**bits - 1) << (lane * bits)
+        joined |= lanes[:, lane].bitwise_and(2**bits - 1) << (lane * bits)
     return joined
 
 
@@ -273,7 +273,7 @@ def _parted(joined: Tensor, bits: int, num: int) -> Tensor:
     if bits == 8:
         return joined
     per_byte = 8 // bits
-    lanes = joined.new_empty((*joined.shape, per_byte))
+    lanes = joined.new_empty((len(joined), per_byte, joined.shape[1]))
     for lane in range(per_byte):
-        torch.bitwise_right_shift(joined, lane * bits, out=lanes[..., lane])
+        torch.bitwise_right_shift(joined, lane * bits, out=lanes[:, lane])
     return lanes.bitwise_and_(2**bits - 1).view(len(joined), -1)[:, :num]

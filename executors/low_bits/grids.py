@@ -93,10 +93,11 @@ class Integers(Grid):
         return 1.0
 
     def at_random(self, numbers: Tensor, chances: Tensor) -> Tensor:
-        """Return a neighbour of each number, in fewer passes."""
-        fraction = self.clamped(numbers)
-        below = fraction.floor()
-        return below.add_(chances < fraction.sub_(below))
+        """Return a neighbour of each number, in fewer passes: up where number and chance reach the next one together.
+
+        The sum is rounded once, so a mean may be off by the last bit of the largest code.
+        """
+        return numbers.add(chances).floor_().clamp_(self.low, self.high)
 
     def symbols(self, values: Tensor) -> Tensor:
         """Return the low byte of each number."""

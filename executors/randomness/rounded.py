@@ -106,10 +106,11 @@ class RoundedDraws:
 
     def codes(self, numbers: Tensor, chances: Callable[[], Tensor]) -> Tensor:
         """Return the codes of numbers, which are lost; signs need no chance."""
+        return self._levels(numbers, chances).to(torch.int8)
+
+    def _levels(self, numbers: Tensor, chances: Callable[[], Tensor]) -> Tensor:
         scaled = numbers.mul_(self._rounding.scale)
-        if self._direction.distribution.is_sign:
-            return scaled.to(torch.int8)
-        return self._grid.at_random(scaled, chances()).to(torch.int8)
+        return scaled if self._direction.distribution.is_sign else self._grid.at_random(scaled, chances())
 
     def fill_counted(
         self, views: Sequence[Tensor], parameters: Sequence[int], key: CounterKey, rounding: CounterKey
@@ -160,4 +161,4 @@ class RoundedDraws:
 
     def _round(self, piece: Tensor, numbers: Tensor, parameter: int, begin: int, key: CounterKey) -> None:
         end = begin + numbers.numel()
-        piece.copy_(self.codes(numbers, lambda: self._chances.between(begin, end, parameter, key)))
+        piece.copy_(self._levels(numbers, lambda: self._chances.between(begin, end, parameter, key)))

@@ -309,7 +309,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator):
         for copy_of in ("direction", "second direction"):
             chance = chances.between(0, normals.numel(), index, rounding_key(seed, 0, 0, copy_of))
             scaled = (normals * rounding.scale).clamp(-rounding.highest, rounding.highest)
-            codes = scaled.floor() + (chance < scaled - scaled.floor())
+            codes = (scaled + chance).floor().clamp(-rounding.highest, rounding.highest)
             along[name, copy_of] = (codes / rounding.scale).view(parameter.shape)
         held = left[name]
         base[name] = coded(held.coding, parameter.data) if isinstance(held, Coded) else parameter.data.clone()
@@ -338,8 +338,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator):
         chance = chances.between(0, change.numel(), index, rounding_key(seed, 0, 0, "update")).view(
             change.shape
         )
-        size = change.abs().floor()
-        whole = change.sign() * (size + (chance < change.abs() - size))
+        whole = change.sign() * (change.abs() + chance).floor()
         levels = (held.levels() - whole).clamp(-127, 127)
         assert (left[name].levels() != levels).float().mean() < 1e-3  # roundings of the change's last bit
         assert torch.equal(left[name].scales, held.scales)
