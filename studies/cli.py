@@ -69,6 +69,7 @@ STUDIES = (
         "rounding without bias: gradients along rounded directions; QuZO's tables (a minute)",
         has_exercise=True,
     ),
+    Study("validation", "measurements of others beside predictions from data sheets, by group and source"),
     Study("zoinfer", "LoZO as a training loop and as one batch of scoring (minutes)"),
 )
 
