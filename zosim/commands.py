@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +16,11 @@ from zosim import face
 from zosim.analysis.trace import save_trace
 from zosim.applications.first_order.options import FirstOrderName, first_order_of, no_first_order
 from zosim.applications.first_order.report import baseline_subject, comparison_data, comparison_view
+from zosim.applications.published_code import all_as_published
 from zosim.console import emit, stderr
 from zosim.options import (
     HOST,
+    CodeName,
     EngineName,
     Hardware,
     PlanFile,
@@ -163,6 +166,13 @@ def simulate(
             help="What plays the events: arrays over all ranks, or a simpy process for every stream."
         ),
     ] = EngineName.LOCKSTEP,
+    code: Annotated[
+        CodeName,
+        typer.Option(
+            help="Whose code runs the plan: the executor's, or the eager Hugging Face code that the methods were published "
+            "with, which draws and passes over parameters more often."
+        ),
+    ] = CodeName.OURS,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (Perfetto opens it).")] = None,
     first_order: Annotated[
         FirstOrderName | None,
@@ -192,6 +202,8 @@ def simulate(
         one_process=one_process,
         engine=engine.value,
     )
+    if code is CodeName.PUBLISHED:
+        subject = replace(subject, edited=all_as_published(subject.programs, subject.plan))
     timeline = subject.timeline if steps is None else subject.simulated(num_steps=steps)
     if trace is not None:
         # Arrows follow one program; ranks of several have none.

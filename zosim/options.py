@@ -33,6 +33,13 @@ class EngineName(enum.StrEnum):
     SIMPY = "simpy"
 
 
+class CodeName(enum.StrEnum):
+    """Whose code does what a plan says."""
+
+    OURS = "ours"
+    PUBLISHED = "published"
+
+
 PlanFile = Annotated[Path, typer.Argument(help="A plan written by `zosim plan -o`.", show_default=False)]
 Hardware = Annotated[
     str | None, typer.Option(help="A preset's name, a topology file, or host; by default the plan's own.")

@@ -178,3 +178,26 @@ def test_a_cpu_multiplies_float16_as_its_code_does() -> None:
     shape = {"hardware": "cpu-laptop", "seq": "64"}
     torch, engine = (_forecast("forward", **shape, code=code) for code in ("torch", "llama.cpp"))
     assert engine.predicted < torch.predicted
+
+
+def test_published_code_passes_over_parameters_more_often(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    made = [
+        "plan",
+        "--model",
+        "opt-125m",
+        "--hardware",
+        PRESET,
+        "--seq",
+        "128",
+        "--dtype",
+        "float16",
+        "-o",
+        str(plan),
+    ]
+    assert CliRunner().invoke(app, [*made, "--method", "mezo"]).exit_code == 0
+    ours, published = (
+        json.loads(CliRunner().invoke(app, ["simulate", str(plan), "--json", *code]).stdout)
+        for code in ((), ("--code", "published"))
+    )
+    assert published["step_time_s"] > 1.1 * ours["step_time_s"]

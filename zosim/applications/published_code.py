@@ -33,6 +33,7 @@ from zosim.instructions import Access, Dependency, Instruction, Stream
 from zosim.operations import Draw, Forward, Operation, Perturb, Update
 from zosim.plans import Plan
 from zosim.program import Program
+from zosim.program_set import ProgramSet
 
 
 def as_published(program: Program, plan: Plan, *, prefetches: bool = True, decays: bool = True) -> Program:
@@ -61,6 +62,15 @@ def as_published(program: Program, plan: Plan, *, prefetches: bool = True, decay
     if plan.copies_overlap:
         step = list(_behind_launches(step) if prefetches else _without_prefetch(step))
     return replace(program, step=tuple(step), flush=tuple(flush))
+
+
+def all_as_published(programs: ProgramSet, plan: Plan) -> ProgramSet:
+    """Return the programs of all ranks with the works of published code.
+
+    ZO2's updates of offloaded blocks have weight decay, the MeZO loop's have none by default.
+    """
+    edited = tuple(as_published(program, plan, decays=plan.is_offloaded) for program in programs.programs)
+    return replace(programs, programs=edited)
 
 
 def with_kernels(

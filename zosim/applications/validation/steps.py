@@ -14,7 +14,7 @@ from costmodel.profile import Bound
 from topology.errors import ModelError
 from topology.reading import parse_json
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
-from zosim.applications.published_code import as_published, with_kernels
+from zosim.applications.published_code import all_as_published, with_kernels
 from zosim.applications.validation.codes import code_of
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
 from zosim.applications.validation.site import Site, bounded
@@ -23,7 +23,6 @@ from zosim.options import axis
 from zosim.planning.footprint import footprint
 from zosim.planning.predict import Subject
 from zosim.plans import ForwardPass, Mesh, Placement, Plan, Residency, Schedule, Split
-from zosim.program_set import ProgramSet
 
 
 def model_of(row: MeasuredRow) -> ModelSpec:
@@ -136,11 +135,7 @@ def _zeroth_order(row: MeasuredRow, site: Site) -> Subject:
     )
     programs = lower_all(plan)
     if row["code"] == "published":
-        programs = ProgramSet(
-            tuple(as_published(program, plan, decays=is_offloaded) for program in programs.programs),
-            programs.roles,
-            programs.groups,
-        )
+        programs = all_as_published(programs, plan)
     profile = code_of(row["code"]).profile(site.profile)
     return Subject(plan, site.topology, profile, programs)
 
