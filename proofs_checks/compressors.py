@@ -15,6 +15,7 @@ from executors.codecs.fidelity import received, relative_error
 from executors.randomness.rng import generator_on
 from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
+from proofs_checks.oracles.cuts import codec_gradient_variance
 from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.statistics import compare_means, compare_two_points
 
@@ -150,7 +151,15 @@ def check_gradient_noise(context: Context) -> Outcome:
     true = float((plus - minus)[0] @ cut.w) / (2 * EPSILON)
     for bits, shared in itertools.product((2, 4, 8), (False, True)):
         spec = CodecSpec(bits, rounding="stochastic")
-        variance = _gradient_variance(cut, plus, minus, bits, shared=shared)
+        variance = codec_gradient_variance(
+            cut.w.tolist(),
+            plus[0].tolist(),
+            minus[0].tolist(),
+            step_plus=float(plus.max()) / (2 ** (bits - 1) - 1),
+            step_minus=float(minus.max()) / (2 ** (bits - 1) - 1),
+            epsilon=EPSILON,
+            random_numbers="shared" if shared else "independent",
+        )
         sampled = _gradients(cut, plus, minus, spec, context.seed, count, shared=shared)
         columns = torch.stack([sampled, (sampled - true) ** 2], dim=1)
         how = "the same random numbers" if shared else "independent ones"
@@ -173,15 +182,6 @@ def _gradients(
         for a, number in ((plus, seed), (minus, seed if shared else seed + 1))
     )
     return (first - second) @ cut.w / (2 * EPSILON)
-
-
-def _gradient_variance(cut: _CutLayer, plus: Tensor, minus: Tensor, bits: int, *, shared: bool) -> float:
-    """Return the variance of ``Σ w_i (s⁺B⁺_i - s⁻B⁻_i)/2ε``, with ``B`` the chance of rounding up."""
-    steps = [a.max() / (2 ** (bits - 1) - 1) for a in (plus, minus)]
-    up = [a[0] / s - (a[0] / s).floor() for a, s in zip((plus, minus), steps, strict=True)]
-    of_each = sum(s**2 * f * (1 - f) for s, f in zip(steps, up, strict=True))
-    together = steps[0] * steps[1] * (torch.minimum(*up) - up[0] * up[1]) if shared else torch.zeros(())
-    return float((cut.w**2 * (of_each - 2 * together)).sum()) / (2 * EPSILON) ** 2
 
 
 def check_blindness(context: Context) -> Outcome:

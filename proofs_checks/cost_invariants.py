@@ -99,6 +99,9 @@ def check_rates(context: Context) -> Outcome:
     largest, count, moved = 0.0, 0, set()
     for profile in profiles():
         works = [random_work(generator) for _ in range(context.samples(24, 8))]
+        works += [
+            Work.model_validate({name: _LARGEST, "num_kernels": 1, "calls": ("block",)}) for name in _SIZES
+        ]
         for constant in profile.constants:
             faster = scaled_profile(profile, lambda c, name=constant.name: 2.0 if c.name == name else 1.0)  # type: ignore[misc]
             for work in works:

@@ -19,7 +19,7 @@ from executors.steps.ops.operands import of_group
 from zosim.contents import Direction, GroupWeights, is_scaled
 from zosim.instructions import Access, Instruction
 from zosim.operations import Perturb, Update
-from zosim.plans import Directions, Placement, Plan, Residency, Schedule, Weights
+from zosim.plans import Placement, Plan, Residency, Schedule, Weights
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 48,
@@ -40,20 +40,6 @@ SWEEP: dict[str, Any] = {"schedule": Schedule(traversal="sweep")}
 BLOCKWISE: dict[str, Any] = {}
 DELAYED: dict[str, Any] = {"schedule": Schedule(update="delayed")}
 OFFLOADED: dict[str, Any] = {"residency": Residency(blocks="offloaded"), **DELAYED}
-PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
-    "resident, swept": SWEEP,
-    "resident, block by block": BLOCKWISE,
-    "resident, delayed": DELAYED,
-    "offloaded, delayed": OFFLOADED,
-    "offloaded, one slot": {"residency": Residency(blocks="offloaded", num_slots=1), **DELAYED},
-    "offloaded, immediate": {"residency": Residency(blocks="offloaded")},
-    "offloaded, drawn ahead": {
-        **OFFLOADED,
-        "directions": Directions(drawn_ahead=True),
-        "schedule": Schedule(update="delayed"),
-    },
-}
-
 Key = tuple[int, int, str]
 """Step, query and parameter group of a direction."""
 

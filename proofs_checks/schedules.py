@@ -185,18 +185,17 @@ def check_slots(context: Context) -> Outcome:
 
 
 def check_published_slots(context: Context) -> Outcome:
-    """Count programs under the paper's two rules alone that the validator lets through, or that never clash."""
+    """Look for a run of the two printed rules in which a slot is overwritten during its offload; the validator refuses both."""
     rng = random.Random(context.seed)
     details, unnoticed = [], 0
     for num_slots in (1, 2):
         published = under_published_rules(zo2_program(num_slots))
-        runs = context.samples(200, 60)
-        met = sum(any(_is_overwritten(pair) for pair in clashes(published, rng)) for _ in range(runs))
         refused = is_refused(published)
-        unnoticed += (not refused) + (met == 0)
+        # About one run in eight; that none of them all does has a probability below 1e-20.
+        met = next((run for run in range(1, 401) if any(map(_is_overwritten, clashes(published, rng)))), None)
+        unnoticed += (not refused) + (met is None)
         details.append(
-            f"{num_slots} slots: published rules {'refused' if refused else 'accepted'}, a slot overwritten during "
-            f"its offload in {met} of {runs} random runs"
+            f"{num_slots} slots: {'refused' if refused else 'accepted'}, a slot overwritten in random run {met} of at most 400"
         )
     return Outcome(unnoticed, 0, "programs whose hazard goes unnoticed", tuple(details))
 

@@ -9,6 +9,7 @@ from costmodel.model_spec import ModelSpec
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from proofs_checks.claims import Claim, printed
 from proofs_checks.mutation import Mutant
+from proofs_checks.oracles.steps import zo2_step_seconds
 from proofs_checks.outcomes import Context, Outcome
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
@@ -112,13 +113,16 @@ class Seconds:
     @property
     def overlapped(self) -> float:
         """Closed form of a step in which uploads, compute and offloads run beside each other."""
-        filled = max(self.embed, self.transfer) + NUM_BLOCKS * self.block
-        return self.head + max(filled, NUM_BLOCKS * self.transfer + self.block)
+        return self._steps["overlapped"]
 
     @property
     def serial(self) -> float:
         """Closed form of a step in which every instruction waits for the one before it."""
-        return self.embed + NUM_BLOCKS * (2 * self.transfer + self.block) + self.head
+        return self._steps["serial"]
+
+    @property
+    def _steps(self) -> dict[str, float]:
+        return zo2_step_seconds(NUM_BLOCKS, self.block, self.transfer, self.embed, self.head)
 
 
 def seconds(num_points: int, transfer: float) -> Seconds:

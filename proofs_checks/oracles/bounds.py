@@ -101,3 +101,39 @@ def sparq_messages(
     points = num_queries + 1 if difference == "forward" else 2 * num_queries
     cuts = num_stages - 1
     return {"activations": points * cuts, "scalars_printed": num_queries * cuts, "losses_sent": points * cuts}
+
+
+@oracle("SparQ Lemma 5 and Thm. 2 (more than two nodes), as printed")
+def sparq_multinode_bounds(
+    horizon: Count,
+    dimension: Count,
+    num_nodes: Count,
+    gap: NonNegative,
+    learning_rate: Positive,
+    radius: NonNegative,
+    smoothness: NonNegative,
+    kappa: NonNegative = 0.0,
+    activation: NonNegative = 0.0,
+    psi: NonNegative = 0.0,
+    sigma: NonNegative = 0.0,
+) -> dict[str, float]:
+    """Return lemma 5's bound of |∇f - ∇f̂|², and what theorem 2 allows the mean of E|∇f(x_t)|² over T steps to be.
+
+    Parameters
+    ----------
+    num_nodes, kappa, activation, psi : float
+        ``M``, ``κ``, ``L_S`` and ``Ψ``.
+
+    Notes
+    -----
+    ``2Mκ²L_S²Ψ``; theorem 1's bound with ``12Mκ²L_S²Ψ`` for ``12B`` and ``4Mκ²L_S²Ψ`` for ``2B``.
+
+    Examples
+    --------
+    >>> sparq_multinode_bounds(8, 1, 3, 1.0, 1.0, 0.0, 0.0, kappa=0.5, activation=1.0, psi=1.0)
+    {'lemma_5': 1.5, 'theorem_2': 10.0}
+    """
+    part = num_nodes * kappa**2 * activation**2 * psi
+    plain = sparq_stationarity_bound(horizon, dimension, gap, learning_rate, radius, smoothness, 0.0, sigma)
+    compressed = 12 * part + 16 * smoothness * learning_rate * (dimension + 4) * 4 * part
+    return {"lemma_5": 2 * part, "theorem_2": plain + compressed}

@@ -88,28 +88,27 @@ def restore_drift_bound(weight: Real, direction: Real, epsilon: Positive, dtype:
     return unit * (abs(weight + step) + abs(weight - step) + abs(weight))
 
 
-@oracle(
-    "A random walk of independent rounding errors, uniform in half a unit in the last place (a model, not a bound)"
-)
+@oracle("MeZO's walk θ + εz - 2εz + εz (ZO2 Alg. 3), for εz that spans many units in the last place")
 def restore_drift_deviation(
     weight: Real, num_steps: Count, num_queries: Count = 1, dtype: Format = "float32"
 ) -> float:
-    """Return the standard deviation of a weight after so many walks, if its rounding errors are independent.
+    """Return the standard deviation of a weight after so many walks to +ε, -ε and back.
 
     Notes
     -----
-    ``ulp(θ)·√(3nq/12)``: three additions a query, each off by a uniform part of a unit in the last place. It holds where ``ε|z|`` spans
-    many units in the last place, and no power of two is crossed.
+    ``ulp(θ)·√(nq/2)``. The weight lies on its grid, so that with ``p = εz/ulp`` a walk moves it by ``2·round(p) - round(2p)`` units: by
+    -1, 0 or 1 with probabilities ¼, ½ and ¼ where the fraction of ``p`` is uniform. (Independent errors of three additions would
+    give half that variance: the first and the last are the same.) No power of two may be crossed on the way.
 
     Examples
     --------
-    >>> restore_drift_deviation(1.5, 4, dtype="bfloat16")
-    0.0078125
+    >>> restore_drift_deviation(1.5, 8, dtype="bfloat16")
+    0.015625
     """
     if weight == 0:
         return 0.0
     ulp = 2.0 ** (math.floor(math.log2(abs(weight))) - _MANTISSA_BITS[dtype] + 1)
-    return ulp * math.sqrt(3 * num_steps * num_queries / 12)
+    return ulp * math.sqrt(num_steps * num_queries / 2)
 
 
 @oracle("Updates that formats lose: θ - η·g·z rounded to the nearest")

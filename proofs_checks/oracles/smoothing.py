@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Literal
 
-from proofs_checks.oracles.registry import NonNegative, Positive, Real, oracle
+import numpy as np
+from numpy.typing import NDArray
+
+from proofs_checks.oracles.registry import Count, NonNegative, Positive, Real, oracle
 
 Loss = Literal["linear", "quadratic", "cubic", "quartic", "exponential", "sine", "absolute"]
 
@@ -107,3 +111,57 @@ def smoothing_bounds(
         "gradient": e * s * (d + 3) ** 1.5 / 2,
         "mean_square": e**2 * s**2 * (d + 6) ** 3 / 2 + 2 * (d + 4) * gradient_norm**2,
     }
+
+
+@oracle(
+    "E|g·z|² of losses φ(a·θ) along normals: |z|² is ξ² and an independent chi-squared of d - 1 degrees of freedom"
+)
+def ridge_estimate_moments(
+    loss: Literal["linear", "quadratic", "cubic", "quartic", "exponential", "sine"],
+    t: Real,
+    slope_norm: Positive,
+    epsilon: Positive,
+    dimension: Count,
+    difference: Literal["central", "forward"] = "central",
+    num_queries: Count = 1,
+) -> dict[str, float]:
+    """Return the mean of an estimate along a, its mean square and its variance, for a loss φ(a·θ) with t = a·θ.
+
+    Parameters
+    ----------
+    slope_norm : float
+        ``|a|``.
+
+    Notes
+    -----
+    ``g`` is a function of ``ξ = a·z/|a|`` alone: ``E|g·z|² = E[g²(ξ² + d - 1)]``, by Gauss-Hermite quadrature with 60 nodes.
+
+    Examples
+    --------
+    >>> ridge_estimate_moments("linear", 0.0, 2.0, 0.1, 8)["mean_square"]
+    40.0
+    """
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    weights = weights / weights.sum()
+    phi = _FUNCTIONS[loss]
+    step = epsilon * slope_norm * nodes
+    other = phi(t - step) if difference == "central" else phi(np.full_like(step, t))
+    g = (phi(t + step) - other) / (2 * epsilon if difference == "central" else epsilon)
+    mean = float(weights @ (g * nodes))
+    one = float(weights @ (g**2 * (nodes**2 + dimension - 1)))
+    variance = (one - mean**2) / num_queries
+    return {
+        "mean": round(mean, 12),
+        "mean_square": round(variance + mean**2, 12),
+        "variance": round(variance, 12),
+    }
+
+
+_FUNCTIONS: Mapping[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
+    "linear": lambda t: t,
+    "quadratic": lambda t: t**2 / 2,
+    "cubic": lambda t: t**3 / 6,
+    "quartic": lambda t: t**4 / 24,
+    "exponential": np.exp,
+    "sine": np.sin,
+}
