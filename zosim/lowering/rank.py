@@ -134,7 +134,7 @@ class Rank:
     @property
     def is_together(self) -> bool:
         """Whether one forward is at all points of this rank."""
-        return self.plan.weights.perturbation == "adapters"
+        return self.plan.points_are_adapters
 
     @property
     def is_swept(self) -> bool:

@@ -1,0 +1,129 @@
+"""Probes beside live requests: events against queueing theory, and against a queue written out by hand."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from topology.errors import TrafficError
+from zosim.applications.slack.arrivals import poisson, recorded
+from zosim.applications.slack.serving import (
+    POLICIES,
+    Server,
+    closed_mean_s,
+    closed_steps_per_hour,
+    serve,
+)
+from zosim.cli import app
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("load", [0.2, 0.7])
+def test_events_agree_with_the_closed_form(policy, load):
+    server = Server(0.005, 0.015, 1, 0.06, num_parts=4)
+    rate = load / server.service_s(1)
+    runs = [serve(server, poisson(rate, 400, seed), policy) for seed in range(8)]
+    means, steps = ([getattr(run, name) for run in runs] for name in ("mean_s", "steps_per_hour"))
+    for values, closed in (
+        (means, closed_mean_s(server, rate, policy)),
+        (steps, closed_steps_per_hour(server, rate, policy)),
+    ):
+        if closed is not None:
+            error = np.std(values, ddof=1) / np.sqrt(len(values))
+            # Four standard errors of independent runs; and a probe begun at either end of each.
+            assert abs(np.mean(values) - closed) <= 4 * error + 1e-2 * closed
+
+
+def test_waits_are_those_of_a_queue_by_hand():
+    """Requests at 0, 10 and 13 ms, each 4 ms; probes of 6 ms, which begin whenever nobody waits."""
+    server, arrivals = Server(0, 4, 1, 6, num_parts=2), np.array([0.0, 10.0, 13.0])
+    # none: 0-4, 10-14, 14-18. whole: probe 4-10. parts: 4-7, 7-10. A request at an end comes first.
+    assert serve(server, arrivals, "none").latencies_s.tolist() == [4, 4, 5]
+    for policy in ("whole", "parts", "cancel"):
+        served = serve(server, arrivals, policy)
+        assert (served.latencies_s.tolist(), served.num_probes) == ([4, 4, 5], 1)
+    late = np.array([0.0, 9.0, 13.0])
+    assert serve(server, late, "whole").latencies_s.tolist() == [4, 5, 5]
+    assert serve(server, late, "parts").latencies_s.tolist() == [4, 5, 5]
+    cancelled = serve(server, late, "cancel")
+    assert (cancelled.latencies_s.tolist(), cancelled.num_probes, cancelled.num_cancelled) == (
+        [4, 4, 4],
+        0,
+        1,
+    )
+    assert serve(server, np.array([0.0, 8.0]), "parts").latencies_s.tolist() == [4, 6]
+    assert serve(server, np.array([0.0, 6.5]), "parts").latencies_s.tolist() == [4, 4.5]
+
+
+def test_batches_take_all_that_wait():
+    server = Server(2, 1, 3, 10)
+    assert serve(server, np.zeros(4), "none").latencies_s.tolist() == [5, 5, 5, 8]
+    assert closed_mean_s(server, 0.1, "none") is None
+
+
+def test_bursts_have_the_rate_and_wait_longer():
+    calm, bursts = (poisson(20, 500, 3, burst=burst) for burst in (1, 6))
+    assert len(bursts) == pytest.approx(len(calm), rel=0.1)
+    server = Server(0, 0.02, 1, 0.05)
+    assert serve(server, bursts, "none").mean_s > 2 * serve(server, calm, "none").mean_s
+
+
+def test_more_than_can_be_served_waits_for_ever():
+    assert closed_mean_s(Server(0, 1, 1, 1), 1.0, "none") == float("inf")
+    assert closed_steps_per_hour(Server(0, 1, 1, 1), 2.0, "whole") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("Time,tokens\n5,1\n3.5,2\n", [0, 1.5]),
+        (
+            "TIMESTAMP,ContextTokens\n2023-11-16 18:17:03.9799600,4808\n2023-11-16 18:17:04.9799600,1\n",
+            [0, 1],
+        ),
+    ],
+)
+def test_traces_are_read(tmp_path, text, wanted):
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    assert recorded(path).tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a,b\n1,2\n", "no column of arrivals"),
+        ("time\n", "no arrivals"),
+        ("time\nsoon\n", "line 2: 'soon'"),
+        ("time\ninf\n", "is no time"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path, text, says):
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    with pytest.raises(TrafficError, match=says):
+        recorded(path)
+
+
+def test_what_cannot_be_served_is_refused():
+    with pytest.raises(TrafficError, match="cannot be served"):
+        Server(0, 0, 1, 1)
+    with pytest.raises(TrafficError, match="no arrivals"):
+        poisson(-1, 10, 0)
+    with pytest.raises(TrafficError, match="simulated"):
+        poisson(1e9, 1e9, 0)
+    with pytest.raises(TrafficError, match="no request"):
+        serve(Server(0, 1, 1, 1), np.array([]), "none")
+
+
+def test_the_command_says_which_policies_keep_the_objective():
+    arguments = "slack --request-ms 20 --probe-ms 200 --parts 20 --rate 10 --duration 60 --p99-ms 100 --json"
+    result = CliRunner().invoke(app, arguments.split())
+    policies = {row["policy"]: row for row in json.loads(result.stdout)["policies"]}
+    assert not policies["whole"]["within_objective"]
+    assert policies["parts"]["within_objective"]
+    assert policies["parts"]["steps_per_hour"] > 2 * policies["cancel"]["steps_per_hour"]
+    assert CliRunner().invoke(app, ["slack", "--request-ms", "20", "--rate", "10"]).exit_code != 0

@@ -1,0 +1,1 @@
+"""Zeroth-order steps in what a serving machine has left: probes as jobs of low priority beside live requests."""

@@ -1,0 +1,214 @@
+"""A server of requests that fills what they leave with probes: events on a clock, and the closed form beside them.
+
+The server takes up to as many waiting requests as a batch holds, and serves them together. A probe is one step of zeroth-order tuning, which is a few forwards
+in a row; it starts when nobody waits. What a request that arrives meanwhile waits for is the policy:
+
+``whole``
+    The probe, to its end.
+``parts``
+    The part of the probe that runs, such as a block of the model; the others go on when nobody waits again.
+``cancel``
+    Nothing: the probe's work is lost.
+``none``
+    There are no probes.
+
+Notes
+-----
+With one request to a batch, and arrivals at random, a server that always has a probe is an M/G/1 queue with vacations: a
+request waits as without probes, and for the rest of a part besides [1]_. With services of ``s`` and parts of ``v`` seconds
+that do not vary, at a load ``ρ = λ·s`` below 1,
+
+    mean wait = λ·s² / (2·(1 - ρ)) + v / 2.
+
+References
+----------
+.. [1] Doshi, "Queueing systems with vacations, a survey", Queueing Systems 1, 1986, equation (2.4).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+import simpy
+from numpy.typing import NDArray
+
+from topology.errors import TrafficError
+from zosim.applications.slack.arrivals import Times
+
+Policy = Literal["none", "whole", "parts", "cancel"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+
+@dataclass(frozen=True)
+class Server:
+    """How long things take on one machine.
+
+    Attributes
+    ----------
+    batch_s, request_s : float
+        Seconds of a batch of requests, whatever is in it, and for each request besides.
+    max_batch : int
+        Requests of one batch.
+    probe_s : float
+        Seconds of a probe.
+    num_parts : int
+        Parts of a probe after which it can stand still.
+    """
+
+    batch_s: float
+    request_s: float
+    max_batch: int
+    probe_s: float
+    num_parts: int = 1
+
+    def __post_init__(self) -> None:
+        is_timed = self.batch_s >= 0 and self.request_s >= 0 and self.batch_s + self.request_s > 0
+        if not (is_timed and self.probe_s > 0 and self.max_batch > 0 and self.num_parts > 0):
+            raise TrafficError(
+                f"a batch of {self.batch_s} s and {self.request_s} s a request, and a probe of {self.probe_s} s in "
+                f"{self.num_parts} parts cannot be served",
+                hint="seconds above 0, whole numbers of 1 and more",
+            )
+
+    def service_s(self, num_requests: int) -> float:
+        """Return the seconds of a batch."""
+        return self.batch_s + self.request_s * num_requests
+
+    def vacation_s(self, policy: Policy) -> float:
+        """Return the longest that a request waits for a probe."""
+        return {"none": 0.0, "whole": self.probe_s, "parts": self.probe_s / self.num_parts, "cancel": 0.0}[
+            policy
+        ]
+
+
+@dataclass
+class Served:
+    """What came of it.
+
+    Attributes
+    ----------
+    policy : str
+    latencies_s : array
+        Seconds from each request's arrival to its answer.
+    num_probes : int
+        Finished.
+    num_cancelled : int
+    duration_s : float
+    """
+
+    policy: Policy
+    latencies_s: NDArray[np.float64]
+    num_probes: int
+    num_cancelled: int
+    duration_s: float
+
+    def quantile_s(self, part: float) -> float:
+        """Return a quantile of the latencies."""
+        return float(np.quantile(self.latencies_s, part))
+
+    @property
+    def mean_s(self) -> float:
+        """The mean latency."""
+        return float(self.latencies_s.mean())
+
+    @property
+    def steps_per_hour(self) -> float:
+        """Probes that were finished in an hour."""
+        return 3600 * self.num_probes / self.duration_s
+
+
+def serve(server: Server, arrivals: Times, policy: Policy) -> Served:
+    """Return what becomes of requests that arrive at these times, and of probes beside them.
+
+    Raises
+    ------
+    TrafficError
+        If there are no arrivals.
+    """
+    if not len(arrivals):
+        raise TrafficError("no request arrives", hint="raise --rate or --duration")
+    run = _Run(server, arrivals, policy)
+    run.environment.run(run.environment.process(run.serving()))
+    return Served(
+        policy,
+        np.array(run.latencies),
+        run.num_parts // server.num_parts,
+        run.num_cancelled,
+        max(run.environment.now, float(arrivals[-1])),
+    )
+
+
+def closed_mean_s(server: Server, rate_per_s: float, policy: Policy) -> float | None:
+    """Return the mean latency of requests that arrive at random, each served alone; None where no formula is known.
+
+    A cancelled probe takes nothing from them. Infinite where more arrives than is served.
+    """
+    if server.max_batch != 1:
+        return None
+    service = server.service_s(1)
+    load = rate_per_s * service
+    if load >= 1:
+        return float("inf")
+    waiting = rate_per_s * service**2 / (2 * (1 - load)) + server.vacation_s(policy) / 2
+    return service + waiting
+
+
+def closed_steps_per_hour(server: Server, rate_per_s: float, policy: Policy) -> float | None:
+    """Return the probes that fit into an hour beside requests served alone; None where no formula is known."""
+    if server.max_batch != 1 or policy == "cancel":
+        return None
+    idle = max(0.0, 1 - rate_per_s * server.service_s(1))
+    return 3600 * idle / server.probe_s if policy != "none" else 0.0
+
+
+@dataclass
+class _Run:
+    server: Server
+    arrivals: Times
+    policy: Policy
+    environment: simpy.Environment = field(default_factory=simpy.Environment)
+    latencies: list[float] = field(default_factory=list)
+    num_parts: int = 0
+    num_cancelled: int = 0
+    _taken: int = 0
+
+    def serving(self) -> Generator[Any, Any, None]:
+        """Serve until every request has been answered; between them, probe."""
+        waiting: deque[float] = deque()
+        while self._taken < len(self.arrivals) or waiting:
+            self._take(waiting)
+            if waiting:
+                batch = [waiting.popleft() for _ in range(min(len(waiting), self.server.max_batch))]
+                yield self.environment.timeout(self.server.service_s(len(batch)))
+                self.latencies += [self.environment.now - arrived for arrived in batch]
+            elif self.policy == "none":
+                yield self.environment.timeout(self._until_next_s)
+            elif self.policy == "cancel":
+                yield from self._cancellable()
+            else:
+                yield self.environment.timeout(self.server.vacation_s(self.policy))
+                self.num_parts += self.server.num_parts if self.policy == "whole" else 1
+
+    def _cancellable(self) -> Generator[Any, Any, None]:
+        until_next = self._until_next_s
+        if until_next < self.server.probe_s:
+            yield self.environment.timeout(until_next)
+            self.num_cancelled += 1
+        else:
+            yield self.environment.timeout(self.server.probe_s)
+            self.num_parts += self.server.num_parts
+
+    def _take(self, waiting: deque[float]) -> None:
+        while self._taken < len(self.arrivals) and self.arrivals[self._taken] <= self.environment.now:
+            waiting.append(float(self.arrivals[self._taken]))
+            self._taken += 1
+
+    @property
+    def _until_next_s(self) -> float:
+        # Not below the least that moves the clock: a sum that rounds down would wait for ever.
+        next_s = float(self.arrivals[self._taken])
+        return max(next_s - self.environment.now, float(np.spacing(self.environment.now)))
