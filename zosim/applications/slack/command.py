@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from topology.errors import TrafficError
-from zosim import face
 from zosim.applications.slack.arrivals import Times, poisson, recorded
 from zosim.applications.slack.serving import (
     POLICIES,
@@ -20,7 +19,7 @@ from zosim.applications.slack.serving import (
     serve,
 )
 from zosim.console import emit, stderr
-from zosim.options import ProfileFile
+from zosim.options import ProfileFile, subject_of
 from zosim.plans import Plan
 from zosim.report import Report, Table
 from zosim.stated import Json
@@ -103,7 +102,7 @@ def _server(
     seconds = 0.0 if probe_ms is None else probe_ms / 1e3
     if plan_file is not None:
         plan = Plan.load(plan_file)
-        seconds = face.simulate(plan, profile=profile).prediction.step_time_s
+        seconds = subject_of(plan, profile=profile).prediction.step_time_s
         segments = len(plan.model.segments)
     return Server(batch_ms / 1e3, request_ms / 1e3, max_batch, seconds, parts or segments)
 
@@ -162,7 +161,7 @@ def _view(data: dict[str, Any], p99_ms: float | None) -> Report:
                 *((said,) if p99_ms is not None else ()),
             )
         )
-    heads = ("policy", "steps/h", "formula", "mean ms", "formula", "p50 ms", "p99 ms")
+    heads: tuple[str, ...] = ("policy", "steps/h", "formula", "mean ms", "formula", "p50 ms", "p99 ms")
     if p99_ms is not None:
         heads = (*heads, f"p99 <= {p99_ms:g} ms")
     probe = f"a probe of {data['probe_s'] * 1e3:.4g} ms in {data['parts']} parts beside {data['requests']:,} requests"
