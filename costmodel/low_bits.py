@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from costmodel.formats import FORMATS
+from costmodel.model_spec import ParameterGroup
 from costmodel.work import Work
 from topology.errors import PlanError
 
@@ -23,6 +24,12 @@ ScaleScope = Literal["tensor", "channel", "group"]
 
 Linear = tuple[int, int]
 """Outputs and inputs of a linear layer."""
+
+MOVED_ELEMENTS = 1 << 16
+"""Codes that an update moves at a time on a CPU, whose cache their temporaries fit into."""
+
+_MOVED_TEMPORARIES = 7
+"""Numbers in float32 that are alive for each of them."""
 
 _CONTAINERS = (2, 4, 8)
 """Bits that a code takes in memory: a byte holds one, two or four."""
@@ -112,6 +119,14 @@ class Coding:
                 )
 
 
+def stored_bytes(group: ParameterGroup, coding: Coding | None, dtype: str) -> int:
+    """Return the bytes of a group's parameters, those of linear layers as codes where there are any."""
+    linears = (*group.linears, *group.frozen_linears) if coding is not None else ()
+    num_coded = sum(outputs * inputs for outputs, inputs in linears)
+    codes = coding.size_bytes(linears) if coding is not None else 0
+    return FORMATS[dtype].bytes(group.num_parameters - num_coded) + codes
+
+
 def coded_forward_work(
     work: Work,
     linears: Sequence[Linear],
@@ -195,4 +210,5 @@ def coded_update_work(linears: Sequence[Linear], coding: Coding) -> Work:
         scratch_bytes=8 * 4 * elements,
         num_rounded=elements,
         num_kernels=10 * len(linears),
+        workspace_bytes=_MOVED_TEMPORARIES * 4 * min(elements, MOVED_ELEMENTS),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from costmodel.low_bits import Coding
+from costmodel.low_bits import MOVED_ELEMENTS, Coding
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.grids import Grid, Integers, grid_of
 from topology.errors import ModelError
@@ -19,7 +19,7 @@ from topology.errors import ModelError
 Chances = Callable[[int, int], Tensor]
 """Takes a first and a last element of a weight, and returns a float32 number in [0, 1) for each between."""
 
-_PIECE_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
+_PIECE_ELEMENTS = {"cpu": MOVED_ELEMENTS, "cuda": 1 << 22}
 """Elements that are coded or moved at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
 
 SUFFIXES = ("", "_scale", "_zero")

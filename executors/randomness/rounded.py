@@ -28,7 +28,7 @@ Purpose = Literal["direction", "second direction", "update"]
 
 _KEYS: dict[Purpose, int] = {"direction": 1, "second direction": 2, "update": 3}
 
-_PIECE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 24}
+_PIECE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
 """Elements rounded at a time; on a CPU few enough that torch leaves them to the thread that asks."""
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from costmodel.configs import LoRA
-from costmodel.low_bits import Coding
+from costmodel.low_bits import Coding, stored_bytes
 from costmodel.roundings import RoundedDirection
 from executors.low_bits import linear
 from executors.low_bits.coded import Coded, Moved
@@ -23,6 +23,8 @@ from tests.support.command import loaded, zosim
 from tests.support.recorded import OFFLOADED, cut, options, same, saved_inputs
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import ModelError, PlanError
+from zosim.instructions import Space
+from zosim.lowering import lower
 from zosim.plans import LowBits
 
 CPU = torch.device("cpu")
@@ -373,6 +375,32 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path):
     assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0
     again, first = loaded(tmp_path / "again"), loaded(whole)
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), first.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "low_bits",
+    [
+        {"weights": "int8"},
+        {"weights": "int8", "activations": "int8-token"},
+        {"weights": "int4", "scales": "group", "group_elements": 64},
+    ],
+)
+def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits):
+    """Codes and scales, and of numbers one layer's at a time: within 5 %, and never more than was said."""
+    sizes = {"hidden_size": 256, "ffn_dim": 1024, "word_embed_proj_dim": 256, "vocab_size": 512}
+    model = model_of("opt", num_hidden_layers=4, max_position_embeddings=64, **sizes)
+    plan = plan_of(model, low_bits=low_bits, size=2, seq=64)
+    program = lower(plan)
+    (codes,) = {stored_bytes(g, plan.coding, "float32") for g in plan.model.groups if g.linears}
+    (held,) = {b.size_bytes for b in program.buffers if b.name.startswith("device.block")}
+    assert codes <= held <= codes + 64 * 40
+    predicted = sum(b.size_bytes for b in program.buffers if b.space is Space.DEVICE)
+    predicted += max(instruction.work.workspace_bytes for instruction in program.step)
+    with Session(plan, model, learning_rate=RATE) as session:
+        for batch in batches(3, size=2, seq=64):
+            session.step(batch)
+        measured = session.memory().device_bytes
+    assert measured <= predicted <= 1.05 * measured
 
 
 def test_what_is_written_are_the_numbers_that_codes_stand_for(tmp_path):

@@ -214,10 +214,16 @@ class Points:
             if sizes:
                 yield Buffer(f"copy.{number}", Space.DEVICE, max(sizes), "copies", dtype)
         most = SIGN_SCRATCH_ELEMENTS if self._is_sign else SCRATCH_ELEMENTS
-        widen = FORMATS[dtype].element_bytes // FORMATS[self._rank.direction_format].element_bytes
-        largest = widen * max(map(self._directions.direction_bytes, self._rank.groups), default=0)
+        largest = max(map(self._swept_bytes, self._rank.groups), default=0)
         if scratch := min(largest, FORMATS[dtype].bytes(most)):
             yield Buffer("scratch", Space.DEVICE, scratch, "scratch", dtype)
+
+    def _swept_bytes(self, group: ParameterGroup) -> int:
+        """Return the bytes of what passes over the numbers of `group` need once more, were they not made in pieces."""
+        if self._plan.rounding is None:
+            return self._directions.direction_bytes(group)
+        num_coded = sum(outputs * inputs for outputs, inputs in group.linears)
+        return FORMATS[self._plan.weights.dtype].bytes(group.num_trainable - num_coded)
 
     # -- updates -----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel.estimate import estimate
-from costmodel.formats import FORMATS
+from costmodel.low_bits import stored_bytes
 from costmodel.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
 from zosim.engines.shortening import shortened, shortest
 from zosim.hardware.machine import Machine
@@ -119,14 +119,17 @@ class Costs:
             for segment in self.whole.segments
         ]
         stored = [
-            sum(group.num_parameters for group in self.whole.groups_of(segment))
+            sum(
+                stored_bytes(group, plan.coding, plan.weights.dtype)
+                for group in self.whole.groups_of(segment)
+            )
             for segment in self.whole.segments
         ]
         return SegmentSeconds(
             np.array([forward[segment] / points for segment in like]),
             np.array([once[segment] for segment in like]),
             np.array([_walk_s(number, site) for number in drawn]),
-            np.array([FORMATS[site.plan.weights.dtype].bytes(num) for num in stored], dtype=np.float64),
+            np.array(stored, dtype=np.float64),
         )
 
     @cached_property
