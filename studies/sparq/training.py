@@ -208,10 +208,11 @@ def plan_of(model: nn.Module, split: Split, *, epsilon: float, num_stages: int =
 
 def batches_of(pretrained: Pretrained, model: nn.Module, seed: int) -> Batches:
     """Return the task's batches, shuffled."""
-    return Batches(_data(pretrained.train, model), TaskSettings().batch, shuffle=True, seed=seed)
+    return Batches(data_of(pretrained.train, model), TaskSettings().batch, shuffle=True, seed=seed)
 
 
-def _data(path: Path, model: nn.Module) -> Any:
+def data_of(path: Path, model: nn.Module) -> Any:
+    """Return lines of the task as examples for a model."""
     config: Any = model.config
     return open_dataset(str(path), limits=Limits(config.vocab_size, config.max_position_embeddings))
 
@@ -263,7 +264,7 @@ def run(
 
 def _accuracy(pretrained: Pretrained, model: nn.Module) -> ChoiceResult:
     inner = model.model if isinstance(model, Through) else model
-    return evaluate_choices(model, _data(pretrained.validation, inner), num_examples=NUM_EVALUATED)
+    return evaluate_choices(model, data_of(pretrained.validation, inner), num_examples=NUM_EVALUATED)
 
 
 def _sent_bytes(

@@ -1,0 +1,242 @@
+"""``python -m studies.quzo.training``: the embedded task trained in few bits, against 16 bits and first order (QuZO's Figure 3b).
+
+Zeroth-order runs are plans like any other, with linear layers in a format and one estimator. First-order ones keep the
+weights that plain numbers stand for and round them at every forward, with gradients passed through the rounding as if it
+were not there (the straight-through estimator). Each run is a row of a file; rows that are there are not run again.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass, field, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from executors.low_bits.grids import grid_of
+from executors.models.blocks import find_blocks
+from executors.models.loading import load_model
+from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
+from executors.models.spec import spec_of_model
+from executors.runs.evaluate import evaluate_choices
+from executors.runs.session import Session
+from studies.sparq.training import batches_of, data_of, tensors_of
+from zosim.console import stderr, stdout
+from zosim.plans import Estimator, LowBits, Placement, Plan, Weights
+from zosim.report import Table
+
+RESULTS = Path("docs/benchmarks/quzo/training.csv")
+_FIRST_ORDER_RATE = 1e-4
+_CURVE_STEPS = 25
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """One way to train.
+
+    Attributes
+    ----------
+    name : str
+    low_bits : mapping
+        Fields of the axis.
+    dtype : str
+        Of what is no code.
+    num_queries : int
+    is_first_order : bool
+        Whether a gradient is computed, straight through roundings.
+    """
+
+    name: str
+    low_bits: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    num_queries: int = 1
+    is_first_order: bool = False
+
+
+def _cases() -> Iterator[TrainingCase]:
+    """Yield the cases, those first that matter most."""
+    yield TrainingCase("bfloat16", dtype="bfloat16")
+    yield TrainingCase("float32")
+    formats = {"int8": {"weights": "int8"}, "int4": {"weights": "int4", "scales": "group", "group_elements": 32},
+               "fp8": {"weights": "float8_e4m3"}}  # fmt: skip
+    for name, low_bits in formats.items():
+        yield TrainingCase(name, low_bits)
+    for name in ("int8", "int4"):
+        yield TrainingCase(f"{name}, first order", formats[name], is_first_order=True)
+    for estimator in ("q-rge1", "q-rge2"):
+        yield TrainingCase(
+            f"int4, {estimator}", formats["int4"] | {"estimator": estimator, "direction_bits": 4}
+        )
+    for bits in (2, 4):
+        yield TrainingCase(f"int8, directions of {bits} bits", formats["int8"] | {"direction_bits": bits})
+    for queries in (5, 10):
+        yield TrainingCase(f"int8, {queries} queries", formats["int8"], num_queries=queries)
+
+
+CASES = {case.name: case for case in _cases()}
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """What one run came to: mean losses of its first and last steps, and accuracy and loss on held-out questions."""
+
+    case: str
+    seed: int
+    num_steps: int
+    loss_first: float
+    loss_last: float
+    accuracy: float
+    loss: float
+
+
+def train(
+    pretrained: Pretrained, case: TrainingCase, seed: int, num_steps: int, num_evaluated: int
+) -> TrainingRow:
+    """Train once, and return what came of it."""
+    model = load_model(str(pretrained.model), dtype=case.dtype)
+    batches = batches_of(pretrained, model, seed)
+    if case.is_first_order:
+        losses = _first_order(model, case, [tensors_of(batches, number) for number in range(num_steps)])
+        tuned: Any = model
+        result = evaluate_choices(tuned, data_of(pretrained.validation, model), num_examples=num_evaluated)
+    else:
+        with Session(
+            _plan(model, case),
+            model,
+            learning_rate=TaskSettings().learning_rate,
+            seed=seed,
+            num_timed_steps=0,
+        ) as session:
+            losses = [session.step(tensors_of(batches, number)).loss for number in range(num_steps)]
+
+            def logits(*, input_ids: Tensor, attention_mask: Tensor) -> Any:
+                return _Result(session.logits({"input_ids": input_ids, "attention_mask": attention_mask}))
+
+            result = evaluate_choices(
+                logits, data_of(pretrained.validation, model), num_examples=num_evaluated
+            )
+    ends = losses[:_CURVE_STEPS], losses[-_CURVE_STEPS:]
+    return TrainingRow(
+        case.name, seed, num_steps, fmean(ends[0]), fmean(ends[1]), result.accuracy, result.loss
+    )
+
+
+@dataclass(frozen=True)
+class _Result:
+    logits: Tensor
+
+
+def _plan(model: nn.Module, case: TrainingCase) -> Plan:
+    config: Any = model.config
+    return Plan(
+        model=spec_of_model(model, "embedded"),
+        placement=Placement(topology="host", devices=("cpu0",)),
+        batch=TaskSettings().batch,
+        seq=config.max_position_embeddings,
+        weights=Weights.model_validate({"dtype": case.dtype}),
+        estimator=Estimator(epsilon=TaskSettings().epsilon, num_queries=case.num_queries),
+        low_bits=LowBits.model_validate(case.low_bits),
+    )
+
+
+class _StraightThrough(nn.Module):
+    """Rounds a weight to the nearest code of a format, a scale per output channel; its gradient passes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._grid = grid_of(name)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return what the weight is rounded to."""
+        with torch.no_grad():
+            scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / self._grid.high
+            rounded = self._grid.nearest(weight / scale) * scale
+        return weight + (rounded - weight).detach()
+
+
+def _first_order(model: nn.Module, case: TrainingCase, batches: list[Mapping[str, Tensor]]) -> list[float]:
+    for block in find_blocks(model):
+        for module in list(block.modules()):
+            if isinstance(module, nn.Linear):
+                parametrize.register_parametrization(
+                    module, "weight", _StraightThrough(case.low_bits["weights"])
+                )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_FIRST_ORDER_RATE)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def read_rows(path: Path) -> list[TrainingRow]:
+    """Return the runs in a file; none if there is no file."""
+    if not path.is_file():
+        return []
+    kinds = {"case": str, "seed": int, "num_steps": int}
+    with path.open(newline="") as file:
+        return [
+            TrainingRow(**{f.name: kinds.get(f.name, float)(line[f.name]) for f in fields(TrainingRow)})
+            for line in csv.DictReader(file)
+        ]
+
+
+def summary(rows: list[TrainingRow]) -> Table:
+    """Return a row per case: seeds, and means over them."""
+    by_case = [[row for row in rows if row.case == name] for name in CASES]
+    return Table.of(
+        [of for of in by_case if of],
+        {
+            "case": lambda of: of[0].case,
+            "seeds": lambda of: f"{len(of)}",
+            "steps": lambda of: f"{of[0].num_steps}",
+            "accuracy, %": lambda of: f"{100 * fmean(row.accuracy for row in of):.1f}",
+            "held-out loss": lambda of: f"{fmean(row.loss for row in of):.3f}",
+            "training loss, first": lambda of: f"{fmean(row.loss_first for row in of):.3f}",
+            "last": lambda of: f"{fmean(row.loss_last for row in of):.3f}",
+        },
+    )
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 200,
+    cases: Annotated[str, typer.Option(help="Names with semicolons between; by default all.")] = ";".join(
+        CASES
+    ),
+    seeds: Annotated[str, typer.Option(help="Of directions and of the data's order.")] = "0,1,2",
+    evaluated: Annotated[int, typer.Option(min=1, help="Held-out questions.")] = 500,
+    out: Annotated[Path, typer.Option(help="File of rows.")] = RESULTS,
+) -> None:
+    """Run what is missing, and print all that is there."""
+    torch.set_num_threads(1)
+    pretrained = pretrained_model()
+    known = {(row.case, row.seed, row.num_steps) for row in read_rows(out)}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for seed in map(int, seeds.split(",")):
+        for name in cases.split(";"):
+            if (name, seed, steps) in known:
+                continue
+            row = train(pretrained, CASES[name], seed, steps, evaluated)
+            is_new = not out.exists()
+            with out.open("a", newline="") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                if is_new:
+                    writer.writerow([f.name for f in fields(TrainingRow)])
+                writer.writerow(astuple(row))
+            stderr.print(
+                f"{name}, seed {seed}: accuracy {row.accuracy:.3f}, loss {row.loss:.3f}", markup=False
+            )
+    stdout.print(summary([row for row in read_rows(out) if row.num_steps == steps]))
+
+
+if __name__ == "__main__":
+    typer.run(main)
