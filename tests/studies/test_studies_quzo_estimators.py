@@ -48,3 +48,16 @@ def test_one_seed_for_both_roundings_is_the_first_estimator(monkeypatch):
 def test_queries_divide_noise_and_zeros_hardly_add_any():
     for one in ablations(2000):
         assert abs(one.energy - one.predicted) < 4.5 * one.stderr, one
+
+
+@pytest.mark.slow
+def test_every_kind_of_training_takes_steps(tmp_path):
+    from studies.quzo.training import main, read_rows
+
+    out = tmp_path / "rows.csv"
+    names = "bfloat16;int4;fp8;int4, first order;int4, q-rge2;int8, 5 queries"
+    for _ in range(2):  # what is there is not run again
+        main(steps=2, cases=names, seeds="0", evaluated=4, out=out)
+    rows = read_rows(out)
+    assert [row.case for row in rows] == names.split(";")
+    assert all(row.loss_first > 0.5 for row in rows)
