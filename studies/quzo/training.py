@@ -63,7 +63,7 @@ def _cases() -> Iterator[TrainingCase]:
     """Yield the cases, those first that matter most."""
     yield TrainingCase("bfloat16", dtype="bfloat16")
     yield TrainingCase("float32")
-    formats = {"int8": {"weights": "int8"}, "int4": {"weights": "int4", "scales": "group", "group_elements": 32},
+    formats: dict[str, dict[str, Any]] = {"int8": {"weights": "int8"}, "int4": {"weights": "int4", "scales": "group", "group_elements": 32},
                "fp8": {"weights": "float8_e4m3"}}  # fmt: skip
     for name, low_bits in formats.items():
         yield TrainingCase(name, low_bits)
