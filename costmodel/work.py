@@ -23,11 +23,11 @@ SHARED_ELEMENTS = 1 << 15
 """Elements from which torch shares an element-wise kernel among a CPU's threads (its grain size)."""
 
 
-class _Counted(BaseModel):
+class _FrozenCounts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Matmul(_Counted):
+class Matmul(_FrozenCounts):
     """``num`` products of an ``m x k`` by a ``k x n`` matrix: ``2 m n k`` FLOPs each, in the work's format or its own."""
 
     m: PositiveInt
@@ -47,7 +47,7 @@ class Matmul(_Counted):
         return (self.m * self.k + self.k * self.n + self.m * self.n) * self.num
 
 
-class Attention(_Counted):
+class Attention(_FrozenCounts):
     """Scaled dot-product attention of ``num`` (batch x head) pairs over ``query x key`` positions.
 
     ``materialised`` says that the score matrix is written out (the ``eager`` implementation); a fused
@@ -78,7 +78,7 @@ class Attention(_Counted):
         return self.num * self.query * self.key
 
 
-class Work(_Counted):
+class Work(_FrozenCounts):
     """Additive work of one operation.
 
     Attributes

@@ -76,7 +76,7 @@ class Packing:
 
 
 @dataclass
-class _Run:
+class _PackedRun:
     begin: int
     tokens: list[int]
     above: list[int]
@@ -92,7 +92,7 @@ class _Run:
 @dataclass
 class _Forest:
     rows: list[list[int]]
-    runs: list[_Run] = field(default_factory=list)
+    runs: list[_PackedRun] = field(default_factory=list)
     places: list[list[int]] = field(default_factory=list)
     num_places: int = 0
 
@@ -125,7 +125,7 @@ class _Forest:
             self._grow(list(same), begin)
 
     def _add(self, rows: Sequence[int], begin: int, end: int) -> None:
-        run = _Run(begin, self.rows[rows[0]][begin:end], list(self.places[rows[0]]), self.num_places)
+        run = _PackedRun(begin, self.rows[rows[0]][begin:end], list(self.places[rows[0]]), self.num_places)
         self.num_places += end - begin
         self.runs.append(run)
         for row in rows:
@@ -187,14 +187,14 @@ def _lengths(mask: Tensor) -> list[int]:
     return [int(length) for length in lengths.tolist()]
 
 
-def _groups(runs: Sequence[_Run], device: torch.device) -> list[AttentionGroup]:
-    by_length: dict[tuple[int, int], list[_Run]] = defaultdict(list)
+def _groups(runs: Sequence[_PackedRun], device: torch.device) -> list[AttentionGroup]:
+    by_length: dict[tuple[int, int], list[_PackedRun]] = defaultdict(list)
     for run in runs:
         by_length[-(-len(run.tokens) // _BUCKET), -(-len(run.above) // _BUCKET)].append(run)
     return [_group(alike, device) for alike in by_length.values()]
 
 
-def _group(runs: Sequence[_Run], device: torch.device) -> AttentionGroup:
+def _group(runs: Sequence[_PackedRun], device: torch.device) -> AttentionGroup:
     most = max(len(run.tokens) for run in runs)
     most_keys = max(len(run.above) + len(run.tokens) for run in runs)
     queries = torch.zeros(len(runs), most, dtype=torch.long)

@@ -116,7 +116,7 @@ def fit(cells: Sequence[Cell], paper: str, domain: Domain, *, start: Values | No
     if not known:
         raise ProfileError(f"no row prints a {domain} of {paper}", hint="give rows with values")
     constants = constants_of(paper, domain)
-    problem = _Problem(known, constants, predictor(domain))
+    problem = _FitProblem(known, constants, predictor(domain))
     x = None if start is None else np.log([start[constant.name] for constant in constants])
     return problem.solution(problem.solve(x))
 
@@ -167,7 +167,7 @@ def predictor(domain: Domain) -> Predictor:
     return predicted_mib if domain == "memory" else lambda cell, sets: cell.predictions(sets)
 
 
-class _Problem:
+class _FitProblem:
     """The fit as vectors."""
 
     def __init__(

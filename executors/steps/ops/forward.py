@@ -172,10 +172,10 @@ class Forwards:
     def _borrowed(self, part: MicroBatch) -> Batch:
         return {name: self._context.backend.borrow(tensor) for name, tensor in part.tensors.items()}
 
-    def _beside(self, instruction: Instruction, op: Forward, group: str) -> _Beside:
+    def _beside(self, instruction: Instruction, op: Forward, group: str) -> _ForwardBeside:
         weights = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
         direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
-        return _Beside(self._context, weights, direction, op.point.sign * self._unit(group))
+        return _ForwardBeside(self._context, weights, direction, op.point.sign * self._unit(group))
 
     def _gathered_table(self, instruction: Instruction, op: Forward, group: str) -> _GatheredTable:
         table = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
@@ -236,7 +236,7 @@ class _GatheredTable:
 
 
 @dataclass(frozen=True)
-class _Beside:
+class _ForwardBeside:
     """A group that stays as it is, while the layers that it belongs to add a multiple of a direction of codes.
 
     Linear layers that hold codes do so in their products. Other parameters, which are small, are copied for as long.
