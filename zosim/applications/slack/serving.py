@@ -131,7 +131,7 @@ def serve(server: Server, arrivals: Times, policy: Policy) -> Served:
     """
     if not len(arrivals):
         raise TrafficError("no request arrives", hint="raise --rate or --duration")
-    run = _Run(server, arrivals, policy)
+    run = _ServedRun(server, arrivals, policy)
     run.environment.run(run.environment.process(run.serving()))
     return Served(
         policy,
@@ -166,7 +166,7 @@ def closed_steps_per_hour(server: Server, rate_per_s: float, policy: Policy) -> 
 
 
 @dataclass
-class _Run:
+class _ServedRun:
     server: Server
     arrivals: Times
     policy: Policy
