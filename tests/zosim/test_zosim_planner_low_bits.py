@@ -11,7 +11,7 @@ from costmodel.datasheet import datasheet_profile
 from costmodel.prices import shipped_prices
 from topology.documents import load_preset
 from zosim.applications.buying.machine import Job
-from zosim.applications.buying.offers import Limits, Market
+from zosim.applications.buying.offers import BuyerLimits, Market
 from zosim.instructions import Stream
 from zosim.lowering import lower
 from zosim.planning.planner import Request, choose, placements
@@ -81,7 +81,7 @@ def test_transfers_of_codes_are_half_or_a_quarter():
 def test_a_machine_too_small_for_half_precision_is_an_offer_in_few_bits():
     job = Job(read_model_spec("llama-2-70b"), batch=1, seq=128, num_steps=10, method="mezo")
     refused, offered = (
-        Market(replace(job, allow_lossy=lossy), shipped_prices(), Limits(), "money", None).offers(
+        Market(replace(job, allow_lossy=lossy), shipped_prices(), BuyerLimits(), "money", None).offers(
             [("a100-80gb-milan", A100)], (1,), num_simulated=0
         )
         for lossy in (False, True)
