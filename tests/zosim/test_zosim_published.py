@@ -34,7 +34,8 @@ from zosim.instructions import Stream
 from zosim.lowering import lower
 from zosim.operations import Forward, Perturb, Update
 
-ROWS = shipped_rows()
+ROWS = [row for row in shipped_rows() if row["paper"] in ("ZO2", "DistZO2", "SparQ")]
+"""Of the papers whose steps are simulated; QuZO's and ZOinfer's rows have tests of their own."""
 BASE = {
     "paper": "ZO2", "table": "1", "model": "OPT-1.3B", "method": "ZO2", "gpus": "1", "gpu_type": "A100-80GB", "nodes": "1",
     "batch_size": "1", "seq_len": "2048", "precision": "fp32", "quantity": "throughput", "unit": "tokens/s", "value": "",
