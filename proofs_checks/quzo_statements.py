@@ -151,7 +151,7 @@ def enumerated_moments(rounding: StochasticRounding) -> tuple[float, float, floa
     Examples
     --------
     >>> [round(moment, 3) for moment in enumerated_moments(StochasticRounding(8, 20.0))]
-    [1.0, 1.0, 3.002]
+    [1.0, 1.0, 3.001]
     """
     highest = rounding.highest
     # Cell by cell, as the integrand has corners at codes.
@@ -311,7 +311,7 @@ def relative_squares(bits: int, level: float, dimension: int) -> tuple[float, fl
     Examples
     --------
     >>> round(relative_squares(8, 6.0, 100)[0], 2)
-    101.99
+    102.0
     """
     rounding = StochasticRounding(bits, (2 ** (bits - 1) - 1) / level)
     once, twice, fourth = enumerated_moments(rounding)

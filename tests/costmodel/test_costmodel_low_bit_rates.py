@@ -21,14 +21,17 @@ def a100():
 
 
 def test_a_gpu_multiplies_integers_at_the_rate_of_its_data_sheet(a100):
-    # 624 against 312 T/s of the data sheet, of which 60 and 80 % are reached.
-    assert seconds(a100) / seconds(a100, "int8") == pytest.approx(2 * 0.6 / 0.8, rel=0.02)
+    # 624 T/s, of which 60 % are reached.
+    assert seconds(a100, "int8") == pytest.approx(2 * 8192**3 / (0.6 * 624e12), rel=0.02)
+    assert seconds(a100, "int8") < seconds(a100)
 
 
 def test_few_rows_read_a_byte_a_weight(a100):
     memory = a100.values()["memory_bandwidth"]
     few = seconds(a100, "int8", m=1)
-    assert few == pytest.approx((8192 * 8192 + 8192 + 4 * 8192) / memory, rel=1e-6)
+    # Reading is not quite as fast as memory: data sheets' profiles have a time beside it.
+    assert few == pytest.approx((8192 * 8192 + 8192 + 4 * 8192) / memory, rel=0.06)
+    assert few / seconds(a100, m=1) == pytest.approx(0.5, rel=0.03)
 
 
 def test_without_a_rate_of_its_own_a_format_multiplies_as_it_computes(a100):

@@ -320,6 +320,18 @@ COMMANDS: tuple[Target, ...] = (
         lambda: {"spec.json": seeds.model_spec(), "prices.yaml": seeds.prices()},
         quick=15,
     ),
+    command(
+        "slack",
+        "--request-ms 5 --probe-ms 40 --parts 4 --trace arrivals.csv --json",
+        lambda: {"arrivals.csv": b"timestamp,tokens\n0.0,3\n0.5,9\n1.25,2\n2.0,4\n"},
+        quick=8,
+    ),
+    command(
+        "slack (plan)",
+        "--request-ms 5 --plan plan.json --rate 3 --p99-ms 90 --duration 20",
+        lambda: {"plan.json": seeds.plan()},
+        quick=6,
+    ),
     command("evidence make", "run -o e.json", seeds.run),
     command("evidence check", "evidence.json", lambda: {"evidence.json": seeds.evidence()}, signed=True),
     command("predict", "rows.csv -o p.csv", lambda: {"rows.csv": seeds.rows()}, quick=6),

@@ -31,7 +31,7 @@ def coded_bucket_bytes(num_elements: int, num_tensors: int, linears: Sequence[Li
     Examples
     --------
     >>> coded_bucket_bytes(64 * 64 + 64, 2, [(64, 64)], Coding("int4"))
-    2816
+    2752
     """
     num_coded = sum(outputs * inputs for outputs, inputs in linears)
     num_plain, num_pieces = num_tensors - len(linears), coding.num_pieces * len(linears)

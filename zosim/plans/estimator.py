@@ -14,7 +14,7 @@ from zosim.plans.setting import Setting
 if TYPE_CHECKING:
     from zosim.plans import Plan
 
-MAX_FORWARDS = 2**15
+MAX_FORWARDS = 2**13
 """Of segments, by one rank in one step: a plan of so many takes a minute or two."""
 
 

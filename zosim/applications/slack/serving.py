@@ -27,6 +27,7 @@ References
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -41,6 +42,9 @@ from zosim.applications.slack.arrivals import Times
 
 Policy = Literal["none", "whole", "parts", "cancel"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+_MOST_EVENTS = 1_000_000
+"""Of one policy, which take some ten seconds."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,12 @@ class Server:
 
     def __post_init__(self) -> None:
         is_timed = self.batch_s >= 0 and self.request_s >= 0 and self.batch_s + self.request_s > 0
-        if not (is_timed and self.probe_s > 0 and self.max_batch > 0 and self.num_parts > 0):
+        is_finite = math.isfinite(self.batch_s + self.request_s + self.probe_s)
+        if not (is_timed and is_finite and self.probe_s > 0 and self.max_batch > 0 and self.num_parts > 0):
             raise TrafficError(
                 f"a batch of {self.batch_s} s and {self.request_s} s a request, and a probe of {self.probe_s} s in "
                 f"{self.num_parts} parts cannot be served",
-                hint="seconds above 0, whole numbers of 1 and more",
+                hint="finite seconds above 0, whole numbers of 1 and more",
             )
 
     def service_s(self, num_requests: int) -> float:
@@ -127,10 +132,17 @@ def serve(server: Server, arrivals: Times, policy: Policy) -> Served:
     Raises
     ------
     TrafficError
-        If there are no arrivals.
+        If there are no arrivals, or too many events.
     """
     if not len(arrivals):
         raise TrafficError("no request arrives", hint="raise --rate or --duration")
+    num_parts = 0.0 if policy == "none" else float(arrivals[-1]) * server.num_parts / server.probe_s
+    if len(arrivals) + num_parts + server.num_parts > _MOST_EVENTS:
+        raise TrafficError(
+            f"{len(arrivals)} requests and up to {num_parts:.3g} parts of probes between them are more than the "
+            f"{_MOST_EVENTS} events that are simulated",
+            hint="a shorter --duration or trace, or fewer --parts",
+        )
     run = _ServedRun(server, arrivals, policy)
     run.environment.run(run.environment.process(run.serving()))
     return Served(
