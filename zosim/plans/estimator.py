@@ -14,8 +14,8 @@ from zosim.plans.setting import Setting
 if TYPE_CHECKING:
     from zosim.plans import Plan
 
-MAX_FORWARDS = 2**13
-"""Of segments, by one rank in one step: a plan of so many takes a minute or two."""
+MAX_FORWARDS = 2**12
+"""Of segments, by one rank in one step: to simulate so many takes some ten seconds."""
 
 
 class Estimator(Axis):
