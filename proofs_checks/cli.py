@@ -43,6 +43,13 @@ def check(
         bool,
         typer.Option("--mutate", help="Also plant each check's faults and see that it notices them."),
     ] = False,
+    matrix: Annotated[
+        bool,
+        typer.Option(
+            "--matrix",
+            help="Try every fault of the chosen claims on each of them, a line for each fault with the claims that caught it.",
+        ),
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick/--full", help="Smaller samples, as the tests take them, or full ones.")
     ] = False,
@@ -81,6 +88,13 @@ def check(
     context = Context(seed=seed, size="quick" if quick else "full")
     if html is not None and not html.parent.is_dir():
         raise ZosimError(f"there is no directory {html.parent} for --html {html}", hint="make it first")
+    if matrix:
+        if not claims and paper is None:
+            raise ZosimError(
+                f"--matrix of all {len(chosen)} claims takes hours", hint="name claims, or choose a --paper"
+            )
+        _try_matrix(chosen, context, json=json)
+        return
     entries = _run_all(chosen, context, mutate=mutate, wanted=wanted, json=json)
     failed = [entry.claim.name for entry in entries if not entry.passed]
     if html is not None:
@@ -152,6 +166,26 @@ def _run_all(
             else:
                 stdout.print("\n".join(_lines(entry)) + "\n", markup=False, soft_wrap=True)
     return entries
+
+
+def _try_matrix(chosen: tuple[Claim, ...], context: Context, *, json: bool) -> None:
+    import torch
+
+    from proofs_checks import ledger
+
+    torch.set_num_threads(1)
+    missed = []
+    for row in ledger.matrix(chosen, context):
+        missed += [] if row.passed else [row.mutant.name]
+        if json:
+            print(jsonlib.dumps(row.to_data(context), ensure_ascii=False), flush=True)
+            continue
+        stdout.print(f"{row.mutant.name}: {row.mutant.description}", markup=False, soft_wrap=True)
+        for verdict in ("caught", "crashed", "survived", "does not apply"):
+            if names := row.of(verdict):
+                stdout.print(f"  {verdict}: {', '.join(names)}", markup=False, soft_wrap=True)
+    if missed:
+        raise typer.Exit(1)
 
 
 def _listing(chosen: tuple[Claim, ...]) -> Any:

@@ -8,7 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from proofs_checks.claims import Check, Claim, FaultResult, Judged, Verdict, faults_of, try_mutant
+from proofs_checks.claims import (
+    Check,
+    Claim,
+    FaultResult,
+    FaultVerdict,
+    Judged,
+    Verdict,
+    faults_of,
+    try_mutant,
+)
+from proofs_checks.mutation import Mutant, MutantError
 from proofs_checks.outcomes import Context, Estimate, Outcome
 
 
@@ -77,6 +87,68 @@ def run(claims: tuple[Claim, ...], context: Context, *, mutate: bool) -> Iterato
         begin = time.perf_counter()
         faults = tuple(try_mutant(*pair, planted) for pair in faults_of(claim)) if mutate else ()
         yield Entry(judged, faults, time.perf_counter() - begin)
+
+
+@dataclass(frozen=True)
+class FaultRow:
+    """A planted fault, and what came of every chosen claim while it was in force.
+
+    Attributes
+    ----------
+    mutant : Mutant
+    planted_by : tuple of str
+        Names of the claims that plant it.
+    verdicts : dict of str to str
+        By the name of the claim.
+    """
+
+    mutant: Mutant
+    planted_by: tuple[str, ...]
+    verdicts: dict[str, FaultVerdict]
+
+    def of(self, verdict: FaultVerdict) -> list[str]:
+        """Return the claims of which that came."""
+        return [name for name, came in self.verdicts.items() if came == verdict]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every claim that plants the fault noticed it."""
+        return all(self.verdicts[name] in ("caught", "crashed") for name in self.planted_by)
+
+    def to_data(self, context: Context) -> dict[str, Any]:
+        """Return the row for JSON."""
+        return {
+            "fault": self.mutant.name,
+            "change": self.mutant.description,
+            "planted_by": self.planted_by,
+            "caught_by": self.of("caught"),
+            "crashed": self.of("crashed"),
+            "survived": self.of("survived"),
+            "passed": self.passed,
+            "seed": context.seed,
+        }
+
+
+def matrix(claims: tuple[Claim, ...], context: Context) -> Iterator[FaultRow]:
+    """Yield a row for each fault of `claims`, each once, tried on all of them in small samples."""
+    planted = replace(context, size="quick")
+    sound = {claim.name: claim.run(planted).verdict for claim in claims}
+    for mutant in dict.fromkeys(mutant for claim in claims for mutant in claim.mutants):
+        verdicts: dict[str, FaultVerdict]
+        try:
+            with mutant.apply():
+                verdicts = {claim.name: _noticed(claim.run(planted), sound[claim.name]) for claim in claims}
+        except MutantError:
+            verdicts = dict.fromkeys(sound, "does not apply")
+        yield FaultRow(mutant, tuple(claim.name for claim in claims if mutant in claim.mutants), verdicts)
+
+
+def _noticed(judged: Judged, sound: Verdict) -> FaultVerdict:
+    """Return what a claim made of a fault; a check that measures outweighs one that raises."""
+    if judged.verdict is sound:
+        return "survived"
+    measured = any(not outcome.passed and not outcome.error for outcome in judged.outcomes)
+    return "caught" if measured else "crashed"
 
 
 def described(claim: Claim) -> dict[str, Any]:

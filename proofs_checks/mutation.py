@@ -115,10 +115,17 @@ def _changed(function: FunctionType, mutant: Mutant) -> CodeType:
     source = textwrap.dedent(inspect.getsource(function))
     if source.count(mutant.old) != 1:
         raise _unfit(mutant, source.count(mutant.old))
+    source = source.replace(mutant.old, mutant.new)
+    if "__class__" in function.__code__.co_freevars:  # of `super()`, which needs a class around it
+        source = f"class Around:\n{textwrap.indent(source, '    ')}"
     lazy = "from __future__ import annotations\n"  # as every module here: annotations are not evaluated
-    module = compile(lazy + source.replace(mutant.old, mutant.new), mutant.target, "exec", dont_inherit=True)
+    module = compile(lazy + source, mutant.target, "exec", dont_inherit=True)
+    outer = [code for code in module.co_consts if isinstance(code, CodeType)]
+    within = [code for each in outer for code in each.co_consts if isinstance(code, CodeType)]
     codes = [
-        code for code in module.co_consts if isinstance(code, CodeType) and code.co_name == function.__name__
+        code
+        for code in (*outer, *within)
+        if code.co_qualname in (function.__name__, f"Around.{function.__name__}")
     ]
     assert len(codes) == 1
     assert codes[0].co_freevars == function.__code__.co_freevars, (

@@ -1,6 +1,6 @@
 """QuZO's statements: estimators of rounded directions, updates of quantised weights, and its algorithm as printed.
 
-Training in low bits is judged on its formulas and on the roundings that ship.
+Training in low bits is judged on its formulas, and on the weights and directions in codes that runs take.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from executors.randomness.families import QuantisedGaussian
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
 from executors.steps.micro_batches import accumulated
+from proofs_checks import coded_weights as coded
 from proofs_checks.claims import Claim, conditioned, corrected, counterexample, printed, reading
 from proofs_checks.exact import (
     Array,
@@ -34,6 +35,7 @@ from proofs_checks.exact import (
     normal_nodes,
     sign_nodes,
 )
+from proofs_checks.executed import Case, differences
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.statements import one_point_error, query_error
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -609,6 +611,12 @@ def check_update_behind_loop(_context: Context) -> Outcome:
     )
 
 
+def check_shipped_queries(context: Context) -> Outcome:
+    """Compare a run of three queries a step with a literal loop that updates behind the loop over queries, bit for bit."""
+    unlike = differences(Case(num_queries=3), context.seed)
+    return Outcome(float(len(unlike)), 0.0, "tensors and scalars that differ", tuple(unlike[:5]))
+
+
 def _round_trip(code: int, step: int, highest: int | None) -> int:
     """Return a code after ``+s, -2s, +s``, kept within the range after each where there is one."""
     for change in (step, -2 * step, step):
@@ -793,6 +801,15 @@ def check_outlier_code(_context: Context) -> Outcome:
     )
 
 
+def check_drawn_codes(context: Context) -> Outcome:
+    """Compare moments of two roundings of 3 bits, as runs draw them, with quadrature over normals."""
+    first, second = coded.drawn_codes(3, context.samples(3_000_000, 800_000), context.seed)
+    columns = torch.stack([first**2, second**2, first * second, first**2 * second**2], 1)
+    once, product, squares = enumerated_moments(StochasticRounding(3, scale=3 / 1.73))
+    expected = torch.tensor([once, once, product, squares], dtype=torch.float64)
+    return compare_means("û₁², û₂², û₁û₂, û₁²û₂²", columns, expected)
+
+
 _NEAREST = Mutant(
     "rounding to the nearest",
     "executors.randomness.quantisers:rounded_at_random",
@@ -847,7 +864,18 @@ _ROUNDS = Mutant(
     "up = scaled - below",
     "up = min(1.0, 1.03 * (scaled - below))",
 )
-_AWAITS = "training in low bits"
+_LAST_GRADIENT = Mutant(
+    "the last query's scalar for all",
+    "executors.steps.ops.sweep:Sweeps.update",
+    "source.gradients[op.query]",
+    "source.gradients[self.num_queries - 1]",
+)
+_WHOLE_RATE = Mutant(
+    "a whole learning rate for every query",
+    "executors.steps.ops.sweep:Sweeps.update",
+    " / self.num_queries",
+    "",
+)
 
 CLAIMS = (
     Claim(
@@ -1001,7 +1029,7 @@ CLAIMS = (
     Claim(
         name="quzo-second-moments",
         paper="zosim",
-        where=("executors.randomness.families",),
+        where=("executors.randomness.families", "executors.randomness.rounded"),
         quotation="How large estimates with rounded directions are on average is known.",
         statement="For a linear loss of unit slope E|ĝ|² is E[Q⁴] + (d - 1)E[Q²]² for one rounding used twice, and E[Q₁²Q₂²] + (d - 1)E[Q²]² for two.",
         hypotheses="normals, 3 bits up to three deviations, d = 2",
@@ -1017,6 +1045,7 @@ CLAIMS = (
                     "/ moments.second**2",
                 ),
             ),
+            printed(check_drawn_codes, coded.SAME_KEY, coded.DRAWN_LONG, coded.DRAWN_NEAREST),
         ),
         derivation="quzo-estimators.md#second-moments",
     ),
@@ -1026,7 +1055,7 @@ CLAIMS = (
         where=("Sec. 3.2",),
         quotation="This indicates that our proposed RGE will ensure asymptotical convergence as in a full-precision ZO method.",
         statement="Weights that are codes stay on a lattice: where the minimum lies between two codes, the gradient stays at half a step of curvature or more, for any learning rates; full precision converges from the same start.",
-        hypotheses="½‖w - w*‖² with w* half-way between codes; equation 15 with a full-precision direction, shipped rounding",
+        hypotheses="½‖w - w*‖² with w* half-way between codes; equation 15 with a full-precision direction, shipped rounding and shipped weights in codes",
         checks=(
             counterexample(
                 check_lattice,
@@ -1037,10 +1066,12 @@ CLAIMS = (
                     "/ self.scale / 2",
                 ),
             ),
+            counterexample(
+                coded.check_moves_on_a_lattice, coded.MOVE_NEAREST, coded.MOVE_CHANCES, coded.MOVE_AWAY
+            ),
         ),
         breaks="Unbiased gradients at w̄ do not make a lattice dense; no assumption of convergence proofs admits rounded iterates.",
         consequence="Expect a floor of (s_w/2)²h an element, and noise that grows as ημ/s_w when updates are smaller than a code.",
-        awaits=_AWAITS,
         derivation="quzo-updates.md#the-lattice",
     ),
     Claim(
@@ -1060,12 +1091,14 @@ CLAIMS = (
                     "rate / scale",
                 ),
             ),
+            corrected(
+                coded.check_step_by_weights, coded.MOVE_AS_PRINTED, coded.MOVE_LONG, coded.MOVE_NEAREST
+            ),
             counterexample(partial(check_scale_of_update, 0)),
         ),
         amendment="η_t/s_w² for η_t.",
         breaks="The chain rule through w = s_w·w̄.",
         consequence="A learning rate tuned for one scale of weights is wrong for another by its square.",
-        awaits=_AWAITS,
         derivation="quzo-updates.md#equation-12",
     ),
     Claim(
@@ -1074,9 +1107,13 @@ CLAIMS = (
         where=("Eq. 13", "Sec. 3.3"),
         quotation="Stochastic rounding Q[·] ensures that no additional bias will be introduced when we update the LLM parameters directly at low precision.",
         statement="E[Q(η∇L̂)] = η∇L̂ where the update fits the range of codes; one that does not is clamped, and a weight at the end of its range either leaves it or is held back, which biases the step.",
-        hypotheses="4 bits, enumeration of the rounding",
+        hypotheses="4 bits, enumeration of the rounding; shipped weights in codes over even chances, exact",
         checks=(
             conditioned(partial(check_update_mean, "within"), _ROUNDS),
+            conditioned(
+                coded.check_moves_within, coded.MOVE_NEAREST, coded.MOVE_CHANCES, coded.MOVE_AS_PRINTED
+            ),
+            counterexample(coded.check_moves_at_the_ends, coded.CLAMP_WIDE, coded.MOVE_CHANCES),
             counterexample(
                 check_range_end,
                 Mutant(
@@ -1090,7 +1127,6 @@ CLAIMS = (
         amendment="Neither the update nor the updated weight leaves the range of codes.",
         breaks="E[clamp(x)] is not x.",
         consequence="Weights pile up at the ends of their range; leave room when scales are chosen.",
-        awaits=_AWAITS,
         derivation="quzo-updates.md#equations-13-to-15",
     ),
     Claim(
@@ -1099,9 +1135,16 @@ CLAIMS = (
         where=("Eq. 14", "Eq. 15"),
         quotation="w̄_{t+1} = w̄_t - Σ_i Q((η_tμ_i/n)u_{i,2})",
         statement="Rounded once (13) or for every query (15), the mean of the update is the same; the variance is f(1 - f) of the sum there, and the sum of f(1 - f) here.",
-        hypotheses="nothing clamped; rationals",
-        checks=(printed(check_roundings_by_query, _ROUNDS),),
-        awaits=_AWAITS,
+        hypotheses="nothing clamped; rationals, and shipped updates by samples",
+        checks=(
+            printed(check_roundings_by_query, _ROUNDS),
+            printed(
+                coded.check_moves_by_query,
+                coded.ONE_CHANCE,
+                coded.MOVE_NEAREST,
+                coded.MOVE_CHANCES,
+            ),
+        ),
         derivation="quzo-updates.md#equations-13-to-15",
     ),
     Claim(
@@ -1121,6 +1164,7 @@ CLAIMS = (
                     "now - epsilon * first",
                 ),
             ),
+            corrected(check_shipped_queries, _LAST_GRADIENT, _WHOLE_RATE),
             counterexample(
                 check_update_within_loop,
                 Mutant(
@@ -1134,7 +1178,6 @@ CLAIMS = (
         amendment="The updates of all queries are applied behind the loop.",
         breaks="The loop's end is printed one line too late.",
         consequence="Use equation 15; with one query nothing changes.",
-        awaits=_AWAITS,
         derivation="quzo-algorithm-1.md",
     ),
     Claim(
@@ -1154,6 +1197,7 @@ CLAIMS = (
                     "-2 * step + 1",
                 ),
             ),
+            conditioned(coded.check_beside_codes, coded.STORED_BACK),
             counterexample(
                 partial(check_recovery, 7),
                 Mutant(
@@ -1167,7 +1211,6 @@ CLAIMS = (
         amendment="No perturbed code leaves the range (or the codes themselves stay untouched).",
         breaks="Saturated addition is not invertible.",
         consequence="Perturb a copy: evaluations then change no code.",
-        awaits=_AWAITS,
         derivation="quzo-algorithm-1.md",
     ),
     Claim(
@@ -1179,12 +1222,12 @@ CLAIMS = (
         hypotheses="rounding to the nearest code; linear loss; 4-bit directions, shipped",
         checks=(
             conditioned(check_wide_perturbation),
+            conditioned(coded.check_beside_codes, coded.STORED, coded.BESIDE_LONG),
             counterexample(check_vanishing_perturbation),
         ),
         amendment="w̄ + εu is held in a format that resolves ε|u|.",
         breaks="x + y = x in a format whose step exceeds 2y.",
         consequence="Forwards need the sum in wider numbers, or perturbations of whole codes.",
-        awaits=_AWAITS,
         derivation="quzo-algorithm-1.md",
     ),
     Claim(

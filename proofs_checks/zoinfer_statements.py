@@ -18,6 +18,8 @@ from costmodel.codecs import CodecSpec
 from executors.codecs.fidelity import received
 from executors.randomness.families import LowRank
 from executors.randomness.rng import generator_on
+from proofs_checks import coded_weights as coded
+from proofs_checks import lazy_factors as lazy
 from proofs_checks.claims import Claim, printed
 from proofs_checks.exact import (
     Array,
@@ -479,8 +481,6 @@ _DIFFERENCE = Mutant(
     "(2 * epsilon if central else epsilon)",
     "epsilon",
 )
-_SLOTS = "adapter slots"
-_LAZY = "lazy low rank"
 
 CLAIMS = (
     Claim(
@@ -512,9 +512,10 @@ CLAIMS = (
         where=("Eq. 7", "Sec. 3"),
         quotation="U_{t+1} = U_t - ηc_tG_t ... The LoZO paper writes the estimator with an explicit 1/r factor, but the released implementation does not apply that extra division",
         statement="c_tG_tVᵀ is r times (3) on average: (5) and (7) are one step for η = α/r, and r times apart at one learning rate, as the text says of paper and code.",
-        hypotheses="linear F; quadrature, exact; r = 1 and 2",
+        hypotheses="linear F; quadrature, exact; r = 1 and 2; the shipped distributions factorised, lozo and lozo-released",
         checks=(
             printed(partial(check_low_rank_mean, False)),
+            printed(lazy.check_shipped_factors_mean, lazy.BY_RANK, lazy.NOT_BY_RANK, lazy.BY_ROOT_OFF),
             printed(
                 check_unscaled_update,
                 Mutant(
@@ -525,7 +526,6 @@ CLAIMS = (
                 ),
             ),
         ),
-        awaits=_LAZY,
         derivation="zoinfer-low-rank.md#one-over-r",
     ),
     Claim(
@@ -534,9 +534,19 @@ CLAIMS = (
         where=("Eq. 8", "Eq. 18"),
         quotation="ΔW_{t+m} = (U_t - ηΣc_sG_s)Vᵀ ... ΔW = Σβ_tU_tVᵀ = (Σβ_tU_t)Vᵀ",
         statement="Steps with one V add up on the U factor: materialised one by one or accumulated, ΔW is the same in exact arithmetic.",
-        hypotheses="one V for all steps; rationals",
-        checks=(printed(check_window),),
-        awaits=_LAZY,
+        hypotheses="one V for all steps; rationals, and shipped draws and slots over two windows, both disciplines",
+        checks=(
+            printed(check_window),
+            printed(
+                lazy.check_shipped_window,
+                lazy.NEW_EVERY_STEP,
+                lazy.NO_RIGHT_FIRST,
+                lazy.STALE_RIGHT,
+                lazy.RIGHT_AS_LEFT,
+                lazy.RATE_OFF,
+                lazy.SLOT_EACH_STEP,
+            ),
+        ),
         derivation="zoinfer-low-rank.md#lazy-factors",
     ),
     Claim(
@@ -545,15 +555,17 @@ CLAIMS = (
         where=("Eq. 6", "Sec. 2"),
         quotation="Thus the cumulative updates over a ν-step window remain in the same low-rank subspace.",
         statement="A window's updates have rank r and rows in the span of V; over k windows the rank is kr.",
-        hypotheses="normal factors, 7 × 9, r = 2",
-        checks=(printed(check_subspace),),
-        awaits=_LAZY,
+        hypotheses="normal factors, 7 × 9, r = 2; shipped draws, both disciplines",
+        checks=(
+            printed(check_subspace),
+            printed(lazy.check_shipped_subspace, lazy.NEW_EVERY_STEP, lazy.STALE_RIGHT, lazy.BESIDE_SPAN),
+        ),
         derivation="zoinfer-low-rank.md#lazy-factors",
     ),
     Claim(
         name="lazy-estimates-are-biased-within-a-window",
         paper="zosim",
-        where=("executors.randomness.families",),
+        where=("executors.randomness.low_rank",),
         quotation="While V is kept, a low-rank estimate sees the gradient's part along V alone.",
         statement="E[ĝ|V] = G·V·Vᵀ/r, which is G only on average over V. After the first step of a window X depends on V, so that the mean over V is no longer that of a fixed X.",
         hypotheses="linear loss; r = 1, quadrature, exact",
@@ -567,8 +579,8 @@ CLAIMS = (
                     "/ (right**2).sum()",
                 ),
             ),
+            printed(lazy.check_shipped_mean_given_right, lazy.BY_RANK, lazy.NOT_BY_RANK, lazy.BY_ROOT_OFF),
         ),
-        awaits=_LAZY,
         derivation="zoinfer-low-rank.md#lazy-factors",
     ),
     Claim(
@@ -630,14 +642,16 @@ CLAIMS = (
                 ),
             ),
             printed(check_slots_in_float),
+            printed(
+                lazy.check_shipped_slots, lazy.PROBE_SIGN, lazy.PROBE_TWICE, lazy.NARROW_SUM, lazy.ONE_SLOT
+            ),
         ),
-        awaits=_SLOTS,
         derivation="zoinfer-slots.md",
     ),
     Claim(
         name="slots-grow-with-windows",
         paper="zosim",
-        where=("executors.randomness.families",),
+        where=("executors.models.slots",),
         quotation="Slots that are never folded back outgrow the matrix.",
         statement="k windows and a probe make an adapter of rank (k + 1)r; slots weigh as much as the m × n matrix after ⌈mn/(r(m + n))⌉ windows: 64,000 steps of OPT-13B at r = 2 and ν = 50, 1,280 without laziness.",
         hypotheses="one slot for each window",
@@ -651,8 +665,8 @@ CLAIMS = (
                     "rows",
                 ),
             ),
+            printed(lazy.check_shipped_slot_growth, lazy.ONE_SLOT, lazy.SLOT_EACH_STEP),
         ),
-        awaits=_SLOTS,
         derivation="zoinfer-slots.md",
     ),
     Claim(
@@ -662,8 +676,10 @@ CLAIMS = (
         quotation="W±_probe = Q(W₀) + ΔW_update ± εΔW_perturb ... inference-native ZO does not require modifying or dequantizing the base model",
         statement="With update and perturbation in a wider side path the estimate is that of ∇L at Q(W₀) + ΔW, no code of the base being changed: of the quantised model's loss, not of the model's. Summed into the base's format a probe of ε = 1e-3 is lost.",
         hypotheses="quadratic loss; 4-bit base by the shipped codec; Gauss-Hermite nodes, exact",
-        checks=(printed(check_quantised_base, _DIFFERENCE),),
-        awaits=_SLOTS,
+        checks=(
+            printed(check_quantised_base, _DIFFERENCE),
+            printed(coded.check_beside_codes, coded.STORED, coded.STORED_BACK, coded.BESIDE_LONG),
+        ),
         derivation="zoinfer-slots.md#a-quantised-base",
     ),
     Claim(

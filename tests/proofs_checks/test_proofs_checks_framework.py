@@ -192,6 +192,40 @@ def test_the_command_reports_one_claim_in_json():
     assert verdicts == {"caught"}
 
 
+def test_the_matrix_tries_each_fault_on_every_chosen_claim():
+    names = ["zoinfer-window-on-one-factor", "zoinfer-window-subspace"]
+    result = invoke(*names, "--matrix", "--json")
+    assert result.exit_code == 0, result.stdout
+    rows = {row["fault"]: row for row in map(json.loads, result.stdout.splitlines())}
+    both, one = rows["V drawn anew in every step"], rows["an update that is 3 % long"]
+    assert both["planted_by"] == both["caught_by"] == names
+    assert (one["planted_by"], one["caught_by"], one["survived"]) == (names[:1], names[:1], names[1:])
+    assert len(rows) == len({mutant for claim in claims_named(*names) for mutant in claim.mutants})
+
+
+def test_a_matrix_of_everything_is_refused_with_a_hint():
+    result = invoke("--matrix")
+    assert isinstance(result.exception, ZosimError)
+    assert "--paper" in result.exception.hint
+
+
+def test_a_method_that_calls_super_takes_a_fault():
+    from executors.low_bits.linear import CodedLinear
+
+    layer = CodedLinear(2, 2, bias=False)
+    layer.coded = None
+    plain = layer(torch.ones(1, 2))
+    fault = Mutant(
+        "off",
+        "executors.low_bits.linear:CodedLinear.forward",
+        "super().forward(input)",
+        "super().forward(input) + 1",
+    )
+    with fault.apply():
+        assert torch.equal(layer(torch.ones(1, 2)), plain + 1)
+    assert torch.equal(layer(torch.ones(1, 2)), plain)
+
+
 def test_a_check_that_is_stopped_has_said_what_it_knows(monkeypatch):
     chosen = claims_named()[:2]
 

@@ -1,0 +1,294 @@
+"""Weights as codes: what training in low bits does to them, beside roundings written out with NumPy.
+
+Chances are handed to the shipped update in even steps, so that a mean over them is exact where changes are multiples of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from costmodel.low_bits import Coding
+from costmodel.roundings import RoundedDirection
+from executors.low_bits.coded import Coded, Moved
+from executors.low_bits.linear import Beside, CodedLinear, code_linears
+from executors.randomness.counter import CounterKey
+from executors.randomness.rounded import Chances, Purpose, RoundedDraws, rounding_key
+from executors.threads import DrawThreads
+from proofs_checks.exact import equal, exceeds, is_true
+from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.statistics import compare_means
+from zosim.plans import LowBits
+
+_CPU = torch.device("cpu")
+_NUM_CHANCES = 256
+
+
+def weights_of(levels: Tensor, scale: float, bits: int) -> Coded:
+    """Return weights whose codes, of 4 or 8 bits, are `levels` (outputs, inputs), with one scale."""
+    coded = Coded.empty(Coding("int4" if bits == 4 else "int8", "tensor"), levels.shape, _CPU)
+    coded.scales.fill_(scale)
+    whole = levels.to(torch.int64)
+    if bits == 4:  # the first half of a row in the low bits of its bytes, the rest in the high ones
+        half = -(-whole.shape[1] // 2)
+        whole = torch.nn.functional.pad(whole, (0, 2 * half - whole.shape[1])) & 15
+        whole = whole[:, :half] | (whole[:, half:] << 4)
+    coded.codes.copy_(whole & 255)
+    return coded
+
+
+def levels_of(coded: Coded) -> Tensor:
+    """Return the codes of such weights as signed numbers."""
+    codes, bits = coded.codes.to(torch.int64), coded.coding.container_bits
+    if bits == 4:
+        codes = torch.cat([codes & 15, codes >> 4], 1)[:, : coded.shape[1]]
+    return torch.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes).double()
+
+
+def moves(
+    levels: Sequence[int],
+    direction: Sequence[float],
+    *,
+    scale: float,
+    factor: float,
+    bits: int,
+    counted: Moved | None = None,
+) -> Tensor:
+    """Return how the shipped update changes codes, shape (chances, elements), over chances in even steps."""
+    before = torch.tensor(levels, dtype=torch.float64).expand(_NUM_CHANCES, -1)
+    coded = weights_of(before, scale, bits)
+    steps = (torch.arange(_NUM_CHANCES, dtype=torch.float32) + 0.5) / _NUM_CHANCES
+    chances = steps[:, None].expand(before.shape).reshape(-1)
+    along = torch.tensor(direction, dtype=torch.float32).expand(before.shape).contiguous()
+    coded.move(along, factor, lambda begin, end: chances[begin:end].clone(), counted=counted)
+    return levels_of(coded) - before
+
+
+def _between(chances: Tensor, begin: int, end: int) -> Tensor:
+    """Return the chances of some elements."""
+    return chances[begin:end]
+
+
+def check_moves_on_a_lattice(context: Context) -> Outcome:
+    """Run equation 15 on shipped codes, w* between two: the gradient stays at half a code, code by code as by hand."""
+    d, num_steps = 4, context.samples(1500, 300)
+    generator, target = np.random.default_rng(context.seed), np.full(4, 0.5)
+    coded = weights_of(torch.full((1, d), 3.0), 1.0, 8)
+    by_hand, free = np.full(d, 3.0), np.full(d, 3.0)
+    smallest, unlike = math.inf, 0
+    for step in range(num_steps):
+        rate, u = 1 / (8 + step / 4), generator.normal(size=d).astype(np.float32)
+        chance = generator.random(size=d, dtype=np.float32)
+        factor = rate * float((by_hand - target) @ u)
+        given = torch.from_numpy(chance.copy())
+        coded.move(torch.from_numpy(u)[None], factor, partial(_between, given))
+        change = u * np.float32(factor)
+        by_hand -= np.copysign(np.floor(np.abs(change) + chance), change)
+        by_hand = by_hand.clip(-127, 127)
+        free -= rate * float((free - target) @ u) * u
+        codes = levels_of(coded)[0].numpy()
+        unlike += int((codes != by_hand).sum())
+        smallest = min(smallest, float(np.abs(codes - target).min()))
+    return everything_holds(
+        {
+            "codes, step by step": equal(float(unlike), 0.0, what="unlike those by hand"),
+            "least |∂L/∂w_i| of any step": equal(smallest, 0.5, what="at a scale of 1"),
+            "full precision": is_true(
+                float(np.abs(free - target).max()) < 0.2,
+                what=f"nearer than half a code after {num_steps} steps",
+            ),
+        }
+    )
+
+
+def check_step_by_weights(_context: Context) -> Outcome:
+    """Compare the mean change of shipped codes, a step by weights, with ``(η/s_w²)·∇_w̄L``, the derivative by codes."""
+    parts = {}
+    codes, slope, curvature, rate = np.array([3.0, -5.0]), np.array([0.75, -1.25]), 1.5, 1 / 32
+    for scale in (0.25, 0.5, 2.0):
+        target = scale * codes - slope / curvature
+
+        def loss(at: np.ndarray, scale: float = scale, target: np.ndarray = target) -> float:
+            return float(curvature * ((scale * at - target) ** 2).sum() / 2)
+
+        by_codes = [(loss(codes + e) - loss(codes - e)) / 2 for e in np.eye(2)]
+        wanted = [-rate / scale**2 * each for each in by_codes]
+        moved = moves([3, -5], slope.tolist(), scale=scale, factor=rate, bits=8)
+        parts[f"s_w = {scale:g}"] = equal(moved.mean(0), wanted, what="E[w̄₁ - w̄₀]")
+    return everything_holds(parts)
+
+
+def check_moves_within(_context: Context) -> Outcome:
+    """Compare the mean change of shipped codes of 4 bits with the update in codes, where no code reaches the end."""
+    counted = Moved()
+    updates = (0.25, -1 / 256, 2.75, -5.25)
+    moved = moves([0, 1, -2, 1], updates, scale=0.5, factor=0.5, bits=4, counted=counted)
+    return everything_holds(
+        {
+            "mean": equal(moved.mean(0), [-update for update in updates], what="E[w̄₁ - w̄₀]"),
+            "spread": is_true(
+                bool(((moved + torch.tensor(updates)).abs() < 1).all()), what="every change is a neighbour"
+            ),
+            "counted": equal(float(counted.saturated), 0.0, what="held back at the end"),
+        }
+    )
+
+
+def check_moves_at_the_ends(_context: Context) -> Outcome:
+    """Show that shipped codes at the ends of 4 bits stay there on average, and move inwards alone."""
+    counted = Moved()
+    outwards = moves([7, -7], (-0.5, 0.5), scale=0.5, factor=0.5, bits=4, counted=counted)
+    inwards = moves([7, -7], (0.5, -0.5), scale=0.5, factor=0.5, bits=4)
+    return everything_holds(
+        {
+            "outwards": equal(outwards.mean(0), [0.0, 0.0], what="E[w̄₁ - w̄₀]"),
+            "inwards": equal(inwards.mean(0), [-0.5, 0.5], what="E[w̄₁ - w̄₀]"),
+            "held back": equal(float(counted.saturated), float(_NUM_CHANCES), what="of two by 256 chances"),
+        }
+    )
+
+
+def check_moves_by_query(context: Context) -> Outcome:
+    """Compare mean and variance of shipped updates, rounded once and for each of three queries, with theory."""
+    pieces, count = (19 / 64, -29 / 64, 9 / 64), context.samples(1_000_000, 250_000)
+    chances = Chances([count], _CPU)
+
+    def moved(updates: Sequence[float]) -> Tensor:
+        coded = weights_of(torch.zeros((count, 1)), 1.0, 8)
+        for query, update in enumerate(updates):
+            key = rounding_key(context.seed, 0, query, "update")
+            along = torch.full((count, 1), update)
+            coded.move(along, 1.0, partial(chances.between, parameter=0, key=key))
+        return levels_of(coded)
+
+    def spread(value: float) -> float:
+        part = value - math.floor(value)
+        return part * (1 - part)
+
+    total = sum(pieces)
+    once, each = moved([total]), moved(pieces)
+    columns = torch.cat([once, (once + total) ** 2, each, (each + total) ** 2], 1)
+    expected = [-total, spread(total), -total, sum(map(spread, pieces))]
+    return compare_means("once; for every query", columns, torch.tensor(expected, dtype=torch.float64))
+
+
+def check_beside_codes(_context: Context) -> Outcome:
+    """Compare outputs of a shipped layer of 4 bits, a direction beside its codes, with the sum in float64; codes stay.
+
+    The smallest multiple is that of ε = 1e-5 beside a scale of 0.02; the largest takes every weight beyond the range of codes.
+    """
+    scale, layer = 0.02, torch.nn.Linear(6, 4, bias=False)
+    code_linears([torch.nn.Sequential(layer)], LowBits(weights="int4"), _CPU)
+    assert isinstance(layer, CodedLinear)
+    generator = np.random.default_rng(6)
+    levels = generator.integers(-7, 8, size=(4, 6))
+    levels[0, :2] = 7, -7
+    codes, inputs = generator.integers(-7, 8, size=(4, 6)), generator.normal(size=(5, 6)).astype(np.float32)
+    layer.coded = weights_of(torch.from_numpy(levels), scale, 4)
+    kept = layer.coded.codes.clone()
+    base, along = inputs @ (scale * levels).T, inputs @ codes.T
+    parts = {}
+    for multiple in (1e-5, 1e-3, 0.3):
+        outputs = []
+        for sign in (1, -1):
+            layer.beside = Beside(torch.from_numpy(codes).to(torch.int8), sign * multiple)
+            with torch.no_grad():
+                outputs.append(layer(torch.from_numpy(inputs)).double())
+        parts[f"difference at {multiple:g}"] = equal(
+            (outputs[0] - outputs[1]) / (2 * multiple), torch.from_numpy(along), what="û·x", tolerance=5e-3
+        )
+        parts[f"mean at {multiple:g}"] = equal(
+            (outputs[0] + outputs[1]) / 2, torch.from_numpy(base), what="Q(W)·x", tolerance=1e-5
+        )
+        parts[f"codes after {multiple:g}"] = is_true(
+            torch.equal(layer.coded.codes, kept) and float(layer.coded.scales) == np.float32(scale),
+            what="as they were, the ends among them",
+        )
+    parts["it acts"] = exceeds(float(np.abs(along).max()), 1.0, what="|û·x|")
+    return everything_holds(parts)
+
+
+def drawn_codes(bits: int, count: int, seed: int) -> list[Tensor]:
+    """Return two roundings of one direction of normals as a run draws them, in values."""
+    rounding = RoundedDirection("gaussian", bits)
+    draws = RoundedDraws(rounding, [count], _CPU, DrawThreads(1))
+    purposes: tuple[Purpose, ...] = ("direction", "second direction")
+    values = []
+    for purpose in purposes:
+        codes = torch.empty(count, dtype=torch.int8)
+        key = rounding_key(seed, 0, 0, purpose)
+        draws.fill_counted([codes], [0], CounterKey.of(seed, 0, 0), key)
+        values.append(codes.double() / rounding.scale)
+    return values
+
+
+# -- faults ------------------------------------------------------------------------------------------------------
+
+_MOVE = "executors.low_bits.coded:Coded.move"
+_FORWARD = "executors.low_bits.linear:CodedLinear.forward"
+_ADDED = "weight.add_(self.beside.direction, alpha=self.beside.factor)"
+
+MOVE_NEAREST = Mutant(
+    "updates rounded to the nearest code",
+    _MOVE,
+    "chance.copysign_(change)",
+    "torch.full_like(chance, 0.5).copysign_(change)",
+)
+MOVE_CHANCES = Mutant(
+    "chances 3 % high", _MOVE, "chance.copysign_(change)", "(1.03 * chance).copysign_(change)"
+)
+MOVE_AWAY = Mutant(
+    "an update away from the minimum",
+    _MOVE,
+    "levels - chance.copysign_(change)",
+    "levels + chance.copysign_(change)",
+)
+MOVE_AS_PRINTED = Mutant(
+    "the paper's equation 12: a step by codes, not by weights",
+    _MOVE,
+    "factor / self._of(self.scales, rows).float()",
+    "factor * self._of(self.scales, rows).float()",
+)
+MOVE_LONG = Mutant("a step that is 3 % long", _MOVE, "* (factor /", "* (1.03 * factor /")
+CLAMP_WIDE = Mutant(
+    "a clamp one code too far", "executors.low_bits.grids:Grid.clamped", "self.high", "self.high + 1"
+)
+ONE_CHANCE = Mutant(
+    "one chance for all queries", "executors.randomness.rounded:rounding_key", "step, query)", "step, 0)"
+)
+STORED = Mutant(
+    "perturbed weights stored in their own few bits",
+    _FORWARD,
+    _ADDED,
+    f"{_ADDED}; weight.div_(self.coded.scales).round_().clamp_(-7, 7).mul_(self.coded.scales)",
+)
+STORED_BACK = Mutant(
+    "a perturbation that is written back", _FORWARD, _ADDED, f"{_ADDED}; self.coded.encode(weight)"
+)
+BESIDE_LONG = Mutant(
+    "a perturbation that is 3 % long", _FORWARD, "alpha=self.beside.factor", "alpha=1.03 * self.beside.factor"
+)
+SAME_KEY = Mutant(
+    "one rounding for both copies of a direction",
+    "executors.randomness.rounded:_KEYS",
+    "'second direction': 2",
+    "'second direction': 1",
+)
+DRAWN_LONG = Mutant(
+    "a direction that is 3 % long",
+    "executors.randomness.rounded:RoundedDraws._levels",
+    "mul_(self._rounding.scale)",
+    "mul_(1.03 * self._rounding.scale)",
+)
+DRAWN_NEAREST = Mutant(
+    "directions rounded to the nearest",
+    "executors.low_bits.grids:Integers.at_random",
+    "numbers.add(chances)",
+    "numbers.add(0.5)",
+)
