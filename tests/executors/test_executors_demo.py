@@ -28,8 +28,11 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def from_data_sheets(topology: Topology, device: str, **_: object) -> tuple[Profile, SimpleNamespace]:
-    """What a calibration returns, without measuring: that has tests of its own."""
-    return profile_for(topology, device), SimpleNamespace(residuals=(), median_error=0.0)
+    """What a calibration returns, without measuring: that has tests of its own.
+
+    Of one thread: a rank that is a copy of this process cannot have more, once this one has had several.
+    """
+    return profile_for(topology, device, num_threads=1), SimpleNamespace(residuals=(), median_error=0.0)
 
 
 @pytest.mark.parametrize("calibrates", [False, pytest.param(True, marks=pytest.mark.slow)])
