@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from executors.ranks.gloo import DOUBLING_BYTES, DuplexPair, doubling_all_gather, shared_gloo
-from executors.ranks.launch import DEFAULT_TIMEOUT_S
+from executors.ranks.launch import DEFAULT_TIMEOUT_S, joining
 from executors.ranks.messages import Messages, Packed
 from executors.ranks.missing_ranks import MissingRanks, named_ranks
 from executors.ranks.rank_info import is_launched
@@ -92,10 +92,11 @@ class Communicator:
                     hint="start as many ranks as the plan has",
                 )
             self._members[name] = own_parts[0]
-        self._groups = {name: self._made(parts) for name, parts in groups.items()}
-        self._pairs = self._pairs_among({WORLD: [range(self.world_size)], **groups})
-        self._control = dist.new_group(backend=_host_backend(), timeout=self._timeout)
-        self.messages = self._messages_within(groups.get(PIPELINE, ()))
+        with joining(self.rank, self.world_size):
+            self._groups = {name: self._made(parts) for name, parts in groups.items()}
+            self._pairs = self._pairs_among({WORLD: [range(self.world_size)], **groups})
+            self._control = dist.new_group(backend=_host_backend(), timeout=self._timeout)
+            self.messages = self._messages_within(groups.get(PIPELINE, ()))
 
     @property
     def _timeout(self) -> timedelta:

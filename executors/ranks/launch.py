@@ -81,6 +81,25 @@ def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1
 
 
 @contextmanager
+def joining(rank: int, world_size: int) -> Iterator[None]:
+    """Say in words why process groups cannot be made, where torch or gloo says why.
+
+    Raises
+    ------
+    RunError
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RunError(
+            f"rank {rank} could not join the others of {world_size} ranks ({reason})",
+            hint="look at the ranks that have ended; all need the same MASTER_ADDR and MASTER_PORT, and `--timeout` "
+            "says how long to wait",
+        ) from error
+
+
+@contextmanager
 def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[RankInfo]:
     """Join the ranks' process group for the length of the block: gloo, and NCCL between CUDA devices.
 
@@ -111,7 +130,7 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     if device_type == "cuda":
         torch.cuda.set_device(device_named(f"cuda:{info.local_rank}"))
         backend = f"cpu:{backend},cuda:nccl"
-    try:
+    with joining(info.rank, info.world_size):
         dist.init_process_group(
             backend,
             rank=info.rank,
@@ -119,13 +138,6 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
             store=_private_store(info.world_size),
             timeout=timedelta(seconds=timeout_s),
         )
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise RunError(
-            f"rank {info.rank} could not join the others of {info.world_size} ranks ({reason})",
-            hint="look at the ranks that have ended; all need the same MASTER_ADDR and MASTER_PORT, and `--timeout` "
-            "says how long to wait",
-        ) from error
     with answering(info.rank):
         yield info
         # Nobody leaves while another still joins. After a failure others may be gone: this process takes no leave then.

@@ -9,6 +9,7 @@ import pytest
 from torch.distributed import DistNetworkError, HashStore
 
 from executors.ranks import missing_ranks
+from executors.ranks.communicator import Communicator
 from executors.ranks.launch import launch, process_group
 from executors.ranks.missing_ranks import MissingRanks, missing_from
 from tests.support import distributed
@@ -155,3 +156,20 @@ def test_ranks_that_never_come_are_no_mistake_of_ours(monkeypatch):
         process_group("cpu", timeout_s=1),
     ):
         pass
+
+
+def test_a_group_that_cannot_be_made_is_no_mistake_of_ours(monkeypatch):
+    """As when gloo finds rubbish in the store after all have joined."""
+
+    def new_group(**_):
+        raise RuntimeError("Gloo connectFullMesh failed with Connect timeout\nand lines of C++")
+
+    groups = {"world": ((0,),)}
+    with process_group("cpu") as info:
+        assert info.world_size == 1
+        monkeypatch.setattr("torch.distributed.new_group", new_group)
+        with pytest.raises(
+            RunError, match=r"rank 0 could not join the others of 1 ranks \(Gloo connectFullMesh"
+        ):
+            Communicator(groups)
+        monkeypatch.undo()
