@@ -119,11 +119,12 @@ def _shards_estimate(labels: Sequence[int]) -> tuple[float, float, float]:
     z, epsilon = torch.tensor([0.7, -1.1], dtype=torch.float64), 1e-2
     losses = [[slope @ (sign * epsilon * z) for slope in _UNLIKE] for sign in (1, -1)]
     own = [
-        projected_gradient(plus, minus, epsilon, central=True) for plus, minus in zip(*losses, strict=True)
+        projected_gradient(plus, minus, epsilon, central=True).item()
+        for plus, minus in zip(*losses, strict=True)
     ]
     plus, minus = (accumulated(side, labels) for side in losses)
     whole = sum(n * float(slope @ z) for n, slope in zip(labels, _UNLIKE, strict=True)) / sum(labels)
-    return sum(own) / len(own), projected_gradient(plus, minus, epsilon, central=True), whole
+    return sum(own) / len(own), projected_gradient(plus, minus, epsilon, central=True).item(), whole
 
 
 def check_like_shards(_context: Context) -> Outcome:

@@ -330,10 +330,10 @@ _SHORT_STEP = Mutant(
     "scale * epsilon * 0.97",
 )
 _ROUNDED_G = Mutant(
-    "a projected gradient rounded to float32",
+    "a difference of losses rounded to float32",
     "executors.steps.arithmetic:projected_gradient",
-    ".item()",
-    ".float().item()",
+    "return (loss_plus - loss_other)",
+    "return (loss_plus - loss_other).float()",
 )
 _WIDE = Mutant(
     "normals 3 % too wide",

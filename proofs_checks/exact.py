@@ -69,9 +69,9 @@ def shipped_estimate(loss: Loss, theta: Tensor, z: Tensor, epsilon: float, *, ce
     if central:
         sweeper.perturb(weights, z, -2, epsilon)
         other = loss(weights)
-        gradient = projected_gradient(plus, other, epsilon, central=True)
+        gradient = projected_gradient(plus, other, epsilon, central=True).item()
     else:
-        gradient = projected_gradient(plus, base, epsilon, central=False)
+        gradient = projected_gradient(plus, base, epsilon, central=False).item()
     moved = torch.zeros_like(theta)
     sweeper.update(moved, z, gradient=gradient, learning_rate=1.0, weight_decay=None)
     return -moved

@@ -231,7 +231,7 @@ def check_virtual_gradient(divided_by: str, factor: float, _context: Context) ->
         plus, minus = (
             torch.tensor(_fourth_power(x + sign * mu * u), dtype=torch.float64) for sign in (1, -1)
         )
-        mean += chance * u * projected_gradient(plus, minus, mu, central=divided_by == "2μ")
+        mean += chance * u * projected_gradient(plus, minus, mu, central=divided_by == "2μ").item()
     return equal(mean, factor * (x**3 + 3 * mu**2 * x), what=f"divided by {divided_by}: {factor:g}·∇f_μ")
 
 

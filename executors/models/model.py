@@ -30,6 +30,7 @@ from costmodel.model_spec import (
 )
 from executors.models.blocks import block_list, fills_masks, linears_of, refuse_unsupported
 from executors.models.halves import Halfway, HalvedBlock, Handed, as_tensor, normalises_last
+from executors.models.host_twins import host_twins
 from executors.models.parameters import NamedTensor, named_tensors
 from executors.models.recording_blocks import Calls, StandIn, StandInState, StepCache, Stop
 from topology.errors import ModelError
@@ -161,7 +162,7 @@ class CutModel:
         calls: Calls = []
         self._role.calls = calls
         try:
-            with self._cut(), self.format():
+            with self._cut(), self.format(), host_twins(self.device, batch, cache.host):
                 self.model(
                     input_ids=batch["input_ids"],
                     attention_mask=batch.get("attention_mask"),
@@ -239,12 +240,11 @@ class CutModel:
     def _run_head(self, hidden: Tensor, **inputs: Any) -> Any:
         # Nothing of what the front of the forward makes is used: the stand-ins replace it. One token will do,
         # except for models that shape their output after their input.
-        tokens = torch.zeros((1, 1), dtype=torch.long, device=hidden.device)
-        if self._head_needs_shape:
-            tokens = tokens.expand(hidden.shape[:-1])
+        shape = hidden.shape[:-1] if self._head_needs_shape else (1, 1)
         self._role.hidden = hidden
         try:
-            with self._cut(), self.format():
+            with self._cut(), self.format(), host_twins(self.device):
+                tokens = torch.zeros((1, 1), dtype=torch.long, device=hidden.device).expand(shape)
                 return self.model(input_ids=tokens, use_cache=False, **inputs)
         finally:
             self._role.hidden = None

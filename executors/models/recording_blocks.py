@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +24,13 @@ class StepCache:
         What the blocks are called with beside the hidden state, recorded by the embed segment.
     packing : Packing or None
         The batch as one row of tokens, where it is packed.
+    host : mapping
+        The batch's tensors on the host, where segments run elsewhere.
     """
 
     calls: Calls = field(default_factory=list)
     packing: Packing | None = None
+    host: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Stop(Exception):  # noqa: N818 - not an error: the forward has done what it was asked for

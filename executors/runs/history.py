@@ -176,7 +176,7 @@ def _gradients(
 ) -> Iterator[float]:
     """Yield what devices make of two losses: torch divides by a number on a CPU, and on CUDA multiplies by its reciprocal."""
     first, second = (torch.tensor(loss, dtype=torch.float64).to(dtype) for loss in (plus, other))
-    yield projected_gradient(first, second, epsilon, central=central)
+    yield projected_gradient(first, second, epsilon, central=central).item()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     reciprocal = 1 / torch.tensor(2 * epsilon if central else epsilon, dtype=wide)
     yield ((first - second).to(wide) * reciprocal).to(dtype).item()

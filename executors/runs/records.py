@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
-
 from executors.randomness.rng import mixed
 from executors.steps.frames import StepFrame
 from topology.errors import RunError
@@ -89,11 +87,8 @@ def seed_of(seed: int, step: int, query: int) -> int:
 
 def record_of(frame: StepFrame, seconds: float) -> StepRecord:
     """Return the record of a step that ran."""
-    queries = range(len(frame.seeds))
-    central = BASE not in frame.losses
-    # Read at once: each reading holds the host until the device has done all that it was given.
-    numbers = torch.stack([loss.double() for loss in frame.losses.values()]).tolist()
-    losses = dict(zip(frame.losses, numbers, strict=True))
+    queries, losses = range(len(frame.seeds)), frame.losses_read
+    central = BASE not in losses
     return StepRecord(
         step=frame.step,
         seeds=frame.seeds,

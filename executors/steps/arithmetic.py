@@ -145,12 +145,12 @@ def gathered(theta: Tensor, z: Tensor, scales: tuple[int, ...], epsilon: float) 
     return rows
 
 
-def projected_gradient(loss_plus: Tensor, loss_other: Tensor, epsilon: float, *, central: bool) -> float:
-    """Return ``g`` in the precision of the losses.
+def projected_gradient(loss_plus: Tensor, loss_other: Tensor, epsilon: float, *, central: bool) -> Tensor:
+    """Return ``g`` in the precision of the losses, a scalar where they are.
 
     Parameters
     ----------
     loss_plus, loss_other : torch.Tensor
         Scalars: the loss at ``+ε``, and at ``-ε`` (central) or unperturbed (forward).
     """
-    return ((loss_plus - loss_other) / (2 * epsilon if central else epsilon)).item()
+    return (loss_plus - loss_other) / (2 * epsilon if central else epsilon)

@@ -80,8 +80,8 @@ class StepFrame:
         The steps that share factors of their directions with this one, where there are factors.
     previous : StepFrame or None
         The step before; None for the first, and for the first after a flush.
-    losses : dict
-        By evaluation point.
+    losses, losses_read : dict
+        By evaluation point: where the forward left them, and as numbers of the host, read with a projected gradient.
     gradients : dict
         Projected gradient by query.
     replayed : bool
@@ -97,6 +97,7 @@ class StepFrame:
     window: Window | None = None
     previous: StepFrame | None = None
     losses: dict[Point, Tensor] = field(default_factory=dict)
+    losses_read: dict[Point, float] = field(default_factory=dict)
     gradients: dict[int, float] = field(default_factory=dict)
     replayed: bool = False
     packed: Tensor | None = None

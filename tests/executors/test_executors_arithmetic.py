@@ -110,5 +110,5 @@ def test_gathered_rows_follow_the_same_path_as_the_table():
 
 def test_projected_gradient_is_computed_in_the_format_of_the_losses():
     plus, minus = torch.tensor(2.3456789), torch.tensor(2.3451234)
-    assert projected_gradient(plus, minus, 1e-3, central=True) == ((plus - minus) / (2 * 1e-3)).item()
-    assert projected_gradient(plus, minus, 1e-3, central=False) == ((plus - minus) / 1e-3).item()
+    assert projected_gradient(plus, minus, 1e-3, central=True) == (plus - minus) / (2 * 1e-3)
+    assert projected_gradient(plus, minus, 1e-3, central=False) == (plus - minus) / 1e-3

@@ -248,9 +248,9 @@ def test_every_dependency_between_streams_that_is_cut_is_found(placement):
 # -- what it counts --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("shape", "most"), [("opt", 6), ("llama", 8), ("gpt2", 10)])
-def test_the_host_waits_for_the_device_no_more_often_than_this(shape, most):
-    """At each point what transformers asks of a batch's mask; then the projected gradient, and the losses at once."""
+@pytest.mark.parametrize("shape", ["opt", "llama", "gpt2"])
+def test_the_host_waits_for_the_device_once_a_step(shape):
+    """For the projected gradient and the losses; what transformers ask of a batch's mask is known on the host."""
     with simulated() as device:
         model = model_of(shape, num_hidden_layers=2)
         with Session(plan_of(model, **OFFLOADED), model, learning_rate=1e-3, device="cuda:0") as session:
@@ -258,7 +258,7 @@ def test_the_host_waits_for_the_device_no_more_often_than_this(shape, most):
             session.step(first)
             before = sum(device.synchronisations.values())
             session.step(second)
-            assert sum(device.synchronisations.values()) - before == most
+            assert sum(device.synchronisations.values()) - before == 1
 
 
 def test_memory_is_counted_as_the_allocator_does():

@@ -35,7 +35,7 @@ HALVED = Mutant("halved", "executors.steps.arithmetic:projected_gradient", "2 * 
 
 
 def gradient():
-    return arithmetic.projected_gradient(torch.tensor(3.0), torch.tensor(1.0), 1.0, central=True)
+    return arithmetic.projected_gradient(torch.tensor(3.0), torch.tensor(1.0), 1.0, central=True).item()
 
 
 def claim_of(*checks, **fields):

@@ -107,10 +107,12 @@ class Exchanges:
         def scalar(frame: StepFrame) -> None:
             if frame.replayed:
                 return
-            losses = frame.losses
-            frame.gradients[op.query] = projected_gradient(
-                losses[plus], losses[other], epsilon, central=other == minus
-            )
+            losses, read = frame.losses, frame.losses_read
+            gradient = projected_gradient(losses[plus], losses[other], epsilon, central=other == minus)
+            # Read at once: each reading holds the host until the device has done all that it was given.
+            scalars = (gradient, losses[plus], losses[other])
+            numbers = torch.stack([scalar.double() for scalar in scalars]).tolist()
+            frame.gradients[op.query], read[plus], read[other] = numbers
 
         return scalar
 

@@ -18,6 +18,7 @@ from executors.low_bits.linear import Beside
 from executors.models.batched import BatchedModel
 from executors.models.halves import as_tensor
 from executors.models.model import Batch
+from executors.models.recording_blocks import StepCache
 from executors.randomness.low_rank import divisor_of
 from executors.steps.arithmetic import gathered
 from executors.steps.frames import LoadedBatch, MicroBatch, StepFrame
@@ -66,6 +67,7 @@ class Forwards:
             {name: self._to_device(tensor) for name, tensor in part.tensors.items()},
             part.num_labels,
             None if part.positions is None else self._to_device(part.positions),
+            StepCache(host=part.tensors),
         )
 
     def _to_device(self, tensor: Tensor) -> Tensor:
