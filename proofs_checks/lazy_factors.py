@@ -129,7 +129,7 @@ def shipped_factor_estimate(name: DistributionName, left: Tensor, right: Tensor)
     for scale in (1, -2):
         sweeper.perturb(x, z, scale, 0.5)
         losses.append(_SLOPE.view(-1) @ x)
-    gradient = projected_gradient(losses[0], losses[1], 0.5, central=True)
+    gradient = projected_gradient(losses[0], losses[1], 0.5, central=True).item()
     moved = torch.zeros_like(x)
     divided = gradient / divisor_of(rank, distribution.update_rank_power)
     sweeper.update(moved, z, gradient=divided, learning_rate=1.0, weight_decay=None)
