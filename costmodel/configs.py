@@ -6,11 +6,12 @@ Only the raw JSON is read, so planning needs neither torch nor transformers.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -18,6 +19,7 @@ from pydantic import (
     ConfigDict,
     PositiveFloat,
     field_validator,
+    model_validator,
 )
 
 from costmodel.families import FAMILIES, Architecture, FamilyConfig, TensorSpec
@@ -41,9 +43,14 @@ class LoRA(BaseModel):
     target_modules : tuple of str
         Last components of module names, as PEFT matches them, such as ``("q_proj", "v_proj")``.
     alpha : float or None
-        What an adapter adds is ``alpha / rank · B A x``; by default twice the rank.
+        What an adapter adds is ``alpha / rank · B A x``; by default twice the rank, or its root where A is redrawn.
     seed : int
         Of the numbers that A begins with; B begins at zero.
+    lazy_steps : int or None
+        Steps after which A is drawn anew, of normals, and B, which alone is tuned then, begins at zero again. What they were
+        stays beside the base as a closed slot. None: both are tuned, and nothing is drawn anew.
+    max_rank : int or None
+        Rank of all slots together, the open one included, that they are compacted to; by default 64, or four times the rank.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,11 +59,33 @@ class LoRA(BaseModel):
     target_modules: tuple[str, ...]
     alpha: PositiveFloat | None = None
     seed: Seed = 0
+    lazy_steps: Extent | None = None
+    max_rank: Extent | None = None
+
+    @model_validator(mode="after")
+    def _leaves_room(self) -> Self:
+        if self.lazy_steps is None and self.max_rank is not None:
+            message = (
+                f"max_rank={self.max_rank} bounds slots, of which adapters have one unless A is drawn anew"
+            )
+            raise ModelError(message, hint="add --lora-lazy-steps, or leave --lora-max-rank out")
+        if self.closed_rank < self.rank * (self.lazy_steps is not None):
+            message = f"max_rank={self.max_rank} leaves no rank for a closed slot beside the open one of {self.rank}"
+            raise ModelError(message, hint=f"use {2 * self.rank} or more")
+        return self
 
     @property
     def scale(self) -> float:
         """Factor of what an adapter adds, ``alpha / rank``."""
-        return (self.alpha or 2 * self.rank) / self.rank
+        usual = 2 * self.rank if self.lazy_steps is None else math.sqrt(self.rank)
+        return (self.alpha or usual) / self.rank
+
+    @property
+    def closed_rank(self) -> int:
+        """Rank that there is memory for beside the open slot."""
+        if self.lazy_steps is None:
+            return 0
+        return (self.max_rank or max(64, 4 * self.rank)) - self.rank
 
     @field_validator("target_modules")
     @classmethod
@@ -188,7 +217,7 @@ def spec_of_config(
         name=name,
         family=family.family,
         **{field: getattr(arch, field) for field in _SHARED_FIELDS},
-        adapter_rank=lora.rank if lora else 0,
+        adapter_rank=lora.rank + lora.closed_rank if lora else 0,
         adapter_shapes=adapters,
         num_prefix_tokens=num_prefix_tokens,
         cut_blocks=cut,
@@ -267,8 +296,14 @@ def _entries(tensors: list[TensorSpec], trainable: Trainable) -> Iterator[Parame
         if lora is not None and tensor.linear is not None and _targets(tensor, lora):
             module = tensor.name.removesuffix(".weight")
             inputs, outputs = tensor.linear
-            for letter, shape in (("A", (lora.rank, inputs)), ("B", (outputs, lora.rank))):
-                yield ParameterEntry(f"{module}.lora_{letter}.weight", tensor.segments, shape)
+            closed = lora.closed_rank
+            yield ParameterEntry(
+                f"{module}.lora_A.weight", tensor.segments, (lora.rank, inputs), trainable=not closed
+            )
+            yield ParameterEntry(f"{module}.lora_B.weight", tensor.segments, (outputs, lora.rank))
+            closed_shapes = (("closed_A", (closed, inputs)), ("closed_B", (outputs, closed)), ("lost", (1,)))
+            for name, shape in closed_shapes if closed else ():
+                yield ParameterEntry(f"{module}.lora_{name}", tensor.segments, shape, trainable=False)
 
 
 def _entry(tensor: TensorSpec, *, trainable: bool) -> ParameterEntry:

@@ -134,7 +134,7 @@ class ModelSpec(BaseModel):
         Whether tokens see those before them alone and predict the next. Else they see all, labels are words at masks, and
         the head transforms before it projects (RoBERTa).
     adapter_rank : int
-        Rank of the LoRA adapters, 0 where there are none.
+        Rank of the LoRA adapters, closed slots among them, 0 where there are none.
     adapter_shapes : tuple of (int, int)
         Inputs and outputs of each linear of one block that carries an adapter.
     num_prefix_tokens : int
@@ -200,6 +200,13 @@ class ModelSpec(BaseModel):
     def num_trainable(self) -> int:
         """Elements that are perturbed and updated."""
         return sum(group.num_trainable for group in self.groups)
+
+    @property
+    def tunes_left_factors(self) -> bool:
+        """Whether all that is tuned are the left factors B of adapters, whose right factors stay as they are in a step."""
+        tuned = [rows for group in self.groups for rows, _ in group.trainable_matrices]
+        matrices_alone = sum(group.num_trainable_tensors for group in self.groups) == len(tuned)
+        return matrices_alone and tuned == self.num_blocks * [outputs for _, outputs in self.adapter_shapes]
 
     @cached_property
     def _by_name(self) -> dict[str, ParameterGroup]:

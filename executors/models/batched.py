@@ -50,7 +50,7 @@ class BatchedModel(CutModel):
     Parameters
     ----------
     model : torch.nn.Module
-        Whose tuned parameters are weights of linears of its blocks.
+        Whose tuned parameters are weights of linears of its blocks, or the ``B`` of adapters beside them whose ``A`` stays.
     **options
         As of :class:`CutModel`.
 
@@ -64,23 +64,31 @@ class BatchedModel(CutModel):
         super().__init__(model, **options)
         self._paths: dict[int, SidePath] = {}
         self._is_transposed: dict[int, bool] = {}
+        self._carriers: dict[int, Any] = {}
         tuned = {id(tensor.parameter): tensor.name for tensor in self.tensors if tensor.trainable}
         for _, module, _, _ in block_linears(model):
             key = id(module.weight)
             if tuned.pop(key, None) is not None:
                 self._is_transposed[key] = not isinstance(module, nn.Linear)
-                module.register_forward_hook(self._beside)
+                self._carriers[key] = module
+            elif hasattr(module, "lora_B") and not module.lora_A.weight.requires_grad:
+                key = id(module.lora_B.weight)
+                tuned.pop(key, None)
+                self._carriers[key] = module
+            else:
+                continue
+            module.register_forward_hook(self._beside)
         if tuned:
             raise ModelError(
                 f"{next(iter(tuned.values()))} is tuned, and is no weight of a linear layer of a block",
-                hint="add --tune linears",
+                hint="add --tune linears, or tune the B of adapters alone: --lora-lazy-steps",
             )
         self._check_packing()
 
     def path(
         self, parameter: nn.Parameter, factors: Sequence[tuple[Tensor, Tensor]], scales: Sequence[float]
     ) -> SidePath:
-        """Return the side path of a linear's weight.
+        """Return the side path of a linear's weight, which :meth:`run_together` is given under `parameter`.
 
         Parameters
         ----------
@@ -96,6 +104,28 @@ class BatchedModel(CutModel):
             ends[0][0] if is_one else torch.stack([inner for inner, _ in ends]),
             torch.stack([outer.T * scale for (_, outer), scale in zip(ends, scales, strict=True)]),
         )
+
+    def path_of_left(
+        self, parameter: nn.Parameter, directions: Sequence[Tensor], scales: Sequence[float]
+    ) -> SidePath:
+        """Return the side path of an adapter's ``B`` that is moved along directions, while its ``A`` stays.
+
+        Parameters
+        ----------
+        parameter : torch.nn.Parameter
+            ``B``.
+        directions : sequence of torch.Tensor
+            Shape (outputs, rank), one for each point.
+        scales : sequence of float
+            What they are multiplied by.
+        """
+        module = self._carriers[id(parameter)]
+        inner = module.lora_A.weight.T
+        along = [
+            (z.to(inner.dtype) * (scale * module.lora_scale)).T
+            for z, scale in zip(directions, scales, strict=True)
+        ]
+        return SidePath(inner, torch.stack(along))
 
     def run_together(
         self,
@@ -129,7 +159,7 @@ class BatchedModel(CutModel):
             return self._losses(hidden, packing)
         index = block_index(segment)
         args, kwargs = cache.calls[index]
-        self._paths = {id(parameter): path for parameter, path in paths.items()}
+        self._paths = {id(self._carriers[id(parameter)]): path for parameter, path in paths.items()}
         try:
             with self._packed_attention(), self.format():
                 output: Any = self.blocks[index](hidden, *args, **(kwargs | {"packing": packing}))
@@ -153,7 +183,7 @@ class BatchedModel(CutModel):
         return each.view(num_points, num_labels).mean(1)
 
     def _beside(self, module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        path = self._paths.get(id(module.weight))
+        path = self._paths.get(id(module))
         if path is None:
             return output
         inputs = arguments[0].reshape(path.outer.shape[0], -1, arguments[0].shape[-1])

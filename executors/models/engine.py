@@ -102,7 +102,7 @@ def engine_for(
                 "an objective is made of the logits of all tokens, of which weights=adapters makes those with labels",
                 hint="leave --objective out, or use --weights serial or copies",
             )
-        return BatchedModel(model, loss_dtype=loss_dtype, autocast_dtype=autocast_dtype)
+        return BatchedModel(model, loss_dtype=loss_dtype, autocast_dtype=autocast_dtype, coding=plan.coding)
     return CutModel(
         model,
         loss_dtype=loss_dtype,

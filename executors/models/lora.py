@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from executors.models.weight_files import write_tensors
 from topology.errors import ModelError
 
 _HOOK = "_zosim_lora_hook"
+_PARTS = ("lora_A", "lora_B", "lora_scale", "lora_closed_A", "lora_closed_B", "lora_lost", "lora_used")
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
 
@@ -50,7 +51,7 @@ def attach_lora(model: nn.Module, lora: LoRA) -> None:
     generator = torch.Generator().manual_seed(lora.seed)
     for name, module, inputs, outputs in linears:
         if name in lora.target_modules:
-            _attach(module, inputs, outputs, lora.rank, lora.scale, generator)
+            _attach(module, inputs, outputs, lora, generator)
 
 
 def merge_lora(model: nn.Module) -> None:
@@ -61,29 +62,45 @@ def merge_lora(model: nn.Module) -> None:
                 continue
             if isinstance(module, CodedLinear):
                 module.become_plain()
-            product = module.lora_B.weight @ module.lora_A.weight * module.lora_scale
+            inner, outer = joined_factors(module)
+            product = outer @ inner
             module.weight += product if isinstance(module, nn.Linear) else product.T
             getattr(module, _HOOK).remove()
-            for name in ("lora_A", "lora_B", "lora_scale", _HOOK):
+            for name in [name for name in (*_PARTS, _HOOK) if hasattr(module, name)]:
                 delattr(module, name)
 
 
-def save_adapters(model: nn.Module, directory: str | Path, dtype: str | None = None) -> None:
+def save_adapters(
+    model: nn.Module,
+    directory: str | Path,
+    dtype: str | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> None:
     """Write the adapters as PEFT reads them: ``adapter_model.safetensors`` and ``adapter_config.json``."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     carrying = [(name, module) for name, module, _, _ in block_linears(model) if hasattr(module, _HOOK)]
-    rank = carrying[0][1].lora_A.weight.shape[0]
+    first = carrying[0][1]
+    is_joined = hasattr(first, "lora_used")
+    rank = first.lora_A.weight.shape[0] + (first.lora_used if is_joined else 0)
     config = peft_config(
         model,
         rank=rank,
-        alpha=carrying[0][1].lora_scale * rank,
+        alpha=float(rank) if is_joined else first.lora_scale * rank,
         targets=sorted({name for name, _ in carrying}),
-        is_transposed=not isinstance(carrying[0][1], nn.Linear),
+        is_transposed=not isinstance(first, nn.Linear),
     )
     write_atomically(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
-    tensors = {f"base_model.model.{n}": p.detach() for n, p in model.named_parameters() if ".lora_" in n}
-    write_tensors(tensors, directory / PEFT_WEIGHTS, dtype)
+    if not is_joined:
+        named = {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
+    else:
+        named = {}
+        for path, module in model.named_modules():
+            if hasattr(module, _HOOK):
+                inner, outer = (factor.detach() for factor in joined_factors(module))
+                named |= {f"{path}.lora_A.weight": inner, f"{path}.lora_B.weight": outer}
+    prefixed = {f"base_model.model.{name}": tensor for name, tensor in named.items()}
+    write_tensors(prefixed, directory / PEFT_WEIGHTS, dtype, facts)
 
 
 def peft_config(
@@ -103,23 +120,48 @@ def peft_config(
     }
 
 
-def _attach(
-    module: Any, inputs: int, outputs: int, rank: int, scale: float, generator: torch.Generator
-) -> None:
+def _attach(module: Any, inputs: int, outputs: int, lora: LoRA, generator: torch.Generator) -> None:
     like = {"dtype": module.weight.dtype, "device": module.weight.device}
-    module.lora_A = nn.Linear(inputs, rank, bias=False, **like)
-    module.lora_B = nn.Linear(rank, outputs, bias=False, **like)
-    module.lora_scale = scale
+    module.lora_A = nn.Linear(inputs, lora.rank, bias=False, **like)
+    module.lora_B = nn.Linear(lora.rank, outputs, bias=False, **like)
+    module.lora_scale = lora.scale
     bound = 1 / math.sqrt(inputs)
     with torch.no_grad():
-        module.lora_A.weight.copy_(torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator))
+        module.lora_A.weight.copy_(
+            torch.empty(lora.rank, inputs).uniform_(-bound, bound, generator=generator)
+        )
         module.lora_B.weight.zero_()
-    setattr(module, _HOOK, module.register_forward_hook(_add_adapter))
+    add = _add_adapter
+    if closed := lora.closed_rank:
+        module.lora_A.weight.requires_grad_(requires_grad=False)
+        for name, shape in (("closed_A", (closed, inputs)), ("closed_B", (outputs, closed)), ("lost", (1,))):
+            zeros = nn.Parameter(torch.zeros(shape, **like), requires_grad=False)
+            module.register_parameter(f"lora_{name}", zeros)
+        module.lora_used = closed
+        add = _add_slots
+    setattr(module, _HOOK, module.register_forward_hook(add))
 
 
 def _add_adapter(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
     adapted: Tensor = output + module.lora_B(module.lora_A(arguments[0])) * module.lora_scale
     return adapted
+
+
+def _add_slots(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    inner, outer = joined_factors(module)
+    added: Tensor = output + nn.functional.linear(nn.functional.linear(arguments[0], inner), outer)
+    return added
+
+
+def joined_factors(module: Any) -> tuple[Tensor, Tensor]:
+    """Return what an adapter adds as one pair (rank, inputs) and (outputs, rank), the open slot before the closed ones."""
+    inner, outer = module.lora_A.weight, module.lora_B.weight * module.lora_scale
+    if (used := getattr(module, "lora_used", 0)) == 0:
+        return inner, outer
+    return (
+        torch.cat((inner, module.lora_closed_A[:used])),
+        torch.cat((outer, module.lora_closed_B[:, :used]), 1),
+    )
 
 
 def block_linears(model: nn.Module) -> Iterator[tuple[str, Any, int, int]]:

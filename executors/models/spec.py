@@ -131,8 +131,8 @@ def _adapters(cut: CutModel) -> tuple[int, tuple[tuple[int, int], ...]]:
     pairs: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, parameter in cut.blocks[0].named_parameters():
         path, _, kind = name.removesuffix(".weight").rpartition(".")
-        if kind in ("lora_A", "lora_B"):
+        if kind in ("lora_A", "lora_B", "lora_closed_A"):
             pairs.setdefault(path, {})[kind] = tuple(parameter.shape)
     shapes = [(pair["lora_A"][1], pair["lora_B"][0]) for pair in pairs.values()]
-    rank = next((pair["lora_A"][0] for pair in pairs.values()), 0)
-    return rank, tuple(shapes)
+    ranks = [pair["lora_A"][0] + pair.get("lora_closed_A", (0,))[0] for pair in pairs.values()]
+    return next(iter(ranks), 0), tuple(shapes)

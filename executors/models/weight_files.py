@@ -34,7 +34,7 @@ def weights_digest(model: nn.Module, dtype: str | None = None, *, trainable_only
     digest = hashlib.blake2b(digest_size=16)
     codes = coded_weights(model)
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad and trainable_only:
+        if trainable_only and not is_tuned(name, parameter):
             continue
         if name in codes:
             for suffix, tensor in codes[name].tensors.items():
@@ -42,6 +42,11 @@ def weights_digest(model: nn.Module, dtype: str | None = None, *, trainable_only
         else:
             update_digest(digest, name, parameter.data.to(TORCH_DTYPES[dtype] if dtype else parameter.dtype))
     return digest.hexdigest()
+
+
+def is_tuned(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a run changes a parameter: it is perturbed, or it is a part of an adapter that is drawn anew."""
+    return parameter.requires_grad or ".lora_" in name
 
 
 def coded_weights(model: nn.Module) -> dict[str, Coded]:
@@ -142,7 +147,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return {name: p.detach() for name, p in model.named_parameters() if is_tuned(name, p)}
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -13,6 +13,7 @@ from costmodel.configs import LoRA, Prefix, Subset
 from executors.models.lora import attach_lora, block_linears, merge_lora, save_adapters
 from executors.models.prefix import WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
 from executors.models.weight_files import save_pretrained
+from executors.models.windows import attach_windows, lazy_windows_of
 from executors.runs.session import Session
 
 Adapters = LoRA | Prefix
@@ -50,6 +51,8 @@ def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None) -> Non
             )
     elif isinstance(adapters, LoRA):
         attach_lora(model, adapters)
+        if adapters.lazy_steps is not None:
+            attach_windows(model, adapters)
     elif run is not None and (run / _INITIAL / WEIGHTS_NAME).is_file():
         load_prefix(model, run / _INITIAL)
     else:
@@ -73,8 +76,12 @@ def recorded_adapters(run: Mapping[str, Any]) -> Tuned | None:
 
 def save_alone(model: nn.Module, directory: str | Path, adapters: Adapters, dtype: str) -> None:
     """Write the tuned parameters without the base that they stand beside."""
-    save = save_adapters if isinstance(adapters, LoRA) else save_prefix
-    save(model, directory, dtype)
+    if isinstance(adapters, Prefix):
+        save_prefix(model, directory, dtype)
+        return
+    windows = lazy_windows_of(model)
+    facts = None if windows is None else {"relative_error": repr(windows.relative_error)}
+    save_adapters(model, directory, dtype, facts)
 
 
 def save_tuned(out: str | Path, session: Session, adapters: Tuned | None) -> None:
@@ -88,7 +95,7 @@ def save_tuned(out: str | Path, session: Session, adapters: Tuned | None) -> Non
     if isinstance(adapters, Prefix):
         save_prefix(model, Path(out) / PREFIX_NAME, storage)
     elif isinstance(adapters, LoRA):
-        save_adapters(model, Path(out) / ADAPTER_NAME, storage)
+        save_alone(model, Path(out) / ADAPTER_NAME, adapters, storage)
         with session.whole_model() as whole:
             merge_lora(whole)
             save_pretrained(whole, out, storage)

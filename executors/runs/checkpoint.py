@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from costmodel.low_bits import Coding
 from executors.low_bits.coded import SUFFIXES, Coded, shapes_of
 from executors.models.parameters import named_tensors
-from executors.models.weight_files import save_weights, update_digest, weights_digest
+from executors.models.weight_files import is_tuned, save_weights, update_digest, weights_digest
 from topology.errors import RunError
 from topology.limits import whole_number
 
@@ -63,7 +63,7 @@ class Checkpoint:
 def save_checkpoint(
     model: nn.Module, directory: Path, *, dtype: str, num_steps: int, base_digest: str, history_digest: str
 ) -> Path:
-    """Write the trainable parameters as they stand, remove the oldest checkpoint but :data:`NUM_KEPT`.
+    """Write what the run changes as it stands, remove the oldest checkpoint but :data:`NUM_KEPT`.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def _digest(file: Any, model: nn.Module, path: Path, coding: Coding | None) -> s
     held = set(file.keys())
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if not is_tuned(name, parameter):
             continue
         is_coded = coding is not None and name + SUFFIXES[1] in held
         expected: _Pieces = [("", (tuple(parameter.shape), None))]

@@ -186,7 +186,13 @@ def _adapters(stated: Mapping[str, Any], header: Recorded, *, seed: int) -> tupl
     lora, prefix = run.get("lora"), run.get("prefix")
     if "prefix" in stated:
         prefix = {"seed": seed} | (prefix or {}) | {"num_tokens": stated["prefix"]}
-    named = {"lora_rank": "rank", "lora_targets": "target_modules", "lora_alpha": "alpha"}
+    named = {
+        "lora_rank": "rank",
+        "lora_targets": "target_modules",
+        "lora_alpha": "alpha",
+        "lora_lazy_steps": "lazy_steps",
+        "lora_max_rank": "max_rank",
+    }
     changed = {named[name]: value for name, value in stated.items() if name in named}
     if changed:
         lora = (lora or {"seed": seed}) | changed

@@ -25,6 +25,7 @@ from executors.low_bits.coded import Moved
 from executors.models.engine import engine_for
 from executors.models.model import Batch, LossDType, Objective
 from executors.models.weight_files import save_pretrained, weights_digest
+from executors.models.windows import lazy_windows_of
 from executors.ranks.communicator import Communicator, default_communicator
 from executors.ranks.mesh import stage_of
 from executors.ranks.rank_info import progress_of_this_rank
@@ -39,7 +40,7 @@ from executors.steps.preparing import autocast_dtype, move_module_buffers, own_d
 from executors.steps.present import PresentWeights
 from executors.steps.streams import backend_for
 from executors.steps.update_watch import UpdateLoss
-from topology.errors import RunError
+from topology.errors import PlanError, RunError
 from zosim.lowering import lower
 from zosim.plans import Plan
 from zosim.program import Program
@@ -180,6 +181,10 @@ class Session:
         storage = TORCH_DTYPES[plan.weights.dtype]
         self._whole = WholeModel(plan, self.engine, self.communicator, storage, self.device)
         self._present = PresentWeights(self.engine, storage, self.device, self._whole)
+        self._windows = lazy_windows_of(model)
+        if self._windows is not None:
+            self._refuse_shared_slots()
+            self._windows.stand_at(0)
         self._live_bytes = 0
         self._first_timed = 0
         self._verified_steps = 0
@@ -228,6 +233,7 @@ class Session:
         """
         check_batch(batch, self.plan.model.max_positions)
         number = self.num_steps
+        self._open_window(number)
         rate = self._rate(number) if learning_rate is None else learning_rate
         seeds = seeds or self.seeds_of(number)
         num_timed = number - self._first_timed
@@ -240,6 +246,28 @@ class Session:
         self._note_inputs(record, batch)
         refuse_nonfinite(record)
         return record
+
+    def _open_window(self, step: int) -> None:
+        """Close what adapters have learnt since their ``A`` was drawn, and draw it anew, where `step` begins a window."""
+        if self._windows is None or not self._windows.opens(step):
+            return
+        self.flush()
+        held = self.interpreter.store.held
+        here = {
+            id(tensor.parameter)
+            for what, part in self.interpreter.store.parts.items()
+            if what in held
+            for tensor in part.tensors
+        }
+        self._windows.open(step, is_here=lambda parameter: id(parameter) in here)
+        self.interpreter.checksums.begin()
+
+    def _refuse_shared_slots(self) -> None:
+        if any(buffer.shared for buffer in self.program.buffers):
+            raise PlanError(
+                "adapters whose A is drawn anew cannot lie in one host copy that several ranks share",
+                hint="use --transfers private, or keep blocks on the devices",
+            )
 
     def _note_inputs(self, record: StepRecord, batch: Batch) -> None:
         if self.communicator is not None:
@@ -284,6 +312,8 @@ class Session:
         """
         self.interpreter.start_at(step, seeds_of or self.seeds_of)
         self._first_timed = self._verified_steps = step
+        if self._windows is not None:
+            self._windows.stand_at(step)
 
     def replay(self, record: StepRecord) -> None:
         """Do to the weights, bit for bit, what a logged step did, without its forwards.
@@ -296,6 +326,7 @@ class Session:
         if record.step != self.num_steps:
             raise RunError(f"step {record.step} cannot be replayed as step {self.num_steps}")
         self.interpreter.backend.recording = False
+        self._open_window(record.step)
         self.interpreter.replay(record.seeds, record.projected_gradients, record.learning_rate)
         self._first_timed = self._verified_steps = self.num_steps
 

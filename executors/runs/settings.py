@@ -384,6 +384,23 @@ class AdapterSettings:
         NonNegativeFloat | None,
         Setting("--lora-alpha", "They add alpha over rank times B A x.", "numbers", usual="twice the rank"),
     ] = None
+    lora_lazy_steps: Annotated[
+        PositiveInt | None,
+        Setting(
+            "--lora-lazy-steps",
+            "Steps after which A is drawn anew; B alone is tuned, and what was learnt stays as a slot beside the base.",
+            "numbers",
+        ),
+    ] = None
+    lora_max_rank: Annotated[
+        PositiveInt | None,
+        Setting(
+            "--lora-max-rank",
+            "Rank that slots are compacted to where they would pass it.",
+            "numbers",
+            usual="64, or 4 ranks",
+        ),
+    ] = None
     prefix: Annotated[
         PositiveInt | None,
         Setting("--prefix", "Tune this many virtual tokens before every block's keys alone.", "numbers"),

@@ -14,6 +14,7 @@ SLICED = {"residency": {"blocks": "offloaded", "transfers": "sliced"}, "schedule
 PERTP, DDP = {"perturb": 2}, {"data": 2}
 COUNTER = {"rng": "counter"}
 LOZO = {"distribution": "lozo", "lazy_steps": 3}
+LAZY_LORA = {"rank": 2, "target_modules": ("q_proj", "fc2"), "lazy_steps": 2, "max_rank": 4}
 
 PAIRS = {
     "pertp": {"mesh": PERTP},
@@ -62,6 +63,13 @@ PAIRS = {
         "directions": COUNTER,
     },
     "pertp-lozo": {"mesh": PERTP, **SLICED, "directions": LOZO},
+    "pertp-windows": {"mesh": PERTP, "lora": LAZY_LORA, "weights": {"perturbation": "adapters"}},
+    "ddp-windows-int8-delayed": {
+        "mesh": DDP,
+        "lora": LAZY_LORA,
+        "low_bits": {"weights": "int8"},
+        **OFFLOADED,
+    },
     "pertp-lossy": {
         "mesh": PERTP,
         **SLICED,
@@ -106,9 +114,23 @@ FOURS = {
 }
 
 
+def model_for(case):
+    """Return the model of a case, with its adapters."""
+    import torch
+
+    from costmodel.configs import LoRA
+    from executors.runs.adapters import attach
+    from tests.support.tiny import model_of
+
+    model = model_of(case.get("model", "opt"), getattr(torch, case.get("dtype", "float32")))
+    if "lora" in case:
+        attach(model, LoRA(**case["lora"]))
+    return model
+
+
 def plan_for(case, *, alone=False):
     """Return the plan of a case, or what a rank alone does in its place."""
-    from tests.support.tiny import model_of, plan_of
+    from tests.support.tiny import plan_of
     from zosim.plans import AXES, Plan
 
     axes = {key: dict(case[key]) for key in AXES if key in case and key != "mesh"}
@@ -119,7 +141,7 @@ def plan_for(case, *, alone=False):
     }
     size = case.get("batch", 4)
     dtype = case.get("dtype", "float32")
-    plan = plan_of(model_of(case.get("model", "opt")), size=size, dtype=dtype, **axes)
+    plan = plan_of(model_for(case), size=size, dtype=dtype, **axes)
     data = plan.model_dump(mode="json")
     if not alone:
         data["residency"] |= shared_out
@@ -137,12 +159,9 @@ def lines_for(case, steps=STEPS):
 
 def trained(case, plan, **options):
     """Train, flushing on the way, and return what the steps found and the weights' hash; a rank alone accumulates."""
-    import torch
-
     from executors.runs.session import Session
-    from tests.support.tiny import model_of
 
-    model = model_of(case.get("model", "opt"), getattr(torch, case.get("dtype", "float32")))
+    model = model_for(case)
     options = {"checksums": True, "weight_decay": DECAY, **options}
     with Session(plan, model, learning_rate=RATE, seed=SEED, **options) as session:
         found = []

@@ -69,7 +69,7 @@ class Directions:
 
     def place(self, group: ParameterGroup, query: int, step: int, offset_bytes: int = 0) -> Access:
         """Return the access to the direction of `group`: in a buffer of its own where it, or its factors, are kept."""
-        if self._rank.is_together:
+        if self._rank.adds_factors:
             what = DirectionFactors(group.name, query)
             return Access(_kept(group, query), what, step, self._factor_bytes((group,)))
         buffer, offset = (_kept(group, query), 0) if self._are_kept else (_DIRECTIONS, offset_bytes)
@@ -127,9 +127,9 @@ class Directions:
         An update that waits for the next step may need the ``V`` before, which is drawn anew meanwhile.
         """
         groups = [group for group in self._rank.groups if group.num_trainable]
-        num_kept = (2 if self._plan.schedule.update == "delayed" else 1) - self._rank.is_together
+        num_kept = (2 if self._plan.schedule.update == "delayed" else 1) - self._rank.adds_factors
         rights = num_kept * self._plan.estimator.num_queries * self._factor_bytes(groups, lefts=False)
-        if self._rank.is_together:
+        if self._rank.adds_factors:
             return rights
         return rights + max((self._factor_bytes((group,), rights=False) for group in groups), default=0)
 
@@ -167,7 +167,7 @@ class Directions:
             for group in rank.groups:
                 for query in queries if group.num_trainable else ():
                     size = self.place(group, query, 0).size_bytes
-                    kept_format = rank.draw_format if rank.is_together else dtype
+                    kept_format = rank.draw_format if rank.adds_factors else dtype
                     yield Buffer(_kept(group, query), Space.DEVICE, size, "directions", kept_format)
         else:
             size = max(map(self._segment_bytes, rank.segments))
@@ -223,7 +223,7 @@ class Directions:
         if offset_bytes is None:
             offset_bytes = self.fresh_offset(segment)
         if self._are_kept:
-            keep, scaled = "factors" if self._rank.is_together else "all", False
+            keep, scaled = "factors" if self._rank.adds_factors else "all", False
         target = self.rows(group, query) if keep == "rows" else self.place(group, query, step, offset_bytes)
         if scaled and self._can_scale and keep == "all":
             target = replace(target, what=Direction(group.name, query, is_scaled=True))

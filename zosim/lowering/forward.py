@@ -156,9 +156,16 @@ class Forwards:
         plan, num_points = self._plan, len(self._rank.own_points)
         num_sequences = self._rank.num_sequences * (1 if segment == EMBED else num_points)
         seq = min(plan.forward.num_labels or plan.seq, plan.seq) if segment == HEAD else plan.seq
-        work = self._counted(segment, num_sequences=num_sequences, seq=seq)
-        rank, num_tokens = plan.directions.rank or 0, num_sequences * seq
-        linears = [one for group in tuned for one in group.linears]
+        work = self._coded(
+            self._counted(segment, num_sequences=num_sequences, seq=seq), segment, is_beside=False
+        )
+        num_tokens = num_sequences * seq
+        if plan.model.tunes_left_factors:
+            linears = [(outputs, inputs) for _ in tuned for inputs, outputs in plan.model.adapter_shapes]
+            rank = tuned[0].trainable_matrices[0][1] if tuned else 0
+        else:
+            linears = [one for group in tuned for one in group.linears]
+            rank = plan.directions.rank or 0
         inner = tuple(Matmul(m=num_tokens, n=rank, k=inputs) for _, inputs in linears)
         outer = tuple(
             Matmul(m=num_tokens // num_points, n=outputs, k=rank, num=num_points) for outputs, _ in linears

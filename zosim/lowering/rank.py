@@ -137,6 +137,11 @@ class Rank:
         return self.plan.points_are_adapters
 
     @property
+    def adds_factors(self) -> bool:
+        """Whether forwards at all points are handed the factors of directions rather than directions of factors."""
+        return self.is_together and self.plan.directions.rank is not None
+
+    @property
     def is_swept(self) -> bool:
         """Whether all parameters are at one point together."""
         return self.plan.schedule.traversal == "sweep"

@@ -271,7 +271,7 @@ class Points:
             arithmetic="fused" if self._is_sign else "pieces",
             is_watched=self._plan.loses_updates,
         )
-        if self._rank.is_together:  # products are made in pieces that stay in cache
+        if self._rank.adds_factors:  # products are made in pieces that stay in cache
             products = self._directions.products(group)
             plain += Work(dtype=plain.dtype, matmuls=products, num_kernels=len(products))
         if coding is None or not num_coded:

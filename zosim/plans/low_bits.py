@@ -179,7 +179,9 @@ class LowBits(Axis):
                 "q-rge2 rounds a direction anew for its update, which kept directions are not",
                 "drop --keep-directions",
             )
-        if plan.weights.perturbation != "serial":
+        if plan.weights.perturbation != "serial" and not (
+            plan.points_are_adapters and plan.model.tunes_left_factors
+        ):
             yield (
                 f"weights={plan.weights.perturbation}, but coded weights are read where they lie",
                 "use weights=serial",

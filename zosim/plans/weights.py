@@ -75,6 +75,16 @@ class Weights(Axis):
                 complaint = f"labels of num_labels={plan.forward.num_labels} tokens are what weights=adapters alone makes logits of"
                 yield complaint, "leave --labels-per-sequence out, or add --weights adapters"
             return
+        if plan.model.tunes_left_factors:
+            if plan.directions.rank is not None:
+                complaint = f"adapters that are tuned go along directions of B, which is small, not {plan.directions.distribution}"
+                yield complaint, "use --direction gaussian or rademacher"
+        else:
+            yield from self._not_beside_linears(plan)
+        yield from self._not_together(plan)
+
+    def _not_beside_linears(self, plan: Plan) -> Iterator[Conflict]:
+        """Yield what of a plan that tunes the base itself cannot stand beside its linears."""
         distribution = DISTRIBUTIONS[plan.directions.distribution]
         if not distribution.is_factored or distribution.is_redrawn:
             complaint = (
@@ -87,7 +97,15 @@ class Weights(Axis):
                 f"weights=adapters tunes linear layers of blocks alone, but of {plan.model.num_trainable} trainable "
                 f"parameters of {plan.model.name} {plan.model.num_trainable - num_linear} are others"
             )
-            yield complaint, "add --tune linears"
+            yield complaint, "add --tune linears, or --lora-lazy-steps beside adapters"
+        if plan.coding is not None:
+            yield (
+                "weights=adapters does not go with coded weights that are tuned",
+                "leave --weight-format out",
+            )
+
+    def _not_together(self, plan: Plan) -> Iterator[Conflict]:
+        """Yield what a forward of all points does not do."""
         for is_stated, words, remedy in (
             (
                 plan.schedule.traversal != "blockwise",
@@ -105,7 +123,6 @@ class Weights(Axis):
                 "drop --keep-directions",
             ),
             (plan.directions.drawn_ahead, "directions drawn ahead", "drop --draw-ahead"),
-            (plan.coding is not None, "coded weights", "leave --weight-format out"),
             (
                 plan.forward.loss_chunk_tokens is not None,
                 "a loss in chunks: logits are made of labelled tokens alone",

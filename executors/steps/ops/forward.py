@@ -123,9 +123,9 @@ class Forwards:
         source = place_of(only(inputs, "read of hidden states")) if op.segment != EMBED else None
         output = place_of(instruction.writes[0])
         factors_of = {
-            (access.what.group, access.what.query): place_of(access)
+            (access.what.group, access.what.query): access
             for access in instruction.reads
-            if isinstance(access.what, DirectionFactors)
+            if isinstance(access.what, DirectionFactors | Direction)
         }
         groups = [(group, self._scales_of(group, op.together)) for group in op.beside]
 
@@ -138,7 +138,14 @@ class Forwards:
                 # The base reads any direction, times nothing.
                 first = next(iter(query for name, query in factors_of if name == group))
                 queries = [point.query if point.is_perturbed else first for point in op.together]
-                of_points = [values[factors_of[group, query]] for query in queries]
+                accesses = [factors_of[group, query] for query in queries]
+                if isinstance(accesses[0].what, Direction):
+                    views = [store.placed(access).views for access in accesses]
+                    for number, tensor in enumerate(store.trainable(group).tensors):
+                        along = [of_point[number] for of_point in views]
+                        paths[tensor.parameter] = engine.path_of_left(tensor.parameter, along, scales)
+                    continue
+                of_points = [values[place_of(access)] for access in accesses]
                 for number, tensor in enumerate(store.trainable(group).tensors):
                     factors = [(of.lefts[number], of.rights[number]) for of in of_points]
                     paths[tensor.parameter] = engine.path(tensor.parameter, factors, scales)
@@ -168,8 +175,9 @@ class Forwards:
             for _, i in self._context.program.instructions()
             if isinstance(i.op, Draw) and i.op.group == group
         )
-        divisor = divisor_of(draw.rank, DISTRIBUTIONS[draw.distribution].rank_power)
-        return [point.sign * self._context.hyperparameters.epsilon / divisor for point in points]
+        epsilon = self._context.hyperparameters.epsilon * self._unit(group)
+        divisor = divisor_of(draw.rank, DISTRIBUTIONS[draw.distribution].rank_power) if draw.rank else 1.0
+        return [point.sign * epsilon / divisor for point in points]
 
     def _borrowed(self, part: MicroBatch) -> Batch:
         return {name: self._context.backend.borrow(tensor) for name, tensor in part.tensors.items()}

@@ -1,0 +1,125 @@
+"""Windows of steps in which an adapter's ``A`` stays: what is learnt adds up in ``B``, and is closed before ``A`` is drawn anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from costmodel.configs import LoRA
+from executors.models.lora import joined_factors
+from executors.models.slots import Slots
+from executors.randomness.rng import mixed
+
+_WINDOWS = "_zosim_lazy_windows"
+
+
+def attach_windows(model: nn.Module, lora: LoRA) -> None:
+    """Draw the first window's ``A`` of a model that has its adapters, and let sessions know of windows."""
+    windows = LazyWindows(model, lora)
+    setattr(model, _WINDOWS, windows)
+    windows.draw(0)
+
+
+def lazy_windows_of(model: nn.Module) -> LazyWindows | None:
+    """Return the windows of a model whose adapters' ``A`` is drawn anew; None for any other."""
+    return getattr(model, _WINDOWS, None)
+
+
+class LazyWindows:
+    """Windows of steps in which ``A`` stays, and ``B`` adds up what is learnt along it.
+
+    What a window has learnt is closed before ``A`` is drawn anew: ``B·A`` becomes one more slot beside the frozen base, and slots
+    are compacted where their rank would pass the bound.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        With its adapters attached.
+    lora : LoRA
+        Whose ``lazy_steps`` is not None.
+
+    Notes
+    -----
+    ``A`` of window ``k`` is a function of the seed, ``k`` and the number of the linear. With ``B`` along normals ``U``, and the scale
+    ``1/√r``, a window goes along ``U·Aᵀ/√r``, which is ``--direction factorised`` [1]_, Eq. 7-8 and 13-18.
+
+    References
+    ----------
+    .. [1] Li and Ding, "LLM Zeroth-Order Fine-Tuning is an Inference Workload", 2026.
+    """
+
+    def __init__(self, model: nn.Module, lora: LoRA) -> None:
+        assert lora.lazy_steps is not None
+        self.lazy_steps = lora.lazy_steps
+        self._rank = lora.rank
+        self._closed_rank = lora.closed_rank
+        self._seed = lora.seed
+        self._modules: list[Any] = [module for module in model.modules() if hasattr(module, "lora_used")]
+
+    def opens(self, step: int) -> bool:
+        """Whether a window before `step` is to be closed when it begins."""
+        return step > 0 and step % self.lazy_steps == 0
+
+    def stand_at(self, step: int) -> None:
+        """Let as much of the closed slots' memory be read as is in use after `step` steps."""
+        num_closed = max(step - 1, 0) // self.lazy_steps
+        used = min(num_closed * self._rank, self._closed_rank)
+        for module in self._modules:
+            module.lora_used = used
+
+    def open(self, step: int, *, is_here: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
+        """Close the window before `step`, and draw ``A`` anew.
+
+        Parameters
+        ----------
+        step : int
+        is_here : callable
+            Whether this rank holds a parameter: of other stages it has none to change.
+        """
+        window = step // self.lazy_steps
+        used = min(window * self._rank, self._closed_rank)
+        for module in self._modules:
+            if is_here(module.lora_B.weight):
+                _close(module, self._closed_rank)
+            module.lora_used = used
+        self.draw(window, is_here=is_here)
+
+    def draw(self, window: int, *, is_here: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
+        """Write the ``A`` of a window."""
+        for number, module in enumerate(self._modules):
+            weight = module.lora_A.weight
+            if is_here(weight):
+                generator = torch.Generator().manual_seed(mixed(self._seed, window, number))
+                weight.data.copy_(torch.randn(weight.shape, generator=generator))
+
+    @property
+    def rank(self) -> int:
+        """Rank of all slots together."""
+        return self._rank + self._modules[0].lora_used
+
+    @property
+    def relative_error(self) -> float:
+        """What compacting has left out at most, as a share of the norm of what is there, of the worst matrix."""
+        worst = 0.0
+        for module in self._modules:
+            inner, outer = (factor.detach() for factor in joined_factors(module))
+            if norm := Slots([outer], [inner.T]).norm():
+                worst = max(worst, float(module.lora_lost) / norm)
+        return worst
+
+
+def _close(module: Any, closed_rank: int) -> None:
+    """Make the open slot a closed one, compacted with the others where there is no room for it."""
+    with torch.no_grad():
+        inner, outer = joined_factors(module)
+        slots = Slots([outer.float() if outer.dtype.itemsize < 4 else outer.clone()], [inner.T])
+        slots.compact(closed_rank)
+        left, right = slots.joined()
+        rank = left.shape[1]
+        module.lora_closed_A.data.zero_()[:rank] = right.T
+        module.lora_closed_B.data.zero_()[:, :rank] = left
+        module.lora_lost.data.add_(slots.lost)
+        module.lora_B.weight.data.zero_()
