@@ -13,8 +13,8 @@ from costmodel.configs import LoRA, Prefix, Subset
 from executors.models.lora import attach_lora, block_linears, merge_lora, save_adapters
 from executors.models.prefix import WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
 from executors.models.weight_files import save_pretrained
-from executors.models.windows import attach_windows, lazy_windows_of
 from executors.runs.session import Session
+from executors.runs.windows import attach_windows, lazy_windows_of
 
 Adapters = LoRA | Prefix
 """What is tuned in place of the base."""

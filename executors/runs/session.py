@@ -25,7 +25,6 @@ from executors.low_bits.coded import Moved
 from executors.models.engine import engine_for
 from executors.models.model import Batch, LossDType, Objective
 from executors.models.weight_files import save_pretrained, weights_digest
-from executors.models.windows import lazy_windows_of
 from executors.ranks.communicator import Communicator, default_communicator
 from executors.ranks.mesh import stage_of
 from executors.ranks.rank_info import progress_of_this_rank
@@ -34,6 +33,7 @@ from executors.runs.agreement import RankReport, StepInputs, refuse_disagreement
 from executors.runs.measured import measured_timeline, messages_per_step
 from executors.runs.records import StepRecord, record_of, refuse_nonfinite, seed_of
 from executors.runs.runlog import header_of
+from executors.runs.windows import lazy_windows_of
 from executors.steps.interpreter import Hyperparameters, Interpreter, StepFrame
 from executors.steps.memory import MemoryReport, observed, report
 from executors.steps.preparing import autocast_dtype, move_module_buffers, own_device, prepare

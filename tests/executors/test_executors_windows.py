@@ -12,9 +12,9 @@ from safetensors import safe_open
 from costmodel.configs import LoRA, spec_of_config
 from executors.low_bits import linear
 from executors.models.lora import joined_factors
-from executors.models.windows import lazy_windows_of
 from executors.runs.adapters import attach
 from executors.runs.session import Session
+from executors.runs.windows import lazy_windows_of
 from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
 from tests.support.reference_mezo import differing
 from tests.support.tiny import CONFIGS, batches, model_of, plan_of
