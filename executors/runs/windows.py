@@ -98,7 +98,7 @@ class LazyWindows:
     @property
     def rank(self) -> int:
         """Rank of all slots together."""
-        return self._rank + self._modules[0].lora_used
+        return self._rank + int(self._modules[0].lora_used)
 
     @property
     def relative_error(self) -> float:
