@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from executors.ranks.gloo import DOUBLING_BYTES, DuplexPair, doubling_all_gather, shared_gloo
-from executors.ranks.launch import DEFAULT_TIMEOUT_S, joining
+from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.ranks.messages import Messages, Packed
 from executors.ranks.missing_ranks import MissingRanks, named_ranks
 from executors.ranks.rank_info import is_launched
@@ -92,7 +92,7 @@ class Communicator:
                     hint="start as many ranks as the plan has",
                 )
             self._members[name] = own_parts[0]
-        with joining(self.rank, self.world_size):
+        with self.missing.joining():
             self._groups = {name: self._made(parts) for name, parts in groups.items()}
             self._pairs = self._pairs_among({WORLD: [range(self.world_size)], **groups})
             self._control = dist.new_group(backend=_host_backend(), timeout=self._timeout)

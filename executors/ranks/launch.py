@@ -37,6 +37,7 @@ from executors.ranks.rank_info import (
     leave,
     pid_path,
     progress_path,
+    rank_0_keeps_the_store,
     read_note,
 )
 from topology.errors import RunError, ZosimError, refusal_of_machine
@@ -81,25 +82,6 @@ def launch(function: Callable[..., Any], *arguments: object, world_size: int = 1
 
 
 @contextmanager
-def joining(rank: int, world_size: int) -> Iterator[None]:
-    """Say in words why process groups cannot be made, where torch or gloo says why.
-
-    Raises
-    ------
-    RunError
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise RunError(
-            f"rank {rank} could not join the others of {world_size} ranks ({reason})",
-            hint="look at the ranks that have ended; all need the same MASTER_ADDR and MASTER_PORT, and `--timeout` "
-            "says how long to wait",
-        ) from error
-
-
-@contextmanager
 def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[RankInfo]:
     """Join the ranks' process group for the length of the block: gloo, and NCCL between CUDA devices.
 
@@ -122,6 +104,7 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     from executors.ranks.missing_ranks import MissingRanks, answering
 
     info = RankInfo.here()
+    missing, timeout = MissingRanks(info.rank, timeout_s), timedelta(seconds=timeout_s)
     if is_on_one_host():
         # Whatever the environment says: ranks of one host have nothing to say to others.
         loopback = _loopback_interface()
@@ -130,30 +113,57 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     if device_type == "cuda":
         torch.cuda.set_device(device_named(f"cuda:{info.local_rank}"))
         backend = f"cpu:{backend},cuda:nccl"
-    with joining(info.rank, info.world_size):
-        dist.init_process_group(
-            backend,
-            rank=info.rank,
-            world_size=info.world_size,
-            store=_private_store(info.world_size),
-            timeout=timedelta(seconds=timeout_s),
-        )
-    with answering(info.rank):
+    store = _store(info, timeout)
+    # Whoever comes late, or never, is named by those who came: the roll is called in the store, before there is a group.
+    with answering(info.rank, store):
+        with missing.joining():
+            dist.init_process_group(
+                backend, rank=info.rank, world_size=info.world_size, store=store, timeout=timeout
+            )
         yield info
         # Nobody leaves while another still joins. After a failure others may be gone: this process takes no leave then.
-        with MissingRanks(info.rank, timeout_s).named(range(info.world_size), "ending together"):
+        with missing.named(range(info.world_size), "ending together"):
             dist.all_reduce(torch.zeros(1))
     dist.destroy_process_group()
     leave()
 
 
-def _private_store(world_size: int) -> Store | None:
-    """Return the store of ranks that this module started, or of a rank alone; None where torchrun has one."""
-    from torch._C._distributed_c10d import FileStore, HashStore
+def _store(info: RankInfo, timeout: timedelta) -> Store:
+    """Return what all ranks write to and read: a file of a launch of ours, what torchrun started, or a lone rank's own.
+
+    Raises
+    ------
+    RunError
+        If nothing answers where the environment says that the store is.
+    """
+    from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
 
     if DIRECTORY_VARIABLE in os.environ:
-        return FileStore(str(Path(os.environ[DIRECTORY_VARIABLE]) / "store"), world_size)
-    return None if is_launched() else HashStore()
+        store: Store = FileStore(str(Path(os.environ[DIRECTORY_VARIABLE]) / "store"), info.world_size)
+    elif not is_launched():
+        store = HashStore()
+    else:
+        host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+        is_kept_here = info.rank == 0 and rank_0_keeps_the_store()
+        try:
+            store = TCPStore(
+                host,
+                int(port),
+                info.world_size,
+                is_kept_here,
+                timeout,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise RunError(
+                f"rank {info.rank} could not join the others of {info.world_size} ranks: the store at MASTER_ADDR={host} "
+                f"MASTER_PORT={port} cannot be had ({reason})",
+                hint="all ranks need the same address and a free port there; look at the rank or launcher that keeps the store",
+            ) from error
+    store.set_timeout(timeout)
+    return PrefixStore("default_pg", store)
 
 
 def _loopback_interface() -> str:

@@ -15,20 +15,18 @@ Rank 2 waits for rank 0, and rank 0 for rank 1, which is stopped:
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 
-import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from executors.ranks.launch import WAIT_HINT
-from executors.ranks.rank_info import DIRECTORY_VARIABLE, give_up, last_words
+from executors.ranks.rank_info import RankInfo, give_up, last_words, rank_0_keeps_the_store
 from topology.errors import RunError
 
 _PERIOD_S = 0.5
@@ -76,9 +74,16 @@ def missing_from(waits_of: Callable[[int], Sequence[int] | None], rank: int) -> 
 
 
 class _Waits:
-    """For which ranks the threads of this process wait at the moment."""
+    """For which ranks the threads of this process wait at the moment.
+
+    Attributes
+    ----------
+    store : Store
+        Where ranks call the roll and answer; of this process alone until :func:`answering` brings one of all ranks.
+    """
 
     def __init__(self) -> None:
+        self.store: Store = HashStore()
         self._members: dict[object, Sequence[int]] = {}
 
     @contextmanager
@@ -101,14 +106,20 @@ def _waits() -> _Waits:
 
 
 @contextmanager
-def answering(rank: int) -> Iterator[None]:
-    """Answer whenever the roll is called, as rank `rank`, for the length of the block; after a failure until the process ends."""
+def answering(rank: int, store: Store) -> Iterator[None]:
+    """Answer whenever the roll is called, as rank `rank`, for the length of the block; after a failure until the process ends.
+
+    `store` is one that all ranks write to and read.
+    """
     _waits.cache_clear()
-    store, ended = default_store(), threading.Event()
+    _waits().store = store
+    ended = threading.Event()
 
     def run() -> None:
         answer = ""
         with suppress(RuntimeError):  # the store is gone with its process
+            # Another connection: while a thread waits for a key of a TCPStore, others wait for that thread.
+            store = roll_store().clone()
             while not ended.wait(_PERIOD_S):
                 before = answer
                 if store.check([_CALLED]) and (answer := str(_waits().besides(rank))) != before:
@@ -162,6 +173,16 @@ class MissingRanks:
                 reason = str(error).strip().partition("\n")[0].partition(". This is")[0]
                 raise RunError(f"{said} ({reason})" if reason else said, hint=WAIT_HINT) from error
 
+    def joining(self) -> AbstractContextManager[None]:
+        """Make process groups, for which all ranks have to come.
+
+        Raises
+        ------
+        RunError
+        """
+        size = RankInfo.here().world_size
+        return self.named(range(size), f"rank {self.rank} could not join the others of {size} ranks")
+
     def _given_up(self, ranks: Sequence[int], what: str) -> str:
         said = f"{what}: waited {self.timeout_s:g} s for {named_ranks(ranks)}"
         give_up(ranks, said)
@@ -170,6 +191,8 @@ class MissingRanks:
     def _absent(self, members: Sequence[int]) -> list[int]:
         """Return the ranks that keep `members` from coming together, as all that live answer within a short time."""
         others = [rank for rank in members if rank != self.rank]
+        if not others:
+            return []
         outcome: list[list[int]] = []
 
         def ask() -> None:
@@ -182,10 +205,10 @@ class MissingRanks:
         thread.join(_GRACE_S + 1)
         if outcome:
             return outcome[0]
-        return [_STORE_KEEPER] if self.rank != _STORE_KEEPER and _rank_0_keeps_the_store() else others
+        return [_STORE_KEEPER] if self.rank != _STORE_KEEPER and rank_0_keeps_the_store() else others
 
     def _call_the_roll(self, others: list[int]) -> list[int]:
-        store, begin = default_store(), time.monotonic()
+        store, begin = roll_store(), time.monotonic()
 
         def waits_of(rank: int) -> list[int] | None:
             return others if rank == self.rank else _answer(store, rank)
@@ -209,17 +232,12 @@ def _answer(store: Store, rank: int) -> list[int] | None:
         answer = _ANSWER.validate_json(store.get(_key(rank)))
     except ValidationError:  # nothing that a rank says
         return None
-    return answer if all(0 <= other < dist.get_world_size() for other in answer) else None
+    return answer if all(0 <= other < RankInfo.here().world_size for other in answer) else None
 
 
-def _rank_0_keeps_the_store() -> bool:
-    """Whether the store is in the process of rank 0: there is neither a file nor a launcher that keeps it."""
-    return DIRECTORY_VARIABLE not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def default_store() -> Store:
-    """Return what all ranks can write to and read."""
-    return dist.distributed_c10d._get_default_store()
+def roll_store() -> Store:
+    """Return where ranks call the roll, and answer."""
+    return _waits().store
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

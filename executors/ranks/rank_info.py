@@ -56,6 +56,11 @@ def is_launched() -> bool:
     return "RANK" in os.environ and (DIRECTORY_VARIABLE in os.environ or "MASTER_ADDR" in os.environ)
 
 
+def rank_0_keeps_the_store() -> bool:
+    """Whether the store of the ranks is in the process of rank 0: there is neither a file nor a launcher that keeps it."""
+    return DIRECTORY_VARIABLE not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
 def is_on_one_host() -> bool:
     """Whether the launcher says that all ranks are on this host."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")

@@ -64,7 +64,7 @@ def test_rank_0_that_takes_the_store_with_it_is_named(monkeypatch):
         def __getattr__(self, name):
             raise DistNetworkError("failed to recv, got 0 bytes")
 
-    monkeypatch.setattr("executors.ranks.missing_ranks.default_store", Gone)
+    monkeypatch.setattr("executors.ranks.missing_ranks.roll_store", Gone)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with (
         pytest.raises(RunError, match="writing a checkpoint: rank 0 ended"),
@@ -93,8 +93,8 @@ def test_answers_lead_to_the_ranks_that_are_missing(waits, missing):
 def store(monkeypatch):
     """A store of a world of four ranks, all in this process."""
     made = HashStore()
-    monkeypatch.setattr(missing_ranks, "default_store", lambda: made)
-    monkeypatch.setattr(missing_ranks.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(missing_ranks, "roll_store", lambda: made)
+    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(missing_ranks, "_PERIOD_S", 0.01)
     monkeypatch.setattr(missing_ranks, "_SETTLE_S", 0.02)
     monkeypatch.setattr(missing_ranks, "_GRACE_S", 0.1)
@@ -129,7 +129,7 @@ def test_a_rank_answers_what_it_waits_for_when_the_roll_is_called(store):
         while not store.check(["zosim/waits-for/1"]) or store.get("zosim/waits-for/1") != answer:
             time.sleep(0.01)
 
-    with missing_ranks.answering(1):
+    with missing_ranks.answering(1, store):
         time.sleep(0.05)
         assert not store.check(["zosim/waits-for/1"])
         store.set("zosim/roll-called", "1")
@@ -152,10 +152,27 @@ def test_ranks_that_never_come_are_no_mistake_of_ours(monkeypatch):
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
     with (
-        pytest.raises(RunError, match="rank 0 could not join the others of 2 ranks"),
+        pytest.raises(
+            RunError, match=r"rank 0 could not join the others of 2 ranks: waited 1 s for rank 1 \("
+        ),
         process_group("cpu", timeout_s=1),
     ):
         pass
+
+
+def test_a_store_that_nobody_keeps_is_no_mistake_of_ours(monkeypatch):
+    place = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    for port in ("1", "seven", ""):
+        monkeypatch.setenv("MASTER_PORT", port)
+        with (
+            pytest.raises(
+                RunError, match=f"rank 1 could not join .* the store at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} "
+            ),
+            process_group("cpu", timeout_s=1),
+        ):
+            pass
 
 
 def test_a_group_that_cannot_be_made_is_no_mistake_of_ours(monkeypatch):
@@ -169,7 +186,7 @@ def test_a_group_that_cannot_be_made_is_no_mistake_of_ours(monkeypatch):
         assert info.world_size == 1
         monkeypatch.setattr("torch.distributed.new_group", new_group)
         with pytest.raises(
-            RunError, match=r"rank 0 could not join the others of 1 ranks \(Gloo connectFullMesh"
+            RunError, match=r"rank 0 could not join the others of 1 ranks: .* \(Gloo connectFullMesh"
         ):
             Communicator(groups)
         monkeypatch.undo()

@@ -44,6 +44,14 @@ def test_a_killed_rank_is_named_with_its_last_instruction():
         launch(launched.die)
 
 
+@pytest.mark.parametrize("instant", launched.JOINING)
+def test_a_rank_that_stands_still_while_ranks_join_is_named(instant):
+    with pytest.raises(
+        RunError, match="rank 0 could not join the others of 2 ranks: waited 2 s for rank 1"
+    ):
+        launch(launched.stop_while_ranks_join, instant, world_size=2)
+
+
 @pytest.mark.slow
 def test_a_rank_that_stands_still_at_the_end_is_named():
     with pytest.raises(RunError, match="ending together: waited 20 s for rank 1"):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
+
+from executors.ranks.rank_info import RankInfo
 
 
 def add_ranks(offset):
@@ -34,6 +37,32 @@ def fail_in_an_instruction():
     progress_of_this_rank().note(instruction)
     message = f"{instruction}: it is damaged"
     raise CodecError(message)
+
+
+JOINING = {
+    "before it comes": "executors.ranks.launch._store",
+    "when others wait for it": "executors.ranks.gloo.gloo_group",
+    "when groups are made": "torch.distributed.new_subgroups_by_enumeration",
+}
+"""Functions in which a rank may stand still."""
+
+
+def stop_while_ranks_join(instant):
+    from unittest import mock
+
+    from executors.ranks.communicator import Communicator
+    from executors.ranks.launch import process_group
+
+    def stop(*_, **__):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    is_victim = RankInfo.here().rank == 1
+    with (
+        mock.patch(JOINING[instant], stop) if is_victim else nullcontext(),
+        mock.patch("executors.ranks.missing_ranks._GRACE_S", 2.0),
+        process_group("cpu", timeout_s=2),
+    ):
+        Communicator({"all": [range(2)]}, timeout_s=2)
 
 
 def stop_at_the_end():
