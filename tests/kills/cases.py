@@ -16,6 +16,7 @@ TIMEOUT_S = 30
 
 _OFFLOADED = "--residency offloaded"
 _DELAYED = f"{_OFFLOADED} --update delayed"
+_ADAPTERS = "--weights adapters --direction lozo --tune linears --lazy-steps 7"
 _LORA = "--lora-rank 2 --lora-targets q_proj,v_proj"
 
 PLACEMENTS: dict[str, str] = {
@@ -29,12 +30,17 @@ PLACEMENTS: dict[str, str] = {
     "one-lossy-transfer": f"{_DELAYED} --transfer-dtype bfloat16 --allow-lossy",
     "one-lora": f"{_LORA} --no-launch",
     "one-prefix": "--prefix 2",
+    "one-codes": "--weight-format int8 --allow-lossy --no-launch",
+    "one-low-rank": "--direction lozo --tune linears --lazy-steps 7",
+    "one-adapters": f"{_ADAPTERS} --queries 2 --no-launch",
     "data": "--mesh data=2",
     "data-offloaded": f"--mesh data=2 {_OFFLOADED}",
     "data-shared": f"--mesh data=2 --transfers shared {_DELAYED}",
     "data-sliced-copies": f"--mesh data=2 --transfers sliced --weights copies {_DELAYED}",
     "perturb": "--mesh perturb=2 --rng counter",
     "perturb-sliced": f"--mesh perturb=2 --transfers sliced {_DELAYED}",
+    "perturb-codes": "--mesh perturb=2 --weight-format int4 --zero-point --residency offloaded --allow-lossy",
+    "perturb-adapters": f"--mesh perturb=2 {_ADAPTERS}",
     "perturb-lora": f"--mesh perturb=2 {_LORA}",
     "perturb-lossy-transfer": f"--mesh perturb=2 --transfers sliced {_OFFLOADED} --transfer-dtype bfloat16 --allow-lossy",
     "perturb-queries": f"--mesh perturb=4 --queries 2 --transfers shared {_OFFLOADED}",
@@ -85,11 +91,13 @@ POINTS: dict[str, Point] = {
         Point("weights/rename", "os.rename", r"out/model\.safetensors$"),
         Point("end/header", "os.rename", r"out/run\.json$", nth=2),
         Point("replay", "call", f"{_RUNS}.session:Session.replay"),
+        Point("joining", "call", "executors.ranks.gloo:gloo_group"),
     )
 }
-"""The first forwards are those of the first evaluation and the first step; only a run that goes on comes to "replay"."""
+"""The first forwards are those of the first evaluation and the first step; only a run that goes on comes to "replay", and only several ranks
+to "joining"."""
 
-_OF_EVERY_RANK = {"first step", "forward", "flush", "evaluation", "replay", "digest"}
+_OF_EVERY_RANK = {"first step", "forward", "flush", "evaluation", "replay", "digest", "joining"}
 """Points that every rank comes to; at the others rank 0 alone writes."""
 
 _MOST: Mapping[str, int] = {
@@ -102,6 +110,7 @@ _MOST: Mapping[str, int] = {
     "checkpoint/rename": 4,
     "digest": 5,
     "replay": 5,
+    "joining": 3,
 }
 """How many of an event one is drawn from; of the others it is the one that the point names."""
 
@@ -182,7 +191,9 @@ def _strike(draw: random.Random, placement: str, turn: int, *, is_resumed: bool)
         return Strike(name, target, log_part=round(draw.random(), 4))
     if how < 0.35:
         return Strike(name, target, time_part=round(draw.random(), 4))
-    point = POINTS[draw.choice([name for name in POINTS if is_resumed or name != "replay"])]
+    left_out = set() if is_resumed else {"replay"}
+    left_out |= {"joining"} if num_ranks(placement) == 1 else set()
+    point = POINTS[draw.choice([name for name in POINTS if name not in left_out])]
     rank = draw.randrange(num_ranks(placement)) if point.name in _OF_EVERY_RANK else 0
     nth = draw.randint(1, _MOST[point.name]) if point.name in _MOST else point.nth
     return Strike(name, target, point=replace(point, nth=nth, rank=rank))
