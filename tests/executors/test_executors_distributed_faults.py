@@ -168,7 +168,8 @@ def test_a_store_that_nobody_keeps_is_no_mistake_of_ours(monkeypatch):
         monkeypatch.setenv("MASTER_PORT", port)
         with (
             pytest.raises(
-                RunError, match=f"rank 1 could not join .* the store at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} "
+                RunError,
+                match=f"rank 1 could not join .* the store at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} ",
             ),
             process_group("cpu", timeout_s=1),
         ):

@@ -46,9 +46,7 @@ def test_a_killed_rank_is_named_with_its_last_instruction():
 
 @pytest.mark.parametrize("instant", launched.JOINING)
 def test_a_rank_that_stands_still_while_ranks_join_is_named(instant):
-    with pytest.raises(
-        RunError, match="rank 0 could not join the others of 2 ranks: waited 2 s for rank 1"
-    ):
+    with pytest.raises(RunError, match="rank 0 could not join the others of 2 ranks: waited 2 s for rank 1"):
         launch(launched.stop_while_ranks_join, instant, world_size=2)
 
 
