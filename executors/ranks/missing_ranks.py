@@ -119,7 +119,7 @@ def answering(rank: int, store: Store) -> Iterator[None]:
         answer = ""
         with suppress(RuntimeError):  # the store is gone with its process
             # Another connection: while a thread waits for a key of a TCPStore, others wait for that thread.
-            store = roll_store().clone()
+            store = roll_store().clone()  # type: ignore[attr-defined]  # torch's stubs lack it
             while not ended.wait(_PERIOD_S):
                 before = answer
                 if store.check([_CALLED]) and (answer := str(_waits().besides(rank))) != before:
