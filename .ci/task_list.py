@@ -83,6 +83,13 @@ def kills(arguments: Sequence[str]) -> int:
     return _tool(["python", "-m", "tests.kills", *arguments])
 
 
+def gpu(arguments: Sequence[str]) -> int:
+    """Check a CUDA device: parity, tests, kills, calibration, speed (`gpu --simulated`: rehearse it without one)."""
+    if "--simulated" in arguments:
+        return _tool(["python", "-m", "tests.support.simulated_cuda.first_hour"])
+    return _tool(["python", "-m", "studies.first_hour", *arguments])
+
+
 def clean(_: Sequence[str]) -> int:
     """Remove the environment and every cache."""
     caches = [".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache", "build"]
@@ -102,6 +109,7 @@ TASKS: dict[str, Callable[[Sequence[str]], int]] = {
     "docs": docs,
     "fuzz": fuzz,
     "kills": kills,
+    "gpu": gpu,
     "clean": clean,
 }
 

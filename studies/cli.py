@@ -62,6 +62,7 @@ STUDIES = (
     Study("zo2", "the tables of ZO2 made again, with an audit (a minute)"),
     Study("distzo2", "the tables of DistZO2 made again, with an audit (a minute)"),
     Study("speed", "a step against the reference loop and against two forwards (minutes)"),
+    Study("first_hour", "what a first hour on a CUDA device should check: python3 .ci/tasks.py gpu"),
     Study("shaped", "a command in every rank of hosts joined by slow links (as root)"),
     Study("sparq", "what SparQ's printed communication volumes are consistent with"),
     Study(

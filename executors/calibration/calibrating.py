@@ -18,6 +18,8 @@ from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, calibra
 from executors.calibration.codec_calibration import with_codec_constants
 from executors.calibration.core_contention import slowdowns, with_slowdown
 from executors.calibration.whole_steps import (
+    STEP_SHAPES,
+    StepShape,
     WholeStep,
     interval_ratios,
     measure_steps,
@@ -58,6 +60,7 @@ def calibrated(
     device: str = "cpu",
     num_threads: int | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
+    step_shapes: Sequence[StepShape] = STEP_SHAPES,
     on_share: Callable[[float], None] = lambda _: None,
 ) -> tuple[Profile, FitReport]:
     """Measure a device of this machine, and return what its operations cost, and how well that explains them.
@@ -75,6 +78,8 @@ def calibrated(
     budget_s : float
         Seconds to measure for. Building what is measured, the least that is, and the fit take some forty more, and
         looking for moments without strangers as much as the budget once more.
+    step_shapes : sequence of StepShape
+        Of which whole steps are measured.
     on_share : callable
         Told the share of the work that is done.
 
@@ -108,6 +113,7 @@ def calibrated(
             device=device,
             budget_s=_STEPS_SHARE * budget_s,
             fast_s=pace.fast_s if pace else None,
+            shapes=step_shapes,
             on_share=lambda share: on_share(1 - _STEPS_SHARE * (1 - share)),
         )
     if device == "cpu":

@@ -1,0 +1,55 @@
+"""``python -m studies.first_hour``: everything that a first hour on a device should check, and its report."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_MORE_TO_DO = 75
+
+
+def main(
+    device: Annotated[str, typer.Option(help="As torch calls it.")] = "cuda:0",
+    hardware: Annotated[str, typer.Option(help="This machine: host, a preset or a topology file.")] = "host",
+    folder: Annotated[Path, typer.Option(help="Keep what is done here, and go on from it.")] = Path(
+        "build/first_hour"
+    ),
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("docs/benchmarks"),
+    stop_after_s: Annotated[
+        float, typer.Option(help="Begin no part after so long; run it again to go on.")
+    ] = 3300,
+    part_s: Annotated[float, typer.Option(help="End a part that takes longer.")] = 600,
+    only: Annotated[str | None, typer.Option(hidden=True)] = None,
+    left: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Check a device: parity, tests, kills, calibration, and steps of OPT shapes beside what was predicted.
+
+    Each part runs in a process of its own, and what it found is kept. With exit status 75 there is more to do.
+    """
+    from executors.devices import device_named
+    from studies.first_hour.hour import contents_of, in_processes, leave, spend
+    from studies.first_hour.report import write
+    from studies.first_hour.setting import Setting
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    device_named(device)
+    setting = Setting(device, hardware, folder)
+    if only is not None and left is not None:
+        leave(setting, only, left)
+        return
+    words = ["--device", device, "--hardware", hardware, "--folder", str(folder)]
+    run = in_processes([sys.executable, "-m", "studies.first_hour", *words], folder, part_s)
+    is_done = spend(setting, run, stop_after_s=stop_after_s, say=lambda text: print(text, file=sys.stderr))
+    path = write(contents_of(setting), out, "python -m studies.first_hour " + " ".join(words))
+    print(f"report: {path}")
+    if not is_done:
+        print("there is more to do: run the same command again", file=sys.stderr)
+        raise typer.Exit(_MORE_TO_DO)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,136 @@
+"""What the hour is made of, in an order that finds the worst first."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from executors.calibration.calibrating import calibrated
+from executors.calibration.device_state import device_state
+from executors.calibration.whole_steps import STEP_SHAPES
+from executors.models.random_models import random_model
+from studies.first_hour.parity import parity
+from studies.first_hour.setting import Content, Setting
+from studies.first_hour.steps import cases, timed_case, zo2_case
+from topology.errors import RunError
+
+_NUM_LINES = 12
+_KILLED_AT = (1, 5, 9)
+"""Lines of the log at which a run is killed, one after the other."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to find out, in a process of its own.
+
+    Attributes
+    ----------
+    name : str
+        A file's name.
+    title : str
+    make : callable
+        Returns what it found.
+    """
+
+    name: str
+    title: str
+    make: Callable[[Setting], Content]
+
+
+def parts_of(setting: Setting) -> list[Part]:
+    """Return the parts in their order."""
+    return list(_parts(setting))
+
+
+def _parts(setting: Setting) -> Iterator[Part]:
+    yield Part("device", "the device", facts)
+    yield Part("parity", "parity with the reference", parity)
+    yield Part("tests", "the tests that need a device", cuda_tests)
+    yield Part("kills", "runs that are killed and go on", kills)
+    yield Part("calibration", "calibration", calibration)
+    for case in cases(setting):
+        yield Part(f"step-{case.name}", f"a step of {case.name}", partial(timed_case, case=case))
+        if case.shape != "30b" and case.dtype == "float16":
+            yield Part(f"zo2-{case.name}", f"zo2's own step of {case.name}", partial(zo2_case, case=case))
+
+
+def facts(setting: Setting) -> Content:
+    """Return what the device is, and what it says of itself."""
+    properties = torch.cuda.get_device_properties(setting.device)
+    return {
+        "device": properties.name,
+        "memory_bytes": properties.total_memory,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "hardware": setting.topology.name,
+        "state": asdict(state) if (state := device_state(setting.device)) is not None else None,
+    }
+
+
+def cuda_tests(setting: Setting) -> Content:
+    """Return how the tests ended that need a device."""
+    words = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    status, output = setting.processes.run([*words, "tests/executors/test_executors_cuda.py"])
+    return {"is_right": status == 0, "output": output}
+
+
+def calibration(setting: Setting) -> Content:
+    """Measure the device, keep the profile for the parts that follow, and return how well it explains what was measured."""
+    before = device_state(setting.device)
+    shapes = STEP_SHAPES[:2] if setting.is_rehearsal else STEP_SHAPES
+    profile, fit = calibrated(
+        setting.topology,
+        setting.node,
+        device=setting.device,
+        budget_s=setting.calibration_s,
+        step_shapes=shapes,
+    )
+    profile.save(setting.kept_profile)
+    after = device_state(setting.device)
+    return {
+        "median_error": fit.median_error,
+        "num_measurements": len(fit.residuals),
+        "states": [asdict(state) for state in (before, after) if state is not None],
+        "constants": {constant.name: [constant.value, constant.unit] for constant in profile.constants},
+    }
+
+
+def kills(setting: Setting) -> Content:
+    """Kill a run again and again, and return whether it ends as one does that was left alone."""
+    folder = setting.folder / "kills"
+    folder.mkdir(parents=True, exist_ok=True)
+    model = random_model("opt", hidden=64, num_blocks=2, num_heads=2, vocab=96, max_positions=32)
+    model.save_pretrained(folder / "model")  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(0)
+    lines = [torch.randint(3, 96, (9,), generator=generator).tolist() for _ in range(16)]
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps({"input_ids": ids, "labels": ids}) + "\n" for ids in lines))
+    rows = {}
+    for residency in ("offloaded",) if setting.is_rehearsal else ("resident", "offloaded"):
+        words = ["run", "--model", str(folder / "model"), "--data", str(data), "--batch", "4", "--lr", "1e-3"]
+        words += ["--device", setting.device, "--residency", residency, "--no-launch", "--no-tensorboard"]
+        words += ["--steps", str(_NUM_LINES)]
+        alone, killed = (folder / f"{residency}-{name}" for name in ("alone", "killed"))
+        status, output = setting.processes.zosim(*words, "--out", str(alone))
+        if status != 0:
+            raise RunError(f"a run that nobody killed ended with exit status {status}: {output}")
+        for number, line in enumerate(_KILLED_AT[1:2] if setting.is_rehearsal else _KILLED_AT):
+            again = ["--resume"] if number else []
+            setting.processes.killed_zosim(killed / "steps.jsonl", line, *words, "--out", str(killed), *again)
+        status, output = setting.processes.zosim(*words, "--out", str(killed), "--resume")
+        if status != 0:
+            raise RunError(f"a run that was killed did not go on: {output}")
+        rows[residency] = _losses(alone) == _losses(killed)
+    return {"is_right": all(rows.values()), "rows": rows}
+
+
+def _losses(folder: Path) -> list[tuple[float, float]]:
+    lines = (folder / "steps.jsonl").read_text().splitlines()
+    return [(row["loss_plus"], row["projected_grad"]) for row in map(json.loads, lines)]

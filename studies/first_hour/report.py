@@ -1,0 +1,124 @@
+"""What the hour found, as a page."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from studies.first_hour.setting import Content
+from zosim.report import Bullets, Code, Part, Report, Table
+
+_GIB = 2**30
+_WITHIN = 1.15
+"""A step where computing bounds it, over two forwards: the goal."""
+
+
+def write(contents: Mapping[str, Content], folder: Path, command: str, *, name: str = "") -> Path:
+    """Write the page and a JSON file of the same name, and return the page's path."""
+    device = contents.get("device", {}).get("device", "device")
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name or datetime.datetime.now(datetime.UTC).date().isoformat()}-{slug}-first-hour.md"
+    path.write_text(report(contents, command).to_markdown(), encoding="utf-8")
+    path.with_suffix(".json").write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def report(contents: Mapping[str, Content], command: str) -> Report:
+    """Return the page."""
+    device = contents.get("device", {})
+    parts: list[Part] = [
+        f"torch {device.get('torch', '?')}, CUDA {device.get('cuda', '?')}, described by {device.get('hardware', '?')}. Made by",
+        Code(command),
+        Report("What failed", Bullets(_failures(contents) or ["Nothing."])),
+    ]
+    steps = {name[5:]: content for name, content in contents.items() if name.startswith("step-")}
+    if steps:
+        parts += [
+            Report("Time of a step", _time_note(), _times(steps, contents)),
+            Report("Peak memory", _memory(steps)),
+        ]
+    if "parity" in contents and "rows" in contents["parity"]:
+        rows = [(row["case"], "yes" if row["is_right"] else "NO", row["details"]) for row in contents["parity"]["rows"]]  # fmt: skip
+        parts.append(Report("Parity", Table(("case", "as it should be", ""), rows)))
+    calibration = contents.get("calibration", {})
+    if "median_error" in calibration:
+        said = f"{calibration['num_measurements']} measurements, explained with a median error of {calibration['median_error']:.1%}."
+        states = [str(state) for state in calibration["states"]]
+        parts.append(Report("Calibration", said, Bullets(states)))  # fmt: skip
+    took = [(name, f"{content['seconds']:.0f}") for name, content in contents.items() if "seconds" in content]
+    parts.append(Report("What each part took", Table(("part", "s"), took, numeric=("s",))))
+    return Report(f"First hour on {device.get('device', 'a device')}", *parts)
+
+
+def _failures(contents: Mapping[str, Content]) -> list[str]:
+    failures = []
+    for name, content in contents.items():
+        if "error" in content:
+            failures.append(f"{name}: {content['error']}")
+        elif content.get("is_right") is False:
+            wrong = [
+                row["case"]
+                for row in content.get("rows", ())
+                if isinstance(row, dict) and not row["is_right"]
+            ]
+            failures.append(f"{name}: {', '.join(wrong) or content.get('output') or content.get('rows')}")
+        elif "left_out" in content:
+            failures.append(f"{name} was left out: {content['left_out']}")
+    return failures
+
+
+def _time_note() -> str:
+    return (
+        "Medians. *Least* is two forwards of the same model on the device, or, of an offloaded one, the larger of "
+        "computing and copying one way, as the trace has them; *hidden* is the part of the copies during which "
+        f"something was computed. Goals: {_WITHIN} of the least; predicted within 25 % from the data sheet, 8 % calibrated."
+    )
+
+
+def _times(steps: Mapping[str, Content], contents: Mapping[str, Content]) -> Table:
+    rows = []
+    for name, content in steps.items():
+        if "step_s" not in content:
+            continue
+        step_s, predicted = content["step_s"], content["predicted_s"]
+        least_s = content["two_forwards_s"] or max(content["computing_s"], content["one_way_s"])
+        zo2_s = contents.get(f"zo2-{name}", {}).get("step_s")
+        errors = [
+            f"{predicted[key] / step_s - 1:+.1%}" if key in predicted else "-"
+            for key in ("data sheet", "calibrated")
+        ]
+        hidden = "-" if content["hidden"] is None else f"{content['hidden']:.0%}"
+        rows.append(
+            (name, f"{step_s * 1e3:.1f}", *errors, f"{step_s / least_s:.3f}", hidden, f"{zo2_s / step_s:.2f}" if zo2_s else "-")
+        )  # fmt: skip
+    columns = (
+        "case",
+        "step (ms)",
+        "data sheet",
+        "calibrated",
+        "of the least",
+        "hidden",
+        "zo2's step, of ours",
+    )
+    return Table(columns, rows, numeric=columns[1:])
+
+
+def _memory(steps: Mapping[str, Content]) -> Table:
+    rows = []
+    for name, content in steps.items():
+        if "step_s" not in content:
+            continue
+        sizes = [
+            (content[f"{space}_bytes"], content[f"predicted_{space}_bytes"]) for space in ("device", "host")
+        ]
+        cells = [
+            (f"{measured / _GIB:.3f}", f"{predicted / measured - 1:+.1%}" if measured else "-")
+            for measured, predicted in sizes
+        ]
+        rows.append((name, *cells[0], f"{content['allocator_bytes'] / _GIB:.3f}", *cells[1]))
+    columns = ("case", "device (GiB)", "predicted", "allocator beside (GiB)", "host (GiB)", "predicted ")
+    return Table(columns, rows, numeric=columns[1:])

@@ -1,0 +1,84 @@
+"""A first hour on a device: rehearsed on a simulated one, gone on with, and not stopped by a part that fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from studies.first_hour import hour
+from studies.first_hour.__main__ import main
+from studies.first_hour.parts import Part
+from studies.first_hour.report import report
+from studies.first_hour.setting import Setting
+from tests.support.simulated_cuda import simulated
+from tests.support.simulated_cuda.first_hour import rehearse
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory):
+    return rehearse(tmp_path_factory.mktemp("hour"))
+
+
+def test_every_part_runs_and_leaves_nothing_to_chance(rehearsed):
+    contents, findings, path = rehearsed
+    assert findings == []
+    assert [name for name, content in contents.items() if "error" in content or "left_out" in content] == []
+    assert all(content.get("is_right", True) for content in contents.values())
+    page = path.read_text()
+    assert "- Nothing." in page
+    assert "tiny-offloaded" in page
+    assert json.loads(path.with_suffix(".json").read_text()) == contents
+
+
+def test_memory_is_predicted_as_the_device_counts_it(rehearsed):
+    steps = [content for name, content in rehearsed[0].items() if name.startswith("step-")]
+    assert len(steps) == 2
+    for step in steps:
+        assert 0 <= step["predicted_device_bytes"] / step["device_bytes"] - 1 <= 0.05
+
+
+def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
+    parts = [Part("one", "one", lambda _: {}), Part("two", "two", lambda _: {})]
+    monkeypatch.setattr(hour, "parts_of", lambda _: parts)
+    setting, done = Setting(folder=tmp_path), []
+
+    def run(part):
+        done.append(part.name)
+        return {"number": len(done)}
+
+    assert not hour.spend(setting, run, stop_after_s=-1, say=done.append)
+    assert done == []
+    assert hour.spend(setting, run, stop_after_s=60, say=lambda _: None)
+    assert hour.spend(setting, run, stop_after_s=60, say=lambda _: None)
+    assert done == ["one", "two"]
+    assert hour.contents_of(setting)["two"]["number"] == 2
+
+
+LEFT = "import sys, pathlib; pathlib.Path(sys.argv[4]).write_text('{\"is_right\": true}')"
+
+
+@pytest.mark.parametrize(
+    ("script", "within_s", "content"),
+    [
+        (LEFT, 60, {"is_right": True}),
+        ("raise SystemError('no device')", 60, "SystemError: no device"),
+        ("import time; time.sleep(60)", 0.2, "not done after"),
+    ],
+)
+def test_a_part_that_crashes_or_hangs_takes_no_other_with_it(tmp_path, script, within_s, content):
+    run = hour.in_processes([sys.executable, "-c", script], tmp_path, within_s)
+    made = run(Part("one", "one", lambda _: {}))
+    if isinstance(content, str):
+        assert content in made["error"]
+        assert content in report({"one": made}, "a command").to_markdown()
+    else:
+        assert made == content
+
+
+def test_the_command_does_one_part_and_leaves_it(tmp_path):
+    left = tmp_path / "left.json"
+    with simulated():
+        main(hardware="a100-80gb-milan", folder=tmp_path, only="device", left=left)
+    assert json.loads(left.read_text())["device"] == "Simulated"
