@@ -25,6 +25,7 @@ from pydantic import (
 from costmodel.families import FAMILIES, Architecture, FamilyConfig, TensorSpec
 from costmodel.groups import ParameterEntry, cut_blocks_inside, group_parameters
 from costmodel.model_spec import ModelSpec, segments_of
+from costmodel.stored_codes import StoredCodes, stored_codes
 from topology.errors import ModelError, UnknownFamily
 from topology.limits import Extent, Seed
 from topology.reading import read_json_object
@@ -167,6 +168,20 @@ def shipped_config(name: str) -> dict[str, Any]:
     return dict(_shipped()[_shipped_name(name)])
 
 
+def stored_codes_in(source: str | Path) -> StoredCodes | None:
+    """Return how the weights in a model directory are kept as codes; None where they are numbers, or `source` is no directory.
+
+    Raises
+    ------
+    ModelError
+        If the codes have no counterpart here.
+    """
+    path = Path(source) / CONFIG_NAME
+    if not path.is_file():
+        return None
+    return stored_codes(read_json_object(path, "model's configuration", ModelError), str(path))
+
+
 def spec_of_config(
     config: Mapping[str, Any],
     *,
@@ -222,6 +237,7 @@ def spec_of_config(
         num_prefix_tokens=num_prefix_tokens,
         cut_blocks=cut,
         groups=group_parameters(cut_blocks_inside(entries, cut, norm_after_mlp=arch.norm_after_mlp)),
+        stored=stored_codes(config, source or name),
     )
 
 

@@ -240,7 +240,6 @@ class FamilyConfig(BaseModel):
     torch_dtype: WeightFormat | None = None
     is_encoder_decoder: bool = False
     add_cross_attention: bool = False
-    quantization_config: Any = None
     per_layer_config: Any = None
 
     @abstractmethod
@@ -259,11 +258,6 @@ class FamilyConfig(BaseModel):
         if self.add_cross_attention:
             raise RuleError(
                 "add_cross_attention=True: cross-attention has no place in a language model of one stack of blocks"
-            )
-        if self.quantization_config is not None:
-            raise RuleError(
-                "quantization_config: zosim reads weights that are plain floating-point numbers",
-                hint="give the model in float32, float16 or bfloat16",
             )
         if self.per_layer_config:
             raise RuleError("per_layer_config: zosim runs models whose blocks are all alike")

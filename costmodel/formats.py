@@ -16,6 +16,14 @@ DType = Literal["float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m
 
 COMPUTE_FORMATS: tuple[DType, ...] = get_args(DType)
 
+CodeFormat = Literal[
+    "int8", "int7", "int6", "int5", "int4", "int3", "int2", "float8_e4m3", "float8_e5m2", "float4_e2m1"
+]
+"""Formats that weights can be kept in besides those that are computed in."""
+
+ScaleScope = Literal["tensor", "channel", "group"]
+"""What shares a scale: a matrix, an output channel of it, or some neighbouring inputs of an output channel."""
+
 
 @dataclass(frozen=True, slots=True)
 class Format:

@@ -7,20 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from costmodel.formats import FORMATS
+from costmodel.formats import FORMATS, CodeFormat, ScaleScope
 from costmodel.model_spec import ParameterGroup
 from costmodel.work import Work
 from topology.errors import PlanError
-
-CodeFormat = Literal[
-    "int8", "int7", "int6", "int5", "int4", "int3", "int2", "float8_e4m3", "float8_e5m2", "float4_e2m1"
-]
-"""Formats that weights can be kept in besides those that are computed in."""
-
-ScaleScope = Literal["tensor", "channel", "group"]
-"""What shares a scale: a matrix, an output channel of it, or some neighbouring inputs of an output channel."""
 
 Linear = tuple[int, int]
 """Outputs and inputs of a linear layer."""
@@ -52,6 +43,8 @@ class Coding:
         else it is symmetric, and 0 is code 0.
     dtype : str
         Format of the scales, and of parameters beside them that are no matrices.
+    is_full_range : bool
+        Whether symmetric integers use their lowest number, too: -8 of int4.
 
     Examples
     --------
@@ -65,6 +58,7 @@ class Coding:
     group_elements: int = 128
     has_zero_point: bool = False
     dtype: str = "float32"
+    is_full_range: bool = False
 
     @property
     def container_bits(self) -> int:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
 
+from costmodel.stored_codes import StoredCodes
 from topology.errors import ModelError
 from topology.limits import Blocks, Elements, ElementsOrNone, Extent
 
@@ -143,6 +144,8 @@ class ModelSpec(BaseModel):
         Blocks that are two segments, in ascending order.
     groups : tuple of ParameterGroup
         In registration order.
+    stored : StoredCodes or None
+        How its files keep the weights of linear layers, where another tool has quantised them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -172,6 +175,7 @@ class ModelSpec(BaseModel):
     num_prefix_tokens: ElementsOrNone = 0
     cut_blocks: tuple[NonNegativeInt, ...] = ()
     groups: tuple[ParameterGroup, ...]
+    stored: StoredCodes | None = None
 
     @model_validator(mode="after")
     def _groups_cover_segments(self) -> ModelSpec:

@@ -75,6 +75,17 @@ class Coded:
         tensors = [torch.zeros(of, dtype=dtype, device=device) for of, dtype in shapes]
         return cls(coding, shape, *tensors)
 
+    @classmethod
+    def of_symbols(
+        cls, coding: Coding, symbols: Tensor, scales: Tensor, zeros: Tensor | None = None
+    ) -> Coded:
+        """Return one whose codes are uint8 `symbols` of a byte each, shape (outputs, inputs); those of 8 bits are not copied."""
+        return cls(coding, symbols.shape, _joined(symbols, coding.container_bits), scales, zeros)
+
+    def symbols(self) -> Tensor:
+        """Return the codes as uint8 numbers of a byte each, of which the lowest bits count."""
+        return _parted(self.codes, self.coding.container_bits, self.shape[1])
+
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """Codes, scales and zero points by the suffixes of their names."""
@@ -89,7 +100,10 @@ class Coded:
     @property
     def grid(self) -> Grid:
         """What codes stand for."""
-        return grid_of(self.coding.format, has_zero_point=self.coding.has_zero_point)
+        coding = self.coding
+        return grid_of(
+            coding.format, has_zero_point=coding.has_zero_point, is_full_range=coding.is_full_range
+        )
 
     def to(self, device: torch.device) -> Coded:
         """Return it on another device; itself where it is there."""

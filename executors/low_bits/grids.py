@@ -14,8 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from costmodel.formats import FORMATS
-from costmodel.low_bits import CodeFormat
+from costmodel.formats import FORMATS, CodeFormat
 
 
 class Grid(ABC):
@@ -179,7 +178,7 @@ class Floats(Grid):
 
 
 @cache
-def grid_of(name: CodeFormat, *, has_zero_point: bool = False) -> Grid:
+def grid_of(name: CodeFormat, *, has_zero_point: bool = False, is_full_range: bool = False) -> Grid:
     """Return the grid of a format.
 
     Parameters
@@ -187,6 +186,8 @@ def grid_of(name: CodeFormat, *, has_zero_point: bool = False) -> Grid:
     name : str
     has_zero_point : bool
         Whether integers run from 0 up, a zero point taken off later; else as far below 0 as above.
+    is_full_range : bool
+        Whether those below 0 run one farther.
     """
     if name in _FLOATS:
         return _FLOATS[name]
@@ -194,7 +195,7 @@ def grid_of(name: CodeFormat, *, has_zero_point: bool = False) -> Grid:
     if has_zero_point:
         return Integers(0, 2**bits - 1)
     highest = 2 ** (bits - 1) - 1
-    return Integers(-highest, highest)
+    return Integers(-highest - is_full_range, highest)
 
 
 _FLOATS: dict[str, Grid] = {

@@ -6,7 +6,7 @@ one layer at a time, or its part of the output is a product of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ class CodedLinear(nn.Linear):
     Attributes
     ----------
     coded : Coded or None
+        May be given as a function that reads it, which then is called whenever the codes are asked for.
     beside : Beside or None
         What is added to the weight at the evaluation point that is forwarded.
     product : str
@@ -51,18 +52,28 @@ class CodedLinear(nn.Linear):
         As of :attr:`zosim.plans.LowBits.input_scales`.
     """
 
-    coded: Coded | None
+    _coded: Coded | Callable[[], Coded] | None
     beside: Beside | None
     product: KernelName
     input_scales: InputScales
 
+    @property
+    def coded(self) -> Coded | None:
+        """The codes."""
+        return self._coded() if callable(self._coded) else self._coded
+
+    @coded.setter
+    def coded(self, given: Coded | Callable[[], Coded] | None) -> None:
+        self._coded = given
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Return the layer's output."""
-        if self.coded is None:
+        coded = self.coded
+        if coded is None:
             return super().forward(input)
         if self.product == "int_mm":
-            return self._multiplied_by_codes(input)
-        weight = self.coded.values(self.coded.scales.dtype)
+            return self._multiplied_by_codes(input, coded)
+        weight = coded.values(coded.scales.dtype)
         if self.beside is not None:
             weight.add_(self.beside.direction, alpha=self.beside.factor)
         if self.input_scales:
@@ -72,14 +83,14 @@ class CodedLinear(nn.Linear):
 
     def become_plain(self) -> None:
         """Hold numbers in place of codes."""
-        if self.coded is not None:
-            self.weight.data = self.coded.values(self.coded.scales.dtype)
+        coded = self.coded
+        if coded is not None:
+            self.weight.data = coded.values(coded.scales.dtype)
             self.coded = None
 
-    def _multiplied_by_codes(self, inputs: Tensor) -> Tensor:
-        assert self.coded is not None
+    def _multiplied_by_codes(self, inputs: Tensor, coded: Coded) -> Tensor:
         codes, scales = coded_inputs(inputs.reshape(-1, inputs.shape[-1]), self.input_scales)
-        output = int_product(codes, self.coded.levels()).mul_(scales).mul_(self.coded.scales.float().T)
+        output = int_product(codes, coded.levels()).mul_(scales).mul_(coded.scales.float().T)
         if self.beside is not None:
             output += int_product(codes, self.beside.direction).mul_(scales * self.beside.factor)
         if self.bias is not None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
-from costmodel.configs import CONFIG_NAME, checked_config, shipped_config
+from costmodel.configs import CONFIG_NAME, checked_config, shipped_config, stored_codes_in
 from costmodel.families import FAMILIES
 from costmodel.memory import host_limits
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES
@@ -68,17 +68,19 @@ def load_model(
         If there is no such model or format, its configuration cannot be, it is larger than this machine's memory, its weights are
         pickled, damaged or incomplete, or its attention cannot be had.
     """
-    import transformers
-
     if dtype not in _WEIGHT_FORMATS:
         raise ModelError(
             f"models have no weights in dtype={dtype}", hint=did_you_mean(dtype, _WEIGHT_FORMATS)
         )
-    transformers.utils.logging.disable_progress_bar()  # models load in seconds, and steps have a bar of their own
     config = load_config(source, allow_download=allow_download, shipped=random_weights)
     loading = {"dtype": TORCH_DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": False}
-    auto = transformers.AutoModelForMaskedLM if _is_masked(config) else transformers.AutoModelForCausalLM
-    with refusing(source, allow_download=allow_download), _silent_loading():
+    if stored_codes_in(source) is not None:
+        raise ModelError(
+            f"{source} is quantised, and only a plan with its codes says how it is kept in memory",
+            hint="`zosim plan` and `zosim run` read it; or give the model in 16 bits",
+        )
+    auto = _auto_class(config)
+    with quietly_loading(source, allow_download=allow_download):
         with torch.device("meta"):
             skeleton = auto.from_config(config, **loading)
         _refuse_too_large(source, skeleton)
@@ -101,6 +103,17 @@ def load_model(
     model, report = loaded
     _refuse_incomplete(source, report)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def model_class(config: Any) -> Any:
+    """Return transformers' class of the language model that a configuration describes."""
+    return _auto_class(config)._model_mapping[type(config)]
+
+
+def _auto_class(config: Any) -> Any:
+    import transformers
+
+    return transformers.AutoModelForMaskedLM if _is_masked(config) else transformers.AutoModelForCausalLM
 
 
 def _is_masked(config: Any) -> bool:
@@ -132,7 +145,7 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
     fields = _config_fields(source, allow_download=allow_download, shipped=shipped)
     where = f"{source}/{CONFIG_NAME}"
     checked_config(fields, where)
-    with refusing(source, allow_download=allow_download), _silent_loading():
+    with quietly_loading(source, allow_download=allow_download):
         config = _config_class(fields, where)
         with readable(where, ModelError):
             _UsualSizes.model_validate(config)
@@ -204,6 +217,7 @@ _DESCRIPTION = {
 _DESCRIPTION |= {"rope_theta", "partial_rotary_factor"}
 _NO_DESCRIPTION = {
     "auto_map",
+    "quantization_config",
     "configuration_files",
     "fusion_config",
     "attn_implementation",
@@ -256,13 +270,35 @@ def _check_weights(directory: Path, names: set[str]) -> None:
                     if name in names and kind not in _FLOATING:
                         raise ModelError(
                             f"{path}: {name} is of type {kind}, weights are {', '.join(_FLOATING)}",
-                            hint="give the model in float32, float16 or bfloat16; zosim reads no quantised weights",
+                            hint="give the model in float32, float16 or bfloat16; of quantised ones, config.json says so",
                         )
         except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{path} cannot be read: {one_line(error)}",
-                hint="the file is damaged or was copied in part; copy it again",
-            ) from error
+            raise _damaged(path, error) from error
+
+
+def opened_weights(directory: Path) -> dict[str, Tensor]:
+    """Return the tensors of a directory by name, mapped from their files: what is not read takes no memory.
+
+    Raises
+    ------
+    ModelError
+        If there are none, or a file is damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in _weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        except (SafetensorError, OSError) as error:
+            raise _damaged(path, error) from error
+    return tensors
+
+
+def _damaged(path: Path, error: BaseException) -> ModelError:
+    return ModelError(
+        f"{path} cannot be read: {one_line(error)}",
+        hint="the file is damaged or was copied in part; copy it again",
+    )
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -343,14 +379,16 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 @contextmanager
-def _silent_loading() -> Iterator[None]:
-    """Keep transformers from reporting what is refused here in fewer words."""
+def quietly_loading(source: str | Path, *, allow_download: bool = False) -> Iterator[None]:
+    """As :func:`refusing`, and keep transformers from reporting what is refused here in fewer words."""
     import transformers
 
     level = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()  # models load in seconds, and steps have a bar of their own
     try:
-        yield
+        with refusing(source, allow_download=allow_download):
+            yield
     finally:
         transformers.utils.logging.set_verbosity(level)
 

@@ -5,19 +5,38 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from executors.files import replacing
+from costmodel.configs import CONFIG_NAME
+from costmodel.low_bits import Coding
+from executors.files import replacing, write_atomically
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES
 from executors.low_bits.coded import Coded
 from executors.low_bits.linear import coded_linears
+from topology.errors import PlanError
 
 WEIGHTS_NAME = "model.safetensors"
+
+
+class Deferred(NamedTuple):
+    """A tensor that is made when it is written.
+
+    Attributes
+    ----------
+    shape : torch.Size
+    dtype : torch.dtype
+    make : callable
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
 
 
 def weights_digest(model: nn.Module, dtype: str | None = None, *, trainable_only: bool = False) -> str:
@@ -32,12 +51,13 @@ def weights_digest(model: nn.Module, dtype: str | None = None, *, trainable_only
         Leave frozen parameters out.
     """
     digest = hashlib.blake2b(digest_size=16)
-    codes = coded_weights(model)
+    layers = dict(coded_linears(model))
     for name, parameter in model.named_parameters():
         if trainable_only and not is_tuned(name, parameter):
             continue
-        if name in codes:
-            for suffix, tensor in codes[name].tensors.items():
+        coded = layers[name].coded if name in layers else None
+        if coded is not None:
+            for suffix, tensor in coded.tensors.items():
                 update_digest(digest, name + suffix, tensor)
         else:
             update_digest(digest, name, parameter.data.to(TORCH_DTYPES[dtype] if dtype else parameter.dtype))
@@ -86,19 +106,23 @@ def save_weights(
     -----
     Tensors are written one by one: the buckets that they lie in are neither copied nor written.
     """
-    tensors = _trainable_tensors(model) if trainable_only else _saved_tensors(model)
+    tensors = _trainable_tensors(model) if trainable_only else saved_tensors(model)
     codes = coded_weights(model)
-    named: dict[str, Tensor | Coded] = {}
+    named: dict[str, Tensor | Deferred] = {}
     for name, tensor in tensors.items():
         if name in codes and trainable_only:
             named |= {name + suffix: part for suffix, part in codes[name].tensors.items()}
+        elif name in codes:
+            # As numbers, rounded once: to the format that they are written in.
+            to = TORCH_DTYPES[dtype] if dtype else codes[name].scales.dtype
+            named[name] = Deferred(tensor.shape, to, partial(codes[name].values, to))
         else:
-            named[name] = codes.get(name, tensor)
+            named[name] = tensor
     write_tensors(named, path, dtype, metadata)
 
 
 def write_tensors(
-    tensors: Mapping[str, Tensor | Coded],
+    tensors: Mapping[str, Tensor | Deferred],
     path: str | Path,
     dtype: str | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -119,27 +143,49 @@ def write_tensors(
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors.values():
             to = _written_format(tensor, wanted)
-            file.write(_bytes_of(tensor.values(to) if isinstance(tensor, Coded) else tensor.to(to)))
+            file.write(_bytes_of(tensor.make() if isinstance(tensor, Deferred) else tensor.to(to)))
 
 
-def _written_format(tensor: Tensor | Coded, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the format in which a tensor is written; of codes, which are written as numbers, that of their scales."""
-    own = tensor.scales.dtype if isinstance(tensor, Coded) else tensor.dtype
-    return wanted if wanted is not None and own.is_floating_point else own
+def _written_format(tensor: Tensor | Deferred, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the format in which a tensor is written; codes keep theirs."""
+    is_number = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+    return wanted if wanted is not None and is_number and not isinstance(tensor, Deferred) else tensor.dtype
 
 
 def save_pretrained(model: nn.Module, directory: str | Path, dtype: str | None = None) -> None:
     """Write a directory that transformers loads: weights and configuration."""
-    directory = Path(directory)
+    save_configuration(model, Path(directory))
+    save_weights(model, Path(directory) / WEIGHTS_NAME, dtype)
+
+
+def save_configuration(model: nn.Module, directory: Path, more: Mapping[str, Any] | None = None) -> None:
+    """Write what describes a model beside its weights, and fields of ``config.json`` that are not the model's own."""
     directory.mkdir(parents=True, exist_ok=True)
     config = model.config
     config.save_pretrained(directory)  # type: ignore[union-attr, operator]
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)  # type: ignore[union-attr, operator]
-    save_weights(model, directory / WEIGHTS_NAME, dtype)
+    if more:
+        path = directory / CONFIG_NAME
+        fields = json.loads(path.read_text(encoding="utf-8")) | more
+        write_atomically(path, json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
-def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+def refuse_unwritable(coding: Coding) -> None:
+    """Raise for codes that compressed-tensors has no format for.
+
+    Raises
+    ------
+    PlanError
+    """
+    if coding.format in ("float8_e5m2", "float4_e2m1"):
+        raise PlanError(
+            f"a directory of codes in {coding.format} has no format that compressed-tensors knows",
+            hint="write it as numbers (--save-as numbers)",
+        )
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, each once."""
     persistent = set(model.state_dict().keys())
     named = [*model.named_parameters(), *model.named_buffers()]

@@ -12,6 +12,7 @@ from torch import nn
 from costmodel.configs import LoRA, Prefix, Subset
 from executors.models.lora import attach_lora, block_linears, merge_lora, save_adapters
 from executors.models.prefix import WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
+from executors.models.quantised import save_quantised
 from executors.models.weight_files import save_pretrained
 from executors.runs.session import Session
 from executors.runs.windows import attach_windows, lazy_windows_of
@@ -84,11 +85,19 @@ def save_alone(model: nn.Module, directory: str | Path, adapters: Adapters, dtyp
     save_adapters(model, directory, dtype, facts)
 
 
-def save_tuned(out: str | Path, session: Session, adapters: Tuned | None) -> None:
+def save_tuned(out: str | Path, session: Session, adapters: Tuned | None, *, as_codes: bool = False) -> None:
     """Write a session's weights: a model directory, and beside it what was tuned apart from a base.
 
     Low-rank adapters are merged into the model that is written; the session has ended then, since its model has become a
     plain one. A prefix has no place among a model's weights: it is written alone.
+
+    Parameters
+    ----------
+    out : path
+    session : Session
+    adapters : LoRA, Prefix, "matrices", "linears" or None
+    as_codes : bool
+        Whether weights that are codes are written so.
     """
     session.flush()
     model, storage = session.model, session.plan.weights.dtype
@@ -99,5 +108,7 @@ def save_tuned(out: str | Path, session: Session, adapters: Tuned | None) -> Non
         with session.whole_model() as whole:
             merge_lora(whole)
             save_pretrained(whole, out, storage)
+    elif as_codes:
+        save_quantised(model, out, storage)
     else:
         save_pretrained(model, out, storage)

@@ -40,6 +40,7 @@ class RunSection(_Section):
     evaluation: EvaluationSettings | None = None
     random_weights: bool = False
     edited_program: bool = False
+    save_as: Literal["numbers", "codes"] = "numbers"
 
 
 class Finished(_Section):

@@ -106,7 +106,12 @@ def _recorded_fields(header: Recorded) -> Stated:
     """Return what a resumed run takes over from its record, by section: what changes its numbers, and its data."""
     run = header.get("run", {})
     own = {**header, **run}
-    names = [field.name for field in fields_of(RunSettings).values() if field.setting.changes != "speed"]
+    # How weights are written is no number of the run, but whoever goes on with it wants it still.
+    names = [
+        field.name
+        for field in fields_of(RunSettings).values()
+        if field.setting.changes != "speed" or field.name == "save_as"
+    ]
     return {
         "run": {name: own[name] for name in names if name in own and name != "accumulate"},
         "data": dict(run.get("data", {})),

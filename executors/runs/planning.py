@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +21,7 @@ from zosim.hardware.profiles import Profiles
 from zosim.instructions import Space
 from zosim.lowering import lower_all
 from zosim.planning.planner import Method, Request, choose
-from zosim.planning.request import without_any
+from zosim.planning.request import with_stored_codes, without_any
 from zosim.plans import ANY, AXES, Mesh, Plan, Residency, Split, fields_of
 from zosim.program_set import ProgramSet
 from zosim.stated import Stated
@@ -158,6 +158,8 @@ def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
     PlanError
         If the options contradict each other, or lose precision without leave.
     """
+    if base is None:
+        asked = replace(asked, stated=with_stored_codes(asked.stated, model))
     if asked.seeks_mesh or asked.placing is not None or (base is None and asked.residency is None):
         start = _planned(asked, model, base, longest)
     else:
@@ -251,6 +253,7 @@ def _named_placement(asked: Asked, model: ModelSpec, longest: int | None) -> Pla
                 "seq": asked.sizes.get("seq") or _sequence_length(model, longest),
                 "residency": {"blocks": residency},
                 "schedule": _schedule_beside(residency),
+                "low_bits": asked.given("low_bits") if model.stored is not None else {},
             }
         )
 
@@ -274,7 +277,8 @@ def _planned(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
         names = [name for name, field in fields_of(Residency).items() if not field.setting.planned]
         fixed["residency"] = {name: value for name, value in fixed["residency"].items() if name in names}
     # What a run tunes, codes or numbers, is nothing that --allow-lossy alone says.
-    fixed["low_bits"].setdefault("weights", "none")
+    if model.stored is None:
+        fixed["low_bits"].setdefault("weights", "none")
     with readable("options of zosim run", PlanError):
         request = Request(
             model=uncut(model),

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from costmodel.configs import stored_codes_in
 from executors.devices import device_name
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.linear import code_linears
 from executors.models.blocks import find_blocks
 from executors.models.loading import load_model
 from executors.models.mapped import moves_mapped, own_format
+from executors.models.quantised import load_quantised
 from executors.models.weight_files import weights_digest
 from executors.ranks.mesh import alone
 from executors.runs.adapters import Tuned, attach, recorded_adapters, save_tuned
@@ -111,7 +113,7 @@ def replay(
     placed = plan or plan_alone(history)
     with session_at(checkpoint, history, model, plan=placed, device=device) as session:
         checked = advance(session, history, wanted, on_step=on_step)
-        save_tuned(out, session, adapters)
+        save_tuned(out, session, adapters, as_codes=settings.get("save_as") == "codes")
         return {"num_steps": wanted, "digest": session.digest(), "digests_checked": checked}
 
 
@@ -126,6 +128,12 @@ def load_base(
 ) -> nn.Module:
     """Return the base weights as a run begins with them, adapters attached: in its format, or mapped in their own."""
     storage = plan.weights.dtype
+    if not random_weights and stored_codes_in(source) is not None:
+        model = load_quantised(source, plan)
+        if adapters is not None:
+            attach(model, adapters, run=run)
+        prepare(model, plan, torch.device("cpu"))
+        return model
     is_mapped = run is None and adapters is None and not random_weights and moves_mapped(plan)
     model = load_model(
         source,

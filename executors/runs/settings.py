@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import NonNegativeFloat, PositiveInt
 
 from costmodel.configs import LoRA, Part, Prefix, Subset
+from executors.models.weight_files import refuse_unwritable
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.runs.learning_rate import LearningRate
 from topology.errors import PlanError, RunError
@@ -153,6 +154,8 @@ class RunSettings:
         Whether to go on with what `out` holds.
     early_stop : bool
         Whether a diverging loss ends the run.
+    save_as : str
+        How weights that are codes are written at the end: as numbers or as codes.
     random_weights, allow_download : bool
         As :func:`executors.models.loading.load_model`.
     tensorboard : bool
@@ -243,6 +246,13 @@ class RunSettings:
     random_weights: Annotated[
         bool, Setting("--random-weights", "Use the architecture alone, or its weights.", "numbers")
     ] = False
+    save_as: Annotated[
+        Literal["numbers", "codes"],
+        Setting(
+            "--save-as",
+            "How weights that are codes are written: as numbers, or as codes that transformers loads with compressed-tensors.",
+        ),
+    ] = "numbers"
     allow_download: Annotated[bool, Setting("--allow-download", "Fetch a named model.")] = False
     tensorboard: Annotated[bool, Setting("--tensorboard", "Write logs for TensorBoard if installed.")] = True
     num_timed_steps: int = 100
@@ -273,6 +283,8 @@ class RunSettings:
             )
         if not 0 <= self.seed <= MAX_SEED:
             raise RunError(f"seed={self.seed} must be from 0 to {MAX_SEED}")
+        if self.save_as == "codes":
+            self._refuse_no_codes()
         if self.weight_decay < 0:
             raise RunError(f"weight_decay={self.weight_decay} must be at least 0")
         if self.objective != "loss" and (self.loss_dtype != "model" or self.plan.forward.loss_chunk_tokens):
@@ -280,6 +292,16 @@ class RunSettings:
                 f"objective={self.objective} is made of all logits at once, in a format of its own",
                 hint="leave --loss-dtype and a chunked loss out",
             )
+
+    def _refuse_no_codes(self) -> None:
+        coding = self.plan.coding
+        if coding is None or self.lora is not None or self.prefix is not None:
+            what = "a plan without them has none" if coding is None else "what is tuned here lies beside them"
+            raise PlanError(
+                f"--save-as codes writes the codes that were tuned, and {what}",
+                hint="leave it out" if coding is not None else "add --weight-format",
+            )
+        refuse_unwritable(coding)
 
     def _refuse_uneven(self) -> None:
         """Refuse micro-batches that do not share out every rank's part of a batch."""
@@ -359,6 +381,7 @@ class RunSettings:
             "digest_every": self.digest_every,
             "checkpoint_every": self.checkpoint_every,
             "random_weights": self.random_weights,
+            "save_as": self.save_as,
             "edited_program": self.program is not None,
         }
 

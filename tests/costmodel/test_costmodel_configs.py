@@ -181,7 +181,7 @@ def test_lora_trains_two_narrow_matrices_per_target():
         ({"model_type": "opt", "dropout": float("nan")}, "dropout: input should be "),
         (
             {"model_type": "opt", "quantization_config": {"bits": 4}},
-            "quantization_config: zosim reads weights that are plain",
+            "quantization_config: quant_method None is none that is read",
         ),
         ({"model_type": "opt", "per_layer_config": {"0": {"ffn_dim": 1}}}, "per_layer_config"),
         ({"model_type": "llama", "rms_norm_eps": -1.0}, "rms_norm_eps: .*greater than 0"),

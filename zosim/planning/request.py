@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from costmodel.model_spec import ModelSpec
 from costmodel.profile import Profile
@@ -87,6 +87,7 @@ class Request:
     fixed: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "fixed", with_stored_codes(self.fixed, self.model))
         if self.mesh is not None and not self.admits(self.mesh):
             shape = self.mesh.describe() or "one rank"
             raise PlanError(
@@ -141,6 +142,14 @@ class Request:
         memories = {self.topology.host_memory(device).id for device in devices}
         has = sum(self.topology.node(memory).memory_bytes for memory in memories)
         return has if self.max_host_bytes is None else min(has, self.max_host_bytes)
+
+
+def with_stored_codes(fixed: Mapping[str, Mapping[str, Any]], model: ModelSpec) -> dict[str, dict[str, Any]]:
+    """Return fields that are fixed, by axis, and beside them how a model that is quantised already keeps its weights."""
+    filled = {axis: dict(fields) for axis, fields in fixed.items()}
+    if model.stored is not None:
+        filled["low_bits"] = {**model.stored.fields, **filled.get("low_bits", {})}
+    return filled
 
 
 def without_any(fields: Mapping[str, object]) -> dict[str, object]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from costmodel.formats import FORMATS
-from costmodel.low_bits import CodeFormat, Coding, ScaleScope
+from costmodel.formats import FORMATS, CodeFormat, ScaleScope
+from costmodel.low_bits import Coding
 from costmodel.roundings import EstimatorName, RoundedDirection
 from topology.errors import PlanError
 from zosim.plans.axis import Axis, Conflict
@@ -42,6 +42,8 @@ class LowBits(Axis):
         Neighbouring inputs that share one, under ``scales="group"``.
     zero_point : bool
         Whether the grid spans the least and the largest weight, not as much on both sides of 0.
+    full_range : bool
+        Whether symmetric integers use their lowest number, too (-8 of int4), as the codes of other tools do.
     direction_bits : int
         Bits that directions of all parameters are rounded to, at random, each in a byte.
     estimator : str
@@ -83,6 +85,10 @@ class LowBits(Axis):
     ] = 128
     zero_point: Annotated[
         bool, Setting("--zero-point", "Let codes span the least and the largest weight.", "numbers")
+    ] = False
+    full_range: Annotated[
+        bool,
+        Setting("--full-range", "Let symmetric integers use their lowest number, -8 of int4.", "numbers"),
     ] = False
     direction_bits: Annotated[
         int,
@@ -159,6 +165,7 @@ class LowBits(Axis):
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what codes do not do."""
+        yield from self._conflicts_of_files(plan)
         if not self.are_codes:
             stated = self.model_dump(exclude_defaults=True)
             if stated:
@@ -192,6 +199,19 @@ class LowBits(Axis):
                 "leave it out",
             )
 
+    def _conflicts_of_files(self, plan: Plan) -> Iterator[Conflict]:
+        """Yield where the codes that a model's files hold are others."""
+        if plan.model.stored is None:
+            return
+        for name, kept in plan.model.stored.fields.items():
+            asked = getattr(self, name)
+            if name != "activations" and asked != kept:
+                yield (
+                    f"{plan.model.name} is quantised, with {name}={kept}, but the plan has {name}={asked}",
+                    "leave the options of codes out, or give the model in 16 bits",
+                )
+                return
+
     def _conflicts_of_model(self, plan: Plan) -> Iterator[Conflict]:
         linears = [one for group in plan.model.groups for one in (*group.linears, *group.frozen_linears)]
         if not linears:
@@ -214,6 +234,12 @@ class LowBits(Axis):
                 f"zero_point with {self.weights}, whose codes have a sign of their own",
                 "use it with integers",
             )
+        if self.full_range and (is_float or self.zero_point):
+            yield (
+                "full_range is of symmetric integers, "
+                + (f"not of {self.weights}" if is_float else "and codes with a zero point use all theirs"),
+                "leave it out",
+            )
         if self.product != "int_mm":
             return
         if is_float:
@@ -233,7 +259,14 @@ class LowBits(Axis):
         """Return how linear layers are kept; None where they are no codes."""
         if self.weights == "none":
             return None
-        return Coding(self.weights, self.scales, self.group_elements, self.zero_point, plan.weights.dtype)
+        return Coding(
+            self.weights,
+            self.scales,
+            self.group_elements,
+            self.zero_point,
+            plan.weights.dtype,
+            self.full_range,
+        )
 
     def rounding(self, plan: Plan) -> RoundedDirection | None:
         """Return how directions are rounded; None where they are not."""

@@ -1,0 +1,479 @@
+"""Model directories whose linear layers are codes: those that other tools wrote, read as they are, and such written.
+
+A weight's tensors stay mapped from their files until the codes are asked for, one layer at a time. Codes of a
+byte are never copied before they move into a program's buffers; no weight is ever a matrix of floating-point numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from costmodel.configs import stored_codes_in
+from costmodel.formats import FORMATS
+from costmodel.low_bits import Coding
+from costmodel.stored_codes import CODE_SUFFIXES, Layout
+from executors.formats import TORCH_DTYPES
+from executors.low_bits.coded import Coded
+from executors.low_bits.linear import CodedLinear, code_linears, coded_linears
+from executors.models.blocks import block_list, find_blocks, linears_of
+from executors.models.loading import load_config, model_class, opened_weights, quietly_loading
+from executors.models.weight_files import (
+    WEIGHTS_NAME,
+    Deferred,
+    refuse_unwritable,
+    save_configuration,
+    saved_tensors,
+    write_tensors,
+)
+from topology.errors import ModelError
+from zosim.plans import Plan
+
+_PIECE_ELEMENTS = 1 << 20
+"""Codes that are taken out of their words at a time."""
+
+
+def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
+    """Return a model whose blocks' linear layers hold the codes of a directory that is quantised already.
+
+    Parameters
+    ----------
+    source : str or path
+    plan : Plan
+        With the codes that the directory holds. What is no code is in its format.
+
+    Raises
+    ------
+    ModelError
+        If the plan has other codes, or a tensor is missing, of another shape or format, or holds scales that are none.
+    """
+    directory, coding = Path(source), plan.coding
+    stored = stored_codes_in(directory)
+    assert stored is not None
+    agrees = (
+        getattr(plan.low_bits, name) == kept for name, kept in stored.fields.items() if name != "activations"
+    )
+    if coding is None or not all(agrees):
+        asked = "numbers" if coding is None else f"{coding.format} ({coding.scales} scales)"
+        raise ModelError(
+            f"{source} is quantised to {stored.weights} with {stored.scales} scales, and the plan wants {asked}",
+            hint="make the plan from this directory, or give the model in 16 bits",
+        )
+    config = load_config(source)
+    with quietly_loading(source), torch.device("meta"):
+        kind = model_class(config)
+        skeleton = kind(config)
+    tensors = opened_weights(directory)
+    files = _Files(directory, stored.layout, coding, tensors)
+    _, _, path = block_list(skeleton)
+    linears = {
+        f"{path}.{i}.{name}": (outputs, inputs)
+        for i, block in enumerate(find_blocks(skeleton))
+        for name, _, inputs, outputs in linears_of(block)
+    }
+    parameters = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
+    rest = {name: tensor for name, tensor in tensors.items() if not files.is_of(name, linears)}
+    _refuse_codes_elsewhere(source, rest)
+    storage = TORCH_DTYPES[coding.dtype]
+    for name in linears:
+        if f"{name}.weight" in tensors and not files.has_codes(name):
+            raise ModelError(
+                f"{source}: {name} is no codes, and the plan has codes in all linear layers of blocks",
+                hint="give the model in 16 bits, and a --weight-format",
+            )
+        rest[f"{name}.weight"] = torch.zeros((), dtype=storage).expand(parameters[f"{name}.weight"])
+    with quietly_loading(source):
+        loaded, report = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=rest,
+            dtype=storage,
+            attn_implementation=plan.forward.attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    wrong = [*(str(name) for name, *_ in report["mismatched_keys"]), *map(str, report["missing_keys"])]
+    if wrong:
+        raise ModelError(
+            f"{source}: {min(wrong)} is missing, or of another shape than its config.json says",
+            hint="copy the model again",
+        )
+    code_linears(find_blocks(loaded), plan.low_bits, torch.device("cpu"))
+    modules = dict(loaded.named_modules())
+    for name, shape in linears.items():
+        files.check(name, shape)
+        modules[name].coded = partial(files.read, name, shape)
+    model: nn.Module = loaded.eval()
+    return model
+
+
+def _refuse_codes_elsewhere(source: str | Path, names: Mapping[str, Tensor]) -> None:
+    """Raise where something else than linear layers of blocks is quantised."""
+    for name, tensor in names.items():
+        if name.rpartition(".")[2] in CODE_SUFFIXES or not tensor.dtype.is_floating_point:
+            raise ModelError(
+                f"{source}: {name} belongs to codes outside the linear layers of blocks, which zosim keeps as numbers",
+                hint="quantise the model with its head and embedding left out",
+            )
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The tensors of a directory, as the layers that they belong to.
+
+    Attributes
+    ----------
+    directory : Path
+    layout : str
+    coding : Coding
+    tensors : mapping of str to torch.Tensor
+        Mapped from their files.
+    """
+
+    directory: Path
+    layout: Layout
+    coding: Coding
+    tensors: Mapping[str, Tensor]
+
+    def has_codes(self, layer: str) -> bool:
+        """Whether a layer's weight is codes."""
+        code = f"{layer}.{_CODES[self.layout]}"
+        return code in self.tensors and not (
+            self.layout == "bytes"
+            and self.tensors[code].dtype in (torch.float32, torch.float16, torch.bfloat16)
+        )
+
+    def is_of(self, name: str, linears: Mapping[str, object]) -> bool:
+        """Whether a tensor belongs to the weight of a linear layer of a block."""
+        layer, _, last = name.rpartition(".")
+        return layer in linears and (last == "weight" or last in CODE_SUFFIXES)
+
+    def check(self, layer: str, shape: tuple[int, int]) -> None:
+        """Raise where a tensor of a layer is missing, or of a shape or format that cannot be, before any is read.
+
+        Raises
+        ------
+        ModelError
+        """
+        for part, (wanted, kinds) in self._expected(shape).items():
+            tensor = self.tensor(layer, part)
+            if tensor.dtype not in kinds or not _alike(tuple(tensor.shape), wanted):
+                kind = str(tensor.dtype).removeprefix("torch.")
+                raise ModelError(
+                    f"{self.directory}: {layer}.{part} has shape {tuple(tensor.shape)} and format {kind}, not shape {wanted}",
+                    hint="the files and quantization_config are of different models, or the size of groups is another",
+                )
+        if (
+            order := self.tensors.get(f"{layer}.g_idx", self.tensors.get(f"{layer}.weight_g_idx"))
+        ) is not None:
+            group = self.coding.group_elements if self.coding.scales == "group" else shape[1]
+            if not torch.equal(order.long(), torch.arange(shape[1]) // group):
+                raise ModelError(
+                    f"{self.directory}: {layer} groups its inputs in another order than they come in (g_idx)",
+                    hint="quantise the model without act-order, or give it in 16 bits",
+                )
+
+    def tensor(self, layer: str, part: str) -> Tensor:
+        """Return a tensor of a layer.
+
+        Raises
+        ------
+        ModelError
+            If it is missing.
+        """
+        try:
+            return self.tensors[f"{layer}.{part}"]
+        except KeyError:
+            raise ModelError(
+                f"{self.directory} lacks {layer}.{part}",
+                hint="copy the model again; codes mean nothing without their scales",
+            ) from None
+
+    def read(self, layer: str, shape: tuple[int, int]) -> Coded:
+        """Return a weight: its codes and scales, and nothing of it as floating-point numbers.
+
+        Raises
+        ------
+        ModelError
+            If a scale is zero, negative or no number, or is none in the format of the plan's weights, or a code is none.
+        """
+        symbols, scales, zeros = _READERS[self.layout](self, layer, shape)
+        if not self.coding.has_zero_point:
+            zeros = None
+        return Coded.of_symbols(self.coding, symbols, self._scales(layer, scales), zeros)
+
+    def _scales(self, layer: str, scales: Tensor) -> Tensor:
+        if not bool((torch.isfinite(scales) & (scales > 0)).all()):
+            raise ModelError(
+                f"{self.directory}: a scale of {layer} is zero, negative, infinite or not a number",
+                hint="quantise the model again",
+            )
+        kept = scales.to(TORCH_DTYPES[self.coding.dtype])
+        if not torch.equal(kept.to(scales.dtype), scales):
+            own = str(scales.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{self.directory}: scales of {layer} are in {own}, and would be rounded in {self.coding.dtype}",
+                hint=f"use --dtype {own}",
+            )
+        return kept.contiguous()
+
+    def _expected(
+        self, linear: tuple[int, int]
+    ) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+        """Return shape and possible formats of each tensor of a layer."""
+        outputs, inputs = linear
+        bits = FORMATS[self.coding.format].bits
+        groups = self.coding.num_scales(linear) // outputs if self.coding.scales != "tensor" else 1
+        words = (torch.int32,)
+        if self.layout in ("gptq", "gptq_v2", "awq"):
+            packed_inputs = self.layout != "awq"
+            codes = (inputs * bits // 32, outputs) if packed_inputs else (inputs, outputs * bits // 32)
+            return {
+                "qweight": (codes, words),
+                "qzeros": ((groups, outputs * bits // 32), words),
+                "scales": ((groups, outputs), _FLOATS),
+            }
+        scaled = (1, 1) if self.coding.scales == "tensor" else (outputs, groups)
+        expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
+            "weight_scale": (scaled, _FLOATS)
+        }
+        if self.layout == "packed":
+            expected["weight_packed"] = (outputs, -(-inputs * bits // 32)), words
+            if self.coding.has_zero_point:
+                # Zero points of channels are packed along the outputs.
+                expected["weight_zero_point"] = (-(-outputs * bits // 32), groups), words
+        else:
+            kind = torch.int8 if self.grid_is_integer else torch.float8_e4m3fn
+            expected["weight"] = (outputs, inputs), (kind,)
+            if self.coding.has_zero_point:
+                expected["weight_zero_point"] = scaled, (torch.int8,)
+        return expected
+
+    @property
+    def grid_is_integer(self) -> bool:
+        """Whether codes are integers."""
+        return not FORMATS[self.coding.format].is_float
+
+
+# -- written -----------------------------------------------------------------------------------------------------
+
+
+def save_quantised(model: nn.Module, directory: str | Path, dtype: str) -> None:
+    """Write a directory that transformers loads with compressed-tensors: codes as they are, and configuration.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Its blocks' linear layers hold codes.
+    directory : path
+    dtype : str
+        Format of what is no code.
+
+    Notes
+    -----
+    A layer is packed when it is written. Integers of 8 bits, those with a zero point, and e4m3 lie in a byte each; other integers
+    side by side in words.
+    """
+    codes = {name.removesuffix(".weight"): layer for name, layer in coded_linears(model)}
+    first = next(iter(codes.values())).coded
+    assert first is not None
+    coding, kind = first.coding, FORMATS[first.coding.format]
+    refuse_unwritable(coding)
+    layout = "float-quantized" if kind.is_float else "int-quantized" if kind.bits == 8 else "pack-quantized"
+    if layout == "pack-quantized" and coding.has_zero_point:
+        # compressed-tensors 0.20 makes no room for packed zero points when transformers loads a directory.
+        layout = "naive-quantized"
+    tensors: dict[str, Tensor | Deferred] = {}
+    for name, tensor in saved_tensors(model).items():
+        layer = name.removesuffix(".weight")
+        if layer in codes and name.endswith(".weight"):
+            tensors |= {f"{layer}.{part}": one for part, one in _written(codes[layer], layout).items()}
+        else:
+            tensors[name] = tensor
+    directory = Path(directory)
+    save_configuration(model, directory, {"quantization_config": _said(model, coding, layout, set(codes))})
+    write_tensors(tensors, directory / WEIGHTS_NAME, dtype)
+
+
+def _said(model: nn.Module, coding: Coding, layout: str, codes: set[str]) -> dict[str, Any]:
+    """Return what compressed-tensors has to know of the codes."""
+    kind = FORMATS[coding.format]
+    weights = {
+        "num_bits": kind.bits,
+        "type": "float" if kind.is_float else "int",
+        "symmetric": not coding.has_zero_point,
+        "strategy": coding.scales,
+        "group_size": coding.group_elements if coding.scales == "group" else None,
+        "dynamic": False,
+    }
+    plain = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in codes
+    ]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": layout}},
+        "ignore": plain,
+    }
+
+
+def _written(layer: CodedLinear, layout: str) -> dict[str, Tensor | Deferred]:
+    """Return the tensors of a layer, those of codes to be packed when they are written."""
+    coded = layer.coded
+    assert coded is not None
+    bits, zeros = FORMATS[coded.coding.format].bits, coded.zeros
+    scales = coded.scales.view(-1) if coded.coding.scales == "tensor" else coded.scales
+    parts: dict[str, Tensor | Deferred] = {"weight_scale": scales}
+    if layout == "pack-quantized":
+        outputs, inputs = coded.shape
+        words = torch.Size((outputs, -(-inputs * bits // 32)))
+        parts["weight_packed"] = Deferred(
+            words, torch.int32, lambda: _packed(coded.symbols(), bits, shift=True)
+        )
+        parts["weight_shape"] = torch.tensor([outputs, inputs])
+        return parts
+    if layout == "float-quantized":
+        return {**parts, "weight": coded.codes.view(torch.float8_e4m3fn)}
+    if zeros is None:
+        return {**parts, "weight": coded.codes.view(torch.int8)}
+    half = 2 ** (bits - 1)
+    parts["weight"] = Deferred(coded.shape, torch.int8, lambda: (coded.symbols() - half).view(torch.int8))
+    parts["weight_zero_point"] = (zeros - half).view(torch.int8).view(scales.shape)
+    return parts
+
+
+def _packed(symbols: Tensor, bits: int, *, shift: bool = False) -> Tensor:
+    """Return rows of codes of a byte as rows of 32-bit words, as :func:`_unpacked` reads them."""
+    rows, num = symbols.shape
+    words = torch.empty((rows, -(-num * bits // 32)), dtype=torch.int32)
+    step = max(1, _PIECE_ELEMENTS // num)
+    for begin in range(0, rows, step):
+        piece = symbols[begin : begin + step].cpu()
+        piece = piece ^ 2 ** (bits - 1) if shift else piece
+        single = np.unpackbits(piece.numpy()[..., None], axis=-1, bitorder="little")[..., :bits]
+        row = np.packbits(single.reshape(len(single), -1), axis=-1, bitorder="little")
+        row = np.pad(row, ((0, 0), (0, 4 * words.shape[1] - row.shape[1])))
+        words[begin : begin + step] = torch.from_numpy(row.view(np.int32))
+    return words
+
+
+# -- read --------------------------------------------------------------------------------------------------------
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_CODES: Mapping[Layout, str] = {
+    "packed": "weight_packed",
+    "bytes": "weight",
+    "gptq": "qweight",
+    "gptq_v2": "qweight",
+    "awq": "qweight",
+}
+_Read = tuple[Tensor, Tensor, Tensor | None]
+"""Symbols (outputs, inputs) of a byte each, scales, and zero points where there are any."""
+
+
+def _alike(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether shapes agree; of a single scale, dimensions do not matter."""
+    return shape == wanted or (wanted == (1, 1) and shape in ((), (1,)))
+
+
+def _read_packed(files: _Files, layer: str, shape: tuple[int, int]) -> _Read:
+    bits, is_signed = FORMATS[files.coding.format].bits, not files.coding.has_zero_point
+    symbols = _unpacked(files.tensor(layer, "weight_packed"), bits, shape[1], shift=is_signed)
+    scales, zeros = files.tensor(layer, "weight_scale").reshape(*_scales_shape(files, shape)), None
+    if not is_signed:
+        zeros = _unpacked(files.tensor(layer, "weight_zero_point").T, bits, shape[0]).T.contiguous()
+    return symbols, scales, zeros
+
+
+def _read_bytes(files: _Files, layer: str, shape: tuple[int, int]) -> _Read:
+    weight = files.tensor(layer, "weight")
+    scales, zeros = files.tensor(layer, "weight_scale").reshape(*_scales_shape(files, shape)), None
+    if not files.grid_is_integer:
+        return weight.view(torch.uint8), scales, None
+    half = 2 ** (FORMATS[files.coding.format].bits - 1)
+    if int(weight.max()) >= half or int(weight.min()) < -half:
+        raise ModelError(
+            f"{files.directory}: a code of {layer} is none of {files.coding.format}",
+            hint="copy the model again",
+        )
+    symbols = weight.view(torch.uint8)
+    if files.coding.has_zero_point:
+        zeros = files.tensor(layer, "weight_zero_point").reshape(scales.shape).view(torch.uint8) + half
+        symbols = symbols + half
+    return symbols, scales, zeros
+
+
+def _read_gptq(files: _Files, layer: str, shape: tuple[int, int]) -> _Read:
+    bits = FORMATS[files.coding.format].bits
+    is_signed = not files.coding.has_zero_point
+    symbols = _unpacked(files.tensor(layer, "qweight").T, bits, shape[1], shift=is_signed)
+    # The first version of the layout keeps zero points less one, so that those of 0 become 15 of 4 bits.
+    zeros = _unpacked(files.tensor(layer, "qzeros"), bits, shape[0]).T
+    zeros = zeros + 1 if files.layout == "gptq" else zeros
+    if is_signed and not bool((zeros == 2 ** (bits - 1)).all()):
+        raise ModelError(
+            f"{files.directory}: {layer} has zero points, but its quantization_config says that it has none (sym)",
+            hint="correct quantization_config",
+        )
+    if not is_signed and bool((zeros.to(torch.int16) > 2**bits - 1).any()):
+        raise ModelError(f"{files.directory}: a zero point of {layer} is beyond the codes of {bits} bits")
+    return symbols, files.tensor(layer, "scales").T, zeros.contiguous()
+
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where among the eight codes of a word, lowest bits first, columns lie."""
+
+
+def _read_awq(files: _Files, layer: str, shape: tuple[int, int]) -> _Read:
+    outputs = shape[0]
+    order = (torch.arange(outputs).view(-1, 8)[:, list(_AWQ_ORDER)]).reshape(-1)
+    symbols = _unpacked(files.tensor(layer, "qweight"), 4, outputs)[:, order].T.contiguous()
+    zeros = _unpacked(files.tensor(layer, "qzeros"), 4, outputs)[:, order].T.contiguous()
+    return symbols, files.tensor(layer, "scales").T, zeros
+
+
+_READERS: Mapping[Layout, Callable[[_Files, str, tuple[int, int]], _Read]] = {
+    "packed": _read_packed,
+    "bytes": _read_bytes,
+    "gptq": _read_gptq,
+    "gptq_v2": _read_gptq,
+    "awq": _read_awq,
+}
+
+
+def _scales_shape(files: _Files, linear: tuple[int, int]) -> tuple[int, int]:
+    return (1, 1) if files.coding.scales == "tensor" else (linear[0], -1)
+
+
+def _unpacked(words: Tensor, bits: int, num: int, *, shift: bool = False) -> Tensor:
+    """Return the first `num` codes of every row of 32-bit words, which lie one after the other without gaps, as uint8.
+
+    Parameters
+    ----------
+    words : torch.Tensor
+        int32, shape (rows, words).
+    bits, num : int
+    shift : bool
+        Whether codes count from the lowest number, and are wanted in two's complement.
+    """
+    rows = words.shape[0]
+    starts = torch.arange(num) * bits
+    symbols = torch.empty((rows, num), dtype=torch.uint8)
+    step = max(1, _PIECE_ELEMENTS // num)
+    for begin in range(0, rows, step):
+        piece = words[begin : begin + step].contiguous().view(torch.uint8)
+        # A code may begin in one byte and end in the next.
+        both = nn.functional.pad(piece, (0, 1)).to(torch.int16)
+        both = both[:, :-1] | (both[:, 1:] << 8)
+        codes = (both[:, starts // 8].to(torch.int32) & 0xFFFF) >> (starts % 8).to(torch.int32)
+        symbols[begin : begin + step] = codes.bitwise_and_(2**bits - 1).to(torch.uint8)
+    return symbols.bitwise_xor_(2 ** (bits - 1)) if shift else symbols

@@ -1,0 +1,310 @@
+"""Model directories that another tool has quantised, read as codes; and directories of codes, written for other tools."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from safetensors.torch import load_file, save_file
+
+from costmodel.configs import read_model_spec, stored_codes_in
+from executors.low_bits.linear import coded_linears
+from executors.models.loading import load_model
+from executors.models.quantised import _packed, _unpacked
+from executors.runs.replay import load_base
+from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
+from tests.support.quantised import amend, compressed, transposed_layout
+from tests.support.tiny import batches
+from topology.errors import ModelError, PlanError
+from zosim.plans import LowBits, Placement, Plan
+
+GROUPED = {"strategy": "group", "group_size": 16}
+INT4 = {"num_bits": 4, "symmetric": True, **GROUPED}
+DYNAMIC = QuantizationArgs(num_bits=8, symmetric=True, strategy="token", dynamic=True)
+
+
+def plan_of(folder, dtype="float16", **changed):
+    spec = read_model_spec(folder)
+    low_bits = LowBits(**{**spec.stored.fields, **changed})
+    place = Placement(topology="test", devices=("cpu0",))
+    return Plan(model=spec, placement=place, batch=3, seq=9, weights={"dtype": dtype}, low_bits=low_bits)
+
+
+def run_on(model, folder, out, *more):
+    lines = folder / "data.jsonl"
+    if not lines.exists():
+        saved_lines(lines)
+    command = [
+        "run",
+        "--model",
+        model,
+        "--data",
+        lines,
+        "--steps",
+        3,
+        "--batch",
+        3,
+        "--no-launch",
+        "--no-tensorboard",
+    ]
+    return zosim(*command, "--residency", "resident", "--lr", 1e-2, "--out", out, *more)
+
+
+def edited(folder, **tensors):
+    """Put tensors into a directory, or take those out that are None."""
+    held = load_file(folder / "model.safetensors") | tensors
+    kept = {name: tensor for name, tensor in held.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+# -- in --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "weights"),
+    [
+        ("llama-tied", "pack-quantized", INT4),
+        ("opt-untied", "pack-quantized", {"num_bits": 4, "symmetric": False, **GROUPED}),
+        ("opt", "pack-quantized", {"num_bits": 3, "symmetric": True, "strategy": "channel"}),
+        ("llama", "pack-quantized", {"num_bits": 8, "symmetric": False, "strategy": "channel"}),
+        ("opt", "int-quantized", {"num_bits": 8, "symmetric": True, "strategy": "channel"}),
+        ("llama", "naive-quantized", {"num_bits": 8, "symmetric": False, "strategy": "tensor"}),
+        (
+            "opt",
+            "float-quantized",
+            {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+        ),
+    ],
+)
+def test_codes_of_compressed_tensors_are_read_to_the_last_bit(tmp_path, name, format, weights):
+    numbers = dict(compressed(name, tmp_path, format, **weights).named_parameters())
+    model = load_base(str(tmp_path), plan_of(tmp_path))
+    layers = dict(coded_linears(model))
+    assert len(layers) == 3 * (7 if "llama" in name else 6)
+    for key, parameter in model.named_parameters():
+        kept = layers[key].coded.values(torch.float16) if key in layers else parameter
+        assert torch.equal(kept, numbers[key]), key
+    # No parameter is a matrix of floating-point numbers.
+    assert all(dict(model.named_parameters())[key].data.untyped_storage().nbytes() == 2 for key in layers)
+
+
+@pytest.mark.parametrize(("tool", "symmetric"), [("gptq", False), ("gptq", True), ("awq", False)])
+def test_codes_of_gptq_and_awq_are_read(tmp_path, tool, symmetric):
+    weights = transposed_layout("opt-untied", tmp_path, tool, symmetric=symmetric)
+    layers = dict(coded_linears(load_base(str(tmp_path), plan_of(tmp_path, "float32"))))
+    assert len(layers) == len(weights) == 18
+    for name, wanted in weights.items():
+        # A code times a scale of 11 bits has a place in float32.
+        assert torch.equal(layers[f"{name}.weight"].coded.values(torch.float64), torch.from_numpy(wanted)), (
+            name
+        )
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_words_of_codes_are_what_was_put_in(bits):
+    symbols = torch.randint(
+        0, 2**bits, (5, 45), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits)
+    )
+    for shift in (False, True):
+        assert torch.equal(_unpacked(_packed(symbols, bits, shift=shift), bits, 45, shift=shift), symbols)
+
+
+def test_a_quantised_directory_is_planned_trained_resumed_and_replayed(tmp_path, capsys):
+    folder = tmp_path / "model"
+    compressed("opt-untied", folder, "pack-quantized", **INT4)
+    assert zosim("plan", "--model", folder, "--hardware", "a100-80gb-milan", "--batch", 1, "--seq", 16) == 0
+    assert "int4 linears (a scale per group of 16)" in capsys.readouterr().out
+    out = tmp_path / "run"
+    assert run_on(folder, tmp_path, out, "--save-as", "codes", "--dtype", "float16") == 0
+    assert zosim("replay", out, "--model", folder, "-o", tmp_path / "again") == 0
+    once, again = (load_file(place / "model.safetensors") for place in (out, tmp_path / "again"))
+    assert once.keys() == again.keys()
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    assert any(
+        not torch.equal(once[name], tensor)
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    )
+
+
+def test_a_plan_for_other_codes_is_refused_and_nothing_is_written(tmp_path, capsys):
+    folder, plan = tmp_path / "model", tmp_path / "plan.json"
+    compressed("opt-untied", folder, "pack-quantized", **INT4)
+    assert run_on(folder, tmp_path, tmp_path / "out", "--weight-format", "int8") == 2
+    assert "is quantised, with weights=int4, but the plan has weights=int8" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert run_on(folder, tmp_path, tmp_path / "out", "--weight-format", "none") == 2
+    made = plan_of(folder)
+    other = made.model_copy(update={"model": made.model.model_copy(update={"stored": None})})
+    other = Plan.model_validate(other.model_dump() | {"low_bits": {"weights": "int8"}})
+    with pytest.raises(ModelError, match=r"quantised to int4 with group scales, and the plan wants int8"):
+        load_base(str(folder), other)
+    other.save(plan)
+    assert (
+        zosim(
+            "run",
+            plan,
+            "--model",
+            folder,
+            "--data",
+            tmp_path / "data.jsonl",
+            "--steps",
+            1,
+            "--out",
+            tmp_path / "out",
+        )
+        == 2
+    )
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ModelError, match="quantised"):
+        load_model(folder)
+
+
+LAYER = "model.decoder.layers.1.fc1"
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "reason"),
+    [
+        ("weight_scale", 0.0, "a scale of .*fc1 is zero"),
+        ("weight_scale", float("nan"), "a scale of .*fc1 is zero, negative, infinite or not a number"),
+        ("weight_scale", None, "lacks .*fc1.weight_scale"),
+        ("weight_packed", None, "lacks .*fc1.weight_packed"),
+        (
+            "weight_g_idx",
+            torch.arange(32, dtype=torch.int32).flip(0) // 16,
+            "another order than they come in",
+        ),
+        ("weight_scale", torch.ones(48, 3, dtype=torch.float16), r"weight_scale has shape \(48, 3\)"),
+    ],
+    ids=["zero", "nan", "missing", "no codes", "act-order", "groups"],
+)
+def test_damaged_codes_are_refused_by_name(tmp_path, part, value, reason):
+    compressed("opt-untied", tmp_path, "pack-quantized", **INT4)
+    name = f"{LAYER}.{part}"
+    if isinstance(value, float):
+        scales = load_file(tmp_path / "model.safetensors")[name].clone()
+        scales[7, 1] = value
+        value = scales
+    edited(tmp_path, **{name: value})
+    with pytest.raises(ModelError, match=reason):
+        for _, layer in coded_linears(load_base(str(tmp_path), plan_of(tmp_path))):
+            assert layer.coded is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is none that is read"),
+        ({"format": "marlin-24", "config_groups__group_0__format": None}, "format 'marlin-24' is none"),
+        ({"config_groups__group_0__weights__actorder": "group"}, "another order"),
+        ({"config_groups__group_0__weights__strategy": "block"}, "strategy 'block'"),
+        ({"config_groups__group_0__weights__group_size": 4}, "groups of 4 inputs"),
+        ({"config_groups__group_0__weights__num_bits": 1}, "weights of 1 bits"),
+        ({"config_groups__group_0__weights__num_bits": "four"}, "num_bits"),
+        ({"config_groups__group_0__input_activations": {"dynamic": False}}, "inputs are quantised otherwise"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme has no counterpart"),
+    ],
+    ids=lambda value: next(iter(value)).rpartition("__")[2] if isinstance(value, dict) else "",
+)
+def test_schemes_without_a_counterpart_are_refused_before_weights_are_read(tmp_path, fields, reason):
+    config = {
+        "group_0": {
+            "weights": {"num_bits": 4, "strategy": "group", "group_size": 16},
+            "format": "pack-quantized",
+        }
+    }
+    said = {
+        "quant_method": "compressed-tensors",
+        "config_groups": config,
+        "quantization_status": "compressed",
+    }
+    tiny = {"model_type": "opt", "hidden_size": 32, "num_attention_heads": 2, "quantization_config": said}
+    (tmp_path / "config.json").write_text(json.dumps(tiny))
+    assert stored_codes_in(tmp_path).weights == "int4"
+    amend(tmp_path, **{f"quantization_config__{name}": value for name, value in fields.items()})
+    with pytest.raises(ModelError, match=reason):
+        stored_codes_in(tmp_path)
+
+
+def test_groups_that_do_not_divide_are_refused_by_the_plan(tmp_path):
+    compressed("opt-untied", tmp_path, "pack-quantized", **INT4)
+    amend(tmp_path, quantization_config__config_groups__group_0__weights__group_size=40)
+    with pytest.raises((PlanError, ValueError), match="groups of 40 do not divide the 32 inputs"):
+        plan_of(tmp_path)
+
+
+def test_scales_are_not_rounded_silently_and_inputs_in_int8_are_the_plans(tmp_path):
+    compressed(
+        "opt-untied",
+        tmp_path,
+        "int-quantized",
+        num_bits=8,
+        symmetric=True,
+        strategy="channel",
+        inputs=DYNAMIC,
+    )
+    assert read_model_spec(tmp_path).stored.activations == "int8-token"
+    assert plan_of(tmp_path).low_bits.product == "int_mm"
+    model = load_base(str(tmp_path), plan_of(tmp_path, "bfloat16"))
+    with pytest.raises(ModelError, match=r"scales of .* are in float16, and would be rounded in bfloat16"):
+        next(coded_linears(model))[1].coded  # noqa: B018 - is read there
+
+
+# -- out -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        ("int4", "--weight-scales", "group", "--weight-group", 16),
+        *(
+            pytest.param(form, marks=pytest.mark.slow)
+            for form in (
+                ("int4", "--weight-scales", "group", "--weight-group", 16, "--zero-point"),
+                ("int8", "--zero-point"),
+                ("int8", "--weight-scales", "tensor"),
+                ("int3", "--full-range"),
+                ("float8_e4m3",),
+            )
+        ),
+    ],
+    ids=lambda form: " ".join(map(str, form)),
+)
+def test_codes_that_were_tuned_are_written_as_transformers_and_zosim_read_them(tmp_path, form):
+    base = saved_model("opt-untied", tmp_path)
+    for out, more in (("codes", ("--save-as", "codes")), ("numbers", ())):
+        assert run_on(base, tmp_path, tmp_path / out, "--weight-format", *form, *more) == 0
+    gradients = [[row["projected_grad"] for row in rows_of(tmp_path / out)] for out in ("codes", "numbers")]
+    assert gradients[0] == gradients[1]
+    (batch,) = batches(1)
+    theirs, ours = loaded(tmp_path / "codes"), loaded(tmp_path / "numbers")
+    with torch.no_grad():
+        # transformers, with compressed-tensors, multiplies by the same float32 numbers.
+        logits = [model(input_ids=batch["input_ids"]).logits for model in (theirs, ours)]
+    assert torch.equal(*logits)
+    numbers, fields = dict(ours.named_parameters()), read_model_spec(tmp_path / "codes").stored.fields
+    changed = {"full_range": True} if form[0].startswith("int") and "--zero-point" not in form else {}
+    assert fields["weights"] == form[0]
+    assert fields["full_range"] == bool(changed)
+    for name, layer in coded_linears(
+        load_base(str(tmp_path / "codes"), plan_of(tmp_path / "codes", "float32"))
+    ):
+        assert torch.equal(layer.coded.values(torch.float32), numbers[name]), name
+
+
+def test_what_has_no_layout_is_refused_before_a_step(tmp_path, capsys):
+    base = saved_model("opt-untied", tmp_path)
+    for more, reason in (
+        (("--weight-format", "float4_e2m1"), "no format that compressed-tensors knows"),
+        ((), "a plan without them has none"),
+        (
+            ("--weight-format", "int4", "--lora-rank", 2, "--lora-targets", "q_proj"),
+            "what is tuned here lies beside them",
+        ),
+    ):
+        assert run_on(base, tmp_path, tmp_path / "out", "--save-as", "codes", *more) == 2
+        assert reason in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
