@@ -21,21 +21,19 @@ from torch import nn
 from tests.support.tiny import model_of
 
 
-def compressed(
-    name, folder, format, *, dtype=torch.float16, inputs=None, change=lambda model: None, **weights
-):
+def compressed(name, folder, layout, *, dtype=torch.float16, inputs=None, **weights):
     """Let compressed-tensors quantise a tiny model and write it; return the model with the numbers that its codes stand for."""
     model = model_of(name, dtype)
     arguments = QuantizationArgs(**weights)
     scheme = QuantizationScheme(
-        targets=["Linear"], weights=arguments, input_activations=inputs, format=format
+        targets=["Linear"], weights=arguments, input_activations=inputs, format=layout
     )
     heads = [
         path
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and "layers." not in path
     ]
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=heads, format=format)
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=heads, format=layout)
     apply_quantization_config(model, config)
     for module in model.modules():
         if hasattr(module, "weight_scale"):
@@ -48,8 +46,7 @@ def compressed(
             module.weight_scale.data = scales.to(dtype).view(module.weight_scale.shape)
             if hasattr(module, "weight_zero_point"):
                 module.weight_zero_point.data = zeros.view(module.weight_zero_point.shape)
-    change(model)
-    compressor = ModelCompressor.from_pretrained_model(model, format)
+    compressor = ModelCompressor.from_pretrained_model(model, layout)
     compressor.compress_model(model)
     model.save_pretrained(folder)
     compressor.update_config(str(folder))
