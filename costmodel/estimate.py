@@ -214,7 +214,11 @@ def _attention_s(part: Attention, dtype: str, width: int, values: Mapping[str, f
         computed = half if part.causal_skip else 1.0
         products_s = full_flops * computed / (_rate("attention_rate", kind, values) * saturation)
         num_scores = part.score_elements * computed
-        return products_s + num_scores / _by_format("attention_score_rate", kind, values)
+        computing_s = products_s + num_scores / _by_format("attention_score_rate", kind, values)
+        if not values.get("multiprocessors"):
+            return computing_s
+        # What a GPU computes meanwhile hides the reading, but short sequences compute little.
+        return max(computing_s, part.elements * width / values["memory_bandwidth"])
     scores = Matmul(m=part.query, n=part.key, k=part.head_dim, num=part.num)
     mixing = Matmul(m=part.query, n=part.head_dim, k=part.key, num=part.num)
     return sum(_matmul_s(product, dtype, width, values, batched=True) for product in (scores, mixing))

@@ -76,6 +76,10 @@ _CHANNEL_GB = 20.0
 _NETWORK_CHANNELS = 2
 """Channels for each network adapter."""
 
+_NETWORK_POST_US = 2.0
+"""What every step of a ring across hosts takes at least: handing a message to the network, three times in Simple. By the CPU's
+maker, AMD's 2, Intel's 1."""
+
 _NETWORK_PLATEAU = {"volta": 1.9, "ampere": 1.4, "hopper": 1.4, "blackwell": 1.4}
 """How many times as long the latency of Simple rings across hosts is once slices are full."""
 
@@ -168,12 +172,16 @@ class Communicator:
                 yield way
 
     def _latency_us(self, way: Way, function: Function, size_bytes: float) -> float:
-        within, across = _HOP_US[self.wire][way], _HOP_US["network"][way]
         per_host = self.num_ranks / self.num_hosts
+        # With one rank on a host nothing hides the network's latency, and NCCL counts that of trees.
+        across = _HOP_US["network"][way if per_host > 1 else ("tree", way[1])]
+        within = _HOP_US[self.wire][way]
         if way[0] == "tree":
             return _BASE_US[way] + 2 * ((per_host - 1) * within + log2(self.num_hosts) * across)
         rounds = 2 if function == "all_reduce" else 1
         num_across = rounds * (self.num_hosts - 1)
+        if self.num_hosts > 1:
+            within = max(within, _NETWORK_POST_US * (3 if way[1] == "Simple" else 1))
         latency_us = (
             _BASE_US[way] + (rounds * (self.num_ranks - 1) - num_across) * within + num_across * across
         )

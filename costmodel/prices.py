@@ -171,6 +171,8 @@ class PriceTable(FrozenModel):
         How long a machine is written off over, and the share of that time in which it has work.
     machines : mapping of str to MachinePrices
         By the name of a preset, or the path of a topology file.
+    not_priced : mapping of str to str
+        Presets of which no price is known, each with the reason.
     """
 
     format: Literal[1] = 1
@@ -185,6 +187,7 @@ class PriceTable(FrozenModel):
     life_years: Quote
     utilisation: ShareQuote
     machines: dict[str, MachinePrices] = Field(min_length=1)
+    not_priced: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _knows_its_machines(self) -> PriceTable:
@@ -208,7 +211,8 @@ class PriceTable(FrozenModel):
             If the table has none.
         """
         if name not in self.machines:
-            message = f"the price table of {self.date} has no prices of {name}"
+            why = f": {self.not_priced[name]}" if name in self.not_priced else ""
+            message = f"the price table of {self.date} has no prices of {name}{why}"
             raise PriceError(
                 message, hint=f"it knows {', '.join(self.machines)}; add yours with --prices FILE"
             )

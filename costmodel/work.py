@@ -53,7 +53,8 @@ class Attention(_FrozenCounts):
     ``materialised`` says that the score matrix is written out (the ``eager`` implementation); a fused
     kernel keeps it on chip. Neither skips the masked half: FLOPs are those of the full square unless
     ``causal_skip``. ``kernel`` names a fused kernel where it is not the device's usual one. A fused ``backward`` makes the
-    scores again: five products in place of two.
+    scores again: five products in place of two. ``sharing`` query heads read the same keys and values; code that repeats
+    these for every head before the kernel shares nothing.
     """
 
     num: PositiveInt
@@ -64,6 +65,13 @@ class Attention(_FrozenCounts):
     causal_skip: bool = False
     kernel: AttentionKernel | None = None
     backward: bool = False
+    sharing: PositiveInt = 1
+
+    @property
+    def elements(self) -> int:
+        """Elements that a fused kernel reads and writes once: queries, keys, values and output, backwards their gradients too."""
+        ends = 2 * self.num * self.query + 2 * self.num * self.key // self.sharing
+        return ends * self.head_dim * (2 if self.backward else 1)
 
     @property
     def flops(self) -> int:

@@ -2,7 +2,9 @@
 
 ``python -m studies.validation ROWS.csv --hardware DIR --out DIR`` predicts every row as ``zosim validate`` does, and writes
 ``report.md`` with a table per group and one per source, and a plot of predicted over measured for each group. Rows are not
-shipped: whoever has measurements brings them.
+shipped: whoever has measurements brings them. ``--left-out`` judges the constants that were chosen beside measurements
+(:mod:`studies.validation.left_out`) by sources and machines that had no say in them, and writes ``left_out.md``; it predicts
+rows some hundred times over.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from studies.validation.left_out import CHOSEN, HeldOut, all_left_out, held_out, machine_of, source_of
 from topology.errors import MachineError
 from zosim.applications.validation.predicting import outcome
-from zosim.applications.validation.rows import Forecast, read_rows
+from zosim.applications.validation.rows import Forecast, MeasuredRow, read_rows
 from zosim.applications.validation.scoring import Outcome, Score, scores, total
 from zosim.applications.validation.site import Sites
 from zosim.console import stdout
@@ -62,6 +65,64 @@ def _figures(score: Score) -> tuple[str, ...]:
     return (*(f"{100 * share:.1f}" for share in shares), f"{score.width:.2f}")
 
 
+def left_out_report(rows: Sequence[MeasuredRow], sites: Sites) -> Report:
+    """Return what becomes of predictions where a source, and where a machine, had no say in any constant."""
+    counted = [row for row in rows if row.is_counted and row.measured is not None]
+    axes = {"source": source_of, "machine": machine_of}
+    found: list[list[HeldOut]] = [[] for _ in axes]
+    for chosen in CHOSEN:
+        for entries, more in zip(found, held_out(counted, sites, chosen, list(axes.values())), strict=True):
+            entries.extend(more)
+    return Report(
+        "Constants without the measurements that they were chosen beside",
+        "Each is fitted to all rows but those of one source or machine; neutral is the value that one would take without "
+        "measurements, and what is fitted where nobody else has measured.",
+        *(
+            Report(
+                f"Without the {what}'s own rows",
+                _held_out_table(what, items),
+                "All constants at once, group by group:",
+                _table(
+                    "group",
+                    [*(by_group := scores(all_left_out(counted, sites, items, axis))), total(by_group)],
+                ),
+            )
+            for (what, axis), items in zip(axes.items(), found, strict=True)
+        ),
+    )
+
+
+def _held_out_table(what: str, items: Iterable[HeldOut]) -> Table:
+    head = (
+        "constant",
+        f"{what} left out",
+        "rows",
+        "others",
+        "factor",
+        "shipped %",
+        "refitted %",
+        "neutral %",
+        "neutral is",
+    )
+    lines = [
+        (
+            item.chosen.name,
+            item.left_out,
+            item.num_rows,
+            item.num_others,
+            f"{item.factor:.2f}",
+            *_errors(item),
+        )
+        for item in items
+    ]
+    return Table(head, lines, numeric=head[2:-1])
+
+
+def _errors(item: HeldOut) -> tuple[str, ...]:
+    errors = (item.shipped, item.refitted, item.neutral)
+    return (*(f"{100 * error:.1f}" for error in errors), item.chosen.without)
+
+
 def plot(outcomes: Sequence[Outcome], path: Path) -> None:
     """Draw predicted over measured of every row, a column of dots for each group, coloured by source."""
     import matplotlib as mpl
@@ -96,15 +157,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("rows", type=Path, help="measurements, a row each")
     parser.add_argument("--hardware", type=Path, help="folder of topology files; by default that of the rows")
     parser.add_argument("--out", type=Path, default=Path("validation"), help="folder of the report")
+    parser.add_argument("--left-out", action="store_true", help="judge constants by who had no say in them")
     options = parser.parse_args(arguments)
     sites = Sites(options.hardware or options.rows.parent)
-    outcomes: list[Outcome] = [(row, outcome(row, sites)) for row in read_rows(options.rows)]
+    rows = read_rows(options.rows)
+    outcomes: list[Outcome] = [(row, outcome(row, sites)) for row in rows]
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        plot(outcomes, options.out / "errors.png")
-        made = report(outcomes)
-        text = made.to_markdown() + "\n![Predicted over measured, by group](errors.png)\n"
-        (options.out / "report.md").write_text(text, encoding="utf-8")
+        if options.left_out:
+            # All machines were met above.
+            made = left_out_report(rows, sites)
+            (options.out / "left_out.md").write_text(made.to_markdown(), encoding="utf-8")
+        else:
+            made = report(outcomes)
+            plot(outcomes, options.out / "errors.png")
+            text = made.to_markdown() + "\n![Predicted over measured, by group](errors.png)\n"
+            (options.out / "report.md").write_text(text, encoding="utf-8")
     except OSError as error:
         raise MachineError(f"cannot write {options.out}: {error.strerror}") from error
     stdout.print(made)

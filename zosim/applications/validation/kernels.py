@@ -30,14 +30,16 @@ def _elementwise(row: MeasuredRow) -> Work:
 
 
 def _attention(row: MeasuredRow) -> Work:
+    heads = row.count("heads")
     part = Attention(
-        num=row.count("batch") * row.count("heads"),
+        num=row.count("batch") * heads,
         query=row.count("seq"),
         key=row.count("seq"),
         head_dim=row.count("head_dim"),
         materialised=row["attention_kernel"] == "eager",
         causal_skip=row.flag("causal") and row["attention_kernel"] != "eager",
         kernel=next((kernel for kernel in get_args(AttentionKernel) if kernel == row["code"]), None),
+        sharing=max(1, heads // row.count_or("kv_heads", heads)),
     )
     return Work(dtype=row.dtype, attention=(part,), num_kernels=1)
 

@@ -53,10 +53,13 @@ def _pass_works(row: MeasuredRow, model: ModelSpec, *, num_rows: int, length: in
     for segment in model.segments:
         rows = 1 if segment == HEAD else num_rows
         work = forward_work(model, segment, batch=batch, seq=rows, dtype=dtype, attention=attention)
-        if num_rows < length:
-            seen = tuple(part.model_copy(update={"key": length}) for part in work.attention)
-            work = work.model_copy(update={"attention": seen})
-        if code_of(row["code"]).fuses_passes and segment not in (EMBED, HEAD):
+        fuses_passes = code_of(row["code"]).fuses_passes
+        changed = {"key": length} if num_rows < length else {}
+        if fuses_passes:
+            changed["sharing"] = model.num_heads // model.num_key_value_heads
+        seen = tuple(part.model_copy(update=changed) for part in work.attention)
+        work = work.model_copy(update={"attention": seen})
+        if fuses_passes and segment not in (EMBED, HEAD):
             work = _with_few_passes(work, model, batch * rows)
         yield work
 

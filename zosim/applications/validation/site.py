@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -89,6 +89,14 @@ class Sites:
             profiles = Profiles(topology, path=self.profile, is_host=name == HOST)
             self._known[name] = Site(name, topology, profiles)
         return self._known[name]
+
+    def renewed(self) -> Sites:
+        """Return the same machines without what their devices were found to do: their profiles are made again."""
+        known = {
+            name: replace(site, profiles=replace(site.profiles, _known={}))
+            for name, site in self._known.items()
+        }
+        return replace(self, _known=known)
 
 
 def bounded(seconds: Callable[[Bound], float]) -> Forecast:
