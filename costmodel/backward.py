@@ -184,10 +184,27 @@ def optimizer_bytes(num_parameters: int, optimizer: Optimizer, dtype: DType = "f
     return num_parameters * FORMATS[_STATE_DTYPE].element_bytes * (_STATE_TENSORS[optimizer] + has_copy)
 
 
+_FOREACH_PASSES = 18
+"""Tensors that Adam's update reads and writes where every operation is a pass of its own: moving both means (3, 2 and 3), a root
+into a copy (2), its scaling and its epsilon (2 each), the weights (4). From ``torch.optim.adam._multi_tensor_adam``."""
+
+
 def optimizer_work(
-    num_parameters: int, optimizer: Optimizer, *, dtype: DType = "float32", num_tensors: int = 1
+    num_parameters: int,
+    optimizer: Optimizer,
+    *,
+    dtype: DType = "float32",
+    num_tensors: int = 1,
+    foreach: bool = False,
 ) -> Work:
-    """Return the work of an update: weights, gradients and state read once, weights and state written once."""
+    """Return the work of an update: weights, gradients and state read once, weights and state written once.
+
+    With `foreach` Adam does each operation on all tensors before the next.
+    """
     width = FORMATS[dtype].element_bytes
     state = 2 * optimizer_bytes(num_parameters, optimizer, dtype)
+    if foreach and optimizer == "adam":
+        passes = _FOREACH_PASSES * FORMATS[_STATE_DTYPE].element_bytes
+        copied = 2 * width if dtype != _STATE_DTYPE else 0
+        return Work(dtype=dtype, sweep_bytes=(passes + copied) * num_parameters, num_kernels=num_tensors)
     return Work(dtype=dtype, sweep_bytes=3 * width * num_parameters + state, num_kernels=num_tensors)

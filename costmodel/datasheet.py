@@ -7,11 +7,12 @@ sources, and a calibration replaces them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from costmodel.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
 from costmodel.distributions import DrawClass
 from costmodel.formats import COMPUTE_FORMATS, FORMATS, DType
-from costmodel.gpus import architecture_of, clocks_per_s, sustained_flop_per_s
+from costmodel.gpus import architecture_of, clocks_per_s, stacks_bytes, sustained_flop_per_s
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from topology import Topology
 from topology.errors import TopologyError
@@ -114,6 +115,12 @@ _GPU_DRAW_SOURCE = (
     "per multiprocessor and clock, whatever the format: torch drew 2^30 fp16 normals in 2.3-2.4 ms on a Hopper GPU of 132 "
     "multiprocessors (https://github.com/flagos-ai/FlagGems, pull requests 1247 and 1562); signs assumed twice as fast"
 )
+_CONTEXT: Spread = (0.60e9, 0.30e9, 1.15e9)
+_CONTEXT_SOURCE = (
+    "the stacks of all threads, and besides what an A10 showed: 707 MB of a process, 542 MB more that the driver reserves and old "
+    "tools count (https://github.com/mayooot/detect-gpu/issues/3); the least is that of kernels loaded when needed "
+    "(https://github.com/pytorch/pytorch/issues/107667)"
+)
 _ATTENTION_SPREAD = (0.80, 1.15)
 _ATTENTION_KERNELS_SOURCE = "papers of the kernels, costmodel.gpus"
 
@@ -175,7 +182,6 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "allocation_s_per_byte": (0.02e-9, 0.0, 0.2e-9),
         "instruction_s": (30e-6, 5e-6, 200e-6),
         "step_s": (1e-3, 0.1e-3, 10e-3),
-        "context_bytes": (0.75e9, 0.45e9, 1.3e9),
         "allocator_slack": (0.10, 0.0, 0.40),
         "allocation_granularity": (512.0, 512.0, 512.0),
     },
@@ -206,8 +212,7 @@ _HOST_SOURCES = {
     "call_s.embed": "assumed: the model's code from its entry to the first block",
     "call_s.block": "assumed: a block's Python modules",
     "call_s.head": "assumed: the model's code from the last block to the loss",
-    "context_bytes": "CUDA context with cuBLAS and its workspaces, and what the driver reserves, 0.45-1.3 GB as NVML counts it; on a CPU "
-    "reported with the process",
+    "context_bytes": "a CPU's is reported with the process",
     "allocator_slack": "assumed: blocks of temporaries that torch's caching allocator split and cannot join",
     "allocation_granularity": "torch's CUDA allocator rounds to 512 B (c10/cuda/CUDACachingAllocator), its CPU one to 64 B",
     "allocation_s_per_byte": "page faults on a CPU, mapping pages of 2 MiB on a GPU",
@@ -326,6 +331,9 @@ def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
         if burst > 1:
             yield _constant(f"burst.{dtype}", (burst,) * 3, "costmodel.gpus.sustained_flop_per_s")
     yield from _int8_rate(spec)
+    stacks = stacks_bytes(spec)
+    value, low, high = _CONTEXT
+    yield _constant("context_bytes", (value + stacks, low + stacks, high + stacks), _CONTEXT_SOURCE)
     units = float(spec.num_cores)
     yield _constant("multiprocessors", (units, units, units), f"data sheet of {spec.name}")
     memory = spec.memory_bandwidth_bytes_per_s
@@ -374,13 +382,22 @@ def _slower(constant: Constant, times: float) -> Constant:
 
 def in_bursts(profile: Profile) -> Profile:
     """Return a profile for what is too short for the power limit: single kernels, one pass."""
-    faster = []
+    return _with_bursts(profile, 1)
+
+
+def sustained(profile: Profile) -> Profile:
+    """Return the profile of long steps that a profile of bursts belongs to, as :func:`in_bursts` made it."""
+    return _with_bursts(profile, -1)
+
+
+def _with_bursts(profile: Profile, power: Literal[1, -1]) -> Profile:
+    changed = []
     for constant in profile.constants:
         burst = profile.values().get(f"burst.{constant.name.split('.')[1]}") if "." in constant.name else None
         if burst is not None and constant.kind in _POWERED:
-            ends = {end: getattr(constant, end) * burst for end in ("value", "low", "high")}
-            faster.append(constant.model_copy(update=ends))
-    return profile.with_constants(*faster, origin=profile.origin) if faster else profile
+            ends = {end: getattr(constant, end) * burst**power for end in ("value", "low", "high")}
+            changed.append(constant.model_copy(update=ends))
+    return profile.with_constants(*changed, origin=profile.origin) if changed else profile
 
 
 def _attention_constants(spec: DeviceSpec) -> Iterator[Constant]:

@@ -40,6 +40,9 @@ class Architecture:
         for its exponential, maximum and sum. The two are not done at once, except in FlashAttention 3.
     cache_mib : float
         L2 cache, of the largest of these products.
+    threads : int
+        Threads that one multiprocessor keeps at a time (CUDA C++ Programming Guide, technical specifications per compute
+        capability).
     flop_j : float
         Energy of one operation of a half-precision product on random numbers, what feeds it included, in joules.
     """
@@ -51,6 +54,7 @@ class Architecture:
     attention: Mapping[AttentionWay, tuple[float, float]] = field(default_factory=dict)
     cache_mib: float = 4.0
     flop_j: float = 0.0
+    threads: int = 2048
 
 
 _FA2: Mapping[AttentionWay, tuple[float, float]] = {
@@ -88,7 +92,14 @@ ARCHITECTURES = (
     Architecture("pascal", r"\bP100\b", 128, "volta", {}, cache_mib=4),
     Architecture("volta", r"\bV100S?\b|TITAN V\b", 128, "volta", _EARLY, flop_j=1.6e-12, cache_mib=6),
     Architecture(
-        "turing", r"\bT4\b|TITAN RTX|RTX 20\d\d|Quadro RTX", 128, "volta", _EARLY, flop_j=1.4e-12, cache_mib=6
+        "turing",
+        r"\bT4\b|TITAN RTX|RTX 20\d\d|Quadro RTX",
+        128,
+        "volta",
+        _EARLY,
+        flop_j=1.4e-12,
+        cache_mib=6,
+        threads=1024,
     ),
     Architecture("ampere", r"\bA100\b|\bA800\b|\bA30\b", 128, "ampere", _FA2, flop_j=1.2e-12, cache_mib=40),
     Architecture(
@@ -99,9 +110,17 @@ ARCHITECTURES = (
         _FA2,
         flop_j=1.5e-12,
         cache_mib=6,
+        threads=1536,
     ),
     Architecture(
-        "ada", r"\bAda\b|RTX 40\d\d|\bL40S?\b|\bL4\b", 256, "ampere", _FA2, flop_j=0.8e-12, cache_mib=72
+        "ada",
+        r"\bAda\b|RTX 40\d\d|\bL40S?\b|\bL4\b",
+        256,
+        "ampere",
+        _FA2,
+        flop_j=0.8e-12,
+        cache_mib=72,
+        threads=1536,
     ),
     Architecture("hopper", r"\bG?H(100|200|20|800)\b", 256, "hopper", _HOPPER, flop_j=0.85e-12, cache_mib=50),
     Architecture(
@@ -136,6 +155,17 @@ def clocks_per_s(spec: DeviceSpec) -> float:
     """
     architecture = architecture_of(spec)
     return spec.peak_flop_per_s("fp32") / (256 if architecture is None else architecture.float32_per_clock)
+
+
+_STACK_BYTES = 1024
+"""Of a thread, unless a program asks for more (``cudaLimitStackSize``)."""
+
+
+def stacks_bytes(spec: DeviceSpec) -> int:
+    """Return what a context sets aside for the stacks of all threads that a GPU keeps at a time."""
+    architecture = architecture_of(spec)
+    threads = 2048 if architecture is None else architecture.threads
+    return round(spec.num_cores) * threads * _STACK_BYTES
 
 
 def sustained_flop_per_s(spec: DeviceSpec) -> float:

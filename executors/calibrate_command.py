@@ -14,8 +14,11 @@ from zosim.console import emit, progress, stderr
 from zosim.documents import check_writable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from costmodel.calibration import FitReport
     from costmodel.profile import Profile
+    from zosim.applications.validation.learning import Lesson
 
 
 def calibrate(
@@ -39,9 +42,14 @@ def calibrate(
     evidence: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Learn from runs instead: files of `zosim evidence make`, one --evidence each.",
+            help="Learn from runs instead: files of `zosim evidence make`, one --evidence each; or from measured kernels and "
+            "copies of one device: a CSV file with rows as `zosim validate` takes them, topology files beside it.",
             show_default=False,
         ),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="Machine whose rows of such a CSV file count; by default all.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
@@ -50,11 +58,22 @@ def calibrate(
         raise ProfileError(
             "--rows and --evidence are two ways to make a profile", hint="leave one of them out"
         )
+    is_table = evidence is not None and any(path.suffix.lower() == ".csv" for path in evidence)
+    if hardware is not None and not is_table:
+        raise ProfileError("--hardware without rows", hint="it chooses rows of --evidence FILE.csv")
     check_writable(output)
+    if evidence and is_table:
+        if len(evidence) > 1:
+            raise ProfileError("rows are learnt from one file at a time", hint="name one --evidence FILE.csv")
+        from zosim.applications.validation.learning import learned_from_rows
+
+        learnt, report, lessons = learned_from_rows(evidence[0], hardware)
+        _show_fit(learnt, report, lessons, output=output, kept=None, as_json=as_json)
+        return
     if evidence:
         from zosim.applications.evidence.learning import learned
 
-        _show_fit(*learned(evidence), output=output, kept=None, as_json=as_json)
+        _show_fit(*learned(evidence), (), output=output, kept=None, as_json=as_json)
         return
     if rows is not None:
         from zosim.registry import CALIBRATIONS, load, registered
@@ -78,11 +97,19 @@ def calibrate(
             budget_s=budget,
             on_share=lambda share: bar.update(task, completed=round(100 * share)),
         )
-    _show_fit(profile, fit, output=output, kept=save_host_profile(profile) if save else None, as_json=as_json)
+    _show_fit(
+        profile, fit, (), output=output, kept=save_host_profile(profile) if save else None, as_json=as_json
+    )
 
 
 def _show_fit(
-    profile: Profile, fit: FitReport, *, output: Path | None, kept: Path | None, as_json: bool
+    profile: Profile,
+    fit: FitReport,
+    lessons: Sequence[Lesson],
+    *,
+    output: Path | None,
+    kept: Path | None,
+    as_json: bool,
 ) -> None:
     """Write a fitted profile where it was asked for, and print it."""
     if output is not None:
@@ -95,5 +122,6 @@ def _show_fit(
         "fit": fit,
         "median_error": fit.median_error,
         "num_measurements": len(fit.residuals),
+        "lessons": lessons,
     }
-    emit(data, json=as_json, text=calibration_view(profile, fit))
+    emit(data, json=as_json, text=calibration_view(profile, fit, lessons))

@@ -9,8 +9,11 @@ from topology.units import format_bytes, format_seconds
 from zosim.report import Report, Table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from costmodel.calibration import FitReport, Residual
     from costmodel.profile import Profile
+    from zosim.applications.validation.learning import Lesson
 
 
 def summary_view(summary: dict[str, Any]) -> Table:
@@ -64,8 +67,11 @@ def _residual_row(row: Residual) -> tuple[str, str, str, str]:
     return row.name, measured, predicted, f"{row.relative_error:+.1%}"
 
 
-def calibration_view(profile: Profile, fit: FitReport) -> Report:
-    """Return the constants of a fitted profile, and how well they explain what was measured."""
+def calibration_view(profile: Profile, fit: FitReport, lessons: Sequence[Lesson] = ()) -> Report:
+    """Return the constants of a fitted profile, how well they explain what was measured, and what taught them."""
+    taught = [
+        (each.name, f"{each.before:.4g}", f"{each.after:.4g}", each.unit, each.said_by) for each in lessons
+    ]
     constants = [
         (c.name, f"{c.value:.4g}", f"{c.low:.4g} to {c.high:.4g}", c.unit, fit.unidentified.get(c.name, ""))
         for c in profile.constants
@@ -99,6 +105,11 @@ def calibration_view(profile: Profile, fit: FitReport) -> Report:
             )
             for title, verb, rows in parts
             if rows
+        ),
+        *(
+            [Table(("learnt", "before", "after", "unit", "from"), taught, numeric=("before", "after"))]
+            if taught
+            else []
         ),
         f"median error of the fit: {fit.median_error:.1%} over {len(fit.residuals)} measurements",
     )

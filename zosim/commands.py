@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +14,15 @@ from topology.errors import PlanError
 from topology.units import format_seconds
 from zosim import face
 from zosim.analysis.trace import save_trace
-from zosim.applications.first_order.options import FirstOrderName, first_order_of, no_first_order
+from zosim.applications.first_order.options import (
+    FirstOrderName,
+    Foreach,
+    Recompute,
+    Sharding,
+    ShardingName,
+    first_order_of,
+    no_first_order,
+)
 from zosim.applications.first_order.report import baseline_subject, comparison_data, comparison_view
 from zosim.applications.published_code import all_as_published
 from zosim.console import emit, stderr
@@ -116,13 +124,23 @@ def lower(
     ] = None,
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of the first-order step.")] = 1,
     schedule: Annotated[str, typer.Option(help="Their order: gpipe or 1f1b.")] = "gpipe",
+    recompute: Recompute = False,
+    sharding: Sharding = ShardingName.NONE,
+    foreach: Foreach = False,
 ) -> None:
     """Write a plan's programs, one instruction to a line, or check what was edited."""
     subject = subject_of(Plan.load(plan_file), program=check)
+    asked: dict[str, Any] = {
+        "num_microbatches": microbatches,
+        "schedule": schedule,
+        "recompute": recompute,
+        "sharding": sharding,
+        "foreach": foreach,
+    }
     if first_order is not None:
-        subject = baseline_subject(subject, first_order_of(first_order, microbatches, schedule))
+        subject = baseline_subject(subject, first_order_of(first_order, **asked))
     else:
-        no_first_order(microbatches, schedule)
+        no_first_order(**asked)
     programs = subject.programs
     if rank is not None and rank >= programs.world_size:
         raise PlanError(f"--rank {rank} of {programs.world_size} ranks", hint="ranks count from 0")
@@ -180,6 +198,9 @@ def simulate(
     ] = None,
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of the first-order step.")] = 1,
     schedule: Annotated[str, typer.Option(help="Their order: gpipe or 1f1b.")] = "gpipe",
+    recompute: Recompute = False,
+    sharding: Sharding = ShardingName.NONE,
+    foreach: Foreach = False,
     samples: Annotated[
         int, typer.Option(min=1, help="Samples whose last messages aq-sgd keeps; a batch at least.")
     ] = 1,
@@ -189,8 +210,16 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Predict a plan's step time and memory, event by event."""
+    asked: dict[str, Any] = {
+        "num_microbatches": microbatches,
+        "schedule": schedule,
+        "num_samples": samples,
+        "recompute": recompute,
+        "sharding": sharding,
+        "foreach": foreach,
+    }
     if first_order is None:
-        no_first_order(microbatches, schedule, samples)
+        no_first_order(**asked)
         if first_order_trace is not None:
             raise PlanError("--first-order-trace without --first-order", hint="such as --first-order sgd")
     subject = face.simulate(
@@ -221,7 +250,7 @@ def simulate(
     )
     view = simulation_view(subject, prediction)
     if first_order is not None:
-        settings = first_order_of(first_order, microbatches, schedule, samples)
+        settings = first_order_of(first_order, **asked)
         baseline = baseline_subject(subject, settings)
         if first_order_trace is not None:
             save_trace(baseline.timeline, first_order_trace)

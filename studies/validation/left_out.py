@@ -208,7 +208,7 @@ CHOSEN = (
         "FlashAttention 2",
         factors=(0.0, 1.0),
     ),
-    Chosen("context", _MEMORY, _gpu_constant("context_bytes"), 0.45 / 0.75, "the least that is known"),
+    Chosen("context", _MEMORY, _number(datasheet, "_CONTEXT"), 0.5, "the least that is known"),
     Chosen("slack of temporaries", _MEMORY, _gpu_constant("allocator_slack"), 0.0, "none"),
 )  # fmt: skip
 """As listed in docs/validation.md."""

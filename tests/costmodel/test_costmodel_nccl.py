@@ -8,7 +8,7 @@ import pytest
 
 from costmodel.gpus import ARCHITECTURES, architecture_of, clocks_per_s
 from costmodel.nccl import Communicator
-from topology.documents import load_preset
+from topology.documents import catalogue, load_preset
 
 A100 = Communicator(8, 1, "nvlink", "ampere", 240e9, 270e9)
 US = 1e-6
@@ -59,18 +59,24 @@ def test_messages_go_in_ll_up_to_16_kib() -> None:
     assert A100.message_s(2**20) == pytest.approx(11.8 * US + 2**20 / 270e9)
 
 
-def test_every_gpu_of_the_presets_is_of_one_known_architecture() -> None:
+def test_every_gpu_of_the_catalogue_is_of_one_known_architecture() -> None:
     import re
 
+    for spec in catalogue().devices.values():
+        if spec.kind == "gpu":
+            assert sum(re.search(item.names, spec.name) is not None for item in ARCHITECTURES) == 1, spec.name
     names = ("dgx-h100", "a100-80gb-milan", "h20-4x-milan", "rtx4090-2x", "dgx-1v", "h200-1x")
-    known = []
-    for name in names:
-        spec = load_preset(name).device_spec("gpu0")
-        assert sum(re.search(item.names, spec.name) is not None for item in ARCHITECTURES) == 1, spec.name
-        architecture = architecture_of(spec)
-        assert architecture is not None
-        known.append(architecture.name)
-    assert known == ["hopper", "ampere", "hopper", "ada", "volta", "hopper"]
+    known = [architecture_of(load_preset(name).device_spec("gpu0")) for name in names]
+    assert [item and item.name for item in known] == ["hopper", "ampere", "hopper", "ada", "volta", "hopper"]
+
+
+def test_rings_across_hosts_post_every_step_to_the_network() -> None:
+    """Sixteen ranks on two hosts in LL: 28 steps of a post, 2 us, and two of 2.7 us."""
+    far = replace(A100, num_ranks=16, num_hosts=2)
+    assert far._latency_us(("ring", "LL"), "all_reduce", 8) == pytest.approx(6.6 + 28 * 2 + 2 * 2.7)
+    # One rank on each host: the network's latency as of a tree.
+    alone = replace(A100, num_ranks=2, num_hosts=2)
+    assert alone._latency_us(("ring", "LL"), "all_reduce", 8) == pytest.approx(6.6 + 2 * 5.0)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,12 @@ from topology import load_preset
 from topology.errors import Hazard, PlanError
 from zosim.analysis.counts import step_counts
 from zosim.analysis.trace import chrome_trace
+from zosim.applications.first_order.options import (
+    FirstOrderName,
+    ShardingName,
+    first_order_of,
+    no_first_order,
+)
 from zosim.applications.first_order.programs import PRESETS, FirstOrder, lower_first_order
 from zosim.applications.first_order.report import baseline_subject
 from zosim.applications.first_order.settings import num_kept_at_once, turns
@@ -399,3 +405,34 @@ def test_recomputing_keeps_inputs_alone_and_runs_blocks_again():
     forward = flops(plain, "block.1/forward[m0]")
     assert flops(again, "block.1/backward[m0]") == flops(plain, "block.1/backward[m0]") + forward
     assert flops(again, "head/backward[m0]") == flops(plain, "head/backward[m0]")
+
+
+def test_options_of_a_first_order_step_change_what_they_say():
+    def of(**stated):
+        subject = subject_of(
+            plan_of((), data=2, batch=2, seq=1), first_order_of(FirstOrderName.ADAM, **stated)
+        )
+        swept = sum(item.work.sweep_bytes for item in subject.programs.program_of(0).step)
+        return subject.step_time_s, subject.footprints.largest.device_bytes, swept
+
+    usual = of()
+    recomputed, shared, unfused = of(recompute=True), of(sharding=ShardingName.FULL), of(foreach=True)
+    assert recomputed[0] > usual[0]
+    assert recomputed[1] < usual[1]
+    assert shared[1] < usual[1]
+    # A copy of a moment beside so little that is kept, and 18 passes for 7.
+    assert unfused[1] > usual[1]
+    assert unfused[2] > 2 * usual[2]
+
+
+def test_what_is_about_a_first_order_step_asks_for_one():
+    no_first_order(num_microbatches=1, schedule="gpipe", recompute=False, sharding=ShardingName.NONE)
+    for stated, words in (
+        ({"recompute": True}, "--recompute without"),
+        ({"sharding": ShardingName.FULL}, "--sharding full without"),
+        ({"num_microbatches": 2}, "--microbatches 2 without"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            no_first_order(**stated)
+    with pytest.raises(PlanError, match="--foreach with --first-order sgd"):
+        first_order_of(FirstOrderName.SGD, foreach=True)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from topology.documents import load_preset, preset_names
 from topology.errors import ZosimError
+from zosim.applications.validation.learning import learned_from_rows
 from zosim.applications.validation.predicting import PREDICTORS, outcome
 from zosim.applications.validation.rows import Forecast, MeasuredRow, read_rows
 from zosim.applications.validation.scoring import scores
@@ -201,3 +203,83 @@ def test_published_code_passes_over_parameters_more_often(tmp_path: Path) -> Non
         for code in ((), ("--code", "published"))
     )
     assert published["step_time_s"] > 1.1 * ours["step_time_s"]
+
+
+GPU_PRESETS = [
+    name for name in preset_names() if load_preset(name).compute_devices[0].kind == "gpu"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GPU_PRESETS)
+def test_no_kernel_beats_the_peak_or_the_memory_of_its_device(name: str) -> None:
+    topology = load_preset(name)
+    spec = topology.device_spec(topology.compute_devices[0].id)
+    sites, memory = Sites(), spec.memory_bandwidth_bytes_per_s
+    peak = spec.peak_flop_per_s("fp16")
+
+    def least_s(kind: str, **cells: object) -> float:
+        row = MeasuredRow(
+            {"kind": kind, "hardware": name, "dtype": "float16", **{k: str(v) for k, v in cells.items()}},
+            "here",
+        )
+        said = outcome(row, sites)
+        assert isinstance(said, Forecast), said
+        assert said.low <= said.predicted <= said.high
+        return said.predicted
+
+    for m in (1, 100, 128, 130, 512, 8192):
+        n, k = 11008, 4096
+        seconds = least_s("matmul", m=m, n=n, k=k)
+        assert seconds > 2 * m * n * k / peak
+        assert seconds > 2 * (m * k + k * n + m * n - _CACHED) / memory
+    for head_dim, heads in ((32, 64), (80, 32), (128, 16), (256, 8)):
+        for seq in (128, 1024, 8192):
+            for code in ("", "fa2", "fa3", "cudnn"):
+                shape = {
+                    "batch": 32768 // seq,
+                    "heads": heads,
+                    "seq": seq,
+                    "head_dim": head_dim,
+                    "causal": "true",
+                }
+                seconds = least_s("attention", code=code, attention_kernel="fused", **shape)
+                tokens = 32768 * heads * head_dim
+                assert seconds > 2 * tokens * seq / peak
+                assert seconds > 4 * 2 * tokens / memory
+    assert least_s("elementwise", bytes=2**32) > 2**32 / memory
+
+
+_CACHED = 50 * 2**20
+"""Elements that the largest cache of a preset's GPU keeps at most."""
+
+
+def test_a_table_of_kernels_teaches_a_profile_and_says_what_by_whom(tmp_path: Path) -> None:
+    """Products that take a third longer than said, by one source, and copies at half the rate, by another."""
+    sites, lines = Sites(), []
+    for m, n in ((4096, 4096), (8192, 8192), (8192, 4096), (2048, 8192)):
+        cells = {**MATMUL, "m": str(m), "n": str(n), "source": "one"}
+        lines.append(cells | {"measured": str(1.33 * _forecast("matmul", **cells).predicted)})
+    for size in (1 << 28, 1 << 30):
+        cells = {"kind": "copy", "hardware": PRESET, "direction": "h2d", "bytes": str(size), "source": "two"}
+        lines.append(cells | {"measured": str(2 * _forecast("copy", **cells).predicted)})
+    lines.append({**MATMUL, "hardware": "h200-1x", "measured": "0.001", "source": "three"})
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, sorted({name for cells in lines for name in cells}))
+        writer.writeheader()
+        writer.writerows(lines)
+    with pytest.raises(ZosimError, match="several devices"):
+        learned_from_rows(path)
+    with pytest.raises(ZosimError, match="no measured kernel or copy of dgx-1v"):
+        learned_from_rows(path, "dgx-1v")
+    profile, report, lessons = learned_from_rows(path, PRESET)
+    before = sites.of(PRESET).profile
+    said = {lesson.name: lesson for lesson in lessons}
+    rate, copying = "matmul_rate.float16", "copy_h2d_bandwidth"
+    assert profile.constant(rate).value == pytest.approx(before.constant(rate).value / 1.33, rel=0.05)
+    assert profile.constant(copying).value == pytest.approx(before.constant(copying).value / 2, rel=0.05)
+    assert said[rate].said_by == "one (4)"
+    assert said[copying].said_by == "two (2)"
+    assert "one (4)" in profile.constant(rate).source
+    assert profile.constant("dispatch_s") == before.constant("dispatch_s")
+    assert report.median_error < 0.05

@@ -82,6 +82,21 @@ class FirstOrderLayout:
         size = optimizer_bytes(num_own, self.settings.optimizer, self._dtype)
         return (Access(f"optimizer.{group.name}", Named(f"state:{group.name}"), step, size),) if size else ()
 
+    @cached_property
+    def update_copy_bytes(self) -> int:
+        """Bytes of the copy that an update makes of one moment, beyond those of the activations whose place it takes.
+
+        What a program takes is counted as if all was there at once, see :func:`~zosim.planning.footprint.footprint`.
+        """
+        if not self.settings.foreach or self.settings.optimizer != "adam":
+            return 0
+        copied = sum(
+            optimizer_bytes(-(-group.num_parameters // self.num_shards), "momentum") for group in self.groups
+        )
+        numbers = range(min(self.num_kept, self.settings.num_microbatches))
+        gone = sum(self.kept_bytes(segment, number) for segment in self.segments for number in numbers)
+        return max(0, copied - gone)
+
     def whole(
         self, kind: Literal["gathered", "summand"], group: ParameterGroup, slot: int, left: str
     ) -> Access:

@@ -35,6 +35,9 @@ class FirstOrder(BaseModel):
         ``"full"`` shares weights, gradients and the optimizer's state out among the replicas (ZeRO's third stage, FSDP):
         a segment's weights are gathered before each forward and each backward, in the format of the products, and its
         gradients are summed into shares after each backward. ``"none"`` keeps all of them on every replica.
+    foreach : bool
+        Whether Adam goes over all parameters in one pass of each kind, as torch's does by default on GPUs: it then makes a
+        float32 copy of a moment, and more passes than a fused update. Activations are gone by then.
     sums_ends : bool
         Whether first and last stage sum the gradients of a table that both hold; otherwise they are two tables.
     """
@@ -50,6 +53,7 @@ class FirstOrder(BaseModel):
     dropout: bool = True
     recompute: bool = False
     sharding: Literal["none", "full"] = "none"
+    foreach: bool = False
     sums_ends: bool = True
 
     def describe(self) -> str:
@@ -59,6 +63,7 @@ class FirstOrder(BaseModel):
         words += [f"{self.gradient_codec} back"] if not codec_spec(self.gradient_codec).is_lossless else []
         words += ["activations computed again"] if self.recompute else []
         words += ["weights shared out among replicas"] if self.sharding == "full" else []
+        words += ["a pass over all parameters at a time"] if self.foreach else []
         words += [f"messages of {self.num_kept_samples} samples kept"] if self.num_kept_samples else []
         return ", ".join(words)
 

@@ -235,7 +235,9 @@ class FirstOrderWriter(Listing):
             optimizer,
             dtype=self.plan.weights.dtype,
             num_tensors=group.num_tensors,
+            foreach=self.settings.foreach,
         )
+        work = work.model_copy(update={"workspace_bytes": self.layout.update_copy_bytes})
         self.emit(
             f"{group.name}/optimize",
             Optimize(group.name, optimizer),
