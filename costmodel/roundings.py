@@ -8,6 +8,9 @@ of a linear loss needs [1]_:
 * ``c₂ = E[û₁·û₂] = E[clamp(u)²]`` of two independent roundings of one ``u`` (Q-RGE2), which estimate ``c₂·∇``.
 * ``E[û⁴]`` and ``E[û₁²·û₂²]``, for the variance.
 
+A sparse direction is 0 but in each row (output channel) with the probability ``q``, and there ``û/√q``: its second moments are the
+same, its fourths ``1/q`` times as large.
+
 References
 ----------
 .. [1] QuZO, equations 3 to 10, which leave out scales and clamping; docs/low_bits.md has the derivation.
@@ -84,6 +87,8 @@ class RoundedDirection:
         Of the elements before.
     bits : int
         2 to 8.
+    sparsity : float
+        Probability ``1 - q`` that a row is 0.
 
     Examples
     --------
@@ -94,6 +99,7 @@ class RoundedDirection:
 
     distribution: DistributionName
     bits: int
+    sparsity: float = 0.0
 
     @property
     def highest(self) -> int:
@@ -102,20 +108,28 @@ class RoundedDirection:
 
     @property
     def reach(self) -> float:
-        """Value of the largest code: 1 for signs, which are then not rounded at all."""
+        """Largest number that is not clamped: 1 for signs, which are then not rounded at all."""
         return 1.0 if DISTRIBUTIONS[self.distribution].is_sign else REACHES[self.bits]
 
     @property
     def scale(self) -> float:
-        """Codes per unit, ``s``."""
+        """Codes per unit of what is rounded, ``s``."""
         return self.highest / self.reach
+
+    @property
+    def unit(self) -> float:
+        """Value of a code of 1, ``1/(s·√q)``."""
+        return 1 / (self.scale * math.sqrt(1 - self.sparsity))
 
     @cached_property
     def moments(self) -> Moments:
         """Moments of an element."""
         if DISTRIBUTIONS[self.distribution].is_sign:
-            return Moments(1.0, 1.0, 1.0, 1.0)
-        return normal_moments([code / self.scale for code in range(-self.highest, self.highest + 1)])
+            dense = Moments(1.0, 1.0, 1.0, 1.0)
+        else:
+            dense = normal_moments([code / self.scale for code in range(-self.highest, self.highest + 1)])
+        kept = 1 - self.sparsity
+        return dense._replace(fourth=dense.fourth / kept, cross_fourth=dense.cross_fourth / kept)
 
     def divisor(self, estimator: EstimatorName) -> float:
         """Return what the projected gradient is divided by before it goes into an update."""
@@ -125,15 +139,18 @@ class RoundedDirection:
         """Return the factor between an estimate of a linear loss's gradient, on average, and the gradient."""
         return {"normalised": 1.0, "q-rge1": self.moments.second, "q-rge2": self.moments.cross}[estimator]
 
-    def relative_energy(self, estimator: EstimatorName, num_elements: int) -> float:
+    def relative_energy(self, estimator: EstimatorName, num_elements: int, row_elements: int = 1) -> float:
         """Return ``E|ĝ|² / |E ĝ|²`` of an estimate of a linear loss's gradient, 1 plus its relative variance.
 
         Notes
         -----
         With ``d`` elements, ``(m₄ + (d - 1)·m₂²)/m₂²`` for one rounding used twice, divided or not, and
         ``(E[û₁²û₂²] + (d - 1)·m₂²)/c₂²`` for two. Since ``m₂ >= c₂``, two roundings are the noisier but for very few elements.
+        Elements of one row of `row_elements` are 0 together: of the ``d - 1`` others so many less one count ``1/q`` times.
         """
-        moments, others = self.moments, (num_elements - 1) * self.moments.second**2
+        together = row_elements - 1
+        num_others = num_elements - 1 - together + together / (1 - self.sparsity)
+        moments, others = self.moments, num_others * self.moments.second**2
         if estimator == "q-rge2":
             return (moments.cross_fourth + others) / moments.cross**2
         return (moments.fourth + others) / moments.second**2

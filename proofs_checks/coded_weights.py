@@ -18,7 +18,7 @@ from costmodel.roundings import RoundedDirection
 from executors.low_bits.coded import Coded, Moved
 from executors.low_bits.linear import Beside, CodedLinear, code_linears
 from executors.randomness.counter import CounterKey
-from executors.randomness.rounded import Chances, Purpose, RoundedDraws, rounding_key
+from executors.randomness.rounded import Chances, DrawKeys, RoundedDraws, rounding_key
 from executors.threads import DrawThreads
 from proofs_checks.exact import equal, exceeds, is_true
 from proofs_checks.mutation import Mutant
@@ -217,13 +217,12 @@ def check_beside_codes(_context: Context) -> Outcome:
 def drawn_codes(bits: int, count: int, seed: int) -> list[Tensor]:
     """Return two roundings of one direction of normals as a run draws them, in values."""
     rounding = RoundedDirection("gaussian", bits)
-    draws = RoundedDraws(rounding, [count], _CPU, DrawThreads(1))
-    purposes: tuple[Purpose, ...] = ("direction", "second direction")
+    draws = RoundedDraws(rounding, [torch.Size([count])], _CPU, DrawThreads(1))
     values = []
-    for purpose in purposes:
+    for is_second in (False, True):
         codes = torch.empty(count, dtype=torch.int8)
-        key = rounding_key(seed, 0, 0, purpose)
-        draws.fill_counted([codes], [0], CounterKey.of(seed, 0, 0), key)
+        keys = DrawKeys.of(seed, 0, 0, is_second=is_second)
+        draws.fill_counted([codes], [0], CounterKey.of(seed, 0, 0), keys)
         values.append(codes.double() / rounding.scale)
     return values
 

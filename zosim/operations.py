@@ -72,6 +72,8 @@ class Draw:
         Width of the codes that the direction is rounded to at random (:mod:`costmodel.roundings`); 0 where it is not.
     rounding : int
         Which of two independent roundings of one direction.
+    sparsity : float
+        Probability that a row of such codes is 0.
     rank : int
         Columns of the factors ``U`` and ``V`` of a distribution that has any, else 0.
     lazy_steps : int
@@ -88,6 +90,7 @@ class Draw:
     distribution: DistributionName = "gaussian"
     bits: int = 0
     rounding: int = 0
+    sparsity: float = 0.0
     rank: int = 0
     lazy_steps: int = 1
     for_update: bool = False

@@ -19,6 +19,9 @@ from topology.errors import ModelError
 Chances = Callable[[int, int], Tensor]
 """Takes a first and a last element of a weight, and returns a float32 number in [0, 1) for each between."""
 
+Rows = slice | Tensor
+"""Some rows of a weight: neighbours, or those of ascending numbers."""
+
 _PIECE_ELEMENTS = {"cpu": MOVED_ELEMENTS, "cuda": 1 << 22}
 """Elements that are coded or moved at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
 
@@ -119,7 +122,7 @@ class Coded:
 
     # -- values ------------------------------------------------------------------------------------------------
 
-    def levels(self, rows: slice = slice(None)) -> Tensor:
+    def levels(self, rows: Rows = slice(None)) -> Tensor:
         """Return what the codes of some rows stand for, before zero point and scale: int8 or int16, or float32."""
         symbols = _parted(self.codes[rows], self.coding.container_bits, self.shape[1])
         return self.grid.values(symbols)
@@ -142,7 +145,7 @@ class Coded:
         ModelError
             If a weight is not finite.
         """
-        for rows in self._pieces(all_rows=self.coding.scales == "tensor"):
+        for rows in self._pieces(self.shape[0], all_rows=self.coding.scales == "tensor"):
             part = weights[rows].to(torch.float32)
             if not bool(torch.isfinite(part).all()):
                 raise ModelError(
@@ -189,6 +192,7 @@ class Coded:
         factor: float,
         chances: Chances,
         *,
+        rows: Tensor | None = None,
         decay: float = 0.0,
         counted: Moved | None = None,
     ) -> None:
@@ -200,6 +204,9 @@ class Coded:
             int8 or floating-point, in the shape of the weight.
         factor, decay : float
         chances : callable
+            Of the elements of these rows, one after the other.
+        rows : torch.Tensor, optional
+            Numbers of the rows that change; by default all.
         counted : Moved, optional
             Is added to.
 
@@ -208,15 +215,17 @@ class Coded:
         The mean of the change is exact but for codes that saturate, and for the resolution of `chances`. On integers the
         change is rounded by itself, so that one of a millionth of a step is not lost in the float32 of the code.
         """
-        for rows in self._pieces():
-            levels = self.levels(rows).float()
+        num_rows, width = self.shape if rows is None else (len(rows), self.shape[1])
+        for piece in self._pieces(num_rows):
+            chosen = piece if rows is None else rows[piece]
+            levels = self.levels(chosen).float()
             grouped = levels.view(len(levels), -1, self._group)
-            change = direction[rows].view(grouped.shape) * (factor / self._of(self.scales, rows).float())
+            change = direction[chosen].view(grouped.shape) * (factor / self._of(self.scales, chosen).float())
             if decay:
-                origin = self._of(self.zeros, rows) if self.zeros is not None else 0.0
+                origin = self._of(self.zeros, chosen) if self.zeros is not None else 0.0
                 change += decay * (grouped - origin)
             change = change.view(levels.shape)
-            chance = chances(rows.start * self.shape[1], rows.stop * self.shape[1]).view(levels.shape)
+            chance = chances(piece.start * width, piece.stop * width).view(levels.shape)
             num = 0 if counted is None else int(torch.count_nonzero(change))
             if isinstance(self.grid, Integers):
                 # Away from 0 where the change and its chance reach the next whole number together.
@@ -231,9 +240,9 @@ class Coded:
                 counted.saturated += int(torch.count_nonzero(beyond))
                 # What saturates would have moved.
                 counted.unmoved += num - int(torch.count_nonzero(moved - levels + beyond))
-            self._write(rows, moved)
+            self._write(chosen, moved)
 
-    def _write(self, rows: slice, levels: Tensor) -> None:
+    def _write(self, rows: Rows, levels: Tensor) -> None:
         self.codes[rows] = _joined(self.grid.symbols(levels), self.coding.container_bits)
 
     # -- pieces ------------------------------------------------------------------------------------------------
@@ -242,16 +251,17 @@ class Coded:
     def _group(self) -> int:
         return self.coding.group_elements if self.coding.scales == "group" else self.shape[1]
 
-    def _of(self, scales: Tensor, rows: slice) -> Tensor:
+    def _of(self, scales: Tensor, rows: Rows) -> Tensor:
         """Return the scales or zero points of some rows, to broadcast over (rows, groups, elements)."""
         return (scales if self.coding.scales == "tensor" else scales[rows])[..., None]
 
-    def _pieces(self, *, all_rows: bool = False) -> Iterator[slice]:
-        """Yield some rows after the other."""
-        outputs, inputs = self.shape
-        num = outputs if all_rows else max(1, _PIECE_ELEMENTS.get(self.device.type, 1 << 20) // inputs)
-        for begin in range(0, outputs, num):
-            yield slice(begin, min(begin + num, outputs))
+    def _pieces(self, num_rows: int, *, all_rows: bool = False) -> Iterator[slice]:
+        """Yield some of so many rows after the other."""
+        num = (
+            num_rows if all_rows else max(1, _PIECE_ELEMENTS.get(self.device.type, 1 << 20) // self.shape[1])
+        )
+        for begin in range(0, num_rows, num):
+            yield slice(begin, min(begin + num, num_rows))
 
 
 def shapes_of(coding: Coding, shape: torch.Size) -> list[tuple[tuple[int, int], torch.dtype]]:

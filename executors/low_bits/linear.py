@@ -29,10 +29,13 @@ class Beside(NamedTuple):
     direction : torch.Tensor
         int8, in the shape of the weight.
     factor : float
+    rows : torch.Tensor or None
+        Rows of it that are not 0; None for all.
     """
 
     direction: Tensor
     factor: float
+    rows: Tensor | None = None
 
 
 class CodedLinear(nn.Linear):
@@ -75,7 +78,11 @@ class CodedLinear(nn.Linear):
             return self._multiplied_by_codes(input, coded)
         weight = coded.values(coded.scales.dtype)
         if self.beside is not None:
-            weight.add_(self.beside.direction, alpha=self.beside.factor)
+            direction, factor, rows = self.beside
+            if rows is None:
+                weight.add_(direction, alpha=factor)
+            else:
+                weight[rows] = weight[rows].add_(direction[rows], alpha=factor)
         if self.input_scales:
             codes, scales = coded_inputs(input, self.input_scales)
             input = (codes * scales).to(input.dtype)  # noqa: A001
@@ -92,7 +99,11 @@ class CodedLinear(nn.Linear):
         codes, scales = coded_inputs(inputs.reshape(-1, inputs.shape[-1]), self.input_scales)
         output = int_product(codes, coded.levels()).mul_(scales).mul_(coded.scales.float().T)
         if self.beside is not None:
-            output += int_product(codes, self.beside.direction).mul_(scales * self.beside.factor)
+            direction, factor, rows = self.beside
+            if rows is None:
+                output += int_product(codes, direction).mul_(scales * factor)
+            elif rows.numel():
+                output[:, rows] += int_product(codes, direction[rows]).mul_(scales * factor)
         if self.bias is not None:
             output += self.bias
         return output.to(inputs.dtype).view(*inputs.shape[:-1], -1)
@@ -108,9 +119,12 @@ def coded_inputs(inputs: Tensor, scope: InputScales) -> tuple[Tensor, Tensor]:
 
 def int_product(inputs: Tensor, weights: Tensor) -> Tensor:
     """Return ``inputs @ weights.T`` of int8 matrices as float32; the sums are exact, and rounded once."""
-    missing = -len(inputs) % _MULTIPLE.get(inputs.device.type, 1)
-    padded = nn.functional.pad(inputs, (0, 0, 0, missing)) if missing else inputs
-    return torch._int_mm(padded, weights.T)[: len(inputs)].float()
+    multiple = _MULTIPLE.get(inputs.device.type, 1)
+    left, right = (
+        nn.functional.pad(matrix, (0, 0, 0, missing)) if (missing := -len(matrix) % multiple) else matrix
+        for matrix in (inputs, weights)
+    )
+    return torch._int_mm(left, right.T)[: len(inputs), : len(weights)].float()
 
 
 def code_linears(blocks: Iterable[nn.Module], low_bits: LowBits, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -266,11 +267,21 @@ def tuned(
             "mezo",
             marks=pytest.mark.slow,
         ),
+        ({"weights": "int4", "sparsity": 0.8, "direction_bits": 3}, "opt", "mezo"),
+        (
+            {"weights": "int8", "activations": "int8-token", "sparsity": 0.5},
+            "llama-tied",
+            "counter",
+        ),
     ],
 )
 def test_every_placement_computes_the_same(low_bits, shape, rng):
+    # Weights that decay do so in all rows, those that do not only in the rows that a direction moves.
+    decay = 0.0 if "sparsity" in low_bits else 0.1
     found = {
-        name: tuned(low_bits, name, num_steps=2, shape=shape, rng=rng, estimator={"num_queries": 2})
+        name: tuned(
+            low_bits, name, num_steps=2, shape=shape, rng=rng, decay=decay, estimator={"num_queries": 2}
+        )
         for name in PLACEMENTS
     }
     assert all(one == found["resident"] for one in found.values())
@@ -285,14 +296,21 @@ def test_a_second_rounding_is_another_one():
     assert one[1] != two[1]
 
 
-@pytest.mark.parametrize("estimator", ["normalised", "q-rge1", "q-rge2"])
-def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator):
-    bits, epsilon, decay = 3, 1e-2, 0.1
+@pytest.mark.parametrize(
+    ("estimator", "sparsity"), [("normalised", 0), ("q-rge1", 0), ("q-rge2", 0), ("normalised", 0.75)]
+)
+def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity):
+    bits, epsilon, decay = 3, 1e-2, 0.0 if sparsity else 0.1
     model = model_of("opt-untied", num_hidden_layers=2)
     literal = copy.deepcopy(model)
     plan = plan_of(
         model,
-        low_bits={"weights": "int8", "direction_bits": bits, "estimator": estimator},
+        low_bits={
+            "weights": "int8",
+            "direction_bits": bits,
+            "estimator": estimator,
+            "sparsity": sparsity,
+        },
         estimator={"epsilon": epsilon},
     )
     (batch,) = batches(1)
@@ -305,14 +323,19 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator):
     rounding = RoundedDirection("gaussian", bits)
     chances = Chances([p.numel() for p in literal.parameters()], CPU)
     generator = torch.Generator().manual_seed(seed)
-    base, along = {}, {}
+    base, along, moved = {}, {}, {}
     for index, (name, parameter) in enumerate(literal.named_parameters()):
+        of_rows = chances.between(0, len(parameter), index, rounding_key(seed, 0, 0, "rows"))
+        moved[name] = of_rows >= sparsity
         normals = torch.normal(0.0, 1.0, parameter.shape, generator=generator).view(-1)
         for copy_of in ("direction", "second direction"):
             chance = chances.between(0, normals.numel(), index, rounding_key(seed, 0, 0, copy_of))
             scaled = (normals * rounding.scale).clamp(-rounding.highest, rounding.highest)
             codes = (scaled + chance).floor().clamp(-rounding.highest, rounding.highest)
-            along[name, copy_of] = (codes / rounding.scale).view(parameter.shape)
+            values = (codes / rounding.scale / math.sqrt(1 - sparsity)).view(parameter.shape)
+            along[name, copy_of] = torch.where(
+                moved[name].view(-1, *[1] * (values.ndim - 1)), values, torch.zeros(())
+            )
         held = left[name]
         base[name] = coded(held.coding, parameter.data) if isinstance(held, Coded) else parameter.data.clone()
     losses = []
@@ -337,8 +360,12 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator):
             assert torch.allclose(after[name], wanted, atol=1e-6)
             continue
         change = (values - wanted) / held.scales
-        chance = chances.between(0, change.numel(), index, rounding_key(seed, 0, 0, "update")).view(
-            change.shape
+        # A chance for each element of the rows that move.
+        rows = moved[name]
+        num = int(rows.sum()) * change.shape[1]
+        chance = torch.zeros(change.shape)
+        chance[rows] = chances.between(0, num, index, rounding_key(seed, 0, 0, "update")).view(
+            -1, change.shape[1]
         )
         whole = change.sign() * (change.abs() + chance).floor()
         levels = (held.levels() - whole).clamp(-127, 127)

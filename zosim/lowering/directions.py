@@ -285,6 +285,7 @@ class Directions:
             directions.distribution,
             0 if rounded is None else rounded.bits,
             rounding,
+            0.0 if rounded is None else rounded.sparsity,
             directions.rank or 0,
             directions.lazy_steps or 1,
             for_update,

@@ -49,6 +49,9 @@ class LowBits(Axis):
     estimator : str
         What a projected gradient along the rounded direction ``û₁`` is multiplied by: ``"q-rge1"`` by ``û₁``, ``"q-rge2"``
         by another rounding ``û₂`` of the same direction, ``"normalised"`` by ``û₁`` over its second moment.
+    sparsity : float
+        Probability that a row of a parameter's direction, an output channel, is 0 in a step. Others are ``1/√(1 - sparsity)``
+        times as long, so that directions are as long on average.
     activations : str
         Format of the inputs of coded linear layers: ``"none"``, or int8 with a scale for each token or one for all, as
         large as the inputs of each product make it.
@@ -103,6 +106,15 @@ class LowBits(Axis):
             "--estimator", "What the projected gradient along a rounded direction multiplies.", "numbers"
         ),
     ] = "normalised"
+    sparsity: Annotated[
+        float,
+        Field(ge=0, le=0.9999, allow_inf_nan=False),
+        Setting(
+            "--sparsity",
+            "Share of output channels that a step's direction leaves alone; others are perturbed by as much more.",
+            "numbers",
+        ),
+    ] = 0.0
     activations: Annotated[
         Literal["none", "int8-token", "int8-tensor"],
         Setting(
@@ -157,7 +169,8 @@ class LowBits(Axis):
             return
         scale = f"group of {self.group_elements}" if self.scales == "group" else self.scales
         yield f"{self.weights} linears (a scale per {scale}), the rest {plan.weights.dtype}"
-        yield f"{self.direction_bits}-bit directions, {self.estimator}"
+        sparse = f" in {1 - self.sparsity:.2%} of the channels" if self.sparsity else ""
+        yield f"{self.direction_bits}-bit directions{sparse}, {self.estimator}"
         activations = (
             "" if self.activations == "none" else f" of {self.activations.replace('-', ' per ')} inputs"
         )
@@ -270,4 +283,6 @@ class LowBits(Axis):
 
     def rounding(self, plan: Plan) -> RoundedDirection | None:
         """Return how directions are rounded; None where they are not."""
-        return RoundedDirection(plan.directions.distribution, self.direction_bits) if self.are_codes else None
+        if not self.are_codes:
+            return None
+        return RoundedDirection(plan.directions.distribution, self.direction_bits, self.sparsity)

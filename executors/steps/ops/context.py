@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from costmodel.roundings import RoundedDirection
 from executors.models.engine import ForwardEngine
 from executors.models.parameters import bind
+from executors.randomness.rounded import MovedRows, rounding_key
 from executors.ranks.messages import Packed
 from executors.steps.buffers import BufferStore, PlacedPart
-from executors.steps.frames import Hyperparameters, LoadedBatch
+from executors.steps.frames import Hyperparameters, LoadedBatch, StepFrame
 from executors.steps.streams import Backend
 from executors.threads import DrawThreads
 from zosim.contents import FrozenWeights, GroupWeights
+from zosim.operations import Draw
 from zosim.program import Program
+
+
+def rounding_of(op: Draw) -> RoundedDirection:
+    """Return how a draw's numbers are rounded to codes."""
+    return RoundedDirection(op.distribution, op.bits, op.sparsity)
 
 
 class Ranks(Protocol):
@@ -76,6 +85,25 @@ class Context:
         """Rows of token tables that the loaded batch names."""
         assert self.loaded.rows is not None
         return self.loaded.rows
+
+    @cached_property
+    def codes_drawn(self) -> dict[str, RoundedDirection]:
+        """How directions are rounded, of the groups whose directions are codes."""
+        draws = (i.op for _, i in self.program.instructions() if isinstance(i.op, Draw))
+        return {op.group: rounding_of(op) for op in draws if op.bits}
+
+    def moved_rows(self, group: str, parameter: int, frame: StepFrame, query: int) -> Tensor | None:
+        """Return the rows of a parameter that a step's direction moves; None for all."""
+        sparsity = self.codes_drawn[group].sparsity
+        if not sparsity:
+            return None
+        key = rounding_key(frame.seeds[query], frame.step, query, "rows")
+        return self._moved_rows.of(parameter, sparsity, key)
+
+    @cached_property
+    def _moved_rows(self) -> MovedRows:
+        shapes = [tensor.shape for tensor in self.engine.tensors if tensor.trainable]
+        return MovedRows(shapes, self.backend.device)
 
     def bind(self, places: Sequence[PlacedPart]) -> None:
         """Let the engine compute with what lies at these places, where it does not already."""

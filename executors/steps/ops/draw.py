@@ -20,11 +20,11 @@ from executors.randomness.low_rank import (
     fill_product,
     fill_product_rows,
 )
-from executors.randomness.rounded import Purpose, RoundedDraws, rounding_key
+from executors.randomness.rounded import DrawKeys, RoundedDraws
 from executors.randomness.walks import Walk
 from executors.steps.buffers import Part
 from executors.steps.frames import StepFrame
-from executors.steps.ops.context import Context
+from executors.steps.ops.context import Context, rounding_of
 from executors.steps.ops.operands import Action, Unfit, only, place_of
 from zosim.contents import GeneratorState, GroupWeights, is_scaled
 from zosim.instructions import Access, Instruction
@@ -43,11 +43,13 @@ class Draws:
         self._context = context
         self._store = context.store
         self._device = context.backend.device
-        trainable = [tensor.num_elements for tensor in context.engine.tensors if tensor.trainable]
-        self._counter = CounterDraws(trainable, self._device, threads=context.threads)
-        self._numels = trainable
+        trainable = [tensor for tensor in context.engine.tensors if tensor.trainable]
+        self._counter = CounterDraws(
+            [tensor.num_elements for tensor in trainable], self._device, threads=context.threads
+        )
+        self._shapes = [tensor.shape for tensor in trainable]
         self._factors: FactorDraws | None = None
-        self._rounded: dict[tuple[str, int], RoundedDraws] = {}
+        self._rounded: dict[RoundedDirection, RoundedDraws] = {}
 
     def draw(self, instruction: Instruction) -> Action:
         """Return what draws, if there is a step whose seed it draws from."""
@@ -96,24 +98,25 @@ class Draws:
         def draw(frame: StepFrame) -> None:
             if frame.at(op.step) is None or op.keep == "none":
                 return
-            key, rounding = counter_key(frame, op), _rounding_key(frame, op)
+            key, keys = counter_key(frame, op), _draw_keys(frame, op)
             if op.keep == "rows":
                 rows = self._context.rows
                 numbers = self._empty_rows(part, rows, torch.float32)
                 self._counter.fill_rows(numbers, rows, indices[0], key, direction)
-                self._store.values[place_of(wanted[0])] = draws.rows(numbers, rows, indices[0], rounding)
+                self._store.values[place_of(wanted[0])] = draws.rows(numbers, rows, indices[0], keys)
                 return
-            draws.fill_counted(self._flat_views(wanted[0]), indices, key, rounding)
+            draws.fill_counted(self._flat_views(wanted[0]), indices, key, keys)
 
         return draw
 
     def _rounded_draws(self, op: Draw) -> RoundedDraws:
         """Return what draws codes, one for directions of a kind."""
-        kind = (op.distribution, op.bits)
-        if kind not in self._rounded:
-            rounding = RoundedDirection(*kind)
-            self._rounded[kind] = RoundedDraws(rounding, self._numels, self._device, self._context.threads)
-        return self._rounded[kind]
+        rounding = rounding_of(op)
+        if rounding not in self._rounded:
+            self._rounded[rounding] = RoundedDraws(
+                rounding, self._shapes, self._device, self._context.threads
+            )
+        return self._rounded[rounding]
 
     # -- mezo --------------------------------------------------------------------------------------------------
 
@@ -166,8 +169,8 @@ class Draws:
                 kept = self._empty_rows(part, rows, torch.float32 if op.bits else None)
                 states = walk.rows(kept, rows, generator)
                 if op.bits:
-                    index, rounding = part.tensors[0].index, _rounding_key(frame, op)
-                    kept = self._rounded_draws(op).rows(kept, rows, index, rounding)
+                    index, keys = part.tensors[0].index, _draw_keys(frame, op)
+                    kept = self._rounded_draws(op).rows(kept, rows, index, keys)
                 self._store.values[place_of(wanted[0])] = kept
                 return states
 
@@ -189,7 +192,7 @@ class Draws:
 
         def fill(frame: StepFrame, source: Generator | list[Tensor]) -> list[Tensor]:
             views = self._flat_views(wanted[0])
-            return draws.fill_walked(walk, views, indices, source, _rounding_key(frame, op))
+            return draws.fill_walked(walk, views, indices, source, _draw_keys(frame, op))
 
         return fill
 
@@ -353,9 +356,8 @@ def counter_key(frame: StepFrame, op: Draw) -> CounterKey:
     return CounterKey.of(source.seeds[op.query], source.step, op.query)
 
 
-def _rounding_key(frame: StepFrame, op: Draw) -> CounterKey:
-    """Return the key of the rounding that makes codes of a draw."""
+def _draw_keys(frame: StepFrame, op: Draw) -> DrawKeys:
+    """Return the keys of what makes codes of a draw."""
     source = frame.at(op.step)
     assert source is not None
-    purpose: Purpose = "second direction" if op.rounding else "direction"
-    return rounding_key(source.seeds[op.query], source.step, op.query, purpose)
+    return DrawKeys.of(source.seeds[op.query], source.step, op.query, is_second=bool(op.rounding))

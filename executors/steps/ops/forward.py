@@ -12,7 +12,6 @@ from torch import Tensor
 
 from costmodel.distributions import DISTRIBUTIONS
 from costmodel.model_spec import EMBED, HEAD
-from costmodel.roundings import RoundedDirection
 from executors.low_bits.coded import Coded
 from executors.low_bits.linear import Beside
 from executors.models.batched import BatchedModel
@@ -101,7 +100,7 @@ class Forwards:
                     for table in tables:
                         table.enter(stack, part)
                     for added in beside:
-                        stack.enter_context(added.there())
+                        stack.enter_context(added.there(frame))
                     # Popped, so that no hidden state outlives its use.
                     before = None if handed is None else handed.pop(0)
                     outputs.append(context.engine.run(op.segment, self._borrowed(part), part.cache, before))
@@ -185,7 +184,7 @@ class Forwards:
     def _beside(self, instruction: Instruction, op: Forward, group: str) -> _ForwardBeside:
         weights = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
         direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
-        return _ForwardBeside(self._context, weights, direction, op.point.sign * self._unit(group))
+        return _ForwardBeside(self._context, weights, direction, op.point, self._unit(group))
 
     def _gathered_table(self, instruction: Instruction, op: Forward, group: str) -> _GatheredTable:
         table = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
@@ -208,11 +207,8 @@ class Forwards:
 
     def _unit(self, group: str) -> float:
         """Return the value of a code of 1 of a group's directions; 1 where they are no codes."""
-        draws = (i.op for _, i in self._context.program.instructions() if isinstance(i.op, Draw))
-        drawn = next((op for op in draws if op.group == group), None)
-        if drawn is None or not drawn.bits:
-            return 1.0
-        return 1 / RoundedDirection(drawn.distribution, drawn.bits).scale
+        rounding = self._context.codes_drawn.get(group)
+        return 1.0 if rounding is None else rounding.unit
 
 
 @dataclass(frozen=True)
@@ -255,18 +251,21 @@ class _ForwardBeside:
     context: Context
     weights: Access
     direction: Access
+    point: Point
     unit: float
 
     @contextmanager
-    def there(self) -> Iterator[None]:
+    def there(self, frame: StepFrame) -> Iterator[None]:
         """Let the direction be added."""
         theta, z = (self.context.store.placed(access) for access in (self.weights, self.direction))
-        factor = self.unit * self.context.hyperparameters.epsilon
+        factor = self.point.sign * self.unit * self.context.hyperparameters.epsilon
         pairs = list(zip(theta.part.tensors, theta.held, z.views, strict=True))
         for tensor, held, along in pairs:
             if isinstance(held, Coded):
                 assert tensor.layer is not None
-                tensor.layer.beside = Beside(along, factor)
+                group, query = theta.part.what.group, self.point.query
+                rows = self.context.moved_rows(group, tensor.index, frame, query)
+                tensor.layer.beside = Beside(along, factor, rows)
             else:
                 tensor.hold(gathered(held, along, (1,), factor))
         try:

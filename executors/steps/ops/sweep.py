@@ -6,7 +6,6 @@ from functools import partial
 
 from costmodel.distributions import DISTRIBUTIONS
 from costmodel.formats import FORMATS
-from costmodel.roundings import RoundedDirection
 from executors.low_bits.coded import Coded, Moved
 from executors.models.parameters import NamedTensor
 from executors.randomness.low_rank import divisor_of, is_matrix, product_tiles
@@ -37,11 +36,7 @@ class Sweeps:
             group for group, op in draws.items() if DISTRIBUTIONS[op.distribution].is_sign and not op.bits
         }
         # Values of a code of 1, where directions are codes.
-        self._units = {
-            group: 1 / RoundedDirection(op.distribution, op.bits).scale
-            for group, op in draws.items()
-            if op.bits
-        }
+        self._units = {group: rounding.unit for group, rounding in context.codes_drawn.items()}
         trainable = [tensor.num_elements for tensor in context.engine.tensors if tensor.trainable]
         self._chances = Chances(trainable, context.backend.device)
         self.moved = Moved()
@@ -179,7 +174,13 @@ class Sweeps:
                 decay = weight_decay if tensor.decays else 0.0
                 if isinstance(held, Coded):
                     chances = partial(self._chances.between, parameter=tensor.index, key=key)
-                    held.move(along, rate * gradient, chances, decay=rate * decay, counted=self.moved)
+                    # Where weights decay, all of them do.
+                    rows = (
+                        None if decay else self._context.moved_rows(op.group, tensor.index, source, op.query)
+                    )
+                    held.move(
+                        along, rate * gradient, chances, rows=rows, decay=rate * decay, counted=self.moved
+                    )
                 else:
                     self.sweeper.update(
                         held.view(-1),
