@@ -18,7 +18,7 @@ from costmodel.roundings import RoundedDirection
 from executors.low_bits.coded import Coded, Moved
 from executors.low_bits.linear import Beside, CodedLinear, code_linears
 from executors.randomness.counter import CounterKey
-from executors.randomness.rounded import Chances, DrawKeys, RoundedDraws, rounding_key
+from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
 from executors.threads import DrawThreads
 from proofs_checks.exact import equal, exceeds, is_true
 from proofs_checks.mutation import Mutant
@@ -217,7 +217,8 @@ def check_beside_codes(_context: Context) -> Outcome:
 def drawn_codes(bits: int, count: int, seed: int) -> list[Tensor]:
     """Return two roundings of one direction of normals as a run draws them, in values."""
     rounding = RoundedDirection("gaussian", bits)
-    draws = RoundedDraws(rounding, [torch.Size([count])], _CPU, DrawThreads(1))
+    shapes = [torch.Size([count])]
+    draws = RoundedDraws(rounding, shapes, MovedRows(0, shapes, (), _CPU), _CPU, DrawThreads(1))
     values = []
     for is_second in (False, True):
         codes = torch.empty(count, dtype=torch.int8)

@@ -73,7 +73,7 @@ class Draw:
     rounding : int
         Which of two independent roundings of one direction.
     sparsity : float
-        Probability that a row of such codes is 0.
+        Probability that a row of such codes is 0, of a matrix whose weights are codes.
     rank : int
         Columns of the factors ``U`` and ``V`` of a distribution that has any, else 0.
     lazy_steps : int

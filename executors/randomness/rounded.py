@@ -7,7 +7,7 @@ the direction's first copy, its second one, the update, and which rows of a spar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -95,27 +95,36 @@ class DrawKeys(NamedTuple):
 
 
 class MovedRows:
-    """Says which rows of a sparse direction are not 0.
+    """Says which rows of sparse directions are not 0: some of each matrix that is codes, all of other parameters.
 
     Parameters
     ----------
+    sparsity : float
+        Probability that a row is 0.
     shapes : sequence of torch.Size
-        Of every trainable parameter, in registration order; the same on every rank. A row is an index of the first dimension.
+        Of every trainable parameter, in registration order; the same on every rank.
+    coded : collection of int
+        Those that are codes.
     device : torch.device
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
-        self._num_rows = [shape[0] if shape else 1 for shape in shapes]
+    def __init__(
+        self, sparsity: float, shapes: Sequence[torch.Size], coded: Collection[int], device: torch.device
+    ) -> None:
+        self._sparsity = sparsity
+        self._num_rows = {parameter: shapes[parameter][0] for parameter in coded} if sparsity else {}
         self._chances = Chances([shape.numel() for shape in shapes], device)
-        self._last: dict[int, tuple[CounterKey, float, Tensor]] = {}
+        self._last: dict[int, tuple[CounterKey, Tensor]] = {}
 
-    def of(self, parameter: int, sparsity: float, key: CounterKey) -> Tensor:
-        """Return the ascending numbers of such rows of a parameter."""
-        if (last := self._last.get(parameter)) is not None and last[:2] == (key, sparsity):
-            return last[2]
+    def of(self, parameter: int, key: CounterKey) -> Tensor | None:
+        """Return the ascending numbers of such rows; None for all."""
+        if parameter not in self._num_rows:
+            return None
+        if (last := self._last.get(parameter)) is not None and last[0] == key:
+            return last[1]
         chances = self._chances.between(0, self._num_rows[parameter], parameter, key)
-        rows = (chances >= sparsity).nonzero().view(-1)
-        self._last[parameter] = key, sparsity, rows
+        rows = (chances >= self._sparsity).nonzero().view(-1)
+        self._last[parameter] = key, rows
         return rows
 
 
@@ -126,22 +135,28 @@ class RoundedDraws:
     ----------
     rounding : RoundedDirection
     shapes : sequence of torch.Size
-        As of :class:`MovedRows`.
+        Of every trainable parameter, in registration order; the same on every rank.
+    moved : MovedRows
     device : torch.device
     threads : DrawThreads
+
+    Attributes
+    ----------
+    moved : MovedRows
     """
 
     def __init__(
         self,
         rounding: RoundedDirection,
         shapes: Sequence[torch.Size],
+        moved: MovedRows,
         device: torch.device,
         threads: DrawThreads,
     ) -> None:
         numels = [shape.numel() for shape in shapes]
         self._rounding = rounding
-        self._widths = [shape[1:].numel() for shape in shapes]
-        self._moved = MovedRows(shapes, device)
+        self._shapes = shapes
+        self.moved = moved
         self._grid = Integers(-rounding.highest, rounding.highest)
         self._direction = direction_named(rounding.distribution)
         self._numbers = CounterDraws(numels, device)
@@ -166,8 +181,8 @@ class RoundedDraws:
         )
         jobs: list[Callable[[], None]] = []
         for view, parameter in zip(views, parameters, strict=True):
-            if self._is_sparse_matrix(parameter):
-                jobs.append(partial(self._fill_moved_rows, view, parameter, key, keys))
+            if (rows := self.moved.of(parameter, keys.rows)) is not None:
+                jobs.append(partial(self._fill_rows, view, rows, parameter, key, keys))
                 continue
             jobs += [
                 partial(self._fill_piece, view[begin : begin + size], parameter, begin, key, keys.rounding)
@@ -181,12 +196,6 @@ class RoundedDraws:
         is_shared = self._direction.distribution.is_drawn_alone
         shares = even_ranges(len(jobs), self._threads.num_threads if is_shared else 1)
         self._threads.run([partial(fill, share) for share in shares])
-        vectors = [parameter for parameter in parameters if not self._is_sparse_matrix(parameter)]
-        self._leave_rows(
-            [view for view, parameter in zip(views, parameters, strict=True) if parameter in vectors],
-            vectors,
-            keys.rows,
-        )
 
     def _fill_piece(
         self, piece: Tensor, parameter: int, begin: int, key: CounterKey, rounding: CounterKey
@@ -195,29 +204,17 @@ class RoundedDraws:
         self._numbers.fill(numbers, parameter, begin, key, self._direction)
         self._round(piece, numbers, parameter, begin, rounding)
 
-    def _fill_moved_rows(self, view: Tensor, parameter: int, key: CounterKey, keys: DrawKeys) -> None:
+    def _fill_rows(self, view: Tensor, rows: Tensor, parameter: int, key: CounterKey, keys: DrawKeys) -> None:
         """Fill a matrix that is 0 but in some rows, for which alone numbers are drawn."""
-        rows, width = self._moved.of(parameter, self._rounding.sparsity, keys.rows), self._widths[parameter]
         view.zero_()
-        if rows.numel():
-            numbers = torch.empty((rows.numel(), width), dtype=torch.float32, device=self._device)
+        view.view(self._shapes[parameter])[rows] = self._rows_of(rows, parameter, key, keys)
+
+    def _rows_of(self, rows: Tensor, parameter: int, key: CounterKey, keys: DrawKeys) -> Tensor:
+        """Return the codes of some rows of a matrix, in the ``counter`` discipline."""
+        numbers = torch.empty((len(rows), self._shapes[parameter][1]), device=self._device)
+        if len(rows):
             self._numbers.fill_rows(numbers, rows, parameter, key, self._direction)
-            chances = partial(self._chances.rows, rows, width, parameter, keys.rounding)
-            view.view(-1, width)[rows] = self.codes(numbers, chances)
-
-    def _is_sparse_matrix(self, parameter: int) -> bool:
-        """Whether rows are drawn one by one; of vectors it would take longer than to draw all."""
-        return self._rounding.sparsity > 0 and self._widths[parameter] > 1
-
-    def _leave_rows(self, views: Sequence[Tensor], parameters: Sequence[int], key: CounterKey) -> None:
-        """Set what a sparse direction leaves alone of `views` to 0."""
-        if not self._rounding.sparsity:
-            return
-        for view, parameter in zip(views, parameters, strict=True):
-            table = view.view(-1, self._widths[parameter])
-            left = torch.ones(len(table), dtype=torch.bool, device=self._device)
-            left[self._moved.of(parameter, self._rounding.sparsity, key)] = False
-            table[left] = 0
+        return self.rows(numbers, rows, parameter, keys)
 
     def fill_walked(
         self,
@@ -239,16 +236,17 @@ class RoundedDraws:
             states = walk.feed(take, like, source)
         else:
             walk.feed_again(take, like, source)
-        self._leave_rows(views, parameters, keys.rows)
+        for view, parameter in zip(views, parameters, strict=True):
+            if (rows := self.moved.of(parameter, keys.rows)) is not None:
+                matrix = view.view(self._shapes[parameter])
+                kept = matrix[rows]
+                matrix.zero_()[rows] = kept
         return states
 
     def rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: DrawKeys) -> Tensor:
         """Return the codes of some rows of a table, whose float32 numbers are lost."""
         width = numbers.shape[1]
-        codes = self.codes(numbers, lambda: self._chances.rows(rows, width, parameter, keys.rounding))
-        if self._rounding.sparsity:
-            codes[~torch.isin(rows, self._moved.of(parameter, self._rounding.sparsity, keys.rows))] = 0
-        return codes
+        return self.codes(numbers, lambda: self._chances.rows(rows, width, parameter, keys.rounding))
 
     def _round(self, piece: Tensor, numbers: Tensor, parameter: int, begin: int, key: CounterKey) -> None:
         end = begin + numbers.numel()

@@ -326,13 +326,14 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity):
     base, along, moved = {}, {}, {}
     for index, (name, parameter) in enumerate(literal.named_parameters()):
         of_rows = chances.between(0, len(parameter), index, rounding_key(seed, 0, 0, "rows"))
-        moved[name] = of_rows >= sparsity
+        share = 1 - sparsity if isinstance(left[name], Coded) else 1
+        moved[name] = of_rows >= 1 - share
         normals = torch.normal(0.0, 1.0, parameter.shape, generator=generator).view(-1)
         for copy_of in ("direction", "second direction"):
             chance = chances.between(0, normals.numel(), index, rounding_key(seed, 0, 0, copy_of))
             scaled = (normals * rounding.scale).clamp(-rounding.highest, rounding.highest)
             codes = (scaled + chance).floor().clamp(-rounding.highest, rounding.highest)
-            values = (codes / rounding.scale / math.sqrt(1 - sparsity)).view(parameter.shape)
+            values = (codes / rounding.scale / math.sqrt(share)).view(parameter.shape)
             along[name, copy_of] = torch.where(
                 moved[name].view(-1, *[1] * (values.ndim - 1)), values, torch.zeros(())
             )

@@ -50,8 +50,8 @@ class LowBits(Axis):
         What a projected gradient along the rounded direction ``û₁`` is multiplied by: ``"q-rge1"`` by ``û₁``, ``"q-rge2"``
         by another rounding ``û₂`` of the same direction, ``"normalised"`` by ``û₁`` over its second moment.
     sparsity : float
-        Probability that a row of a parameter's direction, an output channel, is 0 in a step. Others are ``1/√(1 - sparsity)``
-        times as long, so that directions are as long on average.
+        Probability that a row of the direction of a coded weight, an output channel, is 0 in a step. Others are
+        ``1/√(1 - sparsity)`` times as long, so that directions are as long on average.
     activations : str
         Format of the inputs of coded linear layers: ``"none"``, or int8 with a scale for each token or one for all, as
         large as the inputs of each product make it.
@@ -189,6 +189,11 @@ class LowBits(Axis):
             return
         yield from self._conflicts_of_model(plan)
         yield from self._conflicts_of_kernel()
+        if self.sparsity and not any(group.linears for group in plan.model.groups):
+            yield (
+                f"sparsity={self.sparsity:g} of coded weights, none of which is trained",
+                "leave --sparsity out, or train the linear layers",
+            )
         if plan.schedule.traversal == "sweep":
             yield (
                 "traversal=sweep forgets a direction before the forward that adds it to coded weights",

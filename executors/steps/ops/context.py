@@ -13,7 +13,7 @@ from torch import Tensor
 from costmodel.roundings import RoundedDirection
 from executors.models.engine import ForwardEngine
 from executors.models.parameters import bind
-from executors.randomness.rounded import MovedRows, rounding_key
+from executors.randomness.rounded import MovedRows, RoundedDraws, rounding_key
 from executors.ranks.messages import Packed
 from executors.steps.buffers import BufferStore, PlacedPart
 from executors.steps.frames import Hyperparameters, LoadedBatch, StepFrame
@@ -79,6 +79,7 @@ class Context:
     remote_loss_dtype: torch.dtype | None = None
     loaded: LoadedBatch = field(default_factory=LoadedBatch)
     _bound: dict[GroupWeights | FrozenWeights, PlacedPart] = field(default_factory=dict)
+    _rounded: dict[RoundedDirection, RoundedDraws] = field(default_factory=dict)
 
     @property
     def rows(self) -> Tensor:
@@ -94,16 +95,19 @@ class Context:
 
     def moved_rows(self, group: str, parameter: int, frame: StepFrame, query: int) -> Tensor | None:
         """Return the rows of a parameter that a step's direction moves; None for all."""
-        sparsity = self.codes_drawn[group].sparsity
-        if not sparsity:
-            return None
         key = rounding_key(frame.seeds[query], frame.step, query, "rows")
-        return self._moved_rows.of(parameter, sparsity, key)
+        return self.draws_of(self.codes_drawn[group]).moved.of(parameter, key)
 
-    @cached_property
-    def _moved_rows(self) -> MovedRows:
-        shapes = [tensor.shape for tensor in self.engine.tensors if tensor.trainable]
-        return MovedRows(shapes, self.backend.device)
+    def draws_of(self, rounding: RoundedDirection) -> RoundedDraws:
+        """Return what draws directions as codes."""
+        if rounding not in self._rounded:
+            trainable = [tensor for tensor in self.engine.tensors if tensor.trainable]
+            shapes = [tensor.shape for tensor in trainable]
+            coded = {tensor.index for tensor in trainable if tensor.layer is not None}
+            device = self.backend.device
+            moved = MovedRows(rounding.sparsity, shapes, coded, device)
+            self._rounded[rounding] = RoundedDraws(rounding, shapes, moved, device, self.threads)
+        return self._rounded[rounding]
 
     def bind(self, places: Sequence[PlacedPart]) -> None:
         """Let the engine compute with what lies at these places, where it does not already."""

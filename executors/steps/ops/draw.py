@@ -9,7 +9,6 @@ import torch
 from torch import Generator, Tensor
 
 from costmodel.distributions import DISTRIBUTIONS, NUM_RNG_MARKS, SHARED_DRAW_ELEMENTS
-from costmodel.roundings import RoundedDirection
 from executors.formats import TORCH_DTYPES
 from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.directions import Direction, direction_named
@@ -20,7 +19,7 @@ from executors.randomness.low_rank import (
     fill_product,
     fill_product_rows,
 )
-from executors.randomness.rounded import DrawKeys, RoundedDraws
+from executors.randomness.rounded import DrawKeys
 from executors.randomness.walks import Walk
 from executors.steps.buffers import Part
 from executors.steps.frames import StepFrame
@@ -47,9 +46,7 @@ class Draws:
         self._counter = CounterDraws(
             [tensor.num_elements for tensor in trainable], self._device, threads=context.threads
         )
-        self._shapes = [tensor.shape for tensor in trainable]
         self._factors: FactorDraws | None = None
-        self._rounded: dict[RoundedDirection, RoundedDraws] = {}
 
     def draw(self, instruction: Instruction) -> Action:
         """Return what draws, if there is a step whose seed it draws from."""
@@ -92,7 +89,11 @@ class Draws:
         return draw
 
     def _counted_codes(self, op: Draw, wanted: Sequence[Access]) -> Action:
-        part, draws, direction = self._part(op), self._rounded_draws(op), direction_named(op.distribution)
+        part, draws, direction = (
+            self._part(op),
+            self._context.draws_of(rounding_of(op)),
+            direction_named(op.distribution),
+        )
         indices = [tensor.index for tensor in part.tensors]
 
         def draw(frame: StepFrame) -> None:
@@ -108,15 +109,6 @@ class Draws:
             draws.fill_counted(self._flat_views(wanted[0]), indices, key, keys)
 
         return draw
-
-    def _rounded_draws(self, op: Draw) -> RoundedDraws:
-        """Return what draws codes, one for directions of a kind."""
-        rounding = rounding_of(op)
-        if rounding not in self._rounded:
-            self._rounded[rounding] = RoundedDraws(
-                rounding, self._shapes, self._device, self._context.threads
-            )
-        return self._rounded[rounding]
 
     # -- mezo --------------------------------------------------------------------------------------------------
 
@@ -170,7 +162,7 @@ class Draws:
                 states = walk.rows(kept, rows, generator)
                 if op.bits:
                     index, keys = part.tensors[0].index, _draw_keys(frame, op)
-                    kept = self._rounded_draws(op).rows(kept, rows, index, keys)
+                    kept = self._context.draws_of(rounding_of(op)).rows(kept, rows, index, keys)
                 self._store.values[place_of(wanted[0])] = kept
                 return states
 
@@ -188,7 +180,10 @@ class Draws:
     def _walked_codes(
         self, op: Draw, walk: Walk, wanted: Sequence[Access]
     ) -> Callable[[StepFrame, Generator | list[Tensor]], list[Tensor]]:
-        draws, indices = self._rounded_draws(op), [tensor.index for tensor in self._part(op).tensors]
+        draws, indices = (
+            self._context.draws_of(rounding_of(op)),
+            [tensor.index for tensor in self._part(op).tensors],
+        )
 
         def fill(frame: StepFrame, source: Generator | list[Tensor]) -> list[Tensor]:
             views = self._flat_views(wanted[0])

@@ -184,7 +184,7 @@ class Forwards:
     def _beside(self, instruction: Instruction, op: Forward, group: str) -> _ForwardBeside:
         weights = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
         direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
-        return _ForwardBeside(self._context, weights, direction, op.point, self._unit(group))
+        return _ForwardBeside(self._context, weights, direction, op.point)
 
     def _gathered_table(self, instruction: Instruction, op: Forward, group: str) -> _GatheredTable:
         table = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
@@ -206,9 +206,9 @@ class Forwards:
         )
 
     def _unit(self, group: str) -> float:
-        """Return the value of a code of 1 of a group's directions; 1 where they are no codes."""
+        """Return the value of a code of 1 of a table's directions; 1 where they are no codes."""
         rounding = self._context.codes_drawn.get(group)
-        return 1.0 if rounding is None else rounding.unit
+        return 1.0 if rounding is None else 1 / rounding.scale
 
 
 @dataclass(frozen=True)
@@ -252,22 +252,22 @@ class _ForwardBeside:
     weights: Access
     direction: Access
     point: Point
-    unit: float
 
     @contextmanager
     def there(self, frame: StepFrame) -> Iterator[None]:
         """Let the direction be added."""
         theta, z = (self.context.store.placed(access) for access in (self.weights, self.direction))
-        factor = self.point.sign * self.unit * self.context.hyperparameters.epsilon
+        group, query = theta.part.what.group, self.point.query
+        rounding = self.context.codes_drawn[group]
+        step = self.point.sign * self.context.hyperparameters.epsilon
         pairs = list(zip(theta.part.tensors, theta.held, z.views, strict=True))
         for tensor, held, along in pairs:
             if isinstance(held, Coded):
                 assert tensor.layer is not None
-                group, query = theta.part.what.group, self.point.query
                 rows = self.context.moved_rows(group, tensor.index, frame, query)
-                tensor.layer.beside = Beside(along, factor, rows)
+                tensor.layer.beside = Beside(along, step * rounding.unit, rows)
             else:
-                tensor.hold(gathered(held, along, (1,), factor))
+                tensor.hold(gathered(held, along, (1,), step / rounding.scale))
         try:
             yield
         finally:

@@ -35,8 +35,8 @@ class Sweeps:
         self._signs = {
             group for group, op in draws.items() if DISTRIBUTIONS[op.distribution].is_sign and not op.bits
         }
-        # Values of a code of 1, where directions are codes.
-        self._units = {group: rounding.unit for group, rounding in context.codes_drawn.items()}
+        # Of groups whose directions are codes.
+        self._roundings = context.codes_drawn
         trainable = [tensor.num_elements for tensor in context.engine.tensors if tensor.trainable]
         self._chances = Chances(trainable, context.backend.device)
         self.moved = Moved()
@@ -58,8 +58,8 @@ class Sweeps:
         read, left, direction = self._operands(instruction, op.group)
         epsilon, sweeper = self._context.hyperparameters.epsilon, self.sweeper
         is_kept_scaled, is_sign = is_scaled(direction.what), op.group in self._signs
-        if (unit := self._units.get(op.group)) is not None:
-            return self._perturb_by_codes(op, (read, left, direction), epsilon * unit)
+        if (rounding := self._roundings.get(op.group)) is not None:
+            return self._perturb_by_codes(op, (read, left, direction), epsilon / rounding.scale)
 
         def perturb(_frame: StepFrame) -> None:
             theta, out, z = (self._context.store.placed(access).flat for access in (read, left, direction))
@@ -101,7 +101,7 @@ class Sweeps:
         # Several directions are one step, which decays once. A decay of 0 changes nothing.
         weight_decay = self._context.hyperparameters.weight_decay if op.query == 0 else 0.0
         sweeper, is_sign = self.sweeper, op.group in self._signs
-        if op.group in self._units:
+        if op.group in self._roundings:
             return self._update_by_codes(op, weights, direction, weight_decay)
         matrix_divisor = self._matrix_divisors.get(op.group, 1.0)
         is_uniform = not weight_decay and matrix_divisor == 1
@@ -168,7 +168,8 @@ class Sweeps:
                 return
             theta, z = self._context.store.placed(weights), self._context.store.placed(direction)
             rate = source.learning_rate
-            gradient = source.gradients[op.query] / self.num_queries / op.divisor * self._units[op.group]
+            rounding = self._roundings[op.group]
+            gradient = source.gradients[op.query] / self.num_queries / op.divisor
             key = rounding_key(source.seeds[op.query], source.step, op.query, "update")
             for tensor, held, along in zip(theta.part.tensors, theta.held, z.views, strict=True):
                 decay = weight_decay if tensor.decays else 0.0
@@ -179,13 +180,18 @@ class Sweeps:
                         None if decay else self._context.moved_rows(op.group, tensor.index, source, op.query)
                     )
                     held.move(
-                        along, rate * gradient, chances, rows=rows, decay=rate * decay, counted=self.moved
+                        along,
+                        rate * gradient * rounding.unit,
+                        chances,
+                        rows=rows,
+                        decay=rate * decay,
+                        counted=self.moved,
                     )
                 else:
                     self.sweeper.update(
                         held.view(-1),
                         along.view(-1),
-                        gradient=gradient,
+                        gradient=gradient / rounding.scale,
                         learning_rate=rate,
                         weight_decay=decay or None,
                     )
@@ -198,7 +204,7 @@ class Sweeps:
         weights = only(of_group(group, GroupWeights, instruction.writes), f"write of {group}")
         direction = only(of_group(group, Direction, instruction.reads), f"read of a direction of {group}")
         read = only(of_group(group, GroupWeights, instruction.reads), f"read of {group}")
-        alike = (read, weights) if group in self._units else (read, weights, direction)
+        alike = (read, weights) if group in self._roundings else (read, weights, direction)
         dtypes = {self._context.program.buffer(access.buffer).dtype for access in alike}
         if len(dtypes) != 1 or not part.tensors:
             raise Unfit(f"mixes formats: {', '.join(sorted(dtypes))}")
