@@ -5,6 +5,7 @@ Nothing here has a tensor: executors round, pack and multiply.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -129,6 +130,7 @@ def coded_forward_work(
     kernel: str,
     are_inputs_coded: bool,
     is_beside: bool,
+    moved_share: float = 1.0,
 ) -> Work:
     """Return the work of a segment's forward whose linear layers are codes, from that with plain weights.
 
@@ -144,6 +146,8 @@ def coded_forward_work(
         Whether inputs are rounded to int8 before they are multiplied.
     is_beside : bool
         Whether a direction of one byte an element is added.
+    moved_share : float
+        Share of its rows that are not 0, for which alone something is added.
 
     Notes
     -----
@@ -171,17 +175,24 @@ def coded_forward_work(
             num_kernels += 5
             alive += rows * inputs
         if kernel == "int_mm":
-            times = 1 + is_beside
-            products.append(product.model_copy(update={"num": product.num * times, "format": "int8"}))
-            elementwise_bytes += times * rows * outputs * (4 + 2 * width)
-            num_kernels += 3 * times
-            sums = rows * outputs * 4
-            alive += max(2 * sums + levels, 3 * sums if is_beside else 0, sums + rows * outputs * width)
+            moved = round(outputs * moved_share) * is_beside
+            products.append(product.model_copy(update={"format": "int8"}))
+            if moved:
+                products.append(product.model_copy(update={"n": moved, "format": "int8"}))
+            elementwise_bytes += rows * (outputs + moved) * (4 + 2 * width)
+            num_kernels += 3 * (1 + is_beside)
+            sums, most = rows * outputs * 4, _most_rows(outputs, moved_share)
+            is_gathered = most < outputs
+            beside = sums + (2 + is_gathered) * rows * most * 4 + is_gathered * most * inputs
+            alive += max(2 * sums + levels, beside if is_beside else 0, sums + rows * outputs * width)
         else:
             products.append(product)
-            sweep_bytes += elements * (1 + width + (1 + 2 * width if is_beside else 0))
+            moved = round(outputs * moved_share) * inputs * is_beside
+            sweep_bytes += elements * (1 + width) + moved * (1 + 2 * width)
             num_kernels += 1 + is_beside
-            alive += max(elements * width + levels, elements * width + rows * outputs * width)
+            most = _most_rows(outputs, moved_share)
+            gathered = most * inputs * (1 + width) if is_beside and most < outputs else 0
+            alive += elements * width + max(levels, gathered, rows * outputs * width)
             alive += rows * inputs * width if are_inputs_coded else 0
         largest = max(largest, alive)
     return work.model_copy(
@@ -195,14 +206,24 @@ def coded_forward_work(
     )
 
 
-def coded_update_work(linears: Sequence[Linear], coding: Coding) -> Work:
-    """Return the work of moving codes along a direction, rounded at random: in pieces, whose temporaries stay near."""
-    elements = sum(outputs * inputs for outputs, inputs in linears)
+def coded_update_work(linears: Sequence[Linear], coding: Coding, moved_share: float = 1.0) -> Work:
+    """Return the work of moving codes along a direction, rounded at random: in pieces, whose temporaries stay near.
+
+    Of the rows, only `moved_share` are touched.
+    """
+    elements = round(moved_share * sum(outputs * inputs for outputs, inputs in linears))
+    most = max((_most_rows(outputs, moved_share) * inputs for outputs, inputs in linears), default=0)
     return Work(
         dtype="float32",
-        sweep_bytes=2 * sum(map(coding.code_bytes, linears)) + elements,
+        sweep_bytes=2 * round(moved_share * sum(map(coding.code_bytes, linears))) + elements,
         scratch_bytes=8 * 4 * elements,
         num_rounded=elements,
         num_kernels=10 * len(linears),
-        workspace_bytes=_MOVED_TEMPORARIES * 4 * min(elements, MOVED_ELEMENTS),
+        workspace_bytes=_MOVED_TEMPORARIES * 4 * min(most, MOVED_ELEMENTS),
     )
+
+
+def _most_rows(num: int, share: float) -> int:
+    """Return how many of `num` rows move in hardly any step more than, where each does with the chance `share`."""
+    mean = num * share
+    return min(num, math.ceil(mean + 3 * math.sqrt(mean * (1 - share))))

@@ -232,7 +232,7 @@ def drawn_codes(bits: int, count: int, seed: int) -> list[Tensor]:
 
 _MOVE = "executors.low_bits.coded:Coded.move"
 _FORWARD = "executors.low_bits.linear:CodedLinear.forward"
-_ADDED = "weight.add_(self.beside.direction, alpha=self.beside.factor)"
+_ADDED = "weight.add_(direction, alpha=factor)"
 
 MOVE_NEAREST = Mutant(
     "updates rounded to the nearest code",
@@ -252,8 +252,8 @@ MOVE_AWAY = Mutant(
 MOVE_AS_PRINTED = Mutant(
     "the paper's equation 12: a step by codes, not by weights",
     _MOVE,
-    "factor / self._of(self.scales, rows).float()",
-    "factor * self._of(self.scales, rows).float()",
+    "factor / self._of(self.scales, chosen).float()",
+    "factor * self._of(self.scales, chosen).float()",
 )
 MOVE_LONG = Mutant("a step that is 3 % long", _MOVE, "* (factor /", "* (1.03 * factor /")
 CLAMP_WIDE = Mutant(
@@ -271,9 +271,7 @@ STORED = Mutant(
 STORED_BACK = Mutant(
     "a perturbation that is written back", _FORWARD, _ADDED, f"{_ADDED}; self.coded.encode(weight)"
 )
-BESIDE_LONG = Mutant(
-    "a perturbation that is 3 % long", _FORWARD, "alpha=self.beside.factor", "alpha=1.03 * self.beside.factor"
-)
+BESIDE_LONG = Mutant("a perturbation that is 3 % long", _FORWARD, _ADDED, _ADDED.replace("=", "=1.03 * "))
 SAME_KEY = Mutant(
     "one rounding for both copies of a direction",
     "executors.randomness.rounded:_KEYS",

@@ -411,6 +411,7 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path):
         {"weights": "int8"},
         {"weights": "int8", "activations": "int8-token"},
         {"weights": "int4", "scales": "group", "group_elements": 64},
+        {"weights": "int8", "activations": "int8-token", "sparsity": 0.9},
     ],
 )
 def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits):

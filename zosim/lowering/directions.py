@@ -357,6 +357,11 @@ class Directions:
         length = distribution.counter_elements
         num_kernels, made, skipped = group.num_trainable_tensors, total, 0
         num_blocks = float(-(-total // length) + num_kernels - 1)
+        if (
+            rounded := self._plan.rounding
+        ) is not None:  # rows that a sparse direction leaves alone are not drawn
+            num_coded = sum(outputs * inputs for outputs, inputs in group.linears)
+            made = total - round(rounded.sparsity * num_coded)
         if keep == "rows":
             num_kernels, num_blocks, made, skipped = self._counted_rows(total, length)
         return draw_work(

@@ -199,6 +199,7 @@ class Forwards:
             kernel=low_bits.product,
             are_inputs_coded=bool(low_bits.input_scales),
             is_beside=is_beside,
+            moved_share=1 - low_bits.sparsity,
         )
 
     def _counted(self, segment: str, *, num_sequences: int | None = None, seq: int | None = None) -> Work:

@@ -276,5 +276,5 @@ class Points:
             plain += Work(dtype=plain.dtype, matmuls=products, num_kernels=len(products))
         if coding is None or not num_coded:
             return plain
-        coded = coded_update_work(group.linears, coding)
+        coded = coded_update_work(group.linears, coding, 1 - self._plan.low_bits.sparsity)
         return plain + coded.model_copy(update={"dtype": plain.dtype})
