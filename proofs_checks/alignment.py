@@ -52,6 +52,34 @@ def check_placements(context: Context) -> Outcome:
     return against_literal(cases, context.seed)
 
 
+RELEASED = (
+    Case(distribution="lozo-released", rank=2, lazy_steps=2, num_steps=3),
+    Case(
+        distribution="lozo-released",
+        rank=2,
+        lazy_steps=2,
+        num_queries=2,
+        perturb=2,
+        resumed_at=1,
+        num_steps=3,
+    ),
+    Case(
+        model="untied",
+        distribution="lozo-released",
+        rank=1,
+        lazy_steps=1,
+        update="delayed",
+        blocks="offloaded",
+    ),
+)
+"""The released LoZO loop: alone, on two ranks and resumed within a window, and with a new V in every step behind delayed updates."""
+
+
+def check_released(context: Context) -> Outcome:
+    """Count what of the released LoZO loop's runs differs in a bit from a literal loop that draws for updates again."""
+    return against_literal(RELEASED, context.seed)
+
+
 def check_orders(context: Context) -> Outcome:
     """Compare directions drawn in registration and in execution order with the normal distribution."""
     registration, execution = (
@@ -275,6 +303,43 @@ CLAIMS = (
                 ),
             ),
         ),
+    ),
+    Claim(
+        name="released-loop-draws-again",
+        paper="zosim",
+        where=("executors.randomness.low_rank", "zosim.lowering.directions"),
+        quotation="`lozo-released` is what the released loop does: in a step that draws V anew it updates along another U than it perturbed by.",
+        statement=(
+            "In a window's first step the update walks the step's generator from the seed and passes no V: its U, and every "
+            "tensor's normals, are other numbers than the perturbation's; V is the window's, and nothing is divided by r. In all other "
+            "steps it goes along what it perturbed by."
+        ),
+        hypotheses=("mezo; one torch build and device type"),
+        references=("ZOinfer section 3, on the released implementation"),
+        checks=(
+            printed(
+                check_released,
+                Mutant(
+                    "updates along what was perturbed by",
+                    "zosim.lowering.directions:Directions.draw",
+                    "for_update and self._rank.distribution.is_redrawn",
+                    "False",
+                ),
+                Mutant(
+                    "a walk that passes V again",
+                    "executors.randomness.low_rank:FactorDraws.redrawn",
+                    "lefts, _ = self._draw(group, generator, with_rights=False)",
+                    "lefts, _ = self._draw(group, generator, with_rights=True)",
+                ),
+                Mutant(
+                    "groups before it passed with their V",
+                    "executors.randomness.low_rank:FactorDraws.redrawn",
+                    "self._walk_to(group, query, generator, with_rights=False)",
+                    "self._walk_to(group, query, generator, with_rights=True)",
+                ),
+            ),
+        ),
+        derivation="zoinfer-low-rank.md#one-over-r",
     ),
     Claim(
         name="slices-and-resume-points",

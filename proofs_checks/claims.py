@@ -264,7 +264,7 @@ class Judged:
         return self.verdict is not Verdict.UNSETTLED
 
 
-FaultVerdict = Literal["caught", "crashed", "survived", "does not apply"]
+FaultVerdict = Literal["caught", "crashed", "survived", "not reached", "does not apply"]
 
 
 @dataclass(frozen=True)

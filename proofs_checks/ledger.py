@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, Self
 
 from proofs_checks.claims import (
     Check,
@@ -124,23 +127,60 @@ class FaultRow:
             "caught_by": self.of("caught"),
             "crashed": self.of("crashed"),
             "survived": self.of("survived"),
+            "num_not_reached": len(self.of("not reached")),
             "passed": self.passed,
             "seed": context.seed,
         }
 
 
 def matrix(claims: tuple[Claim, ...], context: Context) -> Iterator[FaultRow]:
-    """Yield a row for each fault of `claims`, each once, tried on all of them in small samples."""
+    """Yield a row for each fault of `claims`, each once, tried on all of them in small samples.
+
+    Notes
+    -----
+    A claim that does not call the changed function cannot notice: which functions claims call is recorded while they run
+    without a fault, and the others are not run. A fault of a constant is tried on all.
+    """
     planted = replace(context, size="quick")
-    sound = {claim.name: claim.run(planted).verdict for claim in claims}
+    sound = {}
+    for claim in claims:
+        with _Calls() as calls:
+            sound[claim.name] = claim.run(planted).verdict, calls.codes
     for mutant in dict.fromkeys(mutant for claim in claims for mutant in claim.mutants):
         verdicts: dict[str, FaultVerdict]
         try:
+            changed = mutant.code
             with mutant.apply():
-                verdicts = {claim.name: _noticed(claim.run(planted), sound[claim.name]) for claim in claims}
+                verdicts = {
+                    claim.name: _noticed(claim.run(planted), verdict)
+                    if changed is None or changed in codes
+                    else "not reached"
+                    for claim, (verdict, codes) in zip(claims, sound.values(), strict=True)
+                }
         except MutantError:
             verdicts = dict.fromkeys(sound, "does not apply")
         yield FaultRow(mutant, tuple(claim.name for claim in claims if mutant in claim.mutants), verdicts)
+
+
+class _Calls:
+    """A context that records which functions are called, in every thread that starts within it."""
+
+    def __init__(self) -> None:
+        self.codes: set[CodeType] = set()
+
+    def __enter__(self) -> Self:
+        self._before = sys.getprofile(), threading.getprofile()
+        threading.setprofile(self._seen)
+        sys.setprofile(self._seen)
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        sys.setprofile(self._before[0])
+        threading.setprofile(self._before[1])  # type: ignore[arg-type]
+
+    def _seen(self, frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call":
+            self.codes.add(frame.f_code)
 
 
 def _noticed(judged: Judged, sound: Verdict) -> FaultVerdict:

@@ -125,6 +125,8 @@ def directions_of_steps(
 
 
 _OF_THE_HEAD = ("final_layer_norm.weight", "final_layer_norm.bias", "norm.weight", "lm_head.weight")
+_OF_BACK_HALVES = (".fc2.", ".mlp.down_proj.")
+"""What of a block that is cut inside lies behind the cut."""
 
 Batch = Mapping[str, Tensor]
 
@@ -147,12 +149,15 @@ class LiteralRun:
         Without `copies`, weights walk from point to point and keep the drift.
     rng, distribution : str
     execution_order : bool
-        Whether ``mezo`` draws the final norm last.
+        Whether ``mezo`` draws the final norm last, and of blocks that are cut inside what lies behind the cut last.
+    cut_blocks : tuple of int
+        Blocks that are cut inside.
     rank, lazy_steps : int
-        Of ``factorised`` and ``lozo`` directions: matrices are ``U·Vᵀ/√r`` (``U·Vᵀ``, with updates along ``U·Vᵀ/r``), and ``V`` stays for
-        so many steps.
-    drawn : dict
-        By step, query and parameter name: ``z``.
+        Of ``factorised``, ``lozo`` and ``lozo-released`` directions: matrices are ``U·Vᵀ/√r`` (``U·Vᵀ``, with updates along ``U·Vᵀ/r``, or along
+        ``U·Vᵀ``), and ``V`` stays for so many steps. In a window's first step ``lozo-released`` updates along what its generator draws
+        without passing ``V`` again: other numbers throughout.
+    drawn, redrawn : dict
+        By step, query and parameter name: ``z``; and what an update goes along, where that is another.
     gradients : list of tuple of float
         Projected gradients of each step.
     """
@@ -169,15 +174,22 @@ class LiteralRun:
     rng: str = "mezo"
     distribution: str = "gaussian"
     execution_order: bool = False
+    cut_blocks: tuple[int, ...] = ()
     rank: int = 2
     lazy_steps: int = 1
     drawn: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
+    redrawn: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
     gradients: list[tuple[float, ...]] = field(default_factory=list)
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """The parameters by name."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    @property
+    def tuned(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained, by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
     def step(self, batch: Batch, learning_rate: float) -> None:
@@ -190,18 +202,18 @@ class LiteralRun:
             plus, other = self._losses(batch, z[query], base)
             gradients.append(((plus - other) / (2 * self.epsilon if self.central else self.epsilon)).item())
         for query, g in enumerate(gradients):
-            self._update(z[query], g / self.num_queries, learning_rate, decays=query == 0)
+            along = self._update_direction(number, query) or z[query]
+            self._update(along, g / self.num_queries, learning_rate, decays=query == 0)
         self.gradients.append(tuple(gradients))
 
     def _direction(self, number: int, query: int) -> dict[str, Tensor]:
-        named = dict(self.model.named_parameters())
+        named = self.tuned
         names = list(named)
-        if self.distribution in ("factorised", "lozo"):
+        if self.distribution in ("factorised", "lozo", "lozo-released"):
             z = self._of_factors(named, number, query)
             self.drawn |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
             return z
-        is_last = ["layers." not in name and name.endswith(_OF_THE_HEAD) for name in names]
-        order = sorted(range(len(names)), key=is_last.__getitem__) if self.execution_order else None
+        places = {name: place for place, name in enumerate(names)}
         tensors = directions(
             [parameter.shape for parameter in named.values()],
             seed=seed_of(self.seed, number, query),
@@ -210,10 +222,37 @@ class LiteralRun:
             rng=self.rng,
             distribution=self.distribution,
             dtype=next(iter(named.values())).dtype,
-            order=order,
+            order=[places[name] for name in self._walked(names)],
         )
         z = dict(zip(names, tensors, strict=True))
         self.drawn |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
+        return z
+
+    def _walked(self, names: Sequence[str]) -> list[str]:
+        """Return names in the order in which ``mezo`` draws them."""
+        if not self.execution_order:
+            return list(names)
+
+        def place(name: str) -> tuple[bool, int, bool]:
+            behind, _, rest = name.partition("layers.")
+            block = int(rest.partition(".")[0]) if behind != name else -1
+            is_back = block in self.cut_blocks and any(part in name for part in _OF_BACK_HALVES)
+            return block < 0 and name.endswith(_OF_THE_HEAD), block, is_back
+
+        return sorted(names, key=place)
+
+    def _update_direction(self, number: int, query: int) -> dict[str, Tensor]:
+        """Return what an update goes along where that is not what was perturbed by; else nothing."""
+        if self.distribution != "lozo-released" or number % self.lazy_steps:
+            return {}
+        named = self.tuned
+        lefts = self._factors(named, number, query, passes_rights=False)
+        rights = self._factors(named, number, query)
+        z = {}
+        for name, parameter in named.items():
+            left, right = lefts[name][0], rights[name][1]
+            z[name] = (left if right is None else left @ right.T).view(parameter.shape)
+        self.redrawn |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
         return z
 
     def _of_factors(self, named: Mapping[str, Tensor], number: int, query: int) -> dict[str, Tensor]:
@@ -231,11 +270,11 @@ class LiteralRun:
         return z
 
     def _factors(
-        self, named: Mapping[str, Tensor], number: int, query: int
+        self, named: Mapping[str, Tensor], number: int, query: int, *, passes_rights: bool = True
     ) -> dict[str, tuple[Tensor, Tensor | None]]:
         """Return ``U``, and in a window's first step ``V``, of every matrix; and other tensors' normals."""
         seed = seed_of(self.seed, number, query)
-        opens = number % self.lazy_steps == 0
+        opens = passes_rights and number % self.lazy_steps == 0
         rank, dtype = self.rank, next(iter(named.values())).dtype
         shapes = [tuple(parameter.shape) for parameter in named.values()]
         of_left = [(shape[0], rank) if len(shape) == 2 else shape for shape in shapes]
@@ -258,11 +297,13 @@ class LiteralRun:
                 ]
         else:
             generator = torch.Generator().manual_seed(seed)
-            lefts = []
-            for place, shape in enumerate(shapes):
+            lefts = [torch.empty(0)] * len(shapes)
+            places = {name: place for place, name in enumerate(named)}
+            for place in (places[name] for name in self._walked(list(named))):
+                shape = shapes[place]
                 if opens and len(shape) == 2:
                     rights[place] = drawn((shape[1], rank), "gaussian", generator, dtype)
-                lefts.append(drawn(of_left[place], "gaussian", generator, dtype))
+                lefts[place] = drawn(of_left[place], "gaussian", generator, dtype)
         return dict(zip(named, zip(lefts, rights, strict=True), strict=True))
 
     def _losses(self, batch: Batch, z: Mapping[str, Tensor], base: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -284,10 +325,10 @@ class LiteralRun:
         return plus, minus
 
     def _perturb(self, z: Mapping[str, Tensor], scale: int) -> None:
-        self._set({name: value + (scale * z[name]) * self.epsilon for name, value in self.weights.items()})
+        self._set({name: self.weights[name] + (scale * z[name]) * self.epsilon for name in z})
 
     def _update(self, z: Mapping[str, Tensor], g: float, learning_rate: float, *, decays: bool) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.tuned.items():
             is_shrunk = self.distribution == "lozo" and parameter.dim() == 2
             change = (g / self.rank if is_shrunk else g) * z[name]
             if (
@@ -300,7 +341,8 @@ class LiteralRun:
 
     def _set(self, values: Mapping[str, Tensor]) -> None:
         for name, parameter in self.model.named_parameters():
-            parameter.data = values[name]
+            if name in values:
+                parameter.data = values[name]
 
     def _loss(self, batch: Batch) -> Tensor:
         if self.num_shards == 1:

@@ -48,6 +48,12 @@ class Mutant:
         """The change in words."""
         return f"{self.target}: `{self.old}` becomes `{self.new}`"
 
+    @property
+    def code(self) -> CodeType | None:
+        """What is changed while the fault is not in force: a function's code, None of a constant."""
+        shipped = _target(self.target)
+        return shipped.__code__ if isinstance(shipped, FunctionType) else None
+
     def apply(self) -> AbstractContextManager[None]:
         """Return a context in which the shipped function has the fault.
 

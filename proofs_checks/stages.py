@@ -47,6 +47,7 @@ def staged(cuts: tuple[str, ...], traversal: str, **axes: Any) -> Plan:
 RUNS = (
     Case(cuts=("block.1.mlp",), traversal="querywise", num_queries=2),
     Case(cuts=("block.0", "block.1.mlp", "block.2.mlp"), rng="counter", num_steps=1),
+    Case(model="untied", cuts=("block.1.mlp",), traversal="sweep", order="execution", num_steps=1),
 )
 
 
@@ -145,6 +146,12 @@ CLAIMS = (
                     "executors.steps.ops.exchange:_mean_of",
                     "return rows[holders[0], 0].to(device, dtype)",
                     "return 1.03 * rows[holders[0], 0].to(device, dtype)",
+                ),
+                Mutant(
+                    "halves of a block drawn back half first",
+                    "zosim.lowering.directions:walk_order",
+                    "plan.model.segments.index(group.segments[0])",
+                    "(plan.model.segments.index(group.segments[0]) // 2, -plan.model.segments.index(group.segments[0]))",
                 ),
             ),
         ),
