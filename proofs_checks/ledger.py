@@ -176,7 +176,7 @@ class _Calls:
 
     def __exit__(self, *_raised: object) -> None:
         sys.setprofile(self._before[0])
-        threading.setprofile(self._before[1])  # type: ignore[arg-type]
+        threading.setprofile(self._before[1])
 
     def _seen(self, frame: FrameType, event: str, _argument: object) -> None:
         if event == "call":
