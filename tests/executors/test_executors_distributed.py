@@ -19,24 +19,46 @@ from tests.support.tiny import model_of
 pytestmark = pytest.mark.dist
 
 CASES = PAIRS | FOURS
+BROAD = {
+    "pertp-copies",
+    "pertp-sliced-immediate",
+    "pertp-lossy",
+    "ddp-kept-sliced",
+    "ddp-shared-fresh-slots",
+    "2d-data-inner",
+    "2d-lozo",
+    "2d-two-hosts",
+    "ddp-of-4",
+}
+"""Each of their choices is in a quick case, too."""
+
 UNEQUAL = [name for name, case in CASES.items() if case.get("batch", 4) % case["mesh"].get("data", 1)]
 
 
+def each(names):
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=pytest.mark.slow if name in BROAD else ()) for name in names]
+    )
+
+
 @pytest.fixture(scope="module")
-def found():
+def found(request):
     """Run all cases in two launches: what costs time is starting processes."""
-    pairs = launch(distributed.run_cases, PAIRS, world_size=2)
-    return pairs | launch(distributed.run_cases, FOURS, world_size=4)
+    left_out = set() if request.config.getoption("--run-slow") else BROAD
+    pairs, fours = ({n: cases[n] for n in cases if n not in left_out} for cases in (PAIRS, FOURS))
+    return launch(distributed.run_cases, pairs, world_size=2) | launch(
+        distributed.run_cases, fours, world_size=4
+    )
 
 
-@pytest.mark.parametrize("name", CASES)
+@each(CASES)
 def test_all_ranks_find_the_same(found, name):
     first, *others = found[name]
     assert len(others) == CASES[name]["mesh"].get("data", 1) * CASES[name]["mesh"].get("perturb", 1) - 1
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in UNEQUAL])
+@each(name for name in CASES if name not in UNEQUAL)
 def test_ranks_together_equal_a_rank_alone(found, name):
     """A rank alone accumulates over as many micro-batches as there are shards."""
     torch.set_num_threads(1)
@@ -46,7 +68,7 @@ def test_ranks_together_equal_a_rank_alone(found, name):
     assert found[name][0] == json.loads(json.dumps(alone))
 
 
-@pytest.mark.parametrize("name", UNEQUAL)
+@each(UNEQUAL)
 def test_unequal_shards_count_by_their_labels(found, name):
     """The reference is the literal loop, its loss the mean over all labels, part by part in float64."""
     torch.set_num_threads(1)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -17,7 +13,7 @@ from executors.runs.runlog import read_header
 from executors.runs.settings import DataSettings, RunSettings
 from tests.support import distributed
 from tests.support.command import saved_lines, saved_model, zosim
-from tests.support.runs import STEPS, digests_of, killed, numbers_of, options, shorten, stopped, train
+from tests.support.runs import STEPS, digests_of, killed, numbers_of, shorten, stopped, train
 from zosim import __version__ as zosim_version
 from zosim.plans import Plan
 from zosim.program_set import ProgramSet
@@ -166,26 +162,6 @@ def test_ranks_that_begin_unlike_are_refused_in_words(pertp, inputs, tmp_path):
             said[name],
         )
     assert not (tmp_path / "out" / "steps.jsonl").exists()
-
-
-def test_inside_torchrun_ranks_join(pertp, inputs, tmp_path):
-    out = tmp_path / "out"
-    arguments = [str(a) for a in options(inputs, out, "--method", "pertp", "--residency", "resident")]
-    (temporary := tmp_path / "temporary").mkdir()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    torchrun += ["--log-dir", str(tmp_path / "logs")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(temporary)}
-    run = subprocess.run(
-        [*torchrun, "-m", "zosim", *arguments, "--json"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout)["num_steps"] == STEPS
-    assert list(temporary.iterdir()) == []
-    assert numbers_of(out) == numbers_of(pertp / "alone")
 
 
 def test_a_run_that_diverges_leaves_its_last_good_weights(inputs, tmp_path, capsys):

@@ -79,7 +79,10 @@ def said_by_all(placement, fault):
     return on_all_ranks(plan, rank)
 
 
-@pytest.mark.parametrize("placement", [*ALONE, *SEVERAL, *STAGES])
+@pytest.mark.parametrize(
+    "placement",
+    [*ALONE, *STAGES, *(pytest.param(name, marks=pytest.mark.slow) for name in SEVERAL)],
+)
 def test_nothing_is_said_of_a_run_without_a_fault(placement):
     assert set(said_by_all(placement, None)) == {""}
 

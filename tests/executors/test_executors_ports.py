@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import os
 import pickle
 import signal
@@ -24,15 +25,15 @@ import torch.distributed as dist
 
 from executors.ranks.gloo import gloo_group, refuse_strangers
 from executors.ranks.rank_info import PREFIX, launch_directory
-from tests.support.command import rows_of, saved_lines, saved_model, zosim
+from tests.support.command import saved_lines, saved_model, zosim
 from tests.support.forked import Command
+from tests.support.runs import numbers_of
 from topology.errors import RunError
 
 pytestmark = pytest.mark.dist
 
 NOBODY = 65534
 STEPS = 100
-NUMBERS = ("step", "seed", "loss_plus", "loss_minus", "projected_grad")
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,9 @@ def inputs(tmp_path_factory):
     return saved_model("opt", folder), folder / "data.jsonl"
 
 
-def options(inputs, out, *more):
+def options(inputs, out, *more, steps=STEPS):
     return [
-        "run", "--model", inputs[0], "--data", inputs[1], "--steps", STEPS, "--batch", 4, "--threads", 1,
+        "run", "--model", inputs[0], "--data", inputs[1], "--steps", steps, "--batch", 4, "--threads", 1,
         "--no-tensorboard", "--out", out, *more,
     ]  # fmt: skip
 
@@ -96,17 +97,29 @@ def test_nothing_of_a_launch_listens_beyond_this_host(inputs, tmp_path, more):
     assert {address for address, _ in places if not ipaddress.ip_address(address).is_loopback} == set()
 
 
-def test_ranks_that_torchrun_starts_on_one_host_listen_there_alone(inputs, tmp_path):
-    """The launcher listens everywhere; what it reads there is no pickle with this rendezvous."""
+@pytest.mark.parametrize("rendezvous", ["static", pytest.param("standalone", marks=pytest.mark.slow)])
+def test_ranks_that_torchrun_starts_on_one_host_join_and_listen_there_alone(inputs, tmp_path, rendezvous):
+    """The static launcher listens everywhere; what it reads there is no pickle. What is left over is a run of one rank."""
     places = set()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
-    torchrun += ["--master-addr", "127.0.0.1", "--master-port", free_port(), "-m", "zosim"]
-    command = [*torchrun, *options(inputs, tmp_path / "out", "--method", "pertp")]
-    said = tmp_path / "said"
+    (temporary := tmp_path / "temporary").mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--log-dir", tmp_path]
+    if rendezvous == "static":
+        torchrun += ["--master-addr", "127.0.0.1", "--master-port", free_port()]
+    else:
+        torchrun.append("--standalone")
+    words = options(
+        inputs, tmp_path / "out", "--method", "pertp", "--residency", "resident", "--json", steps=20
+    )
+    said, answer = tmp_path / "said", tmp_path / "answer"
     with (
         said.open("w") as stderr,
+        answer.open("w") as stdout,
         subprocess.Popen(
-            list(map(str, command)), stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+            list(map(str, [*torchrun, "-m", "zosim", *words])),
+            stdout=stdout,
+            stderr=stderr,
+            env=os.environ | {"TMPDIR": str(temporary)},
+            start_new_session=True,
         ) as run,
     ):
         try:
@@ -121,6 +134,12 @@ def test_ranks_that_torchrun_starts_on_one_host_listen_there_alone(inputs, tmp_p
     assert run.returncode == 0, said.read_text()
     assert len(places) >= 2
     assert {address for address, _ in places} == {"127.0.0.1"}
+    assert json.loads(answer.read_text())["num_steps"] == 20
+    assert list(temporary.iterdir()) == []
+    assert (
+        zosim(*options(inputs, tmp_path / "alone", "--no-launch", "--residency", "resident", steps=20)) == 0
+    )
+    assert numbers_of(tmp_path / "out") == numbers_of(tmp_path / "alone")
 
 
 class Planted:
@@ -193,8 +212,7 @@ def test_a_stranger_who_writes_to_every_port_runs_no_code(inputs, tmp_path, stra
         return
     assert run.exit_code == 0, said
     assert zosim(*options(inputs, alone, "--no-launch", "--residency", "resident")) == 0
-    numbers = [[[row[name] for name in NUMBERS] for row in rows_of(path)] for path in (out, alone)]
-    assert numbers[0] == numbers[1]
+    assert numbers_of(out) == numbers_of(alone)
 
 
 def test_a_stranger_who_writes_under_every_key_runs_no_code(inputs, tmp_path, stranger):

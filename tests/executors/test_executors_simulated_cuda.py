@@ -78,8 +78,14 @@ def test_nor_does_another_family(placement, shape):
     assert device.findings == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("placement", LITERAL)
+@pytest.mark.parametrize(
+    ("placement", "dtype"),
+    [
+        pytest.param(placement, dtype, marks=() if (row + column) % 2 else pytest.mark.slow)
+        for row, placement in enumerate(LITERAL)
+        for column, dtype in enumerate(["float32", "bfloat16"])
+    ],
+)
 def test_the_literal_loop_on_the_device_finds_the_same_bits(placement, dtype):
     with simulated() as device:
         reference = model_of("opt", getattr(torch, dtype))

@@ -16,6 +16,7 @@ import pytest
 from executors.files import LOCK_NAME, locked, write_atomically
 from executors.runs.session import Session
 from tests.support.command import rows_of, zosim
+from tests.support.forked import Command
 from tests.support.recorded import options, same, saved_inputs
 from topology.errors import refusal_of_machine
 
@@ -216,13 +217,12 @@ def test_a_run_that_still_runs_is_not_gone_on_with(inputs, undisturbed, tmp_path
 
 @pytest.mark.dist
 def test_of_two_runs_that_begin_at_once_in_one_directory_one_is_refused(inputs, undisturbed, tmp_path):
-    command = [sys.executable, "-m", "zosim", *map(str, options(inputs, tmp_path / "out"))]
-    both = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in "ab"
-    ]
-    said = [process.communicate()[1] for process in both]
-    assert sorted(process.returncode for process in both) == [0, 2], said
-    refused = said[0] if both[0].returncode else said[1]
+    words = options(inputs, tmp_path / "out")
+    with Command(*words) as first, Command(*words) as second:
+        said = [run.end() for run in (first, second)]
+    codes = first.exit_code, second.exit_code
+    assert sorted(codes) == [0, 2], said
+    refused = said[0] if codes[0] else said[1]
     assert "is writing to" in refused or "holds a run already" in refused
     assert same(tmp_path / "out", undisturbed())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import os
 import sys
@@ -38,6 +39,8 @@ def main() -> int:
     targets = [t for t in all_targets() if not given.target or t.name.startswith(tuple(given.target))]
     for target in targets:
         target.kept  # noqa: B018 - seeds are made before workers are forked
+    gc.freeze()  # what is there lives to the end; workers need not look at it again and again
+    gc.set_threshold(20_000, 20, 20)
     return 1 if _run(targets, given).findings else 0
 
 

@@ -203,8 +203,18 @@ MODES = {
 }
 
 
+FAULTS = {
+    "resident": ("bit in a forward", "bit at rest", "batch", "learning rate"),
+    "private": ("bit in a forward", "learning rate"),
+    "shared": ("bit at rest", "batch"),
+    "sliced": ("bit in a forward", "bit at rest"),
+    "sliced-immediate": ("bit at rest", "learning rate"),
+}
+"""Those that are planted in each mode."""
+
+
 def plant_faults():
-    """Plant each fault on rank 1 of 3, in each mode, and return what is said at the next verification."""
+    """Plant faults on rank 1 of 3, in each mode, and return what is said at the next verification."""
     import torch
 
     from executors.ranks.communicator import Communicator
@@ -220,13 +230,13 @@ def plant_faults():
         options = {"learning_rate": RATE, "weight_decay": DECAY, "communicator": communicator}
         for name, axes in MODES.items():
             case = {"mesh": {"data": 3}, "batch": 3, **axes}
-            for fault in ("bit in a forward", "bit at rest", "batch", "learning rate"):
+            for fault in FAULTS[name]:
                 checksums = name == "resident"
                 with Session(plan_for(case), model_of("opt"), checksums=checksums, **options) as session:
                     lines = lines_for(case, faults.STEPS)
                     told = faults.disturbed(session, lines, fault, victim=1)
                 assert set(communicator.all_gather_json(told, name)) == {told}
-                said[f"{name}, {fault}"] = told.removeprefix("after 4 steps, and not yet after 2, ")
+                said[name, fault] = told.removeprefix("after 4 steps, and not yet after 2, ")
     return said
 
 

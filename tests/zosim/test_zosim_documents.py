@@ -54,14 +54,18 @@ def test_there_is_one_way_to_calibrate_at_a_time() -> None:
     assert "leave one of them out" in result.stderr
 
 
+@pytest.fixture(scope="module")
+def good_plan() -> dict[str, object]:
+    return json.loads(zosim.plan("opt-1m", "cpu-laptop", seq=16).plan.model_dump_json())
+
+
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
     "axis", ["weights", "residency", "forward", "estimator", "runtime", "precision", "mesh"]
 )
 @pytest.mark.parametrize("broken", [None, [], [1], "x", 3, {"dtype": []}], ids=repr)
-def test_an_axis_that_is_none_is_refused_as_what_it_is(tmp_path, version, axis, broken):
-    good = json.loads(zosim.plan("opt-1m", "cpu-laptop", seq=16).plan.model_dump_json())
+def test_an_axis_that_is_none_is_refused_as_what_it_is(tmp_path, good_plan, version, axis, broken):
     file = tmp_path / "plan.json"
-    file.write_text(json.dumps(good | {"version": version, axis: broken}))
+    file.write_text(json.dumps(good_plan | {"version": version, axis: broken}))
     with pytest.raises(PlanError):
         zosim.Plan.load(file)
