@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -315,10 +315,19 @@ def _tail(said: str) -> str:
 
 
 def write_inputs(folder: Path) -> None:
-    """Write a tiny model, and lines of tokens."""
-    made = "import sys; from pathlib import Path; from tests.support.command import saved_lines, saved_model;"
-    made += "p = Path(sys.argv[1]); saved_lines(p / 'data.jsonl'); saved_model('opt', p)"
-    subprocess.run([sys.executable, "-c", made, folder], check=True, cwd=ROOT)
+    """Write a tiny model, and lines of tokens, in a process of their own: it starts threads, commands are forked from this one."""
+    writer = multiprocessing.get_context("fork").Process(target=_write_inputs, args=(folder,))
+    writer.start()
+    writer.join()
+    if writer.exitcode:
+        raise RuntimeError(f"the inputs were not written: exit status {writer.exitcode}")
+
+
+def _write_inputs(folder: Path) -> None:
+    from tests.support.command import saved_lines, saved_model
+
+    saved_lines(folder / "data.jsonl")
+    saved_model("opt", folder)
 
 
 def main(words: list[str] | None = None) -> int:
