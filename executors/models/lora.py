@@ -106,7 +106,12 @@ def save_adapters(
 def peft_config(
     model: nn.Module, *, rank: int, alpha: float, targets: list[str], is_transposed: bool
 ) -> dict[str, Any]:
-    """Return what PEFT has to know of low-rank adapters beside the linears of a model that end in these names."""
+    """Return what PEFT has to know of low-rank adapters beside the linears of the blocks that end in these names."""
+    inside = {id(module) for _, module, _, _ in block_linears(model)}
+    called = [(path, module) for path, module in model.named_modules() if path.rpartition(".")[2] in targets]
+    if any(id(module) not in inside for _, module in called):
+        # PEFT matches ends of names, and would put adapters beside layers of the head that are called so, too.
+        targets = [path for path, module in called if id(module) in inside]
     return {
         "peft_type": "LORA",
         "task_type": None if fills_masks(model) else "CAUSAL_LM",
