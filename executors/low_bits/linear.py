@@ -53,12 +53,27 @@ class CodedLinear(nn.Linear):
         See :data:`zosim.plans.low_bits.KernelName`.
     input_scales : str
         As of :attr:`zosim.plans.LowBits.input_scales`.
+    was : type
+        Class of the layer before: ``torch.nn.Linear``, or transformers' ``Conv1D``, whose weight is of shape (inputs, outputs).
     """
 
     _coded: Coded | Callable[[], Coded] | None
     beside: Beside | None
     product: KernelName
     input_scales: InputScales
+    was: type[nn.Module]
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether files have the weight transposed."""
+        return self.was is not nn.Linear
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """Return what the codes stand for, in the shape that files have."""
+        coded = self.coded
+        assert coded is not None
+        values = coded.values(dtype)
+        return values.T.contiguous() if self.is_transposed else values
 
     @property
     def coded(self) -> Coded | None:
@@ -89,11 +104,12 @@ class CodedLinear(nn.Linear):
         return nn.functional.linear(input, weight, self.bias)
 
     def become_plain(self) -> None:
-        """Hold numbers in place of codes."""
+        """Hold numbers in place of codes, as the layer that it was."""
         coded = self.coded
         if coded is not None:
-            self.weight.data = coded.values(coded.scales.dtype)
+            self.weight.data = self.numbers(coded.scales.dtype)
             self.coded = None
+            self.__class__ = self.was  # type: ignore[assignment]
 
     def _multiplied_by_codes(self, inputs: Tensor, coded: Coded) -> Tensor:
         codes, scales = coded_inputs(inputs.reshape(-1, inputs.shape[-1]), self.input_scales)
@@ -128,7 +144,7 @@ def int_product(inputs: Tensor, weights: Tensor) -> Tensor:
 
 
 def code_linears(blocks: Iterable[nn.Module], low_bits: LowBits, device: torch.device) -> None:
-    """Let the linear layers of blocks take codes; until they are given any, they are what they were.
+    """Let the linear layers of blocks take codes, and multiply by them as a plan says.
 
     Raises
     ------
@@ -137,14 +153,31 @@ def code_linears(blocks: Iterable[nn.Module], low_bits: LowBits, device: torch.d
     """
     product = present_product(low_bits, device)
     for block in blocks:
-        for path, module in list(block.named_modules()):
-            if type(module) is nn.Linear and not path.rpartition(".")[2].startswith("lora_"):
-                # In place, so that hooks and adapters stay where they are.
-                module.__class__ = CodedLinear
-                coded: Any = module
-                coded.coded = coded.beside = None
+        make_codable([block])
+        for module in block.modules():
             if isinstance(module, CodedLinear):
                 module.product, module.input_scales = product, low_bits.input_scales
+
+
+def make_codable(blocks: Iterable[nn.Module]) -> None:
+    """Let the linear layers of blocks take codes; until they are given any, they compute what they did.
+
+    The weight of a layer that keeps it transposed (GPT-2's) is turned, without being copied.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    for block in blocks:
+        for path, module in list(block.named_modules()):
+            if type(module) in (nn.Linear, Conv1D) and not path.rpartition(".")[2].startswith("lora_"):
+                layer: Any = module
+                layer.was = type(module)
+                if layer.was is Conv1D:
+                    layer.weight.data = layer.weight.data.T
+                    layer.out_features, layer.in_features = layer.weight.shape
+                # In place, so that hooks and adapters stay where they are.
+                layer.__class__ = CodedLinear
+                layer.coded = layer.beside = None
+                layer.product, layer.input_scales = "dequantise", ""
 
 
 def coded_linears(model: nn.Module) -> Iterator[tuple[str, CodedLinear]]:

@@ -88,7 +88,7 @@ def save_adapters(
         rank=rank,
         alpha=float(rank) if is_joined else first.lora_scale * rank,
         targets=sorted({name for name, _ in carrying}),
-        is_transposed=not isinstance(first, nn.Linear),
+        is_transposed=_is_transposed(first),
     )
     write_atomically(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
     if not is_joined:
@@ -123,6 +123,10 @@ def peft_config(
         "fan_in_fan_out": is_transposed,
         "base_model_name_or_path": getattr(model.config, "_name_or_path", None),
     }
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    return module.is_transposed if isinstance(module, CodedLinear) else not isinstance(module, nn.Linear)
 
 
 def _attach(module: Any, inputs: int, outputs: int, lora: LoRA, generator: torch.Generator) -> None:

@@ -22,7 +22,7 @@ from costmodel.low_bits import Coding
 from costmodel.stored_codes import CODE_SUFFIXES, Layout
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.coded import Coded
-from executors.low_bits.linear import CodedLinear, code_linears, coded_linears
+from executors.low_bits.linear import CodedLinear, coded_linears, make_codable
 from executors.models.blocks import block_list, find_blocks, linears_of
 from executors.models.loading import load_config, model_class, opened_weights, quietly_loading
 from executors.models.weight_files import (
@@ -105,7 +105,7 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
             f"{source}: {min(wrong)} is missing, or of another shape than its config.json says",
             hint="copy the model again",
         )
-    code_linears(find_blocks(loaded), plan.low_bits, torch.device("cpu"))
+    make_codable(find_blocks(loaded))
     modules = dict(loaded.named_modules())
     for name, shape in linears.items():
         files.check(name, shape)

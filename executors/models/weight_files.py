@@ -107,7 +107,7 @@ def save_weights(
     Tensors are written one by one: the buckets that they lie in are neither copied nor written.
     """
     tensors = _trainable_tensors(model) if trainable_only else saved_tensors(model)
-    codes = coded_weights(model)
+    codes, layers = coded_weights(model), dict(coded_linears(model))
     named: dict[str, Tensor | Deferred] = {}
     for name, tensor in tensors.items():
         if name in codes and trainable_only:
@@ -115,7 +115,9 @@ def save_weights(
         elif name in codes:
             # As numbers, rounded once: to the format that they are written in.
             to = TORCH_DTYPES[dtype] if dtype else codes[name].scales.dtype
-            named[name] = Deferred(tensor.shape, to, partial(codes[name].values, to))
+            layer = layers[name]
+            shape = tensor.shape[::-1] if layer.is_transposed else tensor.shape
+            named[name] = Deferred(shape, to, partial(layer.numbers, to))
         else:
             named[name] = tensor
     write_tensors(named, path, dtype, metadata)

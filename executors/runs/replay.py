@@ -19,7 +19,7 @@ from torch import nn
 from costmodel.configs import stored_codes_in
 from executors.devices import device_name
 from executors.formats import TORCH_DTYPES
-from executors.low_bits.linear import code_linears
+from executors.low_bits.linear import make_codable
 from executors.models.blocks import find_blocks
 from executors.models.loading import load_model
 from executors.models.mapped import moves_mapped, own_format
@@ -144,6 +144,8 @@ def load_base(
     )
     if adapters is not None:
         attach(model, adapters, run=run)
+    if plan.coding is not None:
+        make_codable(find_blocks(model))
     if is_mapped:
         model.config.dtype = TORCH_DTYPES[storage]  # what is saved of it
     else:
@@ -236,10 +238,7 @@ def session_at(
             hint="replay it as it was run",
         )
     if checkpoint is not None:
-        coding = (plan or history.plan).coding
-        if coding is not None:
-            code_linears(find_blocks(model), (plan or history.plan).low_bits, torch.device("cpu"))
-        checkpoint.load(model, coding)
+        checkpoint.load(model, (plan or history.plan).coding)
     header = history.header
     session = Session(
         plan or history.plan,

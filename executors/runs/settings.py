@@ -301,6 +301,11 @@ class RunSettings:
                 f"--save-as codes writes the codes that were tuned, and {what}",
                 hint="leave it out" if coding is not None else "add --weight-format",
             )
+        if self.plan.model.fused_qkv:
+            raise PlanError(
+                f"--save-as codes: {self.plan.model.name} keeps its linear layers transposed, which compressed-tensors does not read",
+                hint="leave it out",
+            )
         refuse_unwritable(coding)
 
     def _refuse_uneven(self) -> None:

@@ -103,5 +103,6 @@ class PresentWeights:
     def _copied(self, tensor: NamedTensor) -> Tensor:
         held = tensor.held
         if isinstance(held, Coded):
-            return held.values(self._storage).cpu()
+            assert tensor.layer is not None
+            return tensor.layer.numbers(self._storage).cpu()
         return held.to("cpu", self._storage, copy=True, memory_format=torch.contiguous_format)

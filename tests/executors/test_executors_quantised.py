@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +17,11 @@ from executors.models.loading import load_model
 from executors.models.quantised import _packed, _unpacked
 from executors.models.weight_files import weights_digest
 from executors.runs.replay import load_base
+from executors.runs.session import Session
 from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
 from tests.support.quantised import amend, compressed, transposed_layout
-from tests.support.tiny import batches
+from tests.support.recorded import cut, options, same
+from tests.support.tiny import batches, model_of
 from topology.errors import ModelError, PlanError
 from zosim.plans import LowBits, Placement, Plan
 
@@ -308,3 +312,67 @@ def test_what_has_no_layout_is_refused_before_a_step(tmp_path, capsys):
         assert run_on(base, tmp_path, tmp_path / "out", "--save-as", "codes", *more) == 2
         assert reason in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_gpt2_is_resumed_from_a_checkpoint_of_its_transposed_layers(tmp_path, capsys):
+    inputs = saved_model("gpt2", tmp_path), tmp_path / "data.jsonl"
+    saved_lines(inputs[1])
+    stated = ("--weight-format", "int4", "--checkpoint-every", 5)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    for out in (whole, run):
+        assert zosim(*options(inputs, out, *stated)) == 0
+    cut(run, 7)
+    capsys.readouterr()
+    assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
+    assert "from the checkpoint of 5" in capsys.readouterr().err
+    assert same(run, whole)
+    assert run_on(inputs[0], tmp_path, tmp_path / "out", "--weight-format", "int4", "--save-as", "codes") == 2
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def own_bytes():
+    words = Path("/proc/self/status").read_text().split()
+    return int(words[words.index("RssAnon:") + 1]) * 1024
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["16 bits", "quantised"])
+def test_weights_become_codes_layer_by_layer_and_are_never_there_twice(tmp_path, stored):
+    """What the process takes beyond the program's buffers is a layer's, not the model's."""
+    sizes = {"hidden_size": 512, "ffn_dim": 2048, "word_embed_proj_dim": 512, "num_hidden_layers": 6}
+    if stored:
+        compressed("opt", tmp_path, "pack-quantized", changed=sizes, **INT4)
+        plan = plan_of(tmp_path)
+    else:
+        model_of("opt", torch.float16, **sizes).save_pretrained(tmp_path)
+        plan = Plan(
+            model=read_model_spec(tmp_path),
+            placement=Placement(topology="test", devices=("cpu0",)),
+            batch=3,
+            seq=9,
+            weights={"dtype": "float16"},
+            low_bits={"weights": "int4", "scales": "group", "group_elements": 16},
+        )
+
+    def session():
+        return Session(plan, load_base(str(tmp_path), plan))
+
+    session().close()  # what libraries take when they are first used
+    before, seen, ended = own_bytes(), [], threading.Event()
+
+    def watch():
+        while not ended.wait(0.001):
+            seen.append(own_bytes())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    with session() as opened:
+        ended.set()
+        watcher.join()
+        buffers = sum(buffer.size_bytes for buffer in opened.program.buffers)
+    largest = 512 * 2048
+    # One layer's codes and levels, and pieces of it in float32; 16-bit weights of the model are eighteen layers as large.
+    assert max(seen) - before < buffers + 8 * largest
+    assert 2 * plan.model.num_parameters > buffers + 8 * largest + 4 * largest

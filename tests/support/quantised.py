@@ -21,9 +21,9 @@ from torch import nn
 from tests.support.tiny import model_of
 
 
-def compressed(name, folder, layout, *, dtype=torch.float16, inputs=None, **weights):
+def compressed(name, folder, layout, *, dtype=torch.float16, inputs=None, changed=None, **weights):
     """Let compressed-tensors quantise a tiny model and write it; return the model with the numbers that its codes stand for."""
-    model = model_of(name, dtype)
+    model = model_of(name, dtype, **(changed or {}))
     arguments = QuantizationArgs(**weights)
     scheme = QuantizationScheme(
         targets=["Linear"], weights=arguments, input_activations=inputs, format=layout

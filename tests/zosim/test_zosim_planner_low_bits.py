@@ -47,8 +47,8 @@ def test_a_format_that_is_fixed_stays():
         assert coded(placements(request("opt-1.3b", allow_lossy=True, fixed=fixed))) == {weights}
 
 
-def test_models_that_are_not_coded_have_plans_nonetheless():
-    assert coded(placements(request("gpt2", allow_lossy=True))) == {"none"}
+def test_layers_that_a_model_keeps_transposed_are_coded_too():
+    assert coded(placements(request("gpt2", allow_lossy=True))) == {"none", "int8", "int4"}
 
 
 def test_codes_are_chosen_where_the_bus_limits_and_memory_is_short():

@@ -383,7 +383,7 @@ def _codings(request: Request, mesh: Mesh) -> Iterator[Point]:
 
 def _can_be_coded(model: ModelSpec) -> bool:
     """Whether a model's linear layers may be kept as codes."""
-    return not model.fused_qkv and any(group.linears or group.frozen_linears for group in model.groups)
+    return any(group.linears or group.frozen_linears for group in model.groups)
 
 
 def _offloaded(request: Request, mesh: Mesh, placement: Placement) -> Iterator[dict[str, object]]:

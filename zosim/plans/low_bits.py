@@ -234,11 +234,6 @@ class LowBits(Axis):
         linears = [one for group in plan.model.groups for one in (*group.linears, *group.frozen_linears)]
         if not linears:
             yield f"{plan.model.name} states no linear layers that could be coded", "read the model again"
-        if plan.model.fused_qkv:
-            yield (
-                f"{plan.model.name} keeps linear layers transposed, which are not coded",
-                "use another family",
-            )
         assert plan.coding is not None
         try:
             plan.coding.check(linears)
