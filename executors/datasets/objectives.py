@@ -79,7 +79,7 @@ def objective_named(name: str) -> Objective | None:
             hint=f"objectives are {LOSS}, {', '.join(_NAMED)}, or module:function of logits and batch",
         )
     try:
-        with _working_directory_importable():
+        with working_directory_importable():
             objective: Objective = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise RunError(
@@ -90,7 +90,7 @@ def objective_named(name: str) -> Objective | None:
 
 
 @contextmanager
-def _working_directory_importable() -> Iterator[None]:
+def working_directory_importable() -> Iterator[None]:
     """Find modules beside the user, as ``python -m`` does; the ``zosim`` script itself does not."""
     here = str(Path.cwd())
     sys.path.append(here)

@@ -38,10 +38,13 @@ class SidePath:
         Shape (inputs, rank), the same at all points, or (points, inputs, rank).
     outer : torch.Tensor
         Shape (points, rank, outputs).
+    places : slice or None
+        Of the packed row, the tokens that it is for; None for all.
     """
 
     inner: Tensor
     outer: Tensor
+    places: slice | None = None
 
 
 class BatchedModel(CutModel):
@@ -62,7 +65,7 @@ class BatchedModel(CutModel):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._paths: dict[int, SidePath] = {}
+        self._paths: dict[int, Sequence[SidePath]] = {}
         self._is_transposed: dict[int, bool] = {}
         self._carriers: dict[int, Any] = {}
         tuned = {id(tensor.parameter): tensor.name for tensor in self.tensors if tensor.trainable}
@@ -133,7 +136,7 @@ class BatchedModel(CutModel):
         batch: Batch,
         cache: StepCache,
         hidden: Tensor | None,
-        paths: Mapping[nn.Parameter, SidePath],
+        paths: Mapping[nn.Parameter, SidePath | Sequence[SidePath]],
         num_points: int,
     ) -> Tensor:
         """Return what `segment` makes at all points, of shape (points, tokens, width): from the head, each point's loss.
@@ -143,11 +146,11 @@ class BatchedModel(CutModel):
         segment : str
         batch : mapping
         cache : StepCache
-            Keeps the packing of a step's batch, and what blocks are called with.
+            Keeps the packing of a step's batch, which may be there already, and what blocks are called with.
         hidden : torch.Tensor or None
             What the segment before it made.
-        paths : mapping of parameter to SidePath
-            Of the weights that points differ in.
+        paths : mapping of parameter to SidePath or a sequence of them
+            Of the weights that points, or parts of the row, differ in.
         num_points : int
         """
         if segment == EMBED:
@@ -159,7 +162,10 @@ class BatchedModel(CutModel):
             return self._losses(hidden, packing)
         index = block_index(segment)
         args, kwargs = cache.calls[index]
-        self._paths = {id(self._carriers[id(parameter)]): path for parameter, path in paths.items()}
+        self._paths = {
+            id(self._carriers[id(parameter)]): (path,) if isinstance(path, SidePath) else path
+            for parameter, path in paths.items()
+        }
         try:
             with self._packed_attention(), self.format():
                 output: Any = self.blocks[index](hidden, *args, **(kwargs | {"packing": packing}))
@@ -169,7 +175,7 @@ class BatchedModel(CutModel):
         return states
 
     def _embed_packed(self, batch: Batch, cache: StepCache) -> Tensor:
-        cache.packing = packing = pack(batch)
+        cache.packing = packing = cache.packing or pack(batch)
         with self._packed_attention():
             return self.embed({"input_ids": packing.tokens, "position_ids": packing.positions}, cache)
 
@@ -183,12 +189,14 @@ class BatchedModel(CutModel):
         return each.view(num_points, num_labels).mean(1)
 
     def _beside(self, module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        path = self._paths.get(id(module))
-        if path is None:
-            return output
-        inputs = arguments[0].reshape(path.outer.shape[0], -1, arguments[0].shape[-1])
-        inner = torch.matmul(inputs, path.inner.to(inputs.dtype)).to(output.dtype)
-        output.view(path.outer.shape[0], -1, output.shape[-1]).baddbmm_(inner, path.outer.to(output.dtype))
+        for path in self._paths.get(id(module), ()):
+            num_points = path.outer.shape[0]
+            inputs = arguments[0].reshape(num_points, -1, arguments[0].shape[-1])
+            outputs = output.view(num_points, -1, output.shape[-1])
+            if path.places is not None:
+                inputs, outputs = inputs[:, path.places], outputs[:, path.places]
+            inner = torch.matmul(inputs, path.inner.to(inputs.dtype)).to(output.dtype)
+            outputs.baddbmm_(inner, path.outer.to(output.dtype))
         return output
 
     @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -73,6 +73,30 @@ class Packing:
     def num_tokens(self) -> int:
         """Tokens that are computed at each point."""
         return self.tokens.shape[1]
+
+
+def joined(packings: Sequence[Packing]) -> tuple[Packing, list[slice]]:
+    """Return several packings as one row, in which none sees another's tokens, and where each of them lies."""
+    places, begin = [], 0
+    groups: list[AttentionGroup] = []
+    predictors = []
+    for packing in packings:
+        end = begin + packing.num_tokens
+        places.append(slice(begin, end))
+        groups += [
+            replace(group, queries=group.queries + begin, keys=group.keys + begin) for group in packing.groups
+        ]
+        predictors.append(packing.predictors + begin)
+        begin = end
+    row = Packing(
+        torch.cat([packing.tokens for packing in packings], 1),
+        torch.cat([packing.positions for packing in packings], 1),
+        tuple(groups),
+        torch.cat(predictors),
+        torch.cat([packing.targets for packing in packings]),
+        sum(packing.num_padded for packing in packings),
+    )
+    return row, places
 
 
 @dataclass

@@ -39,7 +39,9 @@ class Deferred(NamedTuple):
     make: Callable[[], Tensor]
 
 
-def weights_digest(model: nn.Module, dtype: str | None = None, *, trainable_only: bool = False) -> str:
+def weights_digest(
+    model: nn.Module, dtype: str | None = None, *, trainable_only: bool = False, base_only: bool = False
+) -> str:
     """Return a hash over names, formats, shapes and bits of all parameters, in registration order.
 
     Parameters
@@ -49,11 +51,13 @@ def weights_digest(model: nn.Module, dtype: str | None = None, *, trainable_only
         Format to read the parameters in; by default their own. Those that are codes are read as codes and scales.
     trainable_only : bool
         Leave frozen parameters out.
+    base_only : bool
+        Leave adapters out.
     """
     digest = hashlib.blake2b(digest_size=16)
     layers = dict(coded_linears(model))
     for name, parameter in model.named_parameters():
-        if trainable_only and not is_tuned(name, parameter):
+        if (trainable_only and not is_tuned(name, parameter)) or (base_only and ".lora_" in name):
             continue
         coded = layers[name].coded if name in layers else None
         if coded is not None:

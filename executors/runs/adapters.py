@@ -13,7 +13,7 @@ from costmodel.configs import LoRA, Prefix, Subset
 from executors.models.lora import attach_lora, block_linears, merge_lora, save_adapters
 from executors.models.prefix import WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
 from executors.models.quantised import save_quantised
-from executors.models.weight_files import save_pretrained
+from executors.models.weight_files import save_pretrained, weights_digest
 from executors.runs.session import Session
 from executors.runs.windows import attach_windows, lazy_windows_of
 
@@ -75,14 +75,20 @@ def recorded_adapters(run: Mapping[str, Any]) -> Tuned | None:
     return Prefix.model_validate(run["prefix"]) if run.get("prefix") else None
 
 
-def save_alone(model: nn.Module, directory: str | Path, adapters: Adapters, dtype: str) -> None:
-    """Write the tuned parameters without the base that they stand beside."""
+def save_alone(
+    model: nn.Module,
+    directory: str | Path,
+    adapters: Adapters,
+    dtype: str,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Write the tuned parameters without the base that they stand beside, and what low-rank adapters say of themselves."""
     if isinstance(adapters, Prefix):
         save_prefix(model, directory, dtype)
         return
     windows = lazy_windows_of(model)
-    facts = None if windows is None else {"relative_error": repr(windows.relative_error)}
-    save_adapters(model, directory, dtype, facts)
+    error = {} if windows is None else {"relative_error": repr(windows.relative_error)}
+    save_adapters(model, directory, dtype, {**(facts or {}), **error})
 
 
 def save_tuned(out: str | Path, session: Session, adapters: Tuned | None, *, as_codes: bool = False) -> None:
@@ -104,7 +110,10 @@ def save_tuned(out: str | Path, session: Session, adapters: Tuned | None, *, as_
     if isinstance(adapters, Prefix):
         save_prefix(model, Path(out) / PREFIX_NAME, storage)
     elif isinstance(adapters, LoRA):
-        save_alone(model, Path(out) / ADAPTER_NAME, adapters, storage)
+        plan = session.plan
+        is_whole = plan.coding is None and plan.num_stages == 1
+        facts = {"base_digest": weights_digest(model, storage, base_only=True)} if is_whole else {}
+        save_alone(model, Path(out) / ADAPTER_NAME, adapters, storage, facts)
         with session.whole_model() as whole:
             merge_lora(whole)
             save_pretrained(whole, out, storage)

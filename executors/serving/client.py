@@ -1,0 +1,194 @@
+"""An engine behind the OpenAI-compatible protocol: zosim's own server, or vLLM's."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from executors.serving.engine import Request
+from topology.errors import ModelError, RunError
+
+_NUM_CONNECTIONS = 8
+
+
+class RemoteEngine:
+    """An engine that answers at an address.
+
+    Parameters
+    ----------
+    url : str
+        Such as ``http://127.0.0.1:8000``. vLLM is started with ``--enable-lora``, a ``--max-lora-rank`` as large as the slots', and
+        ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`` in its environment; both read adapters from a directory, so that they share a file system.
+    model : str, optional
+        What the engine calls the base; by default the first that it names.
+    timeout_s : float
+        Most seconds for an answer.
+    priority : int or None
+        Of scorings, lower ones first; vLLM takes one under ``--scheduling-policy priority`` alone.
+
+    Raises
+    ------
+    RunError
+        If nothing answers there, or it does not serve `model`.
+    """
+
+    def __init__(
+        self, url: str, model: str | None = None, *, timeout_s: float = 60.0, priority: int | None = None
+    ) -> None:
+        parts = urlsplit(url if "//" in url else f"//{url}")
+        if parts.scheme not in ("", "http", "https") or not parts.hostname:
+            raise RunError(f"{url!r} is no address of an engine", hint="such as http://127.0.0.1:8000")
+        self._is_secure = parts.scheme == "https"
+        self._host, self._port = parts.hostname, parts.port or (443 if self._is_secure else 80)
+        self._base_path = parts.path.rstrip("/").removesuffix("/v1")
+        self.url = url
+        self.timeout_s = timeout_s
+        self.priority = priority
+        served = self._models()
+        if model is not None and model not in served:
+            raise RunError(
+                f"the engine at {url} does not serve {model!r}", hint="it serves " + ", ".join(served)
+            )
+        self.model = model or served[0]
+
+    def _models(self) -> tuple[str, ...]:
+        answer = self._call("GET", "/v1/models")
+        try:
+            names = tuple(str(entry["id"]) for entry in answer["data"])
+        except (KeyError, TypeError) as error:
+            raise self._strange("/v1/models", answer) from error
+        if not names:
+            raise RunError(f"the engine at {self.url} serves no model")
+        return names
+
+    # -- what an engine does -----------------------------------------------------------------------------------
+
+    def load(self, name: str, directory: Path) -> None:
+        """Let the engine take an adapter, as :meth:`executors.serving.engine.ServingEngine.load`."""
+        if name in self.adapters():
+            self.unload(name)
+        body = {"lora_name": name, "lora_path": str(directory.resolve())}
+        self._call("POST", "/v1/load_lora_adapter", body)
+
+    def unload(self, name: str) -> None:
+        """Let the engine drop an adapter."""
+        self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    def adapters(self) -> tuple[str, ...]:
+        """Return the names that the engine serves beside the base's."""
+        return tuple(name for name in self._models() if name != self.model)
+
+    def score(self, requests: Sequence[Request]) -> list[list[float]]:
+        """Return log-probabilities of tokens; what different adapters are for goes out at the same time."""
+        by_adapter: dict[str | None, list[int]] = {}
+        for number, request in enumerate(requests):
+            by_adapter.setdefault(request.adapter, []).append(number)
+        scores: list[list[float]] = [[] for _ in requests]
+        with ThreadPoolExecutor(min(_NUM_CONNECTIONS, max(1, len(by_adapter)))) as pool:
+            bodies = [
+                self._body(adapter, [requests[number].tokens for number in numbers])
+                | {"max_tokens": 0, "echo": True, "logprobs": 0}
+                for adapter, numbers in by_adapter.items()
+            ]
+            answers = list(pool.map(lambda body: self._call("POST", "/v1/completions", body), bodies))
+        for numbers, answer in zip(by_adapter.values(), answers, strict=True):
+            for number, choice in zip(numbers, self._choices(answer, len(numbers)), strict=True):
+                scores[number] = self._logprobs(choice, requests[number])
+        return scores
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], adapter: str | None, *, max_new_tokens: int
+    ) -> list[list[int]]:
+        """Return continuations in tokens, as :meth:`executors.serving.engine.ServingEngine.generate`."""
+        body = self._body(adapter, prompts) | {"max_tokens": max_new_tokens, "return_token_ids": True}
+        choices = self._choices(self._call("POST", "/v1/completions", body), len(prompts))
+        try:
+            return [[int(token) for token in choice["token_ids"]] for choice in choices]
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._strange("/v1/completions", choices[0]) from error
+
+    # -- answers -----------------------------------------------------------------------------------------------
+
+    def _body(self, adapter: str | None, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": adapter or self.model,
+            "prompt": [list(prompt) for prompt in prompts],
+            "temperature": 0.0,
+        }
+        return body if self.priority is None else body | {"priority": self.priority}
+
+    def _choices(self, answer: Any, num: int) -> list[Mapping[str, Any]]:
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._strange("/v1/completions", answer) from error
+        if len(choices) != num:
+            raise self._strange("/v1/completions", f"{len(choices)} choices for {num} prompts")
+        return choices
+
+    def _logprobs(self, choice: Mapping[str, Any], request: Request) -> list[float]:
+        try:
+            values = choice["logprobs"]["token_logprobs"][: len(request.tokens)][request.first :]
+        except (KeyError, TypeError) as error:
+            raise self._strange("/v1/completions", choice) from error
+        if len(values) != len(request.tokens) - request.first:
+            raise RunError(
+                f"the engine at {self.url} scored {len(values) + request.first} tokens of {len(request.tokens)}: it has another "
+                "tokenizer, or cuts prompts",
+            )
+        if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+            raise RunError(
+                f"the engine at {self.url} answered log-probabilities that are not finite numbers",
+                hint="JSON has no infinity: a token may be impossible to it, or its weights damaged",
+            )
+        return [float(value) for value in values]
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=self.timeout_s)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, self._base_path + path, data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            status, raw = response.status, response.read()
+        except TimeoutError as error:
+            raise RunError(
+                f"the engine at {self.url} did not answer {path} within {self.timeout_s:g} s",
+                hint="it may be overloaded; a longer --timeout waits for it",
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise RunError(
+                f"the engine at {self.url} cannot be reached: {error or type(error).__name__}",
+                hint="start it, or give another --engine; a tuning goes on from its log",
+            ) from error
+        finally:
+            connection.close()
+        return self._read(path, status, raw)
+
+    def _read(self, path: str, status: int, raw: bytes) -> Any:
+        try:
+            answer: Any = json.loads(raw) if raw.strip() else {}
+        except (ValueError, RecursionError):
+            answer = raw.decode(errors="replace")
+        if status < 400:
+            return answer
+        message = answer
+        if isinstance(answer, dict):
+            refusal = answer.get("error", answer)
+            message = refusal.get("message", refusal) if isinstance(refusal, dict) else refusal
+        kind = ModelError if path.endswith("lora_adapter") else RunError
+        hint = None
+        if status == 404 and path.endswith("lora_adapter"):
+            hint = "vLLM has adapters that come and go with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+        raise kind(f"the engine at {self.url} refused {path} ({status}): {str(message)[:300]}", hint=hint)
+
+    def _strange(self, path: str, answer: object) -> RunError:
+        return RunError(
+            f"what answers at {self.url} is no engine of this protocol: {path} gave {str(answer)[:120]}"
+        )

@@ -1,0 +1,220 @@
+"""`zosim serve`, `zosim adapt` and `zosim canary`: a server, a tuning on one, and versions of what it has learnt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from topology.errors import RunError
+from zosim.console import emit, stderr
+
+if TYPE_CHECKING:
+    from executors.serving.client import RemoteEngine
+
+_Engine = Annotated[str, typer.Option("--engine", help="Address of a server, such as http://127.0.0.1:8000.")]
+_Model = Annotated[str, typer.Option(help="Directory of the base that it serves.", show_default=False)]
+_Served = Annotated[
+    str | None,
+    typer.Option("--served-model", help="What the server calls the base; by default the first it names."),
+]
+_Data = Annotated[Path, typer.Option(help="JSON lines, as of `zosim run`.", show_default=False)]
+_Template = Annotated[str | None, typer.Option(help="As of `zosim run`.", show_default=False)]
+_LabelWords = Annotated[str | None, typer.Option(help="As of `zosim run`.", show_default=False)]
+_Timeout = Annotated[float, typer.Option(min=0.01, help="Most seconds for an answer.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def serve(
+    model: Annotated[str, typer.Option(help="Directory of the base.", show_default=False)],
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=DIRECTORY of an adapter; again for more.", show_default=False),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0: any that is free.")] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option(help="What the base is called; by default its directory.", show_default=False),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Format of the weights.")] = "float32",
+    weight_format: Annotated[
+        str, typer.Option(help="Keep the linears of blocks as codes: int8, int4, ...")
+    ] = "none",
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="By default torch's choice.", show_default=False)
+    ] = None,
+) -> None:
+    """Serve a frozen model and adapters beside it, scores and greedy text, on loopback, until it is interrupted."""
+    from executors.models.loading import load_model
+    from executors.serving.runtime import Runtime
+    from executors.serving.server import ScoringServer
+    from executors.threads import use_threads
+    from zosim.plans import LowBits
+
+    if threads is not None:
+        use_threads(threads)
+    base = load_model(model, dtype=dtype)
+    low_bits = LowBits.model_validate({"weights": weight_format})
+    ends: Any = getattr(base.config, "eos_token_id", None)
+    stop_tokens = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+    runtime = Runtime(base, low_bits=low_bits, stop_tokens=stop_tokens)
+    for stated in adapter or ():
+        called, separator, directory = stated.partition("=")
+        if not separator:
+            raise RunError(f"--adapter {stated!r} names no directory", hint="such as first=adapters/first")
+        runtime.load(called, Path(directory))
+    with ScoringServer(runtime, name or model, port) as server:
+        stderr.print(f"serving {server.model} at {server.url}", markup=False, soft_wrap=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            stderr.print("ended", markup=False)
+
+
+def adapt(
+    model: _Model,
+    data: _Data,
+    output: Annotated[
+        Path,
+        typer.Option("--out", "-o", help="Log and adapter; goes on if there is one.", show_default=False),
+    ],
+    engine: _Engine = "http://127.0.0.1:8000",
+    served_model: _Served = None,
+    targets: Annotated[str, typer.Option(help="Linears that are tuned, by name.")] = "q_proj,v_proj",
+    steps: Annotated[int, typer.Option(min=1, help="Steps in all.")] = 100,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 16,
+    rank: Annotated[int, typer.Option(min=1, max=4096, help="Rank of a direction.")] = 2,
+    lazy_steps: Annotated[int, typer.Option(min=1, help="Steps that one V stays.")] = 50,
+    max_rank: Annotated[
+        int, typer.Option(min=3, max=65536, help="Of slots and a probe together, as the server admits.")
+    ] = 16,
+    epsilon: Annotated[float, typer.Option(min=1e-12, help="Radius of a probe.")] = 1e-3,
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate.")] = 1e-4,
+    seed: Annotated[int, typer.Option(min=0, help="Of directions and batches.")] = 0,
+    template: _Template = None,
+    label_words: _LabelWords = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            help="Maximise this of generated text: module:function of prompts and texts, or http://127.0.0.1:PORT/PATH.",
+            show_default=False,
+        ),
+    ] = None,
+    reward_timeout: Annotated[float, typer.Option(min=0.01, help="Most seconds for a reward.")] = 60.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Of generated text.")] = 16,
+    timeout: _Timeout = 60.0,
+    priority: Annotated[
+        int | None, typer.Option(help="Of probes, lower ones first.", show_default=False)
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Tune a served model without a weight of it: probes are adapters that the server scores, and so is what is learnt."""
+    from executors.datasets.batches import Batches
+    from executors.serving.client import RemoteEngine
+    from executors.serving.rewards import reward_named
+    from executors.serving.tuning import SERVED_NAME, Tuning, TuningSettings
+
+    dataset, tokenizer = _examples(model, data, template, label_words)
+    wanted = None if reward is None else reward_named(reward, reward_timeout)
+    served = RemoteEngine(engine, served_model, timeout_s=timeout, priority=priority)
+    names = tuple(name.strip() for name in targets.split(",") if name.strip())
+    settings = TuningSettings(names, rank, lazy_steps, max_rank, epsilon, lr, seed)
+    batches = Batches(dataset, batch, shuffle=True, seed=seed)
+    decode = None if tokenizer is None else tokenizer.decode
+    row: dict[str, Any] = {}
+    with Tuning(served, model, output, settings) as tuning:
+        while tuning.num_steps < steps:
+            examples = dataset.examples(batches.indices(tuning.num_steps))
+            row = tuning.step(examples, reward=wanted, decode=decode, max_new_tokens=max_new_tokens)
+            loss = (row["loss_plus"] + row["loss_minus"]) / 2
+            stderr.print(
+                f"step {tuning.num_steps}/{steps}  {'loss' if wanted is None else '-reward'} {loss:9.5f}  "
+                f"g {row['projected_grad']:+.4e}",
+                markup=False,
+                soft_wrap=True,
+            )
+        tuning.save(output / SERVED_NAME)
+        result = {
+            "num_steps": tuning.num_steps,
+            "rank": tuning.state.rank,
+            "adapter": str(output / SERVED_NAME),
+        }
+    emit(result, json=as_json, text=f"{result['adapter']} holds {result['num_steps']} steps, of rank {result['rank']}")  # fmt: skip
+
+
+def canary(
+    directory: Annotated[Path, typer.Argument(help="Of versions.", show_default=False)],
+    version: Annotated[
+        str | None, typer.Argument(help="Version to compare with the served one.", show_default=False)
+    ] = None,
+    engine: _Engine = "http://127.0.0.1:8000",
+    served_model: _Served = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Keep this adapter as that version first.", show_default=False)
+    ] = None,
+    name: Annotated[str, typer.Option(help="What the server calls the version that it serves.")] = "served",
+    model: Annotated[
+        str | None, typer.Option(help="Directory of the base, for lines of text.", show_default=False)
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="The canary's JSON lines, as of `zosim run`.", show_default=False)
+    ] = None,
+    template: _Template = None,
+    label_words: _LabelWords = None,
+    examples: Annotated[int, typer.Option(min=1, help="Lines that are scored.")] = 64,
+    promote: Annotated[bool, typer.Option("--promote", help="Serve it, if it passes.")] = False,
+    tolerance: Annotated[float, typer.Option(help="By how much it may lose more than the served one.")] = 0.0,
+    roll_back: Annotated[
+        bool, typer.Option("--roll-back", help="Serve what was served before instead.")
+    ] = False,
+    timeout: _Timeout = 60.0,
+    as_json: _Json = False,
+) -> None:
+    """Compare a version of an adapter with the served one on a canary batch, serve it, or roll back."""
+    from executors.serving.client import RemoteEngine
+    from executors.serving.versions import Versions
+
+    served: RemoteEngine = RemoteEngine(engine, served_model, timeout_s=timeout)
+    versions = Versions(directory, served, name)
+    if roll_back:
+        before = versions.roll_back()
+        emit({"served": before}, json=as_json, text=f"{name} is {before or 'the base'} again")
+        return
+    if version is None or data is None:
+        raise RunError(
+            "a canary compares a version on data",
+            hint="name the version, and add --data FILE; or --roll-back",
+        )
+    if adapter is not None:
+        versions.keep(version, adapter)
+    dataset, _ = _examples(model or "", data, template, label_words)
+    lines = dataset.examples(list(range(min(examples, len(dataset)))))
+    if promote:
+        outcome = versions.promote(version, lines, tolerance=tolerance)
+    else:
+        outcome = versions.compare(version, lines)
+    result = {
+        "version": version,
+        "loss_served": outcome.served,
+        "loss_candidate": outcome.candidate,
+        "num_tokens": outcome.num_tokens,
+        "served": versions.served,
+    }
+    text = (
+        f"{version} loses {outcome.candidate:.6g} on {outcome.num_tokens} tokens, the served one {outcome.served:.6g}; "
+        f"{name} is {versions.served or 'the base'}"
+    )
+    emit(result, json=as_json, text=text)
+
+
+def _examples(model: str, data: Path, template: str | None, label_words: str | None) -> tuple[Any, Any]:
+    """Return a dataset, and the model's tokenizer where the lines are text."""
+    from executors.datasets.data import open_dataset
+    from executors.datasets.prompts import PromptTemplate, parse_label_words
+    from executors.runs.inputs import tokenizer_for
+
+    tokenizer = tokenizer_for(model, str(data))
+    words = parse_label_words(label_words) if label_words else {}
+    stated = PromptTemplate(template, words) if template else None
+    return open_dataset(data, template=stated, tokenizer=tokenizer), tokenizer

@@ -1,0 +1,65 @@
+"""What a serving engine must offer for zeroth-order steps to run on it: adapters that come and go, scores, and text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Request:
+    """Tokens that are to be scored.
+
+    Attributes
+    ----------
+    tokens : tuple of int
+    first : int
+        Of the tokens, the first whose log-probability is asked for; at least 1.
+    adapter : str or None
+        Name of what stands beside the base; None for the base alone.
+    """
+
+    tokens: tuple[int, ...]
+    first: int = 1
+    adapter: str | None = None
+
+
+class ServingEngine(Protocol):
+    """A base model with adapters beside it, each of which some requests are for.
+
+    :class:`executors.serving.runtime.Runtime` is one in this process; :class:`executors.serving.client.RemoteEngine` one behind the
+    OpenAI-compatible protocol.
+    """
+
+    def load(self, name: str, directory: Path) -> None:
+        """Take an adapter as PEFT writes it, in place of one of the same name.
+
+        Raises
+        ------
+        ModelError
+            If it does not belong beside this base.
+        """
+
+    def unload(self, name: str) -> None:
+        """Let an adapter go."""
+
+    def adapters(self) -> tuple[str, ...]:
+        """Return the names of the adapters that are there."""
+
+    def score(self, requests: Sequence[Request]) -> list[list[float]]:
+        """Return of every request the log-probabilities of its tokens from :attr:`Request.first` on."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], adapter: str | None, *, max_new_tokens: int
+    ) -> list[list[int]]:
+        """Return the most probable continuation of each prompt, a token that ends it left out."""
+
+
+def mean_losses(engine: ServingEngine, requests: Sequence[Request], num_parts: int) -> list[float]:
+    """Return the mean loss over tokens of each of `num_parts` equal parts of `requests`, all scored at once."""
+    scores = engine.score(requests)
+    size = len(requests) // num_parts
+    parts = [scores[part * size : (part + 1) * size] for part in range(num_parts)]
+    return [-sum(map(sum, part)) / sum(map(len, part)) for part in parts]

@@ -1,0 +1,154 @@
+"""A reward of the user's over generated text: a function, or an endpoint on this machine."""
+
+from __future__ import annotations
+
+import http.client
+import importlib
+import ipaddress
+import json
+import math
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from executors.datasets.objectives import working_directory_importable
+from topology.errors import RunError
+
+Text = str | list[int]
+"""What was generated: text where the model has a tokenizer, tokens elsewhere."""
+
+Reward = Callable[[Sequence[Text], Sequence[Text]], list[float]]
+"""Called with prompts and what was made of them; higher is better."""
+
+
+def reward_named(name: str, timeout_s: float) -> Reward:
+    """Return the reward that `name` stands for, checked and in time.
+
+    Parameters
+    ----------
+    name : str
+        ``"module:function"``, its module perhaps in the working directory, called with prompts and texts; or the address of an
+        endpoint on this machine, which is sent ``{"prompts": [...], "texts": [...]}`` and answers ``{"rewards": [...]}``.
+    timeout_s : float
+        Most seconds of a call.
+
+    Raises
+    ------
+    RunError
+        If there is no such function, or the address is another machine's. The reward raises it for what is late, gone, no number or
+        not one number for each text.
+    """
+    ask = _endpoint(name, timeout_s) if "//" in name else _in_time(name, _function(name), timeout_s)
+
+    def reward(prompts: Sequence[Text], texts: Sequence[Text]) -> list[float]:
+        return _checked(name, ask(list(prompts), list(texts)), len(texts))
+
+    return reward
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise RunError(
+            f"there is no reward {name!r}",
+            hint="a reward is module:function of prompts and texts, or http://127.0.0.1:PORT/PATH",
+        )
+    try:
+        with working_directory_importable():
+            found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise RunError(
+            f"reward {name!r} cannot be imported: {error}",
+            hint="the module is looked for in the working directory, on PYTHONPATH and among installed packages",
+        ) from error
+    return found
+
+
+def _in_time(name: str, function: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:
+    """Return `function`, given up after a while. Its thread cannot be ended, and is left behind."""
+
+    def ask(prompts: list[Text], texts: list[Text]) -> Any:
+        answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                answers.put((function(prompts, texts), None))
+            except Exception as error:  # noqa: BLE001 - the user's code
+                answers.put((None, error))
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            answer, error = answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise _late(name, timeout_s) from None
+        if error is not None:
+            raise RunError(f"reward {name} failed: {type(error).__name__}: {error}") from error
+        return answer
+
+    return ask
+
+
+def _endpoint(url: str, timeout_s: float) -> Callable[..., Any]:
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not _is_loopback(parts.hostname or ""):
+        raise RunError(
+            f"reward {url} is not on this machine", hint="an endpoint is http://127.0.0.1:PORT/PATH"
+        )
+
+    def ask(prompts: list[Text], texts: list[Text]) -> Any:
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
+        try:
+            body = json.dumps({"prompts": prompts, "texts": texts})
+            connection.request("POST", parts.path or "/", body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            raw = response.read()
+        except TimeoutError:
+            raise _late(url, timeout_s) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise RunError(
+                f"reward {url} cannot be reached: {error or type(error).__name__}",
+                hint="start it; a tuning goes on from its log",
+            ) from error
+        finally:
+            connection.close()
+        try:
+            if response.status >= 400:
+                raise ValueError
+            return json.loads(raw)["rewards"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise RunError(
+                f"reward {url} answered ({response.status}) {raw[:120].decode(errors='replace')!r}",
+                hint='it answers {"rewards": [...]}',
+            ) from None
+
+    return ask
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _checked(name: str, answer: object, num: int) -> list[float]:
+    try:
+        rewards = [float(value) for value in answer]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise RunError(f"reward {name} gave {str(answer)[:120]}, not a list of numbers") from None
+    if len(rewards) != num:
+        raise RunError(f"reward {name} gave {len(rewards)} numbers for {num} texts")
+    for number, value in enumerate(rewards):
+        if not math.isfinite(value):
+            raise RunError(
+                f"reward {name} gave {value} for text {number}", hint="a reward is a finite number"
+            )
+    return rewards
+
+
+def _late(name: str, timeout_s: float) -> RunError:
+    return RunError(
+        f"reward {name} did not answer within {timeout_s:g} s", hint="a longer --reward-timeout waits for it"
+    )

@@ -1,0 +1,216 @@
+"""The built-in serving engine: requests of any adapters in one packed forward over one read of the base."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from costmodel.low_bits import Coding
+from costmodel.model_spec import HEAD
+from executors.datasets.batches import pad
+from executors.datasets.prompts import Example
+from executors.formats import format_of
+from executors.low_bits.coded import Coded
+from executors.low_bits.linear import code_linears
+from executors.models.batched import BatchedModel, SidePath
+from executors.models.blocks import find_blocks
+from executors.models.model import IGNORED_LABEL
+from executors.models.packing import Packing, joined, pack
+from executors.models.parameters import named_tensors
+from executors.models.recording_blocks import StepCache
+from executors.models.weight_files import weights_digest
+from executors.runs.adapters import attach
+from executors.serving.engine import Request
+from executors.serving.peft import BASE_DIGEST, Adapter, linear_shapes, read_adapter
+from topology.errors import DataError, ModelError
+from zosim.plans import LowBits
+
+
+class Runtime:
+    """A frozen base with adapters beside it.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A causal language model, which the runtime has for itself from now on.
+    low_bits : LowBits, optional
+        Keep the linears of blocks as these codes.
+    stop_tokens : tuple of int
+        Tokens that end a generated text.
+
+    Notes
+    -----
+    Requests of one adapter lie side by side in the row, apart from those of others: a linear adds an adapter's part to its own tokens, attention
+    sees the tokens of one sequence, and what sequences begin with is computed once for those of one adapter alone.
+
+    Raises
+    ------
+    ModelError
+        If the model cannot be run on packed sequences.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, low_bits: LowBits | None = None, stop_tokens: tuple[int, ...] = ()
+    ) -> None:
+        self.stop_tokens = stop_tokens
+        self.max_positions: int = getattr(
+            model.config.get_text_config(),  # type: ignore[operator, union-attr]
+            "max_position_embeddings",
+            1 << 30,
+        )
+        self._model = model
+        self.shapes = linear_shapes(model)
+        attach(model, "linears")
+        if low_bits is not None and low_bits.are_codes:
+            self.base_digest  # noqa: B018 - of the numbers, before they are codes
+            self._encode(low_bits)
+        self._engine = BatchedModel(model)
+        self._weights = {path: model.get_submodule(path).weight for path in self.shapes}
+        self._adapters: dict[str, Adapter] = {}
+
+    @cached_property
+    def base_digest(self) -> str:
+        """Hash of the base's weights."""
+        return weights_digest(self._model)
+
+    def _encode(self, low_bits: LowBits) -> None:
+        storage = format_of(next(self._model.parameters()).dtype)
+        coding = Coding(
+            low_bits.weights, low_bits.scales, low_bits.group_elements, low_bits.zero_point, storage
+        )
+        code_linears(find_blocks(self._model), low_bits, torch.device("cpu"))
+        for tensor in named_tensors(self._model):
+            if tensor.layer is not None:
+                codes = Coded.empty(coding, tensor.shape, torch.device("cpu"))
+                codes.encode(tensor.values, tensor.name)
+                tensor.hold(codes)
+
+    # -- adapters ----------------------------------------------------------------------------------------------
+
+    def load(self, name: str, directory: Path) -> None:
+        """Take an adapter, as :meth:`executors.serving.engine.ServingEngine.load`."""
+        adapter = read_adapter(directory, self.shapes)
+        wanted = adapter.facts.get(BASE_DIGEST)
+        if wanted is not None and wanted != self.base_digest:
+            raise ModelError(
+                f"{directory} is an adapter of another base: it was made beside weights of digest {wanted}, these have "
+                f"{self.base_digest}",
+                hint="serve the base that the run began from, in the format that it was run in",
+            )
+        self._adapters[name] = adapter
+
+    def unload(self, name: str) -> None:
+        """Let an adapter go.
+
+        Raises
+        ------
+        ModelError
+            If there is none of that name.
+        """
+        if self._adapters.pop(name, None) is None:
+            raise ModelError(
+                f"no adapter is called {name!r}", hint="adapters are " + (", ".join(self._adapters) or "none")
+            )
+
+    def adapters(self) -> tuple[str, ...]:
+        """Return the names of the adapters that are there."""
+        return tuple(self._adapters)
+
+    def _paths(
+        self, adapters: Sequence[Adapter | None], places: Sequence[slice]
+    ) -> dict[nn.Parameter, list[SidePath]]:
+        paths: dict[nn.Parameter, list[SidePath]] = {}
+        for adapter, where in zip(adapters, places, strict=True):
+            for path, (inner, outer) in adapter.factors.items() if adapter else ():
+                side = SidePath(inner.T, outer.T.unsqueeze(0), where)
+                paths.setdefault(self._weights[path], []).append(side)
+        return paths
+
+    # -- forwards ----------------------------------------------------------------------------------------------
+
+    def score(self, requests: Sequence[Request]) -> list[list[float]]:
+        """Return log-probabilities of tokens, as :meth:`executors.serving.engine.ServingEngine.score`."""
+        scores: list[list[float]] = [[] for _ in requests]
+        for request in requests:
+            if not 1 <= request.first <= len(request.tokens):
+                raise DataError(
+                    f"a request of {len(request.tokens)} tokens has none to score from token {request.first} on",
+                    hint="no token stands before the first one",
+                )
+        asked = [number for number, request in enumerate(requests) if request.first < len(request.tokens)]
+        if not asked:
+            return scores
+        order, logits, packing = self._logits([requests[number] for number in asked])
+        each = nn.functional.log_softmax(logits.float(), -1).gather(1, packing.targets[:, None])[:, 0]
+        values, begin = each.tolist(), 0
+        for number in (asked[place] for place in order):
+            end = begin + len(requests[number].tokens) - requests[number].first
+            scores[number] = values[begin:end]
+            begin = end
+        return scores
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], adapter: str | None, *, max_new_tokens: int
+    ) -> list[list[int]]:
+        """Return continuations, as :meth:`executors.serving.engine.ServingEngine.generate`; a forward for every token."""
+        texts: list[list[int]] = [[] for _ in prompts]
+        going = list(range(len(prompts)))
+        for _ in range(max_new_tokens):
+            going = [at for at in going if len(prompts[at]) + len(texts[at]) < self.max_positions]
+            if not going:
+                break
+            whole = [
+                (*prompts[at], *texts[at], 0) for at in going
+            ]  # what the last token predicts is asked for
+            order, logits, _ = self._logits([Request(tokens, len(tokens) - 1, adapter) for tokens in whole])
+            for place, token in zip(order, logits.argmax(-1).tolist(), strict=True):
+                texts[going[place]].append(token)
+            going = [at for at in going if texts[at][-1] not in self.stop_tokens]
+        return [text[:-1] if text and text[-1] in self.stop_tokens else text for text in texts]
+
+    @torch.no_grad()
+    def _logits(self, requests: Sequence[Request]) -> tuple[list[int], Tensor, Packing]:
+        """Return requests in the order of the row, and the logits before each token that is asked for."""
+        by_adapter: dict[str | None, list[int]] = {}
+        for number, request in enumerate(requests):
+            by_adapter.setdefault(request.adapter, []).append(number)
+            self._check(request)
+        packings = [pack(_batch([requests[number] for number in part])) for part in by_adapter.values()]
+        row, places = joined(packings)
+        adapters = [None if name is None else self._adapters[name] for name in by_adapter]
+        paths = self._paths(adapters, places)
+        cache, hidden = StepCache(packing=row), None
+        for segment in self._engine.segments:
+            if segment == HEAD:
+                break
+            hidden = self._engine.run_together(segment, {}, cache, hidden, paths, 1)
+        assert hidden is not None
+        logits = self._engine.logits(hidden.index_select(1, row.predictors))[0]
+        return [number for part in by_adapter.values() for number in part], logits, row
+
+    def _check(self, request: Request) -> None:
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise ModelError(
+                f"no adapter is called {request.adapter!r}",
+                hint="adapters are " + (", ".join(self._adapters) or "none"),
+            )
+        vocabulary = self._engine.embedding.num_embeddings
+        if not all(0 <= token < vocabulary for token in request.tokens):
+            raise DataError(f"a request names a token that is none of the {vocabulary} of the vocabulary")
+        if len(request.tokens) > self.max_positions + 1:
+            raise DataError(
+                f"a request has {len(request.tokens)} tokens, the model {self.max_positions} positions"
+            )
+
+
+def _batch(requests: Sequence[Request]) -> dict[str, Tensor]:
+    examples = [
+        Example(request.tokens, (IGNORED_LABEL,) * request.first + request.tokens[request.first :])
+        for request in requests
+    ]
+    batch = pad(examples)
+    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels}

@@ -1,0 +1,306 @@
+"""LoZO on a serving engine: a step is two adapters, loaded, asked for, and forgotten; what is learnt is one more adapter."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from executors.datasets.prompts import Example
+from executors.files import write_atomically
+from executors.models.loading import load_config
+from executors.models.model import IGNORED_LABEL
+from executors.models.slots import AdapterState, Slots
+from executors.randomness.rng import mixed
+from executors.runs.jsonlines import JsonLines, read_lines
+from executors.serving.engine import Request, ServingEngine
+from executors.serving.peft import linear_shapes
+from executors.serving.rewards import Reward, Text
+from topology.errors import RunError, ZosimError
+
+LOG_NAME = "steps.jsonl"
+SETTINGS_NAME = "tuning.json"
+SERVED_NAME = "adapter"
+
+_PROBES = ("zosim-plus", "zosim-minus")
+_LEFT, _RIGHT = 1, 2
+
+
+@dataclass(frozen=True)
+class TuningSettings:
+    """What decides the numbers of a tuning.
+
+    Attributes
+    ----------
+    targets : tuple of str
+        Names of the linears that are tuned.
+    rank, lazy_steps, max_rank : int
+        Of a direction; steps that its ``V`` stays; rank that slots are compacted to where they would pass it.
+    epsilon, learning_rate : float
+    seed : int
+    """
+
+    targets: tuple[str, ...]
+    rank: int = 2
+    lazy_steps: int = 50
+    max_rank: int = 16
+    epsilon: float = 1e-3
+    learning_rate: float = 1e-4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_rank < 3 * self.rank:
+            raise RunError(
+                f"a bound of {self.max_rank} does not hold a closed slot, an open one and a probe of rank {self.rank} each",
+                hint=f"use --max-rank {3 * self.rank} or more, and let the engine take as much",
+            )
+
+
+class Tuning:
+    """A zeroth-order tuning whose forwards an engine runs.
+
+    Parameters
+    ----------
+    engine : ServingEngine
+    model : str
+        Directory of the base, of which the configuration alone is read.
+    directory : Path
+        Of the log; a tuning that is there already goes on.
+    settings : TuningSettings
+
+    Notes
+    -----
+    At the point ``s`` the engine is given ``Σ AᵢBᵢᵀ + s·ε·UVᵀ/√r`` as one adapter, and a step adds ``-η·g·UVᵀ/√r``: ``factorised``
+    directions [1]_, Eq. 13-18 and 20. Directions are functions of the seed, the step and the linear; a row of the log is written
+    once both losses are there, and the slots are a function of the log. So nothing is lost with an engine that is gone.
+
+    References
+    ----------
+    .. [1] Li and Ding, "LLM Zeroth-Order Fine-Tuning is an Inference Workload", 2026.
+
+    Raises
+    ------
+    RunError
+        If the directory has another tuning's log, or one that is damaged.
+    """
+
+    def __init__(self, engine: ServingEngine, model: str, directory: Path, settings: TuningSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.directory = directory
+        self._base = _skeleton(model)
+        shapes = linear_shapes(self._base)
+        self._names = [path for path in shapes if path.rpartition(".")[2] in settings.targets]
+        if not self._names:
+            known = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in shapes))
+            raise RunError(
+                f"{model} has no linear called {', '.join(settings.targets)}", hint=f"linears are {known}"
+            )
+        if any(not isinstance(self._base.get_submodule(name), nn.Linear) for name in self._names):
+            raise RunError(f"{model} keeps its linears transposed, which are not tuned on an engine")
+        self._shapes = shapes
+        self._scale = 1 / math.sqrt(settings.rank)
+        self.state = AdapterState(max_rank=settings.max_rank - settings.rank)
+        self.num_steps = 0
+        self._rights: dict[str, Tensor] = {}
+        directory.mkdir(parents=True, exist_ok=True)
+        self._begin(model)
+
+    def _begin(self, model: str) -> None:
+        path = self.directory / SETTINGS_NAME
+        stated = json.loads(json.dumps(asdict(self.settings)))
+        if path.is_file():
+            recorded = json.loads(path.read_text(encoding="utf-8"))
+            unlike = [name for name, value in stated.items() if recorded.get(name) != value]
+            if unlike:
+                name = unlike[0]
+                raise RunError(
+                    f"{self.directory} was tuned with {name}={recorded.get(name)!r}, this asks for {stated[name]!r}",
+                    hint="give the same, or another --out",
+                )
+        else:
+            write_atomically(path, json.dumps(stated | {"model": str(model)}, indent=2) + "\n")
+        log = self.directory / LOG_NAME
+        lines = read_lines(log)
+        for line in lines:
+            gradient = line.row.get("projected_grad")
+            if line.row.get("step") != self.num_steps or not isinstance(gradient, float):
+                raise RunError(f"{log} line {line.number} is damaged: it is not step {self.num_steps}")
+            self._open_window()
+            self._apply(gradient)
+        self._log = JsonLines(log, keep_bytes=lines[-1].end if lines else 0)
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        examples: Sequence[Example],
+        *,
+        reward: Reward | None = None,
+        decode: Any = None,
+        max_new_tokens: int = 16,
+    ) -> dict[str, Any]:
+        """Run one step, and return its row of the log.
+
+        Parameters
+        ----------
+        examples : sequence of Example
+        reward : callable, optional
+            What is maximised of generated text, in place of the loss of labels.
+        decode : callable, optional
+            Makes text of tokens for `reward`; without it the reward is given tokens.
+        max_new_tokens : int
+            Of generated text.
+
+        Raises
+        ------
+        RunError
+            If the engine or the reward fails, or a loss is not a number. The log then has the steps before.
+        """  # fmt: skip
+        self._open_window()
+        lefts = {
+            name: self._normals(name, self._shapes[name][1], _LEFT, self.num_steps) for name in self._names
+        }
+        with tempfile.TemporaryDirectory(prefix="zosim-probes-") as folder:
+            for probe, sign in zip(_PROBES, (1, -1), strict=True):
+                scale = sign * self.settings.epsilon * self._scale
+                self._save(Path(folder) / probe, {name: (left, scale) for name, left in lefts.items()})
+                self.engine.load(probe, Path(folder) / probe)
+            try:
+                if reward is None:
+                    plus, minus = self._losses(examples)
+                else:
+                    plus, minus = (
+                        self._cost(probe, examples, reward, decode, max_new_tokens) for probe in _PROBES
+                    )
+            finally:
+                self._forget_probes()
+        gradient = (plus - minus) / (2 * self.settings.epsilon)
+        if not math.isfinite(gradient):
+            raise RunError(f"step {self.num_steps}: losses of {plus} and {minus} give no projected gradient")
+        row = {
+            "step": self.num_steps,
+            "loss_plus": plus,
+            "loss_minus": minus,
+            "projected_grad": gradient,
+            "learning_rate": self.settings.learning_rate,
+        }
+        self._log.append([row])
+        self._apply(gradient)
+        return row
+
+    def _losses(self, examples: Sequence[Example]) -> list[float]:
+        requests, wanted = [], []
+        for probe in _PROBES:
+            for example in examples:
+                first = max(1, example.asked[0]) if example.asked else len(example)
+                requests.append(Request(example.input_ids, first, probe))
+                wanted.append([label != IGNORED_LABEL for label in example.labels[first:]])
+        scores = self.engine.score(requests)
+        kept = [
+            [score for score, is_asked in zip(row, asked, strict=True) if is_asked]
+            for row, asked in zip(scores, wanted, strict=True)
+        ]
+        halves = kept[: len(examples)], kept[len(examples) :]
+        return [-math.fsum(map(math.fsum, half)) / sum(map(len, half)) for half in halves]
+
+    def _cost(
+        self, probe: str, examples: Sequence[Example], reward: Reward, decode: Any, max_new_tokens: int
+    ) -> float:
+        prompts = [
+            example.input_ids[: example.asked[0]] if example.asked else example.input_ids
+            for example in examples
+        ]
+        made = self.engine.generate(prompts, probe, max_new_tokens=max_new_tokens)
+        as_text = decode or list
+        prompt_texts: list[Text] = [as_text(prompt) for prompt in prompts]
+        texts: list[Text] = [as_text(tokens) for tokens in made]
+        return -math.fsum(reward(prompt_texts, texts)) / len(texts)
+
+    def _forget_probes(self) -> None:
+        """Unload the probes, if the engine is still there to be asked."""
+        for probe in _PROBES:
+            with suppress(ZosimError):  # the step's own failure is what is told
+                self.engine.unload(probe)
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def _open_window(self) -> None:
+        """Close what has been learnt along one ``V`` before it is drawn anew, and draw it."""
+        window, place = divmod(self.num_steps, self.settings.lazy_steps)
+        if place == 0 and self.num_steps:
+            self.state.close(self.settings.rank)
+        if place == 0 or not self._rights:
+            self._rights = {
+                name: self._normals(name, self._shapes[name][0], _RIGHT, window) for name in self._names
+            }
+
+    def _apply(self, gradient: float) -> None:
+        factor = -self.settings.learning_rate * gradient * self._scale
+        for name in self._names:
+            left = self._normals(name, self._shapes[name][1], _LEFT, self.num_steps)
+            self.state.add(f"{name}.weight", left, self._rights[name], factor)
+        self.num_steps += 1
+
+    def _normals(self, name: str, rows: int, side: int, number: int) -> Tensor:
+        key = mixed(self.settings.seed, side, number, self._names.index(name))
+        return torch.randn((rows, self.settings.rank), generator=torch.Generator().manual_seed(key))
+
+    def _save(self, directory: Path, probe: dict[str, tuple[Tensor, float]]) -> None:
+        """Write the slots, and a probe as the last of them."""
+        state = AdapterState()
+        for name in self._names:
+            key = f"{name}.weight"
+            known = self.state.slots.get(key, Slots())
+            slots = state.slots[key] = Slots(list(known.lefts), list(known.rights), known.lost)
+            if name in probe:
+                left, scale = probe[name]
+                slots.lefts.append(left * scale)
+                slots.rights.append(self._rights[name])
+        state.save(self._base, directory, self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        return {"num_steps": str(self.num_steps), "relative_error": repr(self.state.relative_error)}
+
+    def save(self, directory: Path) -> None:
+        """Write what has been learnt as PEFT reads it.
+
+        Raises
+        ------
+        ModelError
+            Before the first step.
+        """
+        self.state.save(self._base, directory, self._facts())
+
+    # -- end ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the log."""
+        self._log.close()
+
+
+def _skeleton(model: str) -> nn.Module:
+    """Return a model's modules without memory."""
+    import transformers
+
+    config = load_config(model)
+    with torch.device("meta"):
+        skeleton: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return skeleton

@@ -1,0 +1,203 @@
+"""Versions of an adapter: kept, compared with the one that is served, served in its place, and gone back to."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from executors.datasets.prompts import Example
+from executors.files import write_atomically
+from executors.serving.engine import Request, ServingEngine
+from executors.serving.peft import CONFIG_NAME
+from topology.errors import RunError
+from topology.reading import read_json_object
+
+_STATE_NAME = "served.json"
+_CANDIDATE = "zosim-candidate"
+
+
+@dataclass(frozen=True)
+class Canary:
+    """What two versions lose on the same examples.
+
+    Attributes
+    ----------
+    served, candidate : float
+        Mean losses over labelled tokens, of the version that is served (the base where none is) and of the candidate.
+    num_tokens : int
+    """
+
+    served: float
+    candidate: float
+    num_tokens: int
+
+    @property
+    def difference(self) -> float:
+        """By how much the candidate loses more."""
+        return self.candidate - self.served
+
+
+class Versions:
+    """A directory of adapters, of which one is served under a name.
+
+    Parameters
+    ----------
+    directory : Path
+        Has a directory for each version, and a file that names the one that is served and those before it.
+    engine : ServingEngine
+    name : str
+        What the engine calls the version that is served.
+
+    Notes
+    -----
+    The engine is told first, the file is written then: whoever is stopped between the two asks the engine again with :meth:`serve_again`.
+    """
+
+    def __init__(self, directory: Path, engine: ServingEngine, name: str) -> None:
+        self.directory = directory
+        self.engine = engine
+        self.name = name
+        directory.mkdir(parents=True, exist_ok=True)
+
+    # -- what there is -----------------------------------------------------------------------------------------
+
+    def kept(self) -> tuple[str, ...]:
+        """Return the names of all versions."""
+        return tuple(sorted(path.parent.name for path in self.directory.glob(f"*/{CONFIG_NAME}")))
+
+    @property
+    def served(self) -> str | None:
+        """The version that is served; None for the base."""
+        history = self._history()
+        return history[-1] if history else None
+
+    def _history(self) -> list[str]:
+        path = self.directory / _STATE_NAME
+        if not path.is_file():
+            return []
+        state: Mapping[str, Any] = read_json_object(path, "state of versions", RunError)
+        history = state.get("history")
+        if not isinstance(history, list) or not all(isinstance(version, str) for version in history):
+            raise RunError(f"{path} is damaged: it has no list of versions")
+        return history
+
+    def _path(self, version: str) -> Path:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", version):
+            raise RunError(f"{version!r} cannot name a version", hint="letters, digits, '.', '_' and '-'")
+        return self.directory / version
+
+    def keep(self, version: str, adapter: Path) -> None:
+        """Copy an adapter as a version.
+
+        Raises
+        ------
+        RunError
+            If there is one of that name, or `adapter` is none.
+        """
+        path = self._path(version)
+        if path.exists():
+            raise RunError(f"{path} is there already", hint="versions stay as they are: choose another name")
+        if not (adapter / CONFIG_NAME).is_file():
+            raise RunError(f"{adapter} holds no adapter: it lacks {CONFIG_NAME}")
+        partial = self.directory / f".{version}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(adapter, partial)
+        partial.rename(path)
+
+    # -- serving -----------------------------------------------------------------------------------------------
+
+    def compare(self, version: str, examples: Sequence[Example]) -> Canary:
+        """Return what the served version and another lose on examples, scored together.
+
+        Raises
+        ------
+        ModelError
+            If the version belongs beside another base.
+        RunError
+            If there is no such version, or nothing is asked of the examples.
+        """
+        self._load(_CANDIDATE, version)
+        try:
+            served = self.name if self.served is not None and self.name in self.engine.adapters() else None
+            requests = [
+                Request(example.input_ids, max(1, example.asked[0]), adapter)
+                for adapter in (served, _CANDIDATE)
+                for example in examples
+                if example.asked
+            ]
+            if not requests:
+                raise RunError("nothing is asked of the canary's examples")
+            scores = self.engine.score(requests)
+        finally:
+            self.engine.unload(_CANDIDATE)
+        labels = [example.labels[max(1, example.asked[0]) :] for example in examples if example.asked] * 2
+        kept = [
+            [score for score, label in zip(row, of, strict=True) if label >= 0]
+            for row, of in zip(scores, labels, strict=True)
+        ]
+        half = len(kept) // 2
+        losses = [-sum(map(sum, part)) / sum(map(len, part)) for part in (kept[:half], kept[half:])]
+        return Canary(losses[0], losses[1], sum(map(len, kept[:half])))
+
+    def promote(self, version: str, examples: Sequence[Example], *, tolerance: float = 0.0) -> Canary:
+        """Serve a version, if it does not lose more than the served one by more than `tolerance`.
+
+        Raises
+        ------
+        RunError
+            If it does; what was served goes on being served.
+        """
+        canary = self.compare(version, examples)
+        if not canary.difference <= tolerance:
+            raise RunError(
+                f"version {version} loses {canary.candidate:.6g} on the canary's {canary.num_tokens} tokens, the served one "
+                f"{canary.served:.6g}: it is not served",
+                hint=f"a --tolerance above {tolerance:g} would let it pass",
+            )
+        self._load(self.name, version)
+        self._write([*self._history(), version])
+        return canary
+
+    def roll_back(self) -> str | None:
+        """Serve the version that was served before, and return it; None for the base.
+
+        Raises
+        ------
+        RunError
+            If none is served.
+        """
+        history = self._history()
+        if not history:
+            raise RunError(f"{self.directory} serves no version that could be rolled back")
+        before = history[-2] if len(history) > 1 else None
+        if before is not None:
+            self._load(self.name, before)
+        elif self.name in self.engine.adapters():
+            self.engine.unload(self.name)
+        self._write(history[:-1])
+        return before
+
+    def serve_again(self) -> str | None:
+        """Let an engine that has just started serve what the file says, and return it."""
+        if self.served is not None:
+            self._load(self.name, self.served)
+        return self.served
+
+    def _load(self, name: str, version: str) -> None:
+        path = self._path(version)
+        if not (path / CONFIG_NAME).is_file():
+            raise RunError(
+                f"{self.directory} has no version {version!r}",
+                hint="versions are " + (", ".join(self.kept()) or "none"),
+            )
+        self.engine.load(name, path)
+
+    def _write(self, history: list[str]) -> None:
+        write_atomically(
+            self.directory / _STATE_NAME, json.dumps({"name": self.name, "history": history}) + "\n"
+        )
