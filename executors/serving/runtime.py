@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ class Runtime:
             self.base_digest  # noqa: B018 - of the numbers, before they are codes
             self._encode(low_bits)
         self._engine = BatchedModel(model)
-        self._weights = {path: model.get_submodule(path).weight for path in self.shapes}
+        self._weights: dict[str, Any] = {path: model.get_submodule(path).weight for path in self.shapes}
         self._adapters: dict[str, Adapter] = {}
 
     @cached_property
@@ -78,6 +79,7 @@ class Runtime:
         return weights_digest(self._model)
 
     def _encode(self, low_bits: LowBits) -> None:
+        assert low_bits.weights != "none"
         storage = format_of(next(self._model.parameters()).dtype)
         coding = Coding(
             low_bits.weights, low_bits.scales, low_bits.group_elements, low_bits.zero_point, storage
