@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -30,6 +32,7 @@ from zosim.instructions import Access, Instruction
 from zosim.operations import Draw
 
 Place = tuple[str, int]
+_Filled = TypeVar("_Filled")
 
 Fill = Callable[[StepFrame, Generator], list[Tensor]]
 """Draws on from a generator and returns its states at the marks on the way."""
@@ -84,7 +87,7 @@ class Draws:
                 self._store.values[place_of(wanted[0])] = kept
                 return
             views = self._flat_views(wanted[0])
-            self._counter.fill_parameters(views, indices, key, direction, self._factor(wanted[0]))
+            self._scaling(wanted[0], partial(self._counter.fill_parameters, views, indices, key, direction))
 
         return draw
 
@@ -173,7 +176,7 @@ class Draws:
         views = self._stretch_views(wanted[0], direction_named(op.distribution))
 
         def fill(_frame: StepFrame, generator: Generator) -> list[Tensor]:
-            return walk.fill(views(), generator, self._factor(wanted[0]))
+            return self._scaling(wanted[0], partial(walk.fill, views(), generator))
 
         return fill
 
@@ -199,7 +202,7 @@ class Draws:
         views = self._stretch_views(wanted[0], direction_named(op.distribution))
 
         def fill(_frame: StepFrame, states: list[Tensor]) -> None:
-            walk.fill_again(views(), states, self._factor(wanted[0]))
+            self._scaling(wanted[0], partial(walk.fill_again, views(), states))
 
         return fill
 
@@ -329,8 +332,14 @@ class Draws:
     def _flat_views(self, target: Access) -> list[Tensor]:
         return [view.view(-1) for view in self._store.placed(target).views]
 
-    def _factor(self, target: Access) -> float | None:
-        return self._context.hyperparameters.epsilon if is_scaled(target.what) else None
+    def _scaling(self, target: Access, fill: Callable[[float | None], _Filled]) -> _Filled:
+        """Call `fill` with what multiplies every number, or None: of a group on an accelerator one kernel multiplies all."""
+        factor = self._context.hyperparameters.epsilon if is_scaled(target.what) else None
+        if factor is None or self._device.type == "cpu":
+            return fill(factor)
+        filled = fill(None)
+        self._store.placed(target).flat.mul_(factor)
+        return filled
 
 
 def _states(op: Draw, instruction: Instruction) -> tuple[list[Place], list[Place], list[Place]]:
