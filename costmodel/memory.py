@@ -7,7 +7,7 @@ context of a GPU's runtime, the allocator's rounding and slack, and the limits o
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -126,6 +126,56 @@ def host_limits() -> HostLimits:
         locked_bytes=_locked_limit_bytes(),
         limited_by="control group" if limited else "RAM",
     )
+
+
+def pinned_slabs(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Return how to cut buffers that stay out of as little pinned memory as powers of two allow.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Bytes of each buffer, in any order.
+
+    Returns
+    -------
+    list of (int, list of int)
+        Slabs: their bytes, and those of the buffers in each.
+
+    Notes
+    -----
+    torch rounds pinned memory up to a power of two, so that forty blocks of 0.6 GiB each take a GiB. Either one slab takes all
+    that is left, or the largest power of two that is not too large takes what fits into it, and the rest is cut in the same way,
+    whichever wastes less.
+
+    References
+    ----------
+    .. [1] torch, CachingHostAllocator: sizes are rounded to powers of two.
+
+    Examples
+    --------
+    >>> pinned_slabs([300, 300, 300, 300])
+    [(1024, [300, 300, 300]), (512, [300])]
+    >>> sum(size for size, _ in pinned_slabs([630] * 40)), 40 * 1024
+    (25600, 40960)
+    """
+    left = sorted((size for size in sizes if size), reverse=True)
+    if not left:
+        return []
+    whole = _power_of_two(sum(left))
+    in_one = [(whole, left)]
+    slab = max(whole // 2, _power_of_two(left[0]))
+    if slab >= whole:
+        return in_one
+    taken: list[int] = []
+    rest: list[int] = []
+    for size in left:
+        (taken if sum(taken) + size <= slab else rest).append(size)
+    in_several = [(slab, taken), *pinned_slabs(rest)]
+    return min(in_one, in_several, key=lambda slabs: sum(size for size, _ in slabs))
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def preflight_host(

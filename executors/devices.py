@@ -1,10 +1,20 @@
-"""Devices that torch finds on this machine, by the names that options give them."""
+"""Devices that torch finds on this machine, by the names that options give them.
+
+What drives a device asks ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``, so that every accelerator that torch
+knows is a name. :func:`device_module` is for what torch keeps apart by kind: counters of memory, and names.
+"""
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import torch
 
-from topology.errors import RunError
+from topology.errors import PlanError, RunError
+
+ACCELERATORS = ("cuda", "xpu", "npu")
+"""Kinds of devices with streams, events and pinned memory; ROCm's are called cuda."""
 
 
 def device_named(name: str) -> torch.device:
@@ -21,14 +31,39 @@ def device_named(name: str) -> torch.device:
         raise RunError(f"there is no device {name!r}", hint="use cpu, or cuda:0 and so on") from None
     if device.type == "cpu":
         return device
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = device.index or 0
-    if device.type != "cuda" or index >= num_devices:
+    num_devices, index = num_devices_of(device.type), device.index or 0
+    if index >= num_devices:
         raise RunError(
-            f"there is no device {name!r}: torch {torch.__version__} finds {num_devices} CUDA devices",
+            f"there is no device {name!r}: torch {torch.__version__} finds {num_devices} {_SPELT.get(device.type, device.type)} devices",
             hint="use --device cpu, or install a torch build that supports this machine's GPU",
         )
-    return torch.device("cuda", index)
+    return torch.device(device.type, index)
+
+
+_SPELT = {"cuda": "CUDA", "xpu": "XPU", "npu": "NPU"}
+
+
+def num_devices_of(kind: str) -> int:
+    """Return how many devices of a kind torch finds; a build of torch is for one kind."""
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    is_known = kind in ACCELERATORS and present is not None and present.type == kind
+    return torch.accelerator.device_count() if is_known else 0
+
+
+def check_device(name: str) -> None:
+    """Refuse what is no device that runs know, whether torch finds it or not.
+
+    Raises
+    ------
+    PlanError
+    """
+    if not re.fullmatch(rf"cpu|({'|'.join(ACCELERATORS)})(:[0-9]{{1,4}})?", name):
+        raise PlanError(f"--device {name!r} is no device", hint="cpu, cuda, or cuda:N; or xpu or npu")
+
+
+def device_module(device: torch.device) -> Any:
+    """Return ``torch.cuda`` or its like, for what ``torch.accelerator`` has not, or not before torch 2.9."""
+    return torch.get_device_module(device)
 
 
 def device_name(name: str) -> str:
@@ -40,4 +75,4 @@ def device_name(name: str) -> str:
         If torch does not find it.
     """
     device = device_named(name)
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return "cpu" if device.type == "cpu" else str(device_module(device).get_device_name(device))

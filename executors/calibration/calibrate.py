@@ -198,8 +198,8 @@ def _seconds(probe: Probe, num_repeats: int, device: torch.device) -> float:
     if probe.before is not None:
         probe.before()
     with _beside(probe.beside):
-        if device.type == "cuda":
-            total = _cuda_seconds(probe, num_repeats, device)
+        if device.type != "cpu":
+            total = _device_seconds(probe, num_repeats, device)
         else:
             begin = time.perf_counter()
             for _ in range(num_repeats):
@@ -208,14 +208,14 @@ def _seconds(probe: Probe, num_repeats: int, device: torch.device) -> float:
     return total / (num_repeats * probe.num_done)
 
 
-def _cuda_seconds(probe: Probe, num_repeats: int, device: torch.device) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    begin.record(torch.cuda.current_stream(device))
+def _device_seconds(probe: Probe, num_repeats: int, device: torch.device) -> float:
+    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    torch.accelerator.synchronize(device)
+    begin.record(torch.accelerator.current_stream(device))
     for _ in range(num_repeats):
         probe.run()
-    end.record(torch.cuda.current_stream(device))
-    torch.cuda.synchronize(device)
+    end.record(torch.accelerator.current_stream(device))
+    torch.accelerator.synchronize(device)
     return float(begin.elapsed_time(end)) * 1e-3
 
 

@@ -17,7 +17,7 @@ from costmodel.distributions import (
 )
 from costmodel.formats import DType
 from costmodel.sweeps import cast_work, draw_work, perturb_work
-from executors.calibration.probing import MEMORY_BYTES, Probe, format_named, random_tensor
+from executors.calibration.probing import MEMORY_BYTES, Probe, format_named, kind_of, random_tensor
 from executors.formats import TORCH_DTYPES
 from executors.randomness.counter import CounterDraws, CounterKey
 from executors.randomness.directions import Direction, direction_named
@@ -40,7 +40,7 @@ def draw_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe]:
 
 def _draws(device: torch.device, dtype: str) -> Iterator[Probe]:
     generator = generator_on(device, 1)
-    num = MEMORY_BYTES[device.type] // 16
+    num = MEMORY_BYTES[kind_of(device)] // 16
     out = torch.empty(num, dtype=TORCH_DTYPES[dtype], device=device)
     for direction in _one_of_each_class():
         draw_class = direction.distribution.draw_class
@@ -97,7 +97,7 @@ def _one_of_each_class() -> list[Direction]:
 
 
 def _skips(device: torch.device, dtype: str) -> Iterator[Probe]:
-    generator, num = generator_on(device, 1), MEMORY_BYTES[device.type] // 16
+    generator, num = generator_on(device, 1), MEMORY_BYTES[kind_of(device)] // 16
     like = torch.empty(0, dtype=TORCH_DTYPES[dtype], device=device)
     for direction in _one_of_each_class():
         draw_class = direction.distribution.draw_class
@@ -126,7 +126,7 @@ _CASTS: tuple[tuple[DType, DType], ...] = (
 
 def _casts(device: torch.device) -> Iterator[Probe]:
     """Yield conversions as offloaded blocks of a narrower format meet them, there and back."""
-    num = MEMORY_BYTES[device.type] // 32
+    num = MEMORY_BYTES[kind_of(device)] // 32
     for wider, narrower in _CASTS:
         for source, target in ((wider, narrower), (narrower, wider)):
             of, to = random_tensor(device, source, num), random_tensor(device, target, num)

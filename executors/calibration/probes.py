@@ -21,8 +21,10 @@ from executors.calibration.probing import (
     Probe,
     cold_copies,
     format_named,
+    kind_of,
     random_tensor,
 )
+from executors.devices import device_module
 from executors.formats import TORCH_DTYPES
 from executors.randomness.rng import generator_on
 from executors.steps.arithmetic import Sweeper
@@ -42,7 +44,7 @@ MATMUL_SHAPES = {
         (1024, 3000, 64),
         (512, 512, 2048),
     ),
-    "cuda": (
+    "accelerator": (
         (1, 4096, 4096),
         (256, 256, 256),
         (1024, 1024, 1024),
@@ -63,7 +65,7 @@ ATTENTION_SHAPES = {
         (1, 8, 512, 64),
         (2, 4, 96, 128),
     ),
-    "cuda": ((4, 16, 512, 64), (4, 16, 2048, 128)),
+    "accelerator": ((4, 16, 512, 64), (4, 16, 2048, 128)),
 }
 """(sequences, heads, tokens, head width)."""
 
@@ -85,7 +87,7 @@ def kernel_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe
 
 
 def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
-    for m, n, k in MATMUL_SHAPES[device.type]:
+    for m, n, k in MATMUL_SHAPES[kind_of(device)]:
         x, out = random_tensor(device, dtype, m, k), random_tensor(device, dtype, m, n)
         # Weights are read from memory, as those of a model's next layer are; activations stay in cache.
         weights = cycle(cold_copies(lambda n=n, k=k: random_tensor(device, dtype, n, k), device))  # type: ignore[misc]
@@ -120,7 +122,7 @@ def _integer_matmuls(device: torch.device) -> Iterator[Probe]:
 
 
 def _attentions(device: torch.device, dtype: str) -> Iterator[Probe]:
-    for batch, heads, tokens, width in ATTENTION_SHAPES[device.type]:
+    for batch, heads, tokens, width in ATTENTION_SHAPES[kind_of(device)]:
         # As projections leave them: heads lie side by side in a token's row.
         made = (random_tensor(device, dtype, batch, tokens, heads, width) for _ in range(3))
         q, k, v = (tensor.transpose(1, 2) for tensor in made)
@@ -135,7 +137,7 @@ def _attentions(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
     sweeper = Sweeper()
-    for place, size_bytes in (("in memory", MEMORY_BYTES[device.type] // 16), _places(device)[1]):
+    for place, size_bytes in (("in memory", MEMORY_BYTES[kind_of(device)] // 16), _places(device)[1]):
         num = size_bytes // TORCH_DTYPES[dtype].itemsize
         z = random_tensor(device, dtype, num)
         # A block's parameters come from memory, its direction has just been drawn.
@@ -160,7 +162,7 @@ def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 
 def _exponentials(device: torch.device) -> Iterator[Probe]:
-    x = random_tensor(device, "float32", 128, MEMORY_BYTES[device.type] >> 13)
+    x = random_tensor(device, "float32", 128, MEMORY_BYTES[kind_of(device)] >> 13)
     work = Work(
         elementwise_bytes=8 * x.numel(), num_exponentials=x.numel(), num_kernels=1, num_shared_kernels=1
     )
@@ -194,10 +196,10 @@ def _dispatch(device: torch.device) -> Iterator[Probe]:
 
 
 def _copies(device: torch.device) -> Iterator[Probe]:
-    for size_bytes in (1 << 12, MEMORY_BYTES[device.type] // 16, MEMORY_BYTES[device.type]):
+    for size_bytes in (1 << 12, MEMORY_BYTES[kind_of(device)] // 16, MEMORY_BYTES[kind_of(device)]):
         near, far = (
             _bytes(device, size_bytes),
-            _bytes(torch.device("cpu"), size_bytes, pinned=device.type == "cuda"),
+            _bytes(torch.device("cpu"), size_bytes, pinned=device.type != "cpu"),
         )
         for direction, targets, sources in (("h2d", near, far), ("d2h", far, near)):
             run = _copier(cycle(targets), cycle(sources), device)
@@ -240,15 +242,15 @@ def _contention(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 
 def _allocations(device: torch.device) -> Iterator[Probe]:
-    for size_bytes in (1 << 16, MEMORY_BYTES[device.type]):
+    for size_bytes in (1 << 16, MEMORY_BYTES[kind_of(device)]):
 
         def run(size_bytes: int = size_bytes) -> None:
             torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            if device.type != "cpu":
+                device_module(device).empty_cache()
 
         yield Probe(f"allocate {size_bytes} bytes", allocation_work(size_bytes), run)
 
 
 def _places(device: torch.device) -> tuple[tuple[str, int], ...]:
-    return ("in memory", MEMORY_BYTES[device.type]), ("in cache", CACHE_BYTES[device.type])
+    return ("in memory", MEMORY_BYTES[kind_of(device)]), ("in cache", CACHE_BYTES[kind_of(device)])

@@ -17,10 +17,10 @@ from executors.randomness.rng import generator_on
 
 Action = Callable[[], object]
 
-MEMORY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+MEMORY_BYTES = {"cpu": 1 << 26, "accelerator": 1 << 30}
 """Far above any cache that a core can call its own."""
 
-CACHE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 22}
+CACHE_BYTES = {"cpu": 1 << 18, "accelerator": 1 << 22}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,11 @@ class Probe:
     num_done: int = 1
 
 
+def kind_of(device: torch.device) -> str:
+    """Return which of the tables' rows is a device's."""
+    return "cpu" if device.type == "cpu" else "accelerator"
+
+
 def random_tensor(device: torch.device, dtype: str, *shape: int) -> Tensor:
     """Return normals of a format, always the same."""
     return torch.randn(shape, device=device, generator=generator_on(device, 0)).to(TORCH_DTYPES[dtype])
@@ -61,7 +66,7 @@ def cold_copies(make: Callable[[], Tensor], device: torch.device) -> list[Tensor
     """Return as many tensors as overflow the caches, so that taking turns finds each of them cold."""
     first = make()
     size = first.numel() * first.element_size()
-    return [first, *(make() for _ in range(min(64, MEMORY_BYTES[device.type] // size)))]
+    return [first, *(make() for _ in range(min(64, MEMORY_BYTES[kind_of(device)] // size)))]
 
 
 def format_named(dtype: str) -> DType:

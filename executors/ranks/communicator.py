@@ -20,6 +20,8 @@ import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from executors.devices import device_named
+from executors.ranks.accelerators import backends_of, identity_of, refuse_shared
 from executors.ranks.gloo import DOUBLING_BYTES, DuplexPair, doubling_all_gather, shared_gloo
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.ranks.messages import Messages, Packed
@@ -47,8 +49,8 @@ class Communicator:
     ----------
     groups : mapping of str to sequence of sequence of int
         Named groups, each a partition of the ranks; ``"world"`` is always there.
-    device_type : str
-        ``"cpu"``, or ``"cuda"`` to exchange parameters between devices by NCCL. Losses are numbers of the host, and
+    device : str
+        ``"cpu"``, or this rank's own, such as ``"cuda:1"``, between which parameters go by NCCL. Losses are numbers of the host, and
         go by gloo in either case: the host has to read them, and gloo can say who does not answer.
     timeout_s : float
         After which a rank that waits for others gives up.
@@ -70,7 +72,11 @@ class Communicator:
     """
 
     def __init__(
-        self, groups: Groups, *, device_type: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        groups: Groups,
+        *,
+        device: str = "cpu",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         if not dist.is_initialized():
             raise RunError(
@@ -80,7 +86,7 @@ class Communicator:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.timeout_s = timeout_s
         self.missing = MissingRanks(self.rank, timeout_s)
-        self._device_type = device_type
+        self._device_type = device.partition(":")[0]
         self.num_calls: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
         self._members = {WORLD: tuple(range(self.world_size))}
@@ -97,6 +103,11 @@ class Communicator:
             self._pairs = self._pairs_among({WORLD: [range(self.world_size)], **groups})
             self._control = dist.new_group(backend=_host_backend(), timeout=self._timeout)
             self.messages = self._messages_within(groups.get(PIPELINE, ()))
+        if self._device_type != "cpu":
+            own = device_named(device)
+            refuse_shared(self.all_gather_json(identity_of(own), "comparing devices"))
+            if self.messages is not None:
+                self.messages.connect(own)
 
     @property
     def _timeout(self) -> timedelta:
@@ -105,8 +116,7 @@ class Communicator:
     def _made(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """Return this rank's process group of a partition."""
         lists = [list(part) for part in parts]
-        host = _host_backend()
-        backend = f"cpu:{host},cuda:nccl" if self._device_type == "cuda" and host != "fake" else host
+        backend = backends_of(self._device_type, _host_backend())
         # Not by a DeviceMesh: its groups would wait for half an hour.
         own: dist.ProcessGroup = dist.new_subgroups_by_enumeration(
             lists, timeout=self._timeout, backend=backend
@@ -213,7 +223,8 @@ class Communicator:
         if all(len(part) == 1 for part in parts):
             return None
         host = _host_backend()
-        device = "nccl" if self._device_type == "cuda" and host != "fake" else host
+        is_host = self._device_type == "cpu" or host == "fake"
+        device = host if is_host else dist.get_default_backend_for_device(self._device_type)
         return Messages(
             parts,
             self.rank,
@@ -380,7 +391,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def default_communicator(
-    groups: Groups, device_type: str, timeout_s: float = DEFAULT_TIMEOUT_S
+    groups: Groups, device: str, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Communicator | None:
     """Return this rank among the ranks of `groups`; None for a rank alone.
 
@@ -397,4 +408,4 @@ def default_communicator(
             f"the plan has {world_size} ranks, and this process is alone",
             hint="`zosim run` starts the ranks of a host; a loop of one's own is started by torchrun",
         )
-    return Communicator(groups, device_type=device_type, timeout_s=timeout_s)
+    return Communicator(groups, device=device, timeout_s=timeout_s)

@@ -99,7 +99,7 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     import torch
     import torch.distributed as dist
 
-    from executors.devices import device_named
+    from executors.ranks.accelerators import backends_of, own_accelerator, watchdog_settings
     from executors.ranks.gloo import shared_gloo
     from executors.ranks.missing_ranks import MissingRanks, answering
 
@@ -110,15 +110,19 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
         loopback = _loopback_interface()
         os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
     backend = shared_gloo()
-    if device_type == "cuda":
-        torch.cuda.set_device(device_named(f"cuda:{info.local_rank}"))
-        backend = f"cpu:{backend},cuda:nccl"
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(own_accelerator(device_type, info))
+        os.environ |= watchdog_settings(timeout_s)
     store = _store(info, timeout)
     # Whoever comes late, or never, is named by those who came: the roll is called in the store, before there is a group.
     with answering(info.rank, store):
         with missing.joining():
             dist.init_process_group(
-                backend, rank=info.rank, world_size=info.world_size, store=store, timeout=timeout
+                backends_of(device_type, backend),
+                rank=info.rank,
+                world_size=info.world_size,
+                store=store,
+                timeout=timeout,
             )
         yield info
         # Nobody leaves while another still joins. After a failure others may be gone: this process takes no leave then.

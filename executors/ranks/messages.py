@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -91,6 +92,23 @@ class Messages:
             )
         self._naming = naming
 
+    def connect(self, device: torch.device) -> None:
+        """Let every two neighbours of the part exchange a number by their devices, once, before anything depends on it.
+
+        A library that joins devices makes the connection of two ranks when they first need it, which takes both of them and
+        may wait for kernels that run. Here all ranks of the part come by in one order. Messages are then sent one by one, not
+        grouped with those of the other direction: between two ranks they go one way, and in a group a message to the next
+        stage would wait for the one from the stage before.
+        """
+        token = torch.zeros(1, device=device)
+        for one, other in pairwise(sorted(dist.get_process_group_ranks(self._direct))):
+            with self._naming((one, other), f"connecting the devices of ranks {one} and {other}"):
+                if self._rank == one:
+                    dist.send(token, other, group=self._direct)
+                elif self._rank == other:
+                    dist.recv(token, one, group=self._direct)
+        torch.accelerator.synchronize(device)
+
     def send(self, peer: int, message: Tensor | Packed, what: str) -> int:
         """Send a message to rank `peer`, and return how many bytes went over the wire."""
         with self._naming((peer,), f"sending {what} to rank {peer}"):
@@ -157,7 +175,7 @@ def check_length(length: int, most_bytes: int, what: str) -> None:
 
 def stays_on(device: torch.device) -> bool:
     """Whether a device's numbers reach another of its kind without the host."""
-    return device.type == "cuda"
+    return device.type != "cpu"
 
 
 def pack(tensors: Sequence[Tensor]) -> Packed:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from costmodel.configs import Trainable, read_model_spec
 from costmodel.formats import FORMATS
-from costmodel.memory import preflight_host
+from costmodel.memory import pinned_slabs, preflight_host
 from costmodel.model_spec import ModelSpec
 from executors.datasets.data import LineFile
+from executors.devices import check_device
 from executors.ranks.mesh import fastest_plan, mesh_named, spread, uncut
-from executors.steps.preparing import check_device
 from topology.errors import DataError, DoesNotFit, ModelError, PlanError, UnknownFamily
 from topology.hardware import resolve
 from topology.validation import readable
@@ -228,11 +228,9 @@ def _codecs(asked: Asked) -> dict[str, Any]:
 
 def _num_devices(device: str) -> int:
     """Return the devices of a kind; ranks on a CPU share it."""
-    if not device.startswith("cuda"):
-        return 1
-    import torch
+    from executors.devices import num_devices_of
 
-    return torch.cuda.device_count()
+    return 1 if device == "cpu" else num_devices_of(device.partition(":")[0])
 
 
 def _schedule_beside(residency: str) -> dict[str, Any]:
@@ -242,7 +240,7 @@ def _schedule_beside(residency: str) -> dict[str, Any]:
 
 def _named_placement(asked: Asked, model: ModelSpec, longest: int | None) -> Plan:
     """Return a plan whose residency was named."""
-    node = "gpu0" if asked.device.startswith("cuda") else "cpu0"
+    node = "cpu0" if asked.device == "cpu" else "gpu0"
     residency = asked.residency or "resident"
     with readable("options of zosim run", PlanError, model=Plan):
         return Plan.model_validate(
@@ -314,7 +312,7 @@ def host_node(device: str) -> tuple[Topology, str]:
     """
     check_device(device)
     topology = resolve(HOST)
-    nodes = [node.id for node in topology.of_kind("gpu" if device.startswith("cuda") else "cpu")]
+    nodes = [node.id for node in topology.of_kind("cpu" if device == "cpu" else "gpu")]
     index = int(device.partition(":")[2] or 0)
     if index >= len(nodes):
         raise PlanError(f"there is no device {device}: this machine shows {len(nodes)} of that kind")
@@ -388,21 +386,36 @@ def refuse_too_large(plan: Plan, programs: ProgramSet | None, *, random_weights:
     ranks = plan.placement.ranks_by_host[0]
     # What an edited program has buffers for need not be what the plan's batch takes.
     held = [_held(made, ranks, on_cpu=on_cpu) for made in (lower_all(plan), programs) if made is not None]
-    once, size = max(held, key=lambda buffers: buffers[1])
+    once, size, pinned = max(held, key=lambda buffers: buffers[1])
     width = FORMATS[plan.weights.dtype].element_bytes
     # While they move into their buffers, the weights of one group stand twice. All ranks map them from the same files;
     # random ones every rank makes for itself.
     moving = len(ranks) * max(group.num_parameters for group in plan.model.groups) * 4
     making = (len(ranks) - 1) * width * plan.model.num_parameters if once and random_weights else 0
-    findings = preflight_host(size + moving + making, pinned_bytes=0 if on_cpu else size)
+    findings = preflight_host(size + moving + making, pinned_bytes=0 if on_cpu else pinned)
     for finding in findings:
         if finding.severity == "error":
             raise DoesNotFit(finding.message, hint=finding.hint)
     return [str(finding) for finding in findings]
 
 
-def _held(programs: ProgramSet, ranks: Sequence[int], *, on_cpu: bool) -> tuple[dict[str, int], int]:
-    """Return the buffers that ranks of one host share, by name, and the bytes of all that they hold in its memory."""
+def _held(programs: ProgramSet, ranks: Sequence[int], *, on_cpu: bool) -> tuple[dict[str, int], int, int]:
+    """Return the buffers that ranks of one host share, by name, the bytes of all that they hold in its memory, and what one pins.
+
+    What a rank pins for itself is rounded up, as torch does it.
+    """
     held = [b for rank in ranks for b in programs.program_of(rank).buffers if on_cpu or b.space is Space.HOST]
     once = {b.name: b.size_bytes for b in held if b.shared}
-    return once, sum(b.size_bytes for b in held if not b.shared) + sum(once.values())
+    own = sum(b.size_bytes for b in held if not b.shared)
+    if not on_cpu:
+        by_rank = [
+            [
+                b.size_bytes
+                for b in programs.program_of(rank).buffers
+                if b.space is Space.HOST and not b.shared
+            ]
+            for rank in ranks
+        ]
+        slabs = [sum(size for size, _ in pinned_slabs(sizes)) for sizes in by_rank]
+        return once, sum(slabs) + sum(once.values()), max(slabs) + sum(once.values())
+    return once, own + sum(once.values()), 0

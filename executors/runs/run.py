@@ -49,6 +49,7 @@ from executors.runs.run_files import BEST_NAME, METRICS_NAME, NoFiles, RunFiles,
 from executors.runs.runlog import REFUSED_NAME, RunLog, write_header
 from executors.runs.session import Session
 from executors.runs.settings import RunSettings, refuse_other_identity
+from executors.steps.preparing import own_device
 from executors.threads import use_threads
 from topology.errors import RunError
 from zosim.console import stderr
@@ -76,7 +77,10 @@ def run_in_rank(settings: RunSettings) -> dict[str, Any]:
     use_threads(settings.num_threads)
     kind = settings.device.partition(":")[0]
     with process_group(kind, timeout_s=settings.timeout_s) if is_launched() else nullcontext():
-        return Run(settings, default_communicator(settings.plan.groups, kind, settings.timeout_s)).run()
+        return Run(
+            settings,
+            default_communicator(settings.plan.groups, own_device(settings.device), settings.timeout_s),
+        ).run()
 
 
 class Run:

@@ -117,7 +117,7 @@ class Session:
     ) -> None:
         self.plan = plan
         self.model = model
-        self.communicator = communicator or default_communicator(plan.groups, device.partition(":")[0])
+        self.communicator = communicator or default_communicator(plan.groups, own_device(device))
         self.rank = self._rank_among_others(rank)
         self.seed = seed
         self.weight_decay = weight_decay

@@ -31,7 +31,7 @@ from executors.steps.streams import Backend, PeersTicket, Task, Ticket
 from executors.steps.update_watch import UpdateWatch
 from executors.threads import DrawThreads
 from topology.errors import ModelError, ProgramError, RunError
-from zosim.instructions import Buffer, Dependency, Instruction, Part
+from zosim.instructions import Buffer, Dependency, Instruction, Part, Space
 from zosim.operations import Backward, Collective, Draw, Forward, Optimize
 from zosim.program import Program
 from zosim.validate import validate
@@ -87,6 +87,10 @@ class Interpreter:
         self._communicator = communicator
         self._host_memory = _host_memory(program, communicator, backend)
         positions = {name: communicator.position(name) for name in program.groups} if communicator else {}
+        at_rest = [
+            b for b in program.buffers if b.space == Space.HOST and b.role == "weights" and not b.shared
+        ]
+        backend.reserve([buffer.size_bytes for buffer in at_rest])
         self.store = BufferStore(program, engine, self._allocated, positions)
         self.checksums = WeightChecksums(program, self.store, backend, every_change=checksums)
         self.hyperparameters = hyperparameters
@@ -432,6 +436,8 @@ def _host_memory(program: Program, communicator: Communicator | None, backend: B
     if communicator is None or not any(buffer.shared for buffer in program.buffers):
         return None
     memory = HostMemory(program, communicator)
+    # torch pins memory that the host has already through CUDA's runtime alone, which ROCm's answers for; without, copies
+    # take a detour over memory of the driver's.
     if backend.device.type == "cuda":
         memory.pin()
     return memory

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from executors.devices import device_module
 from zosim.instructions import Space
 from zosim.spans import MemorySample
 
@@ -31,7 +32,7 @@ class MemoryReport:
     live_bytes : int
         Largest total of device tensors that existed beside the arena at one time, in the steps observed.
     allocator_bytes : int
-        What a CUDA device's allocator held beyond both, for slack and alignment; 0 on a CPU.
+        What an accelerator's allocator held beyond both, for slack and alignment; 0 on a CPU.
     rss_bytes, peak_rss_bytes : int
         Resident set of the process now and at its largest: interpreter, libraries and all.
     """
@@ -112,13 +113,14 @@ class LiveTensors(TorchDispatchMode):
 def observed(device: torch.device, peaks: list[int]) -> Iterator[None]:
     """Append to `peaks` the peak of live tensors on `device` while the block runs.
 
-    On CUDA this is what the allocator handed out beyond what it had handed out before.
+    On an accelerator this is what the allocator handed out beyond what it had handed out before.
     """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        counters = device_module(device)
+        counters.reset_peak_memory_stats(device)
+        before = counters.memory_allocated(device)
         yield
-        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+        peaks.append(counters.max_memory_allocated(device) - before)
         return
     with LiveTensors() as tensors:
         yield
@@ -130,9 +132,9 @@ def report(
 ) -> MemoryReport:
     """Return what is known now."""
     slack = 0
-    if device.type == "cuda":
+    if device.type != "cpu":
         arena = sum(size for (space, _), size in arena_bytes.items() if space == Space.DEVICE)
-        slack = max(0, torch.cuda.max_memory_reserved(device) - arena - live_bytes)
+        slack = max(0, device_module(device).max_memory_reserved(device) - arena - live_bytes)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak = largest if sys.platform == "darwin" else 1024 * largest
     rss = psutil.Process().memory_info().rss

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 from torch import nn
 
 from costmodel.formats import FORMATS
+from executors.devices import ACCELERATORS, check_device
 from executors.formats import TORCH_DTYPES
 from executors.models.mapped import moves_mapped
 from executors.ranks.rank_info import RankInfo
@@ -24,18 +23,7 @@ def own_device(device: str) -> str:
         If it is no device that runs know.
     """
     check_device(device)
-    return f"cuda:{RankInfo.here().local_rank}" if device == "cuda" else device
-
-
-def check_device(device: str) -> None:
-    """Refuse what is no device that runs know.
-
-    Raises
-    ------
-    PlanError
-    """
-    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", device):
-        raise PlanError(f"--device {device!r} is no device", hint="cpu, cuda, or cuda:N")
+    return f"{device}:{RankInfo.here().local_rank}" if device in ACCELERATORS else device
 
 
 def to_storage(model: nn.Module, plan: Plan) -> None:
@@ -54,6 +42,7 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
     wanted = plan.forward.attention
     if getattr(config, "_attn_implementation", wanted) != wanted:
         model.set_attn_implementation(wanted)  # type: ignore[operator]
+    # A format of NVIDIA's alone.
     if plan.compute_dtype == "tf32" and device.type != "cuda":
         raise PlanError("compute=tf32 needs a CUDA device", hint="use compute=float32")
     if device.type == "cuda":

@@ -134,6 +134,9 @@ class Backend(ABC):
         """Whether a task could not be done, so that nobody need wait for what follows."""
         return self._failure is not None
 
+    def reserve(self, sizes: Sequence[int]) -> None:  # noqa: B027 - most have nothing to do
+        """Be ready to allocate host buffers of these sizes in bytes, whose users do not come and go."""
+
     @abstractmethod
     def allocate(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return zeroed memory in the buffer's space."""
@@ -338,7 +341,7 @@ def _fail(tasks: Sequence[tuple[Task, _Event]], error: ZosimError) -> None:
 
 
 def backend_for(device: str) -> Backend:
-    """Return the backend of ``"cpu"`` or of a CUDA device such as ``"cuda:0"``.
+    """Return the backend of ``"cpu"``, or of an accelerator such as ``"cuda:0"``.
 
     Raises
     ------
@@ -347,6 +350,6 @@ def backend_for(device: str) -> Backend:
     """
     if device == "cpu":
         return CpuBackend()
-    from executors.steps.streams_cuda import CudaBackend
+    from executors.steps.streams_accelerator import AcceleratorBackend
 
-    return CudaBackend(device)
+    return AcceleratorBackend(device)

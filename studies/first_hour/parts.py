@@ -14,6 +14,7 @@ import torch
 from executors.calibration.calibrating import calibrated
 from executors.calibration.device_state import device_state
 from executors.calibration.whole_steps import STEP_SHAPES
+from executors.devices import device_module
 from executors.models.random_models import random_model
 from studies.first_hour.parity import parity
 from studies.first_hour.setting import Content, Setting
@@ -62,7 +63,7 @@ def _parts(setting: Setting) -> Iterator[Part]:
 
 def facts(setting: Setting) -> Content:
     """Return what the device is, and what it says of itself."""
-    properties = torch.cuda.get_device_properties(setting.device)
+    properties = device_module(torch.device(setting.device)).get_device_properties(setting.device)
     return {
         "device": properties.name,
         "memory_bytes": properties.total_memory,

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from executors.calibration.probing import token_batch
+from executors.devices import device_module
 from executors.models.spec import plan_of_model
 from executors.runs.session import Session
 from studies.first_hour.setting import Content, Setting
@@ -164,7 +165,7 @@ def _peak(timeline: Timeline, space: Space) -> int:
 
 def _does_not_fit(setting: Setting, predicted: Timeline) -> str:
     """Return why a case is not tried; empty if it is."""
-    there = torch.cuda.get_device_properties(setting.device).total_memory
+    there = device_module(torch.device(setting.device)).get_device_properties(setting.device).total_memory
     needs = {
         "device": (_peak(predicted, Space.DEVICE), there),
         # The blocks are copied into pinned memory one after the other, while the model is still there.
@@ -224,10 +225,10 @@ def zo2_case(setting: Setting, case: Case) -> Content:
     ends = []
     for _ in range(_NUM_WARM + _NUM_TIMED + 1):
         float(model(**data))
-        torch.cuda.synchronize(setting.device)
+        torch.accelerator.synchronize(setting.device)
         ends.append(time.perf_counter())
     seconds = [b - a for a, b in pairwise(ends[_NUM_WARM:])]
-    peak = torch.cuda.max_memory_allocated(setting.device)
+    peak = device_module(torch.device(setting.device)).max_memory_allocated(setting.device)
     del model
     gc.collect()
     return {"step_s": median(seconds), "device_bytes": peak}

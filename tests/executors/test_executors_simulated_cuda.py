@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from executors.runs.session import Session
-from executors.steps.streams_cuda import CudaBackend
+from executors.steps.streams_accelerator import AcceleratorBackend
 from proofs_checks.ranks import on_all_ranks
 from tests.support import distributed, staged
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
@@ -182,7 +182,7 @@ def test_a_stream_that_waits_for_no_event_is_found(monkeypatch):
 @pytest.mark.parametrize("is_told", [True, False])
 def test_memory_that_another_stream_still_uses_is_found(is_told):
     with simulated() as device:
-        backend, side = CudaBackend("cuda:0"), torch.cuda.Stream()
+        backend, side = AcceleratorBackend("cuda:0"), torch.cuda.Stream()
         with torch.cuda.stream(side):
             made = torch.ones(4, device="cuda")
         torch.cuda.current_stream().wait_stream(side)
@@ -197,7 +197,7 @@ def test_buffers_that_are_given_back_too_soon_are_found(monkeypatch):
         let_go()
         torch.cuda.synchronize()
 
-    monkeypatch.setattr(CudaBackend, "free", free)
+    monkeypatch.setattr(AcceleratorBackend, "free", free)
     device, _ = trained(FRESH)
     assert {finding.kind for finding in device.findings} == {"freed"}
 

@@ -18,10 +18,11 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from executors.randomness import directions
 from executors.ranks.host_memory import HostMemory
-from executors.steps import streams_cuda
+from executors.steps import streams_accelerator
 from executors.steps.streams import Task
 from proofs_checks import ranks
 from tests.support.simulated_cuda.clocks import Clock, merge
@@ -75,6 +76,11 @@ def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
     """Yield what stands in for what: of torch, of the backend's threads, and of the places where ranks meet."""
     for name, value in _torch_cuda(device).items():
         yield torch.cuda, name, value
+    for name, value in _torch_accelerator(device).items():
+        yield torch.accelerator, name, value
+    yield torch, "Stream", device.new_stream
+    yield torch, "Event", lambda _=None, **kwargs: Event(device, **kwargs)
+    yield dist, "get_default_backend_for_device", lambda _: "gloo"
     autocast = torch.autocast
     yield torch, "autocast", lambda _, *args, **kwargs: autocast("cpu", *args, **kwargs)
     yield torch.Tensor, "record_stream", _method(device.record_stream)
@@ -138,6 +144,19 @@ def _torch_cuda(device: Device) -> dict[str, Any]:
     }
 
 
+def _torch_accelerator(device: Device) -> dict[str, Any]:
+    return {
+        "is_available": lambda: True,
+        "current_accelerator": lambda **_: torch.device("cuda"),
+        "device_count": lambda: 1,
+        "set_device_index": lambda _: None,
+        "current_device_index": lambda: 0,
+        "current_stream": device.current_stream,
+        "set_stream": device.set_stream,
+        "synchronize": device.synchronize,
+    }
+
+
 def _draws(device: Device, real: Callable[..., Any]) -> Callable[..., Any]:
     """Teach what draws to take a generator of the device, which torch's parser refuses."""
 
@@ -190,9 +209,9 @@ def _threads(device: Device) -> Iterator[tuple[Any, str, Any]]:
             return is_set
 
     known = {name: getattr(threading, name) for name in ("Thread", "Lock")}
-    yield streams_cuda, "threading", types.SimpleNamespace(**known, Event=ClockedEvent)
-    yield streams_cuda, "SimpleQueue", lambda: _Queue(device)
-    real_run, real_issue = streams_cuda._Thread.run, streams_cuda.CudaBackend._issue
+    yield streams_accelerator, "threading", types.SimpleNamespace(**known, Event=ClockedEvent)
+    yield streams_accelerator, "SimpleQueue", lambda: _Queue(device)
+    real_run, real_issue = streams_accelerator._Thread.run, streams_accelerator.AcceleratorBackend._issue
 
     def run(self: Any) -> None:
         with seen_by(device):
@@ -205,8 +224,8 @@ def _threads(device: Device) -> Iterator[tuple[Any, str, Any]]:
         finally:
             device.host.instruction = before
 
-    yield streams_cuda._Thread, "run", run
-    yield streams_cuda.CudaBackend, "_issue", issue
+    yield streams_accelerator._Thread, "run", run
+    yield streams_accelerator.AcceleratorBackend, "_issue", issue
 
 
 def _meetings(device: Device) -> Iterator[tuple[Any, str, Any]]:

@@ -224,6 +224,9 @@ class Device:
             self.streams.append(Stream(self, len(self.streams)))
             return self.streams[-1]
 
+    def set_stream(self, stream: Stream) -> None:
+        self.host.stream = stream
+
     @contextlib.contextmanager
     def on_stream(self, stream: Stream) -> Iterator[None]:
         before, self.host.stream = self.host.stream, stream

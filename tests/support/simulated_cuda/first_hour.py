@@ -51,10 +51,10 @@ def small_probes() -> Iterator[None]:
     with (
         patch.object(calibration, "least_squares", partial(least_squares, max_nfev=1)),
         patch.object(calibrating, "with_codec_constants", lambda profile: profile),  # of the host
-        patch.dict(probing.MEMORY_BYTES, cuda=1 << 16),
-        patch.dict(probing.CACHE_BYTES, cuda=1 << 12),
-        patch.dict(probes.MATMUL_SHAPES, cuda=((8, 16, 32), (32, 32, 64))),
-        patch.dict(probes.ATTENTION_SHAPES, cuda=((2, 1, 16, 8),)),
+        patch.dict(probing.MEMORY_BYTES, accelerator=1 << 16),
+        patch.dict(probing.CACHE_BYTES, accelerator=1 << 12),
+        patch.dict(probes.MATMUL_SHAPES, accelerator=((8, 16, 32), (32, 32, 64))),
+        patch.dict(probes.ATTENTION_SHAPES, accelerator=((2, 1, 16, 8),)),
         patch.object(probes, "INTEGER_SHAPES", ((32, 16, 64), (64, 64, 64))),
     ):
         yield

@@ -1,16 +1,18 @@
-"""Streams of a rank on a CUDA device: CUDA streams, events and pinned host memory."""
+"""Streams of a rank on an accelerator: torch's streams and events, whatever the device, and pinned host memory."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
-from executors.devices import device_named
+from costmodel.memory import pinned_slabs
+from executors.devices import device_module, device_named
 from executors.steps.streams import Backend, Measured, Task, Ticket, failure_of
 from topology.errors import RunError, ZosimError
 from zosim.instructions import Buffer, Instruction, Part, Space, Stream
@@ -24,10 +26,10 @@ class _CudaTicket(Ticket):
 
     def __init__(self) -> None:
         self._issued = threading.Event()
-        self.event: torch.cuda.Event | None = None
+        self.event: torch.Event | None = None
         self.error: ZosimError | None = None
 
-    def issue(self, event: torch.cuda.Event | None, error: ZosimError | None = None) -> None:
+    def issue(self, event: torch.Event | None, error: ZosimError | None = None) -> None:
         """Say that the task is on its stream, or why it is not."""
         self.event, self.error = event, error
         self._issued.set()
@@ -37,7 +39,7 @@ class _CudaTicket(Ticket):
         if not self._issued.is_set():
             self.issue(None, error)
 
-    def recorded(self) -> torch.cuda.Event:
+    def recorded(self) -> torch.Event:
         """Return the event, waiting for a thread that has yet to issue the task."""
         self._issued.wait()
         if self.error is not None:
@@ -70,14 +72,14 @@ class _Thread(threading.Thread):
         done.wait()
 
     def run(self) -> None:
-        torch.cuda.set_device(self._device)
+        torch.accelerator.set_device_index(self._device)
         with torch.no_grad():
             while (job := self._jobs.get()) is not None:
                 job()
 
 
-class CudaBackend(Backend):
-    """A rank on a CUDA device.
+class AcceleratorBackend(Backend):
+    """A rank on an accelerator.
 
     The host issues tasks in the order listed; each stream runs its own in order, and an event carries every
     dependency between two streams. The host waits for the device where a number has to be read (the projected
@@ -94,29 +96,41 @@ class CudaBackend(Backend):
 
     def __init__(self, device: str) -> None:
         self.device = device_named(device)
-        torch.cuda.set_device(self.device)
+        torch.accelerator.set_device_index(self.device)
         self._streams = {
-            stream: torch.cuda.default_stream(self.device)
+            # What a model's own code launches without a word goes where compute does.
+            stream: torch.accelerator.current_stream(self.device)
             if stream == Stream.COMPUTE
-            else torch.cuda.Stream(self.device)
+            else torch.Stream(self.device)
             for stream in Stream
         }
-        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin = torch.Event(self.device, enable_timing=True)
         self._origin.record(self._streams[Stream.COMPUTE])
-        self._timed: list[tuple[tuple[Instruction, Part, int], torch.cuda.Event, torch.cuda.Event]] = []
+        self._timed: list[tuple[tuple[Instruction, Part, int], torch.Event, torch.Event]] = []
+        self._pinned: dict[int, list[Tensor]] = {}
         self._threads: dict[str, _Thread] = {}
         self._lock = threading.Lock()
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Pin the memory of all buffers at once: alone, each would take the next power of two."""
+        for size_bytes, members in pinned_slabs(sizes):
+            slab, begin = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True), 0
+            for member in members:
+                self._pinned.setdefault(member, []).append(slab[begin : begin + member])
+                begin += member
 
     def allocate(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return zeroed device memory, or pinned host memory."""
         if buffer.space == Space.HOST:
             num_bytes = num_elements * dtype.itemsize
-            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).view(dtype)
+            slices = self._pinned.get(num_bytes)
+            memory = slices.pop() if slices else torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return memory.view(dtype)
         memory = torch.empty(num_elements, dtype=dtype, device=self.device)
         # Buffers are shared by all streams and live until `free`, which waits for them all. Zeroing runs on
         # the allocating stream, so it must be over before another stream writes.
         memory.view(torch.uint8).zero_()
-        torch.cuda.current_stream(self.device).synchronize()
+        torch.accelerator.current_stream(self.device).synchronize()
         return memory
 
     def free(self, let_go: Callable[[], None]) -> None:
@@ -124,9 +138,9 @@ class CudaBackend(Backend):
 
         The wait comes first: the allocator may hand memory out again as soon as it is let go of, also to another stream's thread.
         """
-        torch.cuda.synchronize(self.device)
+        torch.accelerator.synchronize(self.device)
         let_go()
-        torch.cuda.empty_cache()
+        device_module(self.device).empty_cache()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy bytes on the running task's stream."""
@@ -134,8 +148,8 @@ class CudaBackend(Backend):
 
     def borrow(self, tensor: Tensor) -> Tensor:
         """Return `tensor`, and keep the allocator from reusing its memory before this stream is done."""
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(self.device))
+        if tensor.device.type != "cpu":
+            tensor.record_stream(torch.accelerator.current_stream(self.device))
         return tensor
 
     def run(self, tasks: Sequence[Callable[[dict[str, Ticket]], Task]]) -> dict[str, Ticket]:
@@ -187,15 +201,15 @@ class CudaBackend(Backend):
                 ticket.wait()
         if self.note is not None and task.instruction.stream == Stream.COMPUTE:
             self.note(task.describe())
-        with torch.cuda.stream(stream):
-            start = torch.cuda.Event(enable_timing=True) if self.recording else None
+        with _on(stream):
+            start = torch.Event(self.device, enable_timing=True) if self.recording else None
             if start is not None:
                 start.record(stream)
             try:
                 task.action()
             except Exception as error:
                 raise failure_of(task, error) from error
-            end = torch.cuda.Event(enable_timing=self.recording)
+            end = torch.Event(self.device, enable_timing=self.recording)
             end.record(stream)
         if start is not None:
             self._timed.append(((task.instruction, task.part, task.step), start, end))
@@ -214,7 +228,7 @@ class CudaBackend(Backend):
         """Wait for the threads and the device, and raise what could not be issued."""
         for thread in list(self._threads.values()):
             thread.finish()
-        torch.cuda.synchronize(self.device)
+        torch.accelerator.synchronize(self.device)
         if self._failure is not None:
             raise self._failure
 
@@ -243,6 +257,17 @@ def _takes_others(task: Task) -> bool:
     )
 
 
-def _tell(event: torch.cuda.Event, done: Callable[[], None]) -> None:
+def _tell(event: torch.Event, done: Callable[[], None]) -> None:
     event.synchronize()
     done()
+
+
+@contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    """Let kernels of this thread go to a stream."""
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)

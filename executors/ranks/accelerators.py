@@ -1,0 +1,88 @@
+"""What ranks on accelerators need beside those of a CPU: a device each, and a library that joins devices."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from executors.devices import device_module, device_named, num_devices_of
+from executors.ranks.rank_info import RankInfo
+from topology.errors import RunError
+
+_HEARTBEAT_SLACK_S = 60
+
+
+def backends_of(device_type: str, host_backend: str) -> str:
+    """Return what a process group exchanges by: NCCL or its like on devices, `host_backend` on the host."""
+    if device_type == "cpu" or host_backend == "fake":
+        return host_backend
+    return f"cpu:{host_backend},{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
+def own_accelerator(device_type: str, info: RankInfo) -> torch.device:
+    """Return the device of this rank: that of its number among the ranks of its host.
+
+    Raises
+    ------
+    RunError
+        If the host has fewer devices than ranks.
+    """
+    num_devices = num_devices_of(device_type)
+    if 0 < num_devices <= info.local_rank:
+        raise RunError(
+            f"rank {info.rank} is number {info.local_rank} on its host, which shows {num_devices} of {device_type}: every rank "
+            "takes a device of its own",
+            hint=f"start {num_devices} ranks there (--nproc-per-node {num_devices}), or look at CUDA_VISIBLE_DEVICES",
+        )
+    return device_named(f"{device_type}:{info.local_rank}")
+
+
+def watchdog_settings(timeout_s: float) -> Mapping[str, str]:
+    """Return variables of NCCL's watchdog for a run whose ranks wait for each other so long; what a user has set stays.
+
+    A collective that does not end after the run's timeout ends the process, and is written down nowhere but in its message:
+    a launcher then names the rank and its last instruction. The watchdog's own monitor, which ends a process whose watchdog
+    is stuck, waits longer than that.
+    """
+    settings = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(round(timeout_s + _HEARTBEAT_SLACK_S)),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    }
+    return {name: value for name, value in settings.items() if name not in os.environ}
+
+
+def identity_of(device: torch.device) -> str:
+    """Return what no two devices of a run have in common: the host's name, and the device's own number."""
+    properties = device_module(device).get_device_properties(device)
+    own = getattr(properties, "uuid", None) or f"{device.type}:{device.index}"
+    return f"{socket.gethostname()} {own}"
+
+
+def refuse_shared(identities: Sequence[str]) -> None:
+    """Refuse two ranks on one device, between which NCCL would wait for ever or fail without naming them.
+
+    Parameters
+    ----------
+    identities : sequence of str
+        By rank: see :func:`identity_of`.
+
+    Raises
+    ------
+    RunError
+        Naming the ranks and the device.
+    """
+    for (device, first), (other, second) in pairwise(
+        sorted((own, rank) for rank, own in enumerate(identities))
+    ):
+        if device == other:
+            host, _, own = device.partition(" ")
+            raise RunError(
+                f"ranks {first} and {second} have one device, {own} of {host}",
+                hint="give --device without a number, so that every rank takes its own, and start no more ranks than devices",
+            )

@@ -1,0 +1,91 @@
+"""Ranks on accelerators: a device each, joined as NCCL joins them; on simulated devices, between processes that gloo joins."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from executors.devices import check_device, device_named
+from executors.ranks.accelerators import backends_of, own_accelerator, refuse_shared, watchdog_settings
+from executors.ranks.launch import launch
+from executors.ranks.mesh import alone
+from executors.ranks.rank_info import RankInfo
+from executors.runs.session import Session
+from executors.steps.streams_accelerator import AcceleratorBackend
+from tests.support import staged
+from tests.support.simulated_cuda import simulated
+from tests.support.simulated_cuda.hosts import steps_on_own_host
+from tests.support.tiny import batches
+from topology.errors import PlanError, RunError
+from zosim.instructions import Buffer, Space
+
+
+def test_a_rank_takes_the_device_of_its_number():
+    with simulated():
+        assert own_accelerator("cuda", RankInfo(5, 0, 8)) == torch.device("cuda:0")
+        with pytest.raises(RunError, match="rank 5 is number 1 on its host, which shows 1 of cuda") as raised:
+            own_accelerator("cuda", RankInfo(5, 1, 8))
+    assert "--nproc-per-node 1" in raised.value.hint
+
+
+def test_a_device_of_a_kind_that_torch_is_not_built_for_is_refused_in_words():
+    check_device("xpu:1")
+    with simulated(), pytest.raises(RunError, match="finds 0 XPU devices"):
+        device_named("xpu:1")
+    with pytest.raises(PlanError, match="is no device"):
+        check_device("tpu")
+
+
+def test_two_ranks_on_one_device_are_named():
+    refuse_shared(["a 0", "a 1", "b 0"])
+    with pytest.raises(RunError, match="ranks 1 and 3 have one device, 1 of a"):
+        refuse_shared(["a 0", "a 1", "b 1", "a 1"])
+
+
+def test_what_a_user_told_the_watchdog_stays(monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    settings = watchdog_settings(600.0)
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in settings
+    assert float(settings["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > 600
+
+
+def test_devices_are_joined_by_the_library_of_their_kind():
+    assert backends_of("cuda", "gloo") == "cpu:gloo,cuda:nccl"
+    assert backends_of("xpu", "gloo") == "cpu:gloo,xpu:xccl"
+    assert backends_of("cpu", "gloo") == "gloo"
+
+
+def test_pinned_buffers_lie_in_one_slab():
+    with simulated() as device:
+        backend = AcceleratorBackend("cuda:0")
+        sizes = [640] * 3
+        backend.reserve(sizes)
+        buffers = [backend.allocate(Buffer("b", Space.HOST, 640, "weights", "float32"), 160, torch.float32) for _ in sizes]  # fmt: skip
+        assert device.pinned_taken_bytes == 2048
+        assert all(buffer.is_pinned() for buffer in buffers)
+        assert len({buffer.data_ptr() for buffer in buffers}) == 3
+        backend.allocate(Buffer("b", Space.HOST, 640, "weights", "float32"), 160, torch.float32)
+        assert device.pinned_taken_bytes == 2048 + 1024
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mesh", [(), (("perturb", 2),)], ids=["stages", "perturb"])
+def test_a_dry_run_of_two_hosts_does_what_a_rank_alone_does(mesh):
+    """Each rank is number 0 of its host, with a device of its own; they meet over gloo where NCCL would join devices."""
+    case = staged.Case((() if mesh else ("block.0",)), mesh=mesh)
+    apart = launch(steps_on_own_host, case, world_size=2)
+    with (
+        simulated(),
+        Session(alone(case.plan()), case.made(), learning_rate=1e-2, device="cuda:0") as session,
+    ):
+        lines = batches(staged.STEPS, size=case.size)
+        numbers = [list(session.step(batch).projected_gradients) for batch in lines]
+    assert apart == [[numbers, []]] * 2
+
+
+@pytest.mark.dist
+def test_two_ranks_on_one_device_are_refused_before_they_exchange_anything():
+    said = launch(partial(steps_on_own_host, has_own_name=False), staged.Case(("block.0",)), world_size=2)
+    assert "ranks 0 and 1 have one device" in said
