@@ -42,6 +42,7 @@ def main(
             help=f"Do this alone, several times for several: {', '.join(_PARTS)}.", show_default=False
         ),
     ] = None,
+    cases: Annotated[str, typer.Option(help="Run those alone whose names have this.")] = "",
     out: Annotated[Path, typer.Option(help="Folder of the report and its JSON.")] = OUT,
     budget: Annotated[float, typer.Option(min=1, help="Seconds to calibrate for.")] = 20.0,
 ) -> None:
@@ -53,13 +54,13 @@ def main(
     try:
         for name in part or _PARTS:
             print(name, file=sys.stderr)
-            _do(name, folder, out, budget)
+            _do(name, folder, out, budget, cases)
     except ZosimError as error:
         print(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         raise typer.Exit(2) from None
 
 
-def _do(name: str, folder: Path, out: Path, budget_s: float) -> None:
+def _do(name: str, folder: Path, out: Path, budget_s: float, cases: str) -> None:
     if name not in _PARTS:
         raise RunError(f"there is no part {name!r}", hint=f"parts: {', '.join(_PARTS)}")
     if name == _CALIBRATION:
@@ -68,7 +69,7 @@ def _do(name: str, folder: Path, out: Path, budget_s: float) -> None:
         print(_report(folder, out))
     else:
         rate, _, layout = name.rpartition("-")
-        measure(rate, next(item for item in NETWORKS if item.name == layout), folder)
+        measure(rate, next(item for item in NETWORKS if item.name == layout), folder, cases)
 
 
 def calibrate_hosts(folder: Path, budget_s: float) -> None:
@@ -93,11 +94,11 @@ def calibrate_hosts(folder: Path, budget_s: float) -> None:
         raise RunError("the calibration failed", hint="try `zosim calibrate --threads 1`")
 
 
-def measure(rate: str, layout: HostLayout, folder: Path) -> None:
-    """Run the cases of a network, and keep what was measured in `folder`."""
+def measure(rate: str, layout: HostLayout, folder: Path, cases: str = "") -> None:
+    """Run the cases of a network whose names have some words, and keep what was measured in `folder`."""
     result = folder / f"{rate}-{layout.name}.json"
     result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "studies.shaped.worker", rate, layout.name, str(result.resolve())]
+    command = [sys.executable, "-m", "studies.shaped.worker", rate, layout.name, str(result.resolve()), cases]
     with ShapedNetwork(layout.num_hosts, rate_bits_per_s(rate)) as network:
         status = run_ranks(network, command, ranks_per_host=layout.ranks_per_host, timeout_s=_PART_TIMEOUT_S)
     if status or not result.exists():

@@ -87,6 +87,16 @@ STRATEGIES: Mapping[str, tuple[HostLayout, Mapping[str, int], Mapping[str, Any]]
         "pertp": (TWO, {"perturb": 2}, _RESIDENT),
         "ddp, sliced": (TWO, {"data": 2}, _SLICED),
         "pertp, sliced": (TWO, {"perturb": 2}, _SLICED),
+        "ddp, sliced, int8": (
+            TWO,
+            {"data": 2},
+            MappingProxyType({**_SLICED, "low_bits": {"weights": "int8"}}),
+        ),
+        "ddp, sliced, int4": (
+            TWO,
+            {"data": 2},
+            MappingProxyType({**_SLICED, "low_bits": {"weights": "int4"}}),
+        ),
         "2d": (FOUR, {"data": 2, "perturb": 2}, _RESIDENT),
         "2d, sliced": (FOUR, {"data": 2, "perturb": 2}, _SLICED),
         "2d, two ranks a host": (PAIRS, {"data": 2, "perturb": 2}, _RESIDENT),

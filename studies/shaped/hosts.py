@@ -24,7 +24,18 @@ from topology.figures import Figure
 from topology.schema import Link, LinkType, Node
 from zosim.hardware.machine import Hop, Machine, Ring
 from zosim.hardware.machines import machines_for
-from zosim.plans import Directions, Estimator, Mesh, Placement, Plan, Residency, Schedule, Split, Weights
+from zosim.plans import (
+    Directions,
+    Estimator,
+    LowBits,
+    Mesh,
+    Placement,
+    Plan,
+    Residency,
+    Schedule,
+    Split,
+    Weights,
+)
 
 _CORES = "machine:cores"
 _Way = TypeVar("_Way", Ring, Hop)
@@ -105,6 +116,7 @@ def plan_of(case: ShapedCase, topology: str = "shaped", device: str = "cpu0") ->
         directions=Directions(rng="counter"),
         residency=Residency(**case.axes.get("residency", {})),
         weights=Weights.model_validate({"dtype": setting.dtype}),
+        low_bits=LowBits(**case.axes.get("low_bits", {})),
         schedule=Schedule(**case.axes.get("schedule", {})),
     )
 

@@ -109,7 +109,7 @@ def predict(
     )
     measured = {item.name: item for item in measured_steps.cases}
     rows = []
-    for case in cases_of(rate, layout):
+    for case in (case for case in cases_of(rate, layout) if case.name in measured):
         steps = measured[case.name]
         central = _simulated(case, declared, profile, cores)
         paces = pace_in(profile, steps.before_s), pace_in(profile, steps.after_s)

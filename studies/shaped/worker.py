@@ -1,4 +1,4 @@
-"""``python -m studies.shaped.worker RATE LAYOUT OUT``: one rank of the cases of a network."""
+"""``python -m studies.shaped.worker RATE LAYOUT OUT [WORDS]``: one rank of the cases of a network whose names have the words."""
 
 from __future__ import annotations
 
@@ -63,17 +63,18 @@ class NetworkSteps:
     cases: tuple[CaseSteps, ...]
 
 
-def main(rate: str, layout_name: str, out: Path) -> None:
+def main(rate: str, layout_name: str, out: Path, words: str = "") -> None:
     """Run the cases of a network one after the other; rank 0 writes what was measured."""
     from studies.shaped.network import rate_bits_per_s
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     layout = next(layout for layout in NETWORKS if layout.name == layout_name)
+    cases = [case for case in cases_of(rate, layout) if words in case.name]
     with process_group("cpu") as info:
         ranks = Communicator({})
         link = measure_link(ranks, rate_bits_per_s(rate) / 8)
-        steps = NetworkSteps(link, tuple(_run(case, ranks) for case in cases_of(rate, layout)))
+        steps = NetworkSteps(link, tuple(_run(case, ranks) for case in cases))
         if info.rank == 0:
             out.write_text(json.dumps(asdict(steps)))
 
@@ -128,4 +129,4 @@ def _differences(ends: Sequence[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])
