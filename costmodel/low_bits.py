@@ -141,9 +141,9 @@ def coded_forward_work(
     linears : sequence of (int, int)
         Those that are codes.
     coding : Coding
-    kernel : {"int_mm", "dequantise"}
+    kernel : {"int_mm", "scaled_mm", "dequantise"}
     are_inputs_coded : bool
-        Whether inputs are rounded to int8 before they are multiplied.
+        Whether inputs are rounded to a byte before they are multiplied.
     is_beside : bool
         Whether a direction of one byte an element is added.
     moved_share : float
@@ -152,7 +152,8 @@ def coded_forward_work(
     Notes
     -----
     ``dequantise`` makes one weight at a time of its codes, a temporary; codes that share a byte are parted before. Under
-    ``int_mm`` weight and direction are products of their own, of integers, whose sums are scaled in passes of their own. What
+    ``int_mm`` weight and direction are products of their own, of integers, whose sums are scaled in passes of their own;
+    ``scaled_mm`` is the same in e4m3, to which the direction is cast. What
     is alive at one layer is its input, its output and its temporaries; the segment's other temporaries are smaller then.
     """
     plain, products = list(work.matmuls), []
@@ -174,16 +175,20 @@ def coded_forward_work(
             elementwise_bytes += rows * inputs * (4 * width + 1)
             num_kernels += 5
             alive += rows * inputs
-        if kernel == "int_mm":
+        if kernel != "dequantise":
             moved = round(outputs * moved_share) * is_beside
-            products.append(product.model_copy(update={"format": "int8"}))
+            kind = "int8" if kernel == "int_mm" else "float8_e4m3"
+            products.append(product.model_copy(update={"format": kind}))
             if moved:
-                products.append(product.model_copy(update={"n": moved, "format": "int8"}))
+                products.append(product.model_copy(update={"n": moved, "format": kind}))
+            cast = moved * inputs * (kernel == "scaled_mm")
+            sweep_bytes += 2 * cast
+            num_kernels += bool(cast)
             elementwise_bytes += rows * (outputs + moved) * (4 + 2 * width)
             num_kernels += 3 * (1 + is_beside)
             sums, most = rows * outputs * 4, _most_rows(outputs, moved_share)
             is_gathered = most < outputs
-            beside = sums + (2 + is_gathered) * rows * most * 4 + is_gathered * most * inputs
+            beside = sums + (2 + is_gathered) * rows * most * 4 + is_gathered * most * inputs + cast
             alive += max(2 * sums + levels, beside if is_beside else 0, sums + rows * outputs * width)
         else:
             products.append(product)

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from executors.low_bits.coded import Coded
 from topology.errors import PlanError
 from zosim.plans import LowBits
-from zosim.plans.low_bits import InputScales, KernelName
+from zosim.plans.low_bits import InputFormat, InputScales, KernelName
 
 _MULTIPLE = {"cuda": 32}
-"""Rows that a device's product of int8 matrices wants a multiple of."""
+"""Rows that a device's products of matrices of bytes want a multiple of."""
+
+_LARGEST: dict[InputFormat, float] = {"int8": 127.0, "float8": torch.finfo(torch.float8_e4m3fn).max}
 
 
 class Beside(NamedTuple):
@@ -51,8 +53,8 @@ class CodedLinear(nn.Linear):
         What is added to the weight at the evaluation point that is forwarded.
     product : str
         See :data:`zosim.plans.low_bits.KernelName`.
-    input_scales : str
-        As of :attr:`zosim.plans.LowBits.input_scales`.
+    input_scales, input_format : str
+        As of :class:`zosim.plans.LowBits`.
     was : type
         Class of the layer before: ``torch.nn.Linear``, or transformers' ``Conv1D``, whose weight is of shape (inputs, outputs).
     """
@@ -61,6 +63,7 @@ class CodedLinear(nn.Linear):
     beside: Beside | None
     product: KernelName
     input_scales: InputScales
+    input_format: InputFormat
     was: type[nn.Module]
 
     @property
@@ -89,7 +92,7 @@ class CodedLinear(nn.Linear):
         coded = self.coded
         if coded is None:
             return super().forward(input)
-        if self.product == "int_mm":
+        if self.product != "dequantise":
             return self._multiplied_by_codes(input, coded)
         weight = coded.values(coded.scales.dtype)
         if self.beside is not None:
@@ -99,8 +102,8 @@ class CodedLinear(nn.Linear):
             else:
                 weight[rows] = weight[rows].add_(direction[rows], alpha=factor)
         if self.input_scales:
-            codes, scales = coded_inputs(input, self.input_scales)
-            input = (codes * scales).to(input.dtype)  # noqa: A001
+            codes, scales = coded_inputs(input, self.input_scales, self.input_format)
+            input = (codes.float() * scales).to(input.dtype)  # noqa: A001
         return nn.functional.linear(input, weight, self.bias)
 
     def become_plain(self) -> None:
@@ -112,35 +115,47 @@ class CodedLinear(nn.Linear):
             self.__class__ = self.was  # type: ignore[assignment]
 
     def _multiplied_by_codes(self, inputs: Tensor, coded: Coded) -> Tensor:
-        codes, scales = coded_inputs(inputs.reshape(-1, inputs.shape[-1]), self.input_scales)
-        output = int_product(codes, coded.levels()).mul_(scales).mul_(coded.scales.float().T)
+        rows_of_inputs = inputs.reshape(-1, inputs.shape[-1])
+        codes, scales = coded_inputs(rows_of_inputs, self.input_scales, self.input_format)
+        is_integer = self.product == "int_mm"
+        levels = coded.levels() if is_integer else coded.codes.view(torch.float8_e4m3fn)
+        output = byte_product(codes, levels).mul_(scales).mul_(coded.scales.float().T)
         if self.beside is not None:
             direction, factor, rows = self.beside
+            moved = direction if rows is None else direction[rows]
+            moved = moved if is_integer else moved.to(torch.float8_e4m3fn)  # exact: codes of 5 bits at most
             if rows is None:
-                output += int_product(codes, direction).mul_(scales * factor)
+                output += byte_product(codes, moved).mul_(scales * factor)
             elif rows.numel():
-                output[:, rows] += int_product(codes, direction[rows]).mul_(scales * factor)
+                output[:, rows] += byte_product(codes, moved).mul_(scales * factor)
         if self.bias is not None:
             output += self.bias
         return output.to(inputs.dtype).view(*inputs.shape[:-1], -1)
 
 
-def coded_inputs(inputs: Tensor, scope: InputScales) -> tuple[Tensor, Tensor]:
-    """Return inputs as int8 codes, to the nearest, and the float32 scales of tokens or of all."""
+def coded_inputs(inputs: Tensor, scope: InputScales, kind: InputFormat = "int8") -> tuple[Tensor, Tensor]:
+    """Return inputs as int8 or e4m3 numbers, to the nearest, and the float32 scales of tokens or of all."""
     largest = inputs.abs().amax(-1, keepdim=True) if scope == "token" else inputs.abs().max()
-    scales = (largest.float() / 127).clamp_(min=torch.finfo(torch.float32).tiny)
-    codes = (inputs.float() / scales).round_().clamp_(-127, 127)
-    return codes.to(torch.int8), scales
+    scales = (largest.float() / _LARGEST[kind]).clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = inputs.float() / scales
+    codes = codes.round_() if kind == "int8" else codes
+    codes.clamp_(-_LARGEST[kind], _LARGEST[kind])
+    return codes.to(torch.int8 if kind == "int8" else torch.float8_e4m3fn), scales
 
 
-def int_product(inputs: Tensor, weights: Tensor) -> Tensor:
-    """Return ``inputs @ weights.T`` of int8 matrices as float32; the sums are exact, and rounded once."""
+def byte_product(inputs: Tensor, weights: Tensor) -> Tensor:
+    """Return ``inputs @ weights.T`` in float32, of int8 matrices (the sums are exact, and rounded once) or of e4m3 ones."""
     multiple = _MULTIPLE.get(inputs.device.type, 1)
     left, right = (
         nn.functional.pad(matrix, (0, 0, 0, missing)) if (missing := -len(matrix) % multiple) else matrix
         for matrix in (inputs, weights)
     )
-    return torch._int_mm(left, right.T)[: len(inputs), : len(weights)].float()
+    if inputs.dtype == torch.int8:
+        product = torch._int_mm(left, right.T).float()
+    else:
+        one = torch.ones((), dtype=torch.float32, device=inputs.device)
+        product = torch._scaled_mm(left, right.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return product[: len(inputs), : len(weights)]
 
 
 def code_linears(blocks: Iterable[nn.Module], low_bits: LowBits, device: torch.device) -> None:
@@ -157,6 +172,7 @@ def code_linears(blocks: Iterable[nn.Module], low_bits: LowBits, device: torch.d
         for module in block.modules():
             if isinstance(module, CodedLinear):
                 module.product, module.input_scales = product, low_bits.input_scales
+                module.input_format = low_bits.input_format
 
 
 def make_codable(blocks: Iterable[nn.Module]) -> None:
@@ -177,7 +193,7 @@ def make_codable(blocks: Iterable[nn.Module]) -> None:
                 # In place, so that hooks and adapters stay where they are.
                 layer.__class__ = CodedLinear
                 layer.coded = layer.beside = None
-                layer.product, layer.input_scales = "dequantise", ""
+                layer.product, layer.input_scales, layer.input_format = "dequantise", "", ""
 
 
 def coded_linears(model: nn.Module) -> Iterator[tuple[str, CodedLinear]]:
@@ -195,20 +211,22 @@ def present_product(low_bits: LowBits, device: torch.device) -> KernelName:
     PlanError
         If the device lacks the kernel that the plan counts on, and no other may take its place.
     """
-    if low_bits.product == "dequantise" or has_int_product(device):
+    if low_bits.product == "dequantise" or has_byte_product(device, low_bits.product):
         return low_bits.product
     if low_bits.may_dequantise:
         return "dequantise"
+    kind = "int8" if low_bits.product == "int_mm" else "e4m3"
     raise PlanError(
-        f"{device} has no product of int8 matrices (torch._int_mm), which the plan counts on",
+        f"{device} has no product of {kind} matrices (torch._{low_bits.product}), which the plan counts on",
         hint="let it dequantise in its place (--kernel-fallback), or plan with --kernel dequantise",
     )
 
 
-def has_int_product(device: torch.device) -> bool:
-    """Whether a device multiplies int8 matrices."""
-    ones = torch.ones((32, 32), dtype=torch.int8, device=device)
+def has_byte_product(device: torch.device, kernel: KernelName) -> bool:
+    """Whether a device multiplies int8 matrices, or e4m3 ones."""
     try:
-        return bool((torch._int_mm(ones, ones) == 32).all())
+        ones = torch.ones((32, 32), device=device)
+        ones = ones.to(torch.int8 if kernel == "int_mm" else torch.float8_e4m3fn)
+        return bool((byte_product(ones, ones) == 32).all())
     except (RuntimeError, AttributeError, NotImplementedError):
         return False

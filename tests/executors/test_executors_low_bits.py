@@ -220,11 +220,54 @@ def test_a_product_of_integers_is_that_of_the_numbers_they_stand_for(name, activ
 
 
 def test_a_kernel_that_is_missing_is_refused_or_replaced(monkeypatch):
-    monkeypatch.setattr(linear, "has_int_product", lambda _device: False)
+    monkeypatch.setattr(linear, "has_byte_product", lambda *_: False)
     asked = LowBits(weights="int8", activations="int8-token")
     with pytest.raises(PlanError, match="no product of int8 matrices"):
         linear.present_product(asked, CPU)
     assert linear.present_product(asked.model_copy(update={"fallback": True}), CPU) == "dequantise"
+    float8 = LowBits(weights="float8_e4m3", activations="float8-token", direction_bits=5)
+    with pytest.raises(PlanError, match="no product of e4m3 matrices"):
+        linear.present_product(float8, CPU)
+
+
+@pytest.mark.parametrize("scope", ["token", "tensor"])
+def test_a_product_of_e4m3_numbers_is_that_of_the_numbers_they_stand_for(scope):
+    if not linear.has_byte_product(CPU, "scaled_mm"):
+        pytest.skip("this torch has no torch._scaled_mm on the CPU")
+    stated = {"weights": "float8_e4m3", "activations": f"float8-{scope}", "direction_bits": 5}
+    layers = [
+        coded_linear(Coding("float8_e4m3"), LowBits(kernel=kernel, **stated))
+        for kernel in ("scaled_mm", "dequantise")
+    ]
+    inputs = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(5))
+    for factor in (0.0, 1e-5, 1e-2):
+        outputs = []
+        for layer in layers:
+            layer.bias.data = layers[0].bias.data
+            layer.beside = Beside(
+                torch.randint(-15, 16, (6, 32), dtype=torch.int8, generator=torch.Generator().manual_seed(1)),
+                factor,
+            )
+            outputs.append(layer(inputs))
+        # Sums of products of four and four digits, in float32 in another order.
+        assert torch.allclose(*outputs, rtol=1e-5, atol=1e-6)
+    assert all(torch.tensor(float(code)).to(torch.float8_e4m3fn).float() == code for code in range(-15, 16))
+
+
+def test_a_step_in_e4m3_is_run_where_the_kernel_is_and_refused_where_it_cannot_be():
+    stated = {"weights": "float8_e4m3", "activations": "float8-token", "direction_bits": 5}
+    records, _ = tuned(stated, shape="opt-untied")
+    replaced, _ = tuned(stated | {"kernel": "dequantise"}, shape="opt-untied")
+    assert records[0][0] == pytest.approx(replaced[0][0], rel=1e-5)
+    for changed, reason in (
+        ({"direction_bits": 8}, "does not hold codes of direction_bits=8"),
+        ({"weights": "int8"}, "multiplies whole rows of e4m3"),
+        ({"scales": "group", "group_elements": 16}, "multiplies whole rows of e4m3"),
+    ):
+        with pytest.raises(PlanError, match=reason):
+            plan_of(model_of("opt-untied", num_hidden_layers=1), low_bits=stated | changed)
+    with pytest.raises(PlanError, match="not of 52 inputs"):
+        plan_of(model_of("opt", num_hidden_layers=1), low_bits=stated)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------

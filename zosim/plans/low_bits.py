@@ -17,8 +17,20 @@ from zosim.plans.setting import Setting
 if TYPE_CHECKING:
     from zosim.plans import Plan
 
-KernelName = Literal["int_mm", "dequantise"]
-"""What multiplies activations by codes: torch's product of int8 matrices, or a product with the weights made of the codes."""
+KernelName = Literal["int_mm", "scaled_mm", "dequantise"]
+"""What multiplies activations by codes: torch's product of int8 matrices, that of e4m3 ones, or a product with the weights made of
+the codes."""
+
+InputFormat = Literal["", "int8", "float8"]
+"""What inputs are rounded to before they are multiplied; float8 is e4m3."""
+
+_KERNELS: dict[InputFormat, KernelName] = {"": "dequantise", "int8": "int_mm", "float8": "scaled_mm"}
+
+_FLOAT8_DIRECTION_BITS = 5
+"""Codes up to 15 are numbers of e4m3, which has four digits; those of 6 bits and more are not."""
+
+_FLOAT8_MULTIPLE = 16
+"""Inputs that a product of e4m3 matrices wants a multiple of."""
 
 
 InputScales = Literal["", "token", "tensor"]
@@ -53,10 +65,11 @@ class LowBits(Axis):
         Probability that a row of the direction of a coded weight, an output channel, is 0 in a step. Others are
         ``1/√(1 - sparsity)`` times as long, so that directions are as long on average.
     activations : str
-        Format of the inputs of coded linear layers: ``"none"``, or int8 with a scale for each token or one for all, as
+        Format of the inputs of coded linear layers: ``"none"``, or int8 or e4m3 with a scale for each token or one for all, as
         large as the inputs of each product make it.
     kernel : str or None
-        What multiplies, :attr:`product`; None for ``"int_mm"`` where activations are int8, else ``"dequantise"``.
+        What multiplies, :attr:`product`; None for ``"int_mm"`` where activations are int8, ``"scaled_mm"`` where they are e4m3,
+        else ``"dequantise"``.
     fallback : bool
         Whether a run may dequantise where the device has no such kernel.
     """
@@ -116,7 +129,7 @@ class LowBits(Axis):
         ),
     ] = 0.0
     activations: Annotated[
-        Literal["none", "int8-token", "int8-tensor"],
+        Literal["none", "int8-token", "int8-tensor", "float8-token", "float8-tensor"],
         Setting(
             "--activation-format",
             "Format of the inputs of coded linear layers.",
@@ -130,7 +143,7 @@ class LowBits(Axis):
             "--kernel",
             "What multiplies by codes.",
             "numbers",
-            usual="int_mm where activations are int8, else dequantise",
+            usual="int_mm where activations are int8, scaled_mm where they are float8, else dequantise",
         ),
     ] = None
     fallback: Annotated[
@@ -151,12 +164,17 @@ class LowBits(Axis):
     @property
     def product(self) -> KernelName:
         """What multiplies activations by codes."""
-        return self.kernel or ("dequantise" if self.activations == "none" else "int_mm")
+        return self.kernel or _KERNELS[self.input_format]
+
+    @property
+    def input_format(self) -> InputFormat:
+        """What the inputs of coded linear layers are rounded to; empty where they are as they come."""
+        return "" if self.activations == "none" else self.activations.partition("-")[0]  # type: ignore[return-value]
 
     @property
     def input_scales(self) -> InputScales:
-        """What shares a scale of the int8 inputs of coded linear layers; empty where inputs are as they come."""
-        return {"none": "", "int8-token": "token", "int8-tensor": "tensor"}[self.activations]  # type: ignore[return-value]
+        """What shares a scale of rounded inputs of coded linear layers; empty where inputs are as they come."""
+        return self.activations.partition("-")[2]  # type: ignore[return-value]
 
     @property
     def may_dequantise(self) -> bool:
@@ -189,6 +207,8 @@ class LowBits(Axis):
             return
         yield from self._conflicts_of_model(plan)
         yield from self._conflicts_of_kernel()
+        if self.product == "scaled_mm":
+            yield from self._conflicts_of_float8(plan)
         if self.sparsity and not any(group.linears for group in plan.model.groups):
             yield (
                 f"sparsity={self.sparsity:g} of coded weights, none of which is trained",
@@ -257,15 +277,34 @@ class LowBits(Axis):
             return
         if is_float:
             yield f"kernel=int_mm multiplies integers, not {self.weights}", "use --kernel dequantise"
-        if self.activations == "none":
+        if self.input_format != "int8":
             yield (
-                "kernel=int_mm multiplies int8 activations, but activations=none",
+                f"kernel=int_mm multiplies int8 activations, but activations={self.activations}",
                 "use --activation-format int8-token",
             )
         if self.scales == "group" or self.zero_point:
             yield (
                 "kernel=int_mm multiplies whole rows of symmetric codes",
                 "use --weight-scales channel without --zero-point, or --kernel dequantise",
+            )
+
+    def _conflicts_of_float8(self, plan: Plan) -> Iterator[Conflict]:
+        if self.weights != "float8_e4m3" or self.input_format != "float8" or self.scales == "group":
+            yield (
+                f"kernel=scaled_mm multiplies whole rows of e4m3 by e4m3, not {self.weights} by activations={self.activations}",
+                "use --weight-format float8_e4m3 --activation-format float8-token, or --kernel dequantise",
+            )
+        if self.direction_bits > _FLOAT8_DIRECTION_BITS:
+            yield (
+                f"kernel=scaled_mm adds directions in e4m3, which does not hold codes of direction_bits={self.direction_bits}",
+                f"use --direction-bits {_FLOAT8_DIRECTION_BITS} or fewer",
+            )
+        linears = (one for group in plan.model.groups for one in (*group.linears, *group.frozen_linears))
+        odd = next((inputs for _, inputs in linears if inputs % _FLOAT8_MULTIPLE), None)
+        if odd is not None:
+            yield (
+                f"kernel=scaled_mm multiplies rows of multiples of {_FLOAT8_MULTIPLE}, not of {odd} inputs",
+                "use --kernel dequantise",
             )
 
     def coding(self, plan: Plan) -> Coding | None:
