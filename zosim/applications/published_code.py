@@ -67,9 +67,10 @@ def as_published(program: Program, plan: Plan, *, prefetches: bool = True, decay
 def all_as_published(programs: ProgramSet, plan: Plan) -> ProgramSet:
     """Return the programs of all ranks with the works of published code.
 
-    ZO2's updates of offloaded blocks have weight decay, the MeZO loop's have none by default.
+    Its updates compute their weight decay whatever its value, zero by default: ``zo_update`` in the reference MeZO's
+    ``large_models/trainer.py`` (https://github.com/princeton-nlp/MeZO), and ZO2 after it.
     """
-    edited = tuple(as_published(program, plan, decays=plan.is_offloaded) for program in programs.programs)
+    edited = tuple(as_published(program, plan) for program in programs.programs)
     return replace(programs, programs=edited)
 
 
