@@ -12,7 +12,13 @@ from typing import Literal
 from costmodel.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
 from costmodel.distributions import DrawClass
 from costmodel.formats import COMPUTE_FORMATS, FORMATS, DType
-from costmodel.gpus import architecture_of, clocks_per_s, stacks_bytes, sustained_flop_per_s
+from costmodel.gpus import (
+    architecture_of,
+    clocks_per_s,
+    half_lengths,
+    stacks_bytes,
+    sustained_flop_per_s,
+)
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from topology import Topology
 from topology.errors import TopologyError
@@ -122,6 +128,8 @@ _CONTEXT_SOURCE = (
     "(https://github.com/pytorch/pytorch/issues/107667)"
 )
 _ATTENTION_SPREAD = (0.80, 1.15)
+_HALF_LENGTH_SPREAD: Spread = (1.0, 0.4, 1.8)
+_HALF_LENGTH_SOURCE = "papers of the kernels by the device's operations per byte, costmodel.gpus"
 _ATTENTION_KERNELS_SOURCE = "papers of the kernels, costmodel.gpus"
 
 _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
@@ -158,7 +166,6 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
     "gpu": {
         "matmul_half_dim": (96.0, 16.0, 256.0),
         "attention_half_len": (40.0, 10.0, 80.0),
-        "attention_half_len.backward": (240.0, 120.0, 400.0),
         "attention_diagonal_len": (256.0, 128.0, 512.0),
         "attention_score_rate": (1e18, 1e18, 1e18),
         "call_s.embed": (100e-6, 20e-6, 600e-6),
@@ -190,7 +197,6 @@ _HOST_SOURCES = {
     "cache_bytes": "assumed: a core's own cache, or a GPU's L2",
     "attention_score_rate": "part of the attention rate where the architecture is not known",
     "attention_half_len": "arXiv:2307.08691, figures 4 and 5: rates at 512 tokens beside those at 16k",
-    "attention_half_len.backward": "as forwards; dQ is summed by atomics, dK and dV are written at the end of a tile's column",
     "attention_diagonal_len": "tiles of 128, and the last wave's uneven lengths: causal rates of arXiv:2307.08691, figure 4",
     "gather_s": "a GPU's kernels have no threads to wait for",
     "kernel_s.product": "with what any kernel takes, 4 us: published times of small products on A100, H100 and A40",
@@ -250,13 +256,17 @@ def datasheet_profile(topology: Topology, device_id: str, *, num_threads: int | 
             message = f"num_threads={threads} must lie between 1 and the {host_cores} cores of {device_id!r}"
             raise ValueError(message)
         constants = _cpu_constants(spec, threads)
+    stated = (*constants, *_copy_constants(topology, device_id, spec))
+    # What is known of the device goes before what is assumed of all of its kind.
+    known = {constant.name for constant in stated}
+    assumed = (constant for constant in _plain_constants(spec.kind) if constant.name not in known)
     return Profile(
         device_name=spec.name,
         device_kind=spec.kind,
         num_threads=threads,
         num_cores=host_cores,
         origin="datasheet",
-        constants=(*constants, *_copy_constants(topology, device_id, spec), *_plain_constants(spec.kind)),
+        constants=(*stated, *assumed),
     )
 
 
@@ -415,6 +425,9 @@ def _attention_constants(spec: DeviceSpec) -> Iterator[Constant]:
             yield _constant(f"attention_rate.{name}", (part, low * part, high * part), source, scale=peak)
             rate = clocks_per_s(spec) / clocks
             yield _constant(f"attention_score_rate.{name}", (1.0, low, high), source, scale=rate)
+    for (kernel, way), tokens in half_lengths(spec).items():
+        name = ".".join(filter(None, ("attention_half_len", kernel, "backward" if way == "backward" else "")))
+        yield _constant(name, _HALF_LENGTH_SPREAD, _HALF_LENGTH_SOURCE, scale=tokens)
 
 
 def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:

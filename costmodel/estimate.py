@@ -206,7 +206,7 @@ def _attention_s(part: Attention, dtype: str, width: int, values: Mapping[str, f
     """Return the time of attention: one fused kernel, or two batched products where scores are stored."""
     if not part.materialised:
         kind = _variant(part, dtype, values)
-        half_len = _by_format("attention_half_len", kind.removeprefix(dtype + "."), values)
+        half_len = _half_len(kind.removeprefix(dtype + "."), values)
         saturation = part.key / (part.key + half_len)
         # Tiles that the diagonal crosses are computed whole.
         half = min(1.0, 0.5 * (1 + values.get("attention_diagonal_len", 0.0) / part.query))
@@ -222,6 +222,12 @@ def _attention_s(part: Attention, dtype: str, width: int, values: Mapping[str, f
     scores = Matmul(m=part.query, n=part.key, k=part.head_dim, num=part.num)
     mixing = Matmul(m=part.query, n=part.head_dim, k=part.key, num=part.num)
     return sum(_matmul_s(product, dtype, width, values, batched=True) for product in (scores, mixing))
+
+
+def _half_len(name: str, values: Mapping[str, float]) -> float:
+    """Return the half length of a kernel and way, of the way with any kernel, or of all."""
+    names = (f"attention_half_len.{name}", f"attention_half_len.{name.rsplit('.', 1)[-1]}")
+    return next((values[known] for known in names if known in values), values["attention_half_len"])
 
 
 def _variant(part: Attention, dtype: str, values: Mapping[str, float]) -> str:

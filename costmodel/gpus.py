@@ -88,6 +88,30 @@ _HOPPER: Mapping[AttentionWay, tuple[float, float]] = {
 backwards 474 and 550 (arXiv:2407.08608, figures 5 and 6). cuDNN's kernel is taken to be as much faster as on an H20
 (https://github.com/Dao-AILab/flash-attention/issues/1310)."""
 
+_HALF_LENGTHS: Mapping[AttentionWay, float] = {
+    ("", "forward"): 40,
+    ("", "backward"): 240,
+    ("fa3", "forward"): 110,
+}
+"""Tokens at which a fused kernel reaches half of its rate, on a GPU with as many operations per byte of its memory as an A100. Of
+FlashAttention 2: rates at 512 tokens beside those at 16k on A100 (arXiv:2307.08691, figures 4 and 5). Of FlashAttention 3: 430, 517,
+566, 590, 614 and 621 Tflop/s at 512 to 16k tokens on H100 (https://github.com/pytorch/benchmark/pull/2391), which are 210 tokens there."""
+_A100_FLOP_PER_BYTE = 312e12 / 2.039e12
+
+
+def half_lengths(spec: DeviceSpec) -> dict[AttentionWay, float]:
+    """Return the tokens at which fused kernels of attention reach half of their rate.
+
+    What a tile loads before its products and stores behind them goes at the memory's pace. The more operations fit into that
+    time, the longer must a sequence be to hide it.
+    """
+    peak = spec.peak_dense.get("fp16")
+    if peak is None:
+        return {}
+    ratio = peak.in_si("compute") / spec.memory_bandwidth_bytes_per_s / _A100_FLOP_PER_BYTE
+    return {way: tokens * ratio for way, tokens in _HALF_LENGTHS.items()}
+
+
 ARCHITECTURES = (
     Architecture("pascal", r"\bP100\b", 128, "volta", {}, cache_mib=4),
     Architecture("volta", r"\bV100S?\b|TITAN V\b", 128, "volta", _EARLY, flop_j=1.6e-12, cache_mib=6),
@@ -101,7 +125,7 @@ ARCHITECTURES = (
         cache_mib=6,
         threads=1024,
     ),
-    Architecture("ampere", r"\bA100\b|\bA800\b|\bA30\b", 128, "ampere", _FA2, flop_j=1.2e-12, cache_mib=40),
+    Architecture("ampere", r"\bA100\b|\bA800\b|\bA30\b", 128, "ampere", _FA2, flop_j=1.24e-12, cache_mib=40),
     Architecture(
         "ampere-graphics",
         r"\bA(40|10|10G|16|2)\b|RTX A\d{4}|RTX 30\d\d",
@@ -175,9 +199,9 @@ def sustained_flop_per_s(spec: DeviceSpec) -> float:
     -----
     ``rate = (tdp - idle) / energy``, where a fifth of the rated power goes into what does not multiply: leakage, clocks,
     memory, links. Clocks that products on random numbers would drive beyond the limit are lowered within milliseconds; short
-    kernels, and products of zeros, do not show it [1]_. Energies are fitted to sustained rates: steps of an A100 of 400 W do
-    not show a limit below 250 Tflop/s, those of an H100 of 700 W end near 660 where single products reach 790 (llm-foundry's
-    tables of training throughput). Those of other designs are assumed from their processes.
+    kernels, and products of zeros, do not show it: products of 8192 on an A100 of 400 W run at 295 Tflop/s with zeros and at 258
+    with normal numbers [1]_, which is A100's energy. H100's is fitted: training steps on 700 W end near 660 where single
+    products reach 790 (llm-foundry's tables of training throughput). Those of other designs are assumed from their processes.
 
     References
     ----------

@@ -21,7 +21,7 @@ from zosim.applications.validation.predicting import outcome
 from zosim.applications.validation.rows import Forecast, MeasuredRow, read_rows
 from zosim.applications.validation.scoring import Outcome, Score, scores, total
 from zosim.applications.validation.site import Sites
-from zosim.console import stdout
+from zosim.console import stderr, stdout
 from zosim.report import Report, Table
 
 _HEAD = ("rows", "blank", "median %", "p90 %", "signed %", "inside %", "high/low")
@@ -71,6 +71,7 @@ def left_out_report(rows: Sequence[MeasuredRow], sites: Sites) -> Report:
     axes = {"source": source_of, "machine": machine_of}
     found: list[list[HeldOut]] = [[] for _ in axes]
     for chosen in CHOSEN:
+        stderr.print(chosen.name, markup=False)
         for entries, more in zip(found, held_out(counted, sites, chosen, list(axes.values())), strict=True):
             entries.extend(more)
     return Report(

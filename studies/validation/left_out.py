@@ -24,11 +24,14 @@ from zosim.applications.validation.predicting import outcome
 from zosim.applications.validation.rows import Forecast, MeasuredRow
 from zosim.applications.validation.scoring import Outcome
 from zosim.applications.validation.site import Sites
+from zosim.hardware import machines
 
 _estimating = import_module("costmodel.estimate")  # the package shows a function of that name
 
 FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 1.6, 2.0)
 """Of the shipped value, among which a fit chooses."""
+_OF_STEPS = (0.6, 0.8, 1.0, 1.25, 1.6)
+"""Fewer where each prediction plays a whole step."""
 
 Apply = Callable[[float], AbstractContextManager[Any]]
 Predictions = Mapping[float, Mapping[str, float]]
@@ -52,6 +55,8 @@ class Chosen:
         That value, in words.
     factors : tuple of float
         Among which a fit chooses.
+    codes : tuple of str
+        Codes of the rows, where it is not of all.
     """
 
     name: str
@@ -60,6 +65,11 @@ class Chosen:
     neutral: float
     without: str
     factors: tuple[float, ...] = FACTORS
+    codes: tuple[str, ...] = ()
+
+    def concerns(self, row: MeasuredRow) -> bool:
+        """Whether a row is of those that the constant was chosen beside."""
+        return row["kind"] in self.kinds and (not self.codes or row["code"] in self.codes)
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,11 @@ def _tiles(factor: float) -> AbstractContextManager[Any]:
     return patch.object(_estimating, "_TILES", tiles)
 
 
+def _half_lengths(factor: float) -> AbstractContextManager[Any]:
+    scaled = {way: factor * tokens for way, tokens in gpus._HALF_LENGTHS.items()}
+    return patch.object(gpus, "_HALF_LENGTHS", scaled)
+
+
 def _more_score_clocks(item: gpus.Architecture, factor: float) -> gpus.Architecture:
     attention = {key: (part, max(1e-9, factor * clocks)) for key, (part, clocks) in item.attention.items()}
     return replace(item, attention=attention)
@@ -168,25 +183,19 @@ CHOSEN = (
         "no cache",
     ),
     Chosen("clocks of a score", _ATTENTION, _architectures(_more_score_clocks), 0.0, "products alone"),
-    Chosen("half length of attention", ("attention",), _gpu_constant("attention_half_len"), 0.01, "none"),
-    Chosen(
-        "half length backwards",
-        ("attention_backward",),
-        _gpu_constant("attention_half_len.backward"),
-        40 / 240,
-        "as forwards",
-    ),
+    Chosen("half lengths of attention", _ATTENTION, _half_lengths, 0.01, "none"),
     Chosen("tokens on the diagonal", _ATTENTION, _gpu_constant("attention_diagonal_len"), 0.5, "one tile, 128"),
     Chosen("calling a collective", _NETWORK, _gpu_constant("call_s.collective"), 0.0, "NCCL's model alone"),
     Chosen("filling of channels", _NETWORK, _number(nccl, "_STEP_BYTES"), 0.0, "NCCL's model alone"),
     Chosen("part of planned bandwidth", _NETWORK, _number(nccl, "_REACHED"), 1 / 0.97, "all of it"),
-    Chosen("one message's part", ("p2p",), _number(nccl, "NVLINK_MESSAGE_PART"), 0.8 / 0.9, "as rings"),
+    Chosen("one message's part", ("p2p",), _number(machines, "NVLINK_MESSAGE_PART"), 0.8 / 0.9, "as rings"),
     Chosen(
         "energy of an operation",
         _STEPS,
         _architectures(lambda item, factor: replace(item, flop_j=factor * item.flop_j)),
         0.0,
         "no power limit",
+        factors=_OF_STEPS,
     ),
     Chosen(
         "Megatron's host",
@@ -199,6 +208,8 @@ CHOSEN = (
         ),
         60e-6 / 0.92e-3,
         "as other code",
+        factors=_OF_STEPS,
+        codes=("megatron-deepspeed",),
     ),
     Chosen(
         "FlashAttention 1 in llm-foundry",
@@ -207,6 +218,7 @@ CHOSEN = (
         0.0,
         "FlashAttention 2",
         factors=(0.0, 1.0),
+        codes=("llm-foundry",),
     ),
     Chosen("context", _MEMORY, _number(datasheet, "_CONTEXT"), 0.5, "the least that is known"),
     Chosen("slack of temporaries", _MEMORY, _gpu_constant("allocator_slack"), 0.0, "none"),
@@ -261,7 +273,7 @@ def held_out(
     rows: Sequence[MeasuredRow], sites: Sites, chosen: Chosen, axes: Sequence[Callable[[MeasuredRow], str]]
 ) -> list[list[HeldOut]]:
     """Return, for each axis, one entry for each source or machine whose rows a constant matters to."""
-    concerned = [row for row in rows if row["kind"] in chosen.kinds]
+    concerned = [row for row in rows if chosen.concerns(row)]
     numbers = predictions(concerned, sites, chosen)
     moved = [row for row in concerned if _is_moved(row, numbers)]
     return [

@@ -3,6 +3,10 @@
 from pathlib import Path
 
 from studies.validation.__main__ import main
+from studies.validation.left_out import CHOSEN, held_out, machine_of, predictions, source_of
+from zosim.applications.validation.predicting import outcome
+from zosim.applications.validation.rows import MeasuredRow, read_rows
+from zosim.applications.validation.site import Sites
 
 
 def test_the_report_has_groups_and_sources_and_a_plot(tmp_path: Path, capsys) -> None:
@@ -20,3 +24,60 @@ def test_the_report_has_groups_and_sources_and_a_plot(tmp_path: Path, capsys) ->
     assert "sorting" not in text
     assert (tmp_path / "out" / "errors.png").stat().st_size > 1000
     assert "matmul" in capsys.readouterr().out
+
+
+def test_constants_are_judged_by_sources_that_had_no_say(tmp_path: Path, capsys) -> None:
+    """One source's copies of a message reach all of an NVLink's bandwidth, the other's half of it."""
+    rows = tmp_path / "rows.csv"
+    lines = [
+        f"p2p,dgx-h100,{source},2,{size},{size / rate}"
+        for source, rate in (("one", 450e9), ("two", 225e9))
+        for size in (2**30, 2**31)
+    ]
+    rows.write_text("kind,hardware,source,ranks,bytes,measured\n" + "\n".join(lines) + "\n")
+    sites = Sites(tmp_path)
+    counted = read_rows(rows)
+    chosen = next(item for item in CHOSEN if item.name == "one message's part")
+    by_source, by_machine = held_out(counted, sites, chosen, [source_of, machine_of])
+    assert [(item.left_out, item.num_rows, item.num_others) for item in by_source] == [
+        ("one", 2, 2),
+        ("two", 2, 2),
+    ]
+    # Fitted to the other alone: a half for one, all for the other, of a shipped 0.9.
+    assert [item.factor for item in by_source] == [0.6, 1.1]
+    assert all(item.refitted > item.shipped for item in by_source)
+    assert [(item.num_others, item.factor) for item in by_machine] == [(0, chosen.neutral)]
+    main([str(rows), "--left-out", "--out", str(tmp_path / "out")])
+    text = (tmp_path / "out" / "left_out.md").read_text()
+    assert "| one message's part | one | 2 | 2 | 0.60 |" in text
+    assert "p2p" in capsys.readouterr().out
+
+
+def test_every_chosen_constant_changes_something_and_is_put_back() -> None:
+    kernels = {
+        "matmul": {"m": "300", "n": "768", "k": "768", "dtype": "float16"},
+        "elementwise": {"bytes": "200000000"},
+        "attention": {
+            "batch": "2",
+            "heads": "8",
+            "seq": "512",
+            "head_dim": "64",
+            "causal": "true",
+            "dtype": "float16",
+        },
+        "p2p": {"ranks": "2", "bytes": "100000000"},
+        "all_reduce": {"ranks": "8", "bytes": "100000000"},
+    }
+    sites = Sites()
+    rows = [
+        MeasuredRow({"kind": kind, "hardware": "dgx-h100", **cells}, kind) for kind, cells in kernels.items()
+    ]
+    before = [outcome(row, sites) for row in rows]
+    for chosen in CHOSEN:
+        concerned = [row for row in rows if chosen.concerns(row)]
+        said = predictions(concerned, sites, chosen)
+        if concerned:
+            assert any(said[1.0][row.name] != said[chosen.neutral][row.name] for row in concerned), (
+                chosen.name
+            )
+    assert [outcome(row, sites.renewed()) for row in rows] == before
