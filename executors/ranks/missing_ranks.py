@@ -118,8 +118,8 @@ def answering(rank: int, store: Store) -> Iterator[None]:
     def run() -> None:
         answer = ""
         with suppress(RuntimeError):  # the store is gone with its process
-            # Another connection: while a thread waits for a key of a TCPStore, others wait for that thread.
-            store = roll_store().clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+            # Another connection: while a thread waits for a key of a TCPStore, others wait for that thread. Old torch has none.
+            store: Store = getattr(roll_store(), "clone", roll_store)()
             while not ended.wait(_PERIOD_S):
                 before = answer
                 if store.check([_CALLED]) and (answer := str(_waits().besides(rank))) != before:
