@@ -122,7 +122,7 @@ def _word(generator: Random) -> str:
 
 def command(
     words: str,
-    arguments: str,
+    arguments: str | Sequence[str],
     files: Callable[[], Mapping[str, bytes]],
     *,
     kept: Callable[[], Mapping[str, bytes]] = dict,
@@ -136,8 +136,8 @@ def command(
     ----------
     words : str
         The command, such as ``"topology show"``; what stands in brackets tells targets of one command apart.
-    arguments : str
-        What it is called with, to begin from.
+    arguments : str or sequence of str
+        What it is called with, to begin from; each of several makes a seed.
     files, kept : callable
         Return its files, those that are broken and those that are not.
     signed : bool
@@ -151,7 +151,8 @@ def command(
 
     def make_seeds() -> list[Case]:
         stop()
-        return [Case(files(), (*path, *arguments.split()), kept())]
+        lines = [arguments] if isinstance(arguments, str) else arguments
+        return [Case(files(), (*path, *line.split()), kept()) for line in lines]
 
     def mutate(generator: Random, case: Case) -> Case:
         if not case.files or generator.random() < 0.6:
@@ -233,12 +234,62 @@ def _model_and_data() -> dict[str, bytes]:
     return {**seeds.model(), "data.jsonl": seeds.data()}
 
 
-def _run_files() -> dict[str, bytes]:
+def _told(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return what a run says of itself, of all its files."""
     return {
         name: content
-        for name, content in seeds.run().items()
+        for name, content in files.items()
         if name.endswith(("run.json", ".jsonl", "program.json"))
     }
+
+
+def _run_files() -> dict[str, bytes]:
+    return _told(seeds.run())
+
+
+_RUN = "--model model --data data.jsonl --steps 2 --batch 2 --out out --no-launch --no-tensorboard"
+
+_LOW_RANK = (
+    "--weights adapters --direction lozo --checkpoint-every 1",
+    "--weights adapters --direction factorised --direction-rank 3 --queries 2",
+    "--direction lozo --direction-rank 1 --lazy-steps 1 --residency offloaded",
+    "--direction lozo-released --lazy-steps 2 --weight-decay 0.1",
+    "--direction factorised --rng counter --weights copies",
+)
+_CODES = (
+    "--weight-format int8",
+    "--weight-format int4 --weight-scales tensor --zero-point --estimator q-rge2",
+    "--weight-format float8_e4m3 --weight-scales tensor --estimator q-rge1 --residency offloaded --transfers private",
+    "--weight-format int8 --activation-format int8-token --kernel dequantise --kernel-fallback --checkpoint-every 1",
+    "--weight-format int3 --direction-bits 3 --queries 2 --difference forward --rng counter",
+)
+"""Kinds of runs that work, as options beside others."""
+_PLANNED_CODES = ("", *(f"{words} --weight-group 16" for words in _CODES if "checkpoint" not in words))
+
+
+def _resumed(kind: str, files: Callable[[], Mapping[str, bytes]]) -> Target:
+    """Return a run of a kind as a target, which goes on from what is broken."""
+    return command(
+        f"run (resume, {kind})",
+        "--resume --out run --steps 5 --no-launch --no-tensorboard",
+        lambda: _told(files()),
+        kept=lambda: _model_and_data() | {n: c for n, c in files().items() if n.endswith(".safetensors")},
+        signed=True,
+        stop=_few_steps_of_one_rank,
+        quick=5,
+    )
+
+
+def _replayed(kind: str, files: Callable[[], Mapping[str, bytes]]) -> Target:
+    """Return a replay from a broken checkpoint as a target."""
+    path = f"run/{seeds.CHECKPOINT}"
+    return command(
+        f"replay ({kind})",
+        "run --model model --checkpoints -o weights",
+        lambda: {path: files()[path]},
+        kept=lambda: {**seeds.model(), **files()},
+        quick=6,
+    )
 
 
 def _xml() -> dict[str, bytes]:
@@ -272,7 +323,10 @@ COMMANDS: tuple[Target, ...] = (
     ),
     command(
         "plan (codes)",
-        "--model spec.json --hardware rtx4090-2x --batch 2 --seq 32 --weight-format int4 --allow-lossy",
+        [
+            f"--model spec.json --hardware rtx4090-2x --batch 2 --seq 32 --allow-lossy {words}"
+            for words in _PLANNED_CODES
+        ],
         lambda: {"spec.json": seeds.model_spec()},
         quick=5,
     ),
@@ -344,23 +398,24 @@ COMMANDS: tuple[Target, ...] = (
         quick=10,
     ),
     command(
-        "run (adapters)",
-        "--model model --data data.jsonl --steps 2 --batch 2 --out out --no-launch --no-tensorboard "
-        "--weights adapters --direction lozo --tune linears",
+        "run (low rank)",
+        [f"{_RUN} --tune linears {words}" for words in _LOW_RANK],
         dict,
         kept=_model_and_data,
         stop=_few_steps_of_one_rank,
-        quick=5,
+        quick=8,
     ),
     command(
         "run (codes)",
-        "--model model --data data.jsonl --steps 2 --batch 2 --out out --no-launch --no-tensorboard "
-        "--weight-format int8 --allow-lossy",
+        [f"{_RUN} --allow-lossy {words}" for words in _CODES],
         dict,
         kept=_model_and_data,
         stop=_few_steps_of_one_rank,
-        quick=5,
+        quick=8,
     ),
+    _resumed("codes", seeds.run_of_codes),
+    _resumed("low rank", seeds.run_of_low_rank),
+    _resumed("adapters", seeds.run_of_adapters),
     command(
         "run (plan)",
         "plan.json --model model --data data.jsonl --steps 2 --out out --no-launch --no-tensorboard",
@@ -390,22 +445,14 @@ COMMANDS: tuple[Target, ...] = (
     command(
         "adapter",
         "run --model model -o adapter --max-rank 4",
-        lambda: {
-            name: content
-            for name, content in seeds.run_of_low_rank().items()
-            if name.endswith(("run.json", ".jsonl", "program.json"))
-        },
+        lambda: _told(seeds.run_of_low_rank()),
         kept=seeds.model,
         signed=True,
         quick=8,
     ),
-    command(
-        "replay (checkpoint)",
-        "run --model model --checkpoints -o weights",
-        lambda: {f"run/{seeds.CHECKPOINT}": seeds.run_with_checkpoint()[f"run/{seeds.CHECKPOINT}"]},
-        kept=lambda: {**seeds.model(), **seeds.run_with_checkpoint()},
-        quick=6,
-    ),
+    _replayed("checkpoint", seeds.run_with_checkpoint),
+    _replayed("checkpoint of codes", seeds.run_of_codes),
+    _replayed("checkpoint of low rank", seeds.run_of_low_rank),
     command("demo", "--out demo --steps 4", dict, stop=_no_demo, quick=4),
     command(
         "calibrate",

@@ -353,21 +353,28 @@ def _prefix() -> list[Case]:
 
 
 def _checkpoint(folder: Path) -> None:
+    import torch
+
+    from executors.low_bits.linear import code_linears
+    from executors.models.blocks import find_blocks
     from executors.runs.checkpoint import newest_checkpoint
     from executors.runs.history import read_history
 
     model = load_model(folder / "model")
     refusals: list[str] = []
-    checkpoint = newest_checkpoint(read_history(folder / "run"), model, refusals.append)
+    history = read_history(folder / "run")
+    checkpoint = newest_checkpoint(history, model, refusals.append)
     if checkpoint is not None:
-        checkpoint.load(model)
+        if history.plan.coding is not None:
+            code_linears(find_blocks(model), history.plan.low_bits, torch.device("cpu"))
+        checkpoint.load(model, history.plan.coding)
     print(*refusals)
 
 
 def _checkpoints() -> list[Case]:
-    files = seeds.run_with_checkpoint()
     name = f"run/{seeds.CHECKPOINT}"
-    return [Case({name: files[name]}, kept=seeds.model() | files)]
+    runs = (seeds.run_with_checkpoint(), seeds.run_of_codes(), seeds.run_of_low_rank())
+    return [Case({name: files[name]}, kept=seeds.model() | files) for files in runs]
 
 
 MASKED_LINES = (

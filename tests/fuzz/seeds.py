@@ -261,8 +261,19 @@ def run_with_checkpoint() -> dict[str, bytes]:
 
 
 def run_of_low_rank() -> dict[str, bytes]:
-    """The readable files of a run along directions of low rank."""
-    return run("--direction", "lozo", "--tune", "linears")
+    """The readable files of a run along directions of low rank, and its newest checkpoint."""
+    return run("--direction", "lozo", "--tune", "linears", "--checkpoint-every", "2")
+
+
+def run_of_adapters() -> dict[str, bytes]:
+    """The readable files of a run over adapters beside the linears, and its newest checkpoint."""
+    kind = ("--weights", "adapters", "--direction", "lozo", "--lazy-steps", "3", "--tune", "linears")
+    return run(*kind, "--checkpoint-every", "2")
+
+
+def run_of_codes() -> dict[str, bytes]:
+    """The readable files of a run whose weights are codes with zero points, and its newest checkpoint."""
+    return run("--weight-format", "int4", "--zero-point", "--allow-lossy", "--checkpoint-every", "2")
 
 
 @functools.cache

@@ -63,7 +63,14 @@ def run_reader(name: str, read: Callable[[Path], Any], changed: tuple[str, ...],
         return Case({path: files[path] for path in changed}, kept=files)
 
     adapters = ("--lora-rank", "2", "--lora-targets", "q_proj")
-    return Target(name, lambda: [of_run(seeds.run()), of_run(seeds.run(*adapters))], call, resigned, quick)
+    runs = (
+        seeds.run,
+        lambda: seeds.run(*adapters),
+        seeds.run_of_codes,
+        seeds.run_of_low_rank,
+        seeds.run_of_adapters,
+    )
+    return Target(name, lambda: [of_run(make()) for make in runs], call, resigned, quick)
 
 
 def _topology(path: Path) -> None:
