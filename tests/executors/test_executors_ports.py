@@ -83,8 +83,21 @@ def said_by(command, each_turn):
 
 @pytest.mark.parametrize(
     "more",
-    [("--method", "pertp", "--transfers", "sliced"), ("--mesh", "stage=2", "--residency", "resident")],
-    ids=["shared", "stages"],
+    [
+        ("--method", "pertp", "--transfers", "sliced"),
+        ("--mesh", "stage=2", "--residency", "resident"),
+        pytest.param(
+            ("--mesh", "perturb=2", "--weight-format", "int8", "--allow-lossy"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("--mesh", "perturb=2", "--weights", "adapters", "--direction", "lozo", "--tune", "linears"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--mesh", "data=2", "--lora-rank", 2, "--lora-targets", "q_proj"), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["shared", "stages", "codes", "adapters", "lora"],
 )
 def test_nothing_of_a_launch_listens_beyond_this_host(inputs, tmp_path, more):
     places = set()

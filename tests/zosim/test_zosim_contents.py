@@ -110,3 +110,11 @@ def test_contents_that_are_none_are_refused_by_name(program: Program) -> None:
     data = json.loads(program.to_json().replace("z:block.3@q1", "z:block.3@q"))
     with pytest.raises(ProgramError, match=r"z:block\.3@q"):
         Program.from_data(data, "an edited file")
+
+
+@pytest.mark.parametrize("what", [7, None, True, [], {}, ["block.0"], 1.5])
+def test_contents_that_are_no_text_are_refused(program: Program, what: object) -> None:
+    data = json.loads(program.to_json())
+    data["initial"][0]["what"] = what
+    with pytest.raises(ProgramError, match="in place of contents"):
+        Program.from_data(data, "an edited file")
