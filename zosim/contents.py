@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated
 
-from pydantic import PlainSerializer, PlainValidator
+from pydantic import PlainSerializer
 
-from zosim.points import BASE, Point, parse_point
+from zosim.points import BASE, Point, from_text, parse_point
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,11 +297,5 @@ def parse_contents(text: str) -> Contents:
     raise ValueError(f"{text!r} names no contents, as block.3@q0+, z:block.3@q0 and block.3:out do")
 
 
-def _read(value: object) -> Contents:
-    if not isinstance(value, str):  # which a file may hold, and a cache may not be asked for
-        raise ValueError(f"{type(value).__name__} in place of contents, which are text such as block.3@q0+")
-    return parse_contents(value)
-
-
-WrittenContents = Annotated[Contents, PlainValidator(_read), PlainSerializer(str, return_type=str)]
+WrittenContents = Annotated[Contents, from_text(parse_contents), PlainSerializer(str, return_type=str)]
 """Contents that files hold as text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Annotated, Literal
@@ -80,5 +81,16 @@ def points_of_query(query: int, difference: Difference) -> tuple[Point, Point]:
     return Point(query, 1), Point(query, -1) if difference == "central" else BASE
 
 
-WrittenPoint = Annotated[Point, PlainValidator(parse_point), PlainSerializer(str, return_type=str)]
+def from_text(parse: Callable[[str], object]) -> PlainValidator:
+    """Return the validator of what files hold as text; anything else there is refused."""
+
+    def read(value: object) -> object:
+        if not isinstance(value, str):
+            raise ValueError(f"{type(value).__name__} in place of text")  # noqa: TRY004 - pydantic collects these
+        return parse(value)
+
+    return PlainValidator(read)
+
+
+WrittenPoint = Annotated[Point, from_text(parse_point), PlainSerializer(str, return_type=str)]
 """A point that files hold as text."""

@@ -111,6 +111,10 @@ def _steps_of(path: Path, lines: Sequence[Line], queries: int) -> list[list[Line
     return steps
 
 
+_SHORTEST_STEP_S = 1e-9
+"""Shorter than any; rates of tokens are finite above it."""
+
+
 class _RowCheck:
     """Compares every row with what determines it."""
 
@@ -138,6 +142,10 @@ class _RowCheck:
         whole = type(row.get("seed")) is int
         if not whole or not all(isinstance(x, int | float) and math.isfinite(x) for x in floats):
             raise RunError(f"{self._path} line {line.number} is damaged: a number is missing or not finite")
+        if row["seconds"] < _SHORTEST_STEP_S:
+            raise RunError(
+                f"{self._path} line {line.number} is damaged: seconds={row['seconds']!r} of a step"
+            )
 
     def _check_numbers(self, step: int, line: Line) -> None:
         row = line.row

@@ -59,6 +59,10 @@ def plant_nan(run):
     edit_row(run, 4, loss_plus=float("nan"))
 
 
+def plant_no_time(run):
+    edit_row(run, 4, seconds=0.0)
+
+
 def plant_garbage(run):
     lines = (run / "steps.jsonl").read_bytes().splitlines(keepends=True)
     (run / "steps.jsonl").write_bytes(b"".join([*lines[:4], b"\x00" * 40 + b"\n", *lines[5:]]))
@@ -112,6 +116,7 @@ def plant_digest(run):
         (plant_loss, "line 5 is damaged: projected_grad"),
         (plant_seed, "line 5 is damaged or another run's: seed"),
         (plant_rate, "line 5 is damaged or another run's: learning_rate"),
+        (plant_no_time, "line 5 is damaged: seconds=0.0"),
         (plant_nan, "line 5 is damaged: it holds NaN"),
         (plant_garbage, "line 5 is damaged"),
         (plant_gap, "line 5 is of step 5, query 0, where step 4"),

@@ -43,7 +43,7 @@ NUMBERS = (
     0.5, -0.5, 1e-9, 1e-320, 1e9, 1e18, 1e308, -1e308, 3.0000000001,
 )  # fmt: skip
 JSON_LITERALS = (
-    Raw("NaN"), Raw("Infinity"), Raw("-Infinity"), Raw("1e999"), Raw("-0"), Raw("9" * 5_000), Raw("-" + "1" * 5_000),
+    Raw("NaN"), Raw("Infinity"), Raw("-Infinity"), Raw("1e999"), Raw("-0"), Raw("9" * 5_000), Raw("-" + "1" * 5_000), Raw("9" * 400),
     Raw("[" * 3_000 + "]" * 3_000), Raw('{"a":' * 3_000 + "1" + "}" * 3_000), Raw("[" * 40 + "]" * 40),
     Raw('"\\ud800"'), Raw("'a'"), Raw("01"), Raw("tru"), Raw(""), Raw("1e-400"), Raw('"\\u0000"'),
 )  # fmt: skip
@@ -51,7 +51,7 @@ _LAUGHS = "[&a [x,x,x,x,x,x,x,x,x]" + "".join(
     f", &{name} [{','.join([f'*{before}'] * 9)}]" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 YAML_LITERALS = (
-    *JSON_LITERALS[5:10], Raw(".nan"), Raw(".inf"), Raw("-.inf"), Raw("~"), Raw("yes"), Raw("2001-13-45"), Raw("2020-01-01"),
+    *JSON_LITERALS[5:11], Raw(".nan"), Raw(".inf"), Raw("-.inf"), Raw("~"), Raw("yes"), Raw("2001-13-45"), Raw("2020-01-01"),
     Raw("0o777"), Raw("0x" + "f" * 5_000), Raw("1:" * 3_000 + "1"), Raw("&x [*x]"), Raw("*nowhere"), Raw("!!python/object:os.system a"),
     Raw("!!binary abc"), Raw("!!set {a, b}"), Raw("!!timestamp 9"), Raw("{<<: {a: 1}}"), Raw("{<<: 3}"), Raw("? [a]"), Raw("!!float x"),
     Raw(_LAUGHS + "]"), Raw("{? {a: 1} : 2}"), Raw("{1: 2, null: 3}"), Raw("!!omap [a: 1]"), Raw("|"), Raw("@"), Raw("`"), Raw("\t"),

@@ -231,7 +231,15 @@ def data() -> bytes:
     return (folder() / "data.jsonl").read_bytes()
 
 
-RUN_FILES = ("run.json", "steps.jsonl", "digests.jsonl", "plan.json", "program.json", "timeline.json")
+RUN_FILES = (
+    "run.json",
+    "steps.jsonl",
+    "digests.jsonl",
+    "metrics.jsonl",
+    "plan.json",
+    "program.json",
+    "timeline.json",
+)
 CHECKPOINT = "checkpoints/step-00000004.safetensors"
 """Of a run with ``--checkpoint-every 2``, its newest."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from executors.runs.agreement import Disagreement
@@ -20,7 +21,8 @@ INPUTS = ("batch", "seeds", "learning rate", "epsilon", "weight decay")
 
 def flip(weights: Tensor) -> None:
     """Change one bit of a tensor where it lies; not the last, which the next perturbation may round away."""
-    bits(weights).view(-1)[7].bitwise_xor_(1 << 5)
+    patterns = weights if weights.dtype == torch.uint8 else bits(weights)
+    patterns.view(-1)[7].bitwise_xor_(1 << 5)
 
 
 def disturbed(session: Session, batches: Sequence[dict[str, Tensor]], fault: str | None, victim: int) -> str:
@@ -47,7 +49,8 @@ def _flip_in_forward(session: Session) -> None:
 
     def hook(block: Any, _inputs: Any) -> None:
         if session.num_steps == FAULTY_STEP and not flipped:
-            flipped.append(flip(block.fc1.weight.data))
+            coded = getattr(block.fc1, "coded", None)
+            flipped.append(flip(coded.codes if coded is not None else block.fc1.weight.data))
 
     session.engine.blocks[1].register_forward_pre_hook(hook)
 

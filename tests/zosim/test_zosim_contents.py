@@ -116,5 +116,5 @@ def test_contents_that_are_none_are_refused_by_name(program: Program) -> None:
 def test_contents_that_are_no_text_are_refused(program: Program, what: object) -> None:
     data = json.loads(program.to_json())
     data["initial"][0]["what"] = what
-    with pytest.raises(ProgramError, match="in place of contents"):
+    with pytest.raises(ProgramError, match="in place of text"):
         Program.from_data(data, "an edited file")

@@ -78,6 +78,8 @@ class Mesh(Axis):
                 raise PlanError(
                     f"--mesh {text}: {item.strip()!r} gives {name} no size", hint="such as data=2,perturb=2"
                 )
+            if number > MAX_RANKS:
+                raise PlanError(f"--mesh {text}: a mesh of {number} ranks is larger than {MAX_RANKS}")
             sizes[name] = number
         inner = (
             [name for name in sizes if name != "stage"][-1]
