@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from costmodel.model_spec import EMBED, HEAD, block_index
-from executors.models.lora import block_linears
+from executors.models.lora import block_linears, joined_factors
 from executors.models.model import IGNORED_LABEL, Batch, CutModel
 from executors.models.packing import Packing, pack, packed_attention
 from executors.models.recording_blocks import StepCache
@@ -111,7 +111,7 @@ class BatchedModel(CutModel):
     def path_of_left(
         self, parameter: nn.Parameter, directions: Sequence[Tensor], scales: Sequence[float]
     ) -> SidePath:
-        """Return the side path of an adapter's ``B`` that is moved along directions, while its ``A`` stays.
+        """Return the side path of an adapter whose ``B`` is moved along directions, while its ``A`` stays: all that it adds.
 
         Parameters
         ----------
@@ -123,12 +123,12 @@ class BatchedModel(CutModel):
             What they are multiplied by.
         """
         module = self._carriers[id(parameter)]
-        inner = module.lora_A.weight.T
-        along = [
-            (z.to(inner.dtype) * (scale * module.lora_scale)).T
-            for z, scale in zip(directions, scales, strict=True)
-        ]
-        return SidePath(inner, torch.stack(along))
+        inner, outer = joined_factors(module)
+        left, rank = module.lora_B.weight, module.lora_A.weight.shape[0]
+        moved = torch.stack([outer.T] * len(directions))
+        for at, (z, scale) in enumerate(zip(directions, scales, strict=True)):
+            moved[at, :rank] = torch.add(left, z.to(left.dtype), alpha=scale).T * module.lora_scale
+        return SidePath(inner.T, moved)
 
     def run_together(
         self,
@@ -167,7 +167,7 @@ class BatchedModel(CutModel):
             for parameter, path in paths.items()
         }
         try:
-            with self._packed_attention(), self.format():
+            with self._packed_attention(), self.format(), self._slots_left_out(paths):
                 output: Any = self.blocks[index](hidden, *args, **(kwargs | {"packing": packing}))
         finally:
             self._paths = {}
@@ -198,6 +198,19 @@ class BatchedModel(CutModel):
             inner = torch.matmul(inputs, path.inner.to(inputs.dtype)).to(output.dtype)
             outputs.baddbmm_(inner, path.outer.to(output.dtype))
         return output
+
+    @contextmanager
+    def _slots_left_out(self, paths: Mapping[nn.Parameter, object]) -> Iterator[None]:
+        """Let adapters whose slots are in a side path add nothing of their own."""
+        carriers = [self._carriers[id(parameter)] for parameter in paths]
+        joined = [module for module in carriers if hasattr(module, "lora_is_beside")]
+        for module in joined:
+            module.lora_is_beside = True
+        try:
+            yield
+        finally:
+            for module in joined:
+                module.lora_is_beside = False
 
     @contextmanager
     def _packed_attention(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Time a LoZO step as a training loop and as one batch of scoring, in turns, and print ratios of medians.
 
 ``python -m studies.zoinfer --shape 125m --batch 16 --batch 64`` prints the tables that the documentation quotes: the loop as its authors write
-it, zosim's plans with weights in place and as adapters, and single forwards. All tune the same matrices of equal models on the same batches,
+it, zosim's plans with weights in place, as adapters, and with what is learnt as slots beside a frozen base, and single forwards. All tune the same matrices of equal models on the same batches,
 whose sequences have one label each, their last token, as a prompt with an option has. Then come the differences
 between projected gradients of the loop and of adapters, from equal weights along the same directions.
 
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from costmodel.configs import LoRA
 from costmodel.model_spec import EMBED, HEAD
 from executors.models.batched import BatchedModel
 from executors.models.recording_blocks import StepCache
@@ -37,9 +38,11 @@ SHAPES: dict[str, dict[str, int]] = {
     "1.3b": {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "vocab_size": 50272},
 }
 _RANK, _LAZY_STEPS, _RATE, _EPSILON = 2, 50, 1e-6, 1e-3
-_LOOP, _ADAPTERS, _PLAIN_FORWARD, _PACKED_FORWARD = (
+_LINEARS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+_LOOP, _ADAPTERS, _SLOTS, _PLAIN_FORWARD, _PACKED_FORWARD = (
     "LoZO loop",
     "zosim, adapters",
+    "zosim, slots beside the base",
     "one padded forward, 2x rows",
     "one packed forward, 2x rows",
 )
@@ -96,6 +99,10 @@ def _contenders(model: nn.Module, data: Data, dtype: str, device: str) -> dict[s
     for name, way in (("zosim, in place", "serial"), (_ADAPTERS, "adapters")):
         session = _session(copy.deepcopy(model), data, dtype, device, way)
         steps[name] = lambda _number, batch, session=session: session.step(_on_cpu(batch))  # type: ignore[misc]
+    slots = copy.deepcopy(model)
+    attach(slots, LoRA(rank=_RANK, target_modules=_LINEARS, lazy_steps=_LAZY_STEPS))
+    beside = _session(slots, data, dtype, device, "adapters", directions=Directions())
+    steps[_SLOTS] = lambda _number, batch: beside.step(_on_cpu(batch))
     return steps | {_PLAIN_FORWARD: forward_padded, _PACKED_FORWARD: forward_packed}
 
 
@@ -145,7 +152,18 @@ def _report_gradients(model: nn.Module, batches: Sequence[Data], options: argpar
     )
 
 
-def _session(model: nn.Module, data: Data, dtype: str, device: str, way: str, rate: float = _RATE) -> Session:
+_LOZO = Directions(distribution="lozo", rank=_RANK, lazy_steps=_LAZY_STEPS)
+
+
+def _session(
+    model: nn.Module,
+    data: Data,
+    dtype: str,
+    device: str,
+    way: str,
+    rate: float = _RATE,
+    directions: Directions = _LOZO,
+) -> Session:
     size, length = data["input_ids"].shape
     plan = Plan(
         model=spec_of_model(model),
@@ -153,7 +171,7 @@ def _session(model: nn.Module, data: Data, dtype: str, device: str, way: str, ra
         batch=size,
         seq=length,
         estimator=Estimator(epsilon=_EPSILON),
-        directions=Directions(distribution="lozo", rank=_RANK, lazy_steps=_LAZY_STEPS),
+        directions=directions,
         weights=Weights.model_validate({"dtype": dtype, "perturbation": way}),
     )
     return Session(plan, model, learning_rate=rate, device=device, num_draw_threads=torch.get_num_threads())
