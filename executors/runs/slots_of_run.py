@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
+from costmodel.configs import LoRA
 from executors.formats import TORCH_DTYPES
 from executors.models.model import CutModel
 from executors.models.slots import AdapterState
+from executors.models.weight_files import weights_digest
 from executors.randomness.counter import CounterKey
 from executors.randomness.low_rank import FactorDraws, Factors, Window, divisor_of
-from executors.runs.adapters import recorded_adapters
+from executors.runs.adapters import recorded_adapters, save_alone
 from executors.runs.history import History, read_history
 from executors.runs.records import StepRecord
-from executors.runs.replay import check_base, load_base
+from executors.runs.replay import advance, check_base, load_base, plan_alone, session_at
+from executors.runs.windows import lazy_windows_of
 from executors.steps.preparing import prepare
 from topology.errors import RunError
 from zosim.lowering.directions import walk_order
@@ -70,6 +73,8 @@ def write_adapter(
     wanted = history.num_steps if num_steps is None else num_steps
     if not 0 < wanted <= history.num_steps:
         raise RunError(f"{directory} has {history.num_steps} steps, and {wanted} make no adapter")
+    if isinstance(tuned := recorded_adapters(history.settings), LoRA):
+        return _replayed(history, tuned, base, Path(out), wanted, max_rank, on_step)
     _refuse_other(history)
     model = load_base(str(base), history.plan, adapters=recorded_adapters(history.settings))
     check_base(history, model, base)
@@ -91,6 +96,40 @@ def write_adapter(
         "num_matrices": len(state.slots),
         "rank": state.rank,
         "relative_error": error,
+    }
+
+
+def _replayed(
+    history: History,
+    lora: LoRA,
+    base: str | Path,
+    out: Path,
+    num_steps: int,
+    max_rank: int | None,
+    on_step: OnStep,
+) -> dict[str, Any]:
+    """Write the adapters that a run tuned, as its first steps left them."""
+    if max_rank is not None:
+        message = f"{history.directory} tuned adapters, whose rank the run has bounded itself"
+        raise RunError(message, hint="leave --max-rank out; a run bounds it with --lora-max-rank")
+    model = load_base(str(base), history.plan, adapters=lora, run=history.directory)
+    check_base(history, model, base)
+    storage = history.plan.weights.dtype
+    facts = {
+        "num_steps": str(num_steps),
+        "base_digest": weights_digest(model, storage, base_only=True),
+        "history_digest": history.digest(num_steps),
+    }
+    with session_at(None, history, model, plan=plan_alone(history)) as session:
+        advance(session, history, num_steps, on_step=on_step)
+        session.flush()
+        save_alone(model, out, lora, storage, facts)
+    windows = lazy_windows_of(model)
+    return {
+        "num_steps": num_steps,
+        "num_matrices": sum(path.endswith("lora_B.weight") for path, _ in model.named_parameters()),
+        "rank": lora.rank if windows is None else windows.rank,
+        "relative_error": 0.0 if windows is None else windows.relative_error,
     }
 
 

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from costmodel.configs import LoRA, spec_of_config
 from executors.low_bits import linear
@@ -175,6 +176,13 @@ def test_a_run_is_resumed_replayed_and_written_for_a_server(inputs, tmp_path):
     assert run(inputs, cut, 8, "--resume") == 0
     assert [row["loss_plus"] for row in rows_of(cut)] == [row["loss_plus"] for row in rows_of(whole)]
     assert zosim("replay", whole, "--model", inputs[0], "-o", tmp_path / "again") == 0
+    assert zosim("adapter", whole, "--model", inputs[0], "-o", tmp_path / "of-five", "--steps", 5) == 0
+    assert run(inputs, tmp_path / "five", 5) == 0
+    of_five, five = (
+        folder / "adapter_model.safetensors" for folder in (tmp_path / "of-five", tmp_path / "five/adapter")
+    )
+    for name, tensor in load_file(five).items():
+        assert torch.equal(tensor, load_file(of_five)[name])
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         assert (cut / name).read_bytes() == (whole / name).read_bytes()
         assert (tmp_path / "again" / name).read_bytes() == (whole / name).read_bytes()
