@@ -107,7 +107,7 @@ def _peft(model: nn.Module, folder: Path) -> Callable[[list[Request]], list[floa
         import peft
     except ImportError as error:
         raise RunError("PEFT is not installed", hint="python -m pip install peft") from error
-    tuned: Any = peft.PeftModel.from_pretrained(copy.deepcopy(model), folder / _NAMES[0], _NAMES[0])  # type: ignore[arg-type]
+    tuned: Any = peft.PeftModel.from_pretrained(copy.deepcopy(model), folder / _NAMES[0], _NAMES[0])
     for name in _NAMES[1:]:
         tuned.load_adapter(folder / name, name)
     tuned.eval()
