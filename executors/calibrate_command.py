@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from executors.report import calibration_view
+from executors.report import calibration_view, facts_table
 from topology.errors import ProfileError
 from topology.limits import MAX_THREADS
 from zosim.console import emit, progress, stderr
 from zosim.documents import check_writable
+from zosim.report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from costmodel.calibration import FitReport
     from costmodel.profile import Profile
+    from executors.calibration.device_facts import DeviceFacts
     from zosim.applications.validation.learning import Lesson
 
 
@@ -97,9 +99,14 @@ def calibrate(
             budget_s=budget,
             on_share=lambda share: bar.update(task, completed=round(100 * share)),
         )
-    _show_fit(
-        profile, fit, (), output=output, kept=save_host_profile(profile) if save else None, as_json=as_json
-    )
+    facts = None
+    if device != "cpu":
+        from executors.calibration.device_facts import device_facts, with_context
+
+        facts = device_facts(device)
+        profile = with_context(profile, facts)
+    kept = save_host_profile(profile) if save else None
+    _show_fit(profile, fit, (), output=output, kept=kept, as_json=as_json, facts=facts)
 
 
 def _show_fit(
@@ -110,6 +117,7 @@ def _show_fit(
     output: Path | None,
     kept: Path | None,
     as_json: bool,
+    facts: DeviceFacts | None = None,
 ) -> None:
     """Write a fitted profile where it was asked for, and print it."""
     if output is not None:
@@ -123,5 +131,7 @@ def _show_fit(
         "median_error": fit.median_error,
         "num_measurements": len(fit.residuals),
         "lessons": lessons,
+        "device": facts,
     }
-    emit(data, json=as_json, text=calibration_view(profile, fit, lessons))
+    view = calibration_view(profile, fit, lessons)
+    emit(data, json=as_json, text=Report("", view, *([facts_table(facts)] if facts else [])))

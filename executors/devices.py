@@ -7,6 +7,8 @@ knows is a name. :func:`device_module` is for what torch keeps apart by kind: co
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,6 +66,17 @@ def check_device(name: str) -> None:
 def device_module(device: torch.device) -> Any:
     """Return ``torch.cuda`` or its like, for what ``torch.accelerator`` has not, or not before torch 2.9."""
     return torch.get_device_module(device)
+
+
+@contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """Let kernels of this thread go to a stream for a while."""
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
 
 
 def device_name(name: str) -> str:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from costmodel.calibration import FitReport, Residual
     from costmodel.profile import Profile
+    from executors.calibration.device_facts import DeviceFacts
     from zosim.applications.validation.learning import Lesson
 
 
@@ -65,6 +66,27 @@ def _evaluation_words(metrics: dict[str, Any]) -> str:
 def _residual_row(row: Residual) -> tuple[str, str, str, str]:
     measured, predicted = format_seconds(row.measured_s), format_seconds(row.predicted_s)
     return row.name, measured, predicted, f"{row.relative_error:+.1%}"
+
+
+def facts_table(facts: DeviceFacts) -> Table:
+    """Return what was measured of an accelerator beside its profile."""
+    rows = [
+        ("launch of a kernel", f"{facts.launch_s * 1e6:.1f} us"),
+        ("launch and wait", f"{facts.synchronise_s * 1e6:.1f} us"),
+        *((f"copy {which}", f"{rate / 1e9:.1f} GB/s") for which, rate in facts.copy_bytes_per_s.items()),
+        ("pinning host memory", f"{facts.pin_bytes_per_s / 1e9:.1f} GB/s"),
+        ("memory of the runtime", format_bytes(facts.context_bytes)),
+        *(
+            (f"attention, {kernel}", f"{seconds * 1e6:.1f} us")
+            for kernel, seconds in facts.attention_s.items()
+        ),
+        *((f"all-gather of {size} bytes each", f"{s * 1e6:.1f} us") for size, s in facts.exchange_s.items()),
+        *(
+            (f"{when} measuring", f"{state.clock_mhz} MHz, {state.power_w:.0f} W, {state.temperature_c} C")
+            for when, state in zip(("before", "after"), facts.states, strict=False)
+        ),
+    ]
+    return Table(("of the device", "measured"), rows, numeric=("measured",))
 
 
 def calibration_view(profile: Profile, fit: FitReport, lessons: Sequence[Lesson] = ()) -> Report:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -20,7 +20,7 @@ from costmodel.pace import Pace, WorkKind
 from executors.calibration.exchange_probes import exchange_probes
 from executors.calibration.probes import kernel_probes
 from executors.calibration.probing import Action, Probe
-from executors.devices import device_named
+from executors.devices import device_named, on_stream
 from executors.pace import UNDISTURBED, Reference, full_pace_s, pace_of, windows_of
 from executors.steps.heap import keep_freed_memory
 from executors.threads import use_threads
@@ -197,7 +197,7 @@ def _seconds(probe: Probe, num_repeats: int, device: torch.device) -> float:
     """Return the mean time of the work done once, by the device's own clock if it has one."""
     if probe.before is not None:
         probe.before()
-    with _beside(probe.beside):
+    with _beside(probe.beside, device):
         if device.type != "cpu":
             total = _device_seconds(probe, num_repeats, device)
         else:
@@ -220,17 +220,21 @@ def _device_seconds(probe: Probe, num_repeats: int, device: torch.device) -> flo
 
 
 @contextmanager
-def _beside(action: Action | None) -> Iterator[None]:
-    """Run `action` over and over on another thread meanwhile."""
+def _beside(action: Action | None, device: torch.device) -> Iterator[None]:
+    """Run `action` over and over on another thread meanwhile; on an accelerator on a stream of its own, one at a time."""
     if action is None:
         yield
         return
     started, stop = threading.Event(), threading.Event()
 
     def work() -> None:
-        while not stop.is_set():
-            action()
-            started.set()
+        own = None if device.type == "cpu" else torch.Stream(device)
+        with nullcontext() if own is None else on_stream(own):
+            while not stop.is_set():
+                action()
+                started.set()
+                if own is not None:
+                    own.synchronize()
 
     thread = threading.Thread(target=work, name="zosim-calibrate", daemon=True)
     thread.start()

@@ -101,6 +101,7 @@ def calibrated(
     slowdowns_before = slowdowns() if device == "cpu" and budget_s >= _LONG_S else []
     measurements, pace = calibrate(
         device=device,
+        dtypes=("float32", "bfloat16") if device == "cpu" else ("float32", "float16", "bfloat16"),
         num_threads=threads,
         budget_s=(1 - _STEPS_SHARE - _EXCHANGES_SHARE) * budget_s,
         on_round=lambda share: on_share((1 - _STEPS_SHARE) * share),

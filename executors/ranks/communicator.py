@@ -182,7 +182,7 @@ class Communicator:
                 place = self.position(group)
                 doubling_all_gather(gathered, own, members, place, self._groups.get(group))
             else:
-                _all_gather(gathered, own, group=self._groups.get(group))
+                all_gather_flat(gathered, own, group=self._groups.get(group))
 
     @staticmethod
     def _is_small(gathered: Tensor) -> bool:
@@ -241,7 +241,7 @@ class Communicator:
         rows = own.new_zeros((self.world_size, *own.shape))
         rows[self.rank] = own
         with self.missing.named(self.members(WORLD), what):
-            _all_gather(rows.view(-1), own.contiguous().view(-1), group=self._control)
+            all_gather_flat(rows.view(-1), own.contiguous().view(-1), group=self._control)
         return rows
 
     def all_gather_json(self, own: T, what: str, kind: Any = Any) -> list[T]:
@@ -328,7 +328,7 @@ class Communicator:
         each = whole.numel() // len(members)
         begin = each * self.position(group)
         with self.missing.named(members, what):
-            _all_gather(whole, whole[begin : begin + each], group=self._groups[group])
+            all_gather_flat(whole, whole[begin : begin + each], group=self._groups[group])
 
     def broadcast(self, group: str, owner: int, tensor: Tensor, what: str) -> None:
         """Fill `tensor`, bytes of the host, with that of rank `owner`, on all members of a pipeline."""
@@ -355,7 +355,8 @@ def heartbeat(beat: Callable[[], None], period_s: float) -> Iterator[None]:
         thread.join()
 
 
-def _all_gather(gathered: Tensor, own: Tensor, *, group: dist.ProcessGroup | None) -> None:
+def all_gather_flat(gathered: Tensor, own: Tensor, *, group: dist.ProcessGroup | None) -> None:
+    """Fill `gathered` with every member's `own`, in rank order, by torch's own collective."""
     # Newer versions of torch warn about the older name.
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     call(gathered, own, group=group)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from costmodel.memory import pinned_slabs
-from executors.devices import device_module, device_named
+from executors.devices import device_module, device_named, on_stream
 from executors.steps.streams import Backend, Measured, Task, Ticket, failure_of
 from topology.errors import RunError, ZosimError
 from zosim.instructions import Buffer, Instruction, Part, Space, Stream
@@ -201,7 +200,7 @@ class AcceleratorBackend(Backend):
                 ticket.wait()
         if self.note is not None and task.instruction.stream == Stream.COMPUTE:
             self.note(task.describe())
-        with _on(stream):
+        with on_stream(stream):
             start = torch.Event(self.device, enable_timing=True) if self.recording else None
             if start is not None:
                 start.record(stream)
@@ -260,14 +259,3 @@ def _takes_others(task: Task) -> bool:
 def _tell(event: torch.Event, done: Callable[[], None]) -> None:
     event.synchronize()
     done()
-
-
-@contextmanager
-def _on(stream: torch.Stream) -> Iterator[None]:
-    """Let kernels of this thread go to a stream."""
-    before = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)

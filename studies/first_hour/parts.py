@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 
 from executors.calibration.calibrating import calibrated
+from executors.calibration.device_facts import device_facts, with_context
 from executors.calibration.device_state import device_state
 from executors.calibration.whole_steps import STEP_SHAPES
 from executors.devices import device_module
 from executors.models.random_models import random_model
+from executors.report import facts_table
 from studies.first_hour.parity import parity
 from studies.first_hour.setting import Content, Setting
 from studies.first_hour.steps import cases, timed_case, zo2_case
@@ -84,7 +86,6 @@ def cuda_tests(setting: Setting) -> Content:
 
 def calibration(setting: Setting) -> Content:
     """Measure the device, keep the profile for the parts that follow, and return how well it explains what was measured."""
-    before = device_state(setting.device)
     shapes = STEP_SHAPES[:2] if setting.is_rehearsal else STEP_SHAPES
     profile, fit = calibrated(
         setting.topology,
@@ -93,12 +94,13 @@ def calibration(setting: Setting) -> Content:
         budget_s=setting.calibration_s,
         step_shapes=shapes,
     )
+    figures = device_facts(setting.device)
+    profile = with_context(profile, figures)
     profile.save(setting.kept_profile)
-    after = device_state(setting.device)
     return {
         "median_error": fit.median_error,
         "num_measurements": len(fit.residuals),
-        "states": [asdict(state) for state in (before, after) if state is not None],
+        "figures": facts_table(figures).to_data(),
         "constants": {constant.name: [constant.value, constant.unit] for constant in profile.constants},
     }
 

@@ -47,8 +47,12 @@ def report(contents: Mapping[str, Content], command: str) -> Report:
     calibration = contents.get("calibration", {})
     if "median_error" in calibration:
         said = f"{calibration['num_measurements']} measurements, explained with a median error of {calibration['median_error']:.1%}."
-        states = [str(state) for state in calibration["states"]]
-        parts.append(Report("Calibration", said, Bullets(states)))  # fmt: skip
+        figures = Table.of(
+            calibration["figures"],
+            {"of the device": lambda row: row["of the device"], "measured": lambda row: row["measured"]},
+            numeric=("measured",),
+        )
+        parts.append(Report("Calibration", said, figures))  # fmt: skip
     took = [(name, f"{content['seconds']:.0f}") for name, content in contents.items() if "seconds" in content]
     parts.append(Report("What each part took", Table(("part", "s"), took, numeric=("s",))))
     return Report(f"First hour on {device.get('device', 'a device')}", *parts)

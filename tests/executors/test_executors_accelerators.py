@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from executors.calibration.device_facts import device_facts, with_context
+from executors.calibration.device_state import device_state
 from executors.devices import check_device, device_named
 from executors.ranks.accelerators import backends_of, own_accelerator, refuse_shared, watchdog_settings
 from executors.ranks.launch import launch
 from executors.ranks.mesh import alone
 from executors.ranks.rank_info import RankInfo
+from executors.report import facts_table
 from executors.runs.session import Session
 from executors.steps.streams_accelerator import AcceleratorBackend
 from tests.support import staged
+from tests.support.builders import make_profile
 from tests.support.simulated_cuda import simulated
-from tests.support.simulated_cuda.hosts import steps_on_own_host
+from tests.support.simulated_cuda.device import CONTEXT_BYTES
+from tests.support.simulated_cuda.first_hour import small_probes
+from tests.support.simulated_cuda.hosts import exchange_seconds_on_own_host, steps_on_own_host
 from tests.support.tiny import batches
 from topology.errors import PlanError, RunError
 from zosim.instructions import Buffer, Space
@@ -89,3 +96,59 @@ def test_a_dry_run_of_two_hosts_does_what_a_rank_alone_does(mesh):
 def test_two_ranks_on_one_device_are_refused_before_they_exchange_anything():
     said = launch(partial(steps_on_own_host, has_own_name=False), staged.Case(("block.0",)), world_size=2)
     assert "ranks 0 and 1 have one device" in said
+
+
+def test_figures_of_a_device_are_measured_on_its_streams():
+    with simulated() as device, small_probes():
+        facts = device_facts("cuda:0")
+        assert device.findings == []
+    assert set(facts.copy_bytes_per_s) == {"h2d", "d2h", "h2d beside d2h", "d2h beside h2d"}
+    assert facts.context_bytes == CONTEXT_BYTES
+    assert facts.attention_s
+    figures = (facts.launch_s, facts.synchronise_s, facts.pin_bytes_per_s, *facts.copy_bytes_per_s.values())
+    assert min(figures) > 0
+    sheet = make_profile("gpu")
+    assert with_context(sheet, facts).constant("context_bytes").value == CONTEXT_BYTES
+    assert len(facts_table(facts).rows) >= 9
+
+
+@pytest.mark.dist
+def test_exchanges_between_devices_are_measured_by_ranks():
+    assert set(launch(exchange_seconds_on_own_host, world_size=2)) == {8, 1024}
+
+
+class DriverError(Exception):
+    """Of a driver that does not know the device."""
+
+
+def driver(handle_of, calls):
+    """Return what answers as NVML does."""
+    answers = {
+        "NVMLError": DriverError,
+        "nvmlInit": lambda: calls.append("on"),
+        "nvmlShutdown": lambda: calls.append("off"),
+        "nvmlDeviceGetHandleByUUID": handle_of,
+        "nvmlDeviceGetPowerUsage": lambda _: 1500,
+        "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=5),
+    }
+    numbers = (
+        "EnforcedPowerLimit",
+        "CurrPcieLinkGeneration",
+        "CurrPcieLinkWidth",
+        "ClockInfo",
+        "Temperature",
+    )
+    answers |= {f"nvmlDeviceGet{name}": lambda *_: 3 for name in numbers}
+    return SimpleNamespace(**answers, NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, NVML_TEMPERATURE_GPU=0)
+
+
+def test_the_driver_says_how_fast_a_device_runs():
+    def unknown(uuid):
+        raise DriverError(uuid)
+
+    calls = []
+    with simulated():
+        state = device_state("cuda:0", driver(lambda _: "handle", calls))
+        assert device_state("cuda:0", driver(unknown, calls)) is None
+    assert (state.clock_mhz, state.power_w, state.used_bytes) == (3, 1.5, 5)
+    assert calls == ["on", "off"] * 2

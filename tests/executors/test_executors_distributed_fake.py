@@ -74,12 +74,12 @@ def test_calls_and_bytes_are_those_of_the_program(fake, name, axes, monkeypatch)
         if gathered.dtype == torch.float64:
             gathered.view(-1, 2)[:, 1] = 1.0  # labels of the losses that others would have sent
 
-    real = communicator_module._all_gather
+    real = communicator_module.all_gather_flat
     model, communicator = model_of("opt"), Communicator(plan.groups)
     interpreter = Interpreter(
         program, CutModel(model), Hyperparameters(1e-3), backend_for("cpu"), communicator=communicator
     )
-    monkeypatch.setattr(communicator_module, "_all_gather", spied)
+    monkeypatch.setattr(communicator_module, "all_gather_flat", spied)
     rows = plan.rows_of(0)
     for step, batch in enumerate(batches(STEPS, size=2)):
         own = {key: tensor[: len(rows)] for key, tensor in batch.items()}

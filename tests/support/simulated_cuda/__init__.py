@@ -27,6 +27,7 @@ from executors.steps.streams import Task
 from proofs_checks import ranks
 from tests.support.simulated_cuda.clocks import Clock, merge
 from tests.support.simulated_cuda.device import (
+    CONTEXT_BYTES,
     NUM_MULTIPROCESSORS,
     THREADS_PER_MULTIPROCESSOR,
     TOTAL_MEMORY_BYTES,
@@ -135,6 +136,11 @@ def _torch_cuda(device: Device) -> dict[str, Any]:
         "current_stream": device.current_stream,
         "synchronize": device.synchronize,
         "empty_cache": lambda: None,
+        "mem_get_info": lambda _=None: (
+            TOTAL_MEMORY_BYTES - CONTEXT_BYTES - device.allocated_bytes,
+            TOTAL_MEMORY_BYTES,
+        ),
+        "memory_reserved": lambda _=None: device.allocated_bytes,
         "memory_allocated": lambda _=None: device.allocated_bytes,
         "max_memory_allocated": lambda _=None: device.peak_bytes,
         "max_memory_reserved": lambda _=None: device.peak_bytes,

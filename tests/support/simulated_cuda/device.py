@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.support.simulated_cuda.clocks import Clock, Shadow, Use, merge
 
 DEVICE = torch.device("cuda:0")
-TOTAL_MEMORY_BYTES = 80 << 30
+TOTAL_MEMORY_BYTES, CONTEXT_BYTES = 80 << 30, 600 << 20
 NUM_MULTIPROCESSORS, THREADS_PER_MULTIPROCESSOR, _THREADS_PER_BLOCK = 132, 2048, 256
 _ALLOCATOR_BYTES = 512
 """The caching allocator hands out multiples of so many."""

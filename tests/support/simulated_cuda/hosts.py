@@ -36,3 +36,12 @@ def steps_on_own_host(case, *, has_own_name=True):
             session.flush()
         own = [numbers, [finding.what for finding in device.findings]]
         return communicator.all_gather_json(own, "comparing")
+
+
+def exchange_seconds_on_own_host():
+    """Measure exchanges between two simulated devices; return the bytes that were sent."""
+    from executors.calibration.device_facts import exchange_seconds
+
+    os.environ |= {"LOCAL_RANK": "0"}
+    with simulated(), mock.patch("executors.calibration.device_facts._EXCHANGED_BYTES", (8, 1024)):
+        return exchange_seconds("cuda")
