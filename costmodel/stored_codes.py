@@ -52,7 +52,7 @@ class StoredCodes(BaseModel):
     group_elements: PositiveInt = 128
     zero_point: bool = False
     full_range: bool = False
-    activations: Literal["none", "int8-token", "int8-tensor"] = "none"
+    activations: Literal["none", "int8-token", "int8-tensor", "float8-token", "float8-tensor"] = "none"
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -175,12 +175,12 @@ def _compressed_tensors(said: Mapping[str, Any], where: str) -> StoredCodes:
 def _activations(where: str, inputs: _Arguments | None) -> str:
     if inputs is None:
         return "none"
-    is_int8 = inputs.type == "int" and inputs.num_bits == 8 and inputs.symmetric and inputs.dynamic is True
-    if not is_int8 or inputs.strategy not in ("token", "tensor"):
+    is_byte = inputs.num_bits == 8 and inputs.symmetric and inputs.dynamic is True
+    if not is_byte or inputs.strategy not in ("token", "tensor") or inputs.type not in ("int", "float"):
         _refuse(
-            where, "inputs are quantised otherwise than to int8 with scales of their own for each product"
+            where, "inputs are quantised otherwise than to a byte with scales of their own for each product"
         )
-    return f"int8-{inputs.strategy}"
+    return f"{inputs.type}8-{inputs.strategy}"
 
 
 def _code_format(where: str, kind: str, num_bits: int) -> CodeFormat:

@@ -42,7 +42,7 @@ def main(
             help=f"Do this alone, several times for several: {', '.join(_PARTS)}.", show_default=False
         ),
     ] = None,
-    cases: Annotated[str, typer.Option(help="Run those alone whose names have this.")] = "",
+    cases: Annotated[str, typer.Option(help="Run those alone whose names have all of these words.")] = "",
     out: Annotated[Path, typer.Option(help="Folder of the report and its JSON.")] = OUT,
     budget: Annotated[float, typer.Option(min=1, help="Seconds to calibrate for.")] = 20.0,
 ) -> None:
@@ -113,7 +113,7 @@ def _report(folder: Path, out: Path) -> Path:
     links: list[LinkRow] = []
     for rate in RATES:
         for layout in NETWORKS:
-            steps = _read(folder, rate, layout)
+            steps = read_steps(folder, rate, layout)
             if steps is None:
                 continue
             latency_s = max(0.0, steps.link.message_s - message_s)
@@ -133,7 +133,7 @@ def _report(folder: Path, out: Path) -> Path:
     return benchmark.write(out)
 
 
-def _read(folder: Path, rate: str, layout: HostLayout) -> NetworkSteps | None:
+def read_steps(folder: Path, rate: str, layout: HostLayout) -> NetworkSteps | None:
     """Return what was measured of a network, None if nothing was."""
     path = folder / f"{rate}-{layout.name}.json"
     if not path.exists():

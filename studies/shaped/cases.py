@@ -171,6 +171,9 @@ def all_cases() -> list[ShapedCase]:
     return [ShapedCase(*row) for row in product(RATES, STRATEGIES, SETTINGS)]
 
 
-def cases_of(rate: str, layout: HostLayout) -> list[ShapedCase]:
-    """Return the cases of one network."""
-    return [case for case in all_cases() if (case.rate, case.layout) == (rate, layout)]
+def cases_of(rate: str, layout: HostLayout, words: str = "") -> list[ShapedCase]:
+    """Return the cases of one network, of any rate, whose names have all of some words."""
+    cases = [ShapedCase(rate, *row) for row in product(STRATEGIES, SETTINGS)]
+    return [
+        case for case in cases if case.layout == layout and all(word in case.name for word in words.split())
+    ]

@@ -70,7 +70,7 @@ def main(rate: str, layout_name: str, out: Path, words: str = "") -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     layout = next(layout for layout in NETWORKS if layout.name == layout_name)
-    cases = [case for case in cases_of(rate, layout) if words in case.name]
+    cases = cases_of(rate, layout, words)
     with process_group("cpu") as info:
         ranks = Communicator({})
         link = measure_link(ranks, rate_bits_per_s(rate) / 8)

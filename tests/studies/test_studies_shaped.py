@@ -330,8 +330,8 @@ def test_ranks_in_namespaces_train_together(tmp_path):
 
 
 def test_networks_that_were_not_measured_are_left_out_and_old_figures_refused(tmp_path):
-    assert benchmark._read(tmp_path, "1gbit", TWO) is None
+    assert benchmark.read_steps(tmp_path, "1gbit", TWO) is None
     (tmp_path / "1gbit-2x1.json").write_text(json.dumps({"link": {"message_s": 1e-4}, "cases": []}))
     with pytest.raises(RunError, match="other figures than") as raised:
-        benchmark._read(tmp_path, "1gbit", TWO)
+        benchmark.read_steps(tmp_path, "1gbit", TWO)
     assert "--part 1gbit-2x1" in raised.value.hint

@@ -1,0 +1,100 @@
+"""``python -m studies.quzo.products``: what multiplies by codes fastest, weights made of them or torch's weight-only products.
+
+One thread; every row of the table is one run, in which the ways take turns, and medians are taken. At an evaluation point the direction,
+of a byte an element, is added: to the weights that are made, or as a second weight-only product.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from costmodel.low_bits import Coding
+from executors.formats import format_of
+from executors.low_bits.coded import Coded
+
+ROWS = (16, 128, 512)
+_SHAPE = torch.Size((768, 768))
+_GROUP = 32
+_NUM_TURNS = 7
+
+
+def main() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    print(
+        "milliseconds of a product of 768 x 768 in bfloat16: dequantised, weight-only, and the latter's largest error"
+    )
+    for rows in ROWS:
+        inputs = torch.randn(rows, _SHAPE[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+        for name in ("int8", "int4"):
+            print(_line(name, inputs))
+
+
+def _line(name: str, inputs: Tensor) -> str:
+    coding = Coding("int8") if name == "int8" else Coding("int4", "group", _GROUP)
+    coded = Coded.empty(
+        Coding(coding.format, coding.scales, coding.group_elements, dtype="bfloat16"),
+        _SHAPE,
+        torch.device("cpu"),
+    )
+    generator = torch.Generator().manual_seed(1)
+    coded.encode(torch.randn(_SHAPE, generator=generator) * 0.02)
+    direction = torch.randint(-127, 128, _SHAPE, dtype=torch.int8, generator=generator)
+    alone = weight_only(coded)
+    scale = torch.full((_SHAPE[0],), 1e-5, dtype=torch.bfloat16)
+    dtype = inputs.dtype
+    assert format_of(dtype) == coded.coding.dtype
+    seconds = _in_turns(
+        {
+            "made": lambda: linear(inputs, coded.values(dtype)),
+            "made, moved": lambda: linear(inputs, coded.values(dtype).add_(direction, alpha=1e-5)),
+            "alone": lambda: alone(inputs),
+            "alone, moved": lambda: alone(inputs) + torch._weight_int8pack_mm(inputs, direction, scale),
+        }
+    )
+    exact = inputs.double() @ coded.values(torch.float64).T
+    error = float((alone(inputs).double() - exact).abs().max() / exact.abs().max())
+    made, alone_ms, made_moved, alone_moved = (
+        1e3 * seconds[way] for way in ("made", "alone", "made, moved", "alone, moved")
+    )
+    return (
+        f"{name}, {inputs.shape[0]:4} rows: at the base {made:7.2f} and {alone_ms:7.2f} ({alone_ms / made:5.2f}), "
+        f"at a point {made_moved:7.2f} and {alone_moved:7.2f} ({alone_moved / made_moved:5.2f}), error {error:.1e}"
+    )
+
+
+def weight_only(coded: Coded) -> Callable[[Tensor], Tensor]:
+    """Return torch's product of bfloat16 inputs by the codes of a weight: int8 by channel, or int4 by groups."""
+    levels = coded.levels()
+    if coded.coding.format == "int8":
+        return lambda inputs: torch._weight_int8pack_mm(inputs, levels, coded.scales.view(-1))
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.to(torch.int32) + 8, 1)
+    scales = torch.stack([coded.scales.T, torch.zeros_like(coded.scales.T)], -1).contiguous()
+
+    def product(inputs: Tensor) -> Tensor:
+        made: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(inputs, packed, _GROUP, scales)
+        return made
+
+    return product
+
+
+def _in_turns(ways: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
+    """Return the median seconds of each way, all of which are gone through again and again."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(_NUM_TURNS + 1):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            if turn:
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: median(taken) for name, taken in seconds.items()}
+
+
+if __name__ == "__main__":
+    main()
