@@ -61,7 +61,7 @@ def spread(data: dict[str, Any], mesh: Mapping[str, Any]) -> None:
 
 def stage_of(plan: Plan, rank: int) -> str:
     """Return a rank's part of the model in words, with the cuts that it lies between; "" for all of it."""
-    num_stages, cuts = plan.num_stages, plan.split.cuts
+    num_stages, cuts = plan.num_stages, plan.cuts
     if num_stages == 1:
         return ""
     stage = plan.stage_of(rank)

@@ -106,7 +106,7 @@ def save_tuned(out: str | Path, session: Session, adapters: Tuned | None, *, as_
         Whether weights that are codes are written so.
     """
     session.flush()
-    model, storage = session.model, session.plan.weights.dtype
+    model, storage = session.model, session.plan.storage_dtype
     if isinstance(adapters, Prefix):
         save_prefix(model, Path(out) / PREFIX_NAME, storage)
     elif isinstance(adapters, LoRA):

@@ -213,7 +213,7 @@ class Evaluations:
 
     def _keep(self, session: Session) -> None:
         folder, adapters = Path(self._settings.out) / BEST_NAME, self._settings.adapters
-        storage = self._settings.plan.weights.dtype
+        storage = self._settings.plan.storage_dtype
         if isinstance(adapters, LoRA | Prefix):
             save_alone(session.model, folder, adapters, storage)
             return

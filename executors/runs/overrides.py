@@ -180,7 +180,10 @@ def _num_micro_batches(header: Recorded, plan: Plan) -> int:
     recorded: int = header.get("run", {}).get("accumulate", 1)
     if not header:
         return recorded
-    num_parts, num_shards = recorded * Plan.model_validate(header["plan"]).mesh.data, plan.mesh.data
+    num_parts, num_shards = (
+        recorded * Plan.model_validate(header["plan"]).num_batch_shards,
+        plan.num_batch_shards,
+    )
     is_even = num_parts % num_shards == 0 and plan.batch % num_parts == 0
     return num_parts // num_shards if is_even else recorded
 

@@ -175,7 +175,7 @@ def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
             f"--cut {','.join(asked.cuts)} with one stage changes nothing: nothing crosses, and no codec rounds",
             hint="add --codec, or leave out --mesh",
         )
-    if not plan.split.cuts and _codecs(asked):
+    if not plan.cuts and _codecs(asked):
         raise PlanError(
             "codecs are for what crosses a cut, and the plan has none",
             hint="add --mesh stage=2, or --mesh stage=1 --cut block.N.mlp for one process",
@@ -190,7 +190,7 @@ def plan_for(asked: Asked, model: ModelSpec, base: Plan | None, longest: int | N
     may_lose = asked.allow_lossy or (base is not None and base.is_transfer_lossy)
     if plan.is_transfer_lossy and plan.is_offloaded and not may_lose:
         raise PlanError(
-            f"transfer format {plan.transfer_dtype} is narrower than storage format {plan.weights.dtype} "
+            f"transfer format {plan.transfer_dtype} is narrower than storage format {plan.storage_dtype} "
             "and loses precision at every offload",
             hint="add --allow-lossy if that is meant",
         )
@@ -387,7 +387,7 @@ def refuse_too_large(plan: Plan, programs: ProgramSet | None, *, random_weights:
     # What an edited program has buffers for need not be what the plan's batch takes.
     held = [_held(made, ranks, on_cpu=on_cpu) for made in (lower_all(plan), programs) if made is not None]
     once, size, pinned = max(held, key=lambda buffers: buffers[1])
-    width = FORMATS[plan.weights.dtype].element_bytes
+    width = FORMATS[plan.storage_dtype].element_bytes
     # While they move into their buffers, the weights of one group stand twice. All ranks map them from the same files;
     # random ones every rank makes for itself.
     moving = len(ranks) * max(group.num_parameters for group in plan.model.groups) * 4

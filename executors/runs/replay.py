@@ -127,7 +127,7 @@ def load_base(
     allow_download: bool = False,
 ) -> nn.Module:
     """Return the base weights as a run begins with them, adapters attached: in its format, or mapped in their own."""
-    storage = plan.weights.dtype
+    storage = plan.storage_dtype
     if not random_weights and stored_codes_in(source) is not None:
         model = load_quantised(source, plan)
         if adapters is not None:

@@ -239,7 +239,7 @@ class Run:
 
     def _first_session(self, model: nn.Module, options: dict[str, Any]) -> Session:
         settings = self.settings
-        storage = settings.plan.weights.dtype
+        storage = settings.plan.storage_dtype
         session = self._opened.enter_context(
             Session(
                 settings.plan,
@@ -374,7 +374,7 @@ class Run:
             save_checkpoint(
                 session.model,
                 self.out,
-                dtype=self.settings.plan.weights.dtype,
+                dtype=self.settings.plan.storage_dtype,
                 num_steps=done,
                 base_digest=self.header["base_digest"],
                 history_digest=history.digest(done),

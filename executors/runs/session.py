@@ -141,7 +141,7 @@ class Session:
             attention=plan.forward.attention,
             loss_dtype=loss_dtype,
             seed=seed,
-            base_digest=base_digest or weights_digest(model, plan.weights.dtype),
+            base_digest=base_digest or weights_digest(model, plan.storage_dtype),
         )
         if self.communicator is not None:
             same = (
@@ -178,7 +178,7 @@ class Session:
         )
         move_module_buffers(model, self.device)
         self.engine.device = self.device
-        storage = TORCH_DTYPES[plan.weights.dtype]
+        storage = TORCH_DTYPES[plan.storage_dtype]
         self._whole = WholeModel(plan, self.engine, self.communicator, storage, self.device)
         self._present = PresentWeights(self.engine, storage, self.device, self._whole)
         self._windows = lazy_windows_of(model)
@@ -334,7 +334,7 @@ class Session:
         """Flush, and return a hash over names, formats, shapes and bits of all parameters."""
         self.flush()
         with self._whole.here():
-            return weights_digest(self.model, self.plan.weights.dtype)
+            return weights_digest(self.model, self.plan.storage_dtype)
 
     def verify(self) -> None:
         """Flush, and make sure that weights hold what instructions wrote, and that all ranks hold and did the same.
@@ -403,7 +403,7 @@ class Session:
     def save_pretrained(self, directory: str | Path) -> None:
         """Flush, and write a directory that transformers loads, in the run's format."""
         self.flush()
-        storage = self.plan.weights.dtype
+        storage = self.plan.storage_dtype
         self.on_rank_0(lambda: save_pretrained(self.model, directory, storage), "writing the weights")
 
     # -- measurements ------------------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ class Session:
         """
         self.flush()
         num_steps = self.num_steps - self._first_timed
-        if not self.plan.split.cuts or not num_steps:
+        if not self.plan.cuts or not num_steps:
             return None
         between_stages = self.plan.num_stages > 1
         return messages_per_step(

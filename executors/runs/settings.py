@@ -267,7 +267,7 @@ class RunSettings:
         if min(self.digest_every, self.checkpoint_every) < 0:
             raise RunError("digests and checkpoints are every 1 or more steps, or 0 for never")
         self._refuse_uneven()
-        if self.accumulate * self.plan.mesh.data > 1 and self.objective not in ("loss", "accuracy"):
+        if self.accumulate * self.plan.num_batch_shards > 1 and self.objective not in ("loss", "accuracy"):
             raise PlanError(
                 f"objective={self.objective} of parts of a batch does not make up that of the batch",
                 hint="leave --accumulate and the mesh's data axis out",
@@ -313,7 +313,7 @@ class RunSettings:
         plan = self.plan
         parts = {len(plan.rows_of(rank)) for rank in range(plan.placement.world_size)}
         if self.accumulate < 1 or any(part % self.accumulate for part in parts):
-            of = f" over data={plan.mesh.data}" if plan.mesh.data > 1 else ""
+            of = f" over data={plan.num_batch_shards}" if plan.num_batch_shards > 1 else ""
             raise PlanError(
                 f"batch={plan.batch}{of} cannot be forwarded in {self.accumulate} equal micro-batches",
                 hint="let --accumulate divide --batch" + (", and every rank's part of it" if of else ""),
@@ -367,8 +367,12 @@ class RunSettings:
         return same
 
     def _accumulate_beside(self, earlier: Plan) -> int:
-        num_parts = self.accumulate * self.plan.mesh.data
-        return num_parts // earlier.mesh.data if num_parts % earlier.mesh.data == 0 else self.accumulate
+        num_parts = self.accumulate * self.plan.num_batch_shards
+        return (
+            num_parts // earlier.num_batch_shards
+            if num_parts % earlier.num_batch_shards == 0
+            else self.accumulate
+        )
 
     def to_header(self, data_sha256: str) -> dict[str, Any]:
         """Return the settings as ``run.json`` keeps them."""

@@ -180,7 +180,7 @@ class _Updates:
             lambda _query: self._order,
             self._rank,
             torch.device("cpu"),
-            TORCH_DTYPES[plan.weights.dtype],
+            TORCH_DTYPES[plan.storage_dtype],
         )
 
     def add_to(self, state: AdapterState, record: StepRecord, records: tuple[StepRecord, ...]) -> None:

@@ -28,7 +28,7 @@ def own_device(device: str) -> str:
 
 def to_storage(model: nn.Module, plan: Plan) -> None:
     """Give the model's parameters the plan's format."""
-    storage = TORCH_DTYPES[plan.weights.dtype]
+    storage = TORCH_DTYPES[plan.storage_dtype]
     for parameter in model.parameters():
         if parameter.dtype != storage:
             parameter.data = parameter.data.to(storage)
@@ -51,7 +51,7 @@ def prepare(model: nn.Module, plan: Plan, device: torch.device) -> None:
 
 def autocast_dtype(plan: Plan) -> torch.dtype | None:
     """Return the format of matrix products where it is not that of the weights."""
-    compute, storage = plan.compute_dtype, plan.weights.dtype
+    compute, storage = plan.compute_dtype, plan.storage_dtype
     if compute in (storage, "tf32"):
         return None
     if (

@@ -258,7 +258,7 @@ def _memory(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
         if cell.row.kind != "memory" or cell.value is None:
             continue
         plan = cell.case.plan
-        width = FORMATS[plan.weights.dtype].element_bytes
+        width = FORMATS[plan.storage_dtype].element_bytes
         edges = sum(g.num_parameters for g in plan.model.groups if g.segments[0] in (EMBED, HEAD))
         block = _block_parameters(cell) / plan.model.num_blocks
         least = (plan.model.num_parameters if not cell.case.method.is_offloaded else edges + block) * width

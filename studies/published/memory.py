@@ -95,7 +95,7 @@ def parts_of(case: PublishedCase) -> Parts:
     one more for what they share.
     """
     plan, model = case.plan, case.plan.model
-    width = FORMATS[plan.weights.dtype].element_bytes
+    width = FORMATS[plan.storage_dtype].element_bytes
     tokens = len(plan.rows_of(0)) * plan.seq
     is_early = case.paper == "ZO2" and model.family == "opt"
     kept = sum(
@@ -107,7 +107,7 @@ def parts_of(case: PublishedCase) -> Parts:
         batch=len(plan.rows_of(0)),
         seq=plan.seq,
         dtype=plan.compute_dtype,
-        storage_dtype=plan.weights.dtype,
+        storage_dtype=plan.storage_dtype,
         attention=plan.forward.attention,
     ).workspace_bytes
     is_offloaded = case.method.is_offloaded

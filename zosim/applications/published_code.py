@@ -109,7 +109,7 @@ class _Writer:
         self.plan = plan
         self.decays = decays
         self.model = plan.model
-        self.dtype: DType = plan.weights.dtype
+        self.dtype: DType = plan.storage_dtype
         self.cast: set[str] = set()
 
     def work(self, item: Instruction, later: Sequence[Instruction]) -> Work:

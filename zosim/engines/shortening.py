@@ -92,7 +92,7 @@ def shortened_stages(plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
         kept += few
     kept = sorted({*kept, *map(block_index, halves)})
     number = {old: new for new, old in enumerate(kept)}
-    cuts = tuple(_renamed(cut, kept, number) for cut in plan.split.cuts)
+    cuts = tuple(_renamed(cut, kept, number) for cut in plan.cuts)
     split = plan.split.model_copy(update={"cuts": cuts})
     small = plan.model_copy(update={"model": with_blocks(plan.model, kept), "split": split})
     stands_for = {block_segment(number[block]): blocks for block, blocks in standing.items()}

@@ -96,7 +96,7 @@ class Ranking:
 
     def best(self, codecs: Codecs) -> list[tuple[str, ...]]:
         """Return the cuts worth a simulation: the best inside blocks, the best between them, and SparQ's own choice."""
-        num_cuts = self._site.mesh.stage - 1
+        num_cuts = self._site.num_stages - 1
         inside = [name for name in self.names if name.endswith(INSIDE)]
         between = [name for name in self.names if not name.endswith(INSIDE)]
         found = [cuts for names in (between, inside) for cuts in self._best_of(names, num_cuts, codecs)]
@@ -109,7 +109,7 @@ class Ranking:
         """Return the best cuts of any kind, of whose stages none has more bytes of weights, if there are any."""
         if self._cutting.cuts:
             return Found(self._cutting.cuts, codecs, self.bound_s(self._cutting.cuts, codecs))
-        cuts = self._spread(self.names, self._site.mesh.stage - 1, codecs, limit_bytes)
+        cuts = self._spread(self.names, self._site.num_stages - 1, codecs, limit_bytes)
         return Found(cuts, codecs, self.bound_s(cuts, codecs) if cuts else np.inf)
 
     def _best_of(self, names: Sequence[str], num_cuts: int, codecs: Codecs) -> list[tuple[str, ...]]:
@@ -260,7 +260,7 @@ class Ranking:
     @property
     def _element_bytes(self) -> int:
         plan = self._site.plan
-        return max(FORMATS[plan.compute_dtype].element_bytes, FORMATS[plan.weights.dtype].element_bytes)
+        return max(FORMATS[plan.compute_dtype].element_bytes, FORMATS[plan.storage_dtype].element_bytes)
 
 
 def _slowest(channels: Iterable[Mapping[Send | Recv, Hop]]) -> Hop:

@@ -61,11 +61,11 @@ def about_cuts(chosen: Candidate, others: Sequence[Candidate], printed: tuple[st
     best: dict[tuple[str, ...], Candidate] = {}
     for candidate in others:
         if candidate.plan.mesh == chosen.plan.mesh:
-            best.setdefault(candidate.plan.split.cuts, candidate)
-    best.pop(chosen.plan.split.cuts, None)
+            best.setdefault(candidate.plan.cuts, candidate)
+    best.pop(chosen.plan.cuts, None)
     for cuts, candidate in list(best.items())[:1]:
         yield f"second best cut: {' and '.join(cuts)}, {_slower(candidate, chosen.seconds)}"
-    if printed and printed == chosen.plan.split.cuts:
+    if printed and printed == chosen.plan.cuts:
         yield f"SparQ's rule, the sparsest near the middle, cuts at {' and '.join(printed)}, too"
     elif printed in best:
         words = _slower(best[printed], chosen.seconds)
@@ -84,7 +84,7 @@ def about_ranks(plan: Plan, prediction: Prediction) -> Iterator[str]:
     for item in prediction.contention[:1]:
         if item.share >= _BUSY:
             yield contention_words(item)
-    if plan.mesh.data > 1:
+    if plan.num_batch_shards > 1:
         yield (
             "losses are those of one device up to rounding: the mean over the batch is put together from the shards' "
             "means, weighted by their labels"

@@ -61,7 +61,7 @@ def pipelining(subject: Subject) -> Pipelining:
     """Return the figures of a plan with several stages."""
     plan = subject.plan
     traffic = []
-    for number, cut in enumerate(plan.split.cuts):
+    for number, cut in enumerate(plan.cuts):
         sends = [
             item
             for part in plan.pipelines
@@ -112,7 +112,7 @@ def about_stages(subject: Subject) -> Iterator[str]:
             f"across {cut.cut}: {cut.num_messages} messages of {format_bytes(cut.size_bytes // cut.num_messages)} a "
             f"step, {format_bytes(cut.size_bytes)} in all, never more than {format_bytes(cut.most_bytes)}"
         )
-    pipelines = len(plan.pipelines) // plan.mesh.perturb
+    pipelines = plan.num_batch_shards
     printed = counts_of_print(plan) * pipelines
     formula = f"{plan.estimator.points_formula}(M - 1)"
     each = f" for each of {pipelines} shards" if pipelines > 1 else ""

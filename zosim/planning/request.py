@@ -21,13 +21,8 @@ Blocks = Literal["resident", "offloaded"]
 AnyAxis = TypeVar("AnyAxis", bound=Axis)
 
 _BLOCKS: dict[Method, tuple[Blocks, ...]] = {"mezo": ("resident",), "zo2": ("offloaded",)}
-_AXES: dict[Method, tuple[bool, bool]] = {
-    "mezo": (False, False),
-    "zo2": (False, False),
-    "pertp": (False, True),
-    "ddp": (True, False),
-    "2d": (True, True),
-}
+_SHARED: tuple[Method, ...] = ("pertp", "ddp", "2d")
+"""Methods that share the forwards out."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ class Request:
                 hint="leave one of the two out; pertp has several ranks along perturb, ddp along data, 2d along both, "
                 "sparq several stages",
             )
-        if self.cutting.cuts and self.method != "sparq" and (self.mesh is None or self.mesh.stage == 1):
+        if self.cutting.cuts and self.method != "sparq" and (self.mesh is None or not self.mesh.is_staged):
             raise PlanError(
                 f"--cut {', '.join(self.cutting.cuts)} without stages",
                 hint=f"add --mesh stage={len(self.cutting.cuts) + 1}",
@@ -127,10 +122,9 @@ class Request:
 
     def admits(self, mesh: Mesh) -> bool:
         """Whether `mesh` is one of the method's."""
-        axes = (mesh.data > 1, mesh.perturb > 1)
         if self.method in ("auto", "sparq"):
-            return self.method == "auto" or mesh.stage > 1
-        return mesh.stage == 1 and axes == _AXES[self.method]
+            return self.method == "auto" or mesh.is_staged
+        return not mesh.is_staged and mesh.shared_by == (self.method if self.method in _SHARED else "")
 
     def device_limit_bytes(self, device: str) -> int:
         """Return the memory that a rank may take on a device."""

@@ -36,12 +36,17 @@ class CutSite:
     @property
     def num_sequences(self) -> int:
         """Sequences that the fullest pipeline forwards."""
-        return -(-self.plan.batch // self.mesh.data)
+        return self.mesh.most_sequences(self.plan.batch)
 
     @property
     def num_points(self) -> int:
         """Evaluation points that the fullest pipeline forwards."""
-        return -(-self.plan.estimator.num_points // self.mesh.perturb)
+        return self.mesh.most_points(self.plan.estimator.num_points)
+
+    @property
+    def num_stages(self) -> int:
+        """Parts that the model is cut into."""
+        return len(self.machines)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class Costs:
         ]
         stored = [
             sum(
-                stored_bytes(group, plan.coding, plan.weights.dtype)
+                stored_bytes(group, plan.coding, plan.storage_dtype)
                 for group in self.whole.groups_of(segment)
             )
             for segment in self.whole.segments

@@ -76,8 +76,8 @@ def _shapes(request: Request) -> Iterator[_StageShape]:
     costs = Costs(request.model, request.cutting)
     known: dict[tuple[object, ...], list[_StageShape]] = {}
     for mesh in _meshes(request, costs):
-        site = site_of(request, mesh, next(layouts(request, mesh.stage)))
-        key = mesh.stage, site.num_sequences, site.num_points
+        site = site_of(request, mesh, next(layouts(request, len(mesh.pipelines[0]))))
+        key = site.num_stages, site.num_sequences, site.num_points
         if key not in known:
             ranking = Ranking(site, request.cutting, costs)
             known[key] = [

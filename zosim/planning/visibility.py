@@ -52,14 +52,10 @@ def least_epsilon(codec: CodecSpec, *, residual: bool) -> float:
 
 def about_epsilon(plan: Plan) -> Iterator[str]:
     """Yield a warning for each codec of a plan that does not see its ε."""
-    epsilon, split = plan.estimator.epsilon, plan.split
-    if not split.cuts:
-        return
-    coded = [(split.residual_codec, True), *([(split.codec, False)] if split.cut_blocks else [])]
-    for name, residual in coded:
-        least = least_epsilon(codec_spec(name), residual=residual)
+    epsilon = plan.estimator.epsilon
+    for what, name in reversed(plan.split.codecs_in_use.items()):
+        least = least_epsilon(codec_spec(name), residual=what == "residual stream")
         if epsilon < least:
-            what = "residual stream" if residual else "activation"
             yield (
                 f"at ε = {epsilon:g} codec {name} of the {what} adds more to a projected gradient than there is of it: on "
                 f"the embedded model below ε = {least:g}; use more bits, a larger --eps, or see `zosim probe`"

@@ -140,6 +140,11 @@ class Plan(Axis):
         return ", ".join((self.method, *(words for axis in self.axes.values() for words in axis.words(self))))
 
     @property
+    def storage_dtype(self) -> StorageDType:
+        """Format that the weights are stored in."""
+        return self.weights.dtype
+
+    @property
     def compute_dtype(self) -> DType:
         """Format of the matrix products."""
         return self.forward.compute_dtype or self.weights.dtype
@@ -197,6 +202,16 @@ class Plan(Axis):
             return segments
         ends = [segments.index(last_before(cut, segments)) + 1 for cut in self.split.cuts]
         return segments[([0, *ends])[stage] : ([*ends, len(segments)])[stage]]
+
+    @property
+    def num_batch_shards(self) -> int:
+        """Parts of the batch that ranks forward beside each other."""
+        return self.mesh.data
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """Where the model is cut, in its order."""
+        return self.split.cuts
 
     @property
     def num_stages(self) -> int:
@@ -273,12 +288,9 @@ class Plan(Axis):
             ("offloaded", "delayed"): "zo2",
             ("offloaded", "immediate"): "zo2-no-efficient-update",
         }[point]
-        axes = (self.mesh.data > 1, self.mesh.perturb > 1)
-        shared = {(False, False): "", (True, False): "+ddp", (False, True): "+pertp", (True, True): "+2d"}[
-            axes
-        ]
+        shared = f"+{self.mesh.shared_by}" if self.mesh.shared_by else ""
         sliced = "+sliced" if self.residency.transfers == "sliced" else ""
-        staged = "+stages" if self.mesh.stage > 1 else "+codec" if self.split.cuts else ""
+        staged = "+stages" if self.mesh.is_staged else "+codec" if self.split.cuts else ""
         return alone + staged + shared + sliced
 
     def save(self, path: str | Path) -> None:

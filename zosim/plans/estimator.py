@@ -43,8 +43,9 @@ class Estimator(Axis):
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what would take minutes to lower: more forwards of segments than a step's programs can be ordered with."""
-        num_points = -(-self.num_points // plan.mesh.perturb)
-        num_forwards = num_points * -(-len(plan.model.segments) // plan.mesh.stage)
+        num_forwards = plan.mesh.most_points(self.num_points) * -(
+            -len(plan.model.segments) // plan.mesh.stage
+        )
         if num_forwards > MAX_FORWARDS:
             complaint = (
                 f"num_queries={self.num_queries} on {len(plan.model.segments)} segments are {num_forwards} forwards of "

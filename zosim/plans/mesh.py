@@ -106,6 +106,26 @@ class Mesh(Axis):
         return self.data * self.perturb * self.stage
 
     @property
+    def is_staged(self) -> bool:
+        """Whether ranks hold parts of the model."""
+        return self.stage > 1
+
+    @property
+    def shared_by(self) -> str:
+        """How forwards are shared out: ``"ddp"`` by sequences, ``"pertp"`` by evaluation points, ``"2d"`` by both, ``""`` not."""
+        return {(False, False): "", (True, False): "ddp", (False, True): "pertp", (True, True): "2d"}[
+            self.data > 1, self.perturb > 1
+        ]
+
+    def most_sequences(self, batch: int) -> int:
+        """Return the sequences of a batch that a rank forwards at most."""
+        return -(-batch // self.data)
+
+    def most_points(self, num_points: int) -> int:
+        """Return the evaluation points of so many that a rank forwards at most."""
+        return -(-num_points // self.perturb)
+
+    @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that hold one model between them, in the order of their stages."""
         firsts = range(0, self.world_size, self.stage)

@@ -85,8 +85,7 @@ class Split(Axis):
         del plan
         if self.cuts:
             yield f"cut at {' and '.join(self.cuts)}"
-            inside = [_short(self.codec)] if self.cut_blocks else []
-            codecs = [name for name in (*inside, _short(self.residual_codec)) if name != "none"]
+            codecs = [name for name in map(_short, self.codecs_in_use.values()) if name != "none"]
             if codecs:
                 yield f"{' and '.join(codecs)} (lossy)"
 
@@ -94,6 +93,12 @@ class Split(Axis):
     def _cuts_have_names(self) -> Split:
         check_cut_names(self.cuts)
         return self
+
+    @property
+    def codecs_in_use(self) -> dict[str, str]:
+        """Codec by what goes through it: the residual stream at every cut, an MLP's activation at those inside blocks."""
+        used = {"activation": self.codec} if self.cut_blocks else {}
+        return used | {"residual stream": self.residual_codec} if self.cuts else {}
 
     @property
     def is_lossy(self) -> bool:

@@ -232,7 +232,7 @@ class FirstOrderLayout:
     @property
     def is_last(self) -> bool:
         """Whether this rank has the head."""
-        return self.stage == self.plan.mesh.stage - 1
+        return self.stage == self.plan.num_stages - 1
 
     @property
     def sides(self) -> tuple[Side, ...]:
@@ -242,7 +242,7 @@ class FirstOrderLayout:
     @property
     def num_replicas(self) -> int:
         """Ranks of this stage."""
-        return self.plan.mesh.data
+        return self.plan.num_batch_shards
 
     @property
     def num_shards(self) -> int:
@@ -259,7 +259,7 @@ class FirstOrderLayout:
         """Microbatches whose activations the stage keeps at one time."""
         settings = self.settings
         return num_kept_at_once(
-            settings.schedule, settings.num_microbatches, self.plan.mesh.stage, self.stage
+            settings.schedule, settings.num_microbatches, self.plan.num_stages, self.stage
         )
 
     def before(self, segment: str) -> str:
@@ -269,7 +269,7 @@ class FirstOrderLayout:
 
     def is_at_both_ends(self, group: ParameterGroup) -> bool:
         """Whether another stage holds the same table."""
-        return self.plan.mesh.stage > 1 and not set(group.segments) <= set(self.segments)
+        return self.plan.num_stages > 1 and not set(group.segments) <= set(self.segments)
 
     def reader_of_last_gradient(self, group: ParameterGroup) -> str:
         """Return the segment whose backward is the last of this rank's that adds to a gradient."""
@@ -286,7 +286,7 @@ class FirstOrderLayout:
             if self.num_shards > 1
             else "tf32"
             if plan.compute_dtype == "tf32"
-            else plan.weights.dtype,
+            else plan.storage_dtype,
             "attention": self.plan.forward.attention,
         }
 
@@ -296,13 +296,13 @@ class FirstOrderLayout:
 
     def coded(self, phase: Phase) -> Plan:
         """Return the plan with the codec of what crosses in that phase."""
-        codec = self.settings.codec if phase == "forward" else self.settings.gradient_codec
+        codec = self.settings.codec_of(phase)
         split = self.plan.split.model_copy(update={"codec": codec, "residual_codec": codec})
         return self.plan.model_copy(update={"split": split})
 
     @property
     def _dtype(self) -> DType:
-        return self.plan.weights.dtype
+        return self.plan.storage_dtype
 
 
 _ROLES: dict[str, tuple[str, Space, str, bool]] = {

@@ -46,10 +46,10 @@ def baseline_plan(plan: Plan) -> Plan:
         placement=plan.placement,
         batch=plan.batch,
         seq=plan.seq,
-        mesh=Mesh(data=plan.mesh.data * plan.mesh.perturb, stage=plan.mesh.stage),
+        mesh=Mesh(data=len(plan.pipelines), stage=plan.num_stages),
         split=plan.split.model_copy(update={"codec": "none", "residual_codec": "none", "densities": ()}),
         residency=Residency(),
-        weights=Weights(dtype=plan.weights.dtype),
+        weights=Weights(dtype=plan.storage_dtype),
         forward=ForwardPass(compute_dtype=plan.compute_dtype, attention=plan.forward.attention),
     )
 
@@ -89,7 +89,7 @@ def groups_of(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
         for pipeline in pipelines
         for part in ((pipeline[0], pipeline[-1]), *((r,) for r in pipeline[1:-1]))
     ]
-    if plan.mesh.stage == 1:
+    if plan.num_stages == 1:
         ends = list(pipelines)
     return {**plan.groups, REPLICAS: tuple(zip(*pipelines, strict=True)), ENDS: tuple(sorted(ends))}
 

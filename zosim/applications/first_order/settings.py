@@ -56,6 +56,10 @@ class FirstOrder(BaseModel):
     foreach: bool = False
     sums_ends: bool = True
 
+    def codec_of(self, phase: str) -> str:
+        """Return the codec of what crosses in ``"forward"`` or ``"backward"``."""
+        return self.codec if phase == "forward" else self.gradient_codec
+
     def describe(self) -> str:
         """Return the settings in words."""
         words = [self.optimizer, f"{self.num_microbatches} x {self.schedule}"]

@@ -61,7 +61,7 @@ class FirstOrderWriter(Listing):
         load = copy_work(ID_BYTES * sum(self.layout.rows) * self.plan.seq)
         self.emit("load", Load(), Stream.H2D, "load", EMBED, (), (self.layout.batch,), load)
         for phase, number in turns(
-            self.settings.schedule, self.settings.num_microbatches, self.plan.mesh.stage, self.layout.stage
+            self.settings.schedule, self.settings.num_microbatches, self.plan.num_stages, self.layout.stage
         ):
             if phase == "forward":
                 self._forward_model(number)
@@ -233,7 +233,7 @@ class FirstOrderWriter(Listing):
         work = optimizer_work(
             -(-group.num_parameters // self.layout.num_shards),
             optimizer,
-            dtype=self.plan.weights.dtype,
+            dtype=self.plan.storage_dtype,
             num_tensors=group.num_tensors,
             foreach=self.settings.foreach,
         )
@@ -259,7 +259,7 @@ class FirstOrderWriter(Listing):
             self.layout.rows[number],
             self.layout.wire(phase, "out", number),
         )
-        codec = plan.split.codec
+        codec = self.settings.codec_of(phase)
         tensor = self._crossing(phase, segment, number, leaves=True)
         coding = self._with_change(coding_work(plan, cut, rows, "encode"), tensor, phase)
         known = self._fetch(phase, "out", number, segment)
