@@ -30,7 +30,7 @@ _estimating = import_module("costmodel.estimate")  # the package shows a functio
 
 FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 1.6, 2.0)
 """Of the shipped value, among which a fit chooses."""
-_OF_STEPS = (0.6, 0.8, 1.0, 1.25, 1.6)
+_OF_STEPS = (0.7, 1.0, 1.4)
 """Fewer where each prediction plays a whole step."""
 
 Apply = Callable[[float], AbstractContextManager[Any]]
