@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from executors.datasets.prompts import Example
-from executors.files import write_atomically
+from executors.files import locked, write_atomically
 from executors.models.loading import load_config
 from executors.models.model import IGNORED_LABEL
 from executors.models.slots import AdapterState, Slots
@@ -31,7 +32,6 @@ LOG_NAME = "steps.jsonl"
 SETTINGS_NAME = "tuning.json"
 SERVED_NAME = "adapter"
 
-_PROBES = ("zosim-plus", "zosim-minus")
 _LEFT, _RIGHT = 1, 2
 
 
@@ -112,8 +112,13 @@ class Tuning:
         self.state = AdapterState(max_rank=settings.max_rank - settings.rank)
         self.num_steps = 0
         self._rights: dict[str, Tensor] = {}
+        # Others may tune on the same engine.
+        self._probes = tuple(f"zosim-{secrets.token_hex(6)}-{sign}" for sign in ("plus", "minus"))
         directory.mkdir(parents=True, exist_ok=True)
-        self._begin(model)
+        with ExitStack() as opened:
+            opened.enter_context(locked(directory))
+            self._begin(model)
+            self._opened = opened.pop_all()
 
     def _begin(self, model: str) -> None:
         path = self.directory / SETTINGS_NAME
@@ -171,7 +176,7 @@ class Tuning:
             name: self._normals(name, self._shapes[name][1], _LEFT, self.num_steps) for name in self._names
         }
         with tempfile.TemporaryDirectory(prefix="zosim-probes-") as folder:
-            for probe, sign in zip(_PROBES, (1, -1), strict=True):
+            for probe, sign in zip(self._probes, (1, -1), strict=True):
                 scale = sign * self.settings.epsilon * self._scale
                 self._save(Path(folder) / probe, {name: (left, scale) for name, left in lefts.items()})
                 self.engine.load(probe, Path(folder) / probe)
@@ -180,7 +185,7 @@ class Tuning:
                     plus, minus = self._losses(examples)
                 else:
                     plus, minus = (
-                        self._cost(probe, examples, reward, decode, max_new_tokens) for probe in _PROBES
+                        self._cost(probe, examples, reward, decode, max_new_tokens) for probe in self._probes
                     )
             finally:
                 self._forget_probes()
@@ -200,7 +205,7 @@ class Tuning:
 
     def _losses(self, examples: Sequence[Example]) -> list[float]:
         requests, wanted = [], []
-        for probe in _PROBES:
+        for probe in self._probes:
             for example in examples:
                 first = max(1, example.asked[0]) if example.asked else len(example)
                 requests.append(Request(example.input_ids, first, probe))
@@ -228,7 +233,7 @@ class Tuning:
 
     def _forget_probes(self) -> None:
         """Unload the probes, if the engine is still there to be asked."""
-        for probe in _PROBES:
+        for probe in self._probes:
             with suppress(ZosimError):  # the step's own failure is what is told
                 self.engine.unload(probe)
 
@@ -294,6 +299,7 @@ class Tuning:
     def close(self) -> None:
         """End the log."""
         self._log.close()
+        self._opened.close()
 
 
 def _skeleton(model: str) -> nn.Module:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from costmodel.configs import LoRA
+from executors import files
 from executors.datasets.prompts import Example
 from executors.models.lora import merge_lora, save_adapters
 from executors.runs.adapters import attach
@@ -401,6 +402,44 @@ def test_nothing_is_lost_with_an_engine_that_is_gone(folder, tmp_path, at):
     assert tuned(tmp_path / "cut", Runtime(base())) == whole
     name = "adapter/adapter_model.safetensors"
     assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_tenants_tune_beside_each_other_on_one_server(folder, tmp_path):
+    """At the same time, in forwards that both may be in, each as it would alone but for rounding."""
+    lines = [Example(tokens, (-100, *tokens[1:])) for tokens in tokens_of(3)]
+    tenants = {f"tenant-{seed}": TuningSettings(**(vars(SETTINGS) | {"seed": seed})) for seed in (1, 2)}
+    gradients = {}
+
+    def tuned(name, engine, place):
+        with Tuning(engine, str(folder / "base"), tmp_path / place / name, tenants[name]) as tuning:
+            gradients[place, name] = [tuning.step(lines)["projected_grad"] for _ in range(4)]
+
+    with ScoringServer(Runtime(base()), "base") as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        threads = [
+            threading.Thread(target=tuned, args=(name, RemoteEngine(server.url), "together"))
+            for name in tenants
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert RemoteEngine(server.url).adapters() == ()
+        server.shutdown()
+    for name in tenants:
+        tuned(name, Runtime(base()), "alone")
+        # A loss around 4.6 is rounded to 5e-7, its difference over 2·ε of 2e-3 to 3e-4.
+        assert gradients["together", name] == pytest.approx(gradients["alone", name], abs=5e-3)
+    assert gradients["alone", "tenant-1"] != pytest.approx(gradients["alone", "tenant-2"], abs=5e-3)
+
+
+def test_a_tuning_that_another_process_holds_is_refused(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LOCK_WAIT_S", 0.0)
+    with (
+        Tuning(Runtime(base()), str(folder / "base"), tmp_path, SETTINGS),
+        pytest.raises(RunError, match="another"),
+    ):
+        Tuning(Runtime(base()), str(folder / "base"), tmp_path, SETTINGS)
 
 
 def test_a_tuning_with_other_numbers_is_not_gone_on_with(folder, tmp_path):
