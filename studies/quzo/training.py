@@ -2,13 +2,14 @@
 
 Zeroth-order runs are plans like any other, with linear layers in a format and one estimator. First-order ones keep the
 weights that plain numbers stand for and round them at every forward, with gradients passed through the rounding as if it
-were not there (the straight-through estimator). Each run is a row of a file; rows that are there are not run again.
+were not there (the straight-through estimator). Each run is a row of a file; rows that are there are not run again. Another
+file has the mean training losses of every few steps.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
@@ -28,10 +29,15 @@ from executors.runs.evaluate import evaluate_choices
 from executors.runs.session import Session
 from studies.sparq.training import batches_of, data_of, tensors_of
 from zosim.console import stderr, stdout
-from zosim.plans import Estimator, LowBits, Placement, Plan, Weights
+from zosim.plans import Directions, Estimator, LowBits, Placement, Plan, Weights
 from zosim.report import Table
 
 RESULTS = Path("docs/benchmarks/quzo/training.csv")
+CURVES = "_curves"
+"""What is put behind the name of the file of rows, for that of curves."""
+SPARSITIES = {"int8": 0.9375, "int4": 0.996, "fp8": 0.984375}
+"""Shares of output channels that a step leaves alone: such that roundings add little to the noise of the estimate itself."""
+
 _FIRST_ORDER_RATE = 1e-4
 _CURVE_STEPS = 25
 
@@ -63,12 +69,19 @@ def _cases() -> Iterator[TrainingCase]:
     """Yield the cases, those first that matter most."""
     yield TrainingCase("bfloat16", dtype="bfloat16")
     yield TrainingCase("float32")
-    formats: dict[str, dict[str, Any]] = {"int8": {"weights": "int8"}, "int4": {"weights": "int4", "scales": "group", "group_elements": 32},
-               "fp8": {"weights": "float8_e4m3"}}  # fmt: skip
+    formats: dict[str, dict[str, Any]] = {
+        "int8": {"weights": "int8"},
+        "int4": {"weights": "int4", "scales": "group", "group_elements": 32},
+        "fp8": {"weights": "float8_e4m3"},
+    }
+    for name, sparsity in SPARSITIES.items():
+        yield TrainingCase(f"{name}, sparse", formats[name] | {"sparsity": sparsity})
     for name, low_bits in formats.items():
         yield TrainingCase(name, low_bits)
-    for name in ("int8", "int4"):
-        yield TrainingCase(f"{name}, first order", formats[name], is_first_order=True)
+    for name, low_bits in formats.items():
+        yield TrainingCase(f"{name}, first order", low_bits, is_first_order=True)
+    for sparsity in (0.75, 0.9375):
+        yield TrainingCase(f"int4, {sparsity:.2%} zeros", formats["int4"] | {"sparsity": sparsity})
     for estimator in ("q-rge1", "q-rge2"):
         yield TrainingCase(
             f"int4, {estimator}", formats["int4"] | {"estimator": estimator, "direction_bits": 4}
@@ -97,8 +110,8 @@ class TrainingRow:
 
 def train(
     pretrained: Pretrained, case: TrainingCase, seed: int, num_steps: int, num_evaluated: int
-) -> TrainingRow:
-    """Train once, and return what came of it."""
+) -> tuple[TrainingRow, list[float]]:
+    """Train once, and return what came of it and the loss of every step."""
     model = load_model(str(pretrained.model), dtype=case.dtype)
     batches = batches_of(pretrained, model, seed)
     if case.is_first_order:
@@ -122,9 +135,10 @@ def train(
                 logits, data_of(pretrained.validation, model), num_examples=num_evaluated
             )
     ends = losses[:_CURVE_STEPS], losses[-_CURVE_STEPS:]
-    return TrainingRow(
+    row = TrainingRow(
         case.name, seed, num_steps, fmean(ends[0]), fmean(ends[1]), result.accuracy, result.loss
     )
+    return row, losses
 
 
 @dataclass(frozen=True)
@@ -142,21 +156,25 @@ def _plan(model: nn.Module, case: TrainingCase) -> Plan:
         weights=Weights.model_validate({"dtype": case.dtype}),
         estimator=Estimator(epsilon=TaskSettings().epsilon, num_queries=case.num_queries),
         low_bits=LowBits.model_validate(case.low_bits),
+        directions=Directions(rng="counter"),
     )
 
 
 class _StraightThrough(nn.Module):
-    """Rounds a weight to the nearest code of a format, a scale per output channel; its gradient passes."""
+    """Rounds a weight to the nearest code of a format, a scale per output channel or group; its gradient passes."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, low_bits: LowBits) -> None:
         super().__init__()
-        self._grid = grid_of(name)
+        assert low_bits.weights != "none"
+        self._grid = grid_of(low_bits.weights)
+        self._group = low_bits.group_elements if low_bits.scales == "group" else -1
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return what the weight is rounded to."""
         with torch.no_grad():
-            scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / self._grid.high
-            rounded = self._grid.nearest(weight / scale) * scale
+            grouped = weight.view(len(weight), -1, weight.shape[1] if self._group < 0 else self._group)
+            scale = grouped.abs().amax(-1, keepdim=True).clamp(min=1e-12) / self._grid.high
+            rounded = (self._grid.nearest(grouped / scale) * scale).view(weight.shape)
         return weight + (rounded - weight).detach()
 
 
@@ -164,9 +182,8 @@ def _first_order(model: nn.Module, case: TrainingCase, batches: list[Mapping[str
     for block in find_blocks(model):
         for module in list(block.modules()):
             if isinstance(module, nn.Linear):
-                parametrize.register_parametrization(
-                    module, "weight", _StraightThrough(case.low_bits["weights"])
-                )
+                rounded = _StraightThrough(LowBits.model_validate(case.low_bits))
+                parametrize.register_parametrization(module, "weight", rounded)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_FIRST_ORDER_RATE)
     losses = []
     for batch in batches:
@@ -190,6 +207,12 @@ def read_rows(path: Path) -> list[TrainingRow]:
         ]
 
 
+def _append(path: Path, names: list[str], rows: Sequence[tuple[object, ...]]) -> None:
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([names, *rows] if is_new else rows)
+
+
 def summary(rows: list[TrainingRow]) -> Table:
     """Return a row per case: seeds, and means over them."""
     by_case = [[row for row in rows if row.case == name] for name in CASES]
@@ -200,6 +223,7 @@ def summary(rows: list[TrainingRow]) -> Table:
             "seeds": lambda of: f"{len(of)}",
             "steps": lambda of: f"{of[0].num_steps}",
             "accuracy, %": lambda of: f"{100 * fmean(row.accuracy for row in of):.1f}",
+            "of each seed": lambda of: ", ".join(f"{100 * row.accuracy:.1f}" for row in of),
             "held-out loss": lambda of: f"{fmean(row.loss for row in of):.3f}",
             "training loss, first": lambda of: f"{fmean(row.loss_first for row in of):.3f}",
             "last": lambda of: f"{fmean(row.loss_last for row in of):.3f}",
@@ -208,12 +232,12 @@ def summary(rows: list[TrainingRow]) -> Table:
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = TaskSettings().num_steps,
     cases: Annotated[str, typer.Option(help="Names with semicolons between; by default all.")] = ";".join(
         CASES
     ),
     seeds: Annotated[str, typer.Option(help="Of directions and of the data's order.")] = "0,1,2",
-    evaluated: Annotated[int, typer.Option(min=1, help="Held-out questions.")] = 500,
+    evaluated: Annotated[int, typer.Option(min=1, help="Held-out questions.")] = 600,
     out: Annotated[Path, typer.Option(help="File of rows.")] = RESULTS,
 ) -> None:
     """Run what is missing, and print all that is there."""
@@ -225,13 +249,14 @@ def main(
         for name in cases.split(";"):
             if (name, seed, steps) in known:
                 continue
-            row = train(pretrained, CASES[name], seed, steps, evaluated)
-            is_new = not out.exists()
-            with out.open("a", newline="") as file:
-                writer = csv.writer(file, lineterminator="\n")
-                if is_new:
-                    writer.writerow([f.name for f in fields(TrainingRow)])
-                writer.writerow(astuple(row))
+            row, losses = train(pretrained, CASES[name], seed, steps, evaluated)
+            _append(out, [f.name for f in fields(TrainingRow)], [astuple(row)])
+            curve = [
+                (name, seed, steps, first, round(fmean(losses[first : first + _CURVE_STEPS]), 4))
+                for first in range(0, steps, _CURVE_STEPS)
+            ]
+            path = out.with_stem(out.stem + CURVES)
+            _append(path, ["case", "seed", "num_steps", "first_step", "loss"], curve)
             stderr.print(
                 f"{name}, seed {seed}: accuracy {row.accuracy:.3f}, loss {row.loss:.3f}", markup=False
             )
