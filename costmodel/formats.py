@@ -17,9 +17,26 @@ DType = Literal["float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m
 COMPUTE_FORMATS: tuple[DType, ...] = get_args(DType)
 
 CodeFormat = Literal[
-    "int8", "int7", "int6", "int5", "int4", "int3", "int2", "float8_e4m3", "float8_e5m2", "float4_e2m1"
+    "int8",
+    "int7",
+    "int6",
+    "int5",
+    "int4",
+    "int3",
+    "int2",
+    "float8_e4m3",
+    "float8_e5m2",
+    "float4_e2m1",
+    "best8",
+    "best4",
 ]
-"""Formats that weights can be kept in besides those that are computed in."""
+"""Formats that weights can be kept in besides those that are computed in; of the last two see :data:`CANDIDATES`."""
+
+CANDIDATES: dict[str, tuple[CodeFormat, ...]] = {
+    "best8": ("int8", "float8_e4m3", "float8_e5m2"),
+    "best4": ("int4", "float4_e2m1"),
+}
+"""Formats of as many bits, of which every weight is kept in the one with the least mean squared error (QuZO's equation 16)."""
 
 ScaleScope = Literal["tensor", "channel", "group"]
 """What shares a scale: a matrix, an output channel of it, or some neighbouring inputs of an output channel."""
@@ -95,6 +112,8 @@ FORMATS: dict[str, Format] = {
         Format("int8", 8, is_float=False, peak="int8"),
         Format("int4", 4, is_float=False, peak="int4"),
         *(Format(f"int{bits}", bits, is_float=False) for bits in (7, 6, 5, 3, 2)),
+        Format("best8", 8),
+        Format("best4", 4),
         Format("int64", 64, is_float=False),
         Format("uint8", 8, is_float=False),
     )

@@ -8,11 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from costmodel.formats import FORMATS, CodeFormat, ScaleScope
+from costmodel.formats import CANDIDATES, FORMATS, CodeFormat, ScaleScope
 from costmodel.model_spec import ParameterGroup
 from costmodel.work import Work
 from topology.errors import PlanError
+
+Fit = Literal["range", "least-error"]
+"""How scales are taken: such that the grid spans the largest weight, or such that the mean squared error is least."""
 
 Linear = tuple[int, int]
 """Outputs and inputs of a linear layer."""
@@ -21,7 +25,7 @@ MOVED_ELEMENTS = 1 << 16
 """Codes that an update moves at a time on a CPU, whose cache their temporaries fit into."""
 
 _MOVED_TEMPORARIES = 7
-"""Numbers in float32 that are alive for each of them."""
+"""Numbers in float32 that are alive for each of them; of outliers, a byte more."""
 
 _CONTAINERS = (2, 4, 8)
 """Bits that a code takes in memory: a byte holds one, two or four."""
@@ -46,6 +50,11 @@ class Coding:
         Format of the scales, and of parameters beside them that are no matrices.
     is_full_range : bool
         Whether symmetric integers use their lowest number, too: -8 of int4.
+    fit : str
+        Whether scales span the largest weight, or are those with the least mean squared error.
+    outlier_share : float
+        Share of the weights of an output channel, its largest ones, that are kept in fp8 beside the codes; the reserved
+        code -128 of int8 says where.
 
     Examples
     --------
@@ -60,6 +69,8 @@ class Coding:
     has_zero_point: bool = False
     dtype: str = "float32"
     is_full_range: bool = False
+    fit: Fit = "range"
+    outlier_share: float = 0.0
 
     @property
     def container_bits(self) -> int:
@@ -87,13 +98,35 @@ class Coding:
         return self.num_scales(linear) if self.has_zero_point else 0
 
     @property
+    def is_chosen(self) -> bool:
+        """Whether every weight has a format of its own, which a byte says."""
+        return self.format in CANDIDATES
+
+    def num_outliers(self, inputs: int) -> int:
+        """Return the weights of an output channel that are kept beside the codes."""
+        return max(1, round(self.outlier_share * inputs)) if self.outlier_share else 0
+
+    def outlier_bytes(self, linear: Linear) -> int:
+        """Return the bytes of a weight's outliers, and of one scale for those of each output channel."""
+        outputs, inputs = linear
+        num = self.num_outliers(inputs)
+        return outputs * (num + FORMATS[self.dtype].bytes(1)) if num else 0
+
+    @property
     def num_pieces(self) -> int:
-        """Stretches of memory that a weight takes: codes, scales, and zero points where there are any."""
-        return 3 if self.has_zero_point else 2
+        """Stretches of memory that a weight takes: codes, scales, and what else there is."""
+        return 2 + self.has_zero_point + self.is_chosen + 2 * bool(self.outlier_share)
 
     def size_bytes(self, linears: Iterable[Linear]) -> int:
         """Return the bytes of some weights."""
-        return sum(self.code_bytes(one) + self.scale_bytes(one) + self.zero_bytes(one) for one in linears)
+        return sum(
+            self.code_bytes(one)
+            + self.scale_bytes(one)
+            + self.zero_bytes(one)
+            + self.is_chosen
+            + self.outlier_bytes(one)
+            for one in linears
+        )
 
     def check(self, linears: Iterable[Linear]) -> None:
         """Refuse weights that have no whole number of groups.
@@ -170,7 +203,7 @@ def coded_forward_work(
         sweep_bytes += parting
         num_kernels += 4 * is_parted
         alive = rows * inputs * width
-        levels = elements * is_parted + 4 * elements * coding.has_zero_point
+        levels = elements * (is_parted + 4 * coding.has_zero_point + bool(coding.outlier_share))
         if are_inputs_coded:
             elementwise_bytes += rows * inputs * (4 * width + 1)
             num_kernels += 5
@@ -224,7 +257,7 @@ def coded_update_work(linears: Sequence[Linear], coding: Coding, moved_share: fl
         scratch_bytes=8 * 4 * elements,
         num_rounded=elements,
         num_kernels=10 * len(linears),
-        workspace_bytes=_MOVED_TEMPORARIES * 4 * min(most, MOVED_ELEMENTS),
+        workspace_bytes=(4 * _MOVED_TEMPORARIES + bool(coding.outlier_share)) * min(most, MOVED_ELEMENTS),
     )
 
 

@@ -5,12 +5,13 @@ Rows are output channels. A value is ``(code - zero)·scale``, with one scale fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from costmodel.formats import CANDIDATES
 from costmodel.low_bits import MOVED_ELEMENTS, Coding
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.grids import Grid, Integers, grid_of
@@ -25,8 +26,16 @@ Rows = slice | Tensor
 _PIECE_ELEMENTS = {"cpu": MOVED_ELEMENTS, "cuda": 1 << 22}
 """Elements that are coded or moved at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
 
-SUFFIXES = ("", "_scale", "_zero")
-"""Of the names of a weight's codes, scales and zero points in files."""
+SUFFIXES = ("", "_scale", "_zero", "_format", "_outliers", "_outlier_scale")
+"""Of the names of a weight's codes, scales, zero points, format and outliers in files."""
+
+_FIT_STEPS = 20
+"""Scales that are tried, from the one that spans the largest weight down to a third of it."""
+
+_OUTLIER_GRID = grid_of("float8_e4m3")
+
+_OUTLIER = -128
+"""Code of a weight that is kept beside the codes."""
 
 
 @dataclass
@@ -63,6 +72,12 @@ class Coded:
         Shape (1, 1), (outputs, 1) or (outputs, groups).
     zeros : torch.Tensor or None
         uint8, of the same shape.
+    kind : torch.Tensor or None
+        uint8, shape (1, 1): which of :data:`costmodel.formats.CANDIDATES` the codes are of, where each weight has its own.
+    outliers : torch.Tensor or None
+        e4m3 as uint8, shape (outputs, outliers of a row), in the order in which their places have the code -128.
+    outlier_scales : torch.Tensor or None
+        Shape (outputs, 1).
     """
 
     coding: Coding
@@ -70,13 +85,22 @@ class Coded:
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    kind: Tensor | None = None
+    outliers: Tensor | None = None
+    outlier_scales: Tensor | None = None
+
+    @classmethod
+    def of_tensors(cls, coding: Coding, shape: torch.Size, tensors: Iterable[Tensor]) -> Coded:
+        """Return one that is held in these, which are in the order of :func:`shapes_of`."""
+        held = dict(zip(shapes_of(coding, shape), tensors, strict=True))
+        return cls(coding, shape, held[""], held["_scale"], *(held.get(suffix) for suffix in SUFFIXES[2:]))
 
     @classmethod
     def empty(cls, coding: Coding, shape: torch.Size, device: torch.device) -> Coded:
         """Return one in memory of its own."""
-        shapes = shapes_of(coding, shape)
+        shapes = shapes_of(coding, shape).values()
         tensors = [torch.zeros(of, dtype=dtype, device=device) for of, dtype in shapes]
-        return cls(coding, shape, *tensors)
+        return cls.of_tensors(coding, shape, tensors)
 
     @classmethod
     def of_symbols(
@@ -91,8 +115,8 @@ class Coded:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Codes, scales and zero points by the suffixes of their names."""
-        held = (self.codes, self.scales, self.zeros)
+        """What it is held in, by the suffixes of names."""
+        held = (self.codes, self.scales, self.zeros, self.kind, self.outliers, self.outlier_scales)
         return {suffix: tensor for suffix, tensor in zip(SUFFIXES, held, strict=True) if tensor is not None}
 
     @property
@@ -104,26 +128,28 @@ class Coded:
     def grid(self) -> Grid:
         """What codes stand for."""
         coding = self.coding
-        return grid_of(
-            coding.format, has_zero_point=coding.has_zero_point, is_full_range=coding.is_full_range
-        )
+        name = coding.format if self.kind is None else CANDIDATES[coding.format][int(self.kind)]
+        return grid_of(name, has_zero_point=coding.has_zero_point, is_full_range=coding.is_full_range)
 
     def to(self, device: torch.device) -> Coded:
         """Return it on another device; itself where it is there."""
         if self.device == device:
             return self
         moved = [tensor.to(device) for tensor in self.tensors.values()]
-        return Coded(self.coding, self.shape, *moved)
+        return Coded.of_tensors(self.coding, self.shape, moved)
 
     def copy_(self, other: Coded) -> None:
-        """Take over codes, scales and zero points."""
+        """Take over what another one holds."""
         for mine, theirs in zip(self.tensors.values(), other.tensors.values(), strict=True):
             mine.copy_(theirs)
 
     # -- values ------------------------------------------------------------------------------------------------
 
     def levels(self, rows: Rows = slice(None)) -> Tensor:
-        """Return what the codes of some rows stand for, before zero point and scale: int8 or int16, or float32."""
+        """Return what the codes of some rows stand for, before zero point and scale: int8 or int16, or float32.
+
+        Where there are outliers, -128 stands for them.
+        """
         symbols = _parted(self.codes[rows], self.coding.container_bits, self.shape[1])
         return self.grid.values(symbols)
 
@@ -133,27 +159,84 @@ class Coded:
         grouped = levels.view(levels.shape[0], -1, self._group)
         if self.zeros is not None:
             grouped = grouped - self._of(self.zeros, rows)
-        return torch.mul(
+        values = torch.mul(
             grouped, self._of(self.scales, rows), out=grouped.new_empty(grouped.shape, dtype=dtype)
         ).view(levels.shape)
+        if self.outliers is not None:
+            values.masked_scatter_(levels == _OUTLIER, self._outlier_values(rows).to(dtype))
+        return values
+
+    def _outlier_values(self, rows: Rows) -> Tensor:
+        """Return the outliers of some rows, in float32."""
+        assert self.outliers is not None
+        assert self.outlier_scales is not None
+        return _OUTLIER_GRID.values(self.outliers[rows]) * self.outlier_scales[rows].float()
 
     def encode(self, weights: Tensor, name: str = "") -> None:
-        """Take the scales that span `weights`, and the codes nearest to them.
+        """Take scales that suit `weights`, and the codes nearest to them; of several formats, that with the least mean squared error.
 
         Raises
         ------
         ModelError
             If a weight is not finite.
         """
+        if not bool(torch.isfinite(weights).all()):
+            raise ModelError(
+                f"{name or 'a weight'} holds numbers that are infinite or not numbers, for which there is no code",
+                hint="copy or convert the model again",
+            )
+        if self.kind is not None:
+            errors = []
+            for number in range(len(CANDIDATES[self.coding.format])):
+                self.kind.fill_(number)
+                errors.append(self._encode(weights))
+            self.kind.fill_(errors.index(min(errors)))
+        self._encode(weights)
+
+    def _encode(self, weights: Tensor) -> float:
+        """Take scales and codes, and return the sum of the squared errors."""
+        error = 0.0
         for rows in self._pieces(self.shape[0], all_rows=self.coding.scales == "tensor"):
             part = weights[rows].to(torch.float32)
-            if not bool(torch.isfinite(part).all()):
-                raise ModelError(
-                    f"{name or 'a weight'} holds numbers that are infinite or not numbers, for which there is no code",
-                    hint="copy or convert the model again",
-                )
-            self._fit(part, rows)
-            self._write(rows, self.grid.nearest(self._scaled(part, rows)))
+            inliers, places = self._without_outliers(part, rows)
+            self._fit(inliers, rows)
+            if self.coding.fit == "least-error":
+                self._fit_least_error(inliers, rows)
+            levels = self.grid.nearest(self._scaled(inliers, rows))
+            if places is not None:
+                levels.scatter_(1, places, _OUTLIER)
+            self._write(rows, levels)
+            if self.kind is not None:
+                error += float((self.values(torch.float32, rows) - part).square().sum(dtype=torch.float64))
+        return error
+
+    def _without_outliers(self, part: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """Keep the largest weights of some rows beside the codes; return the rows with 0 in their places, and these."""
+        if self.outliers is None or self.outlier_scales is None:
+            return part, None
+        places = part.abs().topk(self.outliers.shape[1], 1).indices.sort(1).values
+        values = part.gather(1, places)
+        scales = (values.abs().amax(1, keepdim=True) / _OUTLIER_GRID.high).to(self.outlier_scales.dtype)
+        scales.clamp_(min=torch.finfo(scales.dtype).tiny)
+        self.outlier_scales[rows] = scales
+        self.outliers[rows] = _OUTLIER_GRID.symbols(_OUTLIER_GRID.nearest(values / scales.float()))
+        return part.scatter(1, places, 0.0), places
+
+    def _fit_least_error(self, part: Tensor, rows: slice) -> None:
+        """Shrink scales, each to the one with the least squared error of what is rounded by it."""
+        scope = slice(None) if self.coding.scales == "tensor" else rows
+        widest, best = self.scales[scope].clone(), self.scales[scope].clone()
+        least = torch.full(widest.shape, torch.inf, device=part.device)
+        for step in range(_FIT_STEPS):
+            self.scales[scope] = widest * (1 - step / (1.5 * _FIT_STEPS))
+            levels = self.grid.nearest(self._scaled(part, rows)).view(len(part), -1, self._group)
+            origin = 0.0 if self.zeros is None else self._of(self.zeros, rows).float()
+            values = (levels - origin) * self._of(self.scales, rows).float()
+            errors = (values - part.view(values.shape)).square_().sum(-1)
+            errors = errors.sum().view(1, 1) if self.coding.scales == "tensor" else errors
+            is_less = errors < least
+            least, best = torch.where(is_less, errors, least), torch.where(is_less, self.scales[scope], best)
+        self.scales[scope] = best
 
     def _fit(self, part: Tensor, rows: slice) -> None:
         """Take the scales, and zero points, with which the grid spans some rows."""
@@ -219,6 +302,9 @@ class Coded:
         for piece in self._pieces(num_rows):
             chosen = piece if rows is None else rows[piece]
             levels = self.levels(chosen).float()
+            columns = None if self.outliers is None else self._outlier_columns(levels)
+            if columns is not None:
+                levels.scatter_(1, columns, self._outlier_values(chosen) / self._scales_at(chosen, columns))
             grouped = levels.view(len(levels), -1, self._group)
             change = direction[chosen].view(grouped.shape) * (factor / self._of(self.scales, chosen).float())
             if decay:
@@ -227,6 +313,10 @@ class Coded:
             change = change.view(levels.shape)
             chance = chances(piece.start * width, piece.stop * width).view(levels.shape)
             num = 0 if counted is None else int(torch.count_nonzero(change))
+            if columns is not None:
+                num_outliers_moved = self._move_outliers(chosen, columns, change, chance, counted)
+                for here in (levels, change):
+                    here.scatter_(1, columns, 0)
             if isinstance(self.grid, Integers):
                 # Away from 0 where the change and its chance reach the next whole number together.
                 wanted = levels - chance.copysign_(change).add_(change).trunc_()
@@ -240,7 +330,37 @@ class Coded:
                 counted.saturated += int(torch.count_nonzero(beyond))
                 # What saturates would have moved.
                 counted.unmoved += num - int(torch.count_nonzero(moved - levels + beyond))
+                if columns is not None:  # which were counted as unmoved
+                    counted.unmoved -= num_outliers_moved
+            if columns is not None:
+                moved.scatter_(1, columns, _OUTLIER)
             self._write(chosen, moved)
+
+    def _outlier_columns(self, levels: Tensor) -> Tensor:
+        """Return where the outliers of some rows are, shape (rows, outliers)."""
+        return (levels == _OUTLIER).nonzero()[:, 1].view(len(levels), -1)
+
+    def _scales_at(self, rows: Rows, columns: Tensor) -> Tensor:
+        """Return the scales of some columns of each of some rows, in float32."""
+        if self.coding.scales == "tensor":
+            return self.scales.float().expand(columns.shape)
+        return self.scales[rows].float().gather(1, columns // self._group)
+
+    def _move_outliers(
+        self, rows: Rows, columns: Tensor, change: Tensor, chance: Tensor, counted: Moved | None
+    ) -> int:
+        """Change the outliers of some rows by `-change` codes, rounded at random; return how many moved, or would have."""
+        assert self.outliers is not None
+        assert self.outlier_scales is not None
+        before = _OUTLIER_GRID.values(self.outliers[rows])
+        units = self._scales_at(rows, columns) / self.outlier_scales[rows].float()
+        wanted = before - change.gather(1, columns) * units
+        after = _OUTLIER_GRID.at_random(wanted, chance.gather(1, columns))
+        self.outliers[rows] = _OUTLIER_GRID.symbols(after)
+        beyond = wanted - _OUTLIER_GRID.clamped(wanted)
+        if counted is not None:
+            counted.saturated += int(torch.count_nonzero(beyond))
+        return int(torch.count_nonzero(after - before + beyond))
 
     def _write(self, rows: Rows, levels: Tensor) -> None:
         self.codes[rows] = _joined(self.grid.symbols(levels), self.coding.container_bits)
@@ -264,15 +384,22 @@ class Coded:
             yield slice(begin, min(begin + num, num_rows))
 
 
-def shapes_of(coding: Coding, shape: torch.Size) -> list[tuple[tuple[int, int], torch.dtype]]:
-    """Return shape and format of codes, scales and, where there are any, zero points of a weight."""
+def shapes_of(coding: Coding, shape: torch.Size) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
+    """Return shape and format of what a weight is held in, by suffixes of names, in the order of :data:`SUFFIXES`."""
     outputs, inputs = shape
     scaled = {"tensor": (1, 1), "channel": (outputs, 1), "group": (outputs, inputs // coding.group_elements)}
-    shapes = [
-        ((outputs, coding.code_bytes((1, inputs))), torch.uint8),
-        (scaled[coding.scales], TORCH_DTYPES[coding.dtype]),
-    ]
-    return [*shapes, (scaled[coding.scales], torch.uint8)] if coding.has_zero_point else shapes
+    dtype = TORCH_DTYPES[coding.dtype]
+    shapes = {
+        "": ((outputs, coding.code_bytes((1, inputs))), torch.uint8),
+        "_scale": (scaled[coding.scales], dtype),
+    }
+    if coding.has_zero_point:
+        shapes["_zero"] = scaled[coding.scales], torch.uint8
+    if coding.is_chosen:
+        shapes["_format"] = (1, 1), torch.uint8
+    if num := coding.num_outliers(inputs):
+        shapes |= {"_outliers": ((outputs, num), torch.uint8), "_outlier_scale": ((outputs, 1), dtype)}
+    return shapes
 
 
 def _joined(symbols: Tensor, bits: int) -> Tensor:

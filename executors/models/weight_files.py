@@ -184,7 +184,12 @@ def refuse_unwritable(coding: Coding) -> None:
     ------
     PlanError
     """
-    if coding.format in ("float8_e5m2", "float4_e2m1"):
+    if coding.outlier_share:
+        raise PlanError(
+            "a directory of codes has no place for outliers beside them that compressed-tensors knows",
+            hint="write it as numbers (--save-as numbers)",
+        )
+    if coding.is_chosen or coding.format in ("float8_e5m2", "float4_e2m1"):
         raise PlanError(
             f"a directory of codes in {coding.format} has no format that compressed-tensors knows",
             hint="write it as numbers (--save-as numbers)",

@@ -55,7 +55,7 @@ class Checkpoint:
                 tensor = tensors[name]
                 if coding is not None and tensor.layer is not None:
                     held = [file.get_tensor(name + suffix) for suffix, _ in _pieces_of(coding, tensor.shape)]
-                    tensor.hold(Coded(coding, tensor.shape, *held))
+                    tensor.hold(Coded.of_tensors(coding, tensor.shape, held))
                 else:
                     tensor.values.copy_(file.get_tensor(name))
 
@@ -161,7 +161,7 @@ _Pieces = list[tuple[str, tuple[tuple[int, ...], torch.dtype | None]]]
 
 def _pieces_of(coding: Coding, shape: torch.Size) -> _Pieces:
     """Return the suffix, the shape and the format of every tensor that a weight of codes is."""
-    return list(zip(SUFFIXES, shapes_of(coding, shape), strict=False))
+    return list(shapes_of(coding, shape).items())
 
 
 def _whole(text: str | None, path: Path) -> int:

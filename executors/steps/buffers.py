@@ -337,7 +337,8 @@ def _placed_codes(memory: Tensor, part: Part, coding: Coding) -> PlacedPart:
         if tensor.layer is None:
             held.append(taken(tensor.shape, TORCH_DTYPES[coding.dtype]))
         else:
-            held.append(Coded(coding, tensor.shape, *(taken(*of) for of in shapes_of(coding, tensor.shape))))
+            pieces = [taken(*of) for of in shapes_of(coding, tensor.shape).values()]
+            held.append(Coded.of_tensors(coding, tensor.shape, pieces))
     views = tuple(one.codes if isinstance(one, Coded) else one for one in held)
     return PlacedPart(memory, views, part, tuple(held))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from costmodel.configs import LoRA
+from costmodel.formats import CANDIDATES
 from costmodel.low_bits import Coding, stored_bytes
 from costmodel.roundings import RoundedDirection
 from executors.low_bits import linear
@@ -144,6 +146,67 @@ def test_an_update_is_right_on_average_unless_it_saturates(coding):
     assert (error[inside] <= (3 * widest / num + 1e-6)[inside]).all()
     assert moved.num == int((direction != 0).sum())
     assert moved.saturated <= moved.num - moved.unmoved
+
+
+def squared_error(coding, values):
+    return float((coded(coding, values).values(torch.float32) - values).square().sum())
+
+
+@pytest.mark.parametrize("scales", ["tensor", "channel", "group"])
+@pytest.mark.parametrize("zero", [False, True])
+def test_scales_of_least_error_err_less_than_those_that_span_all(scales, zero):
+    for name in ("int4", "int3"):
+        coding = Coding(name, scales, group_elements=16, has_zero_point=zero)
+        assert squared_error(replace(coding, fit="least-error"), weight()) < squared_error(coding, weight())
+
+
+@pytest.mark.parametrize("name", ["best8", "best4"])
+def test_every_weight_is_kept_in_the_format_of_least_error(name):
+    """Normals suit integers; a few weights far out suit floating-point numbers."""
+    spread = weight(16, 64) * torch.exp(1.5 * weight(16, 64).flip(1) / 0.02)
+    chosen = set()
+    for values in (weight(), spread):
+        made = coded(Coding(name, "tensor"), values)
+        errors = {one: squared_error(Coding(one, "tensor"), values) for one in CANDIDATES[name]}
+        assert squared_error(made.coding, values) == min(errors.values())
+        chosen.add(CANDIDATES[name][int(made.kind)])
+        held = sum(tensor.numel() * tensor.element_size() for tensor in made.tensors.values())
+        assert held == made.coding.size_bytes([tuple(values.shape)])
+    assert len(chosen) == 2
+
+
+def test_outliers_are_kept_beside_the_codes_and_move_on_their_own_grid():
+    values = weight(4, 64)
+    values[:, 5] = torch.tensor([1.0, -2.0, 0.5, 3.0])
+    values[2, 40] = -0.7
+    coding = Coding("int8", "channel", outlier_share=2 / 64)
+    assert squared_error(coding, values) < squared_error(Coding("int8", "channel"), values) / 10
+    before = coded(coding, values)
+    places = before.levels() == -128
+    assert places.sum(1).tolist() == [2] * 4
+    assert places[:, 5].all()
+    assert places[2, 40]
+    assert torch.allclose(before.values(torch.float32)[places], values[places], rtol=2**-4)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in before.tensors.values())
+    assert held == coding.size_bytes([(4, 64)])
+    # Every element goes through chances in even steps.
+    num, direction = 256, torch.ones(4, 64, dtype=torch.int8)
+    start, total, moved = before.values(torch.float64), torch.zeros(4, 64, dtype=torch.float64), Moved()
+    for i in range(num):
+        after = Coded.empty(coding, before.shape, CPU)
+        after.copy_(before)
+        after.move(direction, 1e-3, lambda b, e, i=i: torch.full((e - b,), (i + 0.5) / num), counted=moved)
+        assert torch.equal(after.levels() == -128, places)
+        total += after.values(torch.float64) - start
+    change = total / num
+    widest = before.scales.double().expand(4, 64).clone()
+    widest[places] = (2.0**-3 * values.abs().amax(1, keepdim=True).expand(4, 64).double())[places]
+    inside = (before.levels().abs() < 126) | places
+    # The largest of a row, at the end of its grid, can only come nearer to 0: here those above 0.
+    inside[values <= values.amin(1, keepdim=True)] = False
+    assert ((change + 1e-3).abs() <= widest / num + 1e-6)[inside].all()
+    assert moved.num == num * 4 * 64
+    assert 0 < moved.unmoved < moved.num
 
 
 def test_saturated_codes_stay_at_the_end_and_are_counted():
@@ -310,6 +373,8 @@ def tuned(
             "mezo",
             marks=pytest.mark.slow,
         ),
+        ({"weights": "int8", "outliers": 0.05, "fit": "least-error", "sparsity": 0.5}, "opt", "counter"),
+        pytest.param({"weights": "best4", "zero_point": False}, "llama-tied", "mezo", marks=pytest.mark.slow),
         ({"weights": "int4", "sparsity": 0.8, "direction_bits": 3}, "opt", "mezo"),
         (
             {"weights": "int8", "activations": "int8-token", "sparsity": 0.5},
@@ -418,8 +483,15 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity):
         assert torch.equal(left[name].scales, held.scales)
 
 
-def test_replayed_steps_leave_the_same_codes():
-    low_bits = {"weights": "int4", "estimator": "q-rge2"}
+@pytest.mark.parametrize(
+    "low_bits",
+    [
+        {"weights": "int4", "estimator": "q-rge2"},
+        {"weights": "best4", "fit": "least-error"},
+        {"weights": "int8", "outliers": 0.05},
+    ],
+)
+def test_replayed_steps_leave_the_same_codes(low_bits):
     base = model_of("opt", num_hidden_layers=2)
     plan = plan_of(base, low_bits=low_bits)
     sessions = [Session(plan, copy.deepcopy(base), learning_rate=RATE, seed=SEED) for _ in range(2)]
@@ -456,6 +528,8 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path):
         {"weights": "int8", "activations": "int8-token"},
         {"weights": "int4", "scales": "group", "group_elements": 64},
         {"weights": "int8", "activations": "int8-token", "sparsity": 0.9},
+        {"weights": "int8", "outliers": 0.01},
+        pytest.param({"weights": "best4", "scales": "group", "group_elements": 64}, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from costmodel.formats import FORMATS, CodeFormat, ScaleScope
-from costmodel.low_bits import Coding
+from costmodel.low_bits import Coding, Fit
 from costmodel.roundings import EstimatorName, RoundedDirection
 from topology.errors import PlanError
 from zosim.plans.axis import Axis, Conflict
@@ -52,6 +52,10 @@ class LowBits(Axis):
         What shares a scale.
     group_elements : int
         Neighbouring inputs that share one, under ``scales="group"``.
+    fit : str
+        Whether scales span the largest weight, or are those with the least mean squared error.
+    outliers : float
+        Share of an output channel's weights, its largest ones, that are kept in fp8 beside int8.
     zero_point : bool
         Whether the grid spans the least and the largest weight, not as much on both sides of 0.
     full_range : bool
@@ -99,6 +103,24 @@ class LowBits(Axis):
             recorded_as="weight_group",
         ),
     ] = 128
+    fit: Annotated[
+        Fit,
+        Setting(
+            "--weight-fit",
+            "Scales that span the largest weight, or have the least squared error.",
+            "numbers",
+            recorded_as="weight_fit",
+        ),
+    ] = "range"
+    outliers: Annotated[
+        float,
+        Field(ge=0, le=0.25, allow_inf_nan=False),
+        Setting(
+            "--outliers",
+            "Share of each output channel's weights that are kept in fp8 beside int8, as 0.01.",
+            "numbers",
+        ),
+    ] = 0.0
     zero_point: Annotated[
         bool, Setting("--zero-point", "Let codes span the least and the largest weight.", "numbers")
     ] = False
@@ -187,6 +209,8 @@ class LowBits(Axis):
             return
         scale = f"group of {self.group_elements}" if self.scales == "group" else self.scales
         yield f"{self.weights} linears (a scale per {scale}), the rest {plan.weights.dtype}"
+        if self.outliers:
+            yield f"{self.outliers:.2%} outliers in fp8"
         sparse = f" in {1 - self.sparsity:.2%} of the channels" if self.sparsity else ""
         yield f"{self.direction_bits}-bit directions{sparse}, {self.estimator}"
         activations = (
@@ -262,6 +286,12 @@ class LowBits(Axis):
 
     def _conflicts_of_kernel(self) -> Iterator[Conflict]:
         is_float = FORMATS[self.weights].is_float
+        is_free = self.weights == "int8" and not self.zero_point and not self.full_range
+        if self.outliers and (not is_free or self.product == "int_mm"):
+            yield (
+                "outliers beside codes, which a code of symmetric int8 that is dequantised says the places of",
+                "use --weight-format int8 --kernel dequantise without --zero-point or --full-range, or leave --outliers out",
+            )
         if is_float and self.zero_point:
             yield (
                 f"zero_point with {self.weights}, whose codes have a sign of their own",
@@ -318,6 +348,8 @@ class LowBits(Axis):
             self.zero_point,
             plan.weights.dtype,
             self.full_range,
+            self.fit,
+            self.outliers,
         )
 
     def rounding(self, plan: Plan) -> RoundedDirection | None:
