@@ -18,7 +18,7 @@ from zosim.instructions import Buffer, Instruction, Part, Space, Stream
 from zosim.operations import Recv, Send
 
 
-class _CudaTicket(Ticket):
+class _EventTicket(Ticket):
     """An event recorded behind a task on its stream, once the task has been issued."""
 
     __slots__ = ("_issued", "error", "event")
@@ -154,9 +154,9 @@ class AcceleratorBackend(Backend):
     def run(self, tasks: Sequence[Callable[[dict[str, Ticket]], Task]]) -> dict[str, Ticket]:
         """Issue tasks to their streams in the order listed."""
         tickets: dict[str, Ticket] = {}
-        made: list[tuple[Task, _CudaTicket]] = []
+        made: list[tuple[Task, _EventTicket]] = []
         for make in tasks:
-            task, ticket = make(tickets), _CudaTicket()
+            task, ticket = make(tickets), _EventTicket()
             tickets[task.instruction.id] = ticket
             made.append((task, ticket))
         if not self._threads and not any(_takes_others(task) for task, _ in made):
@@ -180,7 +180,7 @@ class AcceleratorBackend(Backend):
             raise
         return tickets
 
-    def _issue_quietly(self, task: Task, ticket: _CudaTicket) -> None:
+    def _issue_quietly(self, task: Task, ticket: _EventTicket) -> None:
         """Issue a task on a thread of its stream; whoever depends on it is told of a failure."""
         try:
             if self._failure is not None:
@@ -191,10 +191,10 @@ class AcceleratorBackend(Backend):
             self._failure = self._failure or told
             ticket.issue(None, self._failure)
 
-    def _issue(self, task: Task, issued: _CudaTicket) -> None:
+    def _issue(self, task: Task, issued: _EventTicket) -> None:
         stream = self._streams[task.instruction.stream]
         for ticket in task.after:
-            if isinstance(ticket, _CudaTicket):
+            if isinstance(ticket, _EventTicket):
                 stream.wait_event(ticket.recorded())
             else:
                 ticket.wait()
@@ -252,7 +252,7 @@ class AcceleratorBackend(Backend):
 def _takes_others(task: Task) -> bool:
     """Whether the host may have to wait for another rank before it can issue a task, or what follows it."""
     return isinstance(task.instruction.op, Send | Recv) or any(
-        not isinstance(ticket, _CudaTicket) for ticket in task.after
+        not isinstance(ticket, _EventTicket) for ticket in task.after
     )
 
 

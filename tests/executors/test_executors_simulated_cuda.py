@@ -10,6 +10,7 @@ import torch
 
 from executors.runs.session import Session
 from executors.steps.streams_accelerator import AcceleratorBackend
+from proofs_checks.mutation import Mutant
 from proofs_checks.ranks import on_all_ranks
 from tests.support import distributed, staged
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
@@ -109,24 +110,31 @@ def test_the_literal_loop_on_the_device_finds_the_same_bits(placement, dtype):
     assert device.findings == []
 
 
+def trained_in(plan, case, model, **options):
+    """Return projected gradients and a digest of the weights of three steps of a case."""
+    lines = distributed.lines_for(case, 3)
+    with Session(plan, model, learning_rate=1e-2, device="cuda:0", **options) as session:
+        return [session.step(batch).projected_gradients for batch in lines], session.digest()
+
+
+def both_ranks(device, case):
+    """Return what two ranks on one device find."""
+    plan = distributed.plan_for(case)
+    models = [model_of("opt") for _ in range(2)]  # here: all threads draw from one generator
+
+    def rank(number, communicator):
+        with seen_by(device):
+            return trained_in(plan, case, models[number], communicator=communicator)
+
+    return on_all_ranks(plan, rank)
+
+
 @pytest.mark.parametrize("case", SEVERAL.values(), ids=SEVERAL)
 def test_ranks_on_one_device_find_what_a_rank_alone_does(case):
-    plan = distributed.plan_for(case)
     with simulated() as device:
-
-        def steps(plan, model, **options):
-            lines = distributed.lines_for(case, 3)
-            with Session(plan, model, learning_rate=1e-2, device="cuda:0", **options) as session:
-                return [session.step(batch).projected_gradients for batch in lines], session.digest()
-
-        def rank(number, communicator):
-            with seen_by(device):
-                return steps(plan, models[number], communicator=communicator)
-
-        models = [model_of("opt") for _ in range(3)]  # here: all threads draw from one generator
-        both = on_all_ranks(plan, rank)
+        both, plan = both_ranks(device, case), distributed.plan_for(case, alone=True)
         shards = case["mesh"].get("data", 1)
-        expected = steps(distributed.plan_for(case, alone=True), models[2], num_micro_batches=shards)
+        expected = trained_in(plan, case, model_of("opt"), num_micro_batches=shards)
     assert both[0] == both[1] == expected
     assert device.findings == []
 
@@ -200,6 +208,42 @@ def test_buffers_that_are_given_back_too_soon_are_found(monkeypatch):
     monkeypatch.setattr(AcceleratorBackend, "free", free)
     device, _ = trained(FRESH)
     assert {finding.kind for finding in device.findings} == {"freed"}
+
+
+BACKEND = "executors.steps.streams_accelerator:AcceleratorBackend"
+INTERPRETER = "executors.steps.interpreter:Interpreter"
+UNTIED = {"residency": {"blocks": "offloaded", "edges": "offloaded"}, "schedule": {"update": "delayed"}}
+FAULTS = {
+    "an event is recorded on another stream": ("offloaded", f"{BACKEND}._issue", "end.record(stream)", "end.record(self._streams[Stream.COMPUTE])"),
+    "an event is never recorded": ("offloaded", f"{BACKEND}._issue", "        end.record(stream)\n", "        pass\n"),
+    "the event from before the work is handed on": ("offloaded", f"{BACKEND}._issue", "issued.issue(end)", "issued.issue(start or end)"),
+    "another stream waits": ("offloaded", f"{BACKEND}._issue", "stream.wait_event(", "self._streams[Stream.COMPUTE].wait_event("),
+    "only the first dependency is waited for": ("offloaded, ahead", f"{BACKEND}._issue", "in task.after:", "in task.after[:1]:"),
+    "only the last dependency is waited for": ("offloaded, ahead", f"{BACKEND}._issue", "in task.after:", "in task.after[-1:]:"),
+    "zeroing is not waited for": ("edges", f"{BACKEND}.allocate", "torch.accelerator.current_stream(self.device).synchronize()", "pass"),
+    "the end does not wait": ("offloaded", f"{BACKEND}.drain", "torch.accelerator.synchronize(self.device)", "pass"),
+    "pinned buffers overlap": ("offloaded", f"{BACKEND}.reserve", "begin += member", "begin += 0"),
+    "a pinned buffer is handed out twice": ("offloaded", f"{BACKEND}.allocate", "slices.pop() if", "slices[-1] if"),
+    "the step before is not waited for": ("offloaded", f"{INTERPRETER}._task", "if name in before]", "if name in before and False]"),
+    "others are told too early": ("data, shared", "executors.steps.streams_accelerator:_tell", "event.synchronize()", "pass"),
+    "others are not waited for": ("data, shared", f"{BACKEND}._issue", "            ticket.wait()", "            pass"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_streams_events_or_buffers_is_found(fault):
+    placement, *where = FAULTS[fault]
+    with Mutant(fault, *where).apply(), simulated() as device:
+        if placement in SEVERAL:
+            both_ranks(device, SEVERAL[placement])
+        else:
+            model = model_of("opt-untied" if placement == "edges" else "opt", num_hidden_layers=2)
+            plan = plan_of(model, **(PLACEMENTS | {"edges": UNTIED})[placement])
+            with Session(plan, model, learning_rate=1e-2, device="cuda:0") as session:
+                for batch in batches(3):
+                    session.step(batch)
+                session.digest()
+    assert {finding.kind for finding in device.findings} == {"race"}
 
 
 def cross_stream_edges(axes):

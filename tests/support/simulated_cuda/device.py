@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -144,6 +145,8 @@ class Memory:
         The last of each stream.
     recorded : set of str
         Streams that the allocator was told of by ``record_stream``.
+    alias : int
+        Bytes from here to another mapping of the same memory, by whose addresses uses of both are noted.
     """
 
     kind: Kind
@@ -153,6 +156,7 @@ class Memory:
     where: str
     uses: dict[str, Use] = field(default_factory=dict)
     recorded: set[str] = field(default_factory=set)
+    alias: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +217,7 @@ class Device:
         self._numbers: Counter[str] = Counter()
         self._memory: dict[int, Memory] = {}
         self._registered: list[Memory] = []
+        self._mappings: dict[str, int] = {}
 
     # -- streams -----------------------------------------------------------------------------------------------
 
@@ -319,7 +324,10 @@ class Device:
 
     def register(self, address: int, size_bytes: int, _: int) -> int:
         """Pin memory that the host has already, as ``cudaHostRegister`` does."""
-        self._registered.append(Memory("pinned", address, size_bytes, "stream 0", _where()))
+        first = self._mappings.setdefault(_file_mapped_at(address), address)
+        self._registered.append(
+            Memory("pinned", address, size_bytes, "stream 0", _where(), alias=first - address)
+        )
         return 0
 
     def unregister(self, address: int) -> int:
@@ -341,7 +349,7 @@ class Device:
         if memory is None or tensor.numel() == 0:
             return
         with torch._C.DisableTorchFunction():
-            begin = tensor.data_ptr()
+            begin = tensor.data_ptr() + memory.alias
             sizes = zip(tensor.shape, tensor.stride(), strict=True)
             num_elements = 1 + sum((size - 1) * stride for size, stride in sizes)
             end = begin + num_elements * tensor.element_size()
@@ -369,6 +377,16 @@ class Device:
 
 def _handed_out(size_bytes: int) -> int:
     return -(-size_bytes // _ALLOCATOR_BYTES) * _ALLOCATOR_BYTES
+
+
+def _file_mapped_at(address: int) -> str:
+    """Return which file lies at an address, as the kernel names it; what is no file's is named by the address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        reach, _, _, device, inode, *_ = line.split()
+        begin, end = (int(bound, 16) for bound in reach.split("-"))
+        if begin <= address < end and inode != "0":
+            return f"{device} {inode}"
+    return f"{address}"
 
 
 def _where() -> str:

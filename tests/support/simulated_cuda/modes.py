@@ -55,6 +55,8 @@ class Devices(TorchFunctionMode):
                 return device.kind_of(args[0]) == "pinned"
             if func is torch.Tensor.numpy and is_there:
                 raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+            if func is torch.Tensor.numpy and device.kind_of(args[0]) == "pinned":
+                device.touch(args[0], "numpy", writes=False, stream=None)
             if func is torch.Tensor.tolist and is_there:
                 return self._moved(args[0], _HOST, None).tolist()
             if func is torch.Tensor.cpu:
