@@ -24,6 +24,7 @@ from topology.errors import RunError
 
 COPIES = {"weights": {"perturbation": "copies"}, "schedule": {"traversal": "sweep"}}
 QUERIES = {"estimator": {"num_queries": 2}}
+CODES = {"low_bits": {"weights": "int8"}}
 
 ALONE = {
     "resident": {},
@@ -36,6 +37,7 @@ ALONE = {
     "sweep": {"schedule": {"traversal": "sweep"}},
     "copies": COPIES,
     "queries": QUERIES,
+    "codes": CODES,
 }
 SEVERAL = {
     "data": {"mesh": {"data": 2}},
@@ -45,6 +47,7 @@ SEVERAL = {
     "perturb, sliced": {"mesh": {"perturb": 2}, **SLICED},
     "data, copies": {"mesh": {"data": 2}, **COPIES},
     "perturb, queries": {"mesh": {"perturb": 2}, **QUERIES},
+    "perturb, codes": {"mesh": {"perturb": 2}, **CODES},
     "2d": {"mesh": {"data": 2, "perturb": 2}},
     "2d, sliced": {"mesh": {"data": 2, "perturb": 2}, **SLICED},
 }
