@@ -10,6 +10,7 @@ import typer
 
 from topology.errors import ZosimError
 from topology.limits import MAX_SEED
+from topology.reading import parse_json
 from topology.validation import did_you_mean
 from zosim.console import emit, progress, stdout
 from zosim.report import Table
@@ -122,10 +123,7 @@ def _show_oracles(name: str | None, params: str, *, json: bool) -> None:
         ]
         emit([item.to_data() for item in known], json=json, text="\n".join(told))
         return
-    try:
-        parameters = jsonlib.loads(params)
-    except ValueError as error:
-        raise ZosimError(f"--params is no JSON: {error}", hint="such as '{\"dimension\": 8}'") from None
+    parameters = parse_json(params, "--params is no JSON", ZosimError, hint="such as '{\"dimension\": 8}'")
     print(jsonlib.dumps(evaluate(name, parameters), allow_nan=False))
 
 

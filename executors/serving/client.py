@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from executors.serving.engine import Request
 from topology.errors import ModelError, RunError
+from topology.reading import parse_json
 
 _NUM_CONNECTIONS = 8
 
@@ -41,11 +42,15 @@ class RemoteEngine:
     def __init__(
         self, url: str, model: str | None = None, *, timeout_s: float = 60.0, priority: int | None = None
     ) -> None:
-        parts = urlsplit(url if "//" in url else f"//{url}")
+        try:
+            parts = urlsplit(url if "//" in url else f"//{url}")
+            port = parts.port
+        except ValueError:  # a host in half a bracket, a port beyond all
+            parts, port = urlsplit(""), None
         if parts.scheme not in ("", "http", "https") or not parts.hostname:
             raise RunError(f"{url!r} is no address of an engine", hint="such as http://127.0.0.1:8000")
         self._is_secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port or (443 if self._is_secure else 80)
+        self._host, self._port = parts.hostname, port or (443 if self._is_secure else 80)
         self._base_path = parts.path.rstrip("/").removesuffix("/v1")
         self.url = url
         self.timeout_s = timeout_s
@@ -162,7 +167,7 @@ class RemoteEngine:
                 f"the engine at {self.url} did not answer {path} within {self.timeout_s:g} s",
                 hint="it may be overloaded; a longer --timeout waits for it",
             ) from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise RunError(
                 f"the engine at {self.url} cannot be reached: {error or type(error).__name__}",
                 hint="start it, or give another --engine; a tuning goes on from its log",
@@ -173,8 +178,8 @@ class RemoteEngine:
 
     def _read(self, path: str, status: int, raw: bytes) -> Any:
         try:
-            answer: Any = json.loads(raw) if raw.strip() else {}
-        except (ValueError, RecursionError):
+            answer: Any = parse_json(raw.decode(), "that is no JSON", RunError) if raw.strip() else {}
+        except (RunError, ValueError):
             answer = raw.decode(errors="replace")
         if status < 400:
             return answer

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from executors.datasets.objectives import working_directory_importable
 from topology.errors import RunError
+from topology.reading import parse_json
 
 Text = str | list[int]
 """What was generated: text where the model has a tokenizer, tokens elsewhere."""
@@ -91,14 +92,18 @@ def _in_time(name: str, function: Callable[..., Any], timeout_s: float) -> Calla
 
 
 def _endpoint(url: str, timeout_s: float) -> Callable[..., Any]:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 80
+    except ValueError as error:  # a host in half a bracket, a port beyond all
+        raise RunError(f"reward {url} is no address: {error}") from None
     if parts.scheme != "http" or not _is_loopback(parts.hostname or ""):
         raise RunError(
             f"reward {url} is not on this machine", hint="an endpoint is http://127.0.0.1:PORT/PATH"
         )
 
     def ask(prompts: list[Text], texts: list[Text]) -> Any:
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
+        connection = http.client.HTTPConnection(parts.hostname or "", port, timeout=timeout_s)
         try:
             body = json.dumps({"prompts": prompts, "texts": texts})
             connection.request("POST", parts.path or "/", body, {"Content-Type": "application/json"})
@@ -106,7 +111,7 @@ def _endpoint(url: str, timeout_s: float) -> Callable[..., Any]:
             raw = response.read()
         except TimeoutError:
             raise _late(url, timeout_s) from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise RunError(
                 f"reward {url} cannot be reached: {error or type(error).__name__}",
                 hint="start it; a tuning goes on from its log",
@@ -116,8 +121,8 @@ def _endpoint(url: str, timeout_s: float) -> Callable[..., Any]:
         try:
             if response.status >= 400:
                 raise ValueError
-            return json.loads(raw)["rewards"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            return parse_json(raw.decode(), "that is no JSON", RunError)["rewards"]
+        except (RunError, ValueError, KeyError, TypeError):
             raise RunError(
                 f"reward {url} answered ({response.status}) {raw[:120].decode(errors='replace')!r}",
                 hint='it answers {"rewards": [...]}',
@@ -136,7 +141,7 @@ def _is_loopback(host: str) -> bool:
 def _checked(name: str, answer: object, num: int) -> list[float]:
     try:
         rewards = [float(value) for value in answer]  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise RunError(f"reward {name} gave {str(answer)[:120]}, not a list of numbers") from None
     if len(rewards) != num:
         raise RunError(f"reward {name} gave {len(rewards)} numbers for {num} texts")

@@ -13,17 +13,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from executors.serving.engine import Request
 from executors.serving.runtime import Runtime
 from topology.errors import DataError, ZosimError
+from topology.reading import parse_json
 from topology.validation import readable
 
 LOOPBACK = "127.0.0.1"
@@ -200,16 +203,25 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body of {length or 'unknown'} bytes")
             return
         body = self.rfile.read(int(length))
+        if self.headers.get_content_type() != "application/json" or not self._is_for_this_machine():
+            # A page in a browser may send anything else to any address, also to this one, and by a name of its own.
+            self._refuse(HTTPStatus.FORBIDDEN, "requests are application/json, for this machine by its name")
+            return
         action = actions.get(self.path)
         if action is None:
             self._refuse(HTTPStatus.NOT_FOUND, f"there is no {self.path}")
             return
         try:
-            self._answer(action(json.loads(body)))
-        except (ZosimError, ValueError, RecursionError) as error:
+            self._answer(action(parse_json(body.decode(), "the request is no JSON", DataError)))
+        except (ZosimError, ValueError) as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         except LookupError as error:
             self._refuse(HTTPStatus.NOT_FOUND, str(error.args[0]))
+
+    def _is_for_this_machine(self) -> bool:
+        with suppress(ValueError):  # no host at all
+            return urlsplit(f"//{self.headers.get('Host', '')}").hostname in ("localhost", LOOPBACK)
+        return False
 
     # -- actions -----------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from executors.serving.engine import Request, ServingEngine
 from executors.serving.peft import linear_shapes
 from executors.serving.rewards import Reward, Text
 from topology.errors import RunError, ZosimError
+from topology.reading import read_json_object
 
 LOG_NAME = "steps.jsonl"
 SETTINGS_NAME = "tuning.json"
@@ -124,7 +125,7 @@ class Tuning:
         path = self.directory / SETTINGS_NAME
         stated = json.loads(json.dumps(asdict(self.settings)))
         if path.is_file():
-            recorded = json.loads(path.read_text(encoding="utf-8"))
+            recorded = read_json_object(path, "settings of a tuning", RunError)
             unlike = [name for name, value in stated.items() if recorded.get(name) != value]
             if unlike:
                 name = unlike[0]

@@ -106,7 +106,7 @@ def test_weights_that_no_longer_fit_are_written_once_there_is_room(
 ):
     out, wanted = small_disk / "out", "executors.runs.run.copy_tokenizer"
     with monkeypatch.context() as planted:
-        planted.setattr("executors.runs.run.save_tuned", lambda *_: fill(small_disk))
+        planted.setattr("executors.runs.run.save_tuned", lambda *_, **__: fill(small_disk))
         planted.setattr(wanted, lambda *_: write_atomically(out / "model.safetensors", "x" * 9999))
         assert zosim(*options(inputs, out)) == 2
     assert "model.safetensors: No space left on device" in capsys.readouterr().err.replace("\n", "")
