@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--corpus", action="store_true", help="only the cases that were found before")
     parser.add_argument("--keep", action="store_true", help="save what is found to the corpus")
     given = parser.parse_args()
-    refuse_missing_commands()
+    refuse_missing_commands(all_targets())
     targets = [t for t in all_targets() if not given.target or t.name.startswith(tuple(given.target))]
     for target in targets:
         target.kept  # noqa: B018 - seeds are made before workers are forked

@@ -6,7 +6,6 @@ Commands are in :mod:`tests.fuzz.commands`; readers of model directories, tokeni
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
@@ -24,7 +23,9 @@ from studies.published.rows import read_rows
 from tests.fuzz import seeds
 from tests.fuzz.cases import Case, Target
 from tests.fuzz.commands import COMMANDS
+from tests.fuzz.model_targets import MODEL_READERS
 from tests.fuzz.mutations import mutated, resigned
+from tests.fuzz.serving import SERVING
 from topology.documents import dump, load
 from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo
 from topology.lint import lint
@@ -179,10 +180,5 @@ READERS: tuple[Target, ...] = (
 
 
 def all_targets() -> tuple[Target, ...]:
-    """Return every target, those of model directories included."""
-    more: tuple[Target, ...] = ()
-    if importlib.util.find_spec("tests.fuzz.model_targets") is not None:
-        from tests.fuzz.model_targets import MODEL_READERS
-
-        more = tuple(MODEL_READERS)
-    return (*READERS, *more, *COMMANDS)
+    """Return every target, those of model directories and of serving included."""
+    return (*READERS, *MODEL_READERS, *SERVING, *COMMANDS)
