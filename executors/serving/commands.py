@@ -50,12 +50,14 @@ def serve(
     from executors.serving.runtime import Runtime
     from executors.serving.server import ScoringServer
     from executors.threads import use_threads
+    from topology.validation import readable
     from zosim.plans import LowBits
 
     if threads is not None:
         use_threads(threads)
     base = load_model(model, dtype=dtype)
-    low_bits = LowBits.model_validate({"weights": weight_format})
+    with readable(f"--weight-format {weight_format}", RunError, model=LowBits):
+        low_bits = LowBits.model_validate({"weights": weight_format})
     ends: Any = getattr(base.config, "eos_token_id", None)
     stop_tokens = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
     runtime = Runtime(base, low_bits=low_bits, stop_tokens=stop_tokens)
