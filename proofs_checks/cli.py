@@ -17,6 +17,7 @@ from zosim.report import Table
 
 if TYPE_CHECKING:
     from proofs_checks.claims import Claim, Verdict
+    from proofs_checks.evidence import Wealth
     from proofs_checks.ledger import Entry
     from proofs_checks.outcomes import Context
 
@@ -62,6 +63,15 @@ def check(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a page to read or print.", show_default=False)
     ] = None,
+    evidence: Annotated[
+        Path | None,
+        typer.Option(
+            "--evidence",
+            help="Run with a seed that nobody chose, add what random samples said to this file, and fail where all its runs together speak "
+            "against a claim.",
+            show_default=False,
+        ),
+    ] = None,
     oracles: Annotated[
         bool, typer.Option("--oracles", help="List the closed forms, with what they take; check nothing.")
     ] = False,
@@ -86,6 +96,10 @@ def check(
 
         emit([described(item) for item in chosen], json=json, text=None if json else _listing(chosen))
         return
+    if evidence is not None:
+        from proofs_checks.evidence import fresh_seed, read_evidence
+
+        seed, earlier = fresh_seed(), read_evidence(evidence)
     context = Context(seed=seed, size="quick" if quick else "full")
     if html is not None and not html.parent.is_dir():
         raise ZosimError(f"there is no directory {html.parent} for --html {html}", hint="make it first")
@@ -94,12 +108,31 @@ def check(
         return
     entries = _run_all(chosen, context, mutate=mutate, wanted=wanted, json=json)
     failed = [entry.claim.name for entry in entries if not entry.passed]
+    if evidence is not None:
+        failed += _weigh(evidence, earlier, entries, json=json)
     if html is not None:
         _write_page(html, [entry for entry in entries if wanted in (None, entry.verdict)], context)
     if not json:
         stdout.print(_summary(entries, failed), markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
+
+
+def _weigh(path: Path, evidence: dict[str, Wealth], entries: list[Entry], *, json: bool) -> list[str]:
+    """Add a run to the evidence of those before, and return claims that all of them together speak against."""
+    from proofs_checks.evidence import ALARM, add_to, write_evidence
+
+    against = add_to(evidence, [entry.judged for entry in entries])
+    write_evidence(path, evidence)
+    if not json and evidence:
+        name, most = max(evidence.items(), key=lambda item: item[1].largest)
+        stdout.print(
+            f"{path}: {len(evidence)} claims, {most.num_runs} runs of {name}, the strongest evidence against any claim: "
+            f"{most.largest:.3g} (alarm at {ALARM:.1g})",
+            markup=False,
+            soft_wrap=True,
+        )
+    return against
 
 
 def _write_page(path: Path, entries: list[Entry], context: Context) -> None:

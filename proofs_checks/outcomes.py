@@ -55,6 +55,11 @@ class Estimate:
     resolution: float
     num_samples: int
 
+    @property
+    def varies(self) -> bool:
+        """Whether the sample varied, so that chance has a say."""
+        return self.resolution > _EXACT
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -88,7 +93,7 @@ class Outcome:
     @property
     def resolution(self) -> float | None:
         """Smallest relative error that a comparison of random samples notices 999 times in 1000; None where there is none."""
-        varying = [estimate.resolution for estimate in self.estimates if estimate.resolution > _EXACT]
+        varying = [estimate.resolution for estimate in self.estimates if estimate.varies]
         return min(varying, default=None)
 
 
