@@ -156,7 +156,7 @@ def check_moves_at_the_ends(_context: Context) -> Outcome:
 
 def check_moves_by_query(context: Context) -> Outcome:
     """Compare mean and variance of shipped updates, rounded once and for each of three queries, with theory."""
-    pieces, count = (19 / 64, -29 / 64, 9 / 64), context.samples(1_000_000, 250_000)
+    pieces, count = (19 / 64, -29 / 64, 9 / 64), context.samples(1_000_000, 380_000)
     chances = Chances([count], _CPU)
 
     def moved(updates: Sequence[float]) -> Tensor:

@@ -97,7 +97,7 @@ class Outcome:
         return min(varying, default=None)
 
 
-_EXACT = 1e-8
+_EXACT = 1e-6
 """Resolution of comparisons of what does not vary."""
 
 
