@@ -16,10 +16,11 @@ from executors.codecs import codec_of, decode
 from executors.codecs.fidelity import received, relative_error
 from executors.randomness.rng import generator_on
 from proofs_checks.claims import Claim, printed
+from proofs_checks.exact import equal
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.cuts import codec_gradient_variance
-from proofs_checks.outcomes import Context, Outcome, worst
-from proofs_checks.statistics import compare_means, compare_two_points
+from proofs_checks.outcomes import Context, Outcome, everything_holds, worst
+from proofs_checks.statistics import compare_means, compare_two_points, fitted_slope
 
 BITS = tuple(range(1, 9))
 GRIDS: tuple[Grid, ...] = ("symmetric", "affine-zero", "affine")
@@ -165,7 +166,7 @@ def check_gradient_noise(context: Context) -> Outcome:
     vary together by, which is nothing.
     """
     outcomes, lines = [], []
-    cut, count = _CutLayer(context.seed), context.samples(60_000, 12_000)
+    cut, count = _CutLayer(context.seed), context.samples(60_000, 8_000)
     for epsilon, bits, shared in itertools.product(EPSILONS, (2, 4, 8), (False, True)):
         plus, minus = cut.at(epsilon), cut.at(-epsilon)
         true = float((plus - minus)[0] @ cut.w) / (2 * epsilon)
@@ -189,6 +190,27 @@ def check_gradient_noise(context: Context) -> Outcome:
         lines.append(f"{how}: deviation {variance**0.5:.3g} of a gradient of {true:.3g}")
     outcome = worst(outcomes)
     return replace(outcome, details=(*outcome.details, *lines))
+
+
+def check_gradient_noise_orders(_context: Context) -> Outcome:
+    """Fit how the deviation that samples are compared with grows as ε falls: as 1/ε, or as 1/√ε with the same numbers."""
+    cut, parts, radii = _CutLayer(0), {}, [1e-6, 1e-5, 1e-4]
+    for numbers, order in (("independent", -1.0), ("shared", -0.5)):
+        deviations = []
+        for epsilon in radii:
+            plus, minus = cut.at(epsilon), cut.at(-epsilon)
+            steps = [float(side.max()) for side in (plus, minus)]
+            variance = codec_gradient_variance(
+                cut.w.tolist(),
+                plus[0].tolist(),
+                minus[0].tolist(),
+                *steps,
+                epsilon,
+                numbers,  # type: ignore[arg-type]
+            )
+            deviations.append(variance**0.5)
+        parts[numbers] = equal(fitted_slope(radii, deviations), order, what="exponent of ε", tolerance=1e-3)
+    return everything_holds(parts)
 
 
 def _gradient_errors(
@@ -390,7 +412,18 @@ CLAIMS = (
         references=(
             "SparQ equation 4 with assumption 5; its lemma 1 bounds a bias that does not depend on the smoothing radius"
         ),
-        checks=(printed(check_gradient_noise, _NEAREST, _SHORT),),
+        checks=(
+            printed(check_gradient_noise, _NEAREST, _SHORT),
+            printed(
+                check_gradient_noise_orders,
+                Mutant(
+                    "what both roundings share counted once",
+                    "proofs_checks.oracles.cuts:codec_gradient_variance",
+                    "- 2 * together",
+                    "- together",
+                ),
+            ),
+        ),
     ),
     Claim(
         name="codec-nearest-blind",

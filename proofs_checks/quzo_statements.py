@@ -785,6 +785,15 @@ def check_one_point(_context: Context) -> Outcome:
         parts[f"larger than with two points, ε = {epsilon:g}"] = exceeds(
             error, 3 * float(slope @ slope), what="against (d + 1)‖∇L‖²", factor=10
         )
+    small = [1e-2, 1e-3, 1e-4]
+    errors = [float(weights @ ((level / e * nodes) ** 2).sum(1)) for e in small]
+    stated = [one_point_error(level, float(slope.norm()), 2, e) for e in small]
+    parts["order"] = equal(
+        [fitted_slope(small, errors), fitted_slope(small, stated)],
+        [-2.0] * 2,
+        what="exponent of ε",
+        tolerance=1e-4,
+    )
     return everything_holds(parts)
 
 

@@ -75,6 +75,18 @@ def check_bias_of_both(_context: Context) -> Outcome:
         parts[f"{name} difference, order"] = equal(
             fitted_slope(radii, biases), 2.0, what="exponent of μ in the bias", tolerance=1e-6
         )
+        z, theta = torch.tensor([0.8, -1.3], dtype=torch.float64), torch.tensor(_AT, dtype=torch.float64)
+        slope, small = float(torch.tensor(own, dtype=torch.float64) @ z), [0.01, 0.005, 0.0025]
+        apart = [
+            abs(float(shipped_estimate(_quartic, theta, z, mu, central=central) @ z / (z @ z)) - slope)
+            for mu in small
+        ]
+        parts[f"{name} difference, order of g itself"] = equal(
+            fitted_slope(small, apart),
+            2.0 if central else 1.0,
+            what="exponent of μ in g - z·∇f",
+            tolerance=0.02,
+        )
     return everything_holds(parts)
 
 
@@ -232,6 +244,18 @@ def check_gradient_gap(_context: Context) -> Outcome:
         parts[f"d = {dimension}"] = at_most(sharp, bound, what="the sharper bound against (15)")
         waves = (1 - math.exp(-(_MU**2) / 2)) * math.sqrt(dimension)
         parts[f"{dimension} sines"] = at_most(waves, bound, what="gap")
+    for name, of, order in (
+        ("(15)", smoothing_bounds, 1.5),
+        ("the sharper bound", sharp_smoothing_bounds, 0.5),
+    ):
+        many = [10.0**k for k in range(8, 12)]
+        sizes = [of(int(d), _MU, 1.0)["gradient"] for d in many]
+        parts[f"{name}, order in d"] = equal(
+            fitted_slope(many, sizes), order, what="exponent", tolerance=1e-6
+        )
+        small = [1e-3, 1e-2, 1e-1]
+        radii = [of(5, mu, 1.0)["gradient"] for mu in small]
+        parts[f"{name}, order in μ"] = equal(fitted_slope(small, radii), 1.0, what="exponent")
     return everything_holds(parts)
 
 

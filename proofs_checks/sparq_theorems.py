@@ -417,6 +417,21 @@ def check_rounded_gap(_context: Context) -> Outcome:
         parts[f"μ = {mu:g}"] = exceeds(
             abs(smoothed - 1.0), smoothing_bounds(1, mu, 1.0)["gradient"], what="|∇f̂_μ - ∇f̂|", factor=10
         )
+    radii = [1e-3, 5e-4, 2.5e-4]
+    u = torch.linspace(-8, 8, 40_001, dtype=torch.float64)
+    weights = torch.exp(-u * u / 2) / math.sqrt(2 * math.pi) * (u[1] - u[0])
+    slopes = [
+        float(
+            sum(
+                w * x * _second_arrived(border + mu * x)
+                for w, x in zip(weights.tolist()[::40], u.tolist()[::40], strict=True)
+            )
+        )
+        * 40
+        / mu
+        for mu in radii
+    ]
+    parts["order"] = equal(fitted_slope(radii, slopes), -1.0, what="exponent of μ in ∇f̂_μ", tolerance=1e-3)
     return everything_holds(parts)
 
 
