@@ -16,7 +16,7 @@ from executors.models.slots import AdapterState, Slots
 from executors.randomness.counter import CounterKey
 from executors.randomness.low_rank import FactorDraws, Window, divisor_of, fill_product
 from executors.steps.arithmetic import Sweeper, projected_gradient
-from proofs_checks.exact import Array, equal, exceeds, is_true, normal_nodes
+from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, normal_nodes
 from proofs_checks.literal import chained, directions, drawn, seed_of
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -232,6 +232,74 @@ def check_shipped_slot_growth(context: Context) -> Outcome:
     return everything_holds(parts)
 
 
+def check_candidate(context: Context) -> Outcome:
+    """Compare (20) out of shipped slots with the sum, and what serves the other slice before, beside and after a candidate bit for bit."""
+    generator = np.random.default_rng(context.seed)
+    slots, parts = Slots(), {}
+    pairs = [(*_pair(generator, rank), factor) for rank, factor in ((2, 0.7), (1, -0.4))]
+    for left, right, factor in pairs:
+        slots.add(torch.from_numpy(left), torch.from_numpy(right), factor)
+    left, right = map(torch.from_numpy, _pair(generator, 2))
+    before = [factor.clone() for factor in slots.joined()]
+    current = sum(factor * a @ b.T for a, b, factor in pairs)
+    for epsilon in (0.25, 1e-3):
+        served = slots.joined((left, right, epsilon))
+        parts[f"the candidate, ε = {epsilon:g}"] = equal(
+            served[0] @ served[1].T,
+            torch.from_numpy(current + epsilon * (left @ right.T).numpy()),
+            what="(20)",
+        )
+        unlike = sum(not torch.equal(a, b) for a, b in zip(before, slots.joined(), strict=True))
+        parts[f"the other slice, ε = {epsilon:g}"] = is_true(
+            unlike == 0, what="no bit of the current adapter differs"
+        )
+    for _ in range(2):
+        slots.add(left, right, 0.125)
+    promoted = slots.joined()
+    parts["promoted"] = equal(
+        promoted[0] @ promoted[1].T, torch.from_numpy(current + 0.25 * (left @ right.T).numpy()), what="ΔW"
+    )
+    return everything_holds(parts)
+
+
+def check_compacted(context: Context) -> Outcome:
+    """Compare compacted slots with the nearest matrix of their rank, and what they say was lost with what was."""
+    generator = np.random.default_rng(context.seed)
+    parts = {}
+    for rank in (1, 3, 6):
+        slots, whole = Slots(), np.zeros((_ROWS, _COLUMNS))
+        for turn in range(3):
+            for _ in range(5 if turn == 0 else 2):
+                left, right = _pair(generator, 2)
+                slots.add(torch.from_numpy(left), torch.from_numpy(right), 0.5)
+                whole += 0.5 * left @ right.T
+            left, right = (factor.numpy() for factor in slots.joined())
+            values = np.linalg.svd(left @ right.T, compute_uv=False)
+            held = left @ right.T
+            slots.compact(rank)
+            left, right = (factor.numpy() for factor in slots.joined())
+            parts[f"rank {rank}, turn {turn}"] = equal(
+                float(np.linalg.norm(held - left @ right.T)),
+                float(np.linalg.norm(values[rank:])),
+                what="distance against the values left out",
+            )
+            parts[f"rank {rank}, turn {turn}, columns"] = equal(float(slots.rank), float(rank), what="rank")
+            parts[f"rank {rank}, turn {turn}, evenly"] = equal(
+                np.linalg.norm(left, axis=0),
+                np.linalg.norm(right, axis=0),
+                what="sizes of columns on both sides",
+            )
+            parts[f"rank {rank}, turn {turn}, lost"] = at_most(
+                float(np.linalg.norm(whole - left @ right.T)),
+                slots.lost,
+                what="distance to all that was added",
+            )
+        parts[f"rank {rank}, norm"] = equal(
+            slots.norm(), float(np.linalg.norm(left @ right.T)), what="Frobenius norm"
+        )
+    return everything_holds(parts)
+
+
 # -- faults ------------------------------------------------------------------------------------------------------
 
 _WALKED, _ADD = "executors.randomness.low_rank:FactorDraws.walked", "executors.models.slots:Slots.add"
@@ -276,6 +344,23 @@ BY_ROOT_OFF = Mutant(
 PROBE_SIGN = Mutant("a probe without its sign", _JOINED, "* scale)", "* abs(scale))")
 PROBE_TWICE = Mutant(
     "a probe scaled on both sides", _JOINED, "rights.append(right)", "rights.append(right * scale)"
+)
+PROBE_STAYS = Mutant(
+    "a probe that is not taken back",
+    _JOINED,
+    "list(self.lefts), list(self.rights)",
+    "self.lefts, self.rights",
+)
+_COMPACT = "executors.models.slots:Slots.compact"
+FEWER_VALUES = Mutant(
+    "one value fewer than the rank",
+    _COMPACT,
+    "root = values[:rank].sqrt()",
+    "root = values[:rank].sqrt() * (torch.arange(rank) < max(1, rank - 1))",
+)
+LOST_NOT = Mutant("losses that are not added up", _COMPACT, "self.lost += ", "self.lost = ")
+UNEVEN_ROOTS = Mutant(
+    "values on one side alone", _COMPACT, "outer[:, :rank] * root)", "outer[:, :rank] * root * root)"
 )
 NARROW_SUM = Mutant(
     "left factors added up in their own format",

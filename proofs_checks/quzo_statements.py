@@ -35,7 +35,7 @@ from proofs_checks.exact import (
     normal_nodes,
     sign_nodes,
 )
-from proofs_checks.executed import Case, differences
+from proofs_checks.executed import Case, against_literal, differences
 from proofs_checks.mutation import Mutant
 from proofs_checks.oracles.statements import one_point_error, query_error
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -765,6 +765,13 @@ def check_direction_of_each(_context: Context) -> Outcome:
     return equal(last / len(slopes), whole, what="E[(Σg_k/K)·z_K]", tolerance=1e-6)
 
 
+def check_full_precision_update(context: Context) -> Outcome:
+    """Compare steps of three queries at rates that change with a literal loop, bit for bit, for both differences."""
+    return against_literal(
+        [Case(num_queries=3), Case(num_queries=3, difference="forward", perturbation="copies")], context.seed
+    )
+
+
 def check_one_point(_context: Context) -> Outcome:
     """Compare mean and squared error of the one-point estimator with those of two points: the loss's own size is noise."""
     level = 3.0
@@ -886,7 +893,21 @@ _WHOLE_RATE = Mutant(
     "",
 )
 
+_SUMMED = Mutant(
+    "queries summed, not averaged", "executors.steps.ops.sweep:Sweeps.update", "/ self.num_queries", "/ 1"
+)
+
 CLAIMS = (
+    Claim(
+        name="quzo-full-precision-update",
+        paper="quzo",
+        where=("Eq. 11",),
+        quotation="in full-precision ZO-SGD, the gradient is computed in (1), and the model parameters are updated as w_{t+1} = w_t - η_t·∇L̂(w_t)",
+        statement="Steps at rates η_t that change subtract η_t times the mean over queries of g·u, all evaluated at w_t: bit for bit what a literal loop makes.",
+        hypotheses="three queries, both differences, float32; a tiny language model through the shipped executor",
+        checks=(printed(check_full_precision_update, _SUMMED),),
+        derivation="quzo-updates.md",
+    ),
     Claim(
         name="quzo-unit-variance-is-not-enough",
         paper="quzo",

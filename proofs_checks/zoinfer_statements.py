@@ -73,6 +73,25 @@ def check_same_estimator(context: Context) -> Outcome:
     return everything_holds(parts)
 
 
+def check_two_points(_context: Context) -> Outcome:
+    """Compare ``c`` of (2) at the shipped points with ``z·∇L``: exactly for a quadratic, of order ε² for a sine; and the step it makes."""
+    z, theta = (torch.tensor(values, dtype=torch.float64) for values in ([0.8, -1.3, 0.4], [0.3, -0.7, 1.1]))
+    bend, parts, radii = torch.tensor([1.5, 0.5, 2.0], dtype=torch.float64), {}, [0.2, 0.1, 0.05]
+    for epsilon in radii:
+        shipped = shipped_estimate(lambda x: (bend * x * x).sum() / 2, theta, z, epsilon, central=True)
+        parts[f"quadratic, ε = {epsilon:g}"] = equal(shipped, float(z @ (bend * theta)) * z, what="c·z")
+    apart = [
+        float(
+            (
+                shipped_estimate(lambda x: x.sin().sum(), theta, z, e, central=True) - (z @ theta.cos()) * z
+            ).norm()
+        )
+        for e in radii
+    ]
+    parts["sine, order"] = equal(fitted_slope(radii, apart), 2.0, what="exponent of ε", tolerance=0.02)
+    return everything_holds(parts)
+
+
 def _factor_nodes(rank: int) -> tuple[Array, Array, Array]:
     """Return nodes for 2 × r and 3 × r factors of normals, and weights; exact to degree 5 in each number."""
     nodes, weights = normal_nodes((_ROWS + _COLUMNS) * rank, 3)
@@ -483,6 +502,47 @@ _DIFFERENCE = Mutant(
 )
 
 CLAIMS = (
+    Claim(
+        name="zoinfer-two-points",
+        paper="zoinfer",
+        where=("Eq. 1", "Eq. 2", "Sec. 2"),
+        quotation="L₊ = L(θ + εz), L₋ = L(θ - εz), ... c = (L₊ - L₋)/2ε. ... for example θ ← θ - ηcz.",
+        statement="c is z·∇L at any ε for quadratics, and up to an error of order ε² for smooth losses; the shipped points, difference and update make cz of it.",
+        hypotheses="three parameters, one z; quadratic and sine",
+        checks=(
+            printed(
+                check_two_points,
+                _DIFFERENCE,
+                Mutant(
+                    "a step against the sign of c",
+                    "executors.steps.arithmetic:projected_gradient",
+                    "loss_plus - loss_other",
+                    "loss_other - loss_plus",
+                ),
+            ),
+        ),
+        derivation="zo2-estimator.md",
+    ),
+    Claim(
+        name="zoinfer-candidate-beside-the-current",
+        paper="zoinfer",
+        where=("Eq. 20", "Sec. 7"),
+        quotation="A small traffic slice could be served by a candidate adapter, W₀ + ΔW_current + εΔW_candidate, while another slice uses the current adapter. ... reversible adapter states",
+        statement="A candidate is one more slot: joined beside the current slots it is the sum of (20); what serves the other slice keeps its bits while the candidate is there and after it has gone; promoted, it is the update of that size.",
+        hypotheses="shipped slots in float64, ranks 1 to 2",
+        checks=(printed(lazy.check_candidate, lazy.PROBE_TWICE, lazy.PROBE_STAYS, lazy.RATE_OFF),),
+        derivation="zoinfer-slots.md#a-candidate",
+    ),
+    Claim(
+        name="compacted-slots-are-nearest",
+        paper="zosim",
+        where=("executors.models.slots",),
+        quotation="Compacting leaves the nearest matrix of a rank, and says what it left out.",
+        statement="What is left has the given rank and is as far from the sum of slots as the singular values left out (Eckart and Young), and `lost` is at least the distance to the sum of all that was ever added, through several compactions.",
+        hypotheses="float64, 7 × 9, three to five slots of rank 2, ranks 1 to 6; NumPy's singular values",
+        checks=(printed(lazy.check_compacted, lazy.FEWER_VALUES, lazy.LOST_NOT, lazy.UNEVEN_ROOTS),),
+        derivation="zoinfer-slots.md#compaction",
+    ),
     Claim(
         name="zoinfer-low-rank-estimator",
         paper="zoinfer",
