@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -195,18 +196,22 @@ def check_gradient_noise(context: Context) -> Outcome:
 def check_gradient_noise_orders(_context: Context) -> Outcome:
     """Fit how the deviation that samples are compared with grows as ε falls: as 1/ε, or as 1/√ε with the same numbers."""
     cut, parts, radii = _CutLayer(0), {}, [1e-6, 1e-5, 1e-4]
-    for numbers, order in (("independent", -1.0), ("shared", -0.5)):
+    cases: tuple[tuple[Literal["independent", "shared"], float], ...] = (
+        ("independent", -1.0),
+        ("shared", -0.5),
+    )
+    for numbers, order in cases:
         deviations = []
         for epsilon in radii:
-            plus, minus = cut.at(epsilon), cut.at(-epsilon)
-            steps = [float(side.max()) for side in (plus, minus)]
+            plus, minus = cut.at(epsilon)[0], cut.at(-epsilon)[0]
             variance = codec_gradient_variance(
                 cut.w.tolist(),
-                plus[0].tolist(),
-                minus[0].tolist(),
-                *steps,
-                epsilon,
-                numbers,  # type: ignore[arg-type]
+                plus.tolist(),
+                minus.tolist(),
+                step_plus=float(plus.max()),
+                step_minus=float(minus.max()),
+                epsilon=epsilon,
+                random_numbers=numbers,
             )
             deviations.append(variance**0.5)
         parts[numbers] = equal(fitted_slope(radii, deviations), order, what="exponent of ε", tolerance=1e-3)

@@ -237,8 +237,8 @@ def check_candidate(context: Context) -> Outcome:
     generator = np.random.default_rng(context.seed)
     slots, parts = Slots(), {}
     pairs = [(*_pair(generator, rank), factor) for rank, factor in ((2, 0.7), (1, -0.4))]
-    for left, right, factor in pairs:
-        slots.add(torch.from_numpy(left), torch.from_numpy(right), factor)
+    for a, b, factor in pairs:
+        slots.add(torch.from_numpy(a), torch.from_numpy(b), factor)
     left, right = map(torch.from_numpy, _pair(generator, 2))
     before = [factor.clone() for factor in slots.joined()]
     current = sum(factor * a @ b.T for a, b, factor in pairs)
@@ -249,7 +249,7 @@ def check_candidate(context: Context) -> Outcome:
             torch.from_numpy(current + epsilon * (left @ right.T).numpy()),
             what="(20)",
         )
-        unlike = sum(not torch.equal(a, b) for a, b in zip(before, slots.joined(), strict=True))
+        unlike = sum(not torch.equal(held, now) for held, now in zip(before, slots.joined(), strict=True))
         parts[f"the other slice, ε = {epsilon:g}"] = is_true(
             unlike == 0, what="no bit of the current adapter differs"
         )
