@@ -214,7 +214,9 @@ def check_gradient_noise_orders(_context: Context) -> Outcome:
                 random_numbers=numbers,
             )
             deviations.append(variance**0.5)
-        parts[numbers] = equal(fitted_slope(radii, deviations), order, what="exponent of ε", tolerance=1e-3)
+        parts[str(numbers)] = equal(
+            fitted_slope(radii, deviations), order, what="exponent of ε", tolerance=1e-3
+        )
     return everything_holds(parts)
 
 
