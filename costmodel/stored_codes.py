@@ -82,7 +82,7 @@ def stored_codes(config: Mapping[str, Any], source: str) -> StoredCodes | None:
     where = f"{source}: quantization_config"
     readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq}
     method = said.get("quant_method") if isinstance(said, Mapping) else None
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         _refuse(
             where,
             f"quant_method {method!r:.40} is none that is read",

@@ -10,6 +10,7 @@ from costmodel import read_model_spec
 from costmodel.datasheet import datasheet_profile
 from costmodel.prices import shipped_prices
 from topology.documents import load_preset
+from topology.errors import PlanError
 from zosim.applications.buying.machine import Job
 from zosim.applications.buying.offers import BuyerLimits, Market
 from zosim.instructions import Stream
@@ -88,3 +89,26 @@ def test_a_machine_too_small_for_half_precision_is_an_offer_in_few_bits():
     )
     assert not refused[0]
     assert coded([offered[0][0].machine.best.plan]) <= {"int8", "int4"}
+
+
+def test_e4m3_products_are_planned_where_a_data_sheet_has_them():
+    float8 = {"weights": "float8_e4m3", "activations": "float8-token", "direction_bits": 5}
+    with pytest.raises(PlanError, match="has no product of e4m3 matrices"):
+        request("opt-1.3b", fixed={"low_bits": float8})
+    replaced = request("opt-1.3b", fixed={"low_bits": float8 | {"fallback": True}})
+    assert replaced.fixed["low_bits"]["kernel"] == "dequantise"
+    h200 = load_preset("h200-1x")
+    profile = datasheet_profile(h200, h200.compute_devices[0].id)
+    hopper = Request(
+        model=read_model_spec("opt-1.3b"),
+        topology=h200,
+        hardware="h200-1x",
+        device=h200.compute_devices[0].id,
+        profile=profile,
+        batch=1,
+        seq=128,
+        fixed={"low_bits": float8},
+    )
+    plan = choose(hopper).chosen.plan
+    kinds = {product.format for instruction in lower(plan).step for product in instruction.work.matmuls}
+    assert (plan.low_bits.product, "float8_e4m3" in kinds) == ("scaled_mm", True)

@@ -14,7 +14,7 @@ from topology.graph import Topology
 from topology.validation import readable
 from zosim.hardware.profiles import Profiles
 from zosim.planning.cuts import Cutting
-from zosim.plans import ANY, AXES, Axis, Mesh, Placement
+from zosim.plans import ANY, AXES, Axis, LowBits, Mesh, Placement
 
 Method = Literal["auto", "mezo", "zo2", "pertp", "ddp", "2d", "sparq"]
 Blocks = Literal["resident", "offloaded"]
@@ -83,6 +83,7 @@ class Request:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fixed", with_stored_codes(self.fixed, self.model))
+        self._refuse_missing_kernel()
         if self.mesh is not None and not self.admits(self.mesh):
             shape = self.mesh.describe() or "one rank"
             raise PlanError(
@@ -97,6 +98,24 @@ class Request:
             )
         if self.max_ranks < 1:
             raise PlanError(f"--ranks {self.max_ranks} leaves no device", hint="use at least 1")
+
+    def _refuse_missing_kernel(self) -> None:
+        """Refuse products of e4m3 matrices on a GPU whose data sheet has none, or count on others where that is allowed.
+
+        Raises
+        ------
+        PlanError
+        """
+        low_bits, spec = self.axis(LowBits), self.topology.device_spec(self.device)
+        if low_bits.product != "scaled_mm" or spec.kind != "gpu" or "fp8" in spec.peak_dense:
+            return
+        if not low_bits.may_dequantise:
+            raise PlanError(
+                f"{spec.name} has no product of e4m3 matrices (its data sheet states no peak of fp8)",
+                hint="use --kernel dequantise, or --activation-format int8-token with an integer format",
+            )
+        fixed = {**self.fixed, "low_bits": {**self.fixed.get("low_bits", {}), "kernel": "dequantise"}}
+        object.__setattr__(self, "fixed", fixed)
 
     def axis(self, kind: type[AnyAxis]) -> AnyAxis:
         """Return an axis with the fields that are fixed, and defaults.
