@@ -197,7 +197,7 @@ class Coded:
         """Take scales and codes, and return the sum of the squared errors."""
         error = 0.0
         for rows in self._pieces(self.shape[0], all_rows=self.coding.scales == "tensor"):
-            part = weights[rows].to(torch.float32)
+            part = weights[rows].to(self.device, torch.float32)
             inliers, places = self._without_outliers(part, rows)
             self._fit(inliers, rows)
             if self.coding.fit == "least-error":

@@ -339,3 +339,22 @@ def test_uses_of_a_byte_conflict_unless_one_is_known():
 def test_two_devices_in_one_kernel_are_refused():
     with simulated(), pytest.raises(RuntimeError, match="at least two devices"):
         torch.ones(2, device="cuda") + torch.ones(2)
+
+
+CODES = {
+    "int4": {"weights": "int4", "scales": "group", "group_elements": 16},
+    "W8A8": {"weights": "int8", "activations": "int8-token"},
+    "e4m3": {"weights": "float8_e4m3", "activations": "float8-token", "direction_bits": 5},
+}
+
+
+@pytest.mark.parametrize("codes", CODES.values(), ids=CODES)
+def test_codes_are_multiplied_on_the_device_in_any_format(codes):
+    """Offloaded codes cross the bus as they are; each kernel is that which the plan counts on."""
+    axes = {"low_bits": codes, "directions": {"rng": "counter"}}
+    device, numbers = trained({**OFFLOADED, **axes}, shape="opt-untied")
+    assert device.findings == []
+    _, resident = trained(axes, shape="opt-untied")
+    for some, others in zip(numbers, resident, strict=True):
+        # Weights are made of codes wherever there is room: a product's last bit depends on where; over 2ε it is 2.4e-4.
+        assert some == pytest.approx(others, abs=1e-3)
