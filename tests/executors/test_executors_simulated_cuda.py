@@ -14,7 +14,7 @@ from proofs_checks.mutation import Mutant
 from proofs_checks.ranks import on_all_ranks
 from tests.support import distributed, staged
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
-from tests.support.distributed import OFFLOADED, SHARED, SLICED
+from tests.support.distributed import FOURS, OFFLOADED, PAIRS, SHARED, SLICED
 from tests.support.reference_mezo import LiteralMezo, differing
 from tests.support.simulated_cuda import seen_by, simulated
 from tests.support.simulated_cuda.clocks import Shadow, Use
@@ -113,14 +113,15 @@ def test_the_literal_loop_on_the_device_finds_the_same_bits(placement, dtype):
 def trained_in(plan, case, model, **options):
     """Return projected gradients and a digest of the weights of three steps of a case."""
     lines = distributed.lines_for(case, 3)
-    with Session(plan, model, learning_rate=1e-2, device="cuda:0", **options) as session:
+    with Session(plan, model, learning_rate=1e-2, weight_decay=0.1, device="cuda:0", **options) as session:
         return [session.step(batch).projected_gradients for batch in lines], session.digest()
 
 
-def both_ranks(device, case):
-    """Return what two ranks on one device find."""
+def all_ranks(device, case):
+    """Return what all ranks of a case find on one device."""
     plan = distributed.plan_for(case)
-    models = [model_of("opt") for _ in range(2)]  # here: all threads draw from one generator
+    # Made here: all threads draw from one generator.
+    models = [distributed.model_for(case) for _ in range(plan.placement.world_size)]
 
     def rank(number, communicator):
         with seen_by(device):
@@ -129,13 +130,19 @@ def both_ranks(device, case):
     return on_all_ranks(plan, rank)
 
 
-@pytest.mark.parametrize("case", SEVERAL.values(), ids=SEVERAL)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name) for name, case in SEVERAL.items()]
+    + [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in (PAIRS | FOURS).items()],
+)
 def test_ranks_on_one_device_find_what_a_rank_alone_does(case):
+    shards = case["mesh"].get("data", 1)
     with simulated() as device:
-        both, plan = both_ranks(device, case), distributed.plan_for(case, alone=True)
-        shards = case["mesh"].get("data", 1)
-        expected = trained_in(plan, case, model_of("opt"), num_micro_batches=shards)
-    assert both[0] == both[1] == expected
+        ranks = all_ranks(device, case)
+        if case.get("batch", 4) % shards == 0:
+            alone = distributed.plan_for(case, alone=True)
+            ranks.append(trained_in(alone, case, distributed.model_for(case), num_micro_batches=shards))
+    assert all(rank == ranks[0] for rank in ranks)
     assert device.findings == []
 
 
@@ -235,7 +242,7 @@ def test_a_fault_in_streams_events_or_buffers_is_found(fault):
     placement, *where = FAULTS[fault]
     with Mutant(fault, *where).apply(), simulated() as device:
         if placement in SEVERAL:
-            both_ranks(device, SEVERAL[placement])
+            all_ranks(device, SEVERAL[placement])
         else:
             model = model_of("opt-untied" if placement == "edges" else "opt", num_hidden_layers=2)
             plan = plan_of(model, **(PLACEMENTS | {"edges": UNTIED})[placement])

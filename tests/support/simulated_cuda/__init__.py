@@ -90,16 +90,24 @@ def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
             if hasattr(owner, name):
                 yield owner, name, _draws(device, getattr(owner, name))
 
-    def generator(device: Any = "cpu") -> Any:
-        return Generator() if torch.device(device).type == "cuda" else real_generator(device)
-
     real_generator = torch.Generator
+
+    class Either(type):
+        def __call__(cls, device: Any = "cpu") -> Any:
+            return Generator() if torch.device(device).type == "cuda" else real_generator(device)
+
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, Generator | real_generator)
+
+    class EitherGenerator(metaclass=Either):
+        """The host's or the device's."""
+
     for module in list(sys.modules.values()):
         if (
             getattr(module, "__name__", "").startswith("executors.")
             and vars(module).get("Generator") is real_generator
         ):
-            yield module, "Generator", generator
+            yield module, "Generator", EitherGenerator
     yield from _threads(device)
     yield from _meetings(device)
 
