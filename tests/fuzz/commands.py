@@ -189,7 +189,7 @@ def _no_demo() -> None:
 def _no_claims() -> None:
     import proofs_checks.cli
 
-    proofs_checks.cli._run_all = _refuse  # type: ignore[assignment]
+    proofs_checks.cli._run_all = proofs_checks.cli._try_matrix = _refuse  # type: ignore[assignment]
 
 
 def _no_measuring() -> None:

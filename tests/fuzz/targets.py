@@ -6,6 +6,7 @@ Commands are in :mod:`tests.fuzz.commands`; readers of model directories, tokeni
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
@@ -18,6 +19,7 @@ from executors.runs.history import read_history
 from executors.runs.jsonlines import read_lines
 from executors.runs.programs import recorded_programs
 from executors.runs.runlog import read_header
+from proofs_checks.oracles import evaluate, oracles
 from studies.published.fitted_profile import load_published_profile
 from studies.published.rows import read_rows
 from tests.fuzz import seeds
@@ -27,8 +29,10 @@ from tests.fuzz.model_targets import MODEL_READERS
 from tests.fuzz.mutations import mutated, resigned
 from tests.fuzz.serving import SERVING
 from topology.documents import dump, load
+from topology.errors import ZosimError
 from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo
 from topology.lint import lint
+from topology.reading import parse_json
 from zosim.applications.evidence.file import Evidence
 from zosim.applications.traffic.command import _read, read_scenario, scenario_on
 from zosim.planning.cuts import read_densities
@@ -122,7 +126,26 @@ def _smi(path: Path) -> None:
     from_nvidia_smi_topo(path.read_text("utf-8", "replace"), gpu="a100-sxm4-80gb", memory="512 GiB")
 
 
+def _oracles() -> list[Case]:
+    """Every closed form, with a value of each of its parameters' types."""
+    values = {"int": 3, "float": 0.5, "list[float]": [0.5, -0.25], "bool": True}
+    cases = []
+    for item in oracles().values():
+        kinds = {name: kind.partition(" = ")[0] for name, kind in item.parameters.items()}
+        parameters = {
+            name: values.get(kind, kind.split(" | ", maxsplit=1)[0]) for name, kind in kinds.items()
+        }
+        cases.append(Case({"params.json": json.dumps(parameters).encode()}, (item.name,)))
+    return cases
+
+
+def _evaluated(case: Case, folder: Path) -> None:
+    text = (folder / "params.json").read_text("utf-8", "replace")
+    json.dumps(evaluate(case.argv[0], parse_json(text, "--params is no JSON", ZosimError)), allow_nan=False)
+
+
 READERS: tuple[Target, ...] = (
+    Target("oracle", _oracles, _evaluated, mutated, 20),
     reader("topology", "machine.yaml", seeds.topologies, _topology, quick=15),
     reader("hwloc", "machine.xml", _fixtures("hwloc_workstation.xml"), from_hwloc_xml),
     reader("nccl", "machine.xml", _fixtures("nccl_a100x4.xml", "nccl_vm_h100x2.xml"), from_nccl_xml),
