@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -298,8 +299,10 @@ MODELS = {"data": [{"id": "base"}]}
         ({"choices": [{"index": 0, "logprobs": {"token_logprobs": [None, -1.0]}}]}, "scored 2 tokens of 3"),
         ({"choices": [{"index": 0, "logprobs": {"token_logprobs": [None, -1.0, None]}}]}, "not finite"),
         ({"choices": [{"index": 0}]}, "no engine of this protocol"),
+        (b'{"choices": [{"index": Infinity}]}', "no engine of this protocol"),
+        (b"[" * 9000, "no engine of this protocol"),
     ],
-    ids=["page", "none", "fewer", "nan", "no-scores"],
+    ids=["page", "none", "fewer", "nan", "no-scores", "infinity", "deep"],
 )
 def test_answers_that_cannot_be_are_refused_in_words(completion, complaint):
     with (
@@ -333,8 +336,39 @@ def test_engines_that_are_gone_late_or_others_are_named():
         pytest.raises(ModelError, match=r"refused /v1/load_lora_adapter \(404\): no such route"),
     ):
         RemoteEngine(other.url).load("x", Path("adapters"))
-    with pytest.raises(RunError, match="no address"):
-        RemoteEngine("ftp://somewhere")
+    for url in ("ftp://somewhere", "http://[", "http://here:99999", "http://here:x"):
+        with pytest.raises(RunError, match="no address"):
+            RemoteEngine(url)
+        with pytest.raises(RunError, match=r"is no address|not on this machine"):
+            reward_named(url, 1.0)
+    with pytest.raises(RunError, match="cannot be reached"):
+        RemoteEngine("http://127.0.0.1:1/\u00e9")
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({}, b"{}", 403),
+        ({"Content-Type": "text/plain"}, b"{}", 403),
+        ({"Content-Type": "application/json", "Host": "page.example"}, b"{}", 403),
+        ({"Content-Type": "application/json", "Host": "["}, b"{}", 403),
+        ({"Content-Type": "application/json", "Host": "localhost:1"}, b"[" * 9000, 400),
+        ({"Content-Type": "application/json"}, b"\xff", 400),
+        ({"Content-Type": "application/json"}, b'{"lora_name": "a", "lora_path": "\\u0000"}', 400),
+    ],
+    ids=["form", "text", "other-name", "no-name", "deep", "no-text", "no-path"],
+)
+def test_a_server_answers_programs_of_this_machine_and_no_pages(headers, body, status):
+    """A page in the user's browser can send forms and text anywhere, and by a name of its own, which leads here."""
+    with ScoringServer(Runtime(base()), "base") as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        connection = HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
+        connection.request("POST", "/v1/load_lora_adapter", body, headers)
+        response = connection.getresponse()
+        assert response.status == status
+        assert json.loads(response.read())["error"]["message"]
+        connection.close()
+        server.shutdown()
 
 
 def test_live_requests_go_before_probes():

@@ -46,6 +46,8 @@ def poisson(rate_per_s: float, duration_s: float, seed: int, *, burst: float = 1
     if rate_per_s * duration_s > _LARGEST:
         message = f"{rate_per_s * duration_s:.3g} requests are more than the {_LARGEST} that are simulated"
         raise TrafficError(message, hint="shorten --duration")
+    if burst > _LARGEST:
+        raise TrafficError(f"bursts of {burst:g} requests are more than the {_LARGEST} that are simulated")
     random = np.random.default_rng(seed)
     num = int(random.poisson(rate_per_s * duration_s / burst))
     starts = np.sort(random.uniform(0, duration_s, num))
