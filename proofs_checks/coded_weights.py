@@ -6,21 +6,23 @@ Chances are handed to the shipped update in even steps, so that a mean over them
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from costmodel.formats import CodeFormat
 from costmodel.low_bits import Coding
 from costmodel.roundings import RoundedDirection
 from executors.low_bits.coded import Coded, Moved
+from executors.low_bits.grids import grid_of
 from executors.low_bits.linear import Beside, CodedLinear, code_linears
 from executors.randomness.counter import CounterKey
 from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
 from executors.threads import DrawThreads
-from proofs_checks.exact import equal, exceeds, is_true
+from proofs_checks.exact import at_most, equal, exceeds, is_true
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.statistics import compare_means
@@ -68,6 +70,72 @@ def moves(
     along = torch.tensor(direction, dtype=torch.float32).expand(before.shape).contiguous()
     coded.move(along, factor, lambda begin, end: chances[begin:end].clone(), counted=counted)
     return levels_of(coded) - before
+
+
+FLOATS: Mapping[CodeFormat, tuple[int, int, int]] = {
+    "float8_e4m3": (4, 3, 0x7E),
+    "float8_e5m2": (5, 2, 0x7B),
+    "float4_e2m1": (2, 1, 0x7),
+}
+"""Bits of exponent and mantissa, and the code of the largest number, by format."""
+
+
+def literal_levels(name: CodeFormat) -> list[float]:
+    """Return what codes stand for, in ascending order: two's complement, or sign, exponent and mantissa with subnormal numbers."""
+    if name not in FLOATS:
+        highest = 2 ** (int(name.removeprefix("int")) - 1) - 1
+        return [float(code) for code in range(-highest, highest + 1)]
+    exponent_bits, mantissa_bits, largest = FLOATS[name]
+    bias, values = 2 ** (exponent_bits - 1) - 1, []
+    for code in range(largest + 1):
+        exponent, mantissa = divmod(code, 2**mantissa_bits)
+        part = mantissa / 2**mantissa_bits
+        values.append(2.0 ** (exponent - bias) * (1 + part) if exponent else 2.0 ** (1 - bias) * part)
+    return sorted({*values, *(-value for value in values)})
+
+
+def check_grids(context: Context) -> Outcome:
+    """Compare roundings of every format with a list of its values: the nearest, both neighbours on average, their variance, bytes and back."""
+    generator, parts = np.random.default_rng(context.seed), {}
+    for name in (*(f"int{bits}" for bits in range(2, 9)), *FLOATS):
+        levels = np.array(literal_levels(name), dtype=np.float64)  # type: ignore[arg-type]
+        grid = grid_of(name)
+        high = levels[-1]
+        between = (levels[:-1] + levels[1:]) / 2
+        numbers = np.concatenate(
+            [levels, between[::3], generator.normal(size=60) * high / 3, [1.4 * high, -2 * high]]
+        )
+        clamped = numbers.clip(-high, high)
+        above = np.searchsorted(levels, clamped).clip(1, len(levels) - 1)
+        low, up = levels[above - 1], levels[above]
+        given = torch.from_numpy(numbers)
+        steps = ((torch.arange(_NUM_CHANCES, dtype=torch.float64) + 0.5) / _NUM_CHANCES)[:, None]
+        chances = steps.expand(-1, len(numbers))
+        drawn = grid.at_random(given.expand(_NUM_CHANCES, -1).clone(), chances).double().numpy()
+        far = np.abs(drawn - clamped)[np.abs(drawn - low) * np.abs(drawn - up) > 0]
+        gap = up - low
+        parts[f"{name}, neighbours"] = is_true(
+            not far.size, what="no number between or beyond two neighbours"
+        )
+        off = np.abs(drawn.mean(0) - clamped) / gap
+        parts[f"{name}, mean"] = at_most(float(off.max()), 0.5 / _NUM_CHANCES, what="of a step", slack=1e-6)
+        stated = grid.variance(given).double().numpy()
+        parts[f"{name}, variance"] = equal(
+            stated / gap**2, (clamped - low) * (up - clamped) / gap**2, what="of a step"
+        )
+        nearest = grid.nearest(given.clone()).double()
+        wanted = np.where(clamped - low < up - clamped, low, up)
+        ties = np.isclose(clamped - low, up - clamped, rtol=1e-12)
+        parts[f"{name}, nearest"] = is_true(
+            bool((nearest.numpy() == wanted)[~ties].all())
+            and bool(np.isin(nearest.numpy()[ties], levels).all()),
+            what=f"of {len(numbers)} numbers",
+        )
+        again = grid.values(grid.symbols(torch.from_numpy(levels).float())).double()
+        parts[f"{name}, bytes and back"] = equal(
+            again, torch.from_numpy(levels), what="values", tolerance=0.0
+        )
+    return everything_holds(parts)
 
 
 def _between(chances: Tensor, begin: int, end: int) -> Tensor:

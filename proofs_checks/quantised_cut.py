@@ -241,7 +241,7 @@ def check_radius(context: Context) -> Outcome:
     Rounding to the nearest leaves nothing to chance: its mean over normals is summed on a fine grid. Rounding at random is sampled.
     """
     outcomes: dict[str, Outcome] = {}
-    count = context.samples(1_000_000, 200_000)
+    count = context.samples(1_000_000, 500_000)
     u = torch.linspace(-9, 9, 180_001, dtype=torch.float64)
     weights = torch.exp(-u * u / 2) * (u[1] - u[0]) / math.sqrt(2 * math.pi)
     for number, (radius, place) in enumerate(itertools.product(_RADII, _PLACES)):

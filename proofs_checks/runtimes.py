@@ -7,6 +7,7 @@ their description, in :mod:`proofs_checks.literal` or here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +21,18 @@ from proofs_checks import coded_weights as coded
 from proofs_checks.claims import Claim, printed
 from proofs_checks.exact import Array, at_most, equal, exceeds
 from proofs_checks.executed import learning_rate
-from proofs_checks.literal import Batch, LiteralRun, block_seed, chained, drawn, language_model_loss, seed_of
+from proofs_checks.literal import (
+    Batch,
+    LiteralRun,
+    block_seed,
+    chained,
+    directions,
+    language_model_loss,
+    seed_of,
+)
 from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.placements import tiny_batches, tiny_model, tiny_plan
+from proofs_checks.placements import OFFLOADED, tiny_batches, tiny_model, tiny_plan
 from zosim.plans import Directions, Estimator, LowBits, Weights
 
 _EPSILON, _DECAY, _NUM_QUERIES, _NUM_STEPS = 1e-2, 0.1, 2, 3
@@ -51,8 +60,8 @@ def second_moment() -> float:
 class CodedRun:
     """QuZO with int8 weights, a scale for each output, on a whole model whose weights are made of the codes."""
 
-    def __init__(self, model: nn.Module, seed: int, estimator: str, names: set[str]) -> None:
-        self.model, self.seed, self.estimator = model, seed, estimator
+    def __init__(self, model: nn.Module, seed: int, estimator: str, rng: str, names: set[str]) -> None:
+        self.model, self.seed, self.estimator, self.rng = model, seed, estimator, rng
         self.plain = {n: p.detach().numpy().copy() for n, p in model.named_parameters() if n not in names}
         self.scales: dict[str, Array] = {}
         self.codes: dict[str, Array] = {}
@@ -81,11 +90,18 @@ class CodedRun:
 
     def direction(self, step: int, query: int, purpose: str) -> dict[str, Array]:
         """Return codes of a direction, by parameter."""
-        generator = torch.Generator().manual_seed(seed_of(self.seed, step, query))
         chances, codes = self.chances(step, query, purpose), {}
-        for name, numel in self._sizes:
-            normals = drawn((numel,), "gaussian", generator, torch.float32).numpy()
-            scaled = normals * np.float32(1 / _UNIT)
+        normals = directions(
+            [(numel,) for _, numel in self._sizes],
+            seed=seed_of(self.seed, step, query),
+            step=step,
+            query=query,
+            rng=self.rng,
+            distribution="gaussian",
+            dtype=torch.float32,
+        )
+        for (name, _), numbers in zip(self._sizes, normals, strict=True):
+            scaled = numbers.numpy() * np.float32(1 / _UNIT)
             codes[name] = np.clip(np.floor(scaled + chances[name]), -_HIGHEST, _HIGHEST)
         return codes
 
@@ -127,6 +143,14 @@ def _is_spared(name: str) -> bool:
     return any(part in name for part in ("bias", "layer_norm", "layernorm"))
 
 
+_CODED_RUNS: Mapping[str, Mapping[str, Any]] = {
+    "normalised": {"directions": Directions()},
+    "q-rge1": {"directions": Directions(rng="counter"), **OFFLOADED},
+    "q-rge2": {"directions": Directions(), **OFFLOADED},
+}
+"""By estimator, another way through the executor: resident or offloaded with late updates, in either discipline."""
+
+
 def _coded_session(
     estimator: str, seed: int
 ) -> tuple[list[StepRecord], dict[str, Tensor], dict[str, Tensor], set[str]]:
@@ -136,7 +160,10 @@ def _coded_session(
         {"weights": "int8", "direction_bits": _BITS, "estimator": estimator, "scales": "channel"}
     )
     plan = tiny_plan(
-        model, low_bits=low_bits, estimator=Estimator(epsilon=_EPSILON, num_queries=_NUM_QUERIES)
+        model,
+        low_bits=low_bits,
+        estimator=Estimator(epsilon=_EPSILON, num_queries=_NUM_QUERIES),
+        **_CODED_RUNS[estimator],
     )
     options = {"learning_rate": learning_rate, "weight_decay": _DECAY, "seed": seed, "num_timed_steps": 0}
     with Session(plan, model, **options) as session:  # type: ignore[arg-type]
@@ -156,7 +183,8 @@ def check_codes_over_steps(context: Context) -> Outcome:
     parts = {}
     for estimator in ("normalised", "q-rge1", "q-rge2"):
         records, weights, codes, names = _coded_session(estimator, context.seed)
-        run = CodedRun(tiny_model("tied"), context.seed, estimator, names)
+        rng = _CODED_RUNS[estimator]["directions"].rng
+        run = CodedRun(tiny_model("tied"), context.seed, estimator, rng, names)
         off, size = 0.0, 0.0
         before = {name: values.copy() for name, values in run.codes.items()}
         for step, (record, batch) in enumerate(zip(records, tiny_batches(_NUM_STEPS), strict=True)):
@@ -266,7 +294,40 @@ def check_all_points_at_once(context: Context) -> Outcome:
 _MOVE = "executors.low_bits.coded:Coded.move"
 _BY_CODES = "executors.steps.ops.sweep:Sweeps._update_by_codes"
 
+_GRIDS = "executors.low_bits.grids"
+
 CLAIMS = (
+    Claim(
+        name="grids-round-to-neighbours",
+        paper="zosim",
+        where=("executors.low_bits.grids",),
+        quotation="Rounding at random is right on average on every grid, of integers and of floating-point numbers of 8 and 4 bits.",
+        statement="For int2 to int8, e4m3, e5m2 and e2m1: a number is rounded to one of its two neighbours among the format's values, with mean x and variance (x - a)(b - x), to the nearest, or to the end beyond it; bytes stand for these values.",
+        hypotheses="chances in 256 even steps; values listed from the formats' definition, subnormal ones included",
+        references="QuZO tables 3 and 11, which train in such formats",
+        checks=(
+            printed(
+                coded.check_grids,
+                Mutant(
+                    "a step that ignores subnormal numbers",
+                    f"{_GRIDS}:Floats.step",
+                    "sub_(1).clamp_(min=self.smallest_exponent)",
+                    "sub_(1)",
+                ),
+                Mutant("steps half as far apart", f"{_GRIDS}:Floats.step", "sub_(1)", "sub_(2)"),
+                Mutant(
+                    "a variance of one side", f"{_GRIDS}:Grid.variance", "(below + step - inside)", "step"
+                ),
+                Mutant("rounded down", f"{_GRIDS}:Grid.nearest", ".round_()", ".floor_()"),
+                Mutant(
+                    "chances 3 % high", f"{_GRIDS}:Grid.at_random", "chances * step", "1.03 * chances * step"
+                ),
+                coded.CLAMP_WIDE,
+                coded.DRAWN_NEAREST,
+            ),
+        ),
+        derivation="quzo-updates.md",
+    ),
     Claim(
         name="steps-in-codes-are-a-literal-loop",
         paper="zosim",
