@@ -114,7 +114,7 @@ def _replayed(
         raise RunError(message, hint="leave --max-rank out; a run bounds it with --lora-max-rank")
     model = load_base(str(base), history.plan, adapters=lora, run=history.directory)
     check_base(history, model, base)
-    storage = history.plan.weights.dtype
+    storage = history.plan.storage_dtype
     facts = {
         "num_steps": str(num_steps),
         "base_digest": weights_digest(model, storage, base_only=True),

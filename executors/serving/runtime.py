@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from costmodel.low_bits import Coding
 from costmodel.model_spec import HEAD
 from executors.datasets.batches import pad
 from executors.datasets.prompts import Example
@@ -79,11 +78,8 @@ class Runtime:
         return weights_digest(self._model)
 
     def _encode(self, low_bits: LowBits) -> None:
-        assert low_bits.weights != "none"
-        storage = format_of(next(self._model.parameters()).dtype)
-        coding = Coding(
-            low_bits.weights, low_bits.scales, low_bits.group_elements, low_bits.zero_point, storage
-        )
+        coding = low_bits.coding(format_of(next(self._model.parameters()).dtype))
+        assert coding is not None
         code_linears(find_blocks(self._model), low_bits, torch.device("cpu"))
         for tensor in named_tensors(self._model):
             if tensor.layer is not None:

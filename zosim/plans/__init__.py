@@ -162,7 +162,7 @@ class Plan(Axis):
     @property
     def coding(self) -> Coding | None:
         """How the linear layers of blocks are kept; None where they are kept as all other parameters."""
-        return self.low_bits.coding(self)
+        return self.low_bits.coding(self.storage_dtype)
 
     @property
     def rounding(self) -> RoundedDirection | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from costmodel.formats import FORMATS, CodeFormat, ScaleScope
+from costmodel.formats import FORMATS, CodeFormat, DType, ScaleScope
 from costmodel.low_bits import Coding, Fit
 from costmodel.roundings import EstimatorName, RoundedDirection
 from topology.errors import PlanError
@@ -337,8 +337,8 @@ class LowBits(Axis):
                 "use --kernel dequantise",
             )
 
-    def coding(self, plan: Plan) -> Coding | None:
-        """Return how linear layers are kept; None where they are no codes."""
+    def coding(self, storage: DType) -> Coding | None:
+        """Return how linear layers are kept beside parameters in format `storage`; None where they are no codes."""
         if self.weights == "none":
             return None
         return Coding(
@@ -346,7 +346,7 @@ class LowBits(Axis):
             self.scales,
             self.group_elements,
             self.zero_point,
-            plan.weights.dtype,
+            storage,
             self.full_range,
             self.fit,
             self.outliers,
