@@ -2,6 +2,19 @@
 
 Happens-before is kept as vector clocks with one component per stream: a stream runs in order, so how far each
 stream has certainly come says everything.
+
+Examples
+--------
+An upload and a forward on streams of their own, of which the second waits for the first, and another upload:
+
+>>> from types import SimpleNamespace
+>>> upload, forward, next_upload = (
+...     Placed(index, "step", 0, SimpleNamespace(stream=stream), after)
+...     for index, (stream, after) in enumerate([(Stream.H2D, ()), (Stream.COMPUTE, (0,)), (Stream.H2D, ())])
+... )
+>>> order = HappensBefore("two streams", [upload, forward, next_upload])
+>>> order.ordered(0, 1), order.ordered(0, 2), order.ordered(1, 2)
+(True, True, False)
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ from typing import TypeVar
 import numpy as np
 
 from costmodel.configs import read_model_spec
+from studies.scale.grid import step_time_bounds
 from studies.scale.naive import naive_step
 from topology.clusters import cluster
 from topology.documents import load_preset
 from zosim.engines.fold import fold
-from zosim.engines.grid import step_time_bounds
 from zosim.engines.lockstep import Lockstep, steady_step_s
 from zosim.engines.simulate import MAX_UNLIKE_STEPS
 from zosim.engines.world import World

@@ -5,7 +5,7 @@
 
 Who waits for whom is apart from how long things take, so one order serves many durations; and a duration is a number, or an
 array with one element for each of many configurations. The closed form of programs (:mod:`zosim.engines.recurrence`), that of many
-configurations (:mod:`zosim.engines.grid`) and that of the papers' cells (``studies.published``) are instances.
+configurations (``studies.scale``) and that of the papers' cells (``studies.published``) are instances.
 
 >>> up, go = Member(0, "upload"), Member(0, "forward")
 >>> upload, forward = Vertex((up,), (Edge(1, go),)), Vertex((go,), (Edge(0, up), Edge(1, go)))

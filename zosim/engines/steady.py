@@ -1,4 +1,15 @@
-"""When a run has become periodic: from where on every step repeats an earlier one, shifted in time."""
+"""When a run has become periodic: from where on every step repeats an earlier one, shifted in time.
+
+Every engine asks this one detector, the closed form and those on events alike: it looks at times alone.
+
+Examples
+--------
+One instruction that takes 2 s in the first step and 3 s in all later ones, by start and end of each:
+
+>>> detector = SteadyDetector()
+>>> [detector.completed(np.array(times)) for times in ([0.0, 2.0], [2.0, 5.0], [5.0, 8.0])]
+[None, None, Cycle(last_step=2, num_steps=1, period_s=3.0)]
+"""
 
 from __future__ import annotations
 

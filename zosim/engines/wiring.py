@@ -2,7 +2,8 @@
 
 Every instruction has as many *needs* at a position of the run (see :mod:`zosim.places`) as other instructions must
 finish before it; an instruction that finishes takes one need off each of its *followers*. Steps far from both ends of
-the run look alike and share one table.
+the run look alike and share one table. The order itself is that of :class:`zosim.places.Order`, which every engine and the
+validator ask by name; an engine on arrays asks by number, a thousand times for each rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,18 @@
-"""The ranks as a grid."""
+"""The ranks as a grid.
+
+Examples
+--------
+Four ranks, two shards of the batch times the two signs of a direction; rank 1 is the other sign of rank 0's shard:
+
+>>> mesh = Mesh.parse("data=2,perturb=2")
+>>> mesh.world_size, mesh.shared_by, mesh.coordinates(1)
+(4, '2d', Coordinates(data=0, perturb=1, stage=0))
+
+Stages are the innermost: ranks 0 and 1 hold one model between them.
+
+>>> Mesh.parse("data=2,stage=2").pipelines
+((0, 1), (2, 3))
+"""
 
 from __future__ import annotations
 

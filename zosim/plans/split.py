@@ -1,4 +1,14 @@
-"""Where the model is cut, and how what crosses is encoded."""
+"""Where the model is cut, and how what crosses is encoded.
+
+Examples
+--------
+Behind a block the hidden state crosses; inside one the residual stream and an activation do, each with a codec of its own:
+
+>>> Split(cuts=("block.1",), codec="q4", residual_codec="q8").codecs_in_use
+{'residual stream': 'q8'}
+>>> Split(cuts=("block.1.mlp",), codec="q4", residual_codec="q8").codecs_in_use
+{'activation': 'q4', 'residual stream': 'q8'}
+"""
 
 from __future__ import annotations
 

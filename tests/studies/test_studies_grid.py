@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel import read_model_spec
+from studies.scale.grid import step_time_bounds
+from studies.scale.scaling import LINKS, scaled
 from tests.support.builders import make_profile
 from topology.documents import load_preset
 from topology.errors import PlanError
-from zosim.engines.grid import step_time_bounds
 from zosim.engines.recurrence import step_time_bound
 from zosim.hardware.machine import Machine
 from zosim.hardware.profiles import profile_for
-from zosim.hardware.scaling import LINKS, scaled
 from zosim.lowering import lower
 from zosim.plans import Directions, Estimator, Placement, Plan, Residency, Schedule, Weights
 

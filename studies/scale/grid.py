@@ -22,6 +22,7 @@ import numpy as np
 from costmodel.estimate import work_terms
 from costmodel.profile import Bound, Profile
 from costmodel.work import Work
+from studies.scale.scaling import LINKS, scaled
 from topology.errors import PlanError
 from zosim.engines.maxplus import Edge, Floats, MaxPlus, Member, Vertex
 from zosim.engines.recurrence import MAX_STEPS, Precedence, second_half_s
@@ -29,7 +30,6 @@ from zosim.engines.shortening import shortest
 from zosim.engines.steady import MAX_CYCLE, TOLERANCE
 from zosim.engines.world import World
 from zosim.hardware.machine import Machine
-from zosim.hardware.scaling import LINKS, scaled
 from zosim.instructions import Instruction
 from zosim.lowering import lower, unordered
 from zosim.plans import Plan
