@@ -84,7 +84,7 @@ class FitReport:
         Constants that the data determine.
     unidentified : mapping of str to str
         The others, each with the reason; they keep (close to) the base profile's value and its interval.
-    condition : float
+    condition : float or None
         Ratio of the largest to the smallest singular value of the data's Jacobian over the identified constants.
     steps : tuple of Residual
         Whole steps that were measured and not fitted, where there are any.
@@ -93,7 +93,7 @@ class FitReport:
     residuals: tuple[Residual, ...]
     identified: tuple[str, ...]
     unidentified: Mapping[str, str]
-    condition: float
+    condition: float | None
     steps: tuple[Residual, ...] = ()
 
     @property
@@ -319,7 +319,7 @@ def _outcome(
         residuals=tuple(_residual(m, profile, problem.statistic) for m in measurements),
         identified=tuple(problem.names[index] for index in identified),
         unidentified=reasons,
-        condition=float(np.linalg.cond(jacobian[:, identified])) if identified else math.inf,
+        condition=_condition(jacobian[:, identified]) if identified else None,
     )
     return profile, report
 
@@ -363,3 +363,9 @@ def _determined(base: Constant, x: float, half: float, count: int) -> Constant:
 def _residual(measurement: Measurement, profile: Profile, statistic: Statistic) -> Residual:
     predicted = _predicted_s(measurement, profile.values(), profile.device_kind)
     return Residual(measurement.name, measurement.duration_s(statistic), predicted, measurement.contended)
+
+
+def _condition(slopes: Array) -> float | None:
+    """Return the condition number of a matrix; None where a column depends on others, which JSON has no number for."""
+    number = float(np.linalg.cond(slopes))
+    return number if math.isfinite(number) else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from executors.calibration import calibrating
 from executors.calibration.device_facts import device_facts, with_context
 from executors.calibration.device_state import device_state
 from executors.devices import check_device, device_named
@@ -20,12 +22,14 @@ from executors.runs.session import Session
 from executors.steps.streams_accelerator import AcceleratorBackend
 from tests.support import staged
 from tests.support.builders import make_profile
+from tests.support.command import zosim
 from tests.support.simulated_cuda import simulated
 from tests.support.simulated_cuda.device import CONTEXT_BYTES
 from tests.support.simulated_cuda.first_hour import small_probes
 from tests.support.simulated_cuda.hosts import exchange_seconds_on_own_host, steps_on_own_host
 from tests.support.tiny import batches
 from topology.errors import PlanError, RunError
+from topology.hardware import resolve
 from zosim.instructions import Buffer, Space
 
 
@@ -152,3 +156,21 @@ def test_the_driver_says_how_fast_a_device_runs():
         assert device_state("cuda:0", driver(unknown, calls)) is None
     assert (state.clock_mhz, state.power_w, state.used_bytes) == (3, 1.5, 5)
     assert calls == ["on", "off"] * 2
+
+
+@pytest.mark.slow
+def test_the_command_calibrates_a_device(tmp_path, monkeypatch, capsys):
+    machine, measure_steps = resolve("a100-80gb-milan"), calibrating.measure_steps
+
+    def of_two(*given, shapes, **more):
+        return measure_steps(*given, shapes=shapes[:2], **more)
+
+    monkeypatch.setattr("executors.runs.planning.host_node", lambda _: (machine, "gpu0"))
+    monkeypatch.setattr(calibrating, "measure_steps", of_two)
+    with simulated(), small_probes():
+        words = ("calibrate", "--device", "cuda:0", "--budget", "0.1", "--no-save", "--json")
+        assert zosim(*words, "-o", tmp_path / "profile.json") == 0
+    told = json.loads(capsys.readouterr().out)
+    constants = {constant["name"]: constant["value"] for constant in told["profile"]["constants"]}
+    assert told["device"]["context_bytes"] == constants["context_bytes"] == CONTEXT_BYTES
+    assert json.loads((tmp_path / "profile.json").read_text())["origin"] == "calibrated"
