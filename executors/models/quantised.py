@@ -417,16 +417,16 @@ def _read_gptq(files: _Files, layer: str, shape: tuple[int, int]) -> _Read:
     is_signed = not files.coding.has_zero_point
     symbols = _unpacked(files.tensor(layer, "qweight").T, bits, shape[1], shift=is_signed)
     # The first version of the layout keeps zero points less one, so that those of 0 become 15 of 4 bits.
-    zeros = _unpacked(files.tensor(layer, "qzeros"), bits, shape[0]).T
+    zeros = _unpacked(files.tensor(layer, "qzeros"), bits, shape[0]).T.to(torch.int16)
     zeros = zeros + 1 if files.layout == "gptq" else zeros
     if is_signed and not bool((zeros == 2 ** (bits - 1)).all()):
         raise ModelError(
             f"{files.directory}: {layer} has zero points, but its quantization_config says that it has none (sym)",
             hint="correct quantization_config",
         )
-    if not is_signed and bool((zeros.to(torch.int16) > 2**bits - 1).any()):
+    if not is_signed and bool((zeros > 2**bits - 1).any()):
         raise ModelError(f"{files.directory}: a zero point of {layer} is beyond the codes of {bits} bits")
-    return symbols, files.tensor(layer, "scales").T, zeros.contiguous()
+    return symbols, files.tensor(layer, "scales").T, zeros.to(torch.uint8).contiguous()
 
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
