@@ -223,7 +223,9 @@ def present_product(low_bits: LowBits, device: torch.device) -> KernelName:
 
 
 def has_byte_product(device: torch.device, kernel: KernelName) -> bool:
-    """Whether a device multiplies int8 matrices, or e4m3 ones."""
+    """Whether a device multiplies int8 matrices, or e4m3 ones, faster than numbers made of them."""
+    if kernel == "scaled_mm" and device.type == "cpu":
+        return False  # torch 2.13 multiplies one number after the other there, a thousand times slower than in float32
     try:
         ones = torch.ones((32, 32), device=device)
         ones = ones.to(torch.int8 if kernel == "int_mm" else torch.float8_e4m3fn)

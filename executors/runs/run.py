@@ -21,6 +21,7 @@ from torch import nn
 from executors.datasets.batches import Batches
 from executors.datasets.objectives import objective_named
 from executors.files import write_atomically
+from executors.low_bits.linear import present_product
 from executors.models.weight_files import weights_digest
 from executors.pace import reference_now_s
 from executors.ranks.communicator import Communicator, default_communicator
@@ -149,6 +150,7 @@ class Run:
             with ExitStack() as self._opened:
                 session = self._session(model)
                 del model
+                self._tell_of_kernel(session)
                 stopped = self._train(session)
                 if stopped is None:
                     return self._finish(session)
@@ -264,6 +266,14 @@ class Run:
             self._save_plan(self._programs())
             self.log.begin(self.header)
         return session
+
+    def _tell_of_kernel(self, session: Session) -> None:
+        """Say so where another kernel multiplies by codes than the plan counts on."""
+        low_bits = session.plan.low_bits
+        if low_bits.are_codes and present_product(low_bits, session.device) != low_bits.product:
+            self._warn(
+                f"{session.device} has no {low_bits.product}, which the plan counts on: weights are made of codes one layer at a time"
+            )
 
     def _programs(self) -> str:
         """Return the programs that run, as a file, and let the header name them."""

@@ -355,7 +355,13 @@ CODES = {
 }
 
 
-@pytest.mark.parametrize("codes", CODES.values(), ids=CODES)
+@pytest.mark.parametrize(
+    "codes",
+    [
+        pytest.param(codes, id=name, marks=pytest.mark.slow if name == "e4m3" else ())
+        for name, codes in CODES.items()
+    ],
+)
 def test_codes_are_multiplied_on_the_device_in_any_format(codes):
     """Offloaded codes cross the bus as they are; each kernel is that which the plan counts on."""
     axes = {"low_bits": codes, "directions": {"rng": "counter"}}

@@ -100,18 +100,19 @@ class Request:
             raise PlanError(f"--ranks {self.max_ranks} leaves no device", hint="use at least 1")
 
     def _refuse_missing_kernel(self) -> None:
-        """Refuse products of e4m3 matrices on a GPU whose data sheet has none, or count on others where that is allowed.
+        """Refuse products of e4m3 matrices on CPUs, and on GPUs whose data sheet has none, or count on others where that is allowed.
 
         Raises
         ------
         PlanError
         """
         low_bits, spec = self.axis(LowBits), self.topology.device_spec(self.device)
-        if low_bits.product != "scaled_mm" or spec.kind != "gpu" or "fp8" in spec.peak_dense:
+        if low_bits.product != "scaled_mm" or (spec.kind == "gpu" and "fp8" in spec.peak_dense):
             return
         if not low_bits.may_dequantise:
             raise PlanError(
-                f"{spec.name} has no product of e4m3 matrices (its data sheet states no peak of fp8)",
+                f"{spec.name} has no product of e4m3 matrices"
+                + (" (its data sheet states no peak of fp8)" if spec.kind == "gpu" else ""),
                 hint="use --kernel dequantise, or --activation-format int8-token with an integer format",
             )
         fixed = {**self.fixed, "low_bits": {**self.fixed.get("low_bits", {}), "kernel": "dequantise"}}
