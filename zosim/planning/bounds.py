@@ -111,17 +111,17 @@ class Bounds:
 
     def _kinds(self, plan: Plan) -> _PlacementKinds:
         machines, topology = self._machines(plan), self._request.topology
-        found: dict[Hashable, int] = {}
+        number_of: dict[Hashable, int] = {}
         ranks: list[int] = []
         on_host: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for rank, device in enumerate(plan.placement.devices):
             stage = plan.stage_of(rank)
             points = plan.points_of(rank)
             kind = (len(points), BASE in points, len(plan.rows_of(rank)), stage, machines[rank].shape)
-            if kind not in found:
-                found[kind] = len(ranks)
+            if kind not in number_of:
+                number_of[kind] = len(ranks)
                 ranks.append(rank)
-            on_host[topology.host_of(device).id].append((rank, found[kind]))
+            on_host[topology.host_of(device).id].append((rank, number_of[kind]))
         alike: dict[Hashable, str] = {}
         for host, members in on_host.items():
             built = tuple(

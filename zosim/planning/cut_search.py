@@ -54,7 +54,7 @@ _NUM_CODECS = 3
 
 
 @dataclass(frozen=True)
-class Found:
+class BoundedCuts:
     """Cuts with their codecs, and the seconds that a step takes at least with them."""
 
     cuts: tuple[str, ...]
@@ -99,18 +99,18 @@ class Ranking:
         num_cuts = self._site.num_stages - 1
         inside = [name for name in self.names if name.endswith(INSIDE)]
         between = [name for name in self.names if not name.endswith(INSIDE)]
-        found = [cuts for names in (between, inside) for cuts in self._best_of(names, num_cuts, codecs)]
+        candidates = [cuts for names in (between, inside) for cuts in self._best_of(names, num_cuts, codecs)]
         if num_cuts > 1:
-            found += self._best_of(self.names, num_cuts, codecs)
-        found.append(sparsest_near_the_middle(self.names, self._cutting.densities, num_cuts + 1))
-        return [cuts for cuts in dict.fromkeys(found) if len(cuts) == num_cuts]
+            candidates += self._best_of(self.names, num_cuts, codecs)
+        candidates.append(sparsest_near_the_middle(self.names, self._cutting.densities, num_cuts + 1))
+        return [cuts for cuts in dict.fromkeys(candidates) if len(cuts) == num_cuts]
 
-    def best_of_all(self, codecs: Codecs, limit_bytes: float = np.inf) -> Found:
+    def best_of_all(self, codecs: Codecs, limit_bytes: float = np.inf) -> BoundedCuts:
         """Return the best cuts of any kind, of whose stages none has more bytes of weights, if there are any."""
         if self._cutting.cuts:
-            return Found(self._cutting.cuts, codecs, self.bound_s(self._cutting.cuts, codecs))
+            return BoundedCuts(self._cutting.cuts, codecs, self.bound_s(self._cutting.cuts, codecs))
         cuts = self._spread(self.names, self._site.num_stages - 1, codecs, limit_bytes)
-        return Found(cuts, codecs, self.bound_s(cuts, codecs) if cuts else np.inf)
+        return BoundedCuts(cuts, codecs, self.bound_s(cuts, codecs) if cuts else np.inf)
 
     def _best_of(self, names: Sequence[str], num_cuts: int, codecs: Codecs) -> list[tuple[str, ...]]:
         if len(names) < num_cuts:
@@ -206,7 +206,7 @@ class Ranking:
         # One encoding for all cuts: what is fastest where most is sent.
         shape, stats = max(
             (self._tensor(cut, spec, residual=residual) for cut in cuts),
-            key=lambda found: found[1].entropy_bits * found[1].num_elements,
+            key=lambda crossing: crossing[1].entropy_bits * crossing[1].num_elements,
         )
         hop, values = self._coded_hop, self._site.machines[0].profile.values()
         link = CutLink(hop.bandwidth_bytes_per_s, codec_profile_of(values), hop.latency_s)

@@ -90,11 +90,11 @@ class Cutting:
     def __post_init__(self) -> None:
         for name in (*self.codecs, *self.residual_codecs):
             codec_spec(name)
-        found = {cut: density_of(value) for cut, value in self.densities.items()}
-        wrong = {cut: value for cut, value in found.items() if not 0 <= value <= 1}
+        densities = {cut: density_of(value) for cut, value in self.densities.items()}
+        wrong = {cut: value for cut, value in densities.items() if not 0 <= value <= 1}
         if wrong:
             raise PlanError(f"densities must be from 0 to 1, not {wrong}", hint="the part that is not zero")
-        check_cut_names((*self.cuts, *found))
+        check_cut_names((*self.cuts, *densities))
 
     def symbols(self, cut: str, codec: CodecSpec, residual_codec: CodecSpec) -> CutSymbols | None:
         """Return what is known of what crosses a cut through these codecs; None where no cut was measured."""
@@ -170,11 +170,11 @@ def read_densities(path: Path) -> dict[str, float | Probed]:
         nonzero: dict[str, float] = {}
         for entry in data["tensors"]:
             cut, crossing, codec = entry["cut"], entry["crossing"], codec_spec(entry["codec"])
-            found = TensorSymbols(density=entry["kept"], entropy_bits=entry["entropy_bits"])
-            tensors.setdefault(cut, {})[crossing, _without_encoding(codec)] = found
+            symbols = TensorSymbols(density=entry["kept"], entropy_bits=entry["entropy_bits"])
+            tensors.setdefault(cut, {})[crossing, _without_encoding(codec)] = symbols
             if crossing != "residual":
                 nonzero[cut] = float(entry["nonzero"])
-        return {cut: Probed(cut, nonzero[cut], found) for cut, found in tensors.items()}
+        return {cut: Probed(cut, nonzero[cut], symbols) for cut, symbols in tensors.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, ZosimError) as error:
         raise PlanError(f"{path} holds no densities: {_reason(error)}", hint=_DENSITIES_HINT) from None
 

@@ -155,11 +155,11 @@ def footprints(ranks: Sequence[Footprint], hosts: Mapping[str, Sequence[int]]) -
     hosts : mapping of str to sequence of int
         Ranks of each host.
     """
-    found = [
+    of_hosts = (
         host_footprint(host, tuple(members), [ranks[rank] for rank in members])
         for host, members in hosts.items()
-    ]
-    return Footprints(tuple(ranks), tuple(found))
+    )
+    return Footprints(tuple(ranks), tuple(of_hosts))
 
 
 def host_footprint(host: str, ranks: tuple[int, ...], taken: Sequence[Footprint]) -> HostFootprint:

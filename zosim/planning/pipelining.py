@@ -104,10 +104,10 @@ def scalars_of_print(plan: Plan) -> int:
 
 def about_stages(subject: Subject) -> Iterator[str]:
     """Yield how long stages idle and what crosses, in words."""
-    plan, found = subject.plan, pipelining(subject)
-    idle = ", ".join(f"{max(share, 0.0):.0%}" for share in found.bubbles)
+    plan, figures = subject.plan, pipelining(subject)
+    idle = ", ".join(f"{max(share, 0.0):.0%}" for share in figures.bubbles)
     yield f"bubble: the stages' compute is idle for {idle} of a step"
-    for cut in found.cuts:
+    for cut in figures.cuts:
         yield (
             f"across {cut.cut}: {cut.num_messages} messages of {format_bytes(cut.size_bytes // cut.num_messages)} a "
             f"step, {format_bytes(cut.size_bytes)} in all, never more than {format_bytes(cut.most_bytes)}"
@@ -116,8 +116,8 @@ def about_stages(subject: Subject) -> Iterator[str]:
     printed = counts_of_print(plan) * pipelines
     formula = f"{plan.estimator.points_formula}(M - 1)"
     each = f" for each of {pipelines} shards" if pipelines > 1 else ""
-    yield f"{found.num_activations} activations a step forward, {printed} by SparQ's count {formula}{each}"
+    yield f"{figures.num_activations} activations a step forward, {printed} by SparQ's count {formula}{each}"
     yield (
-        f"back go {found.num_losses} losses, in one all_gather: {step_counts(subject.programs).num_scalars} scalars that "
+        f"back go {figures.num_losses} losses, in one all_gather: {step_counts(subject.programs).num_scalars} scalars that "
         f"another rank gets, where SparQ counts P(M - 1) differences, {scalars_of_print(plan) * pipelines}"
     )

@@ -157,12 +157,12 @@ def choose(request: Request) -> Decision:
     if request.seeks_stages:
         fastest_s = ranked[0].seconds if ranked else inf
         try:
-            found, too_large = _parted(_bounded(request, bounds, staged_plans(request, fastest_s)))
+            staged, too_large = _parted(_bounded(request, bounds, staged_plans(request, fastest_s)))
         except PlanError:
             if not (ranked or rejected):
                 raise
-            found, too_large = [], []  # what is asked for does not go with stages
-        ranked = _simulate_survivors(sorted((*ranked, *found), key=_by_key)) if found else ranked
+            staged, too_large = [], []  # what is asked for does not go with stages
+        ranked = _simulate_survivors(sorted((*ranked, *staged), key=_by_key)) if staged else ranked
         rejected = sorted((*rejected, *too_large), key=_by_key)
     if not ranked:
         raise _nothing_fits(request, rejected)

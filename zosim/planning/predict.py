@@ -303,12 +303,12 @@ def contention(programs: ProgramSet, machines: Sequence[Machine], step_time_s: f
         for amount, (name, capacity) in zip(loads[key], machine.capacities.items(), strict=True):
             if amount:
                 busy_s[name][rank] = amount / capacity
-    found = [
+    shared = [
         Contention(name, tuple(by_rank), sum(by_rank.values()) / step_time_s)
         for name, by_rank in busy_s.items()
         if len(by_rank) > 1
     ]
-    return sorted(found, key=lambda item: -item.share)
+    return sorted(shared, key=lambda item: -item.share)
 
 
 def _loads(program: Program, machine: Machine) -> list[float]:

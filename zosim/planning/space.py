@@ -190,15 +190,15 @@ def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
     if num_ranks > sum(map(len, hosts.values())):
         hosts = _with_shared_cpus(hosts, num_ranks)
     listed = list(hosts.values())
-    found: list[tuple[str, ...]] = []
+    picks: list[tuple[str, ...]] = []
     for per_host in range(min(num_ranks, max(map(len, listed))), 0, -1):
         chosen = listed[: num_ranks // per_host]
         fits = len(chosen) * per_host == num_ranks and all(len(devices) >= per_host for devices in chosen)
-        if fits and (not found or len(hosts) <= _FEW_HOSTS):
-            found += [picked for picked in _picks(request, chosen, per_host) if picked not in found]
-    if not found:
-        found.append(tuple(device for devices in listed for device in devices)[:num_ranks])
-    for picked in found:
+        if fits and (not picks or len(hosts) <= _FEW_HOSTS):
+            picks += [picked for picked in _picks(request, chosen, per_host) if picked not in picks]
+    if not picks:
+        picks.append(tuple(device for devices in listed for device in devices)[:num_ranks])
+    for picked in picks:
         yield _placement(request, picked)
 
 

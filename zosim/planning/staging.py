@@ -90,15 +90,15 @@ def _shapes(request: Request) -> Iterator[_StageShape]:
 def _best(request: Request, mesh: Mesh, ranking: Ranking, codecs: Codecs) -> Iterator[_StageShape]:
     """Yield the best cuts whose stages fit their devices, or the best of all with the uploads that those take."""
     limit = _FOR_WEIGHTS * request.device_limit_bytes(request.device)
-    found = ranking.best_of_all(codecs, limit)
-    bound_s = found.bound_s
-    if not found.cuts or ranking.weight_bytes(found.cuts) > limit:
-        found = ranking.best_of_all(codecs)
-        if not found.cuts:
+    best = ranking.best_of_all(codecs, limit)
+    bound_s = best.bound_s
+    if not best.cuts or ranking.weight_bytes(best.cuts) > limit:
+        best = ranking.best_of_all(codecs)
+        if not best.cuts:
             return
-        uploads_s = ranking.weight_bytes(found.cuts) / request.profile.values()["copy_h2d_bandwidth"]
-        bound_s = max(found.bound_s, uploads_s)
-    yield _StageShape(mesh, found.cuts, codecs, ranking, bound_s)
+        uploads_s = ranking.weight_bytes(best.cuts) / request.profile.values()["copy_h2d_bandwidth"]
+        bound_s = max(best.bound_s, uploads_s)
+    yield _StageShape(mesh, best.cuts, codecs, ranking, bound_s)
 
 
 def _meshes(request: Request, costs: Costs) -> Iterator[Mesh]:

@@ -46,8 +46,8 @@ def least_epsilon(codec: CodecSpec, *, residual: bool) -> float:
     if codec.bits is None:
         return 0.0
     known = (_RESIDUAL if residual else _ACTIVATION)[codec.rounding]
-    found = np.interp(codec.bits, list(known), np.log(list(known.values())))
-    return float(np.format_float_scientific(np.exp(found), 1))
+    log_epsilon = np.interp(codec.bits, list(known), np.log(list(known.values())))
+    return float(np.format_float_scientific(np.exp(log_epsilon), 1))
 
 
 def about_epsilon(plan: Plan) -> Iterator[str]:
