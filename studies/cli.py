@@ -71,7 +71,11 @@ STUDIES = (
         has_exercise=True,
     ),
     Study("validation", "measurements of others beside predictions from data sheets, by group and source"),
-    Study("zoinfer", "LoZO as a training loop and as one batch of scoring (minutes)"),
+    Study(
+        "zoinfer",
+        "a probe is a request: LoZO as a loop, as one batch of scoring, on a server",
+        has_exercise=True,
+    ),
 )
 
 
