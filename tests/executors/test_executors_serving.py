@@ -87,7 +87,7 @@ def served(request, folder):
             pytest.skip(
                 "no engine: ZOSIM_ENGINE_URL and ZOSIM_ENGINE_MODEL name one, and its base's directory"
             )
-        yield RemoteEngine(ENGINE_URL), ENGINE_MODEL
+        yield RemoteEngine(ENGINE_URL, timeout_s=600), ENGINE_MODEL
         return
     runtime = Runtime(base())
     if request.param == "runtime":
