@@ -90,7 +90,10 @@ class RemoteEngine:
         return tuple(name for name in self._models() if name != self.model)
 
     def score(self, requests: Sequence[Request]) -> list[list[float]]:
-        """Return log-probabilities of tokens; what different adapters are for goes out at the same time."""
+        """Return log-probabilities of tokens; what different adapters are for goes out at the same time.
+
+        What is for the base alone goes before: vLLM 0.32 on a CPU adds an adapter to it where one forward has both.
+        """
         by_adapter: dict[str | None, list[int]] = {}
         for number, request in enumerate(requests):
             by_adapter.setdefault(request.adapter, []).append(number)
@@ -101,8 +104,12 @@ class RemoteEngine:
                 | {"max_tokens": 0, "echo": True, "logprobs": 0}
                 for adapter, numbers in by_adapter.items()
             ]
-            answers = list(pool.map(lambda body: self._call("POST", "/v1/completions", body), bodies))
-        for numbers, answer in zip(by_adapter.values(), answers, strict=True):
+            is_base = [adapter is None for adapter in by_adapter]
+            first = [self._complete(body) for body, alone in zip(bodies, is_base, strict=True) if alone]
+            others = [body for body, alone in zip(bodies, is_base, strict=True) if not alone]
+            rest = list(pool.map(self._complete, others))
+        numbers_in_order = sorted(by_adapter.items(), key=lambda entry: entry[0] is not None)
+        for (_, numbers), answer in zip(numbers_in_order, [*first, *rest], strict=True):
             for number, choice in zip(numbers, self._choices(answer, len(numbers)), strict=True):
                 scores[number] = self._logprobs(choice, requests[number])
         return scores
@@ -112,13 +119,16 @@ class RemoteEngine:
     ) -> list[list[int]]:
         """Return continuations in tokens, as :meth:`executors.serving.engine.ServingEngine.generate`."""
         body = self._body(adapter, prompts) | {"max_tokens": max_new_tokens, "return_token_ids": True}
-        choices = self._choices(self._call("POST", "/v1/completions", body), len(prompts))
+        choices = self._choices(self._complete(body), len(prompts))
         try:
             return [[int(token) for token in choice["token_ids"]] for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise self._strange("/v1/completions", choices[0]) from error
 
     # -- answers -----------------------------------------------------------------------------------------------
+
+    def _complete(self, body: Mapping[str, Any]) -> Any:
+        return self._call("POST", "/v1/completions", body)
 
     def _body(self, adapter: str | None, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         body: dict[str, Any] = {
