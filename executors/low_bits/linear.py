@@ -119,15 +119,15 @@ class CodedLinear(nn.Linear):
         codes, scales = coded_inputs(rows_of_inputs, self.input_scales, self.input_format)
         is_integer = self.product == "int_mm"
         levels = coded.levels() if is_integer else coded.codes.view(torch.float8_e4m3fn)
-        output = byte_product(codes, levels).mul_(scales).mul_(coded.scales.float().T)
+        output = byte_product(codes, levels, scales).mul_(coded.scales.float().T)
         if self.beside is not None:
             direction, factor, rows = self.beside
             moved = direction if rows is None else direction[rows]
             moved = moved if is_integer else moved.to(torch.float8_e4m3fn)  # exact: codes of 5 bits at most
             if rows is None:
-                output += byte_product(codes, moved).mul_(scales * factor)
+                output += byte_product(codes, moved, scales * factor)
             elif rows.numel():
-                output[:, rows] += byte_product(codes, moved).mul_(scales * factor)
+                output[:, rows] += byte_product(codes, moved, scales * factor)
         if self.bias is not None:
             output += self.bias
         return output.to(inputs.dtype).view(*inputs.shape[:-1], -1)
@@ -135,27 +135,35 @@ class CodedLinear(nn.Linear):
 
 def coded_inputs(inputs: Tensor, scope: InputScales, kind: InputFormat = "int8") -> tuple[Tensor, Tensor]:
     """Return inputs as int8 or e4m3 numbers, to the nearest, and the float32 scales of tokens or of all."""
-    largest = inputs.abs().amax(-1, keepdim=True) if scope == "token" else inputs.abs().max()
-    scales = (largest.float() / _LARGEST[kind]).clamp_(min=torch.finfo(torch.float32).tiny)
-    codes = inputs.float() / scales
-    codes = codes.round_() if kind == "int8" else codes
-    codes.clamp_(-_LARGEST[kind], _LARGEST[kind])
-    return codes.to(torch.int8 if kind == "int8" else torch.float8_e4m3fn), scales
+    # Without temporaries as large as the inputs: fresh memory costs more than another pass.
+    least, most = (
+        (inputs.amin(-1, keepdim=True), inputs.amax(-1, keepdim=True))
+        if scope == "token"
+        else (inputs.amin(), inputs.amax())
+    )
+    largest = torch.maximum(-least, most).float()
+    scales = largest.div_(_LARGEST[kind]).clamp_(min=torch.finfo(torch.float32).tiny)
+    quotients = inputs / scales if inputs.dtype == torch.float32 else inputs.float().div_(scales)
+    if kind == "int8":  # the largest is 127 and a rounding, so nothing has to be clamped
+        return quotients.round_().to(torch.int8), scales
+    return quotients.clamp_(-_LARGEST[kind], _LARGEST[kind]).to(torch.float8_e4m3fn), scales
 
 
-def byte_product(inputs: Tensor, weights: Tensor) -> Tensor:
-    """Return ``inputs @ weights.T`` in float32, of int8 matrices (the sums are exact, and rounded once) or of e4m3 ones."""
+def byte_product(inputs: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
+    """Return ``inputs @ weights.T`` times `scales` of its rows, in float32.
+
+    Of int8 matrices the sums are exact, and rounded once before; others are of e4m3.
+    """
     multiple = _MULTIPLE.get(inputs.device.type, 1)
     left, right = (
         nn.functional.pad(matrix, (0, 0, 0, missing)) if (missing := -len(matrix) % multiple) else matrix
         for matrix in (inputs, weights)
     )
     if inputs.dtype == torch.int8:
-        product = torch._int_mm(left, right.T).float()
-    else:
-        one = torch.ones((), dtype=torch.float32, device=inputs.device)
-        product = torch._scaled_mm(left, right.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
-    return product[: len(inputs), : len(weights)]
+        return torch._int_mm(left, right.T)[: len(inputs), : len(weights)].float().mul_(scales)
+    one = torch.ones((), dtype=torch.float32, device=inputs.device)
+    product = torch._scaled_mm(left, right.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return product[: len(inputs), : len(weights)].mul_(scales)
 
 
 def code_linears(blocks: Iterable[nn.Module], low_bits: LowBits, device: torch.device) -> None:
@@ -229,6 +237,7 @@ def has_byte_product(device: torch.device, kernel: KernelName) -> bool:
     try:
         ones = torch.ones((32, 32), device=device)
         ones = ones.to(torch.int8 if kernel == "int_mm" else torch.float8_e4m3fn)
-        return bool((byte_product(ones, ones) == 32).all())
+        scales = torch.ones(1, device=device)
+        return bool((byte_product(ones, ones, scales) == 32).all())
     except (RuntimeError, AttributeError, NotImplementedError):
         return False

@@ -90,7 +90,7 @@ class SpeedSetting:
 def timed(setting: SpeedSetting, rounds: int, *, checksums: bool = False) -> dict[str, list[float]]:
     """Return seconds of every contender in every round."""
     torch.set_num_threads(setting.threads)
-    model = _model(setting.shape, getattr(torch, setting.dtype))
+    model = model_of_shape(setting.shape, getattr(torch, setting.dtype))
     return measure(model, setting.batch, setting.seq, setting.dtype, rounds, checksums=checksums)
 
 
@@ -185,12 +185,13 @@ def _contenders(model: nn.Module, data: Batch, dtype: str, *, checksums: bool) -
         points = {name: points[name] for name in ("mezo (default)", "mezo, offloaded", "counter, rademacher")}
     for name, axes in points.items():
         for suffix in ("", _CHECKSUMS) if checksums else ("",):
-            session = _session(copy.deepcopy(model), data, dtype, checksums=bool(suffix), **axes)
+            session = session_of(copy.deepcopy(model), data, dtype, checksums=bool(suffix), **axes)
             contenders.append((name + suffix, lambda _step, session=session: session.step(data)))  # type: ignore[misc]
     return contenders
 
 
-def _session(model: nn.Module, data: Batch, dtype: str, *, checksums: bool, **axes: Any) -> Session:
+def session_of(model: nn.Module, data: Batch, dtype: str, *, checksums: bool, **axes: Any) -> Session:
+    """Return a session of a plan with these axes."""
     batch, seq = data["input_ids"].shape
     plan = Plan(
         model=spec_of_model(model),
@@ -206,7 +207,8 @@ def _session(model: nn.Module, data: Batch, dtype: str, *, checksums: bool, **ax
     )
 
 
-def _model(shape: str, dtype: torch.dtype) -> nn.Module:
+def model_of_shape(shape: str, dtype: torch.dtype) -> nn.Module:
+    """Return an OPT of a shape with weights as they are drawn."""
     from transformers import OPTConfig, OPTForCausalLM
 
     sizes = SHAPES[shape]

@@ -1,0 +1,105 @@
+"""``python -m studies.speed.low_bits``: steps with linear layers of int8 against forwards in 16 and 32 bits, in one run.
+
+Of a session's steps the time of forwards is what its timeline lists for them, at both evaluation points, the direction's part
+included.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from executors.runs.session import Session
+from studies.speed.__main__ import SHAPES, model_of_shape, session_of
+from studies.speed.reference import two_forwards
+from zosim.plans import Directions, LowBits
+
+_SPARSITY = 0.98
+
+CASES: dict[str, dict[str, Any]] = {
+    "W8A8": {"low_bits": {}, "directions": {}},
+    "W8A8, signs": {"low_bits": {}, "directions": {"distribution": "rademacher"}},
+    f"W8A8, {_SPARSITY:.0%} zeros": {"low_bits": {"sparsity": _SPARSITY}, "directions": {}},
+    "W8A16": {"low_bits": {"activations": "none"}, "directions": {}},
+    f"W8A16, {_SPARSITY:.0%} zeros": {
+        "low_bits": {"activations": "none", "sparsity": _SPARSITY},
+        "directions": {},
+    },
+}
+
+
+def main(
+    shape: Annotated[str, typer.Option(help="One of " + ", ".join(SHAPES) + ".")] = "125m",
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    batch: Annotated[int, typer.Option(min=1)] = 4,
+    seq: Annotated[int, typer.Option(min=1)] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns that all take, one after the other.")] = 3,
+) -> None:
+    """Time the cases in turns, and print ratios of medians."""
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, SHAPES[shape]["vocab_size"], (batch, seq), generator=generator)
+    data = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    models = {name: model_of_shape(shape, getattr(torch, name)) for name in ("float32", "bfloat16")}
+    sessions = {
+        name: session_of(
+            copy.deepcopy(models["bfloat16"]),
+            data,
+            "bfloat16",
+            checksums=False,
+            low_bits=LowBits.model_validate(
+                {"weights": "int8", "activations": "int8-token"} | case["low_bits"]
+            ),
+            directions=Directions.model_validate({"rng": "counter"} | case["directions"]),
+        )
+        for name, case in CASES.items()
+    }
+    plain: dict[str, list[float]] = {name: [] for name in models}
+    steps: dict[str, list[float]] = {name: [] for name in sessions}
+    for turn in range(rounds + 1):  # the first is thrown away: sessions observe their memory in it
+        for name, model in models.items():
+            two_forwards(model, data)
+            seconds = _seconds(lambda model=model: two_forwards(model, data))  # type: ignore[misc]
+            plain[name] += [seconds] if turn else []
+        for name, session in sessions.items():
+            session.step(data)
+            seconds = _seconds(lambda session=session: session.step(data))  # type: ignore[misc]
+            if turn:
+                steps[name].append(seconds)
+    forwards = {name: _forward_seconds(session) for name, session in sessions.items()}
+    narrow, wide = (median(plain[name]) for name in ("bfloat16", "float32"))
+    print(f"OPT-{shape} shape, batch {batch} x {seq}, {threads} thread(s), medians of {rounds} rounds")
+    print(f"two forwards: {1e3 * narrow:.1f} ms in bfloat16, {1e3 * wide:.1f} ms in float32")
+    print(
+        f"{'':18s}{'step':>10s}{'forwards':>11s}{'/ bfloat16':>12s}{'/ float32':>11s}{'step / forwards':>17s}"
+    )
+    for name in sessions:
+        step, own = median(steps[name]), median(forwards[name])
+        print(
+            f"{name:18s}{1e3 * step:8.1f}ms{1e3 * own:9.1f}ms{own / narrow:12.2f}{own / wide:11.2f}{step / own:17.2f}"
+        )
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = perf_counter()
+    work()
+    return perf_counter() - begin
+
+
+def _forward_seconds(session: Session) -> list[float]:
+    """Return the time of the forwards of every second step, which is timed."""
+    seconds: dict[int, float] = {}
+    for span in session.timeline().steady_spans():
+        if span.label == "forward":
+            seconds[span.step] = seconds.get(span.step, 0.0) + span.duration_s
+    return [value for step, value in seconds.items() if step % 2]
+
+
+if __name__ == "__main__":
+    typer.run(main)
