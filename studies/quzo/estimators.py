@@ -104,6 +104,13 @@ class Problem:
         (gradient,) = torch.autograd.grad(self.loss(weights), weights)
         return gradient
 
+    def residuals(self, directions: Tensor) -> Tensor:
+        """Return what one forward a step gives: differences of the losses at ``w + ε·u`` of a step and the step before, over ε."""
+        losses = vmap(self.loss)
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            values = torch.cat([losses(self.weights + EPSILON * part) for part in directions.split(_CHUNK)])
+        return (values - values.roll(1)) / EPSILON
+
     def slopes(self, directions: Tensor) -> Tensor:
         """Return the projected gradients along directions of shape (n, d), by central differences of radius ε."""
         losses = vmap(self.loss)
@@ -170,7 +177,9 @@ def ablations(num_samples: int = 4000, seed: int = 2) -> Iterator[Ablation]:
     -----
     The mean of ``n`` queries has ``1 + (e - 1)/n`` of an energy ``e``. A direction of which a part ``k`` is not zero has
     ``m₂ = k`` and a fourth moment ``k·m₄``, so that it is ``d - 1 + m₄/k`` where it was ``d - 1 + m₄``: noise hardly grows
-    with sparsity, since what is not drawn neither helps nor harms.
+    with sparsity, since what is not drawn neither helps nor harms. One point with residual feedback, QuZO's baseline,
+    takes ``(l(w + εû) - l(w + εû'))/ε`` for the projected gradient, with the ``û'`` of the step before: one forward a step,
+    the same mean, and ``d`` more in the energy, since ``E(û'·∇)²|û|² = d·m₂²·|∇|²``.
     """
     problem, direction = Problem(), RoundedDirection("gaussian", 4)
     gradient, num_weights = problem.gradient(), problem.num_weights
@@ -189,6 +198,8 @@ def ablations(num_samples: int = 4000, seed: int = 2) -> Iterator[Ablation]:
         samples = problem.slopes(sparse)[:, None] * sparse / (part * moments.second)
         predicted = num_weights - 1 + moments.fourth / moments.second**2 / part
         yield _ablation(f"{1 - part:.0%} zeros", samples, square, predicted)
+    samples = problem.residuals(codes)[:, None] * codes / moments.second
+    yield _ablation("one point", samples, square, dense + num_weights)
 
 
 def _ablation(name: str, samples: Tensor, square: Tensor, predicted: float) -> Ablation:

@@ -26,6 +26,7 @@ from executors.models.loading import load_model
 from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
 from executors.models.spec import spec_of_model
 from executors.runs.evaluate import evaluate_choices
+from executors.runs.records import seed_of
 from executors.runs.session import Session
 from studies.sparq.training import batches_of, data_of, tensors_of
 from zosim.console import stderr, stdout
@@ -56,6 +57,8 @@ class TrainingCase:
     num_queries : int
     is_first_order : bool
         Whether a gradient is computed, straight through roundings.
+    is_one_point : bool
+        Whether the projected gradient is of one forward a step, less that of the step before.
     """
 
     name: str
@@ -63,12 +66,14 @@ class TrainingCase:
     dtype: str = "float32"
     num_queries: int = 1
     is_first_order: bool = False
+    is_one_point: bool = False
 
 
 def _cases() -> Iterator[TrainingCase]:
     """Yield the cases, those first that matter most."""
     yield TrainingCase("bfloat16", dtype="bfloat16")
     yield TrainingCase("float32")
+    yield TrainingCase("float32, one point", is_one_point=True)
     formats: dict[str, dict[str, Any]] = {
         "int8": {"weights": "int8"},
         "int4": {"weights": "int4", "scales": "group", "group_elements": 32},
@@ -114,8 +119,9 @@ def train(
     """Train once, and return what came of it and the loss of every step."""
     model = load_model(str(pretrained.model), dtype=case.dtype)
     batches = batches_of(pretrained, model, seed)
-    if case.is_first_order:
-        losses = _first_order(model, case, [tensors_of(batches, number) for number in range(num_steps)])
+    if case.is_first_order or case.is_one_point:
+        inputs = [tensors_of(batches, number) for number in range(num_steps)]
+        losses = _first_order(model, case, inputs) if case.is_first_order else _one_point(model, inputs, seed)
         tuned: Any = model
         result = evaluate_choices(tuned, data_of(pretrained.validation, model), num_examples=num_evaluated)
     else:
@@ -192,6 +198,25 @@ def _first_order(model: nn.Module, case: TrainingCase, batches: list[Mapping[str
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    return losses
+
+
+@torch.no_grad()
+def _one_point(model: nn.Module, batches: list[Mapping[str, Tensor]], seed: int) -> list[float]:
+    """Train by one-point estimates with residual feedback (QuZO, appendix D.4): twice the noise, so half the rate."""
+    settings, losses = TaskSettings(), list[float]()
+    parameters = [(parameter, parameter.data.clone()) for parameter in model.parameters()]
+    for step, batch in enumerate(batches):
+        generator = torch.Generator().manual_seed(seed_of(seed, step, 0))
+        directions = [torch.randn(base.shape, generator=generator) for _, base in parameters]
+        for (parameter, base), direction in zip(parameters, directions, strict=True):
+            parameter.data = base + settings.epsilon * direction
+        losses.append(float(model(**batch).loss))
+        change = (losses[-1] - losses[-2]) / settings.epsilon if step else 0.0
+        for (_, base), direction in zip(parameters, directions, strict=True):
+            base.sub_(direction, alpha=settings.learning_rate / 2 * change)
+    for parameter, base in parameters:
+        parameter.data = base
     return losses
 
 
