@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from costmodel.profile import load_profile
 from topology.documents import load_preset, preset_names
 from topology.errors import ZosimError
 from zosim.applications.validation.learning import learned_from_rows
@@ -283,3 +284,25 @@ def test_a_table_of_kernels_teaches_a_profile_and_says_what_by_whom(tmp_path: Pa
     assert "one (4)" in profile.constant(rate).source
     assert profile.constant("dispatch_s") == before.constant("dispatch_s")
     assert report.median_error < 0.05
+
+
+def test_calibrate_learns_from_rows_and_prints_who_taught_what(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    lines = [f"copy,{PRESET},h2d,{size},{size / 20e9},a forum" for size in (1 << 27, 1 << 30)]
+    path.write_text("kind,hardware,direction,bytes,measured,source\n" + "\n".join(lines) + "\n")
+    done = CliRunner().invoke(
+        app, ["calibrate", "--evidence", str(path), "-o", str(tmp_path / "p.json"), "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    (lesson,) = json.loads(done.stdout)["lessons"]
+    assert (lesson["name"], lesson["sources"]) == ("copy_h2d_bandwidth", {"a forum": 2})
+    assert load_profile(tmp_path / "p.json").constant("copy_h2d_bandwidth").value == pytest.approx(
+        20e9, rel=0.05
+    )
+    for options, words in (
+        (["--hardware", PRESET], "--hardware without rows"),
+        (["--evidence", str(path), "--evidence", str(path)], "one file at a time"),
+    ):
+        refused = CliRunner().invoke(app, ["calibrate", *options])
+        assert refused.exit_code == 2
+        assert words in refused.output
