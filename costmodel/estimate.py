@@ -151,10 +151,8 @@ def _matmul_s(
 
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.88), (128, 64, 0.6), (64, 128, 0.6), (64, 64, 0.45))
 """Rows and columns that a multiprocessor makes at a time, and what part of the largest tiles' rate they reach: a smaller tile
-reads more for what it multiplies. Fitted, with the two constants below, to published times of cuBLAS on A100, H100 and A40."""
+reads more for what it multiplies. Fitted to published times of cuBLAS on A100, H100 and A40."""
 _SPLITS = (1, 2, 4, 8)
-_TILE_START = 64
-"""Terms of a sum that the start and the end of a tile take the time of."""
 
 
 def _tiled_s(
@@ -172,7 +170,7 @@ def _tiled_s(
         tiles = math.ceil(part.m / rows) * math.ceil(part.n / columns) * num
         for splits in _SPLITS:
             waves = math.ceil(tiles * splits / units)
-            tile_flops = 2 * rows * columns * (part.k / splits + _TILE_START)
+            tile_flops = 2 * rows * columns * part.k / splits
             adding_s = 4 * part.m * part.n * num * splits / values["memory_bandwidth"] if splits > 1 else 0.0
             multiplying_s = waves * tile_flops * units / (rate * reached)
             best_s = min(best_s, max(multiplying_s, moving_s / launches) + adding_s)

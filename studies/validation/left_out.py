@@ -170,7 +170,6 @@ _MEMORY = ("device_memory", "first_order_memory")
 
 CHOSEN = (
     Chosen("rates of tiles smaller than the largest", _PRODUCTS, _tiles, 10.0, "all tiles reach the same"),
-    Chosen("start of a tile", _PRODUCTS, _number(_estimating, "_TILE_START"), 0.0, "none"),
     Chosen("start of a product", _PRODUCTS, _gpu_constant("kernel_s.product"), 0.0, "none"),
     Chosen("part of the peak", _PRODUCTS, _number(datasheet, "_GEMM_GPU"), 0.8 / 0.77, "the middle of 70-90 %"),
     Chosen("operands' bandwidth", _PRODUCTS, _number(datasheet, "_OPERANDS_GPU"), 0.89 / 0.80, "that of passes"),
