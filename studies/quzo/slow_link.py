@@ -27,6 +27,7 @@ CASES = "ddp, sliced,"
 def main(
     rate: Annotated[str, typer.Option(help="Of the link.")] = "25mbit",
     folder: Annotated[Path, typer.Option(help="Where profile and steps are kept.")] = Path("build/shaped"),
+    cases: Annotated[str, typer.Option(help="Words that the names of cases have.")] = CASES,
     budget: Annotated[float, typer.Option(min=1, help="Seconds to calibrate for.")] = 20.0,
 ) -> None:
     """Calibrate if that has not been done, measure the cases, and print them beside what was predicted."""
@@ -36,7 +37,7 @@ def main(
     try:
         if not (folder / "profile0.json").exists():
             calibrate_hosts(folder, budget)
-        measure(rate, TWO, folder, CASES)
+        measure(rate, TWO, folder, cases)
         for row in rows(rate, folder):
             print(line(row))
     except ZosimError as error:
