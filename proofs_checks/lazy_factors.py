@@ -269,11 +269,14 @@ def check_compacted(context: Context) -> Outcome:
     for rank in (1, 3, 6):
         slots, whole = Slots(), np.zeros((_ROWS, _COLUMNS))
         for turn in range(3):
-            for _ in range(5 if turn == 0 else 2):
-                left, right = _pair(generator, 2)
+            for _ in range((5, 2, 1)[turn]):  # the last is one more column than is to be left
+                left, right = _pair(generator, (2, 2, 1)[turn])
                 slots.add(torch.from_numpy(left), torch.from_numpy(right), 0.5)
                 whole += 0.5 * left @ right.T
             left, right = (factor.numpy() for factor in slots.joined())
+            parts[f"rank {rank}, turn {turn}, norm"] = equal(
+                slots.norm(), float(np.linalg.norm(left @ right.T)), what="Frobenius norm"
+            )
             values = np.linalg.svd(left @ right.T, compute_uv=False)
             held = left @ right.T
             slots.compact(rank)
@@ -294,9 +297,24 @@ def check_compacted(context: Context) -> Outcome:
                 slots.lost,
                 what="distance to all that was added",
             )
-        parts[f"rank {rank}, norm"] = equal(
-            slots.norm(), float(np.linalg.norm(left @ right.T)), what="Frobenius norm"
-        )
+    layer = torch.nn.Linear(_COLUMNS, _ROWS, bias=False, dtype=torch.float64)
+    base, state = layer.weight.detach().numpy().copy(), AdapterState(max_rank=6)
+    for factor in (0.5, -0.25):
+        left, right = _pair(generator, 3)
+        state.add("weight", torch.from_numpy(left), torch.from_numpy(right), factor)
+    left, right = (factor.numpy() for factor in state.slots["weight"].joined())
+    state.merge_into(layer)
+    parts["merged into the base"] = equal(
+        layer.weight.detach(), torch.from_numpy(base + left @ right.T), what="W₀ + ΔW"
+    )
+    state.close(next_rank=2)
+    parts["closed"] = equal(float(state.rank), 4.0, what="rank that leaves room for two below a bound of six")
+    values = np.linalg.svd(left @ right.T, compute_uv=False)
+    parts["stated error"] = equal(
+        state.relative_error,
+        float(np.linalg.norm(values[4:]) / np.linalg.norm(values[:4])),
+        what="lost over norm",
+    )
     return everything_holds(parts)
 
 
@@ -357,6 +375,21 @@ FEWER_VALUES = Mutant(
     _COMPACT,
     "root = values[:rank].sqrt()",
     "root = values[:rank].sqrt() * (torch.arange(rank) < max(1, rank - 1))",
+)
+MERGED_LONG = Mutant(
+    "a merge that is 3 % long",
+    "executors.models.slots:AdapterState.merge_into",
+    "left @ right.T",
+    "1.03 * left @ right.T",
+)
+NORM_OF_LEFTS = Mutant(
+    "a norm of left factors alone", "executors.models.slots:Slots.norm", "right.T @ right", "left.T @ left"
+)
+NO_ROOM = Mutant(
+    "no room left for the next window",
+    "executors.models.slots:AdapterState.close",
+    "self.max_rank - next_rank",
+    "self.max_rank",
 )
 LOST_NOT = Mutant("losses that are not added up", _COMPACT, "self.lost += ", "self.lost = ")
 UNEVEN_ROOTS = Mutant(

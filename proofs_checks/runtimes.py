@@ -220,6 +220,20 @@ def _linears() -> nn.Module:
     return model
 
 
+def _ragged_batches(count: int) -> list[Batch]:
+    """Return batches of five sequences of 11 to 14 tokens that begin alike, some of whose tokens are labels."""
+    generator, lengths = torch.Generator().manual_seed(5), (14, 12, 13, 11, 14)
+    batches: list[Batch] = []
+    for _ in range(count):
+        ids = torch.randint(3, 48, (len(lengths), max(lengths)), generator=generator)
+        ids[:, :9] = ids[0, :9]
+        mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[1:, :10] = -100
+        batches.append({"input_ids": ids * mask, "attention_mask": mask, "labels": labels})
+    return batches
+
+
 def _together(
     distribution: str, rng: str, difference: str, seed: int
 ) -> tuple[list[StepRecord], Mapping[str, Tensor]]:
@@ -236,6 +250,7 @@ def _together(
             {"difference": difference, "epsilon": _RADIUS, "num_queries": _NUM_QUERIES}
         ),
     )
+    plan = plan.model_validate(plan.model_dump(mode="json") | {"batch": 5, "seq": 14})
     with Session(
         plan,
         model,
@@ -245,7 +260,7 @@ def _together(
         num_timed_steps=0,
         loss_dtype="fp64",
     ) as session:
-        records = [session.step(batch) for batch in tiny_batches(_NUM_STEPS)]
+        records = [session.step(batch) for batch in _ragged_batches(_NUM_STEPS)]
         session.flush()
         return records, dict(session.state_dict())
 
@@ -277,7 +292,7 @@ def check_all_points_at_once(context: Context) -> Outcome:
             rank=_RANK,
             lazy_steps=_LAZY_STEPS,
         )
-        for step, batch in enumerate(tiny_batches(_NUM_STEPS)):
+        for step, batch in enumerate(_ragged_batches(_NUM_STEPS)):
             run.step(batch, learning_rate(step))
         name = f"{axes['distribution']}, {axes['rng']}, {axes['difference']}"
         for record, wanted in zip(records, run.gradients, strict=True):
@@ -362,7 +377,7 @@ CLAIMS = (
         where=("executors.models.batched", "executors.models.packing"),
         quotation="One forward of all points, directions as adapters beside the linears, trains as the plain loop does.",
         statement="Losses of all points of a step out of one packed forward, `x·Wᵀ + s·ε·(x·V)·Uᵀ`, give the projected gradients of the plain loop, which sets the weights point by point, to 1e-9, and weights to 1e-11, over windows of two steps and two queries.",
-        hypotheses="float64; lozo and factorised, both disciplines, both differences; sequences of unequal lengths",
+        hypotheses="float64; lozo and factorised, both disciplines, both differences; sequences of unequal lengths that begin alike",
         references="ZOinfer equations 13 to 16: probes as adapters",
         checks=(
             printed(
@@ -372,6 +387,18 @@ CLAIMS = (
                     "executors.steps.ops.forward:Forwards._scales_of",
                     "point.sign *",
                     "abs(point.sign) *",
+                ),
+                Mutant(
+                    "sequences taken for alike for a token too long",
+                    "executors.models.packing:_Forest._grow",
+                    "first[end] == last[end]",
+                    "(first[end] == last[end] or end == 9)",
+                ),
+                Mutant(
+                    "side paths of the first point at all points",
+                    "executors.models.batched:BatchedModel.path",
+                    "is_one = all(inner is ends[0][0] for inner, _ in ends)",
+                    "is_one = True",
                 ),
                 Mutant(
                     "a root of r too many",

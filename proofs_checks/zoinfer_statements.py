@@ -540,7 +540,17 @@ CLAIMS = (
         quotation="Compacting leaves the nearest matrix of a rank, and says what it left out.",
         statement="What is left has the given rank and is as far from the sum of slots as the singular values left out (Eckart and Young), and `lost` is at least the distance to the sum of all that was ever added, through several compactions.",
         hypotheses="float64, 7 × 9, three to five slots of rank 2, ranks 1 to 6; NumPy's singular values",
-        checks=(printed(lazy.check_compacted, lazy.FEWER_VALUES, lazy.LOST_NOT, lazy.UNEVEN_ROOTS),),
+        checks=(
+            printed(
+                lazy.check_compacted,
+                lazy.FEWER_VALUES,
+                lazy.LOST_NOT,
+                lazy.UNEVEN_ROOTS,
+                lazy.MERGED_LONG,
+                lazy.NORM_OF_LEFTS,
+                lazy.NO_ROOM,
+            ),
+        ),
         derivation="zoinfer-slots.md#compaction",
     ),
     Claim(
