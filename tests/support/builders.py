@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.work import Work
+from zosim.engines.recurrence import run_times_of
+from zosim.engines.simulate import simulate_world
+from zosim.engines.world import World
 from zosim.hardware.machine import Machine, Ring
 from zosim.instructions import Dependency, Instruction, Stream
 from zosim.operations import Collective, Copy, Scalar
@@ -198,3 +201,18 @@ def rank_sets(draw, max_hosts=3, max_ranks_per_host=3, max_instructions=7, shari
         for rank in range(world_size)
     ]
     return ProgramSet(listed, roles, {"world": (tuple(range(world_size)),), "host": hosts}), machines
+
+
+def simulate_ranks(programs, machines, *, num_steps=None):
+    """Simulate several ranks: of a set of programs, or of one program each, all in one group of each name that they know."""
+    if not isinstance(programs, ProgramSet):
+        everybody = (tuple(range(len(programs))),)
+        names = sorted({name for program in programs for name in program.groups})
+        programs = ProgramSet(tuple(programs), everybody[0], dict.fromkeys(names, everybody))
+    return simulate_world(World.of(programs, machines), num_steps=num_steps)
+
+
+def run_times(whole, machine, num_steps):
+    """Start and end of every instruction of a run of one rank, as if nothing were shared."""
+    times = run_times_of(World.of_one(whole, machine), num_steps)
+    return {place: both for (_, place), both in times.items()}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from costmodel.work import Work
-from tests.support.builders import RATE, instruction, make_profile, program
+from tests.support.builders import RATE, instruction, make_profile, program, simulate_ranks
 from topology.clusters import cluster
 from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError, TopologyError
@@ -13,7 +13,6 @@ from topology.rings import edge_disjoint_rings
 from zosim.engines.fold import fold
 from zosim.engines.lockstep import simulate_many
 from zosim.engines.recurrence import step_time_bound_of
-from zosim.engines.simulate import simulate_ranks
 from zosim.engines.world import World
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from test_zosim_lockstep import assert_same_run, assert_same_step
 
 from costmodel.work import Work
-from tests.support.builders import RATE, host_machine, instruction, program
+from tests.support.builders import RATE, host_machine, instruction, program, simulate_ranks
 from topology.errors import ProgramError
 from zosim.analysis.critical_path import bottleneck, step_path
 from zosim.engines.fold import fold, simulate_set
 from zosim.engines.lockstep import steady_step_s
 from zosim.engines.recurrence import step_time_bound, step_time_bound_of
-from zosim.engines.simulate import simulate, simulate_ranks
+from zosim.engines.simulate import simulate
 from zosim.engines.world import World
 from zosim.hardware.machine import Hop
 from zosim.operations import Collective, Recv, Send

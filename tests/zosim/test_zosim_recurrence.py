@@ -7,11 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.builders import RATE, instruction, pipeline, program, programs, rank_sets, shared, unshared
+from tests.support.builders import (
+    RATE,
+    instruction,
+    pipeline,
+    program,
+    programs,
+    rank_sets,
+    run_times,
+    shared,
+    unshared,
+)
 from topology.errors import ProgramError
 from zosim.engines.fold import fold
 from zosim.engines.lockstep import simulate_many
-from zosim.engines.recurrence import run_times, run_times_of, step_time_bound, step_time_bound_of
+from zosim.engines.recurrence import run_times_of, step_time_bound, step_time_bound_of
 from zosim.engines.simulate import simulate
 from zosim.engines.world import World
 from zosim.instructions import Dependency

@@ -17,11 +17,12 @@ from tests.support.builders import (
     program,
     programs,
     shared,
+    simulate_ranks,
     unshared,
 )
 from topology.errors import ProgramError
 from zosim.contents import Direction, GroupWeights
-from zosim.engines.simulate import simulate, simulate_ranks
+from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.instructions import Access, Buffer, Dependency, Space, Stream
 from zosim.operations import Allocate, Copy, Free

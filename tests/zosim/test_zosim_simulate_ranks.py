@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from costmodel.work import Work
-from tests.support.builders import RATE, instruction, make_profile, program, shared, unshared
+from tests.support.builders import RATE, instruction, make_profile, program, shared, simulate_ranks, unshared
 from topology.errors import ProgramError
-from zosim.engines.simulate import simulate_ranks
 from zosim.hardware.machine import Machine, Ring
 from zosim.instructions import Dependency
 from zosim.operations import Collective

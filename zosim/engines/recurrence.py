@@ -84,22 +84,6 @@ def second_half_s(last_s: float, middle_s: float) -> float:
     return (last_s - middle_s) / (MAX_STEPS - MAX_STEPS // 2)
 
 
-def run_times(
-    program: Program, machine: Machine, num_steps: int, bound: Bound = "central"
-) -> dict[Place, tuple[float, float]]:
-    """Return start and end of every instruction of a run, as if nothing were shared.
-
-    Raises
-    ------
-    ProgramError, ProfileError
-        As for :func:`step_time_bound`.
-    """
-    return {
-        place: times
-        for (_, place), times in run_times_of(World.of_one(program, machine, bound), num_steps).items()
-    }
-
-
 def run_times_of(world: World, num_steps: int) -> dict[tuple[int, Place], tuple[float, float]]:
     """Return start and end of every instruction of a run of several ranks, as if nothing were shared.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -35,7 +35,6 @@ from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import Stream
 from zosim.places import Order, Place
 from zosim.program import Program
-from zosim.program_set import ProgramSet
 from zosim.spans import Span
 from zosim.timeline import Timeline
 
@@ -67,33 +66,6 @@ def simulate(
         If the profile has no rate for an instruction's formats.
     """
     return simulate_world(World.of_one(program, machine, bound), num_steps=num_steps)
-
-
-def simulate_ranks(
-    programs: Sequence[Program] | ProgramSet,
-    machines: Sequence[Machine],
-    *,
-    num_steps: int | None = None,
-    bound: Bound = "central",
-) -> Timeline:
-    """Return the predicted timeline of several ranks that share the resources of equal names.
-
-    Parameters
-    ----------
-    programs : ProgramSet, or a sequence of Program
-        A sequence has one per rank, all of one group for each name that they know.
-    machines : sequence
-        One per rank.
-    num_steps, bound
-        As for :func:`simulate`.
-
-    Raises
-    ------
-    ProgramError, ProfileError
-        As for :func:`simulate`.
-    """
-    together = programs if isinstance(programs, ProgramSet) else _together(programs)
-    return simulate_world(World.of(together, machines, bound), num_steps=num_steps)
 
 
 def simulate_world(world: World, *, num_steps: int | None = None) -> Timeline:
@@ -128,14 +100,6 @@ def check_num_steps(num_steps: int | None) -> None:
     if num_steps is not None and num_steps < 0:
         message = f"cannot simulate {num_steps} steps"
         raise ProgramError(message, hint="num_steps counts from 0")
-
-
-def _together(programs: Sequence[Program]) -> ProgramSet:
-    if not programs:
-        raise ProgramError("0 programs to simulate", hint="give one program and one machine per rank")
-    names = {name for program in programs for name in program.groups}
-    everybody = (tuple(range(len(programs))),)
-    return ProgramSet(tuple(programs), tuple(range(len(programs))), dict.fromkeys(sorted(names), everybody))
 
 
 class _SimpyRun:
