@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import typer
 
 from costmodel.configs import read_model_spec
 from executors.datasets.data import Limits, open_dataset
@@ -24,6 +25,7 @@ from executors.runs.planning import longest_example
 from tests.fuzz import seeds
 from tests.fuzz.cases import Case, Target
 from tests.fuzz.mutations import NUMBERS, STRINGS, mutated, mutated_bytes
+from zosim import cli
 
 FAMILIES = ("opt", "opt-projected", "llama", "qwen3", "gpt2", "roberta")
 OTHERS = {
@@ -425,7 +427,36 @@ def _mutated_message(generator: Random, case: Case) -> Case:
     return replace(case, files={"message": bytes(data)})
 
 
+@functools.cache
+def _quantised() -> list[Case]:
+    """Directories that other tools quantised, in every layout that is read."""
+    from tests.support.quantised import compressed, transposed_layout
+
+    grouped = {"num_bits": 4, "strategy": "group", "group_size": 16}
+    made: dict[str, Callable[[Path], object]] = {
+        "packed": lambda to: compressed("llama-tied", to, "pack-quantized", symmetric=True, **grouped),
+        "bytes": lambda to: compressed("llama", to, "naive-quantized", num_bits=8, symmetric=False, strategy="tensor"),
+        "floats": lambda to: compressed("llama", to, "float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel"),
+        "gptq": lambda to: transposed_layout("opt-untied", to, "gptq"),
+        "awq": lambda to: transposed_layout("opt-untied", to, "awq"),
+    }  # fmt: skip
+    cases = []
+    for name, make in made.items():
+        folder = seeds.folder() / f"quantised-{name}"
+        make(folder)
+        files = {f"model/{path.name}": path.read_bytes() for path in folder.iterdir()}
+        broken = {n: files[n] for n in ("model/config.json", "model/model.safetensors")}
+        cases.append(Case(broken, kept=files | {"data.jsonl": seeds.data()}))
+    return cases
+
+
+def _tuned(_folder: Path) -> None:
+    words = "run --model model --data data.jsonl --steps 1 --batch 2 --out out --no-launch --no-tensorboard --allow-lossy"
+    typer.main.get_command(cli.app).main(words.split(), prog_name="zosim")
+
+
 MODEL_READERS: tuple[Target, ...] = (
+    _folder_target("quantised model", _quantised, _tuned, _mutated_weights, 15),
     _folder_target("config planned", _files("model/config.json", _configurations), lambda folder: read_model_spec(folder / "model") and None, _mutated_fields, 80),
     _folder_target("config built", _files("model/config.json", _configurations), _built, _mutated_fields, 60),
     _folder_target("config of another family", _files("model/config.json", _other_configurations), _built, _mutated_fields, 30),
