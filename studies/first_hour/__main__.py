@@ -34,10 +34,16 @@ def main(
     from studies.first_hour.hour import contents_of, in_processes, leave, spend
     from studies.first_hour.report import write
     from studies.first_hour.setting import Setting
+    from topology.errors import ZosimError
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    device_named(device)
     setting = Setting(device, hardware, folder)
+    try:
+        device_named(device)
+        setting.node  # noqa: B018 - whether it is there
+    except ZosimError as error:
+        print(f"error: {error.message}\n\nhint: {error.hint}", file=sys.stderr)
+        raise typer.Exit(2) from None
     if only is not None and left is not None:
         leave(setting, only, left)
         return

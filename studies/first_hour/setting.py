@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from costmodel.profile import Profile
+from topology.errors import PlanError
 from topology.graph import Topology
 from topology.hardware import resolve
 from zosim.hardware.profiles import profile_for
@@ -81,8 +82,20 @@ class Setting:
 
     @property
     def node(self) -> str:
-        """The node of :attr:`topology` that is the device."""
-        return self.topology.of_kind("gpu")[torch.device(self.device).index or 0].id
+        """The node of :attr:`topology` that is the device.
+
+        Raises
+        ------
+        PlanError
+            If the topology has no such device.
+        """
+        gpus, index = self.topology.of_kind("gpu"), torch.device(self.device).index or 0
+        if index >= len(gpus):
+            raise PlanError(
+                f"{self.topology.name} shows {len(gpus)} GPUs, and {self.device} is not among them",
+                hint="describe the machine by a preset or a file: --hardware dgx-h100",
+            )
+        return gpus[index].id
 
     def profiles(self) -> dict[str, Profile]:
         """Return what to predict with: the data sheet, and the calibration where its part has been done."""

@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+import typer
 
 from studies.first_hour import hour
 from studies.first_hour.__main__ import main
@@ -82,3 +83,12 @@ def test_the_command_does_one_part_and_leaves_it(tmp_path):
     with simulated():
         main(hardware="a100-80gb-milan", folder=tmp_path, only="device", left=left)
     assert json.loads(left.read_text())["device"] == "Simulated"
+
+
+def test_a_device_that_is_not_there_is_refused_in_words(tmp_path, capsys):
+    with pytest.raises(typer.Exit):
+        main(folder=tmp_path)
+    assert "there is no device 'cuda:0'" in capsys.readouterr().err
+    with simulated(), pytest.raises(typer.Exit):
+        main(hardware="cpu-laptop", folder=tmp_path)
+    assert "--hardware dgx-h100" in capsys.readouterr().err
