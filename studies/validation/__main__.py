@@ -69,10 +69,10 @@ def left_out_report(rows: Sequence[MeasuredRow], sites: Sites) -> Report:
     """Return what becomes of predictions where a source, and where a machine, had no say in any constant."""
     counted = [row for row in rows if row.is_counted and row.measured is not None]
     axes = {"source": source_of, "machine": machine_of}
-    found: list[list[HeldOut]] = [[] for _ in axes]
+    judged: list[list[HeldOut]] = [[] for _ in axes]
     for chosen in CHOSEN:
         stderr.print(chosen.name, markup=False)
-        for entries, more in zip(found, held_out(counted, sites, chosen, list(axes.values())), strict=True):
+        for entries, more in zip(judged, held_out(counted, sites, chosen, list(axes.values())), strict=True):
             entries.extend(more)
     return Report(
         "Constants without the measurements that they were chosen beside",
@@ -88,7 +88,7 @@ def left_out_report(rows: Sequence[MeasuredRow], sites: Sites) -> Report:
                     [*(by_group := scores(all_left_out(counted, sites, items, axis))), total(by_group)],
                 ),
             )
-            for (what, axis), items in zip(axes.items(), found, strict=True)
+            for (what, axis), items in zip(axes.items(), judged, strict=True)
         ),
     )
 

@@ -325,14 +325,14 @@ def _median_error(rows: Sequence[MeasuredRow], predicted: Mapping[str, float]) -
 
 
 def all_left_out(
-    rows: Sequence[MeasuredRow], sites: Sites, found: Sequence[HeldOut], axis: Callable[[MeasuredRow], str]
+    rows: Sequence[MeasuredRow], sites: Sites, judged: Sequence[HeldOut], axis: Callable[[MeasuredRow], str]
 ) -> list[Outcome]:
     """Return outcomes of all rows, each predicted with no constant that its own source or machine had a say in.
 
     Every constant that matters to a source takes the value that the others fit, all at once.
     """
     changes: dict[str, list[tuple[Chosen, float]]] = defaultdict(list)
-    for item in found:
+    for item in judged:
         changes[item.left_out].append((item.chosen, item.factor))
     outcomes = {
         row.name: (row, said)
