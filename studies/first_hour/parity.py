@@ -23,7 +23,6 @@ SAME_BITS: Mapping[str, Mapping[str, Any]] = {
     "resident": {},
     "sweep": {"schedule": {"traversal": "sweep"}},
     "directions kept": {"directions": {"kept": True}},
-    "copies": {"weights": {"perturbation": "copies"}},
     "offloaded": _OFFLOADED,
     "offloaded, immediate": {"residency": {"blocks": "offloaded"}},
     "offloaded, drawn ahead": {**_OFFLOADED, "directions": {"drawn_ahead": True}},
@@ -32,7 +31,7 @@ SAME_BITS: Mapping[str, Mapping[str, Any]] = {
         "schedule": {"update": "delayed"},
     },
 }
-"""Placements, and what the first of them computes, the others do."""
+"""Placements that have every bit of the literal loop. Perturbed copies have not: they never take a way back that rounds."""
 
 _RATE, _EPSILON, _NUM_STEPS = 1e-3, 1e-3, 3
 _TO_ROUNDING = 2e-4
