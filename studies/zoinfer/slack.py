@@ -52,13 +52,15 @@ def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
         _write_model(Path(folder), options)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "zosim", "serve", "--model", f"{folder}/model", "--port", "0", "--threads", "1",
-             *(f"--adapter={name}={folder}/{name}" for name in _PROBES)],
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        said = Path(folder) / "said"
+        with said.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "zosim", "serve", "--model", f"{folder}/model", "--port", "0", "--threads", "1",
+                 *(f"--adapter={name}={folder}/{name}" for name in _PROBES)],
+                stderr=file,
+            )  # fmt: skip
         try:
-            _measure_all(_address(process), options)
+            _measure_all(_address(process, said), options)
         finally:
             process.terminate()
             process.wait()
@@ -166,13 +168,13 @@ def _parts(options: argparse.Namespace) -> list[list[Request]]:
     ]
 
 
-def _address(process: subprocess.Popen[str]) -> str:
-    assert process.stderr is not None
-    for line in process.stderr:
-        if found := re.search(r"http://\S+", line):
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            return found[0]
-    raise RunError("the server did not start")
+def _address(process: subprocess.Popen[bytes], said: Path) -> str:
+    """Return where the server is, once it says so."""
+    while process.poll() is None:
+        if match := re.search(r"http://\S+", said.read_text()):
+            return match[0]
+        time.sleep(0.05)
+    raise RunError(f"the server did not start: {said.read_text()[-300:]}")
 
 
 def _write_model(folder: Path, options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -98,3 +99,28 @@ def test_hours_are_those_of_twenty_thousand_steps():
     seconds = serving_s(ZoinferCase("opt-13b", 16, "serving"), FIT.values)[0]
     assert answer.predicted == pytest.approx(seconds * 20_000 / 3600)
     assert math.log(answer.high / answer.low) == pytest.approx(2 * FIT.half_width)
+
+
+@pytest.mark.slow
+def test_a_server_answers_all_requests_beside_probes(monkeypatch, capsys):
+    from studies.zoinfer import slack
+
+    sizes = ["--width", "64", "--blocks", "1", "--batch", "4", "--parts", "2"]
+    monkeypatch.setattr(sys, "argv", ["slack", *sizes, "--load", "0.05", "--seconds", "3", "--repeats", "2"])
+    slack.main()
+    rows = {row.split()[0]: row.split()[1:] for row in capsys.readouterr().out.splitlines()[-3:]}
+    assert float(rows["none"][-1]) == 0
+    assert float(rows["whole"][-1]) > 0
+    assert float(rows["parts"][-1]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_mixed_batches_have_pefts_scores(monkeypatch, capsys):
+    pytest.importorskip("peft")
+    from studies.zoinfer import mixed
+
+    monkeypatch.setattr(sys, "argv", ["mixed", "--shape", "1m", "--batch", "8", "--rounds", "1"])
+    mixed.main()
+    differing = next(row for row in capsys.readouterr().out.splitlines() if row.startswith("batch 8"))
+    assert float(differing.split()[-1]) < 1e-5
