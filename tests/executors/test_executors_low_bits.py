@@ -508,7 +508,7 @@ def test_replayed_steps_leave_the_same_codes(low_bits):
 def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path):
     inputs = saved_inputs(tmp_path)
     # The tiny model's MLP has 52 inputs, which no group divides.
-    stated = ("--weight-format", "int4", "--estimator", "q-rge2", "--checkpoint-every", 5)
+    stated = ("--weight-format", "best4", "--estimator", "q-rge2", "--sparsity", 0.5, "--checkpoint-every", 5)
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert zosim(*options(inputs, whole, *stated)) == 0
     assert zosim(*options(inputs, run, *stated, *OFFLOADED)) == 0
