@@ -101,7 +101,7 @@ class RemoteEngine:
         with ThreadPoolExecutor(min(_NUM_CONNECTIONS, max(1, len(by_adapter)))) as pool:
             bodies = [
                 self._body(adapter, [requests[number].tokens for number in numbers])
-                | {"max_tokens": 0, "echo": True, "logprobs": 0}
+                | {"max_tokens": 0, "echo": True, "logprobs": 0, "return_token_ids": True}
                 for adapter, numbers in by_adapter.items()
             ]
             is_base = [adapter is None for adapter in by_adapter]
