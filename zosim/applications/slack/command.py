@@ -196,5 +196,9 @@ def _draw(path: Path, outcomes: list[Served], p99_ms: float | None) -> None:
     axes.set_ylabel("share of requests above it")
     axes.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    try:
+        figure.savefig(path, dpi=120)
+    except ValueError as error:  # a format that matplotlib does not have
+        raise TrafficError(f"--plot {path} cannot be written: {error}", hint="such as slack.svg") from None
+    finally:
+        plt.close(figure)
