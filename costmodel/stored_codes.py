@@ -8,13 +8,16 @@ read by :mod:`executors.models.quantised`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from costmodel.formats import CodeFormat, ScaleScope
-from topology.errors import ModelError
+from topology.errors import ModelError, PlanError
 from topology.validation import readable
+
+if TYPE_CHECKING:
+    from costmodel.low_bits import Coding
 
 Layout = Literal["packed", "bytes", "gptq", "gptq_v2", "awq"]
 """How codes lie in files: 32 after the other in 32-bit words along a row, each in a byte, or in words as GPTQ and AWQ have them."""
@@ -260,3 +263,22 @@ def _awq(said: Mapping[str, Any], where: str) -> StoredCodes:
         _refuse(where, "of AWQ's layouts, that of 4 bits with zero points in version gemm is read")
     scales: ScaleScope = "channel" if read.group_size == -1 else "group"
     return _codes(where, "awq", "int4", scales, read.group_size, zero_point=True)
+
+
+def refuse_unwritable(coding: Coding) -> None:
+    """Raise for codes that compressed-tensors has no format for.
+
+    Raises
+    ------
+    PlanError
+    """
+    if coding.outlier_share:
+        raise PlanError(
+            "a directory of codes has no place for outliers beside them that compressed-tensors knows",
+            hint="write it as numbers (--save-as numbers)",
+        )
+    if coding.is_chosen or coding.format in ("float8_e5m2", "float4_e2m1"):
+        raise PlanError(
+            f"a directory of codes in {coding.format} has no format that compressed-tensors knows",
+            hint="write it as numbers (--save-as numbers)",
+        )

@@ -43,7 +43,7 @@ def bet(p_value: float) -> float:
     Examples
     --------
     >>> round(bet(1.0), 6), round(bet(0.1), 3), round(bet(1e-6))
-    (0.5, 1.264, 5239)
+    (0.5, 1.263, 5239)
     """
     p = max(p_value, _LEAST)
     log = math.log(p)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from costmodel.configs import stored_codes_in
 from costmodel.formats import FORMATS
 from costmodel.low_bits import Coding
-from costmodel.stored_codes import CODE_SUFFIXES, Layout
+from costmodel.stored_codes import CODE_SUFFIXES, Layout, refuse_unwritable
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.coded import Coded
 from executors.low_bits.linear import CodedLinear, coded_linears, make_codable
@@ -28,7 +28,6 @@ from executors.models.loading import load_config, model_class, opened_weights, q
 from executors.models.weight_files import (
     WEIGHTS_NAME,
     Deferred,
-    refuse_unwritable,
     save_configuration,
     saved_tensors,
     write_tensors,

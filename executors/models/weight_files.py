@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.configs import CONFIG_NAME
-from costmodel.low_bits import Coding
 from executors.files import replacing, write_atomically
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES
 from executors.low_bits.coded import Coded
 from executors.low_bits.linear import coded_linears
-from topology.errors import PlanError
 
 WEIGHTS_NAME = "model.safetensors"
 
@@ -175,25 +173,6 @@ def save_configuration(model: nn.Module, directory: Path, more: Mapping[str, Any
         path = directory / CONFIG_NAME
         fields = json.loads(path.read_text(encoding="utf-8")) | more
         write_atomically(path, json.dumps(fields, indent=2, sort_keys=True) + "\n")
-
-
-def refuse_unwritable(coding: Coding) -> None:
-    """Raise for codes that compressed-tensors has no format for.
-
-    Raises
-    ------
-    PlanError
-    """
-    if coding.outlier_share:
-        raise PlanError(
-            "a directory of codes has no place for outliers beside them that compressed-tensors knows",
-            hint="write it as numbers (--save-as numbers)",
-        )
-    if coding.is_chosen or coding.format in ("float8_e5m2", "float4_e2m1"):
-        raise PlanError(
-            f"a directory of codes in {coding.format} has no format that compressed-tensors knows",
-            hint="write it as numbers (--save-as numbers)",
-        )
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:

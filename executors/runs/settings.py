@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import NonNegativeFloat, PositiveInt
 
 from costmodel.configs import LoRA, Part, Prefix, Subset
-from executors.models.weight_files import refuse_unwritable
+from costmodel.stored_codes import refuse_unwritable
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.runs.learning_rate import LearningRate
 from topology.errors import PlanError, RunError

@@ -274,10 +274,10 @@ def test_gpus_without_peer_access_are_staged(server):
 
 
 def test_an_unknown_gpu_is_estimated_from_its_clocks(server):
-    # An A40: 84 SM at 1740 MHz, 48 GB; its datasheet says 37.4 Tflop/s, 149.7 (fp16) and 696 GB/s.
+    # An A40 under a name that no data sheet has: 84 SM at 1740 MHz, 48 GB; its datasheet says 37.4 Tflop/s, 149.7 (fp16) and 696 GB/s.
     a40 = gpu(
         0,
-        "NVIDIA A40",
+        "NVIDIA A41",
         46068 * 2**20,
         capability=(8, 6),
         cores=10752,

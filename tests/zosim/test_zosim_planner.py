@@ -94,7 +94,7 @@ def test_a_limit_makes_the_planner_offload_and_the_limit_is_kept() -> None:
 
 def test_more_memory_never_makes_the_best_plan_slower() -> None:
     times = []
-    for limit_gib in (1.5, 1.8, 2.4, 4, 8):
+    for limit_gib in (1.6, 1.8, 2.4, 4, 8):
         prediction = choose(request(max_device_bytes=int(limit_gib * GIB))).chosen.prediction
         assert prediction is not None
         times.append(prediction.step_time_s)

@@ -212,8 +212,9 @@ def test_hundreds_of_ranks_are_planned_as_one_host_is() -> None:
     )
     assert decision.chosen.plan.placement.world_size == 256
     small = choose(request("dgx-h100", batch=4, mesh=Mesh(data=4, perturb=2)))
-    # The ring in which 256 ranks gather their losses has hops between 32 hosts: a fifth of a millisecond.
-    assert decision.chosen.seconds == pytest.approx(small.chosen.seconds, rel=0.03)
+    # The ring in which 256 ranks gather their losses has hops between 32 hosts, each with a message posted to the
+    # network: half a millisecond.
+    assert decision.chosen.seconds == pytest.approx(small.chosen.seconds, rel=0.06)
 
 
 def test_isomorphic_hosts_are_devices_that_are_placed_alike() -> None:
