@@ -15,7 +15,7 @@ from studies.speed.reference import literal_step, two_forwards
 def tiny(monkeypatch: pytest.MonkeyPatch):
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
     monkeypatch.setitem(speed.SHAPES, "tiny", shape)
-    return speed._model("tiny", torch.float32)
+    return speed.model_of_shape("tiny", torch.float32)
 
 
 def test_every_contender_is_timed_every_round_beside_its_two_baselines(tiny) -> None:
