@@ -94,35 +94,17 @@ def test_peft_loads_the_adapters_of_a_run_and_computes_its_logits(tmp_path, name
     assert not torch.equal(adapted, plain)
 
 
+def run_command(base, lines, *options):
+    """Return the command that tunes a model for four steps in this process."""
+    inputs = f"run --model {base} --data {lines} --steps 4 --batch 3 --lr 1e-2 --residency resident"
+    return (*inputs.split(), "--no-launch", "--no-tensorboard", *options)
+
+
 def test_adapters_beside_a_base_that_another_tool_has_quantised(tmp_path):
     base, lines, out = tmp_path / "base", tmp_path / "lines.jsonl", tmp_path / "out"
     compressed("opt-untied", base, "pack-quantized", dtype=torch.float32, **INT4)
     saved_lines(lines)
-    command = [
-        "run",
-        "--model",
-        base,
-        "--data",
-        lines,
-        "--steps",
-        4,
-        "--batch",
-        3,
-        "--no-launch",
-        "--no-tensorboard",
-    ]
-    command += [
-        "--lora-rank",
-        2,
-        "--lora-targets",
-        "q_proj,fc1",
-        "--lora-alpha",
-        3,
-        "--lr",
-        1e-2,
-        "--residency",
-        "resident",
-    ]
+    command = run_command(base, lines, "--lora-rank", 2, "--lora-targets", "q_proj,fc1", "--lora-alpha", 3)
     for seed in (5, 6):
         assert zosim(*command, "--seed", seed, "--out", f"{out}{seed}") == 0
     starts = [
@@ -145,31 +127,7 @@ def test_adapters_beside_a_base_that_another_tool_has_quantised(tmp_path):
 def test_peft_loads_the_updates_of_a_log(tmp_path, name):
     base, lines, out = saved_model(name, tmp_path), tmp_path / "lines.jsonl", tmp_path / "out"
     saved_lines(lines)
-    command = [
-        "run",
-        "--model",
-        base,
-        "--data",
-        lines,
-        "--steps",
-        4,
-        "--batch",
-        3,
-        "--no-launch",
-        "--no-tensorboard",
-    ]
-    command += [
-        "--tune",
-        "linears",
-        "--direction",
-        "lozo",
-        "--lazy-steps",
-        2,
-        "--lr",
-        1e-2,
-        "--residency",
-        "resident",
-    ]
+    command = run_command(base, lines, "--tune", "linears", "--direction", "lozo", "--lazy-steps", 2)
     assert zosim(*command, "--out", out) == 0
     assert zosim("adapter", out, "--model", base, "-o", tmp_path / "adapter") == 0
     inputs = {"input_ids": batches(1)[0]["input_ids"]}
