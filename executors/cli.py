@@ -14,7 +14,7 @@ from executors.runs.settings import RUN_SECTIONS
 from topology.errors import RunError
 from topology.limits import MAX_THREADS
 from zosim.console import emit, progress, stderr
-from zosim.plans import Plan
+from zosim.plans import Method, Plan
 from zosim.stated import (
     METHOD_HELP,
     PLAN_SECTIONS,
@@ -22,7 +22,6 @@ from zosim.stated import (
     Json,
     MaxDeviceMemory,
     MaxHostMemory,
-    MethodName,
     Stated,
     memory_limit,
     stated_in,
@@ -31,18 +30,16 @@ from zosim.stated import (
 
 if TYPE_CHECKING:
     from zosim.planning.planner import Decision
-    from zosim.planning.request import Method
 
 
 @with_settings({**PLAN_SECTIONS, **RUN_SECTIONS})
 def run(
-    stated: Stated,
     plan: Annotated[
         Path | None,
         typer.Argument(help="A plan from `zosim plan -o`; without it, one is made.", show_default=False),
     ] = None,
     method: Annotated[
-        MethodName | None, typer.Option(help=f"{METHOD_HELP} By default the plan's.", show_default=False)
+        Method | None, typer.Option(help=f"{METHOD_HELP} By default the plan's.", show_default=False)
     ] = None,
     ranks: Annotated[
         int | None,
@@ -61,12 +58,13 @@ def run(
     max_host_memory: MaxHostMemory = None,
     launch: Annotated[bool, typer.Option(help="Start ranks of their own, or run in this process.")] = True,
     as_json: Json = False,
+    **settings: Any,
 ) -> None:
     """Train a model: carry out a plan, or make one and carry it out."""
     summary = _run(
-        stated,
+        stated_in(settings, {**PLAN_SECTIONS, **RUN_SECTIONS}),
         plan,
-        method=None if method is None else method.value,
+        method=method,
         ranks=ranks,
         program=program,
         allow_lossy=allow_lossy,

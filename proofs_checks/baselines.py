@@ -14,8 +14,8 @@ from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome
 from topology import load_preset
 from zosim.analysis.counts import step_counts
+from zosim.applications.closed_form.recurrence import step_time_bound_of
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
-from zosim.engines.recurrence import step_time_bound_of
 from zosim.engines.world import World
 from zosim.hardware.machines import machines_for
 from zosim.operations import Backward, Forward, Recv, Send
@@ -253,7 +253,7 @@ CLAIMS = (
                 check_bounds,
                 Mutant(
                     "instructions that do not wait for their stream",
-                    "zosim.engines.maxplus:MaxPlus.advance",
+                    "zosim.applications.closed_form.maxplus:MaxPlus.advance",
                     "start_s = latest(start_s,",
                     "start_s = min(start_s,",
                 ),

@@ -22,7 +22,7 @@ from proofs_checks.mutation import Mutant
 from proofs_checks.outcomes import Context, Outcome
 from topology import load_preset
 from topology.errors import DoesNotFit
-from zosim.engines.recurrence import step_time_bound
+from zosim.applications.closed_form.recurrence import step_time_bound
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
@@ -358,14 +358,16 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         name="steps-lie-between-parts-and-sum",
         paper="zosim",
-        where=("zosim.engines.recurrence", "zosim.engines.simulate"),
+        where=("zosim.applications.closed_form.recurrence", "zosim.engines.simulate"),
         quotation="A step lies between its longest part and the sum of its parts.",
         statement=(
             "An operation takes at least its longest term and at most the sum of its terms; a step at least what its "
             "busiest stream has to do, at most what all streams have together, and simulated at least its closed form."
         ),
         hypotheses=("one rank; streams that share nothing in the closed form"),
-        references=("max-plus algebra (Baccelli et al., chapter 3), zosim.engines.recurrence"),
+        references=(
+            "max-plus algebra (Baccelli et al., chapter 3), zosim.applications.closed_form.recurrence"
+        ),
         checks=(
             printed(
                 check_bounds,
@@ -377,7 +379,7 @@ CLAIMS: tuple[Claim, ...] = (
                 ),
                 Mutant(
                     "instructions that start before their stream is free",
-                    "zosim.engines.maxplus:MaxPlus.advance",
+                    "zosim.applications.closed_form.maxplus:MaxPlus.advance",
                     "start_s = latest(start_s,",
                     "start_s = latest(start_s, -0.5 * alone_s +",
                 ),

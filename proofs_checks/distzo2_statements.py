@@ -330,7 +330,7 @@ def check_pair_speedup(context: Context) -> Outcome:
     parts = {}
     for load in (0.1, 1.5, 8.0) if context.size == "quick" else (0.1, 0.8, 1.0, 1.5, 2.0, 3.0, 8.0):
         one = machine(block_bytes() / (load * compute))
-        ring = Ring(2, 0.0, 1e18)
+        ring = Ring(0.0, 1e18, num_ranks=2)
         two = [replace(one, rings={"host": ring, "world": ring, "pair": ring}) for _ in range(2)]
         measured = simulate_set(alone, [one]).step_time_s / simulate_set(pair, two).step_time_s
         # The head and the filling of the pipeline dilute it.

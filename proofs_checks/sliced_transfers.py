@@ -81,7 +81,7 @@ def programs(num_ranks: int, transfers: str) -> ProgramSet:
 def machines(num_ranks: int, lane_bytes_per_s: float, link_bytes_per_s: float) -> Sequence[Machine]:
     """Return devices with a lane to the host and a link to the next device each, of nobody else's."""
     one = machine(lane_bytes_per_s)
-    rings = {name: Ring(num_ranks, 0.0, link_bytes_per_s) for name in ("host", "world")}
+    rings = {name: Ring(0.0, link_bytes_per_s, num_ranks=num_ranks) for name in ("host", "world")}
     return [replace(one, rings=rings) for _ in range(num_ranks)]
 
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from topology.errors import ZosimError
     from zosim.analysis.compare import Comparison
-    from zosim.analysis.trace import save_trace
     from zosim.applications.buying.answer import buy
-    from zosim.engines.recurrence import step_time_bound
+    from zosim.applications.closed_form.recurrence import step_time_bound
+    from zosim.applications.trace import save_trace
     from zosim.face import compare, plan, simulate
     from zosim.hardware.machine import Machine
     from zosim.lowering import lower
@@ -72,8 +72,8 @@ _HOMES = {
     "ZosimError": "topology.errors",
     "choose": "zosim.planning.planner",
     "lower": "zosim.lowering",
-    "save_trace": "zosim.analysis.trace",
-    "step_time_bound": "zosim.engines.recurrence",
+    "save_trace": "zosim.applications.trace",
+    "step_time_bound": "zosim.applications.closed_form.recurrence",
 }
 
 try:

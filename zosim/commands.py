@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -13,33 +13,16 @@ from costmodel.configs import Part
 from topology.errors import PlanError
 from topology.units import format_seconds
 from zosim import face
-from zosim.analysis.trace import save_trace
-from zosim.applications.first_order.options import (
-    FirstOrderName,
-    Foreach,
-    Recompute,
-    Sharding,
-    ShardingName,
-    first_order_of,
-    no_first_order,
-)
+from zosim.applications.first_order.options import FIRST_ORDER_SECTIONS, FirstOrderName, first_order_of
 from zosim.applications.first_order.report import baseline_subject, comparison_data, comparison_view
 from zosim.applications.published_code import all_as_published
+from zosim.applications.trace import save_trace
 from zosim.console import emit, stderr
-from zosim.options import (
-    HOST,
-    CodeName,
-    EngineName,
-    Hardware,
-    PlanFile,
-    ProfileFile,
-    ProgramFile,
-    Threads,
-    subject_of,
-)
+from zosim.options import HOST, Hardware, PlanFile, ProfileFile, ProgramFile, Threads
+from zosim.planning.predict import Engine
 from zosim.planning.views import decision_data, decision_view, prediction_data, simulation_view, stages_data
 from zosim.planning.visibility import about_epsilon
-from zosim.plans import Plan
+from zosim.plans import Method
 from zosim.report import Report
 from zosim.stated import (
     METHOD_HELP,
@@ -48,9 +31,6 @@ from zosim.stated import (
     Json,
     MaxDeviceMemory,
     MaxHostMemory,
-    MethodName,
-    Stated,
-    memory_limit,
     with_settings,
 )
 
@@ -63,9 +43,8 @@ def plan(
             help="A shipped size (opt-13b), a model directory, a config.json, or a saved ModelSpec."
         ),
     ],
-    stated: Stated,
     hardware: Annotated[str, typer.Option(help="A preset's name, a topology file, or host.")] = HOST,
-    method: Annotated[MethodName, typer.Option(help=METHOD_HELP)] = MethodName.AUTO,
+    method: Annotated[Method, typer.Option(help=METHOD_HELP)] = "auto",
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Most devices to use; by default all, or the one named.")
     ] = None,
@@ -86,31 +65,33 @@ def plan(
     ] = "all",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the chosen plan here.")] = None,
     as_json: Json = False,
+    **settings: Any,
 ) -> None:
     """Choose the fastest placement that fits, and say why."""
-    decision = face.decide(
+    decision = face.plan(
         model,
         hardware,
-        stated,
-        method=method.value,
+        method=method,
         ranks=ranks,
         densities=densities,
         allow_lossy=allow_lossy,
-        max_device_bytes=memory_limit("--max-device-memory", max_device_memory),
-        max_host_bytes=memory_limit("--max-host-memory", max_host_memory),
+        max_device_memory=max_device_memory,
+        max_host_memory=max_host_memory,
         device=device,
         threads=threads,
         profile=profile,
-        tuned=tune,
+        tune=tune,
+        **settings,
     )
-    for warning in about_epsilon(decision.chosen.plan):
+    for warning in about_epsilon(decision.plan):
         stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)
     if output is not None:
-        decision.chosen.plan.save(output)
+        decision.plan.save(output)
         stderr.print(f"wrote {output}")
     emit(decision_data(decision), json=as_json, text=decision_view(decision))
 
 
+@with_settings(FIRST_ORDER_SECTIONS)
 def lower(
     plan_file: PlanFile,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the programs here.")] = None,
@@ -122,25 +103,12 @@ def lower(
         FirstOrderName | None,
         typer.Option(help="Write a first-order step of the same devices and cuts instead."),
     ] = None,
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of the first-order step.")] = 1,
-    schedule: Annotated[str, typer.Option(help="Their order: gpipe or 1f1b.")] = "gpipe",
-    recompute: Recompute = False,
-    sharding: Sharding = ShardingName.NONE,
-    foreach: Foreach = False,
+    **settings: Any,
 ) -> None:
     """Write a plan's programs, one instruction to a line, or check what was edited."""
-    subject = subject_of(Plan.load(plan_file), program=check)
-    asked: dict[str, Any] = {
-        "num_microbatches": microbatches,
-        "schedule": schedule,
-        "recompute": recompute,
-        "sharding": sharding,
-        "foreach": foreach,
-    }
-    if first_order is not None:
-        subject = baseline_subject(subject, first_order_of(first_order, **asked))
-    else:
-        no_first_order(**asked)
+    subject, baseline = face.simulate(plan_file, program=check), first_order_of(first_order, **settings)
+    if baseline is not None:
+        subject = baseline_subject(subject, baseline)
     programs = subject.programs
     if rank is not None and rank >= programs.world_size:
         raise PlanError(f"--rank {rank} of {programs.world_size} ranks", hint="ranks count from 0")
@@ -161,6 +129,7 @@ def lower(
     )
 
 
+@with_settings(FIRST_ORDER_SECTIONS)
 def simulate(
     plan_file: PlanFile,
     hardware: Hardware = None,
@@ -179,49 +148,33 @@ def simulate(
         ),
     ] = False,
     engine: Annotated[
-        EngineName,
+        Engine,
         typer.Option(
             help="What plays the events: arrays over all ranks, or a simpy process for every stream."
         ),
-    ] = EngineName.LOCKSTEP,
+    ] = "lockstep",
     code: Annotated[
-        CodeName,
+        Literal["ours", "published"],
         typer.Option(
             help="Whose code runs the plan: the executor's, or the eager Hugging Face code that the methods were published "
             "with, which draws and passes over parameters more often."
         ),
-    ] = CodeName.OURS,
+    ] = "ours",
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (Perfetto opens it).")] = None,
     first_order: Annotated[
         FirstOrderName | None,
         typer.Option(help="Compare with a first-order step of the same devices and cuts."),
     ] = None,
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of the first-order step.")] = 1,
-    schedule: Annotated[str, typer.Option(help="Their order: gpipe or 1f1b.")] = "gpipe",
-    recompute: Recompute = False,
-    sharding: Sharding = ShardingName.NONE,
-    foreach: Foreach = False,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Samples whose last messages aq-sgd keeps; a batch at least.")
-    ] = 1,
     first_order_trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace of the first-order step.")
     ] = None,
     as_json: Json = False,
+    **settings: Any,
 ) -> None:
     """Predict a plan's step time and memory, event by event."""
-    asked: dict[str, Any] = {
-        "num_microbatches": microbatches,
-        "schedule": schedule,
-        "num_samples": samples,
-        "recompute": recompute,
-        "sharding": sharding,
-        "foreach": foreach,
-    }
-    if first_order is None:
-        no_first_order(**asked)
-        if first_order_trace is not None:
-            raise PlanError("--first-order-trace without --first-order", hint="such as --first-order sgd")
+    first_order_settings = first_order_of(first_order, **settings)
+    if first_order is None and first_order_trace is not None:
+        raise PlanError("--first-order-trace without --first-order", hint="such as --first-order sgd")
     subject = face.simulate(
         plan_file,
         hardware,
@@ -229,9 +182,9 @@ def simulate(
         threads=threads,
         program=program,
         one_process=one_process,
-        engine=engine.value,
+        engine=engine,
     )
-    if code is CodeName.PUBLISHED:
+    if code == "published":
         subject = replace(subject, edited=all_as_published(subject.programs, subject.plan))
     timeline = subject.timeline if steps is None else subject.simulated(num_steps=steps)
     if trace is not None:
@@ -249,14 +202,13 @@ def simulate(
         }
     )
     view = simulation_view(subject, prediction)
-    if first_order is not None:
-        settings = first_order_of(first_order, **asked)
-        baseline = baseline_subject(subject, settings)
+    if first_order_settings is not None:
+        baseline = baseline_subject(subject, first_order_settings)
         if first_order_trace is not None:
             save_trace(baseline.timeline, first_order_trace)
             stderr.print(f"wrote {first_order_trace}")
-        data |= comparison_data(subject, baseline, settings)
-        view = Report("", view, comparison_view(subject, baseline, settings))
+        data |= comparison_data(subject, baseline, first_order_settings)
+        view = Report("", view, comparison_view(subject, baseline, first_order_settings))
     emit(data, json=as_json, text=view)
     if steps is not None and not as_json:
         stderr.print(f"{steps} steps and the flush: {format_seconds(timeline.makespan_s)}")

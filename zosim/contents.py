@@ -44,7 +44,6 @@ class GroupWeights:
     updated_to: int | None = None
 
     def __str__(self) -> str:
-        """Return the form of files and messages."""
         return (
             f"{self.group}@u{self.updated_to}" if self.updated_to is not None else _at(self.group, self.point)
         )
@@ -57,7 +56,6 @@ class FrozenWeights:
     group: str
 
     def __str__(self) -> str:
-        """Return the form of files and messages."""
         return f"{self.group}:frozen"
 
 
@@ -81,7 +79,6 @@ class Direction:
     rounding: int = 0
 
     def __str__(self) -> str:
-        """Return the form of files and messages."""
         rounding = f"#{self.rounding}" if self.rounding else ""
         return f"z:{self.group}@q{self.query}{'*eps' if self.is_scaled else rounding}"
 
@@ -94,7 +91,6 @@ class DirectionRows:
     query: int
 
     def __str__(self) -> str:
-        """Return the form of files and messages."""
         return f"z:{self.group}:rows@q{self.query}"
 
 
@@ -106,7 +102,6 @@ class DirectionFactors:
     query: int
 
     def __str__(self) -> str:
-        """Return the form of files and messages."""
         return f"z:{self.group}:factors@q{self.query}"
 
 
@@ -123,7 +118,6 @@ class GeneratorState:
     is_after: bool = False
 
     def __str__(self) -> str:
-        """Return the form of files and messages."""
         return f"rng:{self.group}{'+' if self.is_after else ''}@q{self.query}"
 
 
@@ -135,7 +129,6 @@ class Hidden:
     point: Point
 
     def __str__(self) -> str:
-        """Return the form of files and messages."""
         return _at(f"{self.segment}:out", self.point)
 
 
@@ -147,7 +140,6 @@ class Message:
     point: Point
 
     def __str__(self) -> str:
-        """Return the form of files and messages."""
         return _at(f"cut.{self.cut}:message", self.point)
 
 
@@ -166,7 +158,6 @@ class Loss:
     is_own: bool = False
 
     def __str__(self) -> str:
-        """Return the form of files and messages."""
         return _at("loss:own" if self.is_own else "loss", self.point)
 
 
@@ -177,7 +168,6 @@ class ProjectedGradient:
     query: int
 
     def __str__(self) -> str:
-        """Return the form of files and messages."""
         return f"g@q{self.query}"
 
 
@@ -197,7 +187,6 @@ class Named:
     at: str = ""
 
     def __str__(self) -> str:
-        """Return the form of files and messages."""
         return f"{self.name}@{self.at}" if self.at else self.name
 
 

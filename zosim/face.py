@@ -27,12 +27,12 @@ from topology.validation import readable
 from zosim.analysis.compare import Comparison, slowest_rank
 from zosim.analysis.compare import compare as compare_timelines
 from zosim.hardware.profiles import Profiles
-from zosim.options import HOST, cutting_of, subject_of
+from zosim.options import HOST, cutting_of
 from zosim.planning.planner import Decision, Request, choose
 from zosim.planning.predict import Engine, Subject
-from zosim.planning.request import Method
-from zosim.plans import Mesh, Plan
-from zosim.stated import PLAN_SECTIONS, Stated, memory_limit, stated_in
+from zosim.plans import Mesh, Method, Plan
+from zosim.program_set import ProgramSet
+from zosim.stated import PLAN_SECTIONS, memory_limit, stated_in
 from zosim.timeline import Timeline
 
 
@@ -87,54 +87,14 @@ def plan(
     ZosimError
         If something is unknown, contradicts something else, or nothing fits.
     """
-    stated = stated_in(settings, PLAN_SECTIONS)
-    return decide(
-        model,
-        hardware,
-        stated,
-        method=method,
-        ranks=ranks,
-        densities=densities,
-        allow_lossy=allow_lossy,
-        max_device_bytes=memory_limit("--max-device-memory", max_device_memory),
-        max_host_bytes=memory_limit("--max-host-memory", max_host_memory),
-        device=device,
-        threads=threads,
-        profile=profile,
-        tuned=tune,
-    )
-
-
-def decide(
-    model: str,
-    hardware: str,
-    stated: Stated,
-    *,
-    method: Method,
-    ranks: int | None,
-    densities: str | Path | None,
-    allow_lossy: bool,
-    max_device_bytes: int | None,
-    max_host_bytes: int | None,
-    device: str | None,
-    threads: int | None,
-    profile: str | Path | None,
-    tuned: Part = "all",
-) -> Decision:
-    """Return the planner's answer where settings are `stated` by section, as options state them."""
+    fixed = stated_in(settings, PLAN_SECTIONS)
     topology = resolve(hardware)
     node = device or topology.compute_devices[0].id
-    profiles = Profiles(
-        topology,
-        path=None if profile is None else Path(profile),
-        num_threads=threads,
-        is_host=hardware == HOST,
-    )
-    fixed = dict(stated)
+    profiles = Profiles(topology, path=profile, num_threads=threads, is_host=hardware == HOST)
     mesh = Mesh(**fixed.pop("mesh")) if "mesh" in fixed else None
     measured = None if densities is None else Path(densities)
     request = Request(
-        model=read_model_spec(model, trainable=tuned),
+        model=read_model_spec(model, trainable=tune),
         topology=topology,
         hardware=hardware,
         device=node,
@@ -143,10 +103,10 @@ def decide(
         **({"batch": 1, "seq": 2048} | fixed.pop("plan", {})),
         method=method,
         mesh=mesh,
-        cutting=cutting_of(model, **fixed.pop("split", {}), densities=measured, tuned=tuned),
+        cutting=cutting_of(model, **fixed.pop("split", {}), densities=measured, tuned=tune),
         max_ranks=_max_ranks(ranks, mesh, topology, device),
-        max_device_bytes=max_device_bytes,
-        max_host_bytes=max_host_bytes,
+        max_device_bytes=memory_limit("--max-device-memory", max_device_memory),
+        max_host_bytes=memory_limit("--max-host-memory", max_host_memory),
         allow_lossy=allow_lossy,
         fixed=fixed,
     )
@@ -202,15 +162,22 @@ def simulate(
     ZosimError
         If the hardware has not the plan's devices, or a program breaks a rule.
     """
-    subject = subject_of(
-        _plan_in(plan),
-        hardware,
-        None if profile is None else Path(profile),
-        threads,
-        None if program is None else Path(program),
-        one_process=one_process,
-        engine=engine,
-    )
+    plan = _plan_in(plan)
+    name = hardware or plan.placement.topology
+    topology = resolve(name)
+    known = {node.id for node in topology.of_kind("gpu", "cpu")}
+    missing = [device for device in plan.placement.devices if device not in known]
+    if missing:
+        devices = ", ".join(node.id for node in topology.compute_devices)
+        raise PlanError(
+            f"the plan runs on {missing[0]}, but {name} has no such device",
+            hint=f"plan again for this hardware (its devices: {devices}), or name the one it was made for",
+        )
+    profiles = Profiles(topology, path=profile, num_threads=threads, is_host=name == HOST)
+    first = plan.placement.devices[0]
+    rates = profiles.of(first, plan.placement.devices.count(first))
+    edited = None if program is None else ProgramSet.load(program)
+    subject = Subject(plan, topology, rates, edited, profiles, one_process, engine)
     # What is wrong with a program is said here, and not when somebody looks at a number.
     _ = subject.programs
     return subject

@@ -174,3 +174,5 @@ class Instruction:
 
 
 Part = Literal["prologue", "step", "flush"]
+PARTS: tuple[Part, ...] = ("prologue", "step", "flush")
+"""The parts of a program, in the order in which they run."""

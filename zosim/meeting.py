@@ -50,7 +50,7 @@ class Pair:
 
 
 def pairs(programs: ProgramSet) -> Iterator[Pair]:
-    """Yield every unlike way in which two ranks meet, once."""
+    """Yield each pair of ranks that stands for all pairs of the same roles as far from each other in the same groups."""
     seen: set[tuple[tuple[int, int], tuple[tuple[str, int], ...]]] = set()
     representatives: dict[tuple[int, ...], list[int]] = defaultdict(list)
     # Part and place of each rank, in groups that make it meet others.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -14,30 +13,11 @@ from pydantic import BaseModel
 from costmodel.configs import Part, read_model_spec
 from costmodel.model_spec import ModelSpec
 from topology.errors import PlanError
-from topology.hardware import resolve
 from topology.validation import readable
-from zosim.hardware.profiles import Profiles
 from zosim.planning.cuts import Cutting, read_densities
-from zosim.planning.predict import Engine, Subject
-from zosim.plans import Plan
-from zosim.program_set import ProgramSet
 
 HOST = "host"
 _Model = TypeVar("_Model", bound=BaseModel)
-
-
-class EngineName(enum.StrEnum):
-    """What plays the events of a simulation."""
-
-    LOCKSTEP = "lockstep"
-    SIMPY = "simpy"
-
-
-class CodeName(enum.StrEnum):
-    """Whose code does what a plan says."""
-
-    OURS = "ours"
-    PUBLISHED = "published"
 
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan written by `zosim plan -o`.", show_default=False)]
@@ -92,37 +72,3 @@ def axis(kind: type[_Model], **fields: object) -> _Model:
     """Return one axis of a plan from what options said."""
     with readable(f"option of {kind.__name__.lower()}", PlanError, model=kind):
         return kind.model_validate(fields)
-
-
-def subject_of(
-    plan: Plan,
-    hardware: str | None = None,
-    profile: Path | None = None,
-    num_threads: int | None = None,
-    program: Path | None = None,
-    *,
-    one_process: bool = False,
-    engine: Engine = "lockstep",
-) -> Subject:
-    """Return a plan on the hardware that an option names, or that it was made for.
-
-    Raises
-    ------
-    PlanError
-        If that hardware has not the plan's devices.
-    """
-    name = hardware or plan.placement.topology
-    topology = resolve(name)
-    known = {node.id for node in topology.of_kind("gpu", "cpu")}
-    missing = [device for device in plan.placement.devices if device not in known]
-    if missing:
-        devices = ", ".join(node.id for node in topology.compute_devices)
-        raise PlanError(
-            f"the plan runs on {missing[0]}, but {name} has no such device",
-            hint=f"plan again for this hardware (its devices: {devices}), or name the one it was made for",
-        )
-    profiles = Profiles(topology, path=profile, num_threads=num_threads, is_host=name == HOST)
-    first = plan.placement.devices[0]
-    rates = profiles.of(first, plan.placement.devices.count(first))
-    edited = None if program is None else ProgramSet.load(program)
-    return Subject(plan, topology, rates, edited, profiles, one_process, engine)

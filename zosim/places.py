@@ -3,6 +3,21 @@
 :meth:`Program.unroll` lists every instruction of every step; a run of ten thousand steps is too long for that.
 The rules are the same: a *position* counts parts in the order in which they run (0 the prologue, 1 the first
 step, one past the last step the flush), and a dependency reaches back by its distance in positions.
+
+Examples
+--------
+The same two instructions as in :mod:`zosim.unrolling`, in a run of ten thousand steps. What the last step's load waits for is
+known without listing the others:
+
+>>> from zosim.instructions import Dependency
+>>> from zosim.operations import Load
+>>> load = Instruction("load", Load(), Stream.H2D, "load", "embed", after=(Dependency("mean", distance=1),))
+>>> mean = Instruction("mean", Load(), Stream.COMPUTE, "scalar", "head", after=(Dependency("load"),))
+>>> order = Order(Program("example", (), (), (), (load, mean)), num_steps=10_000)
+>>> order.predecessors(Place(10_000, "load"))
+(Place(position=9999, instruction='load'), Place(position=9999, instruction='mean'))
+>>> order.predecessors(Place(1, "load"))
+()
 """
 
 from __future__ import annotations
@@ -10,7 +25,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
-from zosim.instructions import Instruction, Part, Stream
+from zosim.instructions import PARTS, Instruction, Part, Stream
 from zosim.operations import Collective, Recv, Send
 from zosim.program import Program
 
@@ -104,8 +119,7 @@ class Order:
 
     @cached_property
     def _by_part(self) -> dict[Part, dict[str, Instruction]]:
-        parts: tuple[Part, ...] = ("prologue", "step", "flush")
-        return {part: {item.id: item for item in getattr(self.program, part)} for part in parts}
+        return {part: {item.id: item for item in getattr(self.program, part)} for part in PARTS}
 
     @cached_property
     def _before(self) -> dict[Part, dict[str, str]]:

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from topology.errors import ProgramError
 from topology.validation import raise_readable
 from zosim.documents import json_by_lines, read_document
-from zosim.instructions import Access, Buffer, Instruction, Part
+from zosim.instructions import PARTS, Access, Buffer, Instruction, Part
 from zosim.unrolling import Placed, unrolled
 
 PROGRAM_VERSION: Literal[2] = 2
@@ -92,33 +92,32 @@ class Program:
 
     def instructions(self) -> Iterator[tuple[Part, Instruction]]:
         """Yield every instruction once, with the part that it stands in."""
-        for part in ("prologue", "step", "flush"):
+        for part in PARTS:
             for instruction in getattr(self, part):
                 yield part, instruction
 
-    def unroll(self, num_steps: int, *, flush: bool = True) -> list[Placed]:
-        """Return the run of `num_steps` steps as one list with resolved dependencies.
+    def unroll(self, num_steps: int) -> list[Placed]:
+        """Return the run of `num_steps` steps, flush included, as one list with resolved dependencies.
 
         Raises
         ------
         ProgramError
             If an id stands twice in a part, or a dependency names no instruction.
         """
-        if (num_steps, flush) not in self._runs:
-            parts: list[tuple[Part, int, tuple[Instruction, ...]]] = [("prologue", 0, self.prologue)]
-            parts += [("step", step, self.step) for step in range(num_steps)]
-            parts += [("flush", num_steps, self.flush)] if flush else []
-            self._runs[num_steps, flush] = tuple(unrolled(self.name, parts))
-        return list(self._runs[num_steps, flush])
+        if num_steps not in self._runs:
+            steps = (("step", step, self.step) for step in range(num_steps))
+            parts = (("prologue", 0, self.prologue), *steps, ("flush", num_steps, self.flush))
+            self._runs[num_steps] = tuple(unrolled(self.name, parts))
+        return list(self._runs[num_steps])
 
     @cached_property
-    def _runs(self) -> dict[tuple[int, bool], tuple[Placed, ...]]:
+    def _runs(self) -> dict[int, tuple[Placed, ...]]:
         return {}
 
     def to_data(self) -> dict[str, Any]:
         """Return the program as what JSON can hold."""
         data = {"version": PROGRAM_VERSION, **_ADAPTER.dump_python(self, mode="json", exclude_defaults=True)}
-        for part in ("prologue", "step", "flush"):
+        for part in PARTS:
             for instruction, written in zip(getattr(self, part), data.get(part, ()), strict=False):
                 written["op"] = {"kind": instruction.op.kind, **written["op"]}
         return data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,19 +16,6 @@ from topology.units import QuantityError, parse_bytes
 from topology.validation import did_you_mean, readable
 from zosim.plans import ANY, AXES, Plan
 from zosim.plans.setting import Setting, SettingField, fields_of
-
-
-class MethodName(enum.StrEnum):
-    """Named presets of the placement space."""
-
-    AUTO = "auto"
-    MEZO = "mezo"
-    ZO2 = "zo2"
-    PERTP = "pertp"
-    DDP = "ddp"
-    TWO_D = "2d"
-    SPARQ = "sparq"
-
 
 METHOD_HELP = (
     "mezo keeps blocks on the device, zo2 offloads them; pertp, ddp and 2d share a step out among ranks, "
@@ -205,29 +191,16 @@ def stated_in(settings: Mapping[str, object], sections: Mapping[str, type]) -> S
 def with_settings(sections: Mapping[str, type]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command an option for every setting of `sections`.
 
-    The command has a parameter `stated`, which gets the values that were typed; its other parameters stay its own.
+    The command takes them as ``**settings``, as a function of Python does (:func:`stated_in` reads both): by the names of
+    the options, None for what was not typed.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        options = {option.name: option for option in options_of(sections)}
-        own = inspect.signature(command, eval_str=True).parameters
-        parameters = [parameter for name, parameter in own.items() if name != "stated"]
-        parameters += [option.parameter for option in options.values()]
-
-        def called(**values: Any) -> None:
-            stated: Stated = {}
-            for name, option in options.items():
-                if (typed := values.pop(name)) is not None:
-                    option.state(typed, stated)
-            command(**values, stated=stated)
-
-        called.__name__, called.__doc__, called.__module__ = (
-            command.__name__,
-            command.__doc__,
-            command.__module__,
-        )
-        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return called
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [parameter for parameter in own if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+        parameters += {option.name: option.parameter for option in options_of(sections)}.values()
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
 
     return decorate

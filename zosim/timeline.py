@@ -10,7 +10,6 @@ the run and contains the prologue. Neither it nor any other step before ``first_
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -137,11 +136,6 @@ class Timeline:
         rounds, offset = divmod(step - repeat.first_step, repeat.num_steps)
         return rounds, repeat.first_step + offset
 
-    def step_seconds(self) -> list[float]:
-        """Return the period of every step; that of the first reaches back to the beginning of the run."""
-        ends = [self.begin_s, *(self.step_end_s(step) for step in range(self.num_steps))]
-        return [end - before for before, end in itertools.pairwise(ends)]
-
     @cached_property
     def steady_steps(self) -> tuple[int, ...]:
         """Listed steps past the warm-up; the last listed one where there is none.
@@ -180,14 +174,6 @@ class Timeline:
         for span in self.spans:
             if span.rank == rank and span.part == "step" and span.step in chosen:
                 yield span
-
-    def utilisation(self, rank: int = 0) -> dict[Stream, float]:
-        """Return the part of the steady steps' time for which each stream was busy."""
-        total_s = sum(self._period_s(step) for step in self.steady_steps)
-        busy: dict[Stream, float] = defaultdict(float)
-        for span in self.steady_spans(rank):
-            busy[span.stream] += span.duration_s / total_s
-        return {stream: busy[stream] for stream in Stream if stream in busy}
 
     def busy(self, streams: Collection[Stream], rank: int = 0) -> float:
         """Return the part of the steady steps' time for which any of these streams was busy."""

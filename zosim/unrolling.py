@@ -1,8 +1,25 @@
-"""A run of some steps as one list, in which what an instruction waits for is a place and not a name."""
+"""A run of some steps as one list, in which what an instruction waits for is a place and not a name.
+
+Examples
+--------
+A step of two instructions, the first of which waits for the second of the step before; in the first step there is none:
+
+>>> from zosim.instructions import Stream
+>>> from zosim.operations import Load
+>>> load = Instruction("load", Load(), Stream.H2D, "load", "embed", after=(Dependency("mean", distance=1),))
+>>> mean = Instruction("mean", Load(), Stream.COMPUTE, "scalar", "head", after=(Dependency("load"),))
+>>> steps = [("step", 0, (load, mean)), ("step", 1, (load, mean))]
+>>> for item in unrolled("example", steps):
+...     print(item.index, item.step, item.instruction.id, item.after)
+0 0 load ()
+1 0 mean (0,)
+2 1 load (1,)
+3 1 mean (2,)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from topology.errors import ProgramError
@@ -35,7 +52,7 @@ class Placed:
     after_peers: tuple[tuple[str, int], ...] = ()
 
 
-def unrolled(name: str, parts: list[tuple[Part, int, tuple[Instruction, ...]]]) -> Iterator[Placed]:
+def unrolled(name: str, parts: Iterable[tuple[Part, int, tuple[Instruction, ...]]]) -> Iterator[Placed]:
     """Yield the instructions of parts, each with the number of its step, one after the other with resolved dependencies.
 
     Raises

@@ -14,6 +14,32 @@ The rules are checked on an unrolled run, long enough that every dependency betw
 twice and the flush follows a step.
 
 What several ranks do to each other is the business of :mod:`zosim.validate_set`.
+
+Examples
+--------
+A forward that reads a slot while an upload may still write it, and the same with the two dependencies that make it safe: the
+forward waits for the upload, and the next step's upload for the forward.
+
+>>> from dataclasses import replace
+>>> from zosim.contents import FrozenWeights
+>>> from zosim.instructions import Buffer, Dependency, Space
+>>> from zosim.operations import Copy
+>>> home, slot = (Access(name, FrozenWeights("block.0"), None, 64) for name in ("host", "slot"))
+>>> upload = Instruction("upload", Copy(), Stream.H2D, "upload", "block.0", reads=(home,), writes=(slot,))
+>>> forward = Instruction("forward", Copy(), Stream.COMPUTE, "forward", "block.0", reads=(slot,))
+>>> buffers = tuple(Buffer(name, Space.HOST, 64, "weights", "float32") for name in ("host", "slot"))
+>>> try:
+...     validate(Program("example", buffers, (home,), (), (upload, forward)))
+... except Hazard as hazard:
+...     print(*hazard.message.split(": "), sep=chr(10))
+program example
+nothing orders step[0]/forward and step[0]/upload on slot
+the first reads it while it is being written by the second (block.0:frozen)
+>>> ordered = (
+...     replace(upload, after=(Dependency("forward", distance=1),)),
+...     replace(forward, after=(Dependency("upload"),)),
+... )
+>>> validate(Program("example", buffers, (home,), (), ordered))
 """
 
 from __future__ import annotations

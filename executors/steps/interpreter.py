@@ -31,7 +31,7 @@ from executors.steps.streams import Backend, PeersTicket, Task, Ticket
 from executors.steps.update_watch import UpdateWatch
 from executors.threads import DrawThreads
 from topology.errors import ModelError, ProgramError, RunError
-from zosim.instructions import Buffer, Dependency, Instruction, Part, Space
+from zosim.instructions import PARTS, Buffer, Dependency, Instruction, Part, Space
 from zosim.operations import Backward, Collective, Draw, Forward, Optimize
 from zosim.program import Program
 from zosim.validate import validate
@@ -107,7 +107,7 @@ class Interpreter:
             remote_loss_dtype=_remote_loss_dtype(program, engine, num_micro_batches),
         )
         self._actions = Actions(self._context)
-        self._resolved = {part: self._resolve(part) for part in ("prologue", "step", "flush")}
+        self._resolved = {part: self._resolve(part) for part in PARTS}
         self._frame: StepFrame | None = None
         self._tickets: Mapping[str, Ticket] = {}
         self._next_step = 0

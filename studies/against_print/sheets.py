@@ -12,7 +12,7 @@ from studies.published.audit import set_apart
 from studies.published.cells import Cell, preset_machine
 from studies.published.constants import PAPERS
 from studies.published.findings import AuditFinding
-from zosim.engines.recurrence import step_time_bound
+from zosim.applications.closed_form.recurrence import step_time_bound
 from zosim.lowering import lower
 from zosim.report import Report, Table
 

@@ -183,7 +183,7 @@ def _compute_s() -> float:
 
 def _machines(board: Board) -> list[Machine]:
     one = machine(board.host_bytes_per_s)
-    rings = {name: Ring(board.num_gpus, 0.0, board.peer_bytes_per_s) for name in ("host", "world")}
+    rings = {name: Ring(0.0, board.peer_bytes_per_s, num_ranks=board.num_gpus) for name in ("host", "world")}
     machines = []
     for gpu in range(board.num_gpus):
         lane = "root" if board.one_root else f"root{gpu}"

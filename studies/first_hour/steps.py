@@ -20,7 +20,7 @@ from executors.models.spec import plan_of_model
 from executors.runs.session import Session
 from studies.first_hour.setting import Content, Setting
 from zosim.analysis.compare import compare
-from zosim.analysis.trace import save_trace
+from zosim.applications.trace import save_trace
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.instructions import Space, Stream

@@ -14,15 +14,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from zosim.engines.maxplus import Edge, Floats, MaxPlus, Member, Vertex
-from zosim.engines.recurrence import Precedence
+from zosim.applications.closed_form.maxplus import Edge, Floats, MaxPlus, Member, Vertex
+from zosim.applications.closed_form.recurrence import Precedence
 from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import Instruction
 from zosim.places import Order
 from zosim.program import Program
 
 NUM_STEPS = 4
-"""Steps that are evaluated; the last two are alike (tests compare with :func:`zosim.engines.recurrence.step_time_bound`)."""
+"""Steps that are evaluated; the last two are alike (tests compare with :func:`zosim.applications.closed_form.recurrence.step_time_bound`)."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import cached_property
 from importlib import resources
 from pathlib import Path
 
-from zosim.tables import RowsError, TableRow, read_table, write_table
+from zosim.applications.validation.tables import RowsError, TableRow, read_table, write_table
 
 __all__ = ["PublishedRow", "RowsError", "read_rows", "shipped_rows", "write_rows"]
 

@@ -2,8 +2,8 @@
 
 What a configuration changes is how long instructions take, not which there are or who waits for whom. So the order is
 worked out once, every kind of instruction is costed only for those values that its cost depends on, and the recurrence
-(:mod:`zosim.engines.recurrence`) runs on arrays, one element per configuration. Every element equals what
-:func:`~zosim.engines.recurrence.step_time_bound` says of that configuration alone.
+(:mod:`zosim.applications.closed_form.recurrence`) runs on arrays, one element per configuration. Every element equals what
+:func:`~zosim.applications.closed_form.recurrence.step_time_bound` says of that configuration alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from costmodel.profile import Bound, Profile
 from costmodel.work import Work
 from studies.scale.scaling import LINKS, scaled
 from topology.errors import PlanError
-from zosim.engines.maxplus import Edge, Floats, MaxPlus, Member, Vertex
-from zosim.engines.recurrence import MAX_STEPS, Precedence, second_half_s
+from zosim.applications.closed_form.maxplus import Edge, Floats, MaxPlus, Member, Vertex
+from zosim.applications.closed_form.recurrence import MAX_STEPS, Precedence, second_half_s
 from zosim.engines.shortening import shortest
 from zosim.engines.steady import MAX_CYCLE, TOLERANCE
 from zosim.engines.world import World

@@ -38,7 +38,7 @@ from zosim.plans import (
 )
 
 _CORES = "machine:cores"
-_Way = TypeVar("_Way", Ring, Hop)
+_Path = TypeVar("_Path", Ring, Hop)
 
 
 def topology_of(
@@ -171,9 +171,9 @@ def _sharing(
     )
 
 
-def _carried(way: _Way, core_s_per_byte: float | None, busy_latency_s: float) -> _Way:
-    """Return a way with what cores do for a byte on it, if it leads to another host."""
-    if way.wire == "memory":
-        return way
-    own = way.core_s_per_byte if core_s_per_byte is None else core_s_per_byte
-    return replace(way, core_s_per_byte=own, busy_latency_s=busy_latency_s)
+def _carried(path: _Path, core_s_per_byte: float | None, busy_latency_s: float) -> _Path:
+    """Return a path with what cores do for a byte on it, if it leads to another host."""
+    if path.wire == "memory":
+        return path
+    own = path.core_s_per_byte if core_s_per_byte is None else core_s_per_byte
+    return replace(path, core_s_per_byte=own, busy_latency_s=busy_latency_s)

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from costmodel.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.work import Work
-from zosim.engines.recurrence import run_times_of
+from zosim.applications.closed_form.recurrence import Recurrence
 from zosim.engines.simulate import simulate_world
 from zosim.engines.world import World
 from zosim.hardware.machine import Machine, Ring
 from zosim.instructions import Dependency, Instruction, Stream
 from zosim.operations import Collective, Copy, Scalar
+from zosim.places import Place
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 
@@ -132,7 +133,7 @@ def host_machine(rank, host, groups, *, kind="gpu", sharing="maxmin", step_s=0.0
     """
     own, common = f"link{rank}", f"{host}:root"
     rings = {
-        name: Ring(size, latency_s, RATE, ((own, 1.0), (common, 0.5)), "pcie")
+        name: Ring(latency_s, RATE, ((own, 1.0), (common, 0.5)), "pcie", num_ranks=size)
         for name, size, latency_s in groups
         if size > 1
     }
@@ -212,7 +213,17 @@ def simulate_ranks(programs, machines, *, num_steps=None):
     return simulate_world(World.of(programs, machines), num_steps=num_steps)
 
 
+def run_times_of(world, num_steps):
+    """Start and end of every instruction of a run, by rank and place, as if nothing were shared."""
+    recurrence = Recurrence(world, num_steps)
+    return {
+        (member.rank, Place(position, member.instruction)): times
+        for position in range(num_steps + 2)
+        for member, times in recurrence.advance().items()
+    }
+
+
 def run_times(whole, machine, num_steps):
-    """Start and end of every instruction of a run of one rank, as if nothing were shared."""
+    """The same of a run of one rank, by place."""
     times = run_times_of(World.of_one(whole, machine), num_steps)
     return {place: both for (_, place), both in times.items()}

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from topology import load_preset
+from zosim import face
 from zosim.cli import app
 from zosim.hardware.profiles import Profiles
-from zosim.options import subject_of
 from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
@@ -274,7 +274,7 @@ def test_lower_writes_all_programs_or_one_ranks(plan_of_four: Path, tmp_path: Pa
 def test_compare_looks_at_the_slowest_rank_or_the_one_named(plan_of_four: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    subject = subject_of(Plan.load(plan_of_four))
+    subject = face.simulate(plan_of_four)
     subject.simulated(num_steps=6).save(run / "timeline.json")
     same = json.loads(call("compare", plan_of_four, run, "--json").stdout)
     assert abs(same["step_error"]) < 1e-9

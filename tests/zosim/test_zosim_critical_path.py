@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support.builders import RATE, instruction, pipeline, program, programs, shared, unshared
 from topology.errors import TimelineError
-from zosim.analysis.critical_path import bottleneck, run_path, step_path
+from zosim.analysis.critical_path import bottleneck, step_path
 from zosim.engines.simulate import simulate
 from zosim.timeline import Timeline
 
@@ -17,18 +17,6 @@ def as_measured(timeline):
     """The same spans without the knowledge that they repeat."""
     listed = timeline.expanded()
     return replace(listed, source="measured", first_steady_step=1)
-
-
-def test_a_run_is_fill_and_the_slowest_stage_and_drain():
-    whole = pipeline(2, 2.0, 3.0, 1.0, num_slots=2)
-    path = run_path(simulate(whole, unshared(), num_steps=1), whole)
-    assert [(item.label, item.duration_s) for item in path.segments] == [
-        ("upload", 2.0),
-        ("compute", 3.0),
-        ("compute", 3.0),
-        ("offload", 1.0),
-    ]
-    assert path.seconds_by_label() == {"compute": 6.0, "upload": 2.0, "offload": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -66,13 +54,11 @@ def test_the_hosts_part_of_a_step_is_a_gap_called_dispatch():
 
 
 @given(programs(), st.booleans(), st.sampled_from([0.0, 1e-3]))
-def test_segments_tile_runs_and_steady_steps_exactly(whole, is_shared, step_s):
+def test_segments_tile_steady_steps_exactly(whole, is_shared, step_s):
     machine = shared(num_cores=1.3, memory=2 * RATE, step_s=step_s) if is_shared else unshared(step_s=step_s)
     timeline = simulate(whole, machine, num_steps=7)
-    path = run_path(timeline, whole)
-    assert path.duration_s == pytest.approx(timeline.makespan_s, rel=1e-12, abs=1e-15)
-    assert sum(path.seconds_by_label().values()) == pytest.approx(path.duration_s, rel=1e-12, abs=1e-15)
     circuit = step_path(timeline, whole)
+    assert sum(circuit.seconds_by_label().values()) == pytest.approx(circuit.duration_s, rel=1e-12, abs=1e-15)
     if timeline.repeat is not None and circuit.segments:
         assert circuit.seconds_per_step == pytest.approx(timeline.step_time_s, rel=1e-9)
 
@@ -86,8 +72,6 @@ def test_measured_spans_with_noise_and_overlap_are_tiled_as_well(whole, noise):
         for number, span in enumerate(exact.spans)
     )
     timeline = replace(exact, spans=spans)
-    path = run_path(timeline, whole)
-    assert path.duration_s == pytest.approx(timeline.makespan_s, rel=1e-12, abs=1e-15)
     circuit = step_path(timeline, whole)
     assert sum(item.duration_s for item in circuit.segments) == pytest.approx(circuit.duration_s, abs=1e-12)
 
@@ -104,11 +88,11 @@ def test_spans_of_another_program_and_missing_ranks_are_refused():
     whole = pipeline(2, 2.0, 3.0, 1.0, num_slots=2)
     timeline = simulate(whole, unshared(), num_steps=2)
     with pytest.raises(TimelineError, match="does not have"):
-        run_path(timeline, program([instruction("other", "compute", 1.0)]))
+        step_path(timeline, program([instruction("other", "compute", 1.0)]))
     with pytest.raises(TimelineError, match="no spans of rank 3"):
-        run_path(timeline, whole, rank=3)
+        step_path(timeline, whole, rank=3)
     with pytest.raises(TimelineError, match="no spans"):
-        run_path(Timeline("test", "measured", 0, ()), whole)
+        step_path(Timeline("test", "measured", 0, ()), whole)
 
 
 def test_an_empty_path_has_no_bottleneck():

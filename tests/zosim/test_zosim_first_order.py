@@ -15,20 +15,15 @@ from costmodel.work import Work
 from topology import load_preset
 from topology.errors import Hazard, PlanError
 from zosim.analysis.counts import step_counts
-from zosim.analysis.trace import chrome_trace
-from zosim.applications.first_order.options import (
-    FirstOrderName,
-    ShardingName,
-    first_order_of,
-    no_first_order,
-)
+from zosim.applications.closed_form.recurrence import step_time_bound_of
+from zosim.applications.first_order.options import first_order_of
 from zosim.applications.first_order.programs import PRESETS, FirstOrder, lower_first_order
 from zosim.applications.first_order.report import baseline_subject
 from zosim.applications.first_order.settings import num_kept_at_once, turns
+from zosim.applications.trace import chrome_trace
 from zosim.cli import app
 from zosim.engines.fold import fold
 from zosim.engines.lockstep import steady_step_s
-from zosim.engines.recurrence import step_time_bound_of
 from zosim.engines.simulate import simulate_world
 from zosim.instructions import Stream
 from zosim.operations import Backward, Forward, Recv, Send
@@ -409,14 +404,12 @@ def test_recomputing_keeps_inputs_alone_and_runs_blocks_again():
 
 def test_options_of_a_first_order_step_change_what_they_say():
     def of(**stated):
-        subject = subject_of(
-            plan_of((), data=2, batch=2, seq=1), first_order_of(FirstOrderName.ADAM, **stated)
-        )
+        subject = subject_of(plan_of((), data=2, batch=2, seq=1), first_order_of("adam", **stated))
         swept = sum(item.work.sweep_bytes for item in subject.programs.program_of(0).step)
         return subject.step_time_s, subject.footprints.largest.device_bytes, swept
 
     usual = of()
-    recomputed, shared, unfused = of(recompute=True), of(sharding=ShardingName.FULL), of(foreach=True)
+    recomputed, shared, unfused = of(recompute=True), of(sharding="full"), of(foreach=True)
     assert recomputed[0] > usual[0]
     assert recomputed[1] < usual[1]
     assert shared[1] < usual[1]
@@ -426,13 +419,13 @@ def test_options_of_a_first_order_step_change_what_they_say():
 
 
 def test_what_is_about_a_first_order_step_asks_for_one():
-    no_first_order(num_microbatches=1, schedule="gpipe", recompute=False, sharding=ShardingName.NONE)
+    assert first_order_of(None, microbatches=1, schedule="gpipe", recompute=False, samples=1) is None
     for stated, words in (
         ({"recompute": True}, "--recompute without"),
-        ({"sharding": ShardingName.FULL}, "--sharding full without"),
-        ({"num_microbatches": 2}, "--microbatches 2 without"),
+        ({"sharding": "full"}, "--sharding full without"),
+        ({"microbatches": 2}, "--microbatches 2 without"),
     ):
         with pytest.raises(PlanError, match=words):
-            no_first_order(**stated)
+            first_order_of(None, **stated)
     with pytest.raises(PlanError, match="--foreach with --first-order sgd"):
-        first_order_of(FirstOrderName.SGD, foreach=True)
+        first_order_of("sgd", foreach=True)

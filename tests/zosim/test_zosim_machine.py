@@ -8,8 +8,8 @@ from costmodel.work import Work
 from tests.support.builders import RATE, instruction, make_profile, pipeline, program, shared
 from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError
+from zosim.applications.closed_form.recurrence import step_time_bound
 from zosim.contents import GroupWeights
-from zosim.engines.recurrence import step_time_bound
 from zosim.engines.simulate import simulate
 from zosim.hardware.machine import Machine
 from zosim.instructions import Access, Buffer, Space

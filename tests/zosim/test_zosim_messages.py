@@ -11,9 +11,9 @@ from costmodel.work import Work
 from tests.support.builders import RATE, host_machine, instruction, program, simulate_ranks
 from topology.errors import ProgramError
 from zosim.analysis.critical_path import bottleneck, step_path
+from zosim.applications.closed_form.recurrence import step_time_bound, step_time_bound_of
 from zosim.engines.fold import fold, simulate_set
 from zosim.engines.lockstep import steady_step_s
-from zosim.engines.recurrence import step_time_bound, step_time_bound_of
 from zosim.engines.simulate import simulate
 from zosim.engines.world import World
 from zosim.hardware.machine import Hop

@@ -15,13 +15,14 @@ from tests.support.builders import (
     programs,
     rank_sets,
     run_times,
+    run_times_of,
     shared,
     unshared,
 )
 from topology.errors import ProgramError
+from zosim.applications.closed_form.recurrence import step_time_bound, step_time_bound_of
 from zosim.engines.fold import fold
 from zosim.engines.lockstep import simulate_many
-from zosim.engines.recurrence import run_times_of, step_time_bound, step_time_bound_of
 from zosim.engines.simulate import simulate
 from zosim.engines.world import World
 from zosim.instructions import Dependency

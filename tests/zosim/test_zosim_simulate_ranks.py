@@ -31,7 +31,7 @@ def _ranks(steps, machines, groups=None):
 
 
 def _ringed(rank, size=2, *, wire=(), latency_s=0.0, capacities=None):
-    ring = Ring(size, latency_s, RATE, tuple(wire), "nvlink")
+    ring = Ring(latency_s, RATE, tuple(wire), "nvlink", num_ranks=size)
     return Machine(make_profile("gpu"), capacities or {}, rings={"world": ring})
 
 
@@ -70,7 +70,7 @@ def test_small_payloads_take_their_messages_and_occupy_nothing():
 def test_a_large_payload_waits_for_its_turn_on_a_core_and_a_small_one_does_not():
     found = {}
     for seconds in (1.0, 1e-9):
-        ring = Ring(2, 0.5, RATE, wire="nvlink", busy_latency_s=0.25)
+        ring = Ring(0.5, RATE, wire="nvlink", busy_latency_s=0.25, num_ranks=2)
         machines = [Machine(make_profile("gpu"), rings={"world": ring}) for _ in range(2)]
         found[seconds] = simulate_ranks(
             *_ranks([[_gather("gather", seconds)]] * 2, machines), num_steps=1
@@ -88,7 +88,7 @@ def test_a_collective_beside_an_upload_shares_the_link_between_them():
                 make_profile("gpu"),
                 {f"pcie{rank}": RATE, f"nvlink{rank}": RATE},
                 routes={"h2d": (f"pcie{rank}",)},
-                rings={"world": Ring(2, 0.0, RATE, ((f"{wire}{rank}", 1.0),), wire)},
+                rings={"world": Ring(0.0, RATE, ((f"{wire}{rank}", 1.0),), wire, num_ranks=2)},
             )
             for rank in (0, 1)
         ]

@@ -11,8 +11,8 @@ import pytest
 from costmodel import read_model_spec
 from costmodel.model_spec import ModelSpec
 from topology import load_preset
+from zosim.applications.closed_form.recurrence import step_time_bound
 from zosim.engines.lockstep import steady_step_s
-from zosim.engines.recurrence import step_time_bound
 from zosim.engines.world import World
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.builders import instruction, pipeline, program, simulate_ranks, unshared
 from topology.errors import TimelineError
-from zosim.analysis.trace import HOST_THREAD, STREAM_THREADS, chrome_trace, save_trace
+from zosim.applications.trace import HOST_THREAD, STREAM_THREADS, chrome_trace, save_trace
 from zosim.contents import Direction
 from zosim.engines.simulate import simulate
 from zosim.instructions import Access, Buffer, Space, Stream

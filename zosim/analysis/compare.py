@@ -160,8 +160,8 @@ class Comparison:
         columns = ("", "predicted", "measured", "error")
         return Table(columns, rows, title=title, numeric=columns[1:])
 
-    def line_table(self, kind: str, lines: Sequence[ComparedLine], limit: int | None = None) -> Table:
-        """Return lines as a table, the `limit` first of them."""
+    def line_table(self, kind: str, lines: Sequence[ComparedLine]) -> Table:
+        """Return lines as a table."""
         columns: dict[str, Callable[[ComparedLine], str]] = {
             kind: lambda line: line.name,
             "predicted": lambda line: _ms(line.predicted_s),
@@ -169,7 +169,7 @@ class Comparison:
             "error": lambda line: _percent(line.error),
             "of the step's error": lambda line: f"{line.contribution_s * _MS:+.3f}",
         }
-        return Table.of(lines[:limit], columns, title=f"per {kind}, ms per step")
+        return Table.of(lines, columns, title=f"per {kind}, ms per step")
 
 
 def compare(

@@ -79,7 +79,7 @@ class CriticalPath:
     rank : int
     segments : tuple of PathSegment
     num_steps : int
-        Steps that the interval spans; for a whole run its steps, with prologue and flush included in the time.
+        Steps that the interval spans.
     """
 
     rank: int
@@ -169,34 +169,6 @@ def _words(label: str, limiter: str, is_copy: bool) -> str:
     if not limiter or limiter == label:
         return label
     return f"{label} over {limiter}" if is_copy else f"{label} ({limiter})"
-
-
-def run_path(timeline: Timeline, program: Program, rank: int | None = None) -> CriticalPath:
-    """Return the critical path of a whole run, from its first start to its last end.
-
-    Omitted steps are listed again, so this is for runs of moderate length.
-
-    Parameters
-    ----------
-    timeline : Timeline
-    program : Program
-        The program that the timeline is of.
-    rank : int, optional
-        The rank that ends last unless given.
-
-    Raises
-    ------
-    TimelineError
-        If the rank has no spans, or spans of another program.
-    """
-    timeline = timeline.expanded()
-    rank = _last_rank(timeline) if rank is None else rank
-    order = Order(program, timeline.num_steps)
-    spans = _spans_by_place(timeline, order, rank)
-    last = _latest(spans, timeline, rank)
-    walked = list(_walk(spans.get, order, last))
-    begin_s = min(span.start_s for span in spans.values())
-    return CriticalPath(rank, _tiles(walked, begin_s, spans[last].end_s), timeline.num_steps)
 
 
 def step_path(timeline: Timeline, program: Program, rank: int | None = None) -> CriticalPath:

@@ -14,6 +14,26 @@ References
 ----------
 .. [1] C. Berkholz, P. Bonsma, M. Grohe, "Tight lower and upper bounds for the complexity of canonical colour
    refinement", Theory of Computing Systems 60(4), 2017: colour refinement computes the coarsest equitable partition.
+
+Examples
+--------
+Two ranks that do the same on one CPU, whose cores and memory they share, are one that stands for both:
+
+>>> from costmodel import read_model_spec
+>>> from costmodel.datasheet import datasheet_profile
+>>> from topology import load_preset
+>>> from zosim.hardware.machines import machines_for
+>>> from zosim.lowering import lower_all
+>>> from zosim.plans import Mesh, Placement, Plan
+>>> place = Placement(topology="cpu-laptop", devices=("cpu0", "cpu0"))
+>>> plan = Plan(model=read_model_spec("opt-125m"), batch=2, seq=16, mesh=Mesh(data=2), placement=place)
+>>> topology, programs = load_preset("cpu-laptop"), lower_all(plan)
+>>> profile = datasheet_profile(topology, "cpu0")
+>>> world = World.of(programs, machines_for(topology, place.devices, profile, programs.groups))
+>>> world.size, sorted(world.capacities)
+(2, ['dram0', 'host0:cores'])
+>>> fold(world).size, fold(world).counts
+(1, (2,))
 """
 
 from __future__ import annotations
@@ -61,12 +81,7 @@ def simulate_set(
 
 @without_garbage_collection()
 def fold(world: World) -> World:
-    """Return a world of one rank for each class of those that behave alike, the first of each.
-
-    Examples
-    --------
-    Eight ranks that share nothing are one rank; see ``tests/zosim/test_zosim_fold.py`` for more.
-    """
+    """Return a world of one rank for each class of those that behave alike, the first of each."""
     plain = _RankKinds(world)
     partition = _refined(world, plain)
     first = {colour: rank for rank, colour in reversed(list(enumerate(partition.ranks)))}

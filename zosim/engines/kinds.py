@@ -10,9 +10,7 @@ from zosim.engines.flows import STREAM_NUMBER, Counts, FlowTable
 from zosim.engines.rows import Floats, Ints
 from zosim.engines.wiring import Wiring
 from zosim.engines.world import Group, World
-from zosim.instructions import Part, Stream
-
-_PARTS: tuple[Part, ...] = ("prologue", "step", "flush")
+from zosim.instructions import PARTS, Part, Stream
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Kind:
         self.streams: dict[Part, list[int]] = {}
         self.seconds: dict[Part, list[float]] = {}
         self.kinds: dict[Part, list[int]] = {}
-        for part in _PARTS:
+        for part in PARTS:
             listed = getattr(template.program, part)
             activities = [template.activities[part, item.id] for item in listed]
             self.streams[part] = [STREAM_NUMBER[item.stream] for item in listed]

@@ -17,9 +17,9 @@ import numpy as np
 from topology.errors import ProgramError
 from zosim.engines.assembly import assemble
 from zosim.engines.flows import FlowTable
-from zosim.engines.fluid import SAME_INSTANT
 from zosim.engines.kinds import Kind, Parties, Peers, Times
 from zosim.engines.rows import Ints
+from zosim.engines.sharing import SAME_INSTANT
 from zosim.engines.simulate import (
     MAX_UNLIKE_STEPS,
     check_num_steps,
@@ -281,7 +281,7 @@ class Lockstep:
         for distance, follower in kind.wiring.followers(position)[number]:
             self._take_need(kind, position + distance, follower, cols)
         if number < len(kind.wiring.ids[part]) and kind.wiring.ids[part][number] in self._is_watched:
-            self._tell_peers(kind, position, kind.wiring.ids[part][number], cols)
+            self._notify_peers(kind, position, kind.wiring.ids[part][number], cols)
         self._unfinished[position] -= num_ended
         if part == "step" and self._unfinished[position] == 0:
             self._step_completed(position)
@@ -299,7 +299,7 @@ class Lockstep:
         if ready.size:
             self._ready.append((kind, position, number, ready))
 
-    def _tell_peers(self, kind: Kind, position: int, name: str, cols: Ints) -> None:
+    def _notify_peers(self, kind: Kind, position: int, name: str, cols: Ints) -> None:
         """Take a need off whoever waits for an instruction on all its peers, once all of them have finished."""
         for group in {watcher[0] for other in self._kinds for watcher in other.wiring.watchers.get(name, ())}:
             ready = self._now_done(group, position, name, kind.first + cols)
@@ -308,9 +308,9 @@ class Lockstep:
                 if own.size:
                     for wanted, part, distance, number in other.wiring.watchers.get(name, ()):
                         if wanted == group:
-                            self._tell(other, part, position, (group, distance, name), number, own)
+                            self._notify(other, part, position, (group, distance, name), number, own)
 
-    def _tell(
+    def _notify(
         self, kind: Kind, part: Part, position: int, need: tuple[str, int, str], number: int, cols: Ints
     ) -> None:
         target = position + need[1]
@@ -326,14 +326,14 @@ class Lockstep:
             num = len(peers.part)
             state = np.zeros(len(peers.sizes), np.intp), np.zeros(num, np.intp), np.zeros(num, np.intp)
             self._watched[key] = state
-        counts, done, told = self._watched[key]
+        counts, done, notified = self._watched[key]
         done[ranks] = 1
         counts += np.bincount(peers.part[ranks], minlength=len(counts))
         if not (counts[peers.part[ranks]] >= peers.sizes[peers.part[ranks]] - 1).any():
             return np.zeros(0, dtype=np.intp)
         others = counts[peers.part] - np.where(peers.is_doubled, 0, done)
-        ready = np.flatnonzero((others == peers.awaited) & (told == 0) & peers.waits)
-        told[ready] = 1
+        ready = np.flatnonzero((others == peers.awaited) & (notified == 0) & peers.waits)
+        notified[ready] = 1
         return ready
 
     # -- steps -------------------------------------------------------------------------------------------------

@@ -24,88 +24,49 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
+# Ends of activities closer than this, relative to the time, are one instant: rounding must not split what is simultaneous.
+SAME_INSTANT = 1e-14
 # Levels closer than this, relative, are one level: rounding must not split a tie into two rounds.
 _TIE = 1e-12
 
 
-def max_min_rates(
-    bounds: npt.ArrayLike,
-    coefficients: npt.ArrayLike,
-    capacities: npt.ArrayLike,
-    weights: npt.ArrayLike | None = None,
-) -> Array:
-    """Return the max-min fair rates, by progressive filling.
+def fill(bound: Array, weight: Array, rows: Indices, columns: Indices, use: Array, capacity: Array) -> Array:
+    """Return the max-min fair rates, by progressive filling of all parts of a network at once.
 
     Parameters
     ----------
-    bounds : array of shape (num_activities,)
-        Largest rate of each activity, positive and finite.
-    coefficients : array of shape (num_activities, num_resources)
-        What a unit of rate takes of a resource, not negative.
-    capacities : array of shape (num_resources,)
+    bound, weight : array of shape (num_activities,)
+        Positive and finite.
+    rows, columns : array of int
+        Activity and resource of each entry, sorted by activity; every activity has one at least.
+    use : array
+        What a unit of the activity's rate takes of the resource, positive.
+    capacity : array of shape (num_resources,)
         Positive, perhaps infinite.
-    weights : array of shape (num_activities,), optional
-        Positive; 1 unless given.
 
     Returns
     -------
     array of shape (num_activities,)
         An activity that is held up by its bound alone gets exactly its bound.
 
-    Raises
-    ------
-    ValueError
-        If the shapes do not fit, or a number lies outside its range.
-
     Notes
     -----
-    All rates grow together, in proportion to their weights; whoever meets its bound or a resource that is used
-    up stays where it is.
-
-    Examples
-    --------
-    Two flows over a link of 10, of which one can do no more than 2; then two of its kind more:
-
-    >>> max_min_rates([2.0, 20.0], [[1.0], [1.0]], [10.0]).tolist()
-    [2.0, 8.0]
-    >>> max_min_rates([20.0, 20.0], [[1.0], [3.0]], [10.0]).tolist()
-    [2.5, 2.5]
-    """
-    bound, use, capacity = _checked(bounds, coefficients, capacities)
-    weight = np.ones_like(bound) if weights is None else np.asarray(weights, dtype=np.float64)
-    if weight.shape != bound.shape or not np.all((weight > 0) & np.isfinite(weight)):
-        message = f"weights must be positive, one per activity, got {weight.tolist()}"
-        raise ValueError(message)
-    rates = bound.copy()
-    users = np.flatnonzero(use.any(axis=1))
-    if users.size:
-        rows, columns = np.nonzero(use[users])
-        rates[users] = fill(bound[users], weight[users], rows, columns, use[users][rows, columns], capacity)
-    return rates
-
-
-def fill(bound: Array, weight: Array, rows: Indices, columns: Indices, use: Array, capacity: Array) -> Array:
-    """Return the max-min fair rates of a sparse problem, by progressive filling of all its parts at once.
-
-    Parameters
-    ----------
-    bound, weight : array of shape (num_activities,)
-    rows, columns : array of int
-        Activity and resource of each entry, sorted by activity; every activity has one at least.
-    use : array
-        What a unit of the activity's rate takes of the resource, positive.
-    capacity : array of shape (num_resources,)
-
-    Returns
-    -------
-    array of shape (num_activities,)
-
-    Notes
-    -----
-    An activity whose own bound is reached before any of its resources would be used up gets its bound; all
+    All rates grow together, in proportion to their weights; whoever meets its bound or a resource that is used up stays
+    where it is. An activity whose own bound is reached before any of its resources would be used up gets its bound; all
     activities of a resource that none of them finds wider than another one of its own stop where it is used up.
     Both are final, because a resource's level only rises as others stop below it. So far-apart parts of a
     network stop in the same round, and there are as many rounds as bottlenecks that depend on each other.
+
+    Examples
+    --------
+    Two flows over a link of 10 bytes/s, of which the first can do no more than 2; then two that could fill it, the second of
+    which takes three bytes of the link for each of its own:
+
+    >>> both, link = np.array([0, 1]), np.array([0, 0])
+    >>> fill(np.array([2.0, 20.0]), np.ones(2), both, link, np.ones(2), np.array([10.0])).tolist()
+    [2.0, 8.0]
+    >>> fill(np.array([20.0, 20.0]), np.ones(2), both, link, np.array([1.0, 3.0]), np.array([10.0])).tolist()
+    [2.5, 2.5]
     """
     rates = np.zeros_like(bound)
     left, own = capacity.astype(np.float64), bound / weight
@@ -135,21 +96,3 @@ def fill(bound: Array, weight: Array, rows: Indices, columns: Indices, use: Arra
         used = np.bincount(columns[gone], use[gone] * rates[rows[gone]], len(left))
         left = np.maximum(left - used, 0.0)
         rows, columns, use = rows[kept], columns[kept], use[kept]
-
-
-def _checked(
-    bounds: npt.ArrayLike, coefficients: npt.ArrayLike, capacities: npt.ArrayLike
-) -> tuple[Array, Array, Array]:
-    bound = np.asarray(bounds, dtype=np.float64)
-    capacity = np.asarray(capacities, dtype=np.float64)
-    use = np.asarray(coefficients, dtype=np.float64).reshape(len(bound), len(capacity))
-    if not np.all((bound > 0) & np.isfinite(bound)):
-        message = f"bounds must be positive and finite, got {bound.tolist()}"
-        raise ValueError(message)
-    if not np.all(capacity > 0):
-        message = f"capacities must be positive, got {capacity.tolist()}"
-        raise ValueError(message)
-    if not np.all((use >= 0) & np.isfinite(use)):
-        message = "coefficients must be finite and not negative"
-        raise ValueError(message)
-    return bound, use, capacity

@@ -1,4 +1,9 @@
-"""Models and plans with few blocks that stand for all of those that are built alike."""
+"""Models and plans with few blocks that stand for all of those that are built alike.
+
+>>> from costmodel import read_model_spec
+>>> shortened(read_model_spec("opt-125m")).segments
+('embed', 'block.0', 'block.1', 'head')
+"""
 
 from __future__ import annotations
 

@@ -28,11 +28,10 @@ from costmodel.profile import Bound
 from topology.errors import ProgramError
 from zosim.engines.assembly import assemble
 from zosim.engines.fluid import Fluid
-from zosim.engines.fluid_process import FluidProcess
 from zosim.engines.steady import Cycle, SteadyDetector, shortened_steps
 from zosim.engines.world import World
 from zosim.hardware.machine import Activity, Machine
-from zosim.instructions import Stream
+from zosim.instructions import PARTS, Stream
 from zosim.places import Order, Place
 from zosim.program import Program
 from zosim.spans import Span
@@ -109,7 +108,7 @@ class _SimpyRun:
         self.world = world
         self.num_steps = num_steps
         self.env = simpy.Environment()
-        self.fluid = FluidProcess(self.env, Fluid(world.capacities, world.fifo))
+        self.fluid = Fluid(self.env, world.capacities, world.fifo)
         self.ranks = [_SimulatedRank(self, rank) for rank in range(world.size)]
         self.depth = max(rank.order.max_distance for rank in self.ranks)
         self.detector = SteadyDetector(self.depth)
@@ -245,8 +244,7 @@ class _SimulatedRank:
 
     def _places(self, stream: Stream) -> Iterator[Place]:
         own = {
-            part: [item.id for item in getattr(self.program, part) if item.stream == stream]
-            for part in ("prologue", "step", "flush")
+            part: [item.id for item in getattr(self.program, part) if item.stream == stream] for part in PARTS
         }
         for name in own["prologue"]:
             yield Place(0, name)

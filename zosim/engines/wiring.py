@@ -4,6 +4,24 @@ Every instruction has as many *needs* at a position of the run (see :mod:`zosim.
 finish before it; an instruction that finishes takes one need off each of its *followers*. Steps far from both ends of
 the run look alike and share one table. The order itself is that of :class:`zosim.places.Order`, which every engine and the
 validator ask by name; an engine on arrays asks by number, a thousand times for each rank.
+
+Examples
+--------
+The load and the mean of :mod:`zosim.unrolling`, numbers 0 and 1, in a run of ten steps. Each of both needs two: the load the mean
+of the position before, and the load before on its stream; the mean this position's load, and the mean before. Followers are
+the same pairs seen from the other end.
+
+>>> from zosim.instructions import Dependency, Instruction, Stream
+>>> from zosim.operations import Load
+>>> from zosim.program import Program
+>>> load = Instruction("load", Load(), Stream.H2D, "load", "embed", after=(Dependency("mean", distance=1),))
+>>> mean = Instruction("mean", Load(), Stream.COMPUTE, "scalar", "head", after=(Dependency("load"),))
+>>> program = Program("example", (), (), (), (load, mean))
+>>> wiring = Wiring(Template(program, {}, (), step_s=0.0), num_steps=10)
+>>> wiring.needs(5).own
+(((1, 1), (1, 0)), ((0, 0), (1, 1)))
+>>> wiring.followers(5)
+[[(0, 1), (1, 0)], [(1, 0), (1, 1)]]
 """
 
 from __future__ import annotations
@@ -14,14 +32,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zosim.engines.world import Template
-from zosim.instructions import Part
+from zosim.instructions import PARTS, Part
 from zosim.places import Meeting, Order, Place
 
 # A follower: positions later, and its number in its part.
 Follower = tuple[int, int]
 # A watcher of a peer's instruction: group, its part, positions later, its number there.
 Watcher = tuple[str, Part, int, int]
-_PARTS: tuple[Part, ...] = ("prologue", "step", "flush")
 
 
 @dataclass(frozen=True)
@@ -55,9 +72,9 @@ class Wiring:
         self.order = Order(template.program, num_steps)
         self.num_steps = num_steps
         self.ids: dict[Part, list[str]] = {
-            part: [item.id for item in getattr(template.program, part)] for part in _PARTS
+            part: [item.id for item in getattr(template.program, part)] for part in PARTS
         }
-        self.number = {part: {name: number for number, name in enumerate(self.ids[part])} for part in _PARTS}
+        self.number = {part: {name: number for number, name in enumerate(self.ids[part])} for part in PARTS}
         self.opener = self._opener() if template.step_s > 0 else None
         self._needs: dict[int, Needs] = {}
         self._followers: dict[int, list[list[Follower]]] = {}
@@ -194,7 +211,7 @@ class Wiring:
     def watchers(self) -> dict[str, list[Watcher]]:
         """By the id of a peer's instruction, who waits for it."""
         by_instruction: dict[str, list[Watcher]] = defaultdict(list)
-        for part in _PARTS:
+        for part in PARTS:
             for number, item in enumerate(getattr(self.order.program, part)):
                 for edge in item.after:
                     watcher = edge.group, part, edge.distance, number
@@ -205,7 +222,7 @@ class Wiring:
     @cached_property
     def meeting_of(self) -> dict[Part, list[Meeting | None]]:
         """Per part, where each instruction meets those of other ranks; the host's own part of a step meets nobody."""
-        meetings = {part: [self.order.meeting_at(part, name) for name in self.ids[part]] for part in _PARTS}
+        meetings = {part: [self.order.meeting_at(part, name) for name in self.ids[part]] for part in PARTS}
         meetings["step"].append(None)
         return meetings
 

@@ -1,7 +1,7 @@
 """All ranks of a run as the simulators see them: activities, what they share, and who waits for whom.
 
 Ranks whose programs and machines are alike but for the names of their resources share a :class:`Template`, so that a
-thousand ranks cost little more than one. :mod:`zosim.engines.fold` goes further and keeps one rank of each kind.
+thousand ranks cost little more than one. :mod:`zosim.engines.fold` goes further and keeps one rank of each kind; the example there makes a world.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from costmodel.profile import Bound
 from topology.errors import ProgramError
 from zosim.hardware.machine import Activity, Machine
-from zosim.instructions import Instruction, Part
+from zosim.instructions import PARTS, Instruction, Part
 from zosim.operations import Collective, Recv, Send
 from zosim.places import Meeting, channel_of
 from zosim.program import Program
@@ -23,7 +23,6 @@ from zosim.program_set import ProgramSet
 
 # A resource of which no more than this is ever asked limits nobody.
 _ENOUGH = 1 + 1e-12
-_PARTS: tuple[Part, ...] = ("prologue", "step", "flush")
 
 
 @dataclass(frozen=True)
@@ -284,7 +283,7 @@ class World:
         """
         self._check_partners()
         known = [
-            {part: {item.id for item in getattr(template.program, part)} for part in _PARTS}
+            {part: {item.id for item in getattr(template.program, part)} for part in PARTS}
             for template in self.templates
         ]
         kinds: dict[tuple[str, int], set[int]] = defaultdict(set)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from costmodel.collectives import all_gather_s, all_reduce_s, point_to_point_s
 from costmodel.nccl import Communicator
@@ -35,31 +35,28 @@ class Activity:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
-    """A rank's place in the ring of a group.
+class Hop:
+    """The path from a rank to another.
 
     Attributes
     ----------
-    num_ranks : int
     latency_s : float
-        Of one message over the slowest hop of the ring.
+        Of one message.
     bandwidth_bytes_per_s : float
-        Of the narrowest hop, which all others keep pace with.
+        Of the narrowest link on the path.
     uses : tuple of (str, float)
-        What lies on the way to the next rank, with the part of the bytes sent that crosses it; nothing for a hop
-        within one host's memory.
+        What lies on the way, with what a byte sent takes of each; nothing within one host's memory.
     wire : str
-        Kind of the narrowest link on that path; ``memory`` within one host's memory.
+        Kind of the narrowest link; ``memory`` within one host's memory.
     core_s_per_byte : float
-        What the host's cores have to do for a byte that is sent and one that comes, where they carry them; nothing told
-        within one host's memory, it is a core all the time.
+        Seconds of a host's core for a byte that is sent and one that comes, where cores carry them; 0 within one host's memory
+        says that it is a core all the time.
     busy_latency_s : float
-        What a large exchange, beside which ranks compute, takes beyond that: its threads wait for their turns on a core.
+        Seconds that a large exchange, beside which ranks compute, takes beyond that: its threads wait for their turns on a core.
     nccl : Communicator, optional
-        Of GPUs: what chooses an algorithm and says what it takes. Without, the better of ring and recursive doubling.
+        Of GPUs: what chooses an algorithm and says what it takes. Without it, the better of ring and recursive doubling.
     """
 
-    num_ranks: int
     latency_s: float
     bandwidth_bytes_per_s: float
     uses: tuple[tuple[str, float], ...] = ()
@@ -67,6 +64,35 @@ class Ring:
     core_s_per_byte: float = 0.0
     busy_latency_s: float = 0.0
     nccl: Communicator | None = None
+
+    def message_s(self, size_bytes: float, bound: Bound = "central") -> float:
+        """Return the seconds of a message of so many bytes.
+
+        Examples
+        --------
+        A mebibyte over 1 GiB/s takes a 1,024th of a second, after 10 us of latency:
+
+        >>> round(1e3 * Hop(1e-5, 2**30).message_s(2**20), 4)
+        0.9866
+        """
+        if self.nccl is not None:
+            return self.nccl.message_s(size_bytes, bound)
+        return point_to_point_s(
+            size_bytes, latency_s=self.latency_s, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ring(Hop):
+    """A rank's place in the ring of a group: the path to the next rank, which keeps pace with the slowest hop of the ring.
+
+    Attributes
+    ----------
+    num_ranks : int
+        Of the group.
+    """
+
+    num_ranks: int = field(kw_only=True)
 
     def all_reduce_s(self, size_bytes: float, bound: Bound = "central") -> float:
         """Return the seconds of a sum over buffers of so many bytes."""
@@ -88,38 +114,4 @@ class Ring:
             self.num_ranks,
             latency_s=self.latency_s,
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Hop:
-    """The path from a rank to another.
-
-    Attributes
-    ----------
-    latency_s : float
-        Of one message.
-    bandwidth_bytes_per_s : float
-    uses : tuple of (str, float)
-        What lies on the way, with what a byte sent takes of each; nothing within one host's memory.
-    wire : str
-        Kind of the narrowest link; ``memory`` within one host's memory.
-    core_s_per_byte, busy_latency_s, nccl
-        As in a ring.
-    """
-
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    uses: tuple[tuple[str, float], ...] = ()
-    wire: str = "memory"
-    core_s_per_byte: float = 0.0
-    busy_latency_s: float = 0.0
-    nccl: Communicator | None = None
-
-    def message_s(self, size_bytes: float, bound: Bound = "central") -> float:
-        """Return the seconds of a message of so many bytes."""
-        if self.nccl is not None:
-            return self.nccl.message_s(size_bytes, bound)
-        return point_to_point_s(
-            size_bytes, latency_s=self.latency_s, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s
         )

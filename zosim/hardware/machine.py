@@ -92,7 +92,7 @@ class Machine:
     def __post_init__(self) -> None:
         named = {self.kernels, self.cores, self.memory, self.issuer, *self.fifo} - {""}
         named.update(name for route in self.routes.values() for name in route)
-        paths: list[Ring | Hop] = [
+        paths: list[Hop] = [
             *self.rings.values(),
             *self.channels.values(),
             *self.host_channels.values(),
@@ -305,7 +305,7 @@ class Machine:
             return Activity(seconds, limiter=hop.wire)
         return self._on_link(replace(cost, seconds=seconds), size_bytes, hop, bound)
 
-    def _on_link(self, cost: OperationCost, size_bytes: int, path: Ring | Hop, bound: Bound) -> Activity:
+    def _on_link(self, cost: OperationCost, size_bytes: int, path: Hop, bound: Bound) -> Activity:
         """Return an exchange of so many bytes, which takes `cost` alone."""
         seconds, transfer_s = cost.seconds, size_bytes / path.bandwidth_bytes_per_s
         if transfer_s <= seconds - transfer_s:

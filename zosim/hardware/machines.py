@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -22,6 +22,8 @@ from zosim.operations import Recv, Send
 
 _Parts = Sequence[Sequence[int]]
 _NEIGHBOURS = (-1, 1)
+_LINE = "pipeline"
+"""The group whose neighbours send each other messages."""
 _Hops = tuple[Hop, ...]
 
 
@@ -30,7 +32,6 @@ def machines_for(
     devices: Sequence[str],
     profiles: Profile | Sequence[Profile],
     groups: Mapping[str, _Parts] = MappingProxyType({}),
-    lines: Collection[str] = ("pipeline",),
     known: KnownPaths | None = None,
     processes: Sequence[int] | None = None,
 ) -> tuple[Machine, ...]:
@@ -45,8 +46,6 @@ def machines_for(
         What operations cost, on all devices or of each rank.
     groups : mapping of str to sequence of sequence of int
         Partitions of the ranks into those that work together (see :attr:`~zosim.program_set.ProgramSet.groups`).
-    lines : collection of str
-        Groups whose neighbours send each other messages.
     known : KnownPaths, optional
         What was found for other ranks on the same topology; more is added.
     processes : sequence of int, optional
@@ -78,9 +77,9 @@ def machines_for(
             if len(part) > 1:
                 for rank, ring in zip(part, builder.rings(part), strict=True):
                     machines[rank] = _with_ring(machines[rank], name, ring, topology)
-            if name in lines:
+            if name == _LINE:
                 for rank, offset, sent, received in builder.messages(part):
-                    machines[rank] = _with_way(machines[rank], name, offset, (sent, received), topology)
+                    machines[rank] = _with_neighbour(machines[rank], name, offset, (sent, received), topology)
     return tuple(machines)
 
 
@@ -89,7 +88,7 @@ def _with_ring(machine: Machine, group: str, ring: Ring, topology: Topology) -> 
     return replace(machine, rings=MappingProxyType({**machine.rings, group: ring}))
 
 
-def _with_way(
+def _with_neighbour(
     machine: Machine, group: str, offset: int, hops: tuple[_Hops, _Hops], topology: Topology
 ) -> Machine:
     """Return a machine with the hops to a neighbour and back, from device to device and from host to host."""
@@ -170,7 +169,9 @@ class _Builder:
         bandwidth = min(hop.bandwidth_bytes_per_s for hop in hops)
         nccl = self._communicator(devices, hops, bandwidth)
         return [
-            Ring(len(part), latency_s, bandwidth, hop.uses, hop.wire, hop.core_s_per_byte, nccl=nccl)
+            Ring(
+                latency_s, bandwidth, hop.uses, hop.wire, hop.core_s_per_byte, nccl=nccl, num_ranks=len(part)
+            )
             for hop in hops
         ]
 
@@ -253,11 +254,11 @@ class _Builder:
                 if 0 <= place + offset < len(part):
                     other = part[place + offset]
                     here, there = self._devices[rank], self._devices[other]
-                    sent = self._ways(self._profiles[rank], here, there)
-                    yield rank, offset, sent, self._ways(self._profiles[other], there, here)
+                    sent = self._hops_between(self._profiles[rank], here, there)
+                    yield rank, offset, sent, self._hops_between(self._profiles[other], there, here)
 
-    def _ways(self, profile: Profile, here: str, there: str) -> _Hops:
-        """Return the way from device to device, and for GPUs that from host memory to host memory, too."""
+    def _hops_between(self, profile: Profile, here: str, there: str) -> _Hops:
+        """Return the hop from device to device, and for GPUs that from host memory to host memory, too."""
         direct = self._hop(profile, here, there)
         if profile.device_kind == "cpu":
             return (direct,)
@@ -267,7 +268,7 @@ class _Builder:
         return direct, self._hops[key]
 
     def _between_hosts(self, here: str, there: str) -> Hop:
-        """Return the way of gloo's messages, whose ends are processes of the hosts."""
+        """Return the hop of gloo's messages, whose ends are processes of the hosts."""
         topology = self._topology
         if topology.host_of(here) == topology.host_of(there):
             return Hop(MESSAGE_S["cpu"], LOOPBACK_BYTES_PER_S)
@@ -357,15 +358,13 @@ class _Builder:
     def _hop(self, profile: Profile, here: str, there: str) -> Hop:
         key = id(profile), here, there
         if key not in self._hops:
-            self._hops[key] = self._found_hop(profile, here, there)
+            self._hops[key] = self._looked_up_hop(profile, here, there)
         return self._hops[key]
 
-    def _found_hop(self, profile: Profile, here: str, there: str) -> Hop:
+    def _looked_up_hop(self, profile: Profile, here: str, there: str) -> Hop:
         topology, message_s = self._topology, profile.values()["message_s"]
         is_cpu = profile.device_kind == "cpu"
-        if here == there or (
-            profile.device_kind == "cpu" and topology.host_of(here) == topology.host_of(there)
-        ):
+        if here == there or (is_cpu and topology.host_of(here) == topology.host_of(there)):
             bandwidth = profile.values()["loopback_bandwidth"]
             return Hop(message_s, bandwidth, core_s_per_byte=1 / bandwidth)
         if is_cpu:

@@ -1,4 +1,27 @@
-"""The directions axis: when each is drawn, from which generator state, and where it lies until it is used."""
+"""The directions axis: when each is drawn, from which generator state, and where it lies until it is used.
+
+Examples
+--------
+The walk of one generator, of which a draw reads the state that the one before left; and keyed draws, which need no state:
+
+>>> from costmodel import read_model_spec
+>>> from zosim.lowering import lower
+>>> from zosim.plans import Placement, Plan
+>>> place = Placement(topology="cpu-laptop", devices=("cpu0",))
+>>> for rng in ("mezo", "counter"):
+...     axis = DirectionsAxis(rng=rng)
+...     plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=place, directions=axis)
+...     draw = next(item for item in lower(plan).step if item.id == "block.1/draw[q0]")
+...     print(
+...         rng,
+...         "reads",
+...         *(access.what for access in draw.reads),
+...         "writes",
+...         *(access.what for access in draw.writes),
+...     )
+mezo reads rng:block.0+@q0 writes z:block.1@q0*eps rng:block.1@q0 rng:block.1+@q0
+counter reads writes z:block.1@q0*eps
+"""
 
 from __future__ import annotations
 

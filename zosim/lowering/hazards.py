@@ -3,6 +3,25 @@
 Lowering lists instructions in an order that would be right on a single stream. Whatever two of them conflict and
 stand on different streams gets an edge; the rest may overlap. The validator checks the outcome without knowing
 how it was made.
+
+Examples
+--------
+An upload into a slot, on a stream of its own, and a forward that reads the slot. The forward waits for the upload; and the
+upload of the next step, which overwrites the slot, for the forward of this one:
+
+>>> from zosim.contents import FrozenWeights
+>>> from zosim.instructions import Access
+>>> from zosim.operations import Copy, Forward
+>>> from zosim.points import BASE
+>>> slot = (Access("slot.0", FrozenWeights("block.0"), None, 64),)
+>>> listed = [
+...     Instruction("upload", Copy(), Stream.H2D, "upload", "block.0", writes=slot),
+...     Instruction("forward", Forward("block.0", BASE), Stream.COMPUTE, "forward", "block.0", reads=slot),
+... ]
+>>> for item in connected_by_conflicts(listed, listed):
+...     print(item.id, [(edge.instruction, edge.distance) for edge in item.after])
+upload [('forward', 1)]
+forward [('upload', 0)]
 """
 
 from __future__ import annotations

@@ -1,4 +1,29 @@
-"""The mesh axis: losses, of which each rank knows some, become those of the whole batch, and projected gradients."""
+"""The mesh axis: losses, of which each rank knows some, become those of the whole batch, and projected gradients.
+
+Examples
+--------
+Two ranks that share the batch out. Each knows two losses of its own half, at the two signs of one direction; after the exchange
+both know those of the whole batch, and make the same projected gradient of them:
+
+>>> from costmodel import read_model_spec
+>>> from zosim.lowering import lower
+>>> from zosim.plans import Mesh, Placement, Plan
+>>> place = Placement(topology="cpu-laptop", devices=("cpu0", "cpu0"))
+>>> plan = Plan(model=read_model_spec("opt-125m"), batch=2, seq=16, mesh=Mesh(data=2), placement=place)
+>>> for item in lower(plan).step:
+...     if item.label in ("scalar", "exchange"):
+...         print(
+...             item.id,
+...             "reads",
+...             *map(str, (a.what for a in item.reads)),
+...             "leaves",
+...             *(a.what for a in item.writes),
+...         )
+losses/pack reads loss:own@q0+ loss:own@q0- leaves losses
+losses/all_gather reads losses leaves losses:gathered
+losses/mean reads losses:gathered leaves loss@q0+ loss@q0-
+projected_gradient[q0] reads loss@q0+ loss@q0- leaves g@q0
+"""
 
 from __future__ import annotations
 

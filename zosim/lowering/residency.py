@@ -1,4 +1,28 @@
-"""The residency axis: where parameters lie between their uses, and how those of the host come to the device and go back."""
+"""The residency axis: where parameters lie between their uses, and how those of the host come to the device and go back.
+
+Examples
+--------
+A block of OPT-125M in float32, which passes through one of three slots: 7,087,872 numbers of 4 bytes, of whose 16 tensors each
+may start up to 63 bytes late to be aligned, together a multiple of 64 bytes.
+
+>>> from costmodel import read_model_spec
+>>> from zosim.plans import Placement, Plan, Residency
+>>> place = Placement(topology="cpu-laptop", devices=("cpu0",))
+>>> plan = Plan(
+...     model=read_model_spec("opt-125m"),
+...     batch=1,
+...     seq=16,
+...     placement=place,
+...     residency=Residency(blocks="offloaded"),
+... )
+>>> listing = Listing()
+>>> Homes(Rank(plan), listing).upload("block.4")
+>>> (upload,) = listing.instructions
+>>> for access in (*upload.reads, *upload.writes):
+...     print(access.buffer, access.what, access.offset_bytes, access.size_bytes)
+host.block.4 block.4 0 28352512
+slot.1 block.4 0 28352512
+"""
 
 from __future__ import annotations
 

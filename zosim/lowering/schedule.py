@@ -1,4 +1,26 @@
-"""The schedule axis: in which order a step visits segments and points, and when it updates."""
+"""The schedule axis: in which order a step visits segments and points, and when it updates.
+
+Examples
+--------
+Three orders of the same forwards, of a model with two blocks and two queries, as block and point:
+
+>>> from costmodel import read_model_spec
+>>> from zosim.engines.shortening import shortened
+>>> from zosim.operations import Forward
+>>> from zosim.plans import Estimator, Placement, Schedule
+>>> model, place = shortened(read_model_spec("opt-125m")), Placement(topology="cpu-laptop", devices=("cpu0",))
+>>> for traversal in ("sweep", "blockwise", "querywise"):
+...     axes = {"schedule": Schedule(traversal=traversal), "estimator": Estimator(num_queries=2)}
+...     writer = StepWriter(Plan(model=model, batch=1, seq=16, placement=place, **axes))
+...     writer.write_step()
+...     order = [
+...         i.op for i in writer.instructions if isinstance(i.op, Forward) and i.segment.startswith("block")
+...     ]
+...     print(f"{traversal:10}", *(f"{op.segment[-1]}:{op.point}" for op in order))
+sweep      0:q0+ 1:q0+ 0:q0- 1:q0- 0:q1+ 1:q1+ 0:q1- 1:q1-
+blockwise  0:q0+ 0:q0- 0:q1+ 0:q1- 1:q0+ 1:q0- 1:q1+ 1:q1-
+querywise  0:q0+ 0:q0- 1:q0+ 1:q0- 0:q1+ 0:q1- 1:q1+ 1:q1-
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,26 @@
-"""The split axis: what crosses a cut, as which message, and how it goes from stage to stage."""
+"""The split axis: what crosses a cut, as which message, and how it goes from stage to stage.
+
+Examples
+--------
+Two stages with a cut behind block 5: the first stage encodes what block 5 leaves and sends it on, once for each sign.
+A message has a byte for each of 16 tokens x 768 numbers, and a header.
+
+>>> from costmodel import read_model_spec
+>>> from zosim.lowering import lower
+>>> from zosim.plans import Mesh, Placement, Split
+>>> place = Placement(topology="cpu-laptop", devices=("cpu0", "cpu0"))
+>>> stages = {"mesh": Mesh(stage=2), "split": Split(cuts=("block.5",), residual_codec="q8")}
+>>> plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=place, **stages)
+>>> for rank in (0, 1):
+...     items = [
+...         item for item in lower(plan, rank).step if item.label in ("encode", "send", "recv", "decode")
+...     ]
+...     print(rank, *(item.id for item in items))
+0 encode[q0+] send[q0+] encode[q0-] send[q0-]
+1 recv[q0+] recv[q0-] decode[q0+] decode[q0-]
+>>> most_message_bytes(plan, 0, num_sequences=1), expected_message_bytes(plan, 0, num_sequences=1)
+(12356, 12356)
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,29 @@
 """The weights axis: how they come to an evaluation point, and what is written into them.
 
 One state of them is perturbed from point to point where it lies, or a copy is written for each point.
+
+Examples
+--------
+In place, three perturbations bring the weights from the base to one sign, to the other and back; copies are written for each
+sign by itself, from weights that stay as they are:
+
+>>> from costmodel import read_model_spec
+>>> from zosim.lowering import lower
+>>> from zosim.plans import Placement, Plan, Weights
+>>> place = Placement(topology="cpu-laptop", devices=("cpu0",))
+>>> for perturbation in ("serial", "copies"):
+...     weights = Weights(perturbation=perturbation)
+...     plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=place, weights=weights)
+...     for item in lower(plan).step:
+...         if item.segment == "block.0" and isinstance(item.op, Perturb):
+...             print(
+...                 f"{item.id:23} {item.op.scale:+d} z of {item.reads[0].what} into {item.writes[0].buffer}"
+...             )
+block.0/perturb[q0+]    +1 z of block.0 into device.block.0
+block.0/perturb[q0-]    -2 z of block.0@q0+ into device.block.0
+block.0/restore[q0]     +1 z of block.0@q0- into device.block.0
+block.0/perturb[q0+]    +1 z of block.0 into copy.0
+block.0/perturb[q0-]    -1 z of block.0 into copy.0
 """
 
 from __future__ import annotations

@@ -1,6 +1,23 @@
 """What a plan takes at least, on all its ranks: the longest of their sketches, and the fullest of what they share.
 
 Ranks that do the same on devices that are placed alike are sketched once, however many they are.
+
+Examples
+--------
+What is known of MeZO's plan for OPT-13B on a GPU with 80 GB before it is lowered, in float32:
+
+>>> from costmodel import read_model_spec
+>>> from costmodel.datasheet import datasheet_profile
+>>> from topology import load_preset
+>>> topology, model = load_preset("a100-80gb-milan"), read_model_spec("opt-13b")
+>>> profile = datasheet_profile(topology, "gpu0")
+>>> request = Request(
+...     model, topology, "a100-80gb-milan", "gpu0", profile, batch=1, seq=2048, max_device_bytes=2**34
+... )
+>>> place = Placement(topology="a100-80gb-milan", devices=("gpu0",))
+>>> bound = Bounds(request).of(Plan(model=model, batch=1, seq=2048, placement=place))
+>>> print(bound.missing.partition(": ")[0])
+needs 50.84 GiB of device memory, 34.84 GiB more than 16 GiB
 """
 
 from __future__ import annotations
@@ -69,7 +86,7 @@ class Bounds:
         self._sketcher = Sketcher(request.model)
         self._isomorphic = IsomorphicHosts(request.topology)
         self._sites: dict[tuple[Mesh, Placement], _PlacementKinds] = {}
-        self._ways = KnownPaths()
+        self._paths = KnownPaths()
         self._known: dict[tuple[Placement, int], tuple[Machine, ...]] = {}
 
     def of(self, plan: Plan) -> Bound:
@@ -99,7 +116,7 @@ class Bounds:
         if key not in self._known:
             profiles = profiles_of(placement, request.profile, request.profiles)
             self._known[key] = machines_for(
-                request.topology, placement.devices, profiles, plan.groups, known=self._ways
+                request.topology, placement.devices, profiles, plan.groups, known=self._paths
             )
         return self._known[key]
 

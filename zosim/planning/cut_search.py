@@ -6,8 +6,8 @@ its part of the directions to draw, apply and undo besides. Whatever overlaps, a
     ``max(max_s u_s + K f_s, F + X + (K - 1) max_s f_s)``
 
 of ``K`` points, with the seconds ``f_s`` of stage ``s`` for one point, ``F`` their sum, ``u_s`` what it does once, and
-``X`` one point's crossings. Cuts are the cheapest by this bound: the best way to each place in the model is known from the
-best ways to those before it.
+``X`` one point's crossings. Cuts are the cheapest by this bound: the cheapest cuts up to each place in the model are
+known from the cheapest up to the places before it.
 """
 
 from __future__ import annotations
@@ -130,10 +130,11 @@ class Ranking:
         # Places between which stages lie: the model's beginning, the cuts, its end.
         busy = np.where(table.weight_bytes <= limit_bytes, table.busy_s, np.inf)
         last = len(names) + 1
-        ways = [(busy[0].copy(), table.crossing_s.copy(), table.point_s[0].copy())]
+        # The cheapest cuts up to each place: the fullest stage, all crossings, the slowest point.
+        cheapest = [(busy[0].copy(), table.crossing_s.copy(), table.point_s[0].copy())]
         before: list[NDArray[np.intp]] = []
         for _ in range(num_cuts):
-            most, crossed, slowest = ways[-1]
+            most, crossed, slowest = cheapest[-1]
             most, crossed = np.maximum(most[:, None], busy), crossed[:, None] + table.crossing_s[None, :]
             slowest = np.maximum(slowest[:, None], table.point_s)
             seconds = np.maximum(most, table.total_s + crossed + (self._site.num_points - 1) * slowest)
@@ -142,10 +143,10 @@ class Ranking:
             seconds[0] = np.inf
             chosen = np.argmin(seconds, axis=0)
             at = chosen, np.arange(last + 1)
-            is_way = np.isfinite(seconds[at])
-            ways.append((np.where(is_way, most[at], np.inf), crossed[at], slowest[at]))
+            is_reached = np.isfinite(seconds[at])
+            cheapest.append((np.where(is_reached, most[at], np.inf), crossed[at], slowest[at]))
             before.append(chosen)
-        if not np.isfinite(ways[-1][0][last]):
+        if not np.isfinite(cheapest[-1][0][last]):
             return ()
         places: list[int] = [last]
         for chosen in reversed(before):
@@ -249,12 +250,12 @@ class Ranking:
 
     @cached_property
     def _plain_hop(self) -> Hop:
-        """The slowest way between neighbouring stages' devices."""
+        """The slowest hop between neighbouring stages' devices."""
         return _slowest(machine.channels for machine in self._site.machines)
 
     @cached_property
     def _coded_hop(self) -> Hop:
-        """The slowest way between neighbouring stages, of what a codec leaves on the host."""
+        """The slowest hop between neighbouring stages, of what a codec leaves on the host."""
         return _slowest(machine.host_channels or machine.channels for machine in self._site.machines)
 
     @property
@@ -264,7 +265,7 @@ class Ranking:
 
 
 def _slowest(channels: Iterable[Mapping[Send | Recv, Hop]]) -> Hop:
-    return min((hop for ways in channels for hop in ways.values()), key=lambda hop: hop.bandwidth_bytes_per_s)
+    return min((hop for hops in channels for hop in hops.values()), key=lambda hop: hop.bandwidth_bytes_per_s)
 
 
 @dataclass(frozen=True)

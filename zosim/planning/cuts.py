@@ -1,4 +1,14 @@
-"""What is asked of cuts between stages, and SparQ's own rule for them; :mod:`zosim.planning.cut_search` finds the best."""
+"""What is asked of cuts between stages, and SparQ's own rule for them; :mod:`zosim.planning.cut_search` finds the best.
+
+Examples
+--------
+SparQ's rule for two stages of six blocks: the sparsest of the cuts next to the middle.
+
+>>> names = [f"block.{index}.mlp" for index in range(6)]
+>>> densities = dict(zip(names, (0.01, 0.5, 0.2, 0.4, 0.3, 0.02), strict=True))
+>>> sparsest_near_the_middle(names, densities, num_stages=2)
+('block.2.mlp',)
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""How much memory programs take, on every rank's device and on every host, with its parts named."""
+"""How much memory programs take, on every rank's device and on every host, with its parts named.
+
+Examples
+--------
+Two ranks of one host, each with 8 bytes of its own there and 64 that both share, take 80 of it:
+
+>>> parts = (MemoryPart("rng", 8, "host"), MemoryPart("weights", 64, "host"))
+>>> rank = Footprint(parts, shared=parts[1:])
+>>> host_footprint("host0", (0, 1), (rank, rank)).size_bytes
+80
+"""
 
 from __future__ import annotations
 

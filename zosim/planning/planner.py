@@ -20,12 +20,12 @@ from zosim.planning.cuts import sparsest_near_the_middle
 from zosim.planning.explain import ALIKE, about_cuts, reasons
 from zosim.planning.footprint import Footprints
 from zosim.planning.predict import Prediction, Subject
-from zosim.planning.request import Method, Request
+from zosim.planning.request import Request
 from zosim.planning.space import placements
 from zosim.planning.staging import staged_plans
 from zosim.plans import INSIDE, Plan
 
-__all__ = ["Candidate", "Decision", "Method", "Request", "candidates", "choose", "placements"]
+__all__ = ["Candidate", "Decision", "Request", "candidates", "choose", "placements"]
 
 _LOSS_CHUNK_TOKENS = 512
 _SIGNIFICANT_DIGITS = 6

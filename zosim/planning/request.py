@@ -14,9 +14,8 @@ from topology.graph import Topology
 from topology.validation import readable
 from zosim.hardware.profiles import Profiles
 from zosim.planning.cuts import Cutting
-from zosim.plans import ANY, AXES, Axis, LowBits, Mesh, Placement
+from zosim.plans import ANY, AXES, Axis, LowBits, Mesh, Method, Placement
 
-Method = Literal["auto", "mezo", "zo2", "pertp", "ddp", "2d", "sparq"]
 Blocks = Literal["resident", "offloaded"]
 AnyAxis = TypeVar("AnyAxis", bound=Axis)
 

@@ -2,9 +2,29 @@
 
 Blocks are alike, so the instructions of a model with two blocks tell those of all: what the first and the second block
 add to every stream, buffer and shared resource is known from them. A step is then a max-plus recurrence over visits of
-segments, as :mod:`zosim.engines.recurrence` is one over instructions. Nothing waits here that does not wait there, so the period
+segments, as :mod:`zosim.applications.closed_form.recurrence` is one over instructions. Nothing waits here that does not wait there, so the period
 is a lower bound of the closed form's, and with it of the simulated step: peers, contention and dependencies between
 distant visits can only add to it. Memory is exact.
+
+Examples
+--------
+A sketch of the twelve blocks of OPT-125M is made of the instructions of two. With nothing shared it says what the engine says:
+
+>>> from costmodel import read_model_spec
+>>> from costmodel.datasheet import datasheet_profile
+>>> from topology import load_preset
+>>> from zosim.planning.predict import Subject
+>>> from zosim.plans import Placement, Residency
+>>> topology, model = load_preset("a100-80gb-milan"), read_model_spec("opt-125m")
+>>> place, profile = (
+...     Placement(topology="a100-80gb-milan", devices=("gpu0",)),
+...     datasheet_profile(topology, "gpu0"),
+... )
+>>> plan = Plan(model=model, batch=1, seq=128, placement=place, residency=Residency(blocks="offloaded"))
+>>> sketch = Sketcher(model).sketch(plan, 0, Machine.from_topology(topology, "gpu0", profile))
+>>> subject = Subject(plan, topology, profile)
+>>> round(sketch.period_s / subject.step_time_s, 9), sketch.footprint == subject.footprint
+(1.0, True)
 """
 
 from __future__ import annotations

@@ -1,4 +1,26 @@
-"""Which plans the planner looks at: meshes, the devices that they lie on, and where blocks live."""
+"""Which plans the planner looks at: meshes, the devices that they lie on, and where blocks live.
+
+Examples
+--------
+Where blocks may live, and when they are updated, of OPT-125M on one GPU without loss:
+
+>>> from costmodel import read_model_spec
+>>> from costmodel.datasheet import datasheet_profile
+>>> from topology import load_preset
+>>> topology = load_preset("a100-80gb-milan")
+>>> profile = datasheet_profile(topology, "gpu0")
+>>> request = Request(
+...     read_model_spec("opt-125m"), topology, "a100-80gb-milan", "gpu0", profile, batch=1, seq=16
+... )
+>>> for plan in placements(request):
+...     print(plan.describe())
+mezo, blockwise
+mezo+delayed, blockwise
+mezo, sweep
+zo2, 1 slot
+zo2, 2 slots
+zo2, 3 slots
+"""
 
 from __future__ import annotations
 
@@ -185,7 +207,7 @@ def site_of(request: Request, mesh: Mesh, placement: Placement) -> CutSite:
 
 
 def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
-    """Yield the ways to lay so many ranks on devices: on as few hosts as can be first, then spread out."""
+    """Yield the placements of so many ranks: on as few hosts as can be first, then spread out."""
     hosts = _devices_by_host(request)
     if num_ranks > sum(map(len, hosts.values())):
         hosts = _with_shared_cpus(hosts, num_ranks)
@@ -203,26 +225,26 @@ def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
 
 
 def _picks(request: Request, hosts: list[list[str]], per_host: int) -> Iterator[tuple[str, ...]]:
-    """Yield the first devices of every host, and if those share ways that others would not, every second or third."""
+    """Yield the first devices of every host, and if those share links that others would not, every second or third."""
     stride = min(map(len, hosts)) // per_host
     first, apart = (
         tuple(device for devices in hosts for device in devices[: per_host * step : step])
         for step in (1, max(stride, 1))
     )
     yield first
-    if first != apart and _num_ways(request, apart) > _num_ways(request, first):
+    if first != apart and _num_links(request, apart) > _num_links(request, first):
         yield apart
 
 
-def _num_ways(request: Request, devices: tuple[str, ...]) -> int:
-    """Return how many resources lie between these devices and their hosts' memories."""
+def _num_links(request: Request, devices: tuple[str, ...]) -> int:
+    """Return how many shared resources lie between these devices and their hosts' memories."""
     topology = request.topology
-    ways = {
+    links = {
         name
         for device in devices
         for name in topology.route(topology.host_memory(device).id, device).resource_ids
     }
-    return len(ways)
+    return len(links)
 
 
 def _placement(request: Request, devices: tuple[str, ...]) -> Placement:
@@ -357,7 +379,7 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
 
 
 def _perturbations(request: Request) -> Iterator[Point]:
-    """Yield the ways in which weights may come to their points: in place, as copies written in turn or ahead, or as adapters."""
+    """Yield how weights may come to their points: in place, as copies written in turn or ahead, or as adapters."""
     stated = request.fixed.get("weights", {}).get("perturbation")
     if stated != "copies":
         yield {}

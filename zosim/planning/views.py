@@ -10,7 +10,7 @@ from zosim.planning.explain import about_ranks, contention_words, host_memory_wo
 from zosim.planning.footprint import HostFootprint
 from zosim.planning.pipelining import about_stages, pipelining
 from zosim.planning.planner import Candidate, Decision
-from zosim.planning.predict import Contention, Prediction, Subject
+from zosim.planning.predict import Prediction, Subject
 from zosim.plans import Plan
 from zosim.report import Bullets, Report, Table
 
@@ -103,7 +103,7 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
         "num_ranks": len(prediction.footprints.ranks),
         "slowest_rank": prediction.slowest_rank,
         "exchange_s": prediction.exchange_s,
-        "shared": [_contention_data(item) for item in prediction.contention],
+        "shared": list(prediction.contention),
         "ranks": [{"device_bytes": taken.device_bytes} for taken in prediction.footprints.ranks],
         "hosts": [_host_data(host) for host in prediction.footprints.hosts],
     }
@@ -132,10 +132,6 @@ def _of_rank(prediction: Prediction, several: bool) -> str:
 
 def _of_largest(prediction: Prediction, several: bool) -> str:
     return f"; rank {prediction.footprints.largest_rank}, the most of any" if several else ""
-
-
-def _contention_data(item: Contention) -> dict[str, Any]:
-    return {"resource": item.resource, "ranks": list(item.ranks), "share": item.share}
 
 
 def _host_data(host: HostFootprint) -> dict[str, Any]:

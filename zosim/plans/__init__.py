@@ -48,6 +48,7 @@ __all__ = [
     "ForwardPass",
     "LowBits",
     "Mesh",
+    "Method",
     "Placement",
     "Plan",
     "Residency",
@@ -64,6 +65,10 @@ __all__ = [
     "last_before",
     "upgrade",
 ]
+
+
+Method = Literal["auto", "mezo", "zo2", "pertp", "ddp", "2d", "sparq"]
+"""Presets that papers name, each a part of the space of plans; ``"auto"`` is all of it."""
 
 
 class Plan(Axis):

@@ -17,8 +17,7 @@ from zosim.applications.buying.offers import BuyerLimits, Market, Offer, RankBy,
 from zosim.applications.buying.sensitivity import Change, Effect, MemoryRoom, effects, limiter, percent, rooms
 from zosim.applications.buying.shortfall import shortfall
 from zosim.options import axis
-from zosim.planning.request import Method
-from zosim.plans import Weights
+from zosim.plans import Method, Weights
 from zosim.report import Bullets, Part, Report, Table
 
 _NUMERIC = ("step", "hours", "money", "kWh", "outlay")

@@ -13,7 +13,7 @@ from costmodel.prices import Payment, PriceTable, shipped_prices_text
 from topology.errors import PlanError
 from zosim.applications.buying.answer import buy as answer_for
 from zosim.console import emit, stderr
-from zosim.stated import MethodName
+from zosim.plans import Method
 
 
 class RankName(enum.StrEnum):
@@ -67,9 +67,7 @@ def buy(
         PaymentName, typer.Option(help="Only machines that are rented, or only owned.")
     ] = PaymentName.EITHER,
     by: Annotated[RankName, typer.Option(help="What to rank by.")] = RankName.MONEY,
-    method: Annotated[
-        MethodName, typer.Option(help="Only placements of this method; by default any.")
-    ] = MethodName.AUTO,
+    method: Annotated[Method, typer.Option(help="Only placements of this method; by default any.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Format of weights, products and transfers.")] = "float16",
     allow_lossy: Annotated[
         bool, typer.Option("--allow-lossy", help="Count placements that lose precision, too.")
@@ -101,7 +99,7 @@ def buy(
         prices=prices,
         pay=_PAYMENTS[pay],
         by=by.value,
-        method=method.value,
+        method=method,
         dtype=dtype,
         allow_lossy=allow_lossy,
         explain=explain,

@@ -18,8 +18,8 @@ from zosim.planning.bounds import Bounds
 from zosim.planning.explain import ALIKE
 from zosim.planning.planner import Candidate
 from zosim.planning.predict import Prediction
-from zosim.planning.request import Method, Request
-from zosim.plans import Mesh, Plan, Weights
+from zosim.planning.request import Request
+from zosim.plans import Mesh, Method, Plan, Weights
 
 _SECONDS_PER_HOUR = 3600.0
 

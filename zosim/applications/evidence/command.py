@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from zosim import face
 from zosim.applications.evidence.file import Evidence, check, evidence_of, run_header
 from zosim.console import emit, stderr
-from zosim.options import Hardware, ProfileFile, Threads, subject_of
+from zosim.options import Hardware, ProfileFile, Threads
 from zosim.plans import Plan
 from zosim.report import Report, Table
 from zosim.stated import Json
@@ -32,7 +33,9 @@ def make(
     ran = run / "program.json"
     plan = Plan.load(run / "plan.json")
     used = threads or int(run_header(run)["num_threads"])
-    subject = subject_of(plan, hardware, profile, used, ran if ran.exists() else None)
+    subject = face.simulate(
+        plan, hardware, profile=profile, threads=used, program=ran if ran.exists() else None
+    )
     evidence = evidence_of(run, subject)
     evidence.save(output)
     stderr.print(f"wrote {output}", markup=False, soft_wrap=True)

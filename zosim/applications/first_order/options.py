@@ -2,93 +2,51 @@
 
 from __future__ import annotations
 
-import enum
-from typing import Annotated
-
-import typer
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from topology.errors import PlanError
-from zosim.applications.first_order.settings import PRESETS, FirstOrder
-from zosim.options import axis
+from zosim.applications.first_order.settings import AQ_SGD, PRESETS, FirstOrder
+from zosim.plans.setting import fields_of
+from zosim.stated import stated_in
+
+FirstOrderName = Literal["sgd", "adam", "aq-sgd"]
+"""Named settings of a first-order step."""
+
+FIRST_ORDER_SECTIONS: Mapping[str, type] = {"first_order": FirstOrder}
+"""What has the settings that options change."""
 
 
-class FirstOrderName(enum.StrEnum):
-    """Named settings of a first-order step."""
+def first_order_of(name: FirstOrderName | None, **settings: Any) -> FirstOrder | None:
+    """Return the settings of the first-order step that is asked for; None where none is.
 
-    SGD = "sgd"
-    ADAM = "adam"
-    AQ_SGD = "aq-sgd"
-
-
-class ShardingName(enum.StrEnum):
-    """What replicas share out."""
-
-    NONE = "none"
-    FULL = "full"
-
-
-Recompute = Annotated[
-    bool,
-    typer.Option(
-        "--recompute", help="Blocks of the first-order step keep their input alone, and run forward again."
-    ),
-]
-Sharding = Annotated[
-    ShardingName,
-    typer.Option(
-        help="What replicas of the first-order step share out: nothing, or weights, gradients and the optimizer's state "
-        "(ZeRO's third stage, FSDP)."
-    ),
-]
-Foreach = Annotated[
-    bool,
-    typer.Option(
-        "--foreach", help="Adam's update goes over all parameters operation by operation, as torch's does."
-    ),
-]
-
-
-def no_first_order(**stated: object) -> None:
-    """Refuse what is about a first-order step where none is asked for; `stated` is as in :func:`first_order_of`.
+    Parameters
+    ----------
+    name : {"sgd", "adam", "aq-sgd"}, optional
+    **settings
+        What is to be otherwise, by the names of the options.
 
     Raises
     ------
     PlanError
+        If there is something to be otherwise and no step, or another optimizer than Adam is to go over all parameters at a time.
+
+    Examples
+    --------
+    >>> first_order_of("adam", microbatches=4).describe()
+    'adam, 4 x gpipe'
     """
-    usual = {"num_microbatches": 1, "schedule": "gpipe", "num_samples": 1, "sharding": ShardingName.NONE}
-    for name, value in stated.items():
-        if value != usual.get(name, False):
-            option = "--" + {"num_microbatches": "microbatches", "num_samples": "samples"}.get(name, name)
-            text = option if value is True else f"{option} {value}"
-            raise PlanError(f"{text} without --first-order", hint="such as --first-order sgd")
-
-
-def first_order_of(
-    name: FirstOrderName,
-    num_microbatches: int = 1,
-    schedule: str = "gpipe",
-    num_samples: int = 1,
-    *,
-    recompute: bool = False,
-    sharding: ShardingName = ShardingName.NONE,
-    foreach: bool = False,
-) -> FirstOrder:
-    """Return the first-order settings that options name.
-
-    Raises
-    ------
-    PlanError
-        If another optimizer than Adam is to go over all parameters at a time.
-    """
+    changed = stated_in(settings, FIRST_ORDER_SECTIONS).get("first_order", {})
+    if name is None:
+        for field, value in changed.items():
+            if value != getattr(AQ_SGD, field):
+                option = fields_of(FirstOrder)[field].setting.flag
+                text = option if value is True else f"{option} {value}"
+                raise PlanError(f"{text} without --first-order", hint="such as --first-order sgd")
+        return None
     preset = PRESETS[name]
-    if foreach and preset.optimizer != "adam":
-        raise PlanError(f"--foreach with --first-order {name.value}", hint="only --first-order adam has it")
-    changed = {
-        "num_microbatches": num_microbatches,
-        "schedule": schedule,
-        "num_kept_samples": num_samples if preset.num_kept_samples else 0,
-        "recompute": recompute,
-        "sharding": sharding.value,
-        "foreach": foreach,
-    }
-    return axis(FirstOrder, **(preset.model_dump() | changed))
+    if changed.get("foreach") and preset.optimizer != "adam":
+        raise PlanError(f"--foreach with --first-order {name}", hint="only --first-order adam has it")
+    if not preset.num_kept_samples:
+        changed.pop("num_kept_samples", None)
+    return preset.model_copy(update=changed)

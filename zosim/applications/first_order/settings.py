@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from costmodel.backward import Optimizer
 from costmodel.codecs import codec_spec
+from zosim.plans.setting import Setting
 
 Schedule = Literal["gpipe", "1f1b"]
 Turn = tuple[Literal["forward", "backward"], int]
@@ -45,15 +46,39 @@ class FirstOrder(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     optimizer: Optimizer = "sgd"
-    schedule: Schedule = "gpipe"
-    num_microbatches: PositiveInt = 1
+    schedule: Annotated[Schedule, Setting("--schedule", "Order of the first-order step's microbatches.")] = (
+        "gpipe"
+    )
+    num_microbatches: Annotated[
+        PositiveInt, Setting("--microbatches", "Microbatches of the first-order step.")
+    ] = 1
     codec: str = "none"
     gradient_codec: str = "none"
-    num_kept_samples: NonNegativeInt = 0
+    num_kept_samples: Annotated[
+        NonNegativeInt,
+        Setting("--samples", "Samples whose last messages aq-sgd keeps.", usual="1; a batch at least"),
+    ] = 0
     dropout: bool = True
-    recompute: bool = False
-    sharding: Literal["none", "full"] = "none"
-    foreach: bool = False
+    recompute: Annotated[
+        bool,
+        Setting(
+            "--recompute", "Blocks of the first-order step keep their input alone, and run forward again."
+        ),
+    ] = False
+    sharding: Annotated[
+        Literal["none", "full"],
+        Setting(
+            "--sharding",
+            "What replicas of the first-order step share out: nothing, or weights, gradients and the optimizer's state "
+            "(ZeRO's third stage, FSDP).",
+        ),
+    ] = "none"
+    foreach: Annotated[
+        bool,
+        Setting(
+            "--foreach", "Adam's update goes over all parameters operation by operation, as torch's does."
+        ),
+    ] = False
     sums_ends: bool = True
 
     def codec_of(self, phase: str) -> str:

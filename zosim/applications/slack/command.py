@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from topology.errors import TrafficError
+from zosim import face
 from zosim.applications.slack.arrivals import Times, poisson, recorded
 from zosim.applications.slack.serving import (
     POLICIES,
@@ -19,7 +20,7 @@ from zosim.applications.slack.serving import (
     serve,
 )
 from zosim.console import emit, stderr
-from zosim.options import ProfileFile, subject_of
+from zosim.options import ProfileFile
 from zosim.plans import Plan
 from zosim.report import Report, Table
 from zosim.stated import Json
@@ -102,7 +103,7 @@ def _server(
     seconds = 0.0 if probe_ms is None else probe_ms / 1e3
     if plan_file is not None:
         plan = Plan.load(plan_file)
-        seconds = subject_of(plan, profile=profile).prediction.step_time_s
+        seconds = face.simulate(plan, profile=profile).prediction.step_time_s
         segments = len(plan.model.segments)
     return Server(batch_ms / 1e3, request_ms / 1e3, max_batch, seconds, parts or segments)
 

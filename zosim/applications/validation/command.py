@@ -14,12 +14,12 @@ from zosim.applications.validation.predicting import outcome
 from zosim.applications.validation.rows import REQUIRED, Forecast, columns_of, read_rows
 from zosim.applications.validation.scoring import Score, scores, total
 from zosim.applications.validation.site import Sites
+from zosim.applications.validation.tables import write_table
 from zosim.console import emit, progress, stderr
 from zosim.documents import check_writable
 from zosim.options import ProfileFile
 from zosim.report import Bullets, Report, Table
 from zosim.stated import Json
-from zosim.tables import write_table
 
 _COLUMNS = ("group", "rows", "blank", "median %", "p90 %", "signed %", "inside", "high/low")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from costmodel.formats import COMPUTE_FORMATS, DType, format_name
 from topology.errors import ZosimError
-from zosim.tables import TableRow, read_table
+from zosim.applications.validation.tables import TableRow, read_table
 
 REQUIRED = ("kind", "hardware")
 """Columns without which nothing can be predicted."""

@@ -4,7 +4,7 @@
     ``end(i, k)   = start(i, k) + seconds(i)``
 
 Who waits for whom is apart from how long things take, so one order serves many durations; and a duration is a number, or an
-array with one element for each of many configurations. The closed form of programs (:mod:`zosim.engines.recurrence`), that of many
+array with one element for each of many configurations. The closed form of programs (:mod:`zosim.applications.closed_form.recurrence`), that of many
 configurations (``studies.scale``) and that of the papers' cells (``studies.published``) are instances.
 
 >>> up, go = Member(0, "upload"), Member(0, "forward")

@@ -1,6 +1,6 @@
 """The closed form beside the event engine: when instructions run if nothing is shared.
 
-A max-plus recurrence (:mod:`zosim.engines.maxplus`) whose vertices are instructions. A collective is one vertex for all members of its
+A max-plus recurrence (:mod:`zosim.applications.closed_form.maxplus`) whose vertices are instructions. A collective is one vertex for all members of its
 group: it starts after the latest of them and takes as long as the slowest of their flows. A message is one vertex for its two
 ranks.
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from costmodel.profile import Bound
 from topology.errors import ProgramError
-from zosim.engines.maxplus import Edge, MaxPlus, Member, Vertex
+from zosim.applications.closed_form.maxplus import Edge, MaxPlus, Member, Vertex
 from zosim.engines.steady import SteadyDetector
 from zosim.engines.world import World
 from zosim.hardware.machine import Machine
@@ -82,22 +82,6 @@ def step_time_bound_of(world: World) -> float:
 def second_half_s(last_s: float, middle_s: float) -> float:
     """Return the seconds per step from the ends of the last step and of the middle one."""
     return (last_s - middle_s) / (MAX_STEPS - MAX_STEPS // 2)
-
-
-def run_times_of(world: World, num_steps: int) -> dict[tuple[int, Place], tuple[float, float]]:
-    """Return start and end of every instruction of a run of several ranks, as if nothing were shared.
-
-    Raises
-    ------
-    ProgramError
-        As for :func:`step_time_bound`.
-    """
-    recurrence = Recurrence(world, num_steps)
-    return {
-        (member.rank, Place(position, member.instruction)): times
-        for position in range(num_steps + 2)
-        for member, times in recurrence.advance().items()
-    }
 
 
 class Precedence:

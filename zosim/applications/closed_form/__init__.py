@@ -1,0 +1,1 @@
+"""How long a step takes where nothing is shared, without playing its events."""
