@@ -178,18 +178,11 @@ class Order:
         if same_part is not None:
             return Place(place.position, same_part)
         stream = self._by_part[part][place.instruction].stream
-        # A part without instructions on the stream is passed over; at most three kinds of part exist.
-        for position in self._earlier_positions(place.position):
-            last = self._last[self.part(position)].get(stream)
-            if last is not None:
+        # A part without instructions on the stream is passed over: behind the part before there is the prologue.
+        for position in (place.position - 1, 0):
+            if 0 <= position < place.position and (last := self._last[self.part(position)].get(stream)):
                 return Place(position, last)
         return None
-
-    def _earlier_positions(self, position: int) -> list[int]:
-        """Positions before this one of which any can hold the stream's last instruction."""
-        return sorted(
-            {candidate for candidate in (position - 1, 0) if 0 <= candidate < position}, reverse=True
-        )
 
     def meeting(self, place: Place) -> Meeting | None:
         """Return where an instruction meets those of other ranks, None if it is neither collective nor message."""

@@ -113,10 +113,6 @@ class CriticalPath:
         """Length of the interval over the steps in it."""
         return self.duration_s / max(self.num_steps, 1)
 
-    def seconds_by_label(self) -> dict[str, float]:
-        """Return the seconds of the path under each label, largest first. They add up to the interval."""
-        return _grouped(self.segments, lambda item: item.label)
-
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
@@ -332,10 +328,3 @@ def _last_rank(timeline: Timeline) -> int:
         message = f"timeline of {timeline.program} has no spans"
         raise TimelineError(message, hint="simulate or run at least one step")
     return max(timeline.spans, key=lambda span: span.end_s).rank
-
-
-def _grouped(segments: tuple[PathSegment, ...], key: Callable[[PathSegment], str]) -> dict[str, float]:
-    seconds: dict[str, float] = defaultdict(float)
-    for item in segments:
-        seconds[key(item)] += item.duration_s
-    return dict(sorted(seconds.items(), key=lambda item: -item[1]))

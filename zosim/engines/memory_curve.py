@@ -78,12 +78,8 @@ def memory_samples(
     return list(_accumulated(changes, rank))
 
 
-def _allocated_names(program: Program) -> set[str]:
-    return {item.op.buffer for _, item in program.instructions() if isinstance(item.op, Allocate)}
-
-
 def _static(program: Program, begin_s: float) -> Iterator[Change]:
-    allocated = _allocated_names(program)
+    allocated = {item.op.buffer for _, item in program.instructions() if isinstance(item.op, Allocate)}
     filled = {access.buffer for access in program.initial}
     for buffer in program.buffers:
         if not buffer.dynamic and (buffer.name not in allocated or buffer.name in filled):

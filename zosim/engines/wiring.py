@@ -192,20 +192,17 @@ class Wiring:
             source for position in self._flush_needs if position for source, _ in self._flush_needs[position]
         }
         awaited |= {self.number["step"][name] for name in self.watchers if name in self.number["step"]}
-        awaited |= set(self.meetings["step"].values()) | {self.host}
+        meeting = set(self.meetings["step"].values())
+        awaited |= meeting | {self.host}
         links = {}
         for number, before in enumerate(needs.own[: self.host]):
-            if len(before) == 1 and not needs.peers[number] and is_fixed[number]:
+            is_plain = number not in meeting and not needs.peers[number] and is_fixed[number]
+            if len(before) == 1 and is_plain:
                 distance, source = before[0]
                 if distance == 0 and count[source] == 1 and source not in awaited and is_fixed[source]:
                     links[source] = number
-        links = {source: number for source, number in links.items() if number not in self._meeting_numbers}
         followers = set(links.values())
         return [_run(links, number) for number in links if number not in followers]
-
-    @cached_property
-    def _meeting_numbers(self) -> set[int]:
-        return set(self.meetings["step"].values())
 
     @cached_property
     def watchers(self) -> dict[str, list[Watcher]]:

@@ -155,8 +155,9 @@ class Bounds:
         for members in site.hosts.values():
             busy_s: dict[str, float] = defaultdict(float)
             for rank, kind in members:
-                for name, seconds in _busy_s(sketches[kind], machines[rank]):
-                    busy_s[name] += seconds
+                amounts, capacities = sketches[kind].loads, machines[rank].capacities
+                for amount, (name, capacity) in zip(amounts, capacities.items(), strict=True):
+                    busy_s[name] += amount / capacity
             fullest_s = max(fullest_s, *busy_s.values())
         return fullest_s
 
@@ -173,12 +174,6 @@ class Bounds:
             if host.size_bytes > limit:
                 yield _lacking("host", host.size_bytes, limit, host.describe())
                 break
-
-
-def _busy_s(sketch: Sketch, machine: Machine) -> Iterator[tuple[str, float]]:
-    """Yield a rank's resources with the seconds for which it takes all of each."""
-    for amount, (name, capacity) in zip(sketch.loads, machine.capacities.items(), strict=True):
-        yield name, amount / capacity
 
 
 def _footprints(site: _PlacementKinds, sketches: Sequence[Sketch]) -> Footprints:

@@ -10,7 +10,6 @@ from zosim.analysis.counts import step_counts
 from zosim.instructions import Stream
 from zosim.operations import Send
 from zosim.planning.predict import Subject
-from zosim.plans import Plan
 
 
 @dataclass(frozen=True)
@@ -92,16 +91,6 @@ def _working(subject: Subject, rank: int) -> float:
     return compute_s / subject.step_time_s
 
 
-def counts_of_print(plan: Plan) -> int:
-    """Return the activations that SparQ counts for one pipeline: ``(P + 1)(M - 1)``, or ``2P(M - 1)`` if central."""
-    return plan.estimator.num_points * (plan.num_stages - 1)
-
-
-def scalars_of_print(plan: Plan) -> int:
-    """Return the gradient scalars that SparQ counts for one pipeline: ``P(M - 1)``."""
-    return plan.estimator.num_queries * (plan.num_stages - 1)
-
-
 def about_stages(subject: Subject) -> Iterator[str]:
     """Yield how long stages idle and what crosses, in words."""
     plan, figures = subject.plan, pipelining(subject)
@@ -113,11 +102,12 @@ def about_stages(subject: Subject) -> Iterator[str]:
             f"step, {format_bytes(cut.size_bytes)} in all, never more than {format_bytes(cut.most_bytes)}"
         )
     pipelines = plan.num_batch_shards
-    printed = counts_of_print(plan) * pipelines
+    # SparQ counts for one pipeline.
+    num_cuts = pipelines * (plan.num_stages - 1)
     formula = f"{plan.estimator.points_formula}(M - 1)"
     each = f" for each of {pipelines} shards" if pipelines > 1 else ""
-    yield f"{figures.num_activations} activations a step forward, {printed} by SparQ's count {formula}{each}"
+    yield f"{figures.num_activations} activations a step forward, {plan.estimator.num_points * num_cuts} by SparQ's count {formula}{each}"
     yield (
         f"back go {figures.num_losses} losses, in one all_gather: {step_counts(subject.programs).num_scalars} scalars that "
-        f"another rank gets, where SparQ counts P(M - 1) differences, {scalars_of_print(plan) * pipelines}"
+        f"another rank gets, where SparQ counts P(M - 1) differences, {plan.estimator.num_queries * num_cuts}"
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from operator import attrgetter
 
 from costmodel.model_spec import block_segment
 from topology.errors import DoesNotFit, PlanError
@@ -31,6 +32,7 @@ _LOSS_CHUNK_TOKENS = 512
 _SIGNIFICANT_DIGITS = 6
 # A second that takes longer than this is not simulated: its bound says enough.
 _WORTH_A_LOOK = 1.1
+_IN_ORDER = attrgetter("sort_key")
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,8 @@ def choose(request: Request) -> Decision:
             if not (ranked or rejected):
                 raise
             staged, too_large = [], []  # what is asked for does not go with stages
-        ranked = _simulate_survivors(sorted((*ranked, *staged), key=_by_key)) if staged else ranked
-        rejected = sorted((*rejected, *too_large), key=_by_key)
+        ranked = _simulate_survivors(sorted((*ranked, *staged), key=_IN_ORDER)) if staged else ranked
+        rejected = sorted((*rejected, *too_large), key=_IN_ORDER)
     if not ranked:
         raise _nothing_fits(request, rejected)
     best, *others = ranked
@@ -173,12 +175,8 @@ def choose(request: Request) -> Decision:
 
 def _parted(listed: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
     """Return those that fit and those that do not, the fastest first."""
-    ordered = sorted(listed, key=_by_key)
+    ordered = sorted(listed, key=_IN_ORDER)
     return [c for c in ordered if not c.missing], [c for c in ordered if c.missing]
-
-
-def _by_key(candidate: Candidate) -> tuple[float, int, int, int, int]:
-    return candidate.sort_key
 
 
 def _printed_cuts(request: Request, plan: Plan) -> tuple[str, ...]:
@@ -223,16 +221,16 @@ def _simulate_survivors(fitting: list[Candidate]) -> list[Candidate]:
         candidate = waiting.pop(0)
         seconds = candidate.subject.step_time_s
         simulated.append(replace(candidate, seconds=seconds, is_simulated=True))
-    best = min(simulated, key=lambda candidate: candidate.sort_key)
+    best = min(simulated, key=_IN_ORDER)
     others = [candidate for candidate in (*simulated, *waiting) if candidate is not best]
-    return [best, *sorted(others, key=lambda candidate: candidate.sort_key)]
+    return [best, *sorted(others, key=_IN_ORDER)]
 
 
 def _enough_s(times: list[float]) -> float:
     """Return the bound from which on no candidate needs a simulation.
 
-    What cannot undercut the best by what is worth saying is not the answer; and among those that are much slower it is
-    enough to know that they are.
+    A plan whose bound is not below the best by :data:`ALIKE` cannot be the answer. It can be the second one, as long as its
+    bound is below the second best and below :data:`_WORTH_A_LOOK` times the best.
     """
     if not times:
         return float("inf")

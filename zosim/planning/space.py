@@ -398,14 +398,10 @@ def _codings(request: Request, mesh: Mesh) -> Iterator[Point]:
     yield {}
     is_open = request.allow_lossy and "weights" not in request.fixed.get("low_bits", {})
     is_plain = mesh.stage == 1 and request.axis(Residency).transfer_dtype is None
-    if is_open and is_plain and _can_be_coded(request.model):
+    has_linears = any(group.linears or group.frozen_linears for group in request.model.groups)
+    if is_open and is_plain and has_linears:
         for coded in _CODINGS:
             yield {"low_bits": coded}
-
-
-def _can_be_coded(model: ModelSpec) -> bool:
-    """Whether a model's linear layers may be kept as codes."""
-    return any(group.linears or group.frozen_linears for group in model.groups)
 
 
 def _offloaded(request: Request, mesh: Mesh, placement: Placement) -> Iterator[dict[str, object]]:
