@@ -105,9 +105,9 @@ class Program:
             If an id stands twice in a part, or a dependency names no instruction.
         """
         if num_steps not in self._runs:
-            steps = (("step", step, self.step) for step in range(num_steps))
-            parts = (("prologue", 0, self.prologue), *steps, ("flush", num_steps, self.flush))
-            self._runs[num_steps] = tuple(unrolled(self.name, parts))
+            parts: list[tuple[Part, int, tuple[Instruction, ...]]] = [("prologue", 0, self.prologue)]
+            parts += [("step", step, self.step) for step in range(num_steps)]
+            self._runs[num_steps] = tuple(unrolled(self.name, [*parts, ("flush", num_steps, self.flush)]))
         return list(self._runs[num_steps])
 
     @cached_property
