@@ -22,6 +22,7 @@ from costmodel.roundings import RoundedDirection
 from executors.randomness.families import QuantisedGaussian
 from executors.randomness.quantisers import StochasticRounding
 from executors.randomness.rng import generator_on
+from executors.steps.arithmetic import projected_gradient
 from executors.steps.micro_batches import accumulated
 from proofs_checks import coded_weights as coded
 from proofs_checks.claims import Claim, conditioned, corrected, counterexample, printed, reading
@@ -804,6 +805,34 @@ def check_one_point(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
+def check_one_point_with_residual(_context: Context) -> Outcome:
+    """Compare the estimator that takes the loss of the step before off with the gradient, and its squared error with (2d + 1)|∇L|².
+
+    What is left of the loss's own size is `ε(u' - u)·∇L`, a level that is as large as a perturbation's.
+    """
+    slope, level, epsilon = _SLOPE[:2], 3.0, 0.1
+    nodes, weights = normal_nodes(4, 4)
+    now, before = (torch.from_numpy(np.ascontiguousarray(part)) for part in (nodes[:, :2], nodes[:, 2:]))
+    loss, other = (level + epsilon * (u @ slope) for u in (now, before))
+    estimates = projected_gradient(loss, other, epsilon, central=False)[:, None] * now
+    chance = torch.from_numpy(weights)
+    mean = chance @ estimates
+    error = float(chance @ estimates.square().sum(1) - mean @ mean)
+    norm = float(slope.norm())
+    return everything_holds(
+        {
+            "mean": equal(mean, slope, what="E[(L(w + εu) - L(w + εu'))u/ε]", tolerance=1e-7),
+            "squared error": equal(
+                error,
+                one_point_error(epsilon * norm, norm, 2, epsilon),
+                what="of a level of ε|∇L|",
+                tolerance=1e-7,
+            ),
+            "in |∇L|²": equal(error, 5 * norm**2, what="2d + 1, against d + 1 of two points", tolerance=1e-7),
+        }
+    )
+
+
 def check_outlier_code(_context: Context) -> Outcome:
     """Count codes of 8 bits that the shipped rounding makes, and that -128 is none of them."""
     rounding = StochasticRounding(8, scale=20.0)
@@ -1324,7 +1353,7 @@ CLAIMS = (
         paper="quzo",
         where=("App. D.4",),
         quotation="the One-Point Estimator achieves lower computational cost (about 2× faster than QuZO) but suffers significant accuracy drops",
-        statement="L(w + εu)u/ε takes one forward for two, has the same mean, and a squared error of dL²/ε² + (d + 1)‖∇L‖²: the loss's own size over ε is noise.",
+        statement="L(w + εu)u/ε takes one forward for two, has the same mean, and a squared error of dL²/ε² + (d + 1)‖∇L‖²: the loss's own size over ε is noise. With the loss of the step before taken off, (2d + 1)‖∇L‖² is left.",
         hypotheses="linear loss, normals; Gauss-Hermite nodes, exact",
         checks=(
             printed(
@@ -1334,6 +1363,15 @@ CLAIMS = (
                     "proofs_checks.oracles.statements:one_point_error",
                     "return dimension *",
                     "return (dimension + 1) *",
+                ),
+            ),
+            printed(
+                check_one_point_with_residual,
+                Mutant(
+                    "a difference of two steps over 2ε",
+                    "executors.steps.arithmetic:projected_gradient",
+                    "(2 * epsilon if central else epsilon)",
+                    "(2 * epsilon)",
                 ),
             ),
         ),

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -232,17 +233,53 @@ def _squared_error(samples: Tensor, gradient: Tensor) -> Tensor:
     return (errors.sum(0).square().sum() - errors.square().sum()) / (number * (number - 1))
 
 
+def plot(measured: Sequence[Estimate], path: Path) -> None:
+    """Draw how far each estimator's mean is from the gradient, by bits, with standard errors (QuZO's Figure 3a)."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, all_axes = plt.subplots(1, len(GRIDS), figsize=(9, 4), layout="constrained", sharey=True)
+    for axes, grid in zip(all_axes, GRIDS, strict=True):
+        for number, estimator in enumerate(ESTIMATORS):
+            mine = [one for one in measured if (one.grid, one.estimator) == (grid, estimator)]
+            bits = [one.bits + 0.08 * (number - 1) for one in mine]
+            errors = [one.error_stderr for one in mine]
+            axes.errorbar(
+                bits,
+                [one.error for one in mine],
+                yerr=errors,
+                fmt="o",
+                markersize=3,
+                label=estimator,
+                color=f"C{number}",
+            )
+            axes.plot(bits, [(1 - one.predicted) ** 2 for one in mine], color=f"C{number}", linewidth=0.8)
+        axes.set(title=f"{grid} grid", xlabel="bits")
+        axes.set_yscale("symlog", linthresh=0.1)
+    all_axes[0].set_ylabel("|E ĝ - ∇|² / |∇|², lines: the bias in closed form")
+    all_axes[0].legend()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
 def main(
     samples: Annotated[int, typer.Option(min=20, help="Directions, the same for all.")] = 4000,
+    figure: Annotated[Path | None, typer.Option(help="Draw errors by bits, too.")] = None,
 ) -> None:
     """Print what each estimator is on average, along the gradient and away from it, with standard errors."""
     torch.set_num_threads(1)
+    measured = []
     for one in estimates(samples // 10 * 10):
+        measured.append(one)
         print(
             f"{one.grid}, {one.bits} bits, {one.estimator}: {one.along:.2f} ± {one.along_stderr:.2f} of the gradient "
             f"(predicted {one.predicted:.3f}), error² {one.error:.2f} ± {one.error_stderr:.2f} (bias² "
             f"{(1 - one.predicted) ** 2:.3f}), energy {one.energy:.0f}"
         )
+    if figure is not None:
+        plot(measured, figure)
     for ablation in ablations(samples // 10 * 10):
         print(
             f"4 bits, {ablation.name}: energy {ablation.energy:.0f} ± {ablation.stderr:.0f} (predicted "

@@ -12,7 +12,7 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Annotated, Any
 
 import torch
@@ -55,6 +55,8 @@ class TrainingCase:
     dtype : str
         Of what is no code.
     num_queries : int
+    rate : float
+        Multiple of the task's learning rate.
     is_first_order : bool
         Whether a gradient is computed, straight through roundings.
     is_one_point : bool
@@ -65,6 +67,7 @@ class TrainingCase:
     low_bits: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     num_queries: int = 1
+    rate: float = 1.0
     is_first_order: bool = False
     is_one_point: bool = False
 
@@ -87,14 +90,24 @@ def _cases() -> Iterator[TrainingCase]:
         yield TrainingCase(f"{name}, first order", low_bits, is_first_order=True)
     for sparsity in (0.75, 0.9375):
         yield TrainingCase(f"int4, {sparsity:.2%} zeros", formats["int4"] | {"sparsity": sparsity})
-    for estimator in ("q-rge1", "q-rge2"):
-        yield TrainingCase(
-            f"int4, {estimator}", formats["int4"] | {"estimator": estimator, "direction_bits": 4}
-        )
+    sparse = {name: formats[name] | {"sparsity": sparsity} for name, sparsity in SPARSITIES.items()}
     for bits in (2, 4):
-        yield TrainingCase(f"int8, directions of {bits} bits", formats["int8"] | {"direction_bits": bits})
+        yield TrainingCase(
+            f"int8, sparse, directions of {bits} bits", sparse["int8"] | {"direction_bits": bits}
+        )
+    for estimator in ("normalised", "q-rge1", "q-rge2"):
+        yield TrainingCase(
+            f"int4, sparse, directions of 2 bits, {estimator}",
+            sparse["int4"] | {"estimator": estimator, "direction_bits": 2},
+        )
     for queries in (5, 10):
-        yield TrainingCase(f"int8, {queries} queries", formats["int8"], num_queries=queries)
+        yield TrainingCase(f"int8, sparse, {queries} queries", sparse["int8"], num_queries=queries)
+        yield TrainingCase(
+            f"int8, sparse, {queries} queries, {queries} times the rate",
+            sparse["int8"],
+            num_queries=queries,
+            rate=queries,
+        )
 
 
 CASES = {case.name: case for case in _cases()}
@@ -128,7 +141,7 @@ def train(
         with Session(
             _plan(model, case),
             model,
-            learning_rate=TaskSettings().learning_rate,
+            learning_rate=case.rate * TaskSettings().learning_rate,
             seed=seed,
             num_timed_steps=0,
         ) as session:
@@ -238,8 +251,14 @@ def _append(path: Path, names: list[str], rows: Sequence[tuple[object, ...]]) ->
         csv.writer(file, lineterminator="\n").writerows([names, *rows] if is_new else rows)
 
 
+def _with_error(values: Sequence[float], digits: int) -> str:
+    """Return a mean over seeds with its standard error, which one seed has none of."""
+    mean = f"{fmean(values):.{digits}f}"
+    return mean if len(values) < 2 else f"{mean} ± {stdev(values) / len(values) ** 0.5:.{digits}f}"
+
+
 def summary(rows: list[TrainingRow]) -> Table:
-    """Return a row per case: seeds, and means over them."""
+    """Return a row per case: seeds, and means over them with standard errors."""
     by_case = [[row for row in rows if row.case == name] for name in CASES]
     return Table.of(
         [of for of in by_case if of],
@@ -247,13 +266,46 @@ def summary(rows: list[TrainingRow]) -> Table:
             "case": lambda of: of[0].case,
             "seeds": lambda of: f"{len(of)}",
             "steps": lambda of: f"{of[0].num_steps}",
-            "accuracy, %": lambda of: f"{100 * fmean(row.accuracy for row in of):.1f}",
+            "accuracy, %": lambda of: _with_error([100 * row.accuracy for row in of], 1),
             "of each seed": lambda of: ", ".join(f"{100 * row.accuracy:.1f}" for row in of),
-            "held-out loss": lambda of: f"{fmean(row.loss for row in of):.3f}",
+            "held-out loss": lambda of: _with_error([row.loss for row in of], 3),
             "training loss, first": lambda of: f"{fmean(row.loss_first for row in of):.3f}",
-            "last": lambda of: f"{fmean(row.loss_last for row in of):.3f}",
+            "last": lambda of: _with_error([row.loss_last for row in of], 3),
         },
     )
+
+
+def plot(curves: Path, names: Sequence[str], num_steps: int, path: Path) -> None:
+    """Draw the mean training losses of cases over their seeds, with a standard error to both sides (QuZO's Figure 3b)."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with curves.open(newline="") as file:
+        lines = [line for line in csv.DictReader(file) if int(line["num_steps"]) == num_steps]
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for number, name in enumerate(names):
+        losses: dict[int, list[float]] = {}
+        for line in lines:
+            if line["case"] == name:
+                losses.setdefault(int(line["first_step"]) + _CURVE_STEPS // 2, []).append(float(line["loss"]))
+        if not losses:
+            continue
+        means = [fmean(each) for each in losses.values()]
+        errors = [stdev(each) / len(each) ** 0.5 if len(each) > 1 else 0.0 for each in losses.values()]
+        steps, color = list(losses), f"C{number}"
+        axes.plot(
+            steps, means, "--" if "first order" in name else "-", label=name, linewidth=1.2, color=color
+        )
+        low, high = (
+            [mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1)
+        )
+        axes.fill_between(steps, low, high, alpha=0.2, linewidth=0, color=color)
+    axes.set(xlabel="step", ylabel=f"training loss, mean of {_CURVE_STEPS} steps")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
 
 
 def main(
@@ -264,6 +316,7 @@ def main(
     seeds: Annotated[str, typer.Option(help="Of directions and of the data's order.")] = "0,1,2",
     evaluated: Annotated[int, typer.Option(min=1, help="Held-out questions.")] = 600,
     out: Annotated[Path, typer.Option(help="File of rows.")] = RESULTS,
+    figure: Annotated[Path | None, typer.Option(help="Draw the curves of these cases, too.")] = None,
 ) -> None:
     """Run what is missing, and print all that is there."""
     torch.set_num_threads(1)
@@ -286,6 +339,8 @@ def main(
                 f"{name}, seed {seed}: accuracy {row.accuracy:.3f}, loss {row.loss:.3f}", markup=False
             )
     stdout.print(summary([row for row in read_rows(out) if row.num_steps == steps]))
+    if figure is not None:
+        plot(out.with_stem(out.stem + CURVES), cases.split(";"), steps, figure)
 
 
 if __name__ == "__main__":

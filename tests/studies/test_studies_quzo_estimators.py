@@ -55,7 +55,7 @@ def test_every_kind_of_training_takes_steps(tmp_path):
     from studies.quzo.training import main, read_rows
 
     out = tmp_path / "rows.csv"
-    names = "bfloat16;int4;fp8;int4, first order;int4, q-rge2;int8, 5 queries"
+    names = "bfloat16;int4;fp8;int4, first order;int4, sparse, directions of 2 bits, q-rge2;int8, sparse, 5 queries"
     for _ in range(2):  # what is there is not run again
         main(steps=2, cases=names, seeds="0", evaluated=4, out=out)
     rows = read_rows(out)

@@ -1,0 +1,1024 @@
+"""What is kept in few bits: formats of least error, outliers beside codes, sparse directions, updates on every grid, on any rank.
+
+The other side of each comparison lists a format's values, and rounds, splits and moves with NumPy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+
+from costmodel.formats import CANDIDATES, CodeFormat, ScaleScope
+from costmodel.low_bits import Coding
+from costmodel.roundings import RoundedDirection
+from executors.low_bits.coded import Coded, Moved
+from executors.low_bits.linear import Beside, CodedLinear, code_linears
+from executors.randomness.counter import CounterKey
+from executors.randomness.quantisers import StochasticRounding
+from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
+from executors.ranks.communicator import Communicator
+from executors.runs.records import StepRecord
+from executors.runs.session import Session
+from executors.threads import DrawThreads
+from proofs_checks import coded_weights as coded
+from proofs_checks.claims import Claim, printed
+from proofs_checks.exact import Array, at_most, equal, exceeds, is_true
+from proofs_checks.executed import Case, learning_rate
+from proofs_checks.mutation import Mutant
+from proofs_checks.outcomes import Context, Outcome, everything_holds
+from proofs_checks.placements import same_bits, tiny_batches, tiny_model
+from proofs_checks.quzo_statements import enumerated_moments
+from proofs_checks.ranks import on_all_ranks
+from proofs_checks.statistics import compare_means
+from zosim.plans import LowBits, Plan
+
+_CPU = torch.device("cpu")
+_GROUP = 8
+
+# -- formats ---------------------------------------------------------------------------------------------------------
+
+_FACTORS = tuple(1 - step / 30 for step in range(20))
+"""Of the scale that spans the largest weight: what is tried for the least error, down to about a third."""
+
+
+def grouped_by(weights: Array, scope: ScaleScope) -> Array:
+    """Return weights with those that share a scale in a row."""
+    width = {"tensor": weights.size, "channel": weights.shape[1], "group": _GROUP}[scope]
+    return weights.reshape(-1, width)
+
+
+def literal_values(
+    weights: Array,
+    name: CodeFormat,
+    scope: ScaleScope,
+    *,
+    has_zero_point: bool = False,
+    factors: Sequence[float] = (1.0,),
+) -> Array:
+    """Return what weights are in a format: the nearest of its values, under the scale that errs least among those given.
+
+    Parameters
+    ----------
+    weights : numpy.ndarray
+        Shape (outputs, inputs).
+    name, scope : str
+    has_zero_point : bool
+        Codes then run from 0 to the largest, and a whole number is taken off.
+    factors : sequence of float
+        Of the scale that spans the largest weight.
+    """
+    grouped = grouped_by(weights, scope)
+    if has_zero_point:
+        levels = np.arange(2.0 ** int(name.removeprefix("int")))
+        least, most = np.minimum(grouped.min(1), 0), np.maximum(grouped.max(1), 0)
+        span = (most - least) / levels[-1]
+        zero = np.rint(-least / span).clip(0, levels[-1])[:, None]
+    else:
+        levels = np.array(coded.literal_levels(name))
+        span, zero = np.abs(grouped).max(1) / levels[-1], np.zeros((len(grouped), 1))
+    borders = (levels[1:] + levels[:-1]) / 2
+    best, least_error = np.empty_like(grouped), np.full(len(grouped), np.inf)
+    for factor in factors:
+        scale = (span * factor)[:, None]
+        values = (levels[np.searchsorted(borders, grouped / scale + zero)] - zero) * scale
+        errors = ((values - grouped) ** 2).sum(1)
+        best = np.where((errors < least_error)[:, None], values, best)
+        least_error = np.minimum(errors, least_error)
+    return best.reshape(weights.shape)
+
+
+def shipped(weights: Array, coding: Coding) -> Coded:
+    """Return weights as codes."""
+    held = Coded.empty(coding, torch.Size(weights.shape), _CPU)
+    held.encode(torch.from_numpy(weights).float())
+    return held
+
+
+def values_of(held: Coded) -> Array:
+    """Return what codes stand for."""
+    return held.values(torch.float32).double().numpy()
+
+
+def _squared_error(values: Array, weights: Array) -> float:
+    return float(((values - weights) ** 2).sum())
+
+
+def _weights(seed: int) -> dict[str, Array]:
+    """Return matrices of unlike shapes of distribution, each right for another format."""
+    generator, shape = np.random.default_rng(seed), (24, 64)
+    normal = generator.normal(size=shape)
+    spiked, tiny = normal.copy(), 1e-6 * generator.normal(size=shape)
+    spiked[:, 5] = 10.5
+    tiny[:, 7] = 1.0
+    drawn = {
+        "uniform": generator.uniform(-1, 1, shape),
+        "normal": normal,
+        "normal, one of 10.5 deviations in a row": spiked,
+        "Student's t of 2 degrees": generator.standard_t(2, shape),
+        "a millionth beside 1": tiny,
+    }
+    # float32, as weights are read.
+    return {name: values.astype(np.float32).astype(np.float64) for name, values in drawn.items()}
+
+
+_EXPECTED: Mapping[tuple[str, str, ScaleScope], CodeFormat] = {
+    ("best8", "normal", "channel"): "int8",
+    ("best8", "Student's t of 2 degrees", "tensor"): "float8_e4m3",
+    ("best8", "a millionth beside 1", "channel"): "float8_e5m2",
+    ("best4", "uniform", "channel"): "int4",
+    ("best4", "normal", "tensor"): "float4_e2m1",
+    ("best4", "normal", "group"): "int4",
+}
+
+
+def check_format_of_least_error(context: Context) -> Outcome:
+    """Compare formats that the shipped search takes, and their errors, with a search over lists of values; all formats are taken."""
+    parts, taken = {}, {}
+    tails = np.random.default_rng(context.seed).standard_t(2, (33, 2048)).astype(np.float32).astype(float)
+    tails[-1] = np.linspace(-1, 1, 2048, dtype=np.float32)  # the last row alone would be int8
+    matrices = {**_weights(context.seed), "heavy tails but for the last row": tails}
+    for family, candidates in CANDIDATES.items():
+        for name, weights in matrices.items():
+            scopes: tuple[ScaleScope, ...] = (
+                ("channel",) if weights is tails else ("channel", "tensor", "group")
+            )
+            for scope in scopes:
+                coding = Coding(family, scope, group_elements=_GROUP)  # type: ignore[arg-type]
+                held = shipped(weights, coding)
+                errors = [
+                    _squared_error(literal_values(weights, each, scope), weights) for each in candidates
+                ]
+                assert held.kind is not None
+                kind = candidates[int(held.kind)]
+                taken[family, name, scope] = kind
+                title = f"{family}, {name}, a scale per {scope}"
+                # Formats that round a whole weight to 0 err alike.
+                parts[title] = at_most(
+                    errors[candidates.index(kind)],
+                    min(errors),
+                    what=f"{kind} of {', '.join(f'{one} {error:.3g}' for one, error in zip(candidates, errors, strict=True))}",
+                    slack=1e-4,
+                )
+                parts[f"{title}, error"] = equal(
+                    _squared_error(values_of(held), weights), min(errors), what="Σ(w - Q(w))²", tolerance=1e-3
+                )
+    parts["all are taken"] = is_true(
+        set(taken.values()) == {each for candidates in CANDIDATES.values() for each in candidates},
+        what=", ".join(sorted(set(taken.values()))),
+    )
+    for (family, name, scope), kind in _EXPECTED.items():
+        parts[f"{family}, {name} weights, a scale per {scope}, by kind"] = is_true(
+            taken[family, name, scope] == kind, what=f"{kind} expected"
+        )
+    return everything_holds(parts)
+
+
+def check_scales_of_least_error(context: Context) -> Outcome:
+    """Compare errors under shipped scales, those that span all and those of least error, with a search over 20 scales."""
+    parts = {}
+    weights = _weights(context.seed)["Student's t of 2 degrees"]
+    cases: tuple[tuple[CodeFormat, bool], ...] = (
+        *(("int4", False), ("int3", True), ("int8", True)),
+        *(("float8_e4m3", False), ("float4_e2m1", False)),
+    )
+    scopes: tuple[ScaleScope, ...] = ("tensor", "channel", "group")
+    for name, has_zero in cases:
+        for scope in scopes:
+            title, errors = f"{name}{' with a zero point' if has_zero else ''}, a scale per {scope}", []
+            for fit, factors in (("range", (1.0,)), ("least-error", _FACTORS)):
+                coding = Coding(name, scope, _GROUP, has_zero, fit=fit)  # type: ignore[arg-type]
+                literal = literal_values(weights, name, scope, has_zero_point=has_zero, factors=factors)
+                errors.append(_squared_error(values_of(shipped(weights, coding)), weights))
+                parts[f"{title}, {fit}"] = equal(
+                    errors[-1], _squared_error(literal, weights), what="Σ(w - Q(w))²", tolerance=1e-3
+                )
+            parts[f"{title}, never more"] = at_most(errors[1], errors[0], what="least error against range")
+    return everything_holds(parts)
+
+
+# -- outliers --------------------------------------------------------------------------------------------------------
+
+
+def literal_split(weights: Array, num: int, scope: ScaleScope) -> tuple[Array, npt.NDArray[np.intp]]:
+    """Return values of int8 with the largest `num` of each row in e4m3, and where these are, in order."""
+    places = np.sort(np.argsort(-np.abs(weights), axis=1)[:, :num], axis=1)
+    largest, rest = np.take_along_axis(weights, places, 1), weights.copy()
+    np.put_along_axis(rest, places, 0.0, 1)
+    values = literal_values(rest, "int8", scope)
+    np.put_along_axis(values, places, literal_values(largest, "float8_e4m3", "channel"), 1)
+    return values, places
+
+
+def reserved(held: Coded) -> Array:
+    """Return where the code is -128."""
+    return (held.codes == 0x80).numpy()
+
+
+def check_outlier_split(context: Context) -> Outcome:
+    """Compare values of int8 with 1 % and 5 % outliers with a split by hand: places, values, how far off they are."""
+    parts = {}
+    generator = np.random.default_rng(context.seed)
+    shape = (24, 200)
+    matrices = {
+        "normal": generator.normal(size=shape),
+        "Student's t of 2 degrees": generator.standard_t(2, shape),
+    }
+    scopes: tuple[ScaleScope, ...] = ("tensor", "channel", "group")
+    for name, given in matrices.items():
+        weights = given.astype(np.float32).astype(np.float64)
+        for share, num in ((0.001, 1), (0.01, 2), (0.05, 10)):
+            for scope in scopes:
+                held = shipped(weights, Coding("int8", scope, _GROUP, outlier_share=share))
+                values, places = literal_split(weights, num, scope)
+                marked = np.zeros(shape, dtype=bool)
+                np.put_along_axis(marked, places, values=True, axis=1)
+                title = f"{name}, {num} of 200, a scale per {scope}"
+                parts[f"{title}, the label"] = is_true(
+                    bool((reserved(held) == marked).all()),
+                    what="-128 where the largest are, and nowhere else",
+                )
+                parts[f"{title}, error"] = equal(
+                    _squared_error(values_of(held), weights),
+                    _squared_error(values, weights),
+                    what="Σ(w - Q(w))²",
+                    tolerance=1e-3,
+                )
+                off = np.abs(values_of(held) - weights)[marked] / np.abs(weights)[marked]
+                parts[f"{title}, outliers"] = at_most(
+                    float(off.max()), 2**-4, what="relative error of an outlier", slack=1e-5
+                )
+    plain, split = _errors_of_split(matrices["Student's t of 2 degrees"])
+    parts["heavy tails, what it saves"] = exceeds(plain, split, what="error of int8 alone", factor=2)
+    return everything_holds(parts)
+
+
+def _errors_of_split(weights: Array) -> tuple[float, float]:
+    """Return squared errors of int8, alone and with 1 % beside it."""
+    alone, beside = (
+        _squared_error(values_of(shipped(weights, Coding("int8", "channel", outlier_share=share))), weights)
+        for share in (0.0, 0.01)
+    )
+    return alone, beside
+
+
+def check_outliers_of_normals(context: Context) -> Outcome:
+    """Show that 1 % of outliers in fp8 makes the error of normal weights larger, as both are written out."""
+    weights = np.random.default_rng(context.seed).normal(size=(64, 200)).astype(np.float32).astype(float)
+    plain, split = _errors_of_split(weights)
+    literal = [_squared_error(literal_values(weights, "int8", "channel"), weights)]
+    literal.append(_squared_error(literal_split(weights, 2, "channel")[0], weights))
+    return everything_holds(
+        {
+            "error with 1 % in fp8": exceeds(split, plain, what="against int8 alone"),
+            "written out": equal([plain, split], literal, what="Σ(w - Q(w))²", tolerance=1e-3),
+        }
+    )
+
+
+_NUM_CHANCES = 256
+
+
+def _even_chances(width: int) -> Array:
+    """Return chances in even steps, shape (256, width): those of one row are alike."""
+    steps = (np.arange(_NUM_CHANCES, dtype=np.float32) + 0.5) / _NUM_CHANCES
+    return np.repeat(steps[:, None], width, axis=1)
+
+
+def _handed(chances: Array) -> Callable[[int, int], Tensor]:
+    flat = torch.from_numpy(np.ascontiguousarray(chances)).view(-1)
+    return lambda begin, end: flat[begin:end].clone()
+
+
+def check_outliers_move(_context: Context) -> Outcome:
+    """Compare means of updates beside outliers with the updates, over even chances, and counts with those by hand; the label stays."""
+    row = np.linspace(-1.0, 1.0, 32)
+    row[3], row[20] = 9.0, -7.0
+    held = shipped(np.repeat(row[None], _NUM_CHANCES, 0), Coding("int8", "channel", outlier_share=0.0625))
+    before, scale = values_of(held), 1.0 / 127
+    change = np.tile([0.3, -0.4, 2.25, -1.6], 8) * scale
+    change[[0, 31]] = -0.7 * scale, -0.6 * scale  # inwards; outwards, past +127
+    change[[1, 3, 20]] = 0.0, 0.2, -0.35
+    chances, counted = _even_chances(32), Moved()
+    direction = torch.from_numpy(np.repeat(2 * change[None], _NUM_CHANCES, 0)).float()
+    held.move(direction, 0.5, _handed(chances), counted=counted)
+    is_outlier = np.isin(np.arange(32), (3, 20))
+    label = is_true(bool((reserved(held) == is_outlier).all()), what="-128 where it was, and nowhere else")
+    if not label.passed:  # no values can be made then
+        return label
+    after = values_of(held)
+    wanted = np.where(is_outlier, before[0] - change, (before[0] - change).clip(-1, 1))
+    gap = np.where(is_outlier, 32 * 9 / 448, scale)  # e4m3 has steps of 32 from 256 on
+    whole = np.floor(np.abs(change / scale) + chances)
+    beyond = (np.abs(np.rint(before / scale) - np.copysign(whole, change)) > 127) & ~is_outlier
+    unmoved = np.where(is_outlier, after == before, whole == 0) & (change != 0)
+    return everything_holds(
+        {
+            "mean": at_most(
+                float((np.abs(after.mean(0) - wanted) / gap).max()),
+                0.6 / _NUM_CHANCES,
+                what="of a step",
+                slack=1e-2,
+            ),
+            "counted": equal(
+                [counted.num, counted.saturated, counted.unmoved],
+                [_NUM_CHANCES * int((change != 0).sum()), int(beyond.sum()), int(unmoved.sum())],
+                what="changes, such as left the range, such as chance left",
+                tolerance=1e-3,
+            ),
+            "something saturates": exceeds(float(beyond.sum()), 0.5 * _NUM_CHANCES, what="codes held at 127"),
+        }
+    )
+
+
+# -- sparse directions -----------------------------------------------------------------------------------------------
+
+
+class Sparse:
+    """Directions of one matrix as a run draws them, in values, beside which rows are not 0.
+
+    Parameters
+    ----------
+    rounding : RoundedDirection
+    shape : tuple of int
+        Outputs, which a row of zeros is one of, and inputs.
+    seed : int
+    """
+
+    def __init__(self, rounding: RoundedDirection, shape: tuple[int, int], seed: int) -> None:
+        shapes = [torch.Size(shape)]
+        moved = MovedRows(rounding.sparsity, shapes, (0,), _CPU)
+        draws = RoundedDraws(rounding, shapes, moved, _CPU, DrawThreads(1))
+        self.copies = []
+        for is_second in (False, True):
+            codes = torch.empty(shapes[0].numel(), dtype=torch.int8)
+            draws.fill_counted(
+                [codes], [0], CounterKey.of(seed, 0, 0), DrawKeys.of(seed, 0, 0, is_second=is_second)
+            )
+            self.copies.append(codes.view(shape))
+        self.rows = moved.of(0, DrawKeys.of(seed, 0, 0).rows)
+        self.values = [copy.double() * rounding.unit for copy in self.copies]
+
+
+def check_sparse_moments(context: Context) -> Outcome:
+    """Compare moments of sparse directions with those of dense ones and the share of rows; elements, pairs, copies and whole estimates.
+
+    Six elements in two rows of three make a direction; all are of one matrix whose rows are drawn independently.
+    """
+    parts = {}
+    for number, (bits, kept) in enumerate(((3, 0.25), (8, 0.5))):
+        rounding = RoundedDirection("gaussian", bits, 1 - kept)
+        dense = RoundedDirection("gaussian", bits)
+        once, product, squares = enumerated_moments_of(dense)
+        count = context.samples(300_000, 60_000)
+        drawn = Sparse(rounding, (2 * count, 3), context.seed + number)
+        first, second = (values.view(count, 2, 3) for values in drawn.values)
+        is_moved = (first != 0).any(2) | (second != 0).any(2)
+        one, other, below = first[:, 0, 0], first[:, 0, 1], first[:, 1, 0]
+        across = first[:, 0, 2]
+        along = first.sum((1, 2)) / math.sqrt(6)
+        energy = along**2 * first.square().sum((1, 2))
+        columns = {
+            "û": (first.mean((1, 2)), 0.0),
+            "û²": ((first**2).mean((1, 2)), once),
+            "û₁û₂ of two roundings": ((first * second).mean((1, 2)), product),
+            "û₁²û₂² of two roundings": ((first * second).square().mean((1, 2)), squares / kept),
+            "products of unlike elements of a row": (one * other, 0.0),
+            "products across rows": (one * below, 0.0),
+            "squares of a row together": (other**2 * across**2, once**2 / kept),
+            "squares of unlike rows": (one**2 * below**2, once**2),
+            "E(û·∇)û along ∇": (along**2, once),
+        }
+        samples = torch.stack([column for column, _ in columns.values()], 1)
+        theory = torch.tensor([expected for _, expected in columns.values()], dtype=torch.float64)
+        title = f"{bits} bits, {kept:.0%} of the rows"
+        parts[title] = compare_means(", ".join(columns), samples, theory, along=False)
+        stated = rounding.relative_energy("normalised", 6, 3) * once**2
+        parts[f"{title}, E|ĝ|²"] = compare_means(
+            "E|ĝ|²", energy[:, None], torch.tensor([stated], dtype=torch.float64)
+        )
+        shares = torch.stack([is_moved[:, 0], is_moved[:, 0] & is_moved[:, 1]], 1).double()
+        # Of codes of 3 bits a row that is drawn may be 0 all the same; of 8 bits hardly ever.
+        if bits == 8:
+            parts[f"{title}, rows"] = compare_means(
+                "rows that move, and both rows",
+                shares,
+                torch.tensor([kept, kept**2], dtype=torch.float64),
+                along=False,
+            )
+        assert drawn.rows is not None
+        parts[f"{title}, others are 0"] = equal(
+            float(np.delete(drawn.copies[0].numpy(), drawn.rows.numpy(), 0).any()),
+            0.0,
+            what="not chosen, not 0",
+        )
+        # The chance that keeps a row decides no element's rounding: those of one number meet only by chance.
+        kept_rows = torch.zeros(2 * count, dtype=torch.bool)
+        kept_rows[drawn.rows] = True
+        same = first.reshape(-1)[: 2 * count][kept_rows]
+        parts[f"{title}, chances of their own"] = compare_means(
+            "û where the row of its number is kept", same[:, None], torch.zeros(1, dtype=torch.float64)
+        )
+    return everything_holds(parts)
+
+
+def enumerated_moments_of(rounding: RoundedDirection) -> tuple[float, float, float]:
+    """Return moments of a dense direction code by code, see :func:`~proofs_checks.quzo_statements.enumerated_moments`."""
+    return enumerated_moments(StochasticRounding(rounding.bits, rounding.scale))
+
+
+def check_sparse_updates(context: Context) -> Outcome:
+    """Compare progress and noise of updates of int8 codes along dense and sparse directions: as much, and √q of it.
+
+    A change that is small against a step moves a code by one with the chance of its size, so the mean square of moves is E|δ|.
+    """
+    parts, factor = {}, 0.06
+    u = np.linspace(-9, 9, 200_001)
+    for kept in (1.0, 1 / 16):
+        rounding = RoundedDirection("gaussian", 2, 1 - kept)
+        x = np.clip(u * rounding.scale, -1, 1)
+        below = np.floor(x)
+        mean_size = (below + 1 - x) * np.abs(below) + (x - below) * np.abs(below + 1)
+        density = np.exp(-u * u / 2) / math.sqrt(2 * math.pi) * (u[1] - u[0])
+        size = float(density @ mean_size) / rounding.scale  # E|Q(u)| of a dense direction
+        once, _, _ = enumerated_moments_of(RoundedDirection("gaussian", 2))
+        count = context.samples(500_000, 100_000)
+        drawn = Sparse(rounding, (count, 2), context.seed)
+        held = coded.weights_of(torch.zeros(count, 2), 1.0, 8)
+        chances, key = Chances([2 * count], _CPU), rounding_key(context.seed, 0, 0, "update")
+        held.move(
+            drawn.copies[0],
+            factor * rounding.unit,
+            lambda begin, end, chances=chances, key=key: chances.between(begin, end, 0, key),  # type: ignore[misc]
+            rows=drawn.rows,
+        )
+        moved = coded.levels_of(held)
+        columns = torch.stack([(moved * drawn.values[0]).mean(1), moved.square().mean(1), moved.mean(1)], 1)
+        expected = torch.tensor([-factor * once, factor * size * math.sqrt(kept), 0.0], dtype=torch.float64)
+        parts[f"{kept:.4g} of the rows"] = compare_means(
+            "progress -E[δû], noise E|δ|, mean",
+            columns,
+            expected,
+            scale=expected.abs() + 1e-2 * factor,
+            along=False,
+        )
+    return everything_holds(parts)
+
+
+# -- directions ------------------------------------------------------------------------------------------------------
+
+
+def check_reaches(_context: Context) -> Outcome:
+    """Compare the range of rounded normals, by bits, with that of least squared error of a rounding, by quadrature and search."""
+    parts = {}
+    u = np.linspace(-9, 9, 40_001)
+    chance = np.exp(-u * u / 2) / math.sqrt(2 * math.pi) * (u[1] - u[0])
+    for bits in range(2, 9):
+        highest = 2 ** (bits - 1) - 1
+
+        def error(reach: float, highest: int = highest) -> float:
+            x = np.clip(u * highest / reach, -highest, highest)
+            part = x - np.floor(x)
+            off = (x * reach / highest - u) ** 2 + part * (1 - part) * (reach / highest) ** 2
+            return float(chance @ off)
+
+        best = minimize_scalar(error, bounds=(0.5, 6.0), method="bounded", options={"xatol": 1e-4}).x
+        parts[f"{bits} bits"] = at_most(
+            abs(RoundedDirection("gaussian", bits).reach - float(best)), 0.015, what=f"from {best:.3f}"
+        )
+    return everything_holds(parts)
+
+
+def check_moments_of_draws(context: Context) -> Outcome:
+    """Compare moments of two roundings of 2 to 8 bits, as runs draw them, with quadrature over normals."""
+    parts = {}
+    for bits in range(2, 9):
+        first, second = coded.drawn_codes(bits, context.samples(1_000_000, 200_000), context.seed + bits)
+        columns = torch.stack([first, first**2, second**2, first * second, first**2 * second**2], 1)
+        once, product, squares = enumerated_moments_of(RoundedDirection("gaussian", bits))
+        expected = torch.tensor([0.0, once, once, product, squares], dtype=torch.float64)
+        parts[f"{bits} bits"] = compare_means("û₁, û₁², û₂², û₁û₂, û₁²û₂²", columns, expected)
+    return everything_holds(parts)
+
+
+# -- updates on every grid -------------------------------------------------------------------------------------------
+
+_CODINGS: tuple[tuple[CodeFormat, ScaleScope, bool], ...] = (
+    ("int8", "channel", False),
+    ("int8", "tensor", True),
+    ("int7", "group", True),
+    ("int6", "group", False),
+    ("int5", "tensor", True),
+    ("int4", "group", True),
+    ("int4", "channel", False),
+    ("int3", "channel", True),
+    ("int2", "tensor", False),
+    ("float8_e4m3", "channel", False),
+    ("float8_e5m2", "group", False),
+    ("float4_e2m1", "tensor", False),
+)
+_CHANGES = np.array([0.3, -0.3, 0.45, -1.25, 0.004, -0.2, 2.6, -0.7])
+"""In steps of the grid where a weight lies."""
+
+_SCALE, _DECAY = 0.37, 0.002
+
+
+def check_moves_on_grids(_context: Context) -> Outcome:
+    """Compare mean and variance of updates of every format with theory, over even chances: scales and zero points unlike 1 and 0."""
+    parts = {}
+    for name, scope, has_zero in _CODINGS:
+        if has_zero:
+            top = 2 ** int(name.removeprefix("int")) - 1
+            levels = np.arange(top + 1.0) - round(top / 3)
+        else:
+            levels = np.array(coded.literal_levels(name))
+        index = np.rint(np.linspace(0, len(levels) - 1, _GROUP)).astype(int)
+        scales = _SCALE * np.repeat([1.0, 3.0 if scope == "group" else 1.0], _GROUP)
+        index = np.concatenate([index, index])
+        num_blocks = 1 if scope == "tensor" else 2
+        rows = np.repeat([1.0, 2.5][:num_blocks], _NUM_CHANCES)[:, None] * scales
+        gaps = np.diff(levels)[np.minimum(index, len(levels) - 2)]
+        start = levels[index] * rows
+        held, counted = shipped(start, Coding(name, scope, _GROUP, has_zero)), Moved()
+        title = f"{name}, a scale per {scope}{', zero point' if has_zero else ''}"
+        size = float(np.abs(start).max())
+        parts[f"{title}, as read"] = at_most(
+            float(np.abs(values_of(held) - start).max()), 1e-5 * size, what="distance of weights on the grid"
+        )
+        change = np.tile(_CHANGES, 2) * gaps
+        chances = np.tile(_even_chances(2 * _GROUP), (num_blocks, 1))
+        direction = torch.from_numpy(change * rows / 0.5).float()
+        held.move(direction, 0.5, _handed(chances), decay=_DECAY, counted=counted)
+        wanted = levels[index] * (1 - _DECAY) - change
+        inside = wanted.clip(levels[0], levels[-1])
+        above = np.searchsorted(levels, inside).clip(1, len(levels) - 1)
+        low, up = levels[above - 1], levels[above]
+        after = (values_of(held) / rows).reshape(num_blocks, _NUM_CHANCES, -1)
+        tolerance = 1e-3 * (up - low)
+        is_neighbour = np.minimum(np.abs(after - low), np.abs(after - up)) <= tolerance
+        parts[f"{title}, neighbours"] = is_true(bool(is_neighbour.all()), what="each code goes to one of two")
+        off = np.abs(after.mean(1) - inside) / (up - low + tolerance)
+        parts[f"{title}, mean"] = at_most(float(off.max()), 0.5 / _NUM_CHANCES, what="of a step", slack=0.1)
+        spread = np.abs(after.var(1) - (inside - low) * (up - inside)) / (up - low + tolerance) ** 2
+        parts[f"{title}, variance"] = at_most(
+            float(spread.max()), 1 / _NUM_CHANCES, what="of a step", slack=0.1
+        )
+        # Whole numbers are rounded before they are held back, others after.
+        excess = np.maximum(wanted - levels[-1], levels[0] - wanted)
+        chance = np.clip(excess, 0, 1) if name not in coded.FLOATS else (excess > 1e-6).astype(float)
+        parts[f"{title}, counted"] = at_most(
+            abs(counted.saturated - num_blocks * _NUM_CHANCES * float(chance.sum())),
+            num_blocks * 2.0 * _GROUP,
+            what=f"off, of {counted.saturated} held back",
+        )
+        parts[f"{title}, some are"] = is_true(counted.saturated > 0, what=f"{counted.saturated} held back")
+    return everything_holds(parts)
+
+
+# -- products of bytes -----------------------------------------------------------------------------------------------
+
+
+def check_products_of_bytes(context: Context) -> Outcome:
+    """Compare outputs of int8 inputs by int8 codes, a direction beside them, with exact sums of whole numbers, scaled once."""
+    parts = {}
+    generator = np.random.default_rng(context.seed)
+    inputs = (generator.normal(size=(5, 24)) * np.array([[1], [30], [0.01], [2], [5]])).astype(np.float32)
+    along = generator.integers(-127, 128, size=(16, 24)).astype(np.int8)
+    weights = generator.normal(size=(16, 24))
+    for scope in ("token", "tensor"):
+        layer = torch.nn.Linear(24, 16, bias=False)
+        low_bits = LowBits.model_validate({"weights": "int8", "activations": f"int8-{scope}"})
+        code_linears([torch.nn.Sequential(layer)], low_bits, _CPU)
+        assert isinstance(layer, CodedLinear)
+        layer.coded = shipped(weights, Coding("int8", "channel"))
+        layer.beside = Beside(torch.from_numpy(along), 1e-3)
+        with torch.no_grad():
+            output = layer(torch.from_numpy(inputs)).double().numpy()
+        largest = np.abs(inputs).max(1, keepdims=True) if scope == "token" else np.abs(inputs).max()
+        scales = largest.astype(np.float64) / 127
+        codes = np.rint(inputs / scales).astype(np.int64)
+        levels = layer.coded.levels().numpy().astype(np.int64)
+        of_codes = (codes @ levels.T) * layer.coded.scales.double().numpy().T
+        wanted = scales * (of_codes + 1e-3 * (codes @ along.astype(np.int64).T))
+        size = np.abs(wanted).max(1, keepdims=True) if scope == "token" else np.abs(wanted).max()
+        parts[f"a scale per {scope}"] = at_most(
+            float((np.abs(output - wanted) / size).max()), 1e-5, what="of the largest under a scale"
+        )
+        read = np.abs(codes * scales - inputs) / scales
+        parts[f"a scale per {scope}, inputs"] = at_most(float(read.max()), 0.5, what="of a step", slack=1e-4)
+    return everything_holds(parts)
+
+
+# -- ranks and replays -----------------------------------------------------------------------------------------------
+
+
+def _run(
+    case: Case, low_bits: LowBits, seed: int, log: Sequence[StepRecord] = ()
+) -> list[tuple[list[StepRecord], dict[str, Tensor]]]:
+    """Return records and weights of every rank of a run in codes; steps that a log has are replayed from it."""
+    plan = Plan.model_validate(
+        case.plan().model_dump(mode="json") | {"low_bits": low_bits.model_dump(mode="json")}
+    )
+    models = [tiny_model(case.model) for _ in range(plan.placement.world_size)]
+    options: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "num_timed_steps": 0,
+        "num_micro_batches": case.num_micro_batches,
+    }
+
+    def rank(number: int, communicator: Communicator | None) -> tuple[list[StepRecord], dict[str, Tensor]]:
+        with Session(plan, models[number], communicator=communicator, **options) as session:
+            for record in log:
+                session.replay(record)
+            records = [session.step(batch) for batch in tiny_batches(case.num_steps)[len(log) :]]
+            return records, dict(session.state_dict())
+
+    return list(on_all_ranks(plan, rank)) if plan.placement.world_size > 1 else [rank(0, None)]
+
+
+def check_codes_on_ranks(context: Context) -> Outcome:
+    """Compare runs of int8, rows left alone, two roundings, on one device, on meshes, in stages and replayed, bit for bit."""
+    low_bits = LowBits(weights="int8", direction_bits=3, estimator="q-rge2", sparsity=0.5)
+    usual: dict[str, Any] = {"num_queries": 2, "num_steps": 2}
+    halves = _run(Case(**usual, num_micro_batches=2), low_bits, context.seed)[0]
+    whole = _run(Case(**usual), low_bits, context.seed)[0]
+    sliced: dict[str, Any] = {"blocks": "offloaded", "transfers": "sliced", "update": "delayed"}
+    others = {
+        "data and queries over 4 ranks, blocks sliced": (
+            halves,
+            Case(**usual, data=2, perturb=2, **sliced),
+            (),
+        ),
+        "two stages": (whole, Case(**usual, cuts=("block.1",)), ()),
+        "replayed": (whole, Case(**usual), whole[0]),
+        "replayed up to the second step": (whole, Case(**usual), whole[0][:1]),
+    }
+    unlike: list[str] = []
+    start = _run(Case(num_queries=2, num_steps=0), low_bits, context.seed)[0][1]
+    num_moved = sum(not torch.equal(value, start[name]) for name, value in whole[1].items())
+    for name, (wanted, case, log) in others.items():
+        for number, (records, weights) in enumerate(_run(case, low_bits, context.seed, log)):
+            for record, known in zip(records, wanted[0][len(log) :], strict=True):
+                if record.projected_gradients != known.projected_gradients:
+                    unlike.append(f"{name}, rank {number}: projected gradients of step {record.step}")
+            unlike += [
+                f"{name}, rank {number}: {key}"
+                for key, value in weights.items()
+                if not same_bits(value, wanted[1][key])
+            ]
+    return everything_holds(
+        {
+            "bits": Outcome(
+                float(len(unlike)),
+                0.0,
+                "weights and projected gradients that differ in a bit",
+                tuple(unlike[:5]),
+            ),
+            "it trains": exceeds(float(num_moved), 10.0, what="parameters that are not as they were"),
+        }
+    )
+
+
+# -- claims ----------------------------------------------------------------------------------------------------------
+
+_CODED = "executors.low_bits.coded"
+_ROUNDED = "executors.randomness.rounded"
+_LINEAR = "executors.low_bits.linear"
+
+CLAIMS = (
+    Claim(
+        name="quzo-format-of-least-error",
+        paper="quzo",
+        where=("Eq. 16", "App. B.2"),
+        quotation="Our framework selects the data type that minimizes the MSE for each layer and executes the searching algorithm only once before fine-tuning.",
+        statement="Of int8, e4m3 and e5m2, and of int4 and e2m1, each weight is kept in the one whose sum of squared errors is least, all its rows and its scales counted; every one of the five is right for some weight: normals go to int8; of 4 bits to e2m1 with one scale for 1,536, to int4 with one for 8; heavy tails to e4m3. Scales of least error are the best of twenty, from that which spans the largest weight to a third of it.",
+        hypotheses="a scale per tensor, channel and group of 8; uniform, normal, spiked and heavy-tailed weights; values of formats listed from their definition",
+        checks=(
+            printed(
+                check_format_of_least_error,
+                Mutant(
+                    "the format of the largest error", f"{_CODED}:Coded.encode", "min(errors)", "max(errors)"
+                ),
+                Mutant(
+                    "the last format that was tried",
+                    f"{_CODED}:Coded.encode",
+                    "errors.index(min(errors))",
+                    "number",
+                ),
+                Mutant(
+                    "sizes of errors, not their squares", f"{_CODED}:Coded._encode", ".square()", ".abs()"
+                ),
+                Mutant("the last rows alone", f"{_CODED}:Coded._encode", "error += float", "error = float"),
+                Mutant(
+                    "scales 3 % wide",
+                    f"{_CODED}:Coded._fit",
+                    "torch.maximum(-least, most) / grid.high",
+                    "torch.maximum(-least, most) / grid.high * 1.03",
+                ),
+            ),
+            printed(
+                check_scales_of_least_error,
+                Mutant(
+                    "the last scale that was tried",
+                    f"{_CODED}:Coded._fit_least_error",
+                    "errors < least",
+                    "errors == errors",
+                ),
+                Mutant(
+                    "half as far down",
+                    f"{_CODED}:Coded._fit_least_error",
+                    "(1.5 * _FIT_STEPS)",
+                    "(3 * _FIT_STEPS)",
+                ),
+                Mutant(
+                    "sizes of errors, not their squares",
+                    f"{_CODED}:Coded._fit_least_error",
+                    ".square_()",
+                    ".abs_()",
+                ),
+                Mutant(
+                    "a zero point that is forgotten",
+                    f"{_CODED}:Coded._fit_least_error",
+                    "(levels - origin)",
+                    "levels",
+                ),
+            ),
+        ),
+        derivation="quzo-updates.md#mean-squared-error",
+    ),
+    Claim(
+        name="quzo-outlier-split",
+        paper="quzo",
+        where=("App. B.3",),
+        quotation="We quantize the normal data using a pre-defined quantization datatype and quantize the outlier data using the same precision FP type ... we designate the binary code 10000000₂ as an outlier label to identify outlier values",
+        statement="Of each row the largest weights, 1 % or at least one, lie in e4m3 under a scale of their own, and the code -128 says where; no other weight ever has it, updates that push codes to the end included. The rest is int8 whose scale spans the rest. Heavy tails err less than half as much; normals err more, since e4m3 keeps a large weight to 1/16, where int8 keeps it to a step.",
+        hypotheses="rows of 200 and 32; a scale per tensor, channel and group; updates of less than three codes over even chances",
+        checks=(
+            printed(
+                check_outlier_split,
+                Mutant(
+                    "the largest numbers, not sizes",
+                    f"{_CODED}:Coded._without_outliers",
+                    "part.abs().topk",
+                    "part.topk",
+                ),
+                Mutant(
+                    "scales that span outliers",
+                    f"{_CODED}:Coded._without_outliers",
+                    "part.scatter(1, places, 0.0)",
+                    "part",
+                ),
+                Mutant(
+                    "outliers in order of size",
+                    f"{_CODED}:Coded._without_outliers",
+                    ".indices.sort(1).values",
+                    ".indices",
+                ),
+                Mutant(
+                    "outliers clamped 3 % early",
+                    f"{_CODED}:Coded._without_outliers",
+                    "_OUTLIER_GRID.high)",
+                    "_OUTLIER_GRID.high / 1.03)",
+                ),
+                Mutant(
+                    "a label that rounds to a number",
+                    f"{_CODED}:Coded._encode",
+                    "places, _OUTLIER)",
+                    "places, _OUTLIER + 1)",
+                ),
+            ),
+            printed(
+                check_outliers_move,
+                Mutant(
+                    "codes that are held back one code late",
+                    "executors.low_bits.grids:Grid.clamped",
+                    "self.high",
+                    "self.high + 1",
+                ),
+                Mutant(
+                    "outliers moved in steps of the codes",
+                    f"{_CODED}:Coded._move_outliers",
+                    "gather(1, columns) * units",
+                    "gather(1, columns)",
+                ),
+                Mutant(
+                    "outliers that are moved twice",
+                    f"{_CODED}:Coded._move_outliers",
+                    "before - change",
+                    "before - 2 * change",
+                ),
+                Mutant(
+                    "outliers counted as unmoved",
+                    f"{_CODED}:Coded.move",
+                    "counted.unmoved -= num_outliers_moved",
+                    "pass",
+                ),
+            ),
+            printed(
+                check_outliers_of_normals,
+                Mutant(
+                    "outliers that are the smallest",
+                    f"{_CODED}:Coded._without_outliers",
+                    "part.abs().topk(self.outliers.shape[1], 1)",
+                    "part.abs().topk(self.outliers.shape[1], 1, largest=False)",
+                ),
+            ),
+        ),
+        derivation="quzo-updates.md#outliers",
+    ),
+    Claim(
+        name="sparse-directions-are-as-long",
+        paper="zosim",
+        where=("executors.randomness.rounded", "costmodel.roundings"),
+        quotation="Share of output channels that a step's direction leaves alone; others are perturbed by as much more.",
+        statement="Rows are 0 together, each with the probability 1 - q, independently; others are 1/√q times as long. E[û] = 0 and E[ûûᵀ] = m₂·I stay, for one rounding and for two; fourth moments and squares of one row together are 1/q times as large, and E|ĝ|²/|Eĝ|² = (m₄/q + (d - w + (w - 1)/q)·m₂²)/m₂² with rows of w. Progress of an update stays, the noise of its rounding is √q of a dense one's.",
+        hypotheses="a quarter, a half and a sixteenth of the rows; 3 and 8 bits; the counter discipline; linear losses",
+        references="QuZO appendix D.2, Table 17, which leaves out single elements and says nothing of lengths",
+        checks=(
+            printed(
+                check_sparse_moments,
+                Mutant(
+                    "rows kept 3 % too seldom",
+                    f"{_ROUNDED}:MovedRows.of",
+                    ">= self._sparsity",
+                    ">= 1.03 * self._sparsity",
+                ),
+                Mutant(
+                    "as much longer as rows are fewer",
+                    "costmodel.roundings:RoundedDirection.unit",
+                    "math.sqrt(1 - self.sparsity)",
+                    "(1 - self.sparsity)",
+                ),
+                Mutant("rows of a second rounding's own", f"{_ROUNDED}:DrawKeys.of", '"rows"', "purpose"),
+                Mutant("rows by the chances of elements", f"{_ROUNDED}:_KEYS", "'rows': 4", "'rows': 1"),
+                Mutant(
+                    "rows forgotten in the energy",
+                    "costmodel.roundings:RoundedDirection.relative_energy",
+                    "together / (1 - self.sparsity)",
+                    "together",
+                ),
+                coded.SAME_KEY,
+            ),
+            printed(
+                check_sparse_updates,
+                Mutant(
+                    "as much longer as rows are fewer",
+                    "costmodel.roundings:RoundedDirection.unit",
+                    "math.sqrt(1 - self.sparsity)",
+                    "(1 - self.sparsity)",
+                ),
+                Mutant(
+                    "updates by the chances of the direction",
+                    f"{_ROUNDED}:_KEYS",
+                    "'update': 3",
+                    "'update': 1",
+                ),
+                coded.MOVE_NEAREST,
+                coded.MOVE_CHANCES,
+                coded.MOVE_AWAY,
+            ),
+        ),
+        derivation="quzo-updates.md#sparse-directions",
+    ),
+    Claim(
+        name="rounded-directions-at-every-width",
+        paper="zosim",
+        where=("executors.randomness.rounded", "costmodel.roundings"),
+        quotation="Largest value of a rounded normal, by bits: that with the least mean squared error of a rounding.",
+        statement="At 2 to 8 bits the two roundings of a normal that runs draw have E[û] = 0 and the E[û²], E[û₁û₂] and E[û₁²û₂²] that quadrature has; ranges are those that minimise E[(û - u)²], to 0.015.",
+        hypotheses="normals in the counter discipline, clamped at the shipped ranges",
+        checks=(
+            printed(check_moments_of_draws, coded.SAME_KEY, coded.DRAWN_LONG, coded.DRAWN_NEAREST),
+            printed(
+                check_reaches,
+                Mutant(
+                    "a range that is 3 % wide",
+                    "costmodel.roundings:RoundedDirection.reach",
+                    "REACHES[self.bits]",
+                    "1.03 * REACHES[self.bits]",
+                ),
+            ),
+        ),
+        references="QuZO equations 5 to 10, which leave the range open",
+        derivation="quzo-estimators.md#second-moments",
+    ),
+    Claim(
+        name="updates-move-codes-on-every-grid",
+        paper="zosim",
+        where=("executors.low_bits.coded",),
+        quotation="The mean of the change is exact but for codes that saturate.",
+        statement="For int2 to int8 with and without zero points, e4m3, e5m2 and e2m1, w - δ - λw is rounded to one of the two values of the format beside it, with its mean, where it lies within the range, and to the end beyond it, which is counted; scales and zero points stay.",
+        hypotheses="chances in 256 even steps; scales of 0.37 to 2.8 per tensor, channel and group, zero points of a third of the range; both ends among the weights",
+        checks=(
+            printed(
+                check_moves_on_grids,
+                coded.MOVE_NEAREST,
+                coded.MOVE_CHANCES,
+                coded.MOVE_AS_PRINTED,
+                Mutant(
+                    "chances 3 % high between floats",
+                    "executors.low_bits.grids:Grid.at_random",
+                    "chances * step",
+                    "1.03 * chances * step",
+                ),
+                Mutant(
+                    "decay towards code 0, not the number 0",
+                    f"{_CODED}:Coded.move",
+                    "(grouped - origin)",
+                    "grouped",
+                ),
+                Mutant(
+                    "a zero point that is forgotten",
+                    f"{_CODED}:Coded.values",
+                    "grouped - self._of(self.zeros, rows)",
+                    "grouped",
+                ),
+                Mutant(
+                    "the first group's scale for all", f"{_CODED}:Coded._of", "[..., None]", "[..., :1, None]"
+                ),
+                Mutant(
+                    "what is held back is not counted",
+                    f"{_CODED}:Coded.move",
+                    "counted.saturated += int",
+                    "0 * int",
+                ),
+            ),
+        ),
+        references="QuZO equation 13; quzo-update-bias-at-the-ends",
+        derivation="quzo-updates.md#equations-13-to-15",
+    ),
+    Claim(
+        name="products-of-bytes-are-exact",
+        paper="zosim",
+        where=("executors.low_bits.linear",),
+        quotation="Of int8 matrices the sums are exact, and rounded once before.",
+        statement="Inputs are rounded to the nearest of 255 multiples of a scale per token, or of one for all, by at most half a step; the output is the exact sum of products of whole numbers, times both scales, with that of the direction beside it.",
+        hypotheses="tokens that differ in size by 3,000; weights of a scale per channel, directions of 8 bits",
+        checks=(
+            printed(
+                check_products_of_bytes,
+                Mutant(
+                    "inputs cut off towards 0",
+                    f"{_LINEAR}:coded_inputs",
+                    "quotients.round_()",
+                    "quotients.trunc_()",
+                ),
+                Mutant(
+                    "scales 3 % wide",
+                    f"{_LINEAR}:coded_inputs",
+                    "largest.div_(_LARGEST[kind])",
+                    "largest.div_(_LARGEST[kind] / 1.03)",
+                ),
+                Mutant("one scale for all tokens", f"{_LINEAR}:coded_inputs", '"token"', '"no token"'),
+                Mutant(
+                    "a direction that is 3 % long",
+                    f"{_LINEAR}:CodedLinear._multiplied_by_codes",
+                    "output += byte_product(codes, moved, scales * factor)",
+                    "output += byte_product(codes, moved, scales * factor * 1.03)",
+                ),
+            ),
+        ),
+        references="QuZO Table 3: W8A8",
+        derivation="quzo-updates.md",
+    ),
+    Claim(
+        name="codes-are-alike-on-all-ranks",
+        paper="zosim",
+        where=("executors.low_bits", "executors.steps.ops.sweep", "executors.randomness.rounded"),
+        quotation="A run is its base weights, its seeds and its projected gradients.",
+        statement="Codes, other weights and projected gradients are the same to the last bit on one device, over two replicas by two halves of the queries with sliced blocks and late updates, in two stages, and where steps are replayed from their scalars.",
+        hypotheses="int8, two roundings of directions of 3 bits, half of the rows; two steps of two queries; replicas against as many micro-batches",
+        checks=(
+            printed(
+                check_codes_on_ranks,
+                Mutant(
+                    "chances of a rank's own",
+                    f"{_ROUNDED}:rounding_key",
+                    "mixed(seed, _KEYS[purpose])",
+                    "mixed(seed, _KEYS[purpose] + len(__import__('threading').current_thread().name))",
+                ),
+                Mutant(
+                    "chances of the step that applies a late update",
+                    "executors.steps.ops.sweep:Sweeps._update_by_codes",
+                    "source.step, op.query",
+                    "frame.step, op.query",
+                ),
+                Mutant(
+                    "scalars replayed in another order",
+                    "executors.runs.session:Session.replay",
+                    "record.projected_gradients",
+                    "record.projected_gradients[::-1]",
+                ),
+            ),
+        ),
+        references="QuZO algorithm 1, which has one device",
+        derivation="quzo-algorithm-1.md",
+    ),
+)
