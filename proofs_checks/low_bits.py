@@ -372,11 +372,11 @@ def check_sparse_moments(context: Context) -> Outcome:
     Six elements in two rows of three make a direction; all are of one matrix whose rows are drawn independently.
     """
     parts = {}
-    for number, (bits, kept) in enumerate(((3, 0.25), (8, 0.5))):
+    for number, (bits, kept) in enumerate(((3, 0.5), (8, 0.25))):
         rounding = RoundedDirection("gaussian", bits, 1 - kept)
         dense = RoundedDirection("gaussian", bits)
         once, product, squares = enumerated_moments_of(dense)
-        count = context.samples(300_000, 60_000)
+        count = context.samples(300_000, 30_000)
         drawn = Sparse(rounding, (2 * count, 3), context.seed + number)
         first, second = (values.view(count, 2, 3) for values in drawn.values)
         is_moved = (first != 0).any(2) | (second != 0).any(2)
@@ -448,7 +448,7 @@ def check_sparse_updates(context: Context) -> Outcome:
         density = np.exp(-u * u / 2) / math.sqrt(2 * math.pi) * (u[1] - u[0])
         size = float(density @ mean_size) / rounding.scale  # E|Q(u)| of a dense direction
         once, _, _ = enumerated_moments_of(RoundedDirection("gaussian", 2))
-        count = context.samples(500_000, 100_000)
+        count = context.samples(500_000, 40_000)
         drawn = Sparse(rounding, (count, 2), context.seed)
         held = coded.weights_of(torch.zeros(count, 2), 1.0, 8)
         chances, key = Chances([2 * count], _CPU), rounding_key(context.seed, 0, 0, "update")
@@ -647,19 +647,19 @@ def check_codes_on_ranks(context: Context) -> Outcome:
     """Compare runs of int8, rows left alone, two roundings, on one device, on meshes, in stages and replayed, bit for bit."""
     low_bits = LowBits(weights="int8", direction_bits=3, estimator="q-rge2", sparsity=0.5)
     usual: dict[str, Any] = {"num_queries": 2, "num_steps": 2}
-    halves = _run(Case(**usual, num_micro_batches=2), low_bits, context.seed)[0]
-    whole = _run(Case(**usual), low_bits, context.seed)[0]
     sliced: dict[str, Any] = {"blocks": "offloaded", "transfers": "sliced", "update": "delayed"}
+    whole = _run(Case(**usual), low_bits, context.seed)[0]
     others = {
-        "data and queries over 4 ranks, blocks sliced": (
-            halves,
-            Case(**usual, data=2, perturb=2, **sliced),
-            (),
-        ),
-        "two stages": (whole, Case(**usual, cuts=("block.1",)), ()),
-        "replayed": (whole, Case(**usual), whole[0]),
-        "replayed up to the second step": (whole, Case(**usual), whole[0][:1]),
+        "a query on each of 2 ranks, blocks sliced": (whole, Case(**usual, perturb=2, **sliced), ()),
+        "the first step replayed": (whole, Case(**usual), whole[0][:1]),
     }
+    if context.size == "full":
+        halves = _run(Case(**usual, num_micro_batches=2), low_bits, context.seed)[0]
+        others |= {
+            "two stages": (whole, Case(**usual, cuts=("block.1",)), ()),
+            "data and queries over 4 ranks": (halves, Case(**usual, data=2, perturb=2, **sliced), ()),
+            "replayed": (whole, Case(**usual), whole[0]),
+        }
     unlike: list[str] = []
     start = _run(Case(num_queries=2, num_steps=0), low_bits, context.seed)[0][1]
     num_moved = sum(not torch.equal(value, start[name]) for name, value in whole[1].items())
@@ -994,7 +994,7 @@ CLAIMS = (
         where=("executors.low_bits", "executors.steps.ops.sweep", "executors.randomness.rounded"),
         quotation="A run is its base weights, its seeds and its projected gradients.",
         statement="Codes, other weights and projected gradients are the same to the last bit on one device, over two replicas by two halves of the queries with sliced blocks and late updates, in two stages, and where steps are replayed from their scalars.",
-        hypotheses="int8, two roundings of directions of 3 bits, half of the rows; two steps of two queries; replicas against as many micro-batches",
+        hypotheses="int8, two roundings of directions of 3 bits, half of the rows; two steps of two queries; replicas against as many micro-batches; the quick set leaves out stages and replicas",
         checks=(
             printed(
                 check_codes_on_ranks,
