@@ -12,8 +12,9 @@ from pydantic import PlainSerializer, PlainValidator
 
 Sign = Literal[-1, 0, 1]
 
-Difference = Literal["central", "forward"]
-"""Which two losses a projected gradient is made of: ``l(θ + εz) - l(θ - εz)``, or ``l(θ + εz) - l(θ)``."""
+Difference = Literal["central", "forward", "residual"]
+"""Which two losses a projected gradient is made of: ``l(θ + εz) - l(θ - εz)``, ``l(θ + εz) - l(θ)``, or that at ``θ + εz`` less
+what it was in the step before, at the weights, the direction and the batch of then."""
 
 _SIGNS: dict[str, Sign] = {"+": 1, "-": -1}
 _QUERY = re.compile(r"q(\d+)([+-])", re.ASCII)
@@ -73,12 +74,14 @@ def points_of_step(num_queries: int, difference: Difference) -> tuple[Point, ...
     """Return the points of one step, in the order in which a segment visits them."""
     if difference == "central":
         return tuple(Point(query, sign) for query in range(num_queries) for sign in (1, -1))
-    return (BASE, *(Point(query, 1) for query in range(num_queries)))
+    base = (BASE,) if difference == "forward" else ()
+    return (*base, *(Point(query, 1) for query in range(num_queries)))
 
 
-def points_of_query(query: int, difference: Difference) -> tuple[Point, Point]:
-    """Return the two points whose losses make the projected gradient of `query`, the one at ``+ε`` first."""
-    return Point(query, 1), Point(query, -1) if difference == "central" else BASE
+def points_of_query(query: int, difference: Difference) -> tuple[Point, ...]:
+    """Return the points of a step whose losses make the projected gradient of `query`, the one at ``+ε`` first."""
+    others: dict[Difference, tuple[Point, ...]] = {"central": (Point(query, -1),), "forward": (BASE,), "residual": ()}
+    return (Point(query, 1), *others[difference])
 
 
 def from_text(parse: Callable[[str], object]) -> PlainValidator:

@@ -115,6 +115,10 @@ _SHORTEST_STEP_S = 1e-9
 """Shorter than any; rates of tokens are finite above it."""
 
 
+_OTHER_LOSS = {"central": "loss_minus", "forward": "loss_base", "residual": "loss_before"}
+"""What the loss is called that is taken off that at ``+ε``, by the plan's difference."""
+
+
 class _RowCheck:
     """Compares every row with what determines it."""
 
@@ -125,6 +129,8 @@ class _RowCheck:
         run = header.get("run")
         # A loop of one's own may choose seeds and rates as it likes.
         self._schedule = LearningRate(**run["schedule"]) if run else None
+        self._other = _OTHER_LOSS[header["plan"]["estimator"].get("difference", "central")]
+        self._losses_before: dict[int, float] = {}
 
     def record(self, step: int, lines: Sequence[Line]) -> StepRecord:
         """Return a step's record."""
@@ -135,10 +141,8 @@ class _RowCheck:
 
     def _check_types(self, line: Line) -> None:
         row = line.row
-        other = "loss_base" if row.get("loss_minus") is None else "loss_minus"
-        floats = [
-            row.get(name) for name in ("loss_plus", other, "projected_grad", "learning_rate", "seconds")
-        ]
+        names = ("loss_plus", self._other, "projected_grad", "learning_rate", "seconds")
+        floats = [row.get(name) for name in names]
         whole = type(row.get("seed")) is int
         if not whole or not all(isinstance(x, int | float) and math.isfinite(x) for x in floats):
             raise RunError(f"{self._path} line {line.number} is damaged: a number is missing or not finite")
@@ -152,8 +156,12 @@ class _RowCheck:
         if self._schedule is not None:
             self._refuse_unless(line, "seed", seed_of(self._seed, step, row["query"]), "the run's seed")
             self._refuse_unless(line, "learning_rate", self._schedule.at(step), "the schedule")
-        central = row["loss_minus"] is not None
-        losses = row["loss_plus"], row["loss_minus"] if central else row["loss_base"]
+        central = self._other == "loss_minus"
+        losses = row["loss_plus"], row[self._other]
+        if self._other == "loss_before":
+            before = self._losses_before.get(row["query"], row["loss_plus"])
+            self._refuse_unless(line, "loss_before", before, "the step before")
+            self._losses_before[row["query"]] = row["loss_plus"]
         possible = {
             gradient
             for dtype in _LOSS_FORMATS

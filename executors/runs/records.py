@@ -24,13 +24,15 @@ class StepRecord:
     ----------
     step : int
     seeds, losses_plus, losses_minus, projected_gradients : tuple
-        One element per query; `losses_minus` is None for a forward difference.
+        One element per query; `losses_minus` is of a central difference, else None.
     loss_base : float or None
         Loss at the unperturbed weights, for a forward difference.
     learning_rate : float
         The one that this step's projected gradients are applied with.
     seconds : float
         Wall-clock time from the call to the losses.
+    losses_before : tuple of float or None
+        Losses of the step before, for a difference from these; in the first step its own.
     """
 
     step: int
@@ -41,6 +43,7 @@ class StepRecord:
     projected_gradients: tuple[float, ...]
     learning_rate: float
     seconds: float
+    losses_before: tuple[float, ...] | None = None
 
     @property
     def loss(self) -> float:
@@ -51,22 +54,25 @@ class StepRecord:
     def of_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Self:
         """Return the record that :meth:`rows` wrote."""
         first = rows[0]
-        central = first["loss_minus"] is not None
+        central = first.get("loss_minus") is not None
         return cls(
             step=first["step"],
             seeds=tuple(row["seed"] for row in rows),
             losses_plus=tuple(row["loss_plus"] for row in rows),
             losses_minus=tuple(row["loss_minus"] for row in rows) if central else None,
-            loss_base=None if central else first["loss_base"],
+            loss_base=first.get("loss_base"),
             projected_gradients=tuple(row["projected_grad"] for row in rows),
             learning_rate=first["learning_rate"],
             seconds=first["seconds"],
+            losses_before=tuple(row["loss_before"] for row in rows) if "loss_before" in first else None,
         )
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield one row of ``steps.jsonl`` per query."""
         for query, seed in enumerate(self.seeds):
             base = {} if self.loss_base is None else {"loss_base": self.loss_base}
+            if self.losses_before is not None:
+                base["loss_before"] = self.losses_before[query]
             yield {
                 "step": self.step,
                 "query": query,
@@ -88,16 +94,19 @@ def seed_of(seed: int, step: int, query: int) -> int:
 def record_of(frame: StepFrame, seconds: float) -> StepRecord:
     """Return the record of a step that ran."""
     queries, losses = range(len(frame.seeds)), frame.losses_read
-    central = BASE not in losses
+    central = Point(0, -1) in losses
     return StepRecord(
         step=frame.step,
         seeds=frame.seeds,
         losses_plus=tuple(losses[Point(query, 1)] for query in queries),
         losses_minus=tuple(losses[Point(query, -1)] for query in queries) if central else None,
-        loss_base=None if central else losses[BASE],
+        loss_base=losses.get(BASE),
         projected_gradients=tuple(frame.gradients[query] for query in queries),
         learning_rate=frame.learning_rate,
         seconds=seconds,
+        losses_before=None
+        if central or BASE in losses
+        else tuple(frame.losses_before[Point(query, 1)] for query in queries),
     )
 
 
@@ -116,7 +125,7 @@ def refuse_nonfinite(record: StepRecord) -> None:
         return
     raise LossNotFinite(
         f"step {record.step}: the projected gradient is {record.projected_gradients}, from losses "
-        f"{record.losses_plus} and {record.losses_minus or record.loss_base}",
+        f"{record.losses_plus} and {record.losses_minus or record.losses_before or record.loss_base}",
         hint="lower the learning rate; where the first step fails already, look for a batch without labels, or use "
         "--dtype float32 or bfloat16 in place of float16",
     )

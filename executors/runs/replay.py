@@ -252,7 +252,9 @@ def session_at(
             **options,
         },
     )
-    session.start_at(checkpoint.num_steps if checkpoint else 0, lambda step: history.records[step].seeds)
+    done = checkpoint.num_steps if checkpoint else 0
+    losses = history.records[done - 1].losses_plus if done else ()
+    session.start_at(done, lambda step: history.records[step].seeds, losses)
     return session
 
 

@@ -301,7 +301,12 @@ class Session:
         """First step that was run here rather than replayed."""
         return self._first_timed
 
-    def start_at(self, step: int, seeds_of: Callable[[int], tuple[int, ...]] | None = None) -> None:
+    def start_at(
+        self,
+        step: int,
+        seeds_of: Callable[[int], tuple[int, ...]] | None = None,
+        losses: tuple[float, ...] = (),
+    ) -> None:
         """Number the next step; the model holds the weights after `step` steps. Only before the first step.
 
         Parameters
@@ -309,8 +314,10 @@ class Session:
         step : int
         seeds_of : callable, optional
             From the number of an earlier step to the seeds that it had; by default those that the session's seed determines.
+        losses : tuple of float
+            Of the step before at ``+ε``, one per query, for a difference from these.
         """
-        self.interpreter.start_at(step, seeds_of or self.seeds_of)
+        self.interpreter.start_at(step, seeds_of or self.seeds_of, losses)
         self._first_timed = self._verified_steps = step
         if self._windows is not None:
             self._windows.stand_at(step)
@@ -327,7 +334,9 @@ class Session:
             raise RunError(f"step {record.step} cannot be replayed as step {self.num_steps}")
         self.interpreter.backend.recording = False
         self._open_window(record.step)
-        self.interpreter.replay(record.seeds, record.projected_gradients, record.learning_rate)
+        self.interpreter.replay(
+            record.seeds, record.projected_gradients, record.learning_rate, record.losses_plus
+        )
         self._first_timed = self._verified_steps = self.num_steps
 
     def digest(self) -> str:

@@ -82,6 +82,8 @@ class StepFrame:
         The step before; None for the first, and for the first after a flush.
     losses, losses_read : dict
         By evaluation point: where the forward left them, and as numbers of the host, read with a projected gradient.
+    losses_before : dict
+        By evaluation point, what was read in the step before.
     gradients : dict
         Projected gradient by query.
     replayed : bool
@@ -98,6 +100,7 @@ class StepFrame:
     previous: StepFrame | None = None
     losses: dict[Point, Tensor] = field(default_factory=dict)
     losses_read: dict[Point, float] = field(default_factory=dict)
+    losses_before: dict[Point, float] = field(default_factory=dict)
     gradients: dict[int, float] = field(default_factory=dict)
     replayed: bool = False
     packed: Tensor | None = None

@@ -33,6 +33,7 @@ from executors.threads import DrawThreads
 from topology.errors import ModelError, ProgramError, RunError
 from zosim.instructions import PARTS, Buffer, Dependency, Instruction, Part, Space
 from zosim.operations import Backward, Collective, Draw, Forward, Optimize
+from zosim.points import Point
 from zosim.program import Program
 from zosim.validate import validate
 
@@ -113,6 +114,7 @@ class Interpreter:
         self._next_step = 0
         self._lazy_steps = _lazy_steps(program)
         self._window: Window | None = None
+        self._losses_before: dict[Point, float] = {}
         self._turn = 0
         self._load_weights()
 
@@ -162,7 +164,13 @@ class Interpreter:
         self._check_queries(seeds)
         return self._advance(self._frame_of(seeds, learning_rate, batch))
 
-    def replay(self, seeds: Sequence[int], gradients: Sequence[float], learning_rate: float) -> StepFrame:
+    def replay(
+        self,
+        seeds: Sequence[int],
+        gradients: Sequence[float],
+        learning_rate: float,
+        losses: Sequence[float] = (),
+    ) -> StepFrame:
         """Do to the weights what a step with these projected gradients did, without its forwards.
 
         Parameters
@@ -170,6 +178,8 @@ class Interpreter:
         seeds, gradients : sequence
             One per query, as they were logged.
         learning_rate : float
+        losses : sequence of float
+            At ``+ε``, one per query, where the next step asks for them.
 
         Notes
         -----
@@ -180,6 +190,7 @@ class Interpreter:
         frame = self._frame_of(seeds, learning_rate, None)
         frame.replayed = True
         frame.gradients.update(enumerate(gradients))
+        frame.losses_read.update({Point(query, 1): loss for query, loss in enumerate(losses)})
         return self._advance(frame)
 
     def _frame_of(self, seeds: Sequence[int], learning_rate: float, batch: Batch | None) -> StepFrame:
@@ -187,7 +198,9 @@ class Interpreter:
         if number == self.first_of_window:
             self._window = Window(number, seeds)
         assert self._window is not None
-        return StepFrame(number, seeds, learning_rate, batch, self._window, self._frame)
+        frame = StepFrame(number, seeds, learning_rate, batch, self._window, self._frame)
+        frame.losses_before = self._losses_before
+        return frame
 
     def _check_queries(self, seeds: Sequence[int]) -> None:
         if len(seeds) != self.num_queries:
@@ -200,7 +213,7 @@ class Interpreter:
             self._frame.previous = None
         self._run("step", frame)
         frame.batch = None  # a pending update needs the numbers alone
-        self._frame = frame
+        self._frame, self._losses_before = frame, frame.losses_read
         self._next_step += 1
         return frame
 
@@ -224,7 +237,9 @@ class Interpreter:
         """Let the model's parameters be what lies in the program's final places."""
         self._context.bind([self.store.placed(a) for a in self.program.final if self.store.is_weights(a)])
 
-    def start_at(self, step: int, seeds_of: Callable[[int], Sequence[int]]) -> None:
+    def start_at(
+        self, step: int, seeds_of: Callable[[int], Sequence[int]], losses: Sequence[float] = ()
+    ) -> None:
         """Number the next step; only before the first, or after a flush.
 
         Parameters
@@ -232,9 +247,12 @@ class Interpreter:
         step : int
         seeds_of : callable
             From the number of an earlier step to its seeds: factors of directions may be older than `step`.
+        losses : sequence of float
+            Of the step before at ``+ε``, one per query.
         """
         assert self._frame is None
         self._next_step = step
+        self._losses_before = {Point(query, 1): loss for query, loss in enumerate(losses)}
         first = self.first_of_window
         if first < step:
             self._window = Window(first, tuple(seeds_of(first)))

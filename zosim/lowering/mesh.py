@@ -44,6 +44,7 @@ _LOSS_BYTES = 16
 
 _LOSSES = "losses"
 _OWN_LOSSES = "losses.own"
+_BEFORE = "losses.before"
 _GRADIENTS = "projected_gradients"
 
 
@@ -90,6 +91,21 @@ class Losses:
         """Return the access to the projected gradient of `query`."""
         return Access(_GRADIENTS, ProjectedGradient(query), step, _SCALAR_BYTES, _SCALAR_BYTES * query)
 
+    def initial(self) -> Iterator[Access]:
+        """Yield where losses of a step before the first would lie."""
+        if self._keeps_losses:
+            for query in range(self._plan.estimator.num_queries):
+                yield self._before(query, -1)
+
+    @property
+    def _keeps_losses(self) -> bool:
+        """Whether a projected gradient is made with a loss of the step before."""
+        return self._plan.estimator.difference == "residual"
+
+    def _before(self, query: int, step: int) -> Access:
+        """Return the access to the loss of `query` as it is kept from one step to the next."""
+        return Access(_BEFORE, Loss(Point(query, 1)), step, _SCALAR_BYTES, _SCALAR_BYTES * query)
+
     def buffers(self) -> Iterator[Buffer]:
         """Yield those of losses and of projected gradients."""
         sizes = {_LOSSES: _SCALAR_BYTES * len(self._plan.points)}
@@ -99,7 +115,8 @@ class Losses:
         for name, size in sizes.items():
             yield Buffer(name, Space.DEVICE, size, "scalars", "float64")
         size = _SCALAR_BYTES * self._plan.estimator.num_queries
-        yield Buffer(_GRADIENTS, Space.HOST, size, "scalars", "float64")
+        for name in (_GRADIENTS, _BEFORE) if self._keeps_losses else (_GRADIENTS,):
+            yield Buffer(name, Space.HOST, size, "scalars", "float64")
 
     def exchange_losses(self) -> None:
         """Write how losses of a part of the batch, at some of the points, become those of all."""
@@ -120,8 +137,10 @@ class Losses:
         emit("losses/mean", mean, Stream.COMPUTE, "scalar", HEAD, (gathered,), losses, scalar)
 
     def projected_gradient(self, query: int) -> None:
-        """Write how two losses become the projected gradient of `query`."""
+        """Write how two losses become the projected gradient of `query`; one of them may be of the step before."""
         points = points_of_query(query, self._plan.estimator.difference)
         name, op = f"projected_gradient[q{query}]", Scalar("projected_gradient", query)
         reads, left = tuple(map(self._loss, points)), (self.gradient(query, 0),)
+        if self._keeps_losses:
+            reads, left = (*reads, self._before(query, -1)), (*left, self._before(query, 0))
         self._listing.emit(name, op, Stream.COMPUTE, "scalar", HEAD, reads, left, Work(num_kernels=3))

@@ -75,6 +75,7 @@ class StepWriter:
     def initial(self) -> Iterator[Access]:
         """Yield what is there before the first step; what belongs to the step before it is there and void."""
         yield from self.homes.at_rest(delayed_by=1)
+        yield from self._losses.initial()
         delayed = [g for g in self._rank.groups if self._rank.is_delayed(g) and g.num_trainable]
         for query in range(self._plan.estimator.num_queries if delayed else 0):
             yield self._losses.gradient(query, -1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from topology.limits import Queries
 from zosim.plans.axis import Axis, Conflict
 from zosim.plans.setting import Setting
+from zosim.points import Difference, points_of_step
 
 if TYPE_CHECKING:
     from zosim.plans import Plan
@@ -24,7 +25,8 @@ class Estimator(Axis):
     Attributes
     ----------
     difference : str
-        ``"central"``: ``g = (l(θ + εz) - l(θ - εz)) / 2ε``. ``"forward"``: ``g = (l(θ + εz) - l(θ)) / ε``.
+        ``"central"``: ``g = (l(θ + εz) - l(θ - εz)) / 2ε``. ``"forward"``: ``g = (l(θ + εz) - l(θ)) / ε``. ``"residual"``: one
+        point a query, ``g = (l(θ + εz) - l')/ε`` with what that loss ``l'`` was in the step before; in the first, ``g = 0``.
     num_queries : int
         Directions per step; their updates are averaged.
     epsilon : float
@@ -32,7 +34,12 @@ class Estimator(Axis):
     """
 
     difference: Annotated[
-        Literal["central", "forward"], Setting("--difference", "Finite difference.", changes="numbers")
+        Difference,
+        Setting(
+            "--difference",
+            "Finite difference; residual: from the loss of the step before, one forward a query.",
+            changes="numbers",
+        ),
     ] = "central"
     num_queries: Annotated[Queries, Setting("--queries", "Directions per step.", changes="numbers")] = 1
     epsilon: Annotated[
@@ -40,6 +47,11 @@ class Estimator(Axis):
         Field(gt=0, allow_inf_nan=False),
         Setting("--eps", "Smoothing radius epsilon.", changes="numbers"),
     ] = 1e-3
+
+    def words(self, plan: Plan) -> Iterator[str]:  # noqa: ARG002 - others look at it
+        """Yield that a query has one point."""
+        if self.difference == "residual":
+            yield "one point a query"
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what would take minutes to lower: more forwards of segments than a step's programs can be ordered with."""
@@ -59,9 +71,9 @@ class Estimator(Axis):
     @property
     def points_formula(self) -> str:
         """The number of points, of ``P`` queries."""
-        return "2P" if self.difference == "central" else "(P + 1)"
+        return {"central": "2P", "forward": "(P + 1)", "residual": "P"}[self.difference]
 
     @property
     def num_points(self) -> int:
         """Points at which a step evaluates the loss."""
-        return 2 * self.num_queries if self.difference == "central" else self.num_queries + 1
+        return len(points_of_step(self.num_queries, self.difference))

@@ -98,11 +98,13 @@ class Exchanges:
         assert isinstance(op, Scalar)
         points = _points_of(instruction.reads)
         plus, minus = Point(op.query, 1), Point(op.query, -1)
-        if set(points) not in ({plus, minus}, {plus, BASE}) or len(points) != 2:
+        if set(points) not in ({plus, minus}, {plus, BASE}, {plus}) or len(points) != 2:
             names = ", ".join(map(str, points)) or "no point"
             raise Unfit(f"makes a projected gradient of losses at {names}")
         other = minus if minus in points else BASE
         epsilon = self._context.hyperparameters.epsilon
+        if set(points) == {plus}:
+            return self._residual(op.query, plus, epsilon)
 
         def scalar(frame: StepFrame) -> None:
             if frame.replayed:
@@ -113,6 +115,18 @@ class Exchanges:
             scalars = (gradient, losses[plus], losses[other])
             numbers = torch.stack([scalar.double() for scalar in scalars]).tolist()
             frame.gradients[op.query], read[plus], read[other] = numbers
+
+        return scalar
+
+    def _residual(self, query: int, point: Point, epsilon: float) -> Action:
+        """Return what makes a projected gradient of a loss and that of the step before; in the first step it is 0."""
+
+        def scalar(frame: StepFrame) -> None:
+            if frame.replayed:
+                return
+            loss = frame.losses_read[point] = frame.losses[point].double().item()
+            before = frame.losses_before.setdefault(point, loss)
+            frame.gradients[query] = (loss - before) / epsilon
 
         return scalar
 
