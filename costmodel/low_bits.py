@@ -55,6 +55,10 @@ class Coding:
     outlier_share : float
         Share of the weights of an output channel, its largest ones, that are kept in fp8 beside the codes; the reserved
         code -128 of int8 says where.
+    adapters : str or None
+        Format of the A and B of adapters beside these layers, one scale for each; None where they are numbers.
+    adapter_span : float
+        Largest entry of A and B that has a code, over the largest that A begins with.
 
     Examples
     --------
@@ -71,6 +75,23 @@ class Coding:
     is_full_range: bool = False
     fit: Fit = "range"
     outlier_share: float = 0.0
+    adapters: CodeFormat | None = None
+    adapter_span: float = 2.0
+
+    @property
+    def of_adapters(self) -> Coding | None:
+        """How A and B of adapters are kept; None where they are numbers."""
+        return None if self.adapters is None else Coding(self.adapters, "tensor", dtype=self.dtype)
+
+    def tuned(self, group: ParameterGroup) -> list[CodedMatrix]:
+        """Return the matrices of a group that are codes and are tuned: of its linear layers, or of adapters beside them."""
+        beside = self.of_adapters
+        adapters = [] if beside is None else [(one, beside) for one in group.trainable_matrices]
+        return [*((one, self) for one in group.linears), *adapters]
+
+    def frozen(self, group: ParameterGroup) -> list[CodedMatrix]:
+        """Return the matrices of a group that are codes and stay as they are."""
+        return [(one, self) for one in group.frozen_linears]
 
     @property
     def container_bits(self) -> int:
@@ -147,12 +168,20 @@ class Coding:
                 )
 
 
+CodedMatrix = tuple[Linear, Coding]
+"""Outputs and inputs of a matrix, and how it is kept."""
+
+
 def stored_bytes(group: ParameterGroup, coding: Coding | None, dtype: str) -> int:
     """Return the bytes of a group's parameters, those of linear layers as codes where there are any."""
-    linears = (*group.linears, *group.frozen_linears) if coding is not None else ()
-    num_coded = sum(outputs * inputs for outputs, inputs in linears)
-    codes = coding.size_bytes(linears) if coding is not None else 0
-    return FORMATS[dtype].bytes(group.num_parameters - num_coded) + codes
+    matrices = [] if coding is None else [*coding.tuned(group), *coding.frozen(group)]
+    codes = sum(how.size_bytes([one]) for one, how in matrices)
+    return FORMATS[dtype].bytes(group.num_parameters - num_elements(matrices)) + codes
+
+
+def num_elements(matrices: Iterable[CodedMatrix]) -> int:
+    """Return the elements of some matrices that are codes."""
+    return sum(outputs * inputs for (outputs, inputs), _ in matrices)
 
 
 def coded_forward_work(

@@ -1,7 +1,7 @@
 """Models that another tool has quantised: what their ``config.json`` says of the codes that lie beside it.
 
-Three layouts are known: that of compressed-tensors (packed integers, integers and e4m3 numbers of a byte), GPTQ's and AWQ's. What
-has no counterpart among a plan's low bits is refused here, before a weight is read; the tensors themselves are
+Four layouts are known: that of compressed-tensors (packed integers, integers and e4m3 numbers of a byte), GPTQ's, AWQ's, and one
+of zosim's own, for codes that none of these has a place for. What has no counterpart among a plan's low bits is refused here, before a weight is read; the tensors themselves are
 read by :mod:`executors.models.quantised`.
 """
 
@@ -19,8 +19,14 @@ from topology.validation import readable
 if TYPE_CHECKING:
     from costmodel.low_bits import Coding
 
-Layout = Literal["packed", "bytes", "gptq", "gptq_v2", "awq"]
-"""How codes lie in files: 32 after the other in 32-bit words along a row, each in a byte, or in words as GPTQ and AWQ have them."""
+Layout = Literal["packed", "bytes", "gptq", "gptq_v2", "awq", "zosim"]
+"""How codes lie in files: 32 after the other in 32-bit words along a row, each in a byte, in words as GPTQ and AWQ have them, or as
+zosim has them in memory."""
+
+OWN_WEIGHTS_NAME = "codes.safetensors"
+"""File of zosim's own layout. Under a name that no other tool looks for: one that ignores ``quantization_config`` finds no weights."""
+
+_OWN_VERSION = 1
 
 CODE_SUFFIXES = (
     "weight_packed",
@@ -28,6 +34,10 @@ CODE_SUFFIXES = (
     "weight_shape",
     "weight_zero_point",
     "weight_g_idx",
+    "weight_zero",
+    "weight_format",
+    "weight_outliers",
+    "weight_outlier_scale",
     "qweight",
     "qzeros",
     "scales",
@@ -43,7 +53,7 @@ class StoredCodes(BaseModel):
     ----------
     layout : str
         See :data:`Layout`.
-    weights, scales, group_elements, zero_point, full_range, activations
+    weights, scales, group_elements, zero_point, full_range, outliers, activations
         As of :class:`zosim.plans.LowBits`, which has to have the same.
     """
 
@@ -55,6 +65,7 @@ class StoredCodes(BaseModel):
     group_elements: PositiveInt = 128
     zero_point: bool = False
     full_range: bool = False
+    outliers: float = 0.0
     activations: Literal["none", "int8-token", "int8-tensor", "float8-token", "float8-tensor"] = "none"
 
     @property
@@ -83,13 +94,13 @@ def stored_codes(config: Mapping[str, Any], source: str) -> StoredCodes | None:
     if said is None:
         return None
     where = f"{source}: quantization_config"
-    readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq}
+    readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "zosim": _own}
     method = said.get("quant_method") if isinstance(said, Mapping) else None
     if not isinstance(method, str) or method not in readers:
         _refuse(
             where,
             f"quant_method {method!r:.40} is none that is read",
-            "give a directory of compressed-tensors, gptq or awq",
+            "give a directory of compressed-tensors, gptq, awq or zosim",
         )
     return readers[method](cast("Mapping[str, Any]", said), where)
 
@@ -207,8 +218,8 @@ def _codes(
     is_integer = weights.startswith("int")
     if zero_point and not is_integer:
         _refuse(where, f"weights in {weights} have no zero point")
-    if scales == "group" and (group_size is None or group_size < 8 or group_size % 8):
-        _refuse(where, f"groups of {group_size} inputs share a scale; zosim has groups of multiples of 8")
+    if scales == "group":
+        _refuse_group(where, group_size)
     with readable(where, ModelError, model=StoredCodes):
         return StoredCodes.model_validate(
             {
@@ -221,6 +232,11 @@ def _codes(
                 **({"group_elements": group_size} if scales == "group" else {}),
             }
         )
+
+
+def _refuse_group(where: str, size: int | None) -> None:
+    if size is None or size < 8 or size % 8:
+        _refuse(where, f"groups of {size} inputs share a scale; zosim has groups of multiples of 8")
 
 
 # -- GPTQ and AWQ ------------------------------------------------------------------------------------------------
@@ -265,6 +281,35 @@ def _awq(said: Mapping[str, Any], where: str) -> StoredCodes:
     return _codes(where, "awq", "int4", scales, read.group_size, zero_point=True)
 
 
+# -- zosim's own -------------------------------------------------------------------------------------------------
+
+
+def said_of_own(coding: Coding) -> dict[str, Any]:
+    """Return the ``quantization_config`` of codes that lie in files as zosim has them in memory."""
+    stored = StoredCodes(
+        layout="zosim",
+        weights=coding.format,
+        scales=coding.scales,
+        group_elements=coding.group_elements,
+        zero_point=coding.has_zero_point,
+        full_range=coding.is_full_range,
+        outliers=coding.outlier_share,
+    )
+    kept = stored.model_dump(exclude={"layout", "activations"})
+    return {"quant_method": "zosim", "version": _OWN_VERSION, **kept}
+
+
+def _own(said: Mapping[str, Any], where: str) -> StoredCodes:
+    fields = {name: value for name, value in said.items() if name not in ("quant_method", "version")}
+    if said.get("version") != _OWN_VERSION:
+        _refuse(where, f"version {said.get('version')!r:.20} is none that is read", "use a later zosim")
+    with readable(where, ModelError, model=StoredCodes):
+        stored = StoredCodes.model_validate(fields | {"layout": "zosim"})
+    if stored.scales == "group":
+        _refuse_group(where, stored.group_elements)
+    return stored
+
+
 def refuse_unwritable(coding: Coding) -> None:
     """Raise for codes that compressed-tensors has no format for.
 
@@ -275,10 +320,10 @@ def refuse_unwritable(coding: Coding) -> None:
     if coding.outlier_share:
         raise PlanError(
             "a directory of codes has no place for outliers beside them that compressed-tensors knows",
-            hint="write it as numbers (--save-as numbers)",
+            hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",
         )
     if coding.is_chosen or coding.format in ("float8_e5m2", "float4_e2m1"):
         raise PlanError(
             f"a directory of codes in {coding.format} has no format that compressed-tensors knows",
-            hint="write it as numbers (--save-as numbers)",
+            hint="write it in zosim's own layout (--save-as zosim-codes), or as numbers (--save-as numbers)",
         )

@@ -80,7 +80,11 @@ def points_of_step(num_queries: int, difference: Difference) -> tuple[Point, ...
 
 def points_of_query(query: int, difference: Difference) -> tuple[Point, ...]:
     """Return the points of a step whose losses make the projected gradient of `query`, the one at ``+ε`` first."""
-    others: dict[Difference, tuple[Point, ...]] = {"central": (Point(query, -1),), "forward": (BASE,), "residual": ()}
+    others: dict[Difference, tuple[Point, ...]] = {
+        "central": (Point(query, -1),),
+        "forward": (BASE,),
+        "residual": (),
+    }
     return (Point(query, 1), *others[difference])
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from costmodel.formats import CANDIDATES
 from costmodel.low_bits import MOVED_ELEMENTS, Coding
 from executors.formats import TORCH_DTYPES
-from executors.low_bits.grids import Grid, Integers, grid_of
+from executors.low_bits.grids import Floats, Grid, Integers, grid_of
 from topology.errors import ModelError
 
 Chances = Callable[[int, int], Tensor]
@@ -166,6 +166,23 @@ class Coded:
             values.masked_scatter_(levels == _OUTLIER, self._outlier_values(rows).to(dtype))
         return values
 
+    def has_codes_that_are_none(self) -> bool:
+        """Whether a code is an infinity or no number, one farther than the grid goes, or outliers are not as many as they should be."""
+        grid = self.grid
+        tensors = [] if self.outliers is None else [(_OUTLIER_GRID, self.outliers)]
+        if isinstance(grid, Integers):
+            lowest = self.levels() == grid.low - 1 if grid.low < 0 else None
+            wanted = 0 if self.outliers is None else self.outliers.shape[1]
+            if lowest is not None and bool((lowest.sum(1) != wanted).any()):
+                return True
+        else:
+            tensors.append((grid, self.codes))
+        return any(
+            bool((symbols.bitwise_and(127) >= floats.num_finite).any())
+            for floats, symbols in tensors
+            if isinstance(floats, Floats) and floats.num_finite
+        )
+
     def _outlier_values(self, rows: Rows) -> Tensor:
         """Return the outliers of some rows, in float32."""
         assert self.outliers is not None
@@ -192,6 +209,12 @@ class Coded:
                 errors.append(self._encode(weights))
             self.kind.fill_(errors.index(min(errors)))
         self._encode(weights)
+
+    def write(self, weights: Tensor) -> None:
+        """Take the codes nearest to `weights`, scales as they are."""
+        for rows in self._pieces(self.shape[0]):
+            part = weights[rows].to(self.device, torch.float32)
+            self._write(rows, self.grid.nearest(self._scaled(part, rows)))
 
     def _encode(self, weights: Tensor) -> float:
         """Take scales and codes, and return the sum of the squared errors."""

@@ -164,6 +164,11 @@ class Floats(Grid):
         return both[symbols.bitwise_and(2 * len(self._levels) - 1).long()]
 
     @property
+    def num_finite(self) -> int:
+        """Symbols with a sign of 0 that are numbers, where the format has others; else 0."""
+        return {3: 0x7F, 2: 0x7C}.get(self.mantissa_bits, 0)
+
+    @property
     def _wide_type(self) -> torch.dtype | None:
         """What torch calls the format, where it has a byte."""
         return {3: torch.float8_e4m3fn, 2: torch.float8_e5m2}.get(self.mantissa_bits)

@@ -90,8 +90,8 @@ class CodedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Return the layer's output."""
         coded = self.coded
-        if coded is None:
-            return super().forward(input)
+        if coded is None:  # numbers may be in their file's format until they become codes
+            return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
         if self.product != "dequantise":
             return self._multiplied_by_codes(input, coded)
         weight = coded.values(coded.scales.dtype)
@@ -177,8 +177,8 @@ def code_linears(blocks: Iterable[nn.Module], low_bits: LowBits, device: torch.d
     product = present_product(low_bits, device)
     for block in blocks:
         make_codable([block])
-        for module in block.modules():
-            if isinstance(module, CodedLinear):
+        for path, module in block.named_modules():
+            if isinstance(module, CodedLinear) and not is_of_adapter(path):
                 module.product, module.input_scales = product, low_bits.input_scales
                 module.input_format = low_bits.input_format
 
@@ -192,16 +192,26 @@ def make_codable(blocks: Iterable[nn.Module]) -> None:
 
     for block in blocks:
         for path, module in list(block.named_modules()):
-            if type(module) in (nn.Linear, Conv1D) and not path.rpartition(".")[2].startswith("lora_"):
-                layer: Any = module
-                layer.was = type(module)
-                if layer.was is Conv1D:
-                    layer.weight.data = layer.weight.data.T
-                    layer.out_features, layer.in_features = layer.weight.shape
-                # In place, so that hooks and adapters stay where they are.
-                layer.__class__ = CodedLinear
-                layer.coded = layer.beside = None
-                layer.product, layer.input_scales, layer.input_format = "dequantise", "", ""
+            if type(module) in (nn.Linear, Conv1D) and not is_of_adapter(path):
+                if type(module) is Conv1D:
+                    module.weight.data = module.weight.data.T
+                become_codable(module)
+
+
+def become_codable(module: nn.Module) -> CodedLinear:
+    """Let a linear layer take codes, in place, so that hooks and adapters stay where they are."""
+    layer: Any = module
+    layer.was = type(module)
+    layer.__class__ = CodedLinear
+    layer.out_features, layer.in_features = layer.weight.shape
+    layer.coded = layer.beside = None
+    layer.product, layer.input_scales, layer.input_format = "dequantise", "", ""
+    return layer  # type: ignore[no-any-return]
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a module or a parameter is a part of a low-rank adapter, by its name."""
+    return any(part.startswith("lora_") for part in name.rsplit(".", 2)[-2:])
 
 
 def coded_linears(model: nn.Module) -> Iterator[tuple[str, CodedLinear]]:

@@ -276,7 +276,7 @@ def _check_weights(directory: Path, names: set[str]) -> None:
             raise _damaged(path, error) from error
 
 
-def opened_weights(directory: Path) -> dict[str, Tensor]:
+def opened_weights(directory: Path, weights_name: str = WEIGHTS_NAME) -> dict[str, Tensor]:
     """Return the tensors of a directory by name, mapped from their files: what is not read takes no memory.
 
     Raises
@@ -285,7 +285,7 @@ def opened_weights(directory: Path) -> dict[str, Tensor]:
         If there are none, or a file is damaged.
     """
     tensors: dict[str, Tensor] = {}
-    for path in _weight_files(directory):
+    for path in _weight_files(directory, weights_name):
         try:
             with safe_open(path, framework="pt") as file:
                 tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
@@ -301,9 +301,9 @@ def _damaged(path: Path, error: BaseException) -> ModelError:
     )
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    if (directory / WEIGHTS_NAME).is_file():
-        return [directory / WEIGHTS_NAME]
+def _weight_files(directory: Path, weights_name: str = WEIGHTS_NAME) -> list[Path]:
+    if (directory / weights_name).is_file():
+        return [directory / weights_name]
     index = directory / INDEX_NAME
     if not index.is_file():
         pickled = [name for name in _PICKLED if (directory / name).exists()]
@@ -314,7 +314,7 @@ def _weight_files(directory: Path) -> list[Path]:
                 ".save_pretrained(NEW) writes safetensors",
             )
         raise ModelError(
-            f"{directory} holds no weights: neither {WEIGHTS_NAME} nor {INDEX_NAME}",
+            f"{directory} holds no weights: neither {weights_name} nor {INDEX_NAME}",
             hint="copy them there, or add --random-weights",
         )
     where = read_json_object(index, "weight index", ModelError).get("weight_map")

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.configs import LoRA
+from costmodel.low_bits import Coding
 from executors.files import write_atomically
-from executors.low_bits.linear import CodedLinear
+from executors.low_bits.coded import Coded
+from executors.low_bits.linear import CodedLinear, become_codable
 from executors.models.blocks import fills_masks, find_blocks, linears_of
-from executors.models.weight_files import write_tensors
+from executors.models.weight_files import Deferred, numbers_of_codes, write_tensors
 from topology.errors import ModelError
 
 _HOOK = "_zosim_lora_hook"
@@ -33,7 +35,9 @@ _PARTS = (
 PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
-def attach_lora(model: nn.Module, lora: LoRA) -> None:
+def attach_lora(
+    model: nn.Module, lora: LoRA, *, dtype: torch.dtype | None = None, coding: Coding | None = None
+) -> None:
     """Freeze a model, and add ``α/r · B A x`` beside each linear of its blocks that `lora` names.
 
     Parameters
@@ -43,6 +47,10 @@ def attach_lora(model: nn.Module, lora: LoRA) -> None:
     lora : LoRA
         Rank, names of the linears, ``α``, and the seed of ``A``, which is uniform as torch's linear layers are; ``B``
         starts at zero.
+    dtype : torch.dtype, optional
+        Of the adapters; by default that of the linear that each stands beside.
+    coding : Coding, optional
+        How linear layers are kept, and with them perhaps the adapters.
 
     Raises
     ------
@@ -60,7 +68,10 @@ def attach_lora(model: nn.Module, lora: LoRA) -> None:
     generator = torch.Generator().manual_seed(lora.seed)
     for name, module, inputs, outputs in linears:
         if name in lora.target_modules:
-            _attach(module, inputs, outputs, lora, generator)
+            _attach(module, inputs, outputs, lora, generator, dtype)
+            if coding is not None and coding.of_adapters is not None:
+                for layer in (module.lora_A, module.lora_B):
+                    _hold_codes(layer, coding, _bound(inputs))
 
 
 def merge_lora(model: nn.Module) -> None:
@@ -69,8 +80,9 @@ def merge_lora(model: nn.Module) -> None:
         for _, module, _, _ in block_linears(model):
             if not hasattr(module, _HOOK):
                 continue
-            if isinstance(module, CodedLinear):
-                module.become_plain()
+            for layer in (module, module.lora_A, module.lora_B):
+                if isinstance(layer, CodedLinear):
+                    layer.become_plain()
             inner, outer = joined_factors(module)
             product = outer @ inner
             module.weight += product if isinstance(module, nn.Linear) else product.T
@@ -100,10 +112,11 @@ def save_adapters(
         is_transposed=_is_transposed(first),
     )
     write_atomically(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
+    named: dict[str, Tensor | Deferred] = {}
     if not is_joined:
-        named = {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
+        named |= {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
+        named |= {name: of for name, of in numbers_of_codes(model, dtype).items() if ".lora_" in name}
     else:
-        named = {}
         for path, module in model.named_modules():
             if hasattr(module, _HOOK):
                 inner, outer = (factor.detach() for factor in joined_factors(module))
@@ -138,12 +151,19 @@ def _is_transposed(module: nn.Module) -> bool:
     return module.is_transposed if isinstance(module, CodedLinear) else not isinstance(module, nn.Linear)
 
 
-def _attach(module: Any, inputs: int, outputs: int, lora: LoRA, generator: torch.Generator) -> None:
-    like = {"dtype": module.weight.dtype, "device": module.weight.device}
+def _attach(
+    module: Any,
+    inputs: int,
+    outputs: int,
+    lora: LoRA,
+    generator: torch.Generator,
+    dtype: torch.dtype | None,
+) -> None:
+    like = {"dtype": dtype or module.weight.dtype, "device": module.weight.device}
     module.lora_A = nn.Linear(inputs, lora.rank, bias=False, **like)
     module.lora_B = nn.Linear(lora.rank, outputs, bias=False, **like)
     module.lora_scale = lora.scale
-    bound = 1 / math.sqrt(inputs)
+    bound = _bound(inputs)
     with torch.no_grad():
         module.lora_A.weight.copy_(
             torch.empty(lora.rank, inputs).uniform_(-bound, bound, generator=generator)
@@ -159,6 +179,23 @@ def _attach(module: Any, inputs: int, outputs: int, lora: LoRA, generator: torch
         module.lora_is_beside = False
         add = _add_slots
     setattr(module, _HOOK, module.register_forward_hook(add))
+
+
+def _bound(inputs: int) -> float:
+    """Return the largest number that A begins with."""
+    return 1 / math.sqrt(inputs)
+
+
+def _hold_codes(linear: nn.Linear, coding: Coding, bound: float) -> None:
+    """Let an adapter's factor be codes, on a grid that spans more than A does: B, all zeros, says nothing of what it will hold."""
+    how = coding.of_adapters
+    assert how is not None
+    layer = become_codable(linear)
+    codes = Coded.empty(how, layer.weight.shape, layer.weight.device)
+    codes.scales.fill_(coding.adapter_span * bound / codes.grid.high)
+    codes.write(layer.weight.data)
+    layer.coded = codes
+    layer.weight.data = layer.weight.data.new_zeros(()).expand(layer.weight.shape)
 
 
 def _add_adapter(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from costmodel.low_bits import Coding
 from executors.low_bits.coded import Coded
-from executors.low_bits.linear import CodedLinear, coded_linears
+from executors.low_bits.linear import CodedLinear, coded_linears, is_of_adapter
 from topology.errors import ModelError
 
 Held = Tensor | Coded
@@ -76,6 +77,12 @@ class NamedTensor:
         elif self.layer is not None:
             self.layer.coded = None
         self.parameter.data = values
+
+    def coding_within(self, coding: Coding) -> Coding | None:
+        """Return how it is kept in a model whose linear layers are kept as `coding`; None where it is numbers."""
+        if self.layer is None:
+            return None
+        return coding.of_adapters if is_of_adapter(self.name) else coding
 
     def held_at(self, device: torch.device, dtype: torch.dtype) -> Held:
         """Return what the model computes with on a device: numbers in a format, codes as they are."""

@@ -17,11 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.configs import stored_codes_in
-from costmodel.formats import FORMATS
+from costmodel.formats import CANDIDATES, FORMATS
 from costmodel.low_bits import Coding
-from costmodel.stored_codes import CODE_SUFFIXES, Layout, refuse_unwritable
+from costmodel.stored_codes import (
+    CODE_SUFFIXES,
+    OWN_WEIGHTS_NAME,
+    Layout,
+    refuse_unwritable,
+    said_of_own,
+)
 from executors.formats import TORCH_DTYPES
-from executors.low_bits.coded import Coded
+from executors.low_bits.coded import Coded, shapes_of
 from executors.low_bits.linear import CodedLinear, coded_linears, make_codable
 from executors.models.blocks import block_list, find_blocks, linears_of
 from executors.models.loading import load_config, model_class, opened_weights, quietly_loading
@@ -69,7 +75,7 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
     with quietly_loading(source), torch.device("meta"):
         kind = model_class(config)
         skeleton = kind(config)
-    tensors = opened_weights(directory)
+    tensors = opened_weights(directory, OWN_WEIGHTS_NAME if stored.layout == "zosim" else WEIGHTS_NAME)
     files = _Files(directory, stored.layout, coding, tensors)
     _, _, path = block_list(skeleton)
     linears = {
@@ -203,10 +209,34 @@ class _Files:
         ModelError
             If a scale is zero, negative or no number, or is none in the format of the plan's weights, or a code is none.
         """
+        if self.layout == "zosim":
+            return self._own(layer, torch.Size(shape))
         symbols, scales, zeros = _READERS[self.layout](self, layer, shape)
         if not self.coding.has_zero_point:
             zeros = None
-        return Coded.of_symbols(self.coding, symbols, self._scales(layer, scales), zeros)
+        coded = Coded.of_symbols(self.coding, symbols, self._scales(layer, scales), zeros)
+        self.refuse_no_code(layer, coded.has_codes_that_are_none())
+        return coded
+
+    def _own(self, layer: str, shape: torch.Size) -> Coded:
+        """Return a weight whose tensors lie in the file as they do in memory."""
+        parts = {}
+        for suffix in shapes_of(self.coding, shape):
+            part = self.tensor(layer, f"weight{suffix}")
+            parts[suffix] = self._scales(layer, part) if suffix.endswith("scale") else part
+        kinds = parts.get("_format")
+        self.refuse_no_code(layer, kinds is not None and int(kinds) >= len(CANDIDATES[self.coding.format]))
+        coded = Coded.of_tensors(self.coding, shape, parts.values())
+        self.refuse_no_code(layer, coded.has_codes_that_are_none())
+        return coded
+
+    def refuse_no_code(self, layer: str, is_none: bool) -> None:
+        """Raise where something in a layer's codes stands for nothing."""
+        if is_none:
+            raise ModelError(
+                f"{self.directory}: a code of {layer} is none of {self.coding.format}",
+                hint="copy the model again",
+            )
 
     def _scales(self, layer: str, scales: Tensor) -> Tensor:
         if not bool((torch.isfinite(scales) & (scales > 0)).all()):
@@ -231,6 +261,11 @@ class _Files:
         bits = FORMATS[self.coding.format].bits
         groups = self.coding.num_scales(linear) // outputs if self.coding.scales != "tensor" else 1
         words = (torch.int32,)
+        if self.layout == "zosim":
+            return {
+                f"weight{suffix}": (size, _FLOATS if suffix.endswith("scale") else (kind,))
+                for suffix, (size, kind) in shapes_of(self.coding, torch.Size(linear)).items()
+            }
         if self.layout in ("gptq", "gptq_v2", "awq"):
             packed_inputs = self.layout != "awq"
             codes = (inputs * bits // 32, outputs) if packed_inputs else (inputs, outputs * bits // 32)
@@ -299,6 +334,33 @@ def save_quantised(model: nn.Module, directory: str | Path, dtype: str) -> None:
     directory = Path(directory)
     save_configuration(model, directory, {"quantization_config": _said(model, coding, layout, set(codes))})
     write_tensors(tensors, directory / WEIGHTS_NAME, dtype)
+
+
+def save_own(model: nn.Module, directory: str | Path, dtype: str) -> None:
+    """Write a directory that zosim alone reads: codes of any format, in the tensors that they are in memory.
+
+    Parameters
+    ----------
+    model, directory, dtype
+        As of :func:`save_quantised`.
+
+    Notes
+    -----
+    Rows are output channels, also where the model keeps a layer transposed. Of each weight there are the tensors of
+    :func:`executors.low_bits.coded.shapes_of`, their suffixes behind its name. Codes of less than a byte share one, the
+    lowest bits the first part of a row.
+    """
+    codes = {name: layer.coded for name, layer in coded_linears(model)}
+    first = next(iter(codes.values()))
+    assert first is not None
+    tensors: dict[str, Tensor | Deferred] = {}
+    for name, tensor in saved_tensors(model).items():
+        coded = codes.get(name)
+        pieces = {"": tensor} if coded is None else coded.tensors
+        tensors |= {name + suffix: piece for suffix, piece in pieces.items()}
+    directory = Path(directory)
+    save_configuration(model, directory, {"quantization_config": said_of_own(first.coding)})
+    write_tensors(tensors, directory / OWN_WEIGHTS_NAME, dtype)
 
 
 def _said(model: nn.Module, coding: Coding, layout: str, codes: set[str]) -> dict[str, Any]:
@@ -374,6 +436,7 @@ _CODES: Mapping[Layout, str] = {
     "gptq": "qweight",
     "gptq_v2": "qweight",
     "awq": "qweight",
+    "zosim": "weight_scale",
 }
 _Read = tuple[Tensor, Tensor, Tensor | None]
 """Symbols (outputs, inputs) of a byte each, scales, and zero points where there are any."""
@@ -399,11 +462,7 @@ def _read_bytes(files: _Files, layer: str, shape: tuple[int, int]) -> _Read:
     if not files.grid_is_integer:
         return weight.view(torch.uint8), scales, None
     half = 2 ** (FORMATS[files.coding.format].bits - 1)
-    if int(weight.max()) >= half or int(weight.min()) < -half:
-        raise ModelError(
-            f"{files.directory}: a code of {layer} is none of {files.coding.format}",
-            hint="copy the model again",
-        )
+    files.refuse_no_code(layer, int(weight.max()) >= half or int(weight.min()) < -half)
     symbols = weight.view(torch.uint8)
     if files.coding.has_zero_point:
         zeros = files.tensor(layer, "weight_zero_point").reshape(scales.shape).view(torch.uint8) + half

@@ -108,21 +108,25 @@ def save_weights(
     -----
     Tensors are written one by one: the buckets that they lie in are neither copied nor written.
     """
-    tensors = _trainable_tensors(model) if trainable_only else saved_tensors(model)
-    codes, layers = coded_weights(model), dict(coded_linears(model))
-    named: dict[str, Tensor | Deferred] = {}
-    for name, tensor in tensors.items():
-        if name in codes and trainable_only:
-            named |= {name + suffix: part for suffix, part in codes[name].tensors.items()}
-        elif name in codes:
-            # As numbers, rounded once: to the format that they are written in.
-            to = TORCH_DTYPES[dtype] if dtype else codes[name].scales.dtype
-            layer = layers[name]
-            shape = tensor.shape[::-1] if layer.is_transposed else tensor.shape
-            named[name] = Deferred(shape, to, partial(layer.numbers, to))
-        else:
-            named[name] = tensor
+    if not trainable_only:
+        write_tensors(saved_tensors(model) | numbers_of_codes(model, dtype), path, dtype, metadata)
+        return
+    codes, named = coded_weights(model), dict[str, Tensor | Deferred]()
+    for name, tensor in _trainable_tensors(model).items():
+        pieces = codes[name].tensors if name in codes else {"": tensor}
+        named |= {name + suffix: piece for suffix, piece in pieces.items()}
     write_tensors(named, path, dtype, metadata)
+
+
+def numbers_of_codes(model: nn.Module, dtype: str | None = None) -> dict[str, Tensor | Deferred]:
+    """Return what the weights of a model that are codes stand for, by name: rounded once, to the format that they are written in."""
+    named: dict[str, Tensor | Deferred] = {}
+    for name, layer in coded_linears(model):
+        if (coded := layer.coded) is not None:
+            to = TORCH_DTYPES[dtype] if dtype else coded.scales.dtype
+            shape = coded.shape[::-1] if layer.is_transposed else coded.shape
+            named[name] = Deferred(torch.Size(shape), to, partial(layer.numbers, to))
+    return named
 
 
 def write_tensors(

@@ -102,8 +102,8 @@ class WholeModel:
         held: Held
         if communicator.rank == holders[0]:
             held = tensor.held_at(host, self._storage)
-        elif coding is not None and tensor.layer is not None:
-            held = Coded.empty(coding, tensor.shape, host)
+        elif coding is not None and (how := tensor.coding_within(coding)) is not None:
+            held = Coded.empty(how, tensor.shape, host)
         else:
             held = torch.empty(tensor.shape, dtype=self._storage)
         for values in held.tensors.values() if isinstance(held, Coded) else [held]:

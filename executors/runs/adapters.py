@@ -10,12 +10,15 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from costmodel.configs import LoRA, Prefix, Subset
+from executors.formats import TORCH_DTYPES
 from executors.models.lora import attach_lora, block_linears, merge_lora, save_adapters
 from executors.models.prefix import WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
-from executors.models.quantised import save_quantised
+from executors.models.quantised import save_own, save_quantised
 from executors.models.weight_files import save_pretrained, weights_digest
 from executors.runs.session import Session
+from executors.runs.settings import SaveAs
 from executors.runs.windows import attach_windows, lazy_windows_of
+from zosim.plans import Plan
 
 Adapters = LoRA | Prefix
 """What is tuned in place of the base."""
@@ -28,7 +31,7 @@ PREFIX_NAME = "prefix"
 _INITIAL = Path(PREFIX_NAME) / "initial"
 
 
-def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None) -> None:
+def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None, plan: Plan | None = None) -> None:
     """Freeze a model but for part of its parameters, or give it those that are tuned in place of its own.
 
     Parameters
@@ -38,6 +41,8 @@ def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None) -> Non
     run : Path, optional
         Directory of the run that is gone on with or replayed. The prefix that it began with is read from there, since a
         forward on another machine would make another one.
+    plan : Plan, optional
+        What low-rank adapters are kept in; by default as the linears that they stand beside.
 
     Raises
     ------
@@ -51,7 +56,8 @@ def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None) -> Non
                 id(parameter) in linears if adapters == "linears" else parameter.dim() == 2
             )
     elif isinstance(adapters, LoRA):
-        attach_lora(model, adapters)
+        kept = {} if plan is None else {"dtype": TORCH_DTYPES[plan.storage_dtype], "coding": plan.coding}
+        attach_lora(model, adapters, **kept)
         if adapters.lazy_steps is not None:
             attach_windows(model, adapters)
     elif run is not None and (run / _INITIAL / WEIGHTS_NAME).is_file():
@@ -91,7 +97,9 @@ def save_alone(
     save_adapters(model, directory, dtype, {**(facts or {}), **error})
 
 
-def save_tuned(out: str | Path, session: Session, adapters: Tuned | None, *, as_codes: bool = False) -> None:
+def save_tuned(
+    out: str | Path, session: Session, adapters: Tuned | None, *, save_as: SaveAs = "numbers"
+) -> None:
     """Write a session's weights: a model directory, and beside it what was tuned apart from a base.
 
     Low-rank adapters are merged into the model that is written; the session has ended then, since its model has become a
@@ -102,8 +110,8 @@ def save_tuned(out: str | Path, session: Session, adapters: Tuned | None, *, as_
     out : path
     session : Session
     adapters : LoRA, Prefix, "matrices", "linears" or None
-    as_codes : bool
-        Whether weights that are codes are written so.
+    save_as : str
+        How weights that are codes are written.
     """
     session.flush()
     model, storage = session.model, session.plan.storage_dtype
@@ -117,7 +125,6 @@ def save_tuned(out: str | Path, session: Session, adapters: Tuned | None, *, as_
         with session.whole_model() as whole:
             merge_lora(whole)
             save_pretrained(whole, out, storage)
-    elif as_codes:
-        save_quantised(model, out, storage)
     else:
-        save_pretrained(model, out, storage)
+        writers = {"numbers": save_pretrained, "codes": save_quantised, "zosim-codes": save_own}
+        writers[save_as](model, out, storage)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from costmodel.low_bits import Coding
 from executors.low_bits.coded import SUFFIXES, Coded, shapes_of
+from executors.low_bits.linear import is_of_adapter
 from executors.models.parameters import named_tensors
 from executors.models.weight_files import is_tuned, save_weights, update_digest, weights_digest
 from topology.errors import RunError
@@ -53,11 +54,12 @@ class Checkpoint:
                 if name not in tensors:
                     continue
                 tensor = tensors[name]
-                if coding is not None and tensor.layer is not None:
-                    held = [file.get_tensor(name + suffix) for suffix, _ in _pieces_of(coding, tensor.shape)]
-                    tensor.hold(Coded.of_tensors(coding, tensor.shape, held))
+                how = None if coding is None else tensor.coding_within(coding)
+                if how is None:  # mapped from the file until it moves into a buffer
+                    tensor.hold(file.get_tensor(name))
                 else:
-                    tensor.values.copy_(file.get_tensor(name))
+                    held = [file.get_tensor(name + suffix) for suffix, _ in _pieces_of(how, tensor.shape)]
+                    tensor.hold(Coded.of_tensors(how, tensor.shape, held))
 
 
 def save_checkpoint(
@@ -141,10 +143,10 @@ def _digest(file: Any, model: nn.Module, path: Path, coding: Coding | None) -> s
     for name, parameter in model.named_parameters():
         if not is_tuned(name, parameter):
             continue
-        is_coded = coding is not None and name + SUFFIXES[1] in held
+        how = coding if coding is None or not is_of_adapter(name) else coding.of_adapters
         expected: _Pieces = [("", (tuple(parameter.shape), None))]
-        if coding is not None and is_coded:
-            expected = _pieces_of(coding, parameter.shape)
+        if how is not None and name + SUFFIXES[1] in held:
+            expected = _pieces_of(how, parameter.shape)
         for suffix, (shape, dtype) in expected:
             if name + suffix not in held:
                 raise RunError(f"checkpoint {path} lacks {name + suffix}")

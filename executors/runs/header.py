@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from costmodel.configs import LoRA, Prefix, Subset
 from executors.runs.learning_rate import LearningRate
-from executors.runs.settings import DataSettings, EvaluationSettings, LossName
+from executors.runs.settings import DataSettings, EvaluationSettings, LossName, SaveAs
 from topology.errors import RunError, ZosimError
 from topology.limits import Seed, Threads
 from topology.validation import readable
@@ -40,7 +40,7 @@ class RunSection(_Section):
     evaluation: EvaluationSettings | None = None
     random_weights: bool = False
     edited_program: bool = False
-    save_as: Literal["numbers", "codes"] = "numbers"
+    save_as: SaveAs = "numbers"
 
 
 class Finished(_Section):

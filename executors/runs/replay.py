@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from costmodel.configs import stored_codes_in
+from costmodel.configs import Prefix, stored_codes_in
 from executors.devices import device_name
 from executors.formats import TORCH_DTYPES
-from executors.low_bits.linear import make_codable
+from executors.low_bits.linear import coded_linears, make_codable
 from executors.models.blocks import find_blocks
 from executors.models.loading import load_model
 from executors.models.mapped import moves_mapped, own_format
@@ -113,7 +113,7 @@ def replay(
     placed = plan or plan_alone(history)
     with session_at(checkpoint, history, model, plan=placed, device=device) as session:
         checked = advance(session, history, wanted, on_step=on_step)
-        save_tuned(out, session, adapters, as_codes=settings.get("save_as") == "codes")
+        save_tuned(out, session, adapters, save_as=settings.get("save_as", "numbers"))
         return {"num_steps": wanted, "digest": session.digest(), "digests_checked": checked}
 
 
@@ -131,10 +131,14 @@ def load_base(
     if not random_weights and stored_codes_in(source) is not None:
         model = load_quantised(source, plan)
         if adapters is not None:
-            attach(model, adapters, run=run)
+            attach(model, adapters, run=run, plan=plan)
         prepare(model, plan, torch.device("cpu"))
         return model
-    is_mapped = run is None and adapters is None and not random_weights and moves_mapped(plan)
+    # What a prefix begins as is computed with weights in the plan's format, and what adapters stand beside must be in theirs.
+    is_mapped = not random_weights and (
+        adapters is None or (plan.coding is not None and not isinstance(adapters, Prefix))
+    )
+    is_mapped = is_mapped and moves_mapped(plan)
     model = load_model(
         source,
         dtype=(own_format(source) if is_mapped else None) or storage,
@@ -142,14 +146,16 @@ def load_base(
         random_weights=random_weights,
         allow_download=allow_download,
     )
-    if adapters is not None:
-        attach(model, adapters, run=run)
     if plan.coding is not None:
         make_codable(find_blocks(model))
+    # Linear layers stay as they lie in their files until they become codes, one after the other.
+    mapped = [layer.weight for _, layer in coded_linears(model)] if is_mapped else []
     if is_mapped:
         model.config.dtype = TORCH_DTYPES[storage]  # what is saved of it
-    else:
-        to_storage(model, plan)
+    if plan.coding is not None or not is_mapped:
+        to_storage(model, plan, but=mapped)
+    if adapters is not None:
+        attach(model, adapters, run=run, plan=plan)
     prepare(model, plan, torch.device("cpu"))
     return model
 
@@ -167,7 +173,7 @@ def check_base(history: History, model: nn.Module, source: str | Path) -> None:
     if names != recorded:
         first = next((n for n in [*recorded, *names] if n not in names or n not in recorded), "their order")
         raise RunError(f"{source} is not the model that {history.directory} tuned: they differ in {first}")
-    if weights_digest(model) != history.header["base_digest"]:
+    if weights_digest(model, history.plan.storage_dtype) != history.header["base_digest"]:
         raise RunError(
             f"{source} does not hold the base weights of {history.directory}: their hashes differ",
             hint=f"{HEADER_NAME} names {history.settings.get('model', 'the base')}; tuned weights are not the base",

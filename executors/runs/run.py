@@ -412,7 +412,7 @@ class Run:
         def finish() -> None:
             self.log.refuse_moved()
             summary["digest"] = session.digest()
-            save_tuned(self.out, session, self.settings.adapters, as_codes=self.settings.save_as == "codes")
+            save_tuned(self.out, session, self.settings.adapters, save_as=self.settings.save_as)
             copy_tokenizer(self.settings.model, self.out)
             write_header(self.out, self.header | {"finished": summary})
 

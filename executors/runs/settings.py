@@ -18,6 +18,9 @@ from zosim.program import Program
 from zosim.program_set import ProgramSet
 
 LossName = Literal["model", "fp64"]
+
+SaveAs = Literal["numbers", "codes", "zosim-codes"]
+"""What weights that are codes are written as: what they stand for, codes as compressed-tensors lays them out, or as zosim does."""
 TaskName = Literal["auto", "choice", "perplexity", "generation"]
 
 
@@ -155,7 +158,7 @@ class RunSettings:
     early_stop : bool
         Whether a diverging loss ends the run.
     save_as : str
-        How weights that are codes are written at the end: as numbers or as codes.
+        How weights that are codes are written at the end, see :data:`SaveAs`.
     random_weights, allow_download : bool
         As :func:`executors.models.loading.load_model`.
     tensorboard : bool
@@ -247,10 +250,11 @@ class RunSettings:
         bool, Setting("--random-weights", "Use the architecture alone, or its weights.", "numbers")
     ] = False
     save_as: Annotated[
-        Literal["numbers", "codes"],
+        SaveAs,
         Setting(
             "--save-as",
-            "How weights that are codes are written: as numbers, or as codes that transformers loads with compressed-tensors.",
+            "How weights that are codes are written: as numbers, as codes that transformers loads with compressed-tensors, or as "
+            "codes of any format that zosim alone reads.",
         ),
     ] = "numbers"
     allow_download: Annotated[bool, Setting("--allow-download", "Fetch a named model.")] = False
@@ -283,7 +287,7 @@ class RunSettings:
             )
         if not 0 <= self.seed <= MAX_SEED:
             raise RunError(f"seed={self.seed} must be from 0 to {MAX_SEED}")
-        if self.save_as == "codes":
+        if self.save_as != "numbers":
             self._refuse_no_codes()
         if self.weight_decay < 0:
             raise RunError(f"weight_decay={self.weight_decay} must be at least 0")
@@ -298,13 +302,15 @@ class RunSettings:
         if coding is None or self.lora is not None or self.prefix is not None:
             what = "a plan without them has none" if coding is None else "what is tuned here lies beside them"
             raise PlanError(
-                f"--save-as codes writes the codes that were tuned, and {what}",
+                f"--save-as {self.save_as} writes the codes that were tuned, and {what}",
                 hint="leave it out" if coding is not None else "add --weight-format",
             )
+        if self.save_as == "zosim-codes":
+            return
         if self.plan.model.fused_qkv:
             raise PlanError(
                 f"--save-as codes: {self.plan.model.name} keeps its linear layers transposed, which compressed-tensors does not read",
-                hint="leave it out",
+                hint="write zosim's own layout (--save-as zosim-codes), or numbers (--save-as numbers)",
             )
         refuse_unwritable(coding)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from costmodel.formats import FORMATS
-from costmodel.low_bits import Coding, Linear
+from costmodel.low_bits import CodedMatrix, Coding
 from executors.formats import TORCH_DTYPES, format_of
 from executors.low_bits.coded import Coded, shapes_of
 from executors.models.engine import ForwardEngine
@@ -55,17 +55,18 @@ class Part:
         """Return what a program reserves for the part."""
         return bucket_bytes(sum(t.num_elements for t in self.tensors), len(self.tensors), dtype)
 
-    @property
-    def linears(self) -> list[Linear]:
-        """Shapes of what may be codes."""
-        return [(t.shape[0], t.shape[1]) for t in self.tensors if t.layer is not None]
+    def matrices(self, coding: Coding) -> list[CodedMatrix]:
+        """Return shapes of what is codes, each with how it is kept, where linear layers are kept as `coding`."""
+        kept = ((tensor.shape, tensor.coding_within(coding)) for tensor in self.tensors)
+        return [((shape[0], shape[1]), how) for shape, how in kept if how is not None]
 
     def packed_bytes(self, coding: Coding) -> int:
         """Return what a program reserves for the part where the weights of linear layers are codes."""
-        if not self.linears:
+        matrices = self.matrices(coding)
+        if not matrices:
             return self.size_bytes(coding.dtype)
         num_elements = sum(t.num_elements for t in self.tensors)
-        return coded_bucket_bytes(num_elements, len(self.tensors), self.linears, coding)
+        return coded_bucket_bytes(num_elements, len(self.tensors), matrices, coding.dtype)
 
     def offsets(self, dtype: str) -> list[int]:
         """Return the element at which each tensor starts, and one past the last."""
@@ -225,7 +226,7 @@ class BufferStore:
     def _place(self, access: Access, part: Part) -> PlacedPart:
         dtype, memory = self._program.buffer(access.buffer).dtype, self._memory(access.buffer)
         if dtype == CODED and self._coding is not None:
-            if part.linears:
+            if part.matrices(self._coding):
                 return _placed_codes(memory[access.offset_bytes : access.end_bytes], part, self._coding)
             dtype = self._coding.dtype
             memory = memory.view(TORCH_DTYPES[dtype])
@@ -334,11 +335,12 @@ def _placed_codes(memory: Tensor, part: Part, coding: Coding) -> PlacedPart:
         return memory[begin:offset].view(dtype).view(*shape)
 
     for tensor in part.tensors:
-        if tensor.layer is None:
+        how = tensor.coding_within(coding)
+        if how is None:
             held.append(taken(tensor.shape, TORCH_DTYPES[coding.dtype]))
         else:
-            pieces = [taken(*of) for of in shapes_of(coding, tensor.shape).values()]
-            held.append(Coded.of_tensors(coding, tensor.shape, pieces))
+            pieces = [taken(*of) for of in shapes_of(how, tensor.shape).values()]
+            held.append(Coded.of_tensors(how, tensor.shape, pieces))
     views = tuple(one.codes if isinstance(one, Coded) else one for one in held)
     return PlacedPart(memory, views, part, tuple(held))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -26,11 +28,11 @@ def own_device(device: str) -> str:
     return f"{device}:{RankInfo.here().local_rank}" if device in ACCELERATORS else device
 
 
-def to_storage(model: nn.Module, plan: Plan) -> None:
-    """Give the model's parameters the plan's format."""
-    storage = TORCH_DTYPES[plan.storage_dtype]
+def to_storage(model: nn.Module, plan: Plan, but: Iterable[nn.Parameter] = ()) -> None:
+    """Give the model's parameters, but for some, the plan's format."""
+    storage, left_out = TORCH_DTYPES[plan.storage_dtype], {id(parameter) for parameter in but}
     for parameter in model.parameters():
-        if parameter.dtype != storage:
+        if parameter.dtype != storage and id(parameter) not in left_out:
             parameter.data = parameter.data.to(storage)
 
 

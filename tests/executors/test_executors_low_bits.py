@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from costmodel.configs import LoRA
+from costmodel.configs import LoRA, read_model_spec
 from costmodel.formats import CANDIDATES
 from costmodel.low_bits import Coding, stored_bytes
 from costmodel.roundings import RoundedDirection
@@ -28,7 +28,7 @@ from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import ModelError, PlanError
 from zosim.instructions import Space
 from zosim.lowering import lower
-from zosim.plans import LowBits
+from zosim.plans import LowBits, Placement, Plan
 
 CPU = torch.device("cpu")
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]
@@ -582,6 +582,75 @@ def test_adapters_are_tuned_beside_codes_that_stay():
         left = [p for name, p in model.named_parameters() if "lora_" in name]
         assert not any(torch.equal(p, q) for p, q in zip(adapters, left, strict=True))
         assert session.moved_codes() == Moved()
+
+
+ADAPTERS = LoRA(rank=2, target_modules=("q_proj", "fc2"), seed=3)
+
+
+def adapted(low_bits, placement="resident", *, num_steps=3):
+    """Tune adapters in codes beside codes; return what steps found, the digest, and what the adapters are."""
+    model = model_of("opt", num_hidden_layers=2)
+    attach_lora(model, ADAPTERS)
+    plan = plan_of(model, low_bits=low_bits, **PLACEMENTS[placement])
+    again = model_of("opt", num_hidden_layers=2)
+    attach_lora(again, ADAPTERS, coding=plan.coding)
+    with Session(plan, again, learning_rate=1e-2, seed=SEED) as session:
+        records = [session.step(batch) for batch in batches(num_steps)]
+        session.flush()
+        held = {name: layer.coded for name, layer in linear.coded_linears(again) if "lora_" in name}
+        values = {name: coded.values(torch.float32) for name, coded in held.items()}
+        return [r.projected_gradients for r in records], session.digest(), values, session.moved_codes()
+
+
+def test_adapters_in_codes_are_tuned_on_their_grid_beside_codes_that_stay():
+    low_bits = {"weights": "int4", "adapters": "int8", "adapter_span": 4.0}
+    gradients, digest, values, moved = adapted(low_bits)
+    assert len(values) == 2 * 2 * 2
+    for name, value in values.items():
+        inputs = 52 if "fc2" in name else 32
+        step = 4.0 / math.sqrt(inputs) / 127
+        assert torch.allclose(value / step, (value / step).round(), atol=1e-3)
+        assert "lora_B" not in name or bool(value.any())  # B has left zero
+    assert moved.num > moved.unmoved > 0
+    assert moved.saturated == 0
+    for placement in PLACEMENTS:
+        assert adapted(low_bits, placement)[:2] == (gradients, digest), placement
+
+
+@pytest.mark.parametrize(
+    ("stated", "lora", "reason"),
+    [
+        ({"weights": "int4", "adapters": "int8"}, None, "no adapters are tuned"),
+        ({"weights": "int4", "adapters": "best8"}, ADAPTERS, "B begins as zeros"),
+        ({"weights": "int4", "adapters": "int8"}, "windows", "A is drawn anew"),
+        ({"adapters": "int8"}, ADAPTERS, "without coded weights"),
+    ],
+)
+def test_adapters_that_cannot_be_codes_are_refused(stated, lora, reason):
+    lora = ADAPTERS.model_copy(update={"lazy_steps": 2}) if lora == "windows" else lora
+    spec = read_model_spec("opt-125m", trainable=lora or "all")
+    place = Placement(topology="test", devices=("cpu0",))
+    with pytest.raises(PlanError, match=reason):
+        Plan(model=spec, placement=place, batch=1, seq=8, low_bits=stated)
+
+
+def test_a_run_of_adapters_in_codes_is_resumed_and_replayed(tmp_path):
+    inputs = saved_inputs(tmp_path)
+    stated = ("--weight-format", "int4", "--adapter-format", "int8", "--checkpoint-every", 5)
+    stated += ("--lora-rank", 2, "--lora-targets", "q_proj,fc2")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert zosim(*options(inputs, whole, *stated)) == 0
+    assert zosim(*options(inputs, run, *stated, *OFFLOADED)) == 0
+    assert same(run, whole)
+    cut(run, 7)
+    assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
+    assert same(run, whole)
+    names = load_file(run / "checkpoints" / "step-00000010.safetensors").keys()
+    assert "model.decoder.layers.0.fc2.lora_B.weight_scale" in names
+    assert "model.decoder.layers.0.fc2.weight" not in names
+    assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (whole / name).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -207,14 +207,22 @@ def test_adapters_are_not_said_to_be_of_a_causal_model(tmp_path):
         assert json.loads((tmp_path / name / "adapter_config.json").read_text())["task_type"] == task
 
 
-def test_a_run_of_the_command_learns_label_words(lines, tmp_path):
+@pytest.mark.parametrize(
+    "form", [(), ("--weight-format", "int4", "--save-as", "codes")], ids=["numbers", "int4"]
+)
+def test_a_run_of_the_command_learns_label_words(lines, tmp_path, form):
     directory, out = tmp_path / "model", tmp_path / "run"
     model_of("roberta", vocab_size=len(WORDS)).save_pretrained(directory)
     tokenizer_of(mask_token="<mask>").save_pretrained(directory)
     code = zosim(
         "run", "--model", str(directory), "--data", str(lines), "--template", TEMPLATE.text, "--label-words", "0=bad,1=good",
-        "--eval-data", str(lines), "--batch", "4", "--seq", "16", "--steps", "3", "--lr", "1e-3", "--out", str(out),
+        "--eval-data", str(lines), "--batch", "4", "--seq", "16", "--steps", "3", "--lr", "1e-3", "--out", str(out), *form,
     )  # fmt: skip
     assert code == 0
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert any("accuracy" in row for row in metrics)
+    if form:
+        stored = read_model_spec(out).stored
+        assert (stored.weights, stored.scales) == ("int4", "channel")
+        plan = ("plan", "--model", str(out), "--hardware", "a100-80gb-milan", "--batch", "1", "--seq", "16")
+        assert zosim(*plan) == 0

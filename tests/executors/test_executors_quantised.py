@@ -11,12 +11,14 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from safetensors.torch import load_file, save_file
 
-from costmodel.configs import read_model_spec, stored_codes_in
+from costmodel.configs import LoRA, read_model_spec, stored_codes_in
+from costmodel.stored_codes import OWN_WEIGHTS_NAME as OWN
 from executors.low_bits.linear import coded_linears
 from executors.models.loading import load_model
 from executors.models.quantised import _packed, _unpacked
 from executors.models.weight_files import weights_digest
 from executors.runs.replay import load_base
+from executors.runs.runlog import read_header
 from executors.runs.session import Session
 from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
 from tests.support.quantised import amend, compressed, transposed_layout
@@ -314,6 +316,7 @@ def test_what_has_no_layout_is_refused_before_a_step(tmp_path, capsys):
     base = saved_model("opt-untied", tmp_path)
     for more, reason in (
         (("--weight-format", "float4_e2m1"), "no format that compressed-tensors knows"),
+        (("--weight-format", "int8", "--outliers", 0.05), "no place for outliers"),
         ((), "a plan without them has none"),
         (
             ("--weight-format", "int4", "--lora-rank", 2, "--lora-targets", "q_proj"),
@@ -341,6 +344,108 @@ def test_gpt2_is_resumed_from_a_checkpoint_of_its_transposed_layers(tmp_path, ca
     assert run_on(inputs[0], tmp_path, tmp_path / "out", "--weight-format", "int4", "--save-as", "codes") == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("opt-untied", ("int8", "--outliers", 0.05)),
+        ("gpt2", ("best4", "--weight-scales", "group", "--weight-group", 16)),
+        *(
+            pytest.param(name, form, marks=pytest.mark.slow)
+            for name, form in (
+                ("opt", ("float4_e2m1",)),
+                ("llama", ("float8_e5m2", "--weight-scales", "tensor")),
+                ("opt", ("best8",)),
+                ("gpt2", ("int3", "--zero-point")),
+            )
+        ),
+    ],
+)
+def test_codes_of_any_format_are_written_as_zosim_alone_reads_them(tmp_path, name, form, capsys):
+    base, out = saved_model(name, tmp_path), tmp_path / "out"
+    for folder, how in ((out, "zosim-codes"), (tmp_path / "numbers", "numbers")):
+        assert run_on(base, tmp_path, folder, "--weight-format", *form, "--save-as", how) == 0
+    with pytest.raises(OSError, match="no file named"):  # not with weights of its own making
+        loaded(out)
+    numbers = dict(loaded(tmp_path / "numbers").named_parameters())
+    model = load_base(str(out), plan_of(out, "float32"))
+    assert weights_digest(model) == read_header(out)["finished"]["digest"]
+    for key, layer in coded_linears(model):
+        assert torch.equal(layer.numbers(torch.float32), numbers[key]), key
+    more = tmp_path / "more"
+    assert run_on(out, tmp_path, more, "--save-as", "zosim-codes") == 0
+    assert zosim("replay", more, "--model", out, "-o", tmp_path / "again") == 0
+    assert (tmp_path / "again" / OWN).read_bytes() == (more / OWN).read_bytes() != (out / OWN).read_bytes()
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("form", "part", "damage"),
+    [
+        (("int8", "--outliers", 0.05), "weight", lambda codes: codes.fill_(128)),
+        (("best4",), "weight_format", lambda kind: kind.fill_(2)),
+        (("float8_e5m2",), "weight", lambda codes: codes[3].fill_(0x7D)),
+        (("int4",), "weight", lambda codes: codes[0].fill_(0x88)),
+    ],
+    ids=["outliers", "format", "not a number", "beyond the grid"],
+)
+def test_codes_that_stand_for_nothing_are_refused(tmp_path, form, part, damage):
+    base, out = saved_model("opt-untied", tmp_path), tmp_path / "out"
+    assert run_on(base, tmp_path, out, "--weight-format", *form, "--save-as", "zosim-codes") == 0
+    tensors = load_file(out / OWN)
+    damage(tensors[f"{LAYER}.{part}"])
+    save_file(tensors, out / OWN)
+    with pytest.raises(ModelError, match=f"a code of {LAYER} is none of {form[0]}"):
+        weights_digest(load_base(str(out), plan_of(out, "float32")))
+
+
+@pytest.mark.dist
+def test_two_ranks_that_slice_a_quantised_directory_are_one_that_accumulates(tmp_path):
+    base, lines = tmp_path / "model", tmp_path / "data.jsonl"
+    compressed("opt-untied", base, "pack-quantized", dtype=torch.float32, **INT4)
+    saved_lines(lines)
+    command = (
+        "run",
+        "--model",
+        base,
+        "--data",
+        lines,
+        "--steps",
+        4,
+        "--batch",
+        4,
+        "--threads",
+        1,
+        "--no-tensorboard",
+    )
+    command += ("--lr", 1e-2, "--save-as", "codes")
+    two, one = tmp_path / "two", tmp_path / "one"
+    assert (
+        zosim(*command, "--method", "ddp", "--residency", "offloaded", "--transfers", "sliced", "--out", two)
+        == 0
+    )
+    assert zosim(*command, "--accumulate", 2, "--no-launch", "--residency", "resident", "--out", one) == 0
+    drop = [[{k: v for k, v in row.items() if k != "seconds"} for row in rows_of(out)] for out in (one, two)]
+    assert drop[0] == drop[1]
+    assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
+
+
+def test_a_run_in_another_format_than_its_files_is_resumed_and_replayed(tmp_path):
+    inputs = tmp_path / "model", tmp_path / "data.jsonl"
+    model_of("opt", torch.float16).save_pretrained(inputs[0])
+    saved_lines(inputs[1])
+    stated = ("--weight-format", "int8", "--dtype", "float32", "--checkpoint-every", 5)
+    stated += ("--lora-rank", 2, "--lora-targets", "q_proj,fc2")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    for out in (whole, run):
+        assert zosim(*options(inputs, out, *stated)) == 0
+    cut(run, 7)
+    assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
+    assert same(run, whole)
+    assert zosim("replay", run, "--model", inputs[0], "-o", tmp_path / "again") == 0
+    name = Path("adapter") / "adapter_model.safetensors"
+    assert (tmp_path / "again" / name).read_bytes() == (whole / name).read_bytes()
+
+
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -349,26 +454,29 @@ def own_bytes():
     return int(words[words.index("RssAnon:") + 1]) * 1024
 
 
-@pytest.mark.parametrize("stored", [False, True], ids=["16 bits", "quantised"])
-def test_weights_become_codes_layer_by_layer_and_are_never_there_twice(tmp_path, stored):
+@pytest.mark.parametrize("files", ["16 bits", "quantised", "another format"])
+def test_weights_become_codes_layer_by_layer_and_are_never_there_twice(tmp_path, files):
     """What the process takes beyond the program's buffers is a layer's, not the model's."""
+    adapters = LoRA(rank=2, target_modules=("q_proj",)) if files == "another format" else None
     sizes = {"hidden_size": 512, "ffn_dim": 2048, "word_embed_proj_dim": 512, "num_hidden_layers": 6}
-    if stored:
+    if files == "quantised":
         compressed("opt", tmp_path, "pack-quantized", changed=sizes, **INT4)
         plan = plan_of(tmp_path)
     else:
         model_of("opt", torch.float16, **sizes).save_pretrained(tmp_path)
         plan = Plan(
-            model=read_model_spec(tmp_path),
+            model=read_model_spec(tmp_path, trainable=adapters or "all"),
             placement=Placement(topology="test", devices=("cpu0",)),
             batch=3,
             seq=9,
-            weights={"dtype": "float16"},
+            weights={"dtype": "float16" if adapters is None else "float32"},
             low_bits={"weights": "int4", "scales": "group", "group_elements": 16},
         )
 
     def session():
-        return Session(plan, load_base(str(tmp_path), plan))
+        # Adapters go on with what a run left.
+        run = None if adapters is None else tmp_path / "run"
+        return Session(plan, load_base(str(tmp_path), plan, adapters=adapters, run=run))
 
     session().close()  # what libraries take when they are first used
     before, seen, ended = own_bytes(), [], threading.Event()

@@ -41,6 +41,13 @@ PAIRS = {
     "pertp-bfloat16": {"mesh": PERTP, "dtype": "bfloat16"},
     "pertp-int8": {"mesh": PERTP, "low_bits": {"weights": "int8", "activations": "int8-token"}},
     "ddp-int4-sliced": {"mesh": DDP, "low_bits": {"weights": "int4", "estimator": "q-rge2"}, **SLICED},
+    "ddp-int4-adapters-sliced": {
+        "mesh": DDP,
+        "lora": {"rank": 2, "target_modules": ("q_proj", "fc2")},
+        "low_bits": {"weights": "int4", "adapters": "int8"},
+        **SLICED,
+    },
+    "ddp-residual": {"mesh": DDP, "estimator": {"difference": "residual"}},
     "pertp-forward": {"mesh": PERTP, "estimator": {"difference": "forward"}},
     "pertp-offloaded": {"mesh": PERTP, **OFFLOADED},
     "pertp-shared": {"mesh": PERTP, **SHARED},
@@ -114,8 +121,8 @@ FOURS = {
 }
 
 
-def model_for(case):
-    """Return the model of a case, with its adapters."""
+def model_for(case, plan=None):
+    """Return the model of a case, with its adapters, as they are kept by a plan."""
     import torch
 
     from costmodel.configs import LoRA
@@ -124,7 +131,7 @@ def model_for(case):
 
     model = model_of(case.get("model", "opt"), getattr(torch, case.get("dtype", "float32")))
     if "lora" in case:
-        attach(model, LoRA(**case["lora"]))
+        attach(model, LoRA(**case["lora"]), plan=plan)
     return model
 
 
@@ -161,7 +168,7 @@ def trained(case, plan, **options):
     """Train, flushing on the way, and return what the steps found and the weights' hash; a rank alone accumulates."""
     from executors.runs.session import Session
 
-    model = model_for(case)
+    model = model_for(case, plan)
     options = {"checksums": True, "weight_decay": DECAY, **options}
     with Session(plan, model, learning_rate=RATE, seed=SEED, **options) as session:
         found = []

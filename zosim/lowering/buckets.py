@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodel.formats import FORMATS
-from costmodel.low_bits import Coding, Linear
+from costmodel.low_bits import CodedMatrix, num_elements
 
 ALIGNMENT_BYTES = 64
 """Every tensor of a bucket starts at a multiple of this: misaligned weights change the bits of a product."""
@@ -25,16 +25,16 @@ def bucket_bytes(num_elements: int, num_tensors: int, dtype: str) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def coded_bucket_bytes(num_elements: int, num_tensors: int, linears: Sequence[Linear], coding: Coding) -> int:
-    """Return the same where the weights of `linears` among them are codes: codes and scales are tensors of their own.
+def coded_bucket_bytes(total: int, num_tensors: int, matrices: Sequence[CodedMatrix], dtype: str) -> int:
+    """Return the same where some matrices among them are codes: codes and scales are tensors of their own.
 
     Examples
     --------
-    >>> coded_bucket_bytes(64 * 64 + 64, 2, [(64, 64)], Coding("int4"))
+    >>> from costmodel.low_bits import Coding
+    >>> coded_bucket_bytes(64 * 64 + 64, 2, [((64, 64), Coding("int4"))], "float32")
     2752
     """
-    num_coded = sum(outputs * inputs for outputs, inputs in linears)
-    num_plain, num_pieces = num_tensors - len(linears), coding.num_pieces * len(linears)
-    size = FORMATS[coding.dtype].bytes(num_elements - num_coded) + coding.size_bytes(linears)
-    size += (num_plain + num_pieces) * (ALIGNMENT_BYTES - 1)
+    num_pieces = num_tensors - len(matrices) + sum(how.num_pieces for _, how in matrices)
+    size = FORMATS[dtype].bytes(total - num_elements(matrices))
+    size += sum(how.size_bytes([one]) for one, how in matrices) + num_pieces * (ALIGNMENT_BYTES - 1)
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

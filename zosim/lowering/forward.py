@@ -201,20 +201,26 @@ class Forwards:
 
     def _coded(self, work: Work, segment: str, *, is_beside: bool) -> Work:
         """Return `work` where the segment's linear layers are codes."""
-        plan, groups = self._plan, self._rank.model.groups_of(segment)
-        linears = [one for group in groups for one in (*group.linears, *group.frozen_linears)]
-        if plan.coding is None or not linears:
+        plan, groups, low_bits = self._plan, self._rank.model.groups_of(segment), self._plan.low_bits
+        if plan.coding is None:
             return work
-        low_bits = plan.low_bits
-        return coded_forward_work(
-            work,
-            linears,
-            plan.coding,
-            kernel=low_bits.product,
-            are_inputs_coded=bool(low_bits.input_scales),
-            is_beside=is_beside,
-            moved_share=1 - low_bits.sparsity,
-        )
+        tuned = [matrix for group in groups for matrix in plan.coding.tuned(group)]
+        frozen = [matrix for group in groups for matrix in plan.coding.frozen(group)]
+        for matrices, is_moved in ((tuned, is_beside), (frozen, False)):
+            if not matrices:
+                continue
+            linears, how = [one for one, _ in matrices], matrices[0][1]
+            is_adapter = how != plan.coding
+            work = coded_forward_work(
+                work,
+                linears,
+                how,
+                kernel="dequantise" if is_adapter else low_bits.product,
+                are_inputs_coded=bool(low_bits.input_scales) and not is_adapter,
+                is_beside=is_moved,
+                moved_share=1 - low_bits.sparsity,
+            )
+        return work
 
     def _counted(self, segment: str, *, num_sequences: int | None = None, seq: int | None = None) -> Work:
         plan = self._plan

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from costmodel.low_bits import Linear
+from costmodel.low_bits import CodedMatrix
 from costmodel.model_spec import EMBED, ParameterGroup, block_index
 from costmodel.sweeps import cast_work, copy_work
 from costmodel.work import Work
@@ -79,20 +79,14 @@ class Homes:
         if key not in self._buckets:
             num_frozen = group.num_parameters - group.num_trainable
             num_frozen_tensors = group.num_tensors - group.num_trainable_tensors
-            frozen = self._part_bytes(num_frozen, num_frozen_tensors, group.frozen_linears, dtype)
-            trainable = self._part_bytes(
-                group.num_trainable, group.num_trainable_tensors, group.linears, dtype
-            )
+            coding = self._plan.coding
+            stay, tuned = (coding.frozen(group), coding.tuned(group)) if coding else ([], [])
+            frozen = _part_bytes(num_frozen, num_frozen_tensors, stay, dtype)
+            trainable = _part_bytes(group.num_trainable, group.num_trainable_tensors, tuned, dtype)
             # With room for equal, aligned shares, where the group is shared out.
             unit = ALIGNMENT_BYTES * (self._num_shares if self.is_offloaded(group) else 1)
             self._buckets[key] = -(-frozen // unit) * unit, -(-trainable // unit) * unit
         return self._buckets[key]
-
-    def _part_bytes(self, num_elements: int, num_tensors: int, linears: Sequence[Linear], dtype: str) -> int:
-        coding = self._plan.coding
-        if coding is None or not linears:
-            return bucket_bytes(num_elements, num_tensors, dtype)
-        return coded_bucket_bytes(num_elements, num_tensors, linears, coding)
 
     # -- places ------------------------------------------------------------------------------------------------
 
@@ -304,3 +298,9 @@ class Homes:
         left = (Access(slot, FREED, None, self._slot_sizes[slot]),)
         name, work = f"{segment}/free{suffix}", Work(num_allocations=1)
         self._listing.emit(name, Free(slot), Stream.D2H, "free", segment, (), left, work)
+
+
+def _part_bytes(total: int, num_tensors: int, matrices: Sequence[CodedMatrix], dtype: str) -> int:
+    if not matrices:
+        return bucket_bytes(total, num_tensors, dtype)
+    return coded_bucket_bytes(total, num_tensors, matrices, dtype)

@@ -34,7 +34,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from costmodel.formats import FORMATS
-from costmodel.low_bits import coded_update_work
+from costmodel.low_bits import coded_update_work, num_elements
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import perturb_work, update_work
 from costmodel.work import Work
@@ -243,10 +243,11 @@ class Points:
 
     def _swept_bytes(self, group: ParameterGroup) -> int:
         """Return the bytes of what passes over the numbers of `group` need once more, were they not made in pieces."""
-        if self._plan.rounding is None:
+        coding = self._plan.coding
+        if coding is None:
             return self._directions.direction_bytes(group)
-        num_coded = sum(outputs * inputs for outputs, inputs in group.linears)
-        return FORMATS[self._plan.weights.dtype].bytes(group.num_trainable - num_coded)
+        num_plain = group.num_trainable - num_elements(coding.tuned(group))
+        return FORMATS[self._plan.weights.dtype].bytes(num_plain)
 
     # -- updates -----------------------------------------------------------------------------------------------
 
@@ -285,9 +286,9 @@ class Points:
 
     def _update_work(self, group: ParameterGroup) -> Work:
         coding = self._plan.coding
-        num_coded = sum(outputs * inputs for outputs, inputs in group.linears) if coding else 0
+        tuned = coding.tuned(group) if coding else []
         plain = update_work(
-            group.num_trainable - num_coded,
+            group.num_trainable - num_elements(tuned),
             dtype=self._plan.weights.dtype,
             direction_dtype=self._rank.direction_format,
             num_tensors=group.num_trainable_tensors,
@@ -297,7 +298,9 @@ class Points:
         if self._rank.adds_factors:  # products are made in pieces that stay in cache
             products = self._directions.products(group)
             plain += Work(dtype=plain.dtype, matmuls=products, num_kernels=len(products))
-        if coding is None or not num_coded:
+        if not tuned:
             return plain
-        coded = coded_update_work(group.linears, coding, 1 - self._plan.low_bits.sparsity)
+        # Of linear layers all, or of adapters.
+        linears, how = [one for one, _ in tuned], tuned[0][1]
+        coded = coded_update_work(linears, how, 1 - self._plan.low_bits.sparsity)
         return plain + coded.model_copy(update={"dtype": plain.dtype})

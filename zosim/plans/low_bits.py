@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from costmodel.formats import FORMATS, CodeFormat, DType, ScaleScope
+from costmodel.formats import CANDIDATES, FORMATS, CodeFormat, DType, ScaleScope
 from costmodel.low_bits import Coding, Fit
 from costmodel.roundings import EstimatorName, RoundedDirection
 from topology.errors import PlanError
@@ -60,6 +60,12 @@ class LowBits(Axis):
         Whether the grid spans the least and the largest weight, not as much on both sides of 0.
     full_range : bool
         Whether symmetric integers use their lowest number, too (-8 of int4), as the codes of other tools do.
+    adapters : str
+        Format of the A and B of adapters beside codes, with one scale for each; ``"none"`` for numbers. They are tuned on their
+        grids, as other codes are.
+    adapter_span : float
+        Largest entry of A and B that has a code, over the largest that A begins with. B begins as zeros, which say nothing of
+        the range that it needs.
     direction_bits : int
         Bits that directions of all parameters are rounded to, at random, each in a byte.
     estimator : str
@@ -128,6 +134,24 @@ class LowBits(Axis):
         bool,
         Setting("--full-range", "Let symmetric integers use their lowest number, -8 of int4.", "numbers"),
     ] = False
+    adapters: Annotated[
+        Literal["none", CodeFormat],
+        Setting(
+            "--adapter-format",
+            "Codes that the A and B of adapters beside coded weights are kept and trained in.",
+            "numbers",
+            recorded_as="adapter_format",
+        ),
+    ] = "none"
+    adapter_span: Annotated[
+        float,
+        Field(ge=1, le=64, allow_inf_nan=False),
+        Setting(
+            "--adapter-span",
+            "Largest entry of such A and B that has a code, over the largest that A begins with.",
+            "numbers",
+        ),
+    ] = 2.0
     direction_bits: Annotated[
         int,
         Field(ge=2, le=8),
@@ -211,6 +235,8 @@ class LowBits(Axis):
         yield f"{self.weights} linears (a scale per {scale}), the rest {plan.weights.dtype}"
         if self.outliers:
             yield f"{self.outliers:.2%} outliers in fp8"
+        if self.adapters != "none":
+            yield f"{self.adapters} adapters (up to {self.adapter_span:g} times where A begins)"
         sparse = f" in {1 - self.sparsity:.2%} of the channels" if self.sparsity else ""
         yield f"{self.direction_bits}-bit directions{sparse}, {self.estimator}"
         activations = (
@@ -230,6 +256,7 @@ class LowBits(Axis):
                 )
             return
         yield from self._conflicts_of_model(plan)
+        yield from self._conflicts_of_adapters(plan)
         yield from self._conflicts_of_kernel()
         if self.product == "scaled_mm":
             yield from self._conflicts_of_float8(plan)
@@ -283,6 +310,22 @@ class LowBits(Axis):
             plan.coding.check(linears)
         except PlanError as error:
             yield error.message, error.hint or ""
+
+    def _conflicts_of_adapters(self, plan: Plan) -> Iterator[Conflict]:
+        if self.adapters == "none":
+            return
+        if not plan.model.adapter_rank:
+            yield f"adapters={self.adapters}, but no adapters are tuned", "add --lora-rank, or leave it out"
+        if self.adapters in CANDIDATES:
+            yield (
+                f"adapters={self.adapters} is chosen by what a matrix holds, and B begins as zeros",
+                f"name one: --adapter-format {CANDIDATES[self.adapters][0]}",
+            )
+        if plan.model.tunes_left_factors:
+            yield (
+                f"adapters={self.adapters}, but A is drawn anew and B begins again as zeros, which numbers are for",
+                "leave --lora-lazy-steps out, or --adapter-format",
+            )
 
     def _conflicts_of_kernel(self) -> Iterator[Conflict]:
         is_float = FORMATS[self.weights].is_float
@@ -350,6 +393,8 @@ class LowBits(Axis):
             self.full_range,
             self.fit,
             self.outliers,
+            None if self.adapters == "none" else self.adapters,
+            self.adapter_span,
         )
 
     def rounding(self, plan: Plan) -> RoundedDirection | None:
