@@ -114,7 +114,8 @@ class Perturb:
 class Update:
     """``θ - η·(g·z + wd·θ)``, rounded in that order, with the ``η`` and ``g`` of step ``step``.
 
-    Weights that are codes are rounded to their grid at random, once.
+    Weights that are codes are rounded to their grid at random, once; or what they change by is added to that by the queries before,
+    and rounded with the last.
 
     Attributes
     ----------

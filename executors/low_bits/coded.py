@@ -171,9 +171,9 @@ class Coded:
         grid = self.grid
         tensors = [] if self.outliers is None else [(_OUTLIER_GRID, self.outliers)]
         if isinstance(grid, Integers):
-            lowest = self.levels() == grid.low - 1 if grid.low < 0 else None
             wanted = 0 if self.outliers is None else self.outliers.shape[1]
-            if lowest is not None and bool((lowest.sum(1) != wanted).any()):
+            uses_lowest = self.coding.has_zero_point or self.coding.is_full_range
+            if not uses_lowest and bool(((self.levels() == grid.low - 1).sum(1) != wanted).any()):
                 return True
         else:
             tensors.append((grid, self.codes))

@@ -151,7 +151,7 @@ class Floats(Grid):
         wide = self._wide_type
         if wide is not None:
             return values.to(wide).view(torch.uint8)
-        symbols = torch.bucketize(values.abs(), self._magnitudes(values)).to(torch.uint8)
+        symbols = torch.bucketize(values.abs().contiguous(), self._magnitudes(values)).to(torch.uint8)
         return symbols.add_(torch.signbit(values) * len(self._levels))
 
     def values(self, symbols: Tensor) -> Tensor:

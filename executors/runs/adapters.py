@@ -56,8 +56,8 @@ def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None, plan: 
                 id(parameter) in linears if adapters == "linears" else parameter.dim() == 2
             )
     elif isinstance(adapters, LoRA):
-        kept = {} if plan is None else {"dtype": TORCH_DTYPES[plan.storage_dtype], "coding": plan.coding}
-        attach_lora(model, adapters, **kept)
+        dtype, coding = (None, None) if plan is None else (TORCH_DTYPES[plan.storage_dtype], plan.coding)
+        attach_lora(model, adapters, dtype=dtype, coding=coding)
         if adapters.lazy_steps is not None:
             attach_windows(model, adapters)
     elif run is not None and (run / _INITIAL / WEIGHTS_NAME).is_file():

@@ -28,7 +28,7 @@ def own_device(device: str) -> str:
     return f"{device}:{RankInfo.here().local_rank}" if device in ACCELERATORS else device
 
 
-def to_storage(model: nn.Module, plan: Plan, but: Iterable[nn.Parameter] = ()) -> None:
+def to_storage(model: nn.Module, plan: Plan, but: Iterable[torch.Tensor] = ()) -> None:
     """Give the model's parameters, but for some, the plan's format."""
     storage, left_out = TORCH_DTYPES[plan.storage_dtype], {id(parameter) for parameter in but}
     for parameter in model.parameters():

@@ -584,6 +584,38 @@ def test_adapters_are_tuned_beside_codes_that_stay():
         assert session.moved_codes() == Moved()
 
 
+NUM_SUMMED = 8
+
+
+def updated(rounding, rate, placement="resident", *, decay=0.0, num_steps=2):
+    """Train codes along several queries a step; return digest, levels, and what moved."""
+    model = model_of("opt", num_hidden_layers=2)
+    low_bits = {"weights": "int8", "update_rounding": rounding}
+    plan = plan_of(model, low_bits=low_bits, estimator={"num_queries": NUM_SUMMED}, **PLACEMENTS[placement])
+    with Session(plan, model, learning_rate=rate, seed=SEED, weight_decay=decay) as session:
+        for batch in batches(num_steps):
+            session.step(batch)
+        digest = session.digest()
+        levels = {name: layer.coded.levels().int() for name, layer in linear.coded_linears(model)}
+        return digest, levels, session.moved_codes()
+
+
+def test_updates_of_a_steps_queries_are_rounded_once_where_that_is_asked():
+    assert len({updated("step", 1e-3, name, decay=0.1)[0] for name in PLACEMENTS}) == 1
+    each, once = (updated(rounding, 1e-3)[2] for rounding in ("query", "step"))
+    assert each.num == pytest.approx(NUM_SUMMED * once.num, rel=0.05)
+    # E|sum| is a root of the number of queries below the sum of E|.|, of projected gradients about as large.
+    assert 0 < once.num - once.unmoved < 0.6 * (each.num - each.unmoved)
+    # What is many steps long, roundings do not matter to.
+    base, ones, sums = (
+        updated(*case, num_steps=1)[1] for case in (("step", 0.0), ("query", 0.05), ("step", 0.05))
+    )
+    assert max(int((sums[name] - base[name]).abs().max()) for name in base) > 3 * NUM_SUMMED
+    for name in base:
+        is_inside = (ones[name].abs() < 127) & (sums[name].abs() < 127)
+        assert int(((ones[name] - sums[name]).abs() * is_inside).max()) <= 2 * NUM_SUMMED
+
+
 ADAPTERS = LoRA(rank=2, target_modules=("q_proj", "fc2"), seed=3)
 
 
@@ -660,6 +692,7 @@ def test_a_run_of_adapters_in_codes_is_resumed_and_replayed(tmp_path):
         ({"weights": "float8_e4m3", "activations": "int8-token"}, {}, "int_mm multiplies integers"),
         ({"weights": "int8", "kernel": "int_mm"}, {}, "activations=none"),
         ({"direction_bits": 4}, {}, "without coded weights"),
+        ({"weights": "int8", "update_rounding": "step"}, {}, "of which there is one"),
         ({"weights": "int8"}, {"schedule": {"traversal": "sweep"}}, "sweep"),
         (
             {"weights": "int8", "estimator": "q-rge2"},

@@ -63,7 +63,7 @@ def test_a_step_has_one_forward_of_each_segment(update):
 @pytest.mark.parametrize("form", [(), ("--weight-format", "int8")], ids=["numbers", "int8"])
 def test_a_run_is_resumed_and_replayed(tmp_path, form):
     inputs = saved_inputs(tmp_path)
-    stated = ("--difference", "residual", "--checkpoint-every", 5, *form)
+    stated = ("--difference", "residual", "--lr", 1e-6, "--checkpoint-every", 5, *form)
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert zosim(*options(inputs, whole, *stated)) == 0
     assert zosim(*options(inputs, run, *stated, *OFFLOADED)) == 0
@@ -82,7 +82,7 @@ def test_a_run_is_resumed_and_replayed(tmp_path, form):
 
 def test_a_loss_of_the_step_before_that_is_another_is_damage(tmp_path, capsys):
     inputs, run = saved_inputs(tmp_path), tmp_path / "run"
-    assert zosim(*options(inputs, run, "--difference", "residual")) == 0
+    assert zosim(*options(inputs, run, "--difference", "residual", "--lr", 1e-6)) == 0
     rows = rows_of(run)
     rows[7]["loss_before"] += 0.125
     (run / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -140,7 +140,6 @@ class Losses:
         """Write how two losses become the projected gradient of `query`; one of them may be of the step before."""
         points = points_of_query(query, self._plan.estimator.difference)
         name, op = f"projected_gradient[q{query}]", Scalar("projected_gradient", query)
-        reads, left = tuple(map(self._loss, points)), (self.gradient(query, 0),)
-        if self._keeps_losses:
-            reads, left = (*reads, self._before(query, -1)), (*left, self._before(query, 0))
+        kept = [self._before(query, step) for step in (-1, 0) if self._keeps_losses]
+        reads, left = (*map(self._loss, points), *kept[:1]), (self.gradient(query, 0), *kept[1:])
         self._listing.emit(name, op, Stream.COMPUTE, "scalar", HEAD, reads, left, Work(num_kernels=3))

@@ -38,7 +38,7 @@ from costmodel.low_bits import coded_update_work, num_elements
 from costmodel.model_spec import ParameterGroup
 from costmodel.sweeps import perturb_work, update_work
 from costmodel.work import Work
-from zosim.contents import GroupWeights, is_scaled
+from zosim.contents import UPDATE_SUM, GroupWeights, Named, is_scaled
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.directions import Directions
 from zosim.lowering.listing import Listing
@@ -238,6 +238,8 @@ class Points:
                 yield Buffer(f"copy.{number}", Space.DEVICE, max(sizes), "copies", dtype)
         most = SIGN_SCRATCH_ELEMENTS if self._is_sign else SCRATCH_ELEMENTS
         largest = max(map(self._swept_bytes, self._rank.groups), default=0)
+        if sums := max(map(self._sum_bytes, self._rank.groups), default=0):
+            yield Buffer("sums", Space.DEVICE, sums, "directions", "float32", dynamic=True)
         if scratch := min(largest, FORMATS[dtype].bytes(most)):
             yield Buffer("scratch", Space.DEVICE, scratch, "scratch", dtype)
 
@@ -273,18 +275,31 @@ class Points:
             after = GroupWeights(group.name, updated_to=None if is_last else query)
             read = self._homes.trainable(group, place, step, before)
             left = self._homes.trainable(group, place, step + is_last, after)
+            added = self._sum(group, query - 1, step) if query else ()
+            adding = () if is_last else self._sum(group, query, step)
             self._listing.emit(
                 f"{group.name}/update[q{query}]",
                 Update(group.name, step, query, divisor),
                 self._stream,
                 "update",
                 segment,
-                (read, direction, self._losses.gradient(query, step)),
-                (left,),
-                self._update_work(group),
+                (read, direction, self._losses.gradient(query, step), *added),
+                (left, *adding),
+                self._update_work(group, is_added=bool(adding)),
             )
 
-    def _update_work(self, group: ParameterGroup) -> Work:
+    def _sum(self, group: ParameterGroup, query: int, step: int) -> tuple[Access, ...]:
+        """Return the access to what the codes of `group` change by, over all queries up to `query`; none if each is rounded."""
+        size = self._sum_bytes(group)
+        return (Access("sums", Named(UPDATE_SUM, f"{group.name}:q{query}"), step, size),) if size else ()
+
+    def _sum_bytes(self, group: ParameterGroup) -> int:
+        plan = self._plan
+        if plan.coding is None or plan.low_bits.update_rounding == "query":
+            return 0
+        return FORMATS["float32"].bytes(num_elements(plan.coding.tuned(group)))
+
+    def _update_work(self, group: ParameterGroup, *, is_added: bool) -> Work:
         coding = self._plan.coding
         tuned = coding.tuned(group) if coding else []
         plain = update_work(
@@ -302,5 +317,8 @@ class Points:
             return plain
         # Of linear layers all, or of adapters.
         linears, how = [one for one, _ in tuned], tuned[0][1]
+        total = num_elements(tuned)
+        if is_added:  # a direction of a byte an element, and the sum so far
+            return plain + Work(dtype=plain.dtype, sweep_bytes=9 * total, num_kernels=len(linears))
         coded = coded_update_work(linears, how, 1 - self._plan.low_bits.sparsity)
         return plain + coded.model_copy(update={"dtype": plain.dtype})

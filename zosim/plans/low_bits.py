@@ -71,6 +71,9 @@ class LowBits(Axis):
     estimator : str
         What a projected gradient along the rounded direction ``û₁`` is multiplied by: ``"q-rge1"`` by ``û₁``, ``"q-rge2"``
         by another rounding ``û₂`` of the same direction, ``"normalised"`` by ``û₁`` over its second moment.
+    update_rounding : str
+        ``"query"``: the update of codes by each query is rounded at random by itself, as QuZO's equation 15 has it; ``"step"``: the
+        sum of a step's, once.
     sparsity : float
         Probability that a row of the direction of a coded weight, an output channel, is 0 in a step. Others are
         ``1/√(1 - sparsity)`` times as long, so that directions are as long on average.
@@ -165,6 +168,14 @@ class LowBits(Axis):
             "--estimator", "What the projected gradient along a rounded direction multiplies.", "numbers"
         ),
     ] = "normalised"
+    update_rounding: Annotated[
+        Literal["query", "step"],
+        Setting(
+            "--update-rounding",
+            "Round the update of codes for each query, or once for the sum of a step's, kept in 32 bits for a block at a time.",
+            "numbers",
+        ),
+    ] = "query"
     sparsity: Annotated[
         float,
         Field(ge=0, le=0.9999, allow_inf_nan=False),
@@ -243,6 +254,8 @@ class LowBits(Axis):
             "" if self.activations == "none" else f" of {self.activations.replace('-', ' per ')} inputs"
         )
         yield f"{self.product}{activations}"
+        if self.update_rounding == "step":
+            yield "updates rounded once a step"
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what codes do not do."""
@@ -264,6 +277,11 @@ class LowBits(Axis):
             yield (
                 f"sparsity={self.sparsity:g} of coded weights, none of which is trained",
                 "leave --sparsity out, or train the linear layers",
+            )
+        if self.update_rounding == "step" and plan.estimator.num_queries == 1:
+            yield (
+                "update_rounding=step adds up the updates of a step's queries, of which there is one",
+                "ask for more (--queries), or leave it out",
             )
         if plan.schedule.traversal == "sweep":
             yield (

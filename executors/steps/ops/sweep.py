@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch import Tensor
+
 from costmodel.distributions import DISTRIBUTIONS
 from costmodel.formats import FORMATS
 from executors.low_bits.coded import Coded, Moved
@@ -15,10 +17,13 @@ from executors.steps.buffers import runs_alike
 from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context
 from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
-from zosim.contents import Direction, DirectionFactors, GroupWeights, is_scaled
+from zosim.contents import UPDATE_SUM, Direction, DirectionFactors, GroupWeights, Named, is_scaled
 from zosim.instructions import Access, Instruction
 from zosim.operations import Draw, Perturb, Scalar, Update
 from zosim.program import Program
+
+Place = tuple[str, int]
+"""Under which the store keeps what is no flat array."""
 
 
 class Sweeps:
@@ -102,7 +107,18 @@ class Sweeps:
         weight_decay = self._context.hyperparameters.weight_decay if op.query == 0 else 0.0
         sweeper, is_sign = self.sweeper, op.group in self._signs
         if op.group in self._roundings:
-            return self._update_by_codes(op, weights, direction, weight_decay)
+            before, after = (
+                next(
+                    (
+                        place_of(a)
+                        for a in accesses
+                        if isinstance(a.what, Named) and a.what.name == UPDATE_SUM
+                    ),
+                    None,
+                )
+                for accesses in (instruction.reads, instruction.writes)
+            )
+            return self._update_by_codes(op, weights, direction, (before, after))
         matrix_divisor = self._matrix_divisors.get(op.group, 1.0)
         is_uniform = not weight_decay and matrix_divisor == 1
 
@@ -159,8 +175,18 @@ class Sweeps:
 
         return update
 
-    def _update_by_codes(self, op: Update, weights: Access, direction: Access, weight_decay: float) -> Action:
-        """Return what updates a group along a direction of codes: numbers as ever, weights that are codes on their grid."""
+    def _update_by_codes(
+        self, op: Update, weights: Access, direction: Access, sums: tuple[Place | None, Place | None]
+    ) -> Action:
+        """Return what updates a group along a direction of codes: numbers as ever, weights that are codes on their grid.
+
+        `sums` are the places of what codes change by over the queries before, and over these and this one, which are rounded later.
+        """
+        values, (before, after) = self._context.store.values, sums
+        # Several directions are one step, which decays once: with the first, or where all are rounded together.
+        weight_decay = self._context.hyperparameters.weight_decay
+        numbers_decay = weight_decay if op.query == 0 else 0.0
+        codes_decay = weight_decay if (before is not None or op.query == 0) and after is None else 0.0
 
         def update(frame: StepFrame) -> None:
             source = frame.at(op.step)
@@ -171,9 +197,20 @@ class Sweeps:
             rounding = self._roundings[op.group]
             gradient = source.gradients[op.query] / self.num_queries / op.divisor
             key = rounding_key(source.seeds[op.query], source.step, op.query, "update")
+            summed = iter(values.pop(before) if before is not None else ())
+            kept: list[Tensor] = []
             for tensor, held, along in zip(theta.part.tensors, theta.held, z.views, strict=True):
-                decay = weight_decay if tensor.decays else 0.0
-                if isinstance(held, Coded):
+                decay = (codes_decay if isinstance(held, Coded) else numbers_decay) if tensor.decays else 0.0
+                if isinstance(held, Coded) and (before is not None or after is not None):
+                    factor = rate * gradient * rounding.unit
+                    total = next(summed, None)
+                    total = along.float().mul_(factor) if total is None else total.add_(along, alpha=factor)
+                    if after is not None:
+                        kept.append(total)
+                        continue
+                    chances = partial(self._chances.between, parameter=tensor.index, key=key)
+                    held.move(total, 1.0, chances, decay=rate * decay, counted=self.moved)
+                elif isinstance(held, Coded):
                     chances = partial(self._chances.between, parameter=tensor.index, key=key)
                     # Where weights decay, all of them do.
                     rows = (
@@ -195,6 +232,8 @@ class Sweeps:
                         learning_rate=rate,
                         weight_decay=decay or None,
                     )
+            if after is not None:
+                values[after] = kept
 
         return update
 
