@@ -584,7 +584,7 @@ def test_adapters_are_tuned_beside_codes_that_stay():
         assert session.moved_codes() == Moved()
 
 
-NUM_SUMMED = 8
+NUM_SUMMED = 4
 
 
 def updated(rounding, rate, placement="resident", *, decay=0.0, num_steps=2):
@@ -601,19 +601,20 @@ def updated(rounding, rate, placement="resident", *, decay=0.0, num_steps=2):
 
 
 def test_updates_of_a_steps_queries_are_rounded_once_where_that_is_asked():
-    assert len({updated("step", 1e-3, name, decay=0.1)[0] for name in PLACEMENTS}) == 1
     each, once = (updated(rounding, 1e-3)[2] for rounding in ("query", "step"))
     assert each.num == pytest.approx(NUM_SUMMED * once.num, rel=0.05)
     # E|sum| is a root of the number of queries below the sum of E|.|, of projected gradients about as large.
-    assert 0 < once.num - once.unmoved < 0.6 * (each.num - each.unmoved)
-    # What is many steps long, roundings do not matter to.
+    assert 0 < once.num - once.unmoved < 0.8 * (each.num - each.unmoved)
+    # What is many steps long, roundings do not matter to: but to what meets an end of the grid on the way.
     base, ones, sums = (
-        updated(*case, num_steps=1)[1] for case in (("step", 0.0), ("query", 0.05), ("step", 0.05))
+        updated(*case, num_steps=1)[1] for case in (("step", 0.0), ("query", 5e-3), ("step", 5e-3))
     )
-    assert max(int((sums[name] - base[name]).abs().max()) for name in base) > 3 * NUM_SUMMED
+    inside = {name: levels.abs() < 64 for name, levels in base.items()}
+    assert max(int(((sums[name] - base[name]) * inside[name]).max()) for name in base) > 2 * NUM_SUMMED
     for name in base:
-        is_inside = (ones[name].abs() < 127) & (sums[name].abs() < 127)
-        assert int(((ones[name] - sums[name]).abs() * is_inside).max()) <= 2 * NUM_SUMMED
+        assert int(((ones[name] - sums[name]).abs() * inside[name]).max()) <= NUM_SUMMED + 1
+    digests = {updated("step", 1e-3, name, decay=0.1)[0] for name in ("resident", "one slot", "querywise")}
+    assert len(digests) == 1
 
 
 ADAPTERS = LoRA(rank=2, target_modules=("q_proj", "fc2"), seed=3)
