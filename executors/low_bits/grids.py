@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
+from math import frexp, ldexp
 
 import torch
 from torch import Tensor
@@ -171,12 +172,24 @@ class Floats(Grid):
     @property
     def _wide_type(self) -> torch.dtype | None:
         """What torch calls the format, where it has a byte."""
-        return {3: torch.float8_e4m3fn, 2: torch.float8_e5m2}.get(self.mantissa_bits)
+        bytes_of_torch = {(3, -6): torch.float8_e4m3fn, (2, -14): torch.float8_e5m2}
+        return bytes_of_torch.get((self.mantissa_bits, self.smallest_exponent))
 
     @property
     def _levels(self) -> tuple[float, ...]:
-        """Magnitudes of a format of four bits."""
-        return 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
+        """Magnitudes in order, those below the smallest normal number first.
+
+        Examples
+        --------
+        >>> Floats(1, 0, 6.0)._levels
+        (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+        """
+        steps = 2**self.mantissa_bits
+        digits = [(0, number) for number in range(steps)]
+        exponents = range(frexp(self.high)[1] - self.smallest_exponent)
+        digits += [(exponent, steps + number) for exponent in exponents for number in range(steps)]
+        levels = (ldexp(digit / steps, self.smallest_exponent + exponent) for exponent, digit in digits)
+        return tuple(level for level in levels if level <= self.high)
 
     def _magnitudes(self, like: Tensor) -> Tensor:
         return torch.tensor(self._levels, dtype=torch.float32, device=like.device)
