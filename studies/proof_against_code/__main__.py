@@ -5,7 +5,7 @@ from __future__ import annotations
 from proofs_checks.oracles.estimates import quantised_estimate_factor
 from proofs_checks.oracles.rounding import rounding_moments
 from proofs_checks.oracles.smoothing import estimate_bias
-from studies.proof_against_code.cases import Cut
+from studies.proof_against_code.cases import CodedCut
 from zosim.console import stdout
 
 
@@ -33,7 +33,7 @@ def within_a_range() -> None:
 
 def not_at_all() -> None:
     """Show a cut whose gradient is off where lemma 1 allows nothing."""
-    cut = Cut.of([[0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]], [1.0, 0.4 / 7], bits=4)
+    cut = CodedCut.of([[0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]], [1.0, 0.4 / 7], bits=4)
     say(f"F∘S₂ = a·y: L₂ in y is {cut.rest_smoothness:g}, κ = {cut.kappa:.3f}")
     say(f"‖∇f - ∇f̂‖² = {cut.gradient_error:.5f}, lemma 1 allows {cut.allowed(cut.rest_smoothness):g}")
     say(

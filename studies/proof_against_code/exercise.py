@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from studies.exercises import Grade
-from studies.proof_against_code.cases import Cut
+from studies.proof_against_code.cases import CodedCut
 
 Answer = Callable[[int], object]
 
@@ -33,7 +33,7 @@ def check(counterexample: Answer) -> Grade:
 def _complaint(answer: object, bits: int) -> str:
     """Return what is wrong with an answer, or nothing."""
     try:
-        cut = Cut.of(*answer, bits=bits)  # type: ignore[misc]
+        cut = CodedCut.of(*answer, bits=bits)  # type: ignore[misc]
     except (TypeError, ValueError):
         return "return a matrix and an activation, as lists of numbers"
     n = cut.activation.size

@@ -134,7 +134,7 @@ def _architectures(change: Callable[[gpus.Architecture, float], gpus.Architectur
     return apply
 
 
-def _code(name: str, change: Callable[[codes.Code, float], codes.Code]) -> Apply:
+def _code(name: str, change: Callable[[codes.SystemCode, float], codes.SystemCode]) -> Apply:
     def apply(factor: float) -> AbstractContextManager[Any]:
         changed = MappingProxyType({**codes.CODES, name: change(codes.CODES[name], factor)})
         return patch.object(codes, "CODES", changed)
@@ -160,7 +160,7 @@ def _more_score_clocks(item: gpus.Architecture, factor: float) -> gpus.Architect
     return replace(item, attention=attention)
 
 
-def _other_kernel(code: codes.Code, factor: float) -> codes.Code:
+def _other_kernel(code: codes.SystemCode, factor: float) -> codes.SystemCode:
     return code if factor == 1 else replace(code, kernel=None)
 
 

@@ -24,8 +24,8 @@ def rates(routes, capacity):
     return rate
 
 
-def legs(route, sharing):
-    """Cut a route: a fifo link is a leg, and so is an unbroken run of others."""
+def parts(route, sharing):
+    """Cut a route: a fifo link is a part, and so is an unbroken run of others."""
     found = []
     for link in route:
         if sharing[link] == "fifo" or not found or sharing[found[-1][-1]] == "fifo":
@@ -44,14 +44,14 @@ def finish_times(scenario):
     capacity = {name: Fraction(link["bandwidth"]) for name, link in links.items()}
     latency = {name: Fraction(link.get("latency", 0)) for name, link in links.items()}
     sharing = {name: link.get("sharing", "maxmin") for name, link in links.items()}
-    route = {flow["id"]: legs(flow["route"], sharing) for flow in scenario["flows"]}
+    route = {flow["id"]: parts(flow["route"], sharing) for flow in scenario["flows"]}
     size = {flow["id"]: Fraction(flow["bytes"]) for flow in scenario["flows"]}
     order = [flow["id"] for flow in scenario["flows"]]
     due = [(Fraction(flow.get("start", 0)), flow["id"], 0) for flow in scenario["flows"]]
     fluid, queues, finish = {}, {name: [] for name in links}, {}
     now = Fraction(0)
     while due or fluid or any(queues.values()):
-        running = {name: route[name][leg] for name, (leg, _) in fluid.items()}
+        running = {name: route[name][part] for name, (part, _) in fluid.items()}
         running |= {queue[0][0]: [link] for link, queue in queues.items() if queue}
         now_rates = rates(running, capacity)
         left = {name: remaining for name, (_, remaining) in fluid.items()}
@@ -59,26 +59,26 @@ def finish_times(scenario):
         steps = [left[name] / now_rates[name] for name in running] + [time - now for time, _, _ in due]
         step = min(steps)
         now += step
-        for name, (leg, remaining) in list(fluid.items()):
-            fluid[name] = leg, remaining - step * now_rates[name]
+        for name, (part, remaining) in list(fluid.items()):
+            fluid[name] = part, remaining - step * now_rates[name]
         for queue in queues.values():
             if queue:
                 queue[0][2] -= step * now_rates[queue[0][0]]
-        for name, (leg, remaining) in list(fluid.items()):
+        for name, (part, remaining) in list(fluid.items()):
             if remaining == 0:
                 del fluid[name]
-                due.append((now + sum(latency[link] for link in route[name][leg]), name, leg + 1))
+                due.append((now + sum(latency[link] for link in route[name][part]), name, part + 1))
         for link, queue in queues.items():
             if queue and queue[0][2] == 0:
-                name, leg, _ = queue.pop(0)
-                due.append((now + latency[link], name, leg + 1))
+                name, part, _ = queue.pop(0)
+                due.append((now + latency[link], name, part + 1))
         arrived = sorted((item for item in due if item[0] == now), key=lambda item: order.index(item[1]))
         due = [item for item in due if item[0] > now]
-        for time, name, leg in arrived:
-            if leg == len(route[name]):
+        for time, name, part in arrived:
+            if part == len(route[name]):
                 finish[name] = time
-            elif sharing[route[name][leg][0]] == "fifo":
-                queues[route[name][leg][0]].append([name, leg, size[name]])
+            elif sharing[route[name][part][0]] == "fifo":
+                queues[route[name][part][0]].append([name, part, size[name]])
             else:
-                fluid[name] = leg, size[name]
+                fluid[name] = part, size[name]
     return finish

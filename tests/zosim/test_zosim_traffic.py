@@ -163,7 +163,7 @@ def test_fifo_finish_times_equal_exact_queues(scenario):
 
 
 @given(scenarios(sharings=("fifo", "maxmin")))
-def test_mixed_routes_equal_the_exact_simulation_of_their_legs(scenario):
+def test_mixed_routes_equal_the_exact_simulation_of_their_parts(scenario):
     assert_exact(scenario)
 
 

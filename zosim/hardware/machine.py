@@ -317,7 +317,7 @@ class Machine:
             # A hop of a ring keeps pace with the others, and its thread waits meanwhile.
             busy = core_s * size_bytes / seconds if core_s else 1.0
             demands = {self.cores: busy, self.memory: 2 * size_bytes / seconds}
-            return self._asking(replace(cost, limiter="memory"), demands)
+            return self._demanding(replace(cost, limiter="memory"), demands)
         uses = (*path.uses, (self.cores, core_s)) if core_s else path.uses
         return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, path.wire)
 
@@ -329,13 +329,13 @@ class Machine:
         host_s = sum(cost.terms.get(name, 0.0) for name in _HOST_TERMS)
         busy_s = max(sum(cost.terms.values()) - host_s, 0.0)
         share = min(busy_s / cost.seconds, 1.0) if cost.seconds else 0.0
-        return self._asking(cost, {self.kernels: share, self.cores: cost.cores})
+        return self._demanding(cost, {self.kernels: share, self.cores: cost.cores})
 
     def _threads(self, cost: OperationCost) -> Activity:
         traffic = cost.memory_bytes / cost.seconds if cost.seconds else 0.0
-        return self._asking(cost, {self.cores: cost.cores, self.memory: traffic})
+        return self._demanding(cost, {self.cores: cost.cores, self.memory: traffic})
 
-    def _asking(self, cost: OperationCost, demands: Mapping[str, float]) -> Activity:
+    def _demanding(self, cost: OperationCost, demands: Mapping[str, float]) -> Activity:
         """Return an activity that asks for these; alone it gets them, whatever the capacity says.
 
         The profile's rates were reached on the machine, so a demand above the declared capacity means that

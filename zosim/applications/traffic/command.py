@@ -20,9 +20,9 @@ from zosim.applications.traffic.finish import (
     Flow,
     NetworkLink,
     finish_times,
-    legs_between,
-    legs_of,
     network_of,
+    parts_between,
+    parts_of,
 )
 from zosim.console import emit, stderr
 
@@ -88,7 +88,7 @@ def read_scenario(data: Any) -> Scenario:
             if not isinstance(link, str) or link not in links:
                 message = f"{where}: its route names the unknown link {link!r}"
                 raise TrafficError(message, hint=did_you_mean(str(link), links) or "declare it under links")
-        flows[name] = Flow(legs_of(route, links), *_size_and_start(where, item))
+        flows[name] = Flow(parts_of(route, links), *_size_and_start(where, item))
     return Scenario(flows, links)
 
 
@@ -105,10 +105,10 @@ def scenario_on(topology: Topology, data: Any) -> Scenario:
     flows: dict[str | int, Flow] = {}
     for where, name, item in _flows(document["flows"], ("source", "destination")):
         try:
-            legs = legs_between(topology, links, str(item["source"]), str(item["destination"]))
+            parts = parts_between(topology, links, str(item["source"]), str(item["destination"]))
         except TopologyError as error:
             raise TrafficError(f"{where}: {error.message}", hint=error.hint) from error
-        flows[name] = Flow(legs, *_size_and_start(where, item))
+        flows[name] = Flow(parts, *_size_and_start(where, item))
     return Scenario(flows, links)
 
 

@@ -8,11 +8,11 @@ A flow is a message with a route. Links share in one of two ways:
   messages that arrive at the same instant count as arrived in the order in which they were given. The next link
   sees a message when it has arrived as a whole: store and forward.
 
-A route may mix them. It is cut into *legs*, one per ``fifo`` link and one per unbroken run of ``maxmin`` links, and
-a message finishes a leg before it starts the next.
+A route may mix them. It is cut into *parts*, one per ``fifo`` link and one per unbroken run of ``maxmin`` links, and
+a message finishes a part before it starts the next.
 
-Latency does not occupy a link and does not overlap the transfer: the first byte is sent at the start of the leg,
-the last one arrives the leg's latency after it was sent. A lone flow over one leg takes latency plus bytes over
+Latency does not occupy a link and does not overlap the transfer: the first byte is sent at the start of the part,
+the last one arrives the part's latency after it was sent. A lone flow over one part takes latency plus bytes over
 the least bandwidth. A duplex link is two links, a half-duplex link is one that both directions name.
 
 References
@@ -58,32 +58,32 @@ class FlowPart:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A message of `size_bytes` that starts at `start_s` and crosses one leg after the other."""
+    """A message of `size_bytes` that starts at `start_s` and crosses one part after the other."""
 
-    legs: tuple[FlowPart, ...]
+    parts: tuple[FlowPart, ...]
     size_bytes: float
     start_s: float = 0.0
 
 
-def legs_of(route: Iterable[str], links: Mapping[str, NetworkLink]) -> tuple[FlowPart, ...]:
-    """Return the legs of a route: every ``fifo`` link alone, ``maxmin`` links in unbroken runs.
+def parts_of(route: Iterable[str], links: Mapping[str, NetworkLink]) -> tuple[FlowPart, ...]:
+    """Return the parts of a route: every ``fifo`` link alone, ``maxmin`` links in unbroken runs.
 
     Examples
     --------
     >>> links = {"a": NetworkLink(1e9), "b": NetworkLink(1e9), "q": NetworkLink(1e9, sharing="fifo")}
-    >>> [leg.links for leg in legs_of(["a", "b", "q", "a"], links)]
+    >>> [part.links for part in parts_of(["a", "b", "q", "a"], links)]
     [('a', 'b'), ('q',), ('a',)]
     """
-    legs: list[FlowPart] = []
+    parts: list[FlowPart] = []
     for is_fifo, run in itertools.groupby(route, key=lambda name: links[name].sharing == "fifo"):
         names = tuple(run)
         latencies = [links[name].latency_s for name in names]
-        legs += (
+        parts += (
             [FlowPart((name,), latency_s) for name, latency_s in zip(names, latencies, strict=True)]
             if is_fifo
             else [FlowPart(names, math.fsum(latencies))]
         )
-    return tuple(legs)
+    return tuple(parts)
 
 
 def network_of(topology: Topology) -> dict[str, NetworkLink]:
@@ -94,13 +94,13 @@ def network_of(topology: Topology) -> dict[str, NetworkLink]:
     }
 
 
-def legs_between(
+def parts_between(
     topology: Topology, links: Mapping[str, NetworkLink], source_id: str, target_id: str
 ) -> tuple[FlowPart, ...]:
-    """Return the legs of the widest route between two nodes of a topology, whose network `links` is.
+    """Return the parts of the widest route between two nodes of a topology, whose network `links` is.
 
-    The memory at either end is read while the first leg is crossed and written while the last one is; a measured
-    end-to-end bandwidth limits every leg. Links that never limit only add their latency, after the last leg.
+    The memory at either end is read while the first part is crossed and written while the last one is; a measured
+    end-to-end bandwidth limits every part. Links that never limit only add their latency, after the last part.
 
     Raises
     ------
@@ -113,14 +113,14 @@ def legs_between(
     ends = [name for name in (source_id, target_id) if name in route.resource_ids]
     measured = tuple(name for name in route.resource_ids if name.startswith("measured:"))
     crossed = [name for name in route.resource_ids if name not in {*ends, *measured}]
-    legs = list(legs_of(crossed, links)) or [FlowPart(())]
+    parts = list(parts_of(crossed, links)) or [FlowPart(())]
     if source_id in ends:
-        legs[0] = FlowPart((source_id, *legs[0].links), legs[0].latency_s)
+        parts[0] = FlowPart((source_id, *parts[0].links), parts[0].latency_s)
     if target_id in ends and target_id != source_id:
-        legs[-1] = FlowPart((*legs[-1].links, target_id), legs[-1].latency_s)
-    rest_s = max(route.latency_s - math.fsum(leg.latency_s for leg in legs), 0.0)
-    legs[-1] = FlowPart(legs[-1].links, legs[-1].latency_s + rest_s)
-    return tuple(FlowPart((*leg.links, *measured), leg.latency_s) for leg in legs)
+        parts[-1] = FlowPart((*parts[-1].links, target_id), parts[-1].latency_s)
+    rest_s = max(route.latency_s - math.fsum(part.latency_s for part in parts), 0.0)
+    parts[-1] = FlowPart(parts[-1].links, parts[-1].latency_s + rest_s)
+    return tuple(FlowPart((*part.links, *measured), part.latency_s) for part in parts)
 
 
 def finish_times(flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> list[float]:
@@ -131,7 +131,7 @@ def finish_times(flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> lis
     flows : sequence of Flow
         Their order is the order of arrival of messages that reach a ``fifo`` link at the same instant.
     links : mapping of str to NetworkLink
-        Every link that a leg names.
+        Every link that a part names.
 
     Notes
     -----
@@ -147,42 +147,42 @@ def finish_times(flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> lis
     --------
     1 GB and 3 GB share 1 GB/s until the first ends after 2 s; the other has the link to itself for its last 2 GB.
 
-    >>> leg = FlowPart(("a",))
-    >>> finish_times([Flow((leg,), 1e9), Flow((leg,), 3e9)], {"a": NetworkLink(1e9)})
+    >>> part = FlowPart(("a",))
+    >>> finish_times([Flow((part,), 1e9), Flow((part,), 3e9)], {"a": NetworkLink(1e9)})
     [2.0, 4.0]
     """
     return _FlowRun(flows, links).finished() if flows else []
 
 
-class _Legs(Rows):
+class _FlowParts(Rows):
     """Legs of flows: a row each, in the order of the flows."""
 
     def __init__(self, flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> None:
         number = {name: place for place, name in enumerate(links)}
         capacity = np.array([link.bandwidth_bytes_per_s for link in links.values()], dtype=np.float64)
-        legs = [(flow, leg) for flow in flows for leg in flow.legs]
+        parts = [(flow, part) for flow in flows for part in flow.parts]
         # A link that a route crosses twice carries the flow twice.
-        crossed = [Counter(number[name] for name in leg.links) for _, leg in legs]
+        crossed = [Counter(number[name] for name in part.links) for _, part in parts]
         self._resources = np.array([link for counts in crossed for link in counts], dtype=np.intp)
         self._uses = np.array([count for counts in crossed for count in counts.values()], dtype=np.float64)
         sizes = [len(counts) for counts in crossed]
-        self._rows = np.repeat(np.arange(len(legs)), sizes)
+        self._rows = np.repeat(np.arange(len(parts)), sizes)
         super().__init__(
-            len(legs),
+            len(parts),
             capacity,
             np.array([link.sharing == "fifo" for link in links.values()], dtype=bool),
-            np.arange(len(legs)),
+            np.arange(len(parts)),
         )
-        self._bound = np.full(len(legs), math.inf)
+        self._bound = np.full(len(parts), math.inf)
         np.minimum.at(self._bound, self._rows, capacity[self._resources] / self._uses)
-        size = np.array([flow.size_bytes for flow, _ in legs], dtype=np.float64)
+        size = np.array([flow.size_bytes for flow, _ in parts], dtype=np.float64)
         with np.errstate(over="ignore"):
             self.seconds = size / self._bound
         self._instant = 0
         self._instant_s = -math.inf
 
     def arrive(self, rows: Ints, seconds: float | Floats, now_s: float) -> None:
-        """Let legs arrive; those of one instant count as arrived together, however many links a flow crossed in it."""
+        """Let parts arrive; those of one instant count as arrived together, however many links a flow crossed in it."""
         super().arrive(rows, seconds, now_s)
         if now_s > self._instant_s * (1 + SAME_INSTANT):
             self._instant, self._instant_s = self._num_arrivals, now_s
@@ -207,20 +207,22 @@ class _FlowRun:
     def __init__(self, flows: Sequence[Flow], links: Mapping[str, NetworkLink]) -> None:
         self._flows = flows
         self._origin_s = min(flow.start_s for flow in flows)
-        self._legs = _Legs(flows, links)
+        self._flow_parts = _FlowParts(flows, links)
         self._check_range()
         # The first row of each flow, and the flow of each row.
-        self._first = np.cumsum([0] + [len(flow.legs) for flow in flows]).tolist()
-        self._flow_of = [number for number, flow in enumerate(flows) for _ in flow.legs]
+        self._first = np.cumsum([0] + [len(flow.parts) for flow in flows]).tolist()
+        self._flow_of = [number for number, flow in enumerate(flows) for _ in flow.parts]
         self._ends_s = [math.nan] * len(flows)
-        # Arrivals at a leg: time, flow, leg.
+        # Arrivals at a part: time, flow, part.
         self._arrivals = [(flow.start_s - self._origin_s, number, 0) for number, flow in enumerate(flows)]
         heapq.heapify(self._arrivals)
 
     def _check_range(self) -> None:
-        latencies_s = (leg.latency_s for flow in self._flows for leg in flow.legs)
+        latencies_s = (part.latency_s for flow in self._flows for part in flow.parts)
         bound_s = (
-            max(flow.start_s for flow in self._flows) + sum(latencies_s) + float(self._legs.seconds.sum())
+            max(flow.start_s for flow in self._flows)
+            + sum(latencies_s)
+            + float(self._flow_parts.seconds.sum())
         )
         if not math.isfinite(bound_s):
             raise TrafficError(
@@ -232,32 +234,32 @@ class _FlowRun:
         """Return the ends of all flows, on the callers' clock."""
         while (now_s := self._next_s()) < math.inf:
             until_s = now_s * (1 + SAME_INSTANT)
-            for row in self._legs.take_ended(until_s).tolist():
+            for row in self._flow_parts.take_ended(until_s).tolist():
                 number = self._flow_of[row]
                 self._send_on(number, row - self._first[number], now_s)
             self._start_arrived(now_s, until_s)
-            if not self._legs.is_settled:
-                self._legs.settle(now_s)
+            if not self._flow_parts.is_settled:
+                self._flow_parts.settle(now_s)
         return [self._origin_s + end_s for end_s in self._ends_s]
 
     def _next_s(self) -> float:
-        end_s = float(self._legs.end_s.min(initial=math.inf))
+        end_s = float(self._flow_parts.end_s.min(initial=math.inf))
         return min(self._arrivals[0][0] if self._arrivals else math.inf, end_s)
 
-    def _send_on(self, number: int, leg: int, now_s: float) -> None:
-        arrival_s = now_s + self._flows[number].legs[leg].latency_s
-        heapq.heappush(self._arrivals, (arrival_s, number, leg + 1))
+    def _send_on(self, number: int, part: int, now_s: float) -> None:
+        arrival_s = now_s + self._flows[number].parts[part].latency_s
+        heapq.heappush(self._arrivals, (arrival_s, number, part + 1))
 
     def _start_arrived(self, now_s: float, until_s: float) -> None:
         rows = []
         while self._arrivals and self._arrivals[0][0] <= until_s:
-            arrival_s, number, leg = heapq.heappop(self._arrivals)
-            legs = self._flows[number].legs
-            if leg == len(legs):
+            arrival_s, number, part = heapq.heappop(self._arrivals)
+            parts = self._flows[number].parts
+            if part == len(parts):
                 self._ends_s[number] = arrival_s
-            elif legs[leg].links:
-                rows.append(self._first[number] + leg)
+            elif parts[part].links:
+                rows.append(self._first[number] + part)
             else:
-                self._send_on(number, leg, arrival_s)
+                self._send_on(number, part, arrival_s)
         if rows:
-            self._legs.arrive(np.array(rows), self._legs.seconds[rows], now_s)
+            self._flow_parts.arrive(np.array(rows), self._flow_parts.seconds[rows], now_s)

@@ -1,7 +1,7 @@
 """What published code does beside the method: its attention, how it shards and recomputes, and what its host takes.
 
-A prediction is of a method on a machine. Who measured another implementation of it measured that one's habits as well; they are
-told here by the name in a row's `code`, and nowhere in the cost model.
+A prediction is of a method on a machine. A measurement of another implementation is of what that one does besides, too: it
+stands here, by the name in a row's `code`, and nowhere in the cost model.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from costmodel.work import AttentionKernel
 
 
 @dataclass(frozen=True)
-class Code:
-    """Habits of one implementation.
+class SystemCode:
+    """What one implementation does beside the method.
 
     Attributes
     ----------
@@ -63,33 +63,35 @@ class Code:
         return profile.with_constants(*changed, origin=profile.origin) if changed else profile
 
 
-CODES: Mapping[str, Code] = MappingProxyType(
+CODES: Mapping[str, SystemCode] = MappingProxyType(
     {
-        "": Code(),
+        "": SystemCode(),
         # Hugging Face models and the papers' scripts; what their kernels do is in zosim.applications.published_code.
-        "published": Code(attention="eager", host_s={"instruction_s": 0.0}),
+        "published": SystemCode(attention="eager", host_s={"instruction_s": 0.0}),
         # FSDP with mixed precision: weights and gradients in shards of float32, gathered in half precision; FlashAttention in
         # Triton, which knows ALiBi, at the time of its A100 tables. No dropout.
-        "llm-foundry": Code(kernel="fa1", sharding="full", stored="float32", host_s={"instruction_s": 0.0}),
+        "llm-foundry": SystemCode(
+            kernel="fa1", sharding="full", stored="float32", host_s={"instruction_s": 0.0}
+        ),
         # Megatron's transformer layer stores scores and drops out. Of its host: checkpointed layers save and restore the
         # states of random number generators around every forward, which is most of what a small layer takes. Fitted to the
         # steps of one sequence of 1,024 tokens in vTrain's table: 3.4 ms a block for forward, forward again and backward.
-        "megatron-deepspeed": Code(
+        "megatron-deepspeed": SystemCode(
             attention="eager",
             dropout=True,
             host_s={"call_s.block": 0.92e-3, "instruction_s": 0.0},
             fuses_softmax=True,
         ),
         # Engines of their own kernels.
-        "tensorrt-llm": Code(fuses_passes=True),
+        "tensorrt-llm": SystemCode(fuses_passes=True),
         **dict.fromkeys(
-            ("llama.cpp", "ik_llama.cpp", "llamafile"), Code(widens_half=True, fuses_passes=True)
+            ("llama.cpp", "ik_llama.cpp", "llamafile"), SystemCode(widens_half=True, fuses_passes=True)
         ),
     }
 )
 """By what rows call them; others do what torch does by default."""
 
 
-def code_of(name: str) -> Code:
+def code_of(name: str) -> SystemCode:
     """Return the habits of an implementation."""
     return CODES.get(name, CODES[""])

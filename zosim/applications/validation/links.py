@@ -30,10 +30,10 @@ def copy(row: MeasuredRow, site: Site) -> Forecast:
         return bounded(seconds)
     if direction not in get_args(CopyDirection):
         raise Unpredictable(f"direction {direction!r} is none of h2d, d2h, d2d")
-    way: CopyDirection = "h2d" if direction == "h2d" else "d2h"
+    copied: CopyDirection = "h2d" if direction == "h2d" else "d2h"
     work, profile = copy_work(size_bytes), site.profile
     return bounded(
-        lambda bound: device_s(estimate(work, profile, bound=bound, direction=way), profile.device_kind)
+        lambda bound: device_s(estimate(work, profile, bound=bound, direction=copied), profile.device_kind)
     )
 
 
