@@ -85,7 +85,7 @@ class Direction:
 
 @dataclass(frozen=True, slots=True)
 class DirectionRows:
-    """The rows of such a direction that the batch names, where the group is a table of tokens."""
+    """The rows of a direction that the batch names, where the group is a table of tokens."""
 
     group: str
     query: int
@@ -96,7 +96,7 @@ class DirectionRows:
 
 @dataclass(frozen=True, slots=True)
 class DirectionFactors:
-    """The factors that the matrices of such a direction are products of."""
+    """The factors whose products the matrices of a direction are."""
 
     group: str
     query: int
@@ -134,7 +134,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The same as it crosses a cut, which plans number."""
+    """What a segment leaves, encoded, as it crosses a cut; a plan numbers its cuts from 0."""
 
     cut: int
     point: Point

@@ -87,12 +87,15 @@ def plan(
     ZosimError
         If something is unknown, contradicts something else, or nothing fits.
     """
-    fixed = stated_in(settings, PLAN_SECTIONS)
+    stated = stated_in(settings, PLAN_SECTIONS)
     topology = resolve(hardware)
     node = device or topology.compute_devices[0].id
     profiles = Profiles(topology, path=profile, num_threads=threads, is_host=hardware == HOST)
-    mesh = Mesh(**fixed.pop("mesh")) if "mesh" in fixed else None
+    # Sizes, mesh and cuts have places of their own in a request; all else that is stated is fixed in every plan.
+    sizes = {"batch": 1, "seq": 2048} | stated.pop("plan", {})
+    mesh = Mesh(**stated.pop("mesh")) if "mesh" in stated else None
     measured = None if densities is None else Path(densities)
+    cutting = cutting_of(model, **stated.pop("split", {}), densities=measured, tuned=tune)
     request = Request(
         model=read_model_spec(model, trainable=tune),
         topology=topology,
@@ -100,15 +103,15 @@ def plan(
         device=node,
         profile=profiles.of(node),
         profiles=profiles,
-        **({"batch": 1, "seq": 2048} | fixed.pop("plan", {})),
+        **sizes,
         method=method,
         mesh=mesh,
-        cutting=cutting_of(model, **fixed.pop("split", {}), densities=measured, tuned=tune),
+        cutting=cutting,
         max_ranks=_max_ranks(ranks, mesh, topology, device),
         max_device_bytes=memory_limit("--max-device-memory", max_device_memory),
         max_host_bytes=memory_limit("--max-host-memory", max_host_memory),
         allow_lossy=allow_lossy,
-        fixed=fixed,
+        fixed=stated,
     )
     return choose(request)
 

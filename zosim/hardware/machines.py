@@ -107,7 +107,7 @@ def _with_neighbour(
 
 
 def _reaching(machine: Machine, names: Sequence[str], topology: Topology) -> Machine:
-    """Return a machine that knows these resources as well."""
+    """Return a machine with the capacities of these resources added."""
     capacities = dict(machine.capacities)
     for name in names:
         capacities.setdefault(name, topology.resources[name].bandwidth_bytes_per_s)

@@ -99,7 +99,7 @@ class Directions:
         return Access(buffer, Direction(group.name, query), step, self.direction_bytes(group), offset)
 
     def rows(self, group: ParameterGroup, query: int) -> Access:
-        """Return the access to the rows of it that the batch names: among all of them where it is kept."""
+        """Return the access to the rows of the direction of `group` that the batch names; to the whole where directions are kept."""
         if self._are_kept:
             return self.place(group, query, 0)
         size = self._rows_bytes
@@ -124,12 +124,12 @@ class Directions:
 
     @cached_property
     def _block_bytes(self) -> int:
-        """Bytes of the largest direction of any block, or of the parts of one that are there together."""
+        """Bytes of the largest direction of any block."""
         blocks = (segment for segment in self._rank.segments if not is_edge(segment))
         return max(map(self._segment_bytes, blocks), default=0)
 
     def _segment_bytes(self, segment: str) -> int:
-        """Return the bytes of the directions of `segment` that are there together."""
+        """Return the bytes of the directions of `segment` that lie in the buffer together: under a sweep one at a time."""
         groups = self._rank.model.groups_of(segment)
         sizes = [self.direction_bytes(g) for g in groups if not self._rank.gathers(g, segment)]
         return (max if self._rank.is_swept else sum)(sizes or [0])

@@ -59,7 +59,7 @@ class Rank:
 
     @cached_property
     def number_of_own(self) -> dict[Point, int]:
-        """Each of these points with its number among them."""
+        """Number of each of :attr:`own_points`, counted from 0."""
         return {point: number for number, point in enumerate(self.own_points)}
 
     @cached_property
@@ -69,7 +69,7 @@ class Rank:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of these sequences, padding included."""
+        """Tokens that this rank forwards at each of its points, padding included."""
         return self.num_sequences * self.plan.seq
 
     @cached_property
@@ -101,7 +101,7 @@ class Rank:
         return tuple(group for group in self.model.groups if own & set(group.segments))
 
     def readers(self, group: ParameterGroup) -> tuple[str, ...]:
-        """Return the segments of this rank that read `group`."""
+        """Return the segments of this rank that read `group`, in execution order."""
         return self._readers[group.name]
 
     @cached_property
@@ -119,7 +119,10 @@ class Rank:
         return tuple(group for group in self.model.groups_of(segment) if group.num_trainable)
 
     def perturbed_whole(self, segment: str) -> tuple[ParameterGroup, ...]:
-        """Return those of them that are perturbed as a whole: not by the rows that the batch names, nor within products."""
+        """Return the tuned groups of `segment` that a perturbation writes as a whole.
+
+        Others are read through gathered rows (:meth:`gathers`), or their direction is added in products (:meth:`is_beside`).
+        """
         return tuple(
             group
             for group in self.trainable(segment)

@@ -169,7 +169,11 @@ class Homes:
         return offset
 
     def at_rest(self, *, delayed_by: int) -> Iterator[Access]:
-        """Yield what the home of every group holds between steps: before the first all of it, later perhaps a share."""
+        """Yield what the home of every group holds between steps.
+
+        Before the first step (`delayed_by` 1) that is the whole group, whose update may still be to come; after the flush
+        (`delayed_by` 0) a rank answers for its own share alone.
+        """
         for group in self._rank.groups:
             is_offloaded = self.is_offloaded(group)
             dtype = self._plan.transfer_dtype if is_offloaded else None
@@ -249,7 +253,7 @@ class Homes:
         self._listing.emit(name, op, Stream.LINK, "gather", segment, own, here, work)
 
     def offload(self, segment: str, *, changed: bool, suffix: str = "") -> None:
-        """Write the offload of what `changed` of it, and give its slot back."""
+        """Write the offload of the trainable groups of `segment` if they have `changed`, and free a slot that was allocated anew."""
         groups = self._offloaded(segment)
         lossy, dtype = self._plan.is_transfer_lossy, self._plan.transfer_dtype
         for group in groups:

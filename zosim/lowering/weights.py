@@ -110,7 +110,7 @@ class Points:
     # -- points ------------------------------------------------------------------------------------------------
 
     def path(self, query: int) -> tuple[tuple[Leap, ...], ...]:
-        """Return the perturbations of `query`, those together that one draw serves under a sweep.
+        """Return the perturbations of `query`, grouped by the draw that serves them where a sweep forgets directions in between.
 
         Weights in place go through all points, whoever forwards them, and back. Copies are made for this rank's own; where
         it has none, its directions are drawn if they are kept, or so that the step after can draw them again.

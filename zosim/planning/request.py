@@ -166,7 +166,7 @@ def with_stored_codes(fixed: Mapping[str, Mapping[str, Any]], model: ModelSpec) 
 
 
 def without_any(fields: Mapping[str, object]) -> dict[str, object]:
-    """Return the fields that have a value."""
+    """Return the fields with a value of their own, which :data:`~zosim.plans.ANY` is not."""
     return {name: value for name, value in fields.items() if value != ANY}
 
 

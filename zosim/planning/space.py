@@ -361,7 +361,7 @@ def _plan(
 
 
 def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Point]:
-    """Yield what may be chosen of residency and schedule."""
+    """Yield the values of residency and schedule that the request leaves open."""
     allowed = request.fixed.get("residency", {}).get("blocks")
     if "resident" in request.blocks and allowed != "offloaded":
         for update in ("immediate", "delayed"):
@@ -393,7 +393,7 @@ def _perturbations(request: Request) -> Iterator[Point]:
 def _codings(request: Request, mesh: Mesh) -> Iterator[Point]:
     """Yield the formats that linear layers may be kept in: as all others, or in few bits where loss is allowed.
 
-    What else loses is not tried with them: codecs between stages, and transfers of a format that is asked for.
+    Other lossy choices, codecs between stages and a transfer format that is asked for, are not tried together with codes.
     """
     yield {}
     is_open = request.allow_lossy and "weights" not in request.fixed.get("low_bits", {})

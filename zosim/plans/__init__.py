@@ -234,7 +234,10 @@ class Plan(Axis):
 
     @property
     def coded_in_place(self) -> dict[str, int]:
-        """Cuts, by number, at which a rank goes on itself, by the segment before each; none between stages."""
+        """Number of each cut within one stage, by the segment before it: the same rank encodes and decodes what crosses.
+
+        Empty where cuts part stages.
+        """
         if self.mesh.stage > 1:
             return {}
         return {last_before(cut, self.model.segments): number for number, cut in enumerate(self.split.cuts)}

@@ -307,7 +307,7 @@ class LowBits(Axis):
             )
 
     def _conflicts_of_files(self, plan: Plan) -> Iterator[Conflict]:
-        """Yield where the codes that a model's files hold are others."""
+        """Yield how the codes in the files of a quantised model differ from those that the plan asks for."""
         if plan.model.stored is None:
             return
         for name, kept in plan.model.stored.fields.items():

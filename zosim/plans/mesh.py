@@ -132,11 +132,11 @@ class Mesh(Axis):
         ]
 
     def most_sequences(self, batch: int) -> int:
-        """Return the sequences of a batch that a rank forwards at most."""
+        """Return the most sequences of a batch of `batch` that one rank forwards."""
         return -(-batch // self.data)
 
     def most_points(self, num_points: int) -> int:
-        """Return the evaluation points of so many that a rank forwards at most."""
+        """Return the most of `num_points` evaluation points that one rank forwards."""
         return -(-num_points // self.perturb)
 
     @property
