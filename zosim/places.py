@@ -153,12 +153,11 @@ class Order:
         """Places of this rank named by the instruction's ``after``, those before the run left out."""
         return tuple(there for group, there in self.awaited(place) if not group)
 
-    def waits_for_peers(self, place: Place) -> tuple[tuple[str, Place], ...]:
-        """Places on the other members of a group named by ``after``, those before the run left out."""
-        return tuple((group, there) for group, there in self.awaited(place) if group)
-
     def awaited(self, place: Place) -> list[tuple[str, Place]]:
-        """Places named by the instruction's ``after``, each with the group whose members it is on, "" for this rank."""
+        """Places named by the instruction's ``after``, each with the group whose other members it is on, "" for this rank.
+
+        Those before the run are left out.
+        """
         part = self.part(place.position)
         awaited = []
         for edge in self._by_part[part][place.instruction].after:

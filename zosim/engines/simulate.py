@@ -228,12 +228,10 @@ class _SimulatedRank:
 
     def awaited(self, place: Place) -> Iterator[tuple[_SimulatedRank, Place]]:
         """Yield what an instruction waits for besides its stream, on this rank and on its peers."""
-        for needed in self.order.waits_for(place):
-            yield self, needed
-        for group, needed in self.order.waits_for_peers(place):
-            for peer in self.run.world.groups[group].peers(self.index):
-                rank = self.run.ranks[peer]
-                if rank.order.has(needed):
+        for group, needed in self.order.awaited(place):
+            peers = self.run.world.groups[group].peers(self.index) if group else (self.index,)
+            for rank in (self.run.ranks[peer] for peer in peers):
+                if not group or rank.order.has(needed):
                     yield rank, needed
 
     def finished(self, place: Place) -> simpy.Event:

@@ -85,7 +85,7 @@ class Sketcher:
         self._small = shortest(model)
         self._is_long = self._small is not model
         self._sketches: dict[Hashable, Sketch] = {}
-        self._drafts: dict[Hashable, _Draft] = {}
+        self._visits: dict[Hashable, tuple[Visit, ...]] = {}
         self._outlines: dict[Hashable, _Outline] = {}
         self._buffers: dict[Hashable, tuple[Buffer, ...]] = {}
         self._activities: dict[Hashable, tuple[Machine, Activity]] = {}
@@ -95,9 +95,7 @@ class Sketcher:
         if not plan.copies_overlap:
             return 0.0
         stages = [
-            Stage(
-                self._drafted(_part(plan, rank), plan, rank, machines[rank]).visits, machines[rank].step_s()
-            )
+            Stage(self._visits_of(_part(plan, rank), plan, rank, machines[rank]), machines[rank].step_s())
             for rank in ranks
         ]
         return pipelined_s(stages, plan.residency.num_slots)
@@ -109,20 +107,23 @@ class Sketcher:
         if key not in self._sketches:
             if (part, num_slots) not in self._buffers:
                 self._buffers[part, num_slots] = StepWriter(plan, rank).buffers()
-            draft = self._drafted(part, plan, rank, machine)
-            self._sketches[key] = _finished(draft, plan, self._buffers[part, num_slots], machine)
+            visits = self._visits_of(part, plan, rank, machine)
+            workspace_bytes = self._outlines[part].workspace_bytes
+            memory = footprint_of(self._buffers[part, num_slots], workspace_bytes, machine.profile)
+            self._sketches[key] = _finished(visits, plan, memory, machine)
         return self._sketches[key]
 
-    def _drafted(self, part: Hashable, plan: Plan, rank: int, machine: Machine) -> _Draft:
-        """Return what the number of slots does not change."""
+    def _visits_of(self, part: Hashable, plan: Plan, rank: int, machine: Machine) -> tuple[Visit, ...]:
+        """Return the visits of a step on a machine, which the number of slots does not change."""
         key = part, machine.shape
-        if key not in self._drafts:
+        if key not in self._visits:
             if part not in self._outlines:
                 self._outlines[part] = self._outlined(plan, rank)
             outline, costs = self._outlines[part], _KnownActivities(machine, self._activities)
-            visits = tuple(_priced(stretch, outline.program, costs) for stretch in outline.stretches)
-            self._drafts[key] = _Draft(visits, outline.workspace_bytes)
-        return self._drafts[key]
+            self._visits[key] = tuple(
+                _priced(stretch, outline.program, costs) for stretch in outline.stretches
+            )
+        return self._visits[key]
 
     def _outlined(self, plan: Plan, rank: int) -> _Outline:
         """Return what the machine does not change."""
@@ -165,23 +166,19 @@ def _part(plan: Plan, rank: int) -> Hashable:
     )
 
 
-def _finished(draft: _Draft, plan: Plan, buffers: Sequence[Buffer], machine: Machine) -> Sketch:
+def _finished(visits: Sequence[Visit], plan: Plan, memory: Footprint, machine: Machine) -> Sketch:
     loads = dict.fromkeys(machine.capacities, 0.0)
-    for visit in draft.visits:
+    for visit in visits:
         for name, amount in visit.loads.items():
             loads[name] += amount * visit.count
     step_s = machine.step_s()
     period = (
-        period_s(draft.visits, plan.residency.num_slots, step_s)
+        period_s(visits, plan.residency.num_slots, step_s)
         if plan.copies_overlap
-        else chained_s(draft.visits, step_s)
+        else chained_s(visits, step_s)
     )
-    return Sketch(
-        period,
-        tuple(loads.values()),
-        footprint_of(buffers, draft.workspace_bytes, machine.profile),
-        sum(len(visit.items) * visit.count for visit in draft.visits),
-    )
+    num_instructions = sum(len(visit.items) * visit.count for visit in visits)
+    return Sketch(period, tuple(loads.values()), memory, num_instructions)
 
 
 @dataclass(frozen=True)
@@ -200,14 +197,6 @@ class _Outline:
 
     program: Program
     stretches: tuple[_Stretch, ...]
-    workspace_bytes: int
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """The visits of a step, and the largest workspace."""
-
-    visits: tuple[Visit, ...]
     workspace_bytes: int
 
 

@@ -164,8 +164,8 @@ class Precedence:
                 yield Edge(position - item.position, before, host if item == follows else None)
             if self._world is None:
                 continue
-            for group, item in order.waits_for_peers(place):
-                for peer in self._world.groups[group].peers(rank):
+            for group, item in order.awaited(place):
+                for peer in self._world.groups[group].peers(rank) if group else ():
                     if self.orders[peer].has(item):
                         yield Edge(position - item.position, Member(peer, item.instruction))
 
