@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from topology.errors import Hazard
+from topology.errors import Hazard, ProgramError
 from zosim.contents import Contents, name_and_state, parameters_of
 from zosim.instructions import Access, Instruction
 from zosim.meeting import Joint, Pair, Side, Touch, pairs, partner_of
 from zosim.operations import Recv, Send
+from zosim.places import channel_of
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 from zosim.validate import name_of, same_contents, validate
@@ -37,11 +38,29 @@ def validate_set(programs: ProgramSet) -> None:
     """
     for program in programs.programs:
         validate(program)
+    _refuse_messages_to_nobody(programs)
     sides = [Side(program) for program in programs.programs]
     for side in sides:
         side.refuse_unordered_collectives()
     for pair in pairs(programs):
         _check(sides[pair.roles[0]], sides[pair.roles[1]], pair)
+
+
+def _refuse_messages_to_nobody(programs: ProgramSet) -> None:
+    channels = [
+        {channel_of(item): item for _, item in program.instructions()} for program in programs.programs
+    ]
+    for rank, role in enumerate(programs.roles):
+        for channel, item in channels[role].items():
+            if channel is None or not channel[1]:
+                continue
+            group, offset, sends = channel
+            members = programs.members(group, rank)
+            if not 0 <= members.index(rank) + (offset if sends else -offset) < len(members):
+                raise ProgramError(
+                    f"{item.id} of rank {rank} {'sends to' if sends else 'receives from'} a place of {group} that nobody has",
+                    hint="the first and the last of a group have one neighbour",
+                )
 
 
 def _check(first: Side, second: Side, pair: Pair) -> None:

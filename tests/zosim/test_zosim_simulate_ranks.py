@@ -140,10 +140,3 @@ def test_a_collective_without_a_partner_is_named():
     steps = [[_gather("gather", 1.0)], [instruction("work", "compute", 1.0)]]
     with pytest.raises(ProgramError, match="step/gather of rank 0 waits for a partner that never comes"):
         simulate_ranks(*_ranks(steps, [_ringed(0), _ringed(1)]), num_steps=1)
-
-
-def test_what_a_peer_does_not_run_cannot_be_waited_for():
-    waits = replace(instruction("use", "compute", 1.0), after=(Dependency("up", 0, "world"),))
-    steps = [[instruction("up", "h2d", 1.0), waits], [instruction("other", "compute", 1.0)]]
-    with pytest.raises(ProgramError, match="waits for 'up' on its peers in world"):
-        simulate_ranks(*_ranks(steps, [unshared()] * 2), num_steps=1)

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from costmodel.profile import Bound
 from topology.errors import ProgramError
 from zosim.hardware.machine import Activity, Machine
-from zosim.instructions import PARTS, Instruction, Part
+from zosim.instructions import Instruction, Part
 from zosim.operations import Collective, Recv, Send
-from zosim.places import Meeting, channel_of
+from zosim.places import Meeting
 from zosim.program import Program
 from zosim.program_set import ProgramSet
 
@@ -135,6 +135,7 @@ class World:
         Parameters
         ----------
         programs : ProgramSet
+            That :func:`~zosim.validate_set.validate_set` lets pass.
         machines : sequence of Machine
             One per rank. Ranks share the resources of equal names.
         bound : {"central", "low", "high"}
@@ -143,7 +144,7 @@ class World:
         Raises
         ------
         ProgramError
-            If there is not one machine per rank, or a dependency names an instruction that a peer does not have.
+            If there is not one machine per rank.
         ProfileError
             If a profile has no rate for an instruction's formats.
         """
@@ -171,7 +172,6 @@ class World:
             tuple(range(world_size)),
             (1,) * world_size,
         )
-        world.check_peers()
         return world.with_limits_alone()
 
     @classmethod
@@ -255,63 +255,6 @@ class World:
             if name in self.fifo or asked[name] > capacity * _ENOUGH
         }
         return replace(self, capacities=limits)
-
-    def _check_partners(self) -> None:
-        channels = [
-            {channel_of(item): item for _, item in template.program.instructions()}
-            for template in self.templates
-        ]
-        for rank, kind in enumerate(self.template_of):
-            for channel, item in channels[kind].items():
-                if channel is None or not channel[1]:
-                    continue
-                group, offset, sends = channel
-                if self.groups[group].at_offset(rank, offset if sends else -offset) is None:
-                    message = (
-                        f"{item.id} of rank {rank} {'sends to' if sends else 'receives from'} a place of {group} "
-                        "that nobody has"
-                    )
-                    raise ProgramError(message, hint="the first and the last of a group have one neighbour")
-
-    def check_peers(self) -> None:
-        """Refuse dependencies on instructions that a peer does not have, and messages to or from nobody.
-
-        Raises
-        ------
-        ProgramError
-            Naming both.
-        """
-        self._check_partners()
-        known = [
-            {part: {item.id for item in getattr(template.program, part)} for part in PARTS}
-            for template in self.templates
-        ]
-        kinds: dict[tuple[str, int], set[int]] = defaultdict(set)
-        for name, group in self.groups.items():
-            for members in group.parts:
-                kinds_here = {self.template_of[rank] for rank in members} if len(members) > 1 else set()
-                for kind in kinds_here:
-                    kinds[name, kind] |= kinds_here
-        for kind, template in enumerate(self.templates):
-            for part, item in template.program.instructions():
-                for edge in item.after:
-                    for other in kinds[edge.group, kind] if edge.group else ():
-                        if not any(
-                            edge.instruction in known[other][source]
-                            for source in _sources(part, edge.distance)
-                        ):
-                            message = (
-                                f"{part}/{item.id} of program {template.program.name} waits for "
-                                f"{edge.instruction!r} on its peers in {edge.group}, which one of them does not run"
-                            )
-                            raise ProgramError(message, hint="wait for what every member of the group runs")
-
-
-def _sources(part: Part, distance: int) -> tuple[Part, ...]:
-    """Return the parts that an edge of a distance can reach into."""
-    if distance == 0:
-        return (part,)
-    return {"prologue": (), "step": ("step", "prologue"), "flush": ("step", "prologue")}[part]  # type: ignore[return-value]
 
 
 def _template(program: Program, machine: Machine, bound: Bound) -> Template:
