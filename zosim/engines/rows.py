@@ -60,7 +60,6 @@ class Rows(ABC):
 
     def __init__(self, num_rows: int, capacity: Floats, is_fifo: Bools, tie: Ints) -> None:
         self.end_s = np.full(num_rows, math.inf)
-        self.num_solves = 0
         self.is_settled = True
         self._running = np.zeros(num_rows, dtype=bool)
         self._left_s = np.zeros(num_rows)
@@ -142,7 +141,6 @@ class Rows(ABC):
 
     def _speeds(self, considered: Ints) -> Floats:
         """Return the part of its full speed that each of these rows has."""
-        self.num_solves += 1
         speed = np.ones(len(self._running))
         rows, resources, uses = self._entries(considered)
         if self._is_fifo.any():

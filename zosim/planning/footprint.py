@@ -55,10 +55,6 @@ class Footprint:
         """Bytes on the host, what is shared included."""
         return total_bytes(self.parts, "host")
 
-    def largest(self, where: str = "device") -> MemoryPart:
-        """Return the largest part in one place."""
-        return max((part for part in self.parts if part.where == where), key=lambda part: part.size_bytes)
-
     def describe(self, where: str = "device") -> str:
         """Return the parts in one place in words, the largest first."""
         return describe_parts(part for part in self.parts if part.where == where)
