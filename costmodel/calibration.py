@@ -88,6 +88,8 @@ class FitReport:
         Ratio of the largest to the smallest singular value of the data's Jacobian over the identified constants.
     steps : tuple of Residual
         Whole steps that were measured and not fitted, where there are any.
+    disturbances : tuple of str
+        What disturbed the measuring, in words.
     """
 
     residuals: tuple[Residual, ...]
@@ -95,6 +97,7 @@ class FitReport:
     unidentified: Mapping[str, str]
     condition: float | None
     steps: tuple[Residual, ...] = ()
+    disturbances: tuple[str, ...] = ()
 
     @property
     def median_error(self) -> float:
@@ -144,7 +147,7 @@ def fit_profile(
     with the soft L1 loss ``ρ``, the measurements' weights ``w``, and the base profile's value ``x⁰`` and half interval ``σ`` (in logs) as the prior,
     which holds only what data leave open. Intervals are twice the posterior's standard deviation, widened by
     the spread of the residuals of those measurements that the constant matters to: a model that explains its data
-    within 20 % must not claim 1 %.
+    within 20 % must not claim 1 %. A measurement that is a bound counts only where the prediction exceeds it.
     """
     fitted = [m for m in measurements if not m.contended]
     if not fitted:
@@ -204,14 +207,24 @@ class _CalibrationProblem:
         predicted = [_predicted_s(measurement, values, kind) for measurement in self.measurements]
         return np.log(predicted) - self.log_seconds
 
+    def counted(self, log_ratios: Array) -> Array:
+        """Return 1 for each measurement that says something here, 0 for bounds that the predictions keep."""
+        return np.where(self.bounds & (log_ratios < 0), 0.0, 1.0)
+
     def residuals(self, x: Array) -> Array:
-        softened = self.heed * _soften(self.log_ratios(x)) / NOISE
+        log_ratios = self.log_ratios(x)
+        softened = self.counted(log_ratios) * self.heed * _soften(log_ratios) / NOISE
         return np.concatenate([softened, (x - self.start) / self.sigma])
 
     @cached_property
     def heed(self) -> Array:
         """Weights of the measurements."""
         return np.array([measurement.weight for measurement in self.measurements])
+
+    @cached_property
+    def bounds(self) -> NDArray[np.bool_]:
+        """Which of the measurements are bounds."""
+        return np.array([measurement.is_bound for measurement in self.measurements])
 
     def solve(self) -> Array:
         reach = np.maximum(8 * self.sigma, math.log(100.0))
@@ -226,7 +239,9 @@ class _CalibrationProblem:
 
     def residual_slopes(self, x: Array) -> Array:
         """Return the derivatives of :meth:`residuals`."""
-        slopes = (self.heed * _softened_slope(self.log_ratios(x)))[:, None] * self.jacobian(x) / NOISE
+        log_ratios = self.log_ratios(x)
+        heed = self.counted(log_ratios) * self.heed * _softened_slope(log_ratios)
+        slopes = heed[:, None] * self.jacobian(x) / NOISE
         return np.vstack([slopes, np.diag(1 / self.sigma)])
 
     def jacobian(self, x: Array, step: float = 1e-3) -> Array:
@@ -296,16 +311,22 @@ def _outcome(
     problem: _CalibrationProblem, x: Array, measurements: Sequence[Measurement]
 ) -> tuple[Profile, FitReport]:
     log_ratios = problem.log_ratios(x)
-    jacobian = problem.jacobian(x)
-    weights = problem.heed / np.sqrt(1 + (log_ratios / OUTLIER) ** 2)
-    noise = max(NOISE, float(np.sqrt(np.average(log_ratios**2, weights=weights**2))))
+    counted = problem.counted(log_ratios)
+    everywhere = problem.jacobian(x)
+    jacobian = everywhere * counted[:, None]
+    weights = problem.heed * counted / np.sqrt(1 + (log_ratios / OUTLIER) ** 2)
+    noise = NOISE
+    if weights.any():
+        noise = max(NOISE, float(np.sqrt(np.average(log_ratios**2, weights=weights**2))))
     information = (jacobian * weights[:, None]).T @ jacobian / noise**2
     posterior = np.sqrt(np.diag(np.linalg.inv(information + np.diag(problem.sigma**-2))))
     spread = _spread(jacobian, log_ratios, weights)
     constants, reasons = [], {}
     for index, name in enumerate(problem.names):
         base = problem.profile.constant(name)
-        reason = _open_reason(jacobian[:, index], posterior[index] / problem.sigma[index])
+        reason = _open_reason(
+            jacobian[:, index], everywhere[:, index], posterior[index] / problem.sigma[index]
+        )
         if reason:
             reasons[name] = reason
             constants.append(_kept(base, math.exp(x[index])))
@@ -332,10 +353,12 @@ def _spread(jacobian: Array, log_ratios: Array, weights: Array) -> Array:
     return np.asarray(np.sqrt(mean_square), dtype=np.float64)
 
 
-def _open_reason(column: Array, shrinkage: float) -> str:
-    """Return why a constant is not identified, or nothing if it is."""
-    if float(np.abs(column).max()) < 0.01:
+def _open_reason(column: Array, everywhere: Array, shrinkage: float) -> str:
+    """Return why a constant is not identified, or nothing if it is; `everywhere` has the slopes of bounds, too."""
+    if float(np.abs(everywhere).max()) < 0.01:
         return "no measurement depends on it"
+    if float(np.abs(column).max()) < 0.01:
+        return "others disturbed every measurement that depends on it"
     if shrinkage > IDENTIFIED:
         return "measurements depend on it too little, or only together with others"
     return ""

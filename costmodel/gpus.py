@@ -114,6 +114,7 @@ def half_lengths(spec: DeviceSpec) -> dict[AttentionWay, float]:
 
 ARCHITECTURES = (
     Architecture("pascal", r"\bP100\b", 128, "volta", {}, cache_mib=4),
+    Architecture("pascal-graphics", r"\bP(40|4)\b|GTX 10\d\d|TITAN Xp?\b", 256, "volta", {}, cache_mib=3),
     Architecture("volta", r"\bV100S?\b|TITAN V\b", 128, "volta", _EARLY, flop_j=1.6e-12, cache_mib=6),
     Architecture(
         "turing",
@@ -138,7 +139,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "ada",
-        r"\bAda\b|RTX 40\d\d|\bL40S?\b|\bL4\b",
+        r"\bAda\b|RTX 40\d\d|\bL40S?\b|\bL(20|4|2)\b",
         256,
         "ampere",
         _FA2,
@@ -149,6 +150,17 @@ ARCHITECTURES = (
     Architecture("hopper", r"\bG?H(100|200|20|800)\b", 256, "hopper", _HOPPER, flop_j=0.85e-12, cache_mib=50),
     Architecture(
         "blackwell", r"\bG?B(100|200|300)\b", 256, "blackwell", _HOPPER, flop_j=0.6e-12, cache_mib=126
+    ),
+    Architecture("cdna3", r"MI3\d\dX\b", 256, "ampere", {}, flop_j=0.97e-12, cache_mib=256),
+    Architecture(
+        "blackwell-graphics",
+        r"RTX 50[5-9]\d|RTX PRO \d{4}\b",
+        256,
+        "blackwell",
+        _FA2,
+        flop_j=0.7e-12,
+        cache_mib=96,
+        threads=1536,
     ),
 )
 """Known designs. Energies: what sustained products leave of the power limit, see :func:`sustained_flop_per_s`. Lanes: NVIDIA's whitepapers of P100, V100, TU102, GA100, GA102, AD102, H100 and Blackwell."""
@@ -201,12 +213,15 @@ def sustained_flop_per_s(spec: DeviceSpec) -> float:
     memory, links. Clocks that products on random numbers would drive beyond the limit are lowered within milliseconds; short
     kernels, and products of zeros, do not show it: products of 8192 on an A100 of 400 W run at 295 Tflop/s with zeros and at 258
     with normal numbers [1]_, which is A100's energy. H100's is fitted: training steps on 700 W end near 660 where single
-    products reach 790 (llm-foundry's tables of training throughput). Those of other designs are assumed from their processes.
+    products reach 790 (llm-foundry's tables of training throughput). AMD's MI300X multiplies bfloat16 at about 620 of 1,307 Tflop/s on
+    750 W [2]_; its collectives are taken to be as NCCL's on A100s. Those of other designs are assumed from their processes.
 
     References
     ----------
     .. [1] H. He, "Strangely, matrix multiplications on GPUs run faster when given predictable data", 2024,
        https://www.thonking.ai/p/strangely-matrix-multiplications
+    .. [2] D. Patel et al., "MI300X vs H100 vs H200 benchmark part 1: training", SemiAnalysis, 2024; quoted from memory,
+       https://semianalysis.com/2024/12/22/mi300x-vs-h100-vs-h200-benchmark-part-1-training/
     """
     architecture, watts = architecture_of(spec), spec.tdp_watts
     if architecture is None or not architecture.flop_j or watts is None:

@@ -43,6 +43,8 @@ class Measurement:
         How far a fit heeds it, from 0 to 1: of what is a small part of all that was done, too little to matter.
     is_instruction : bool
         Whether the work was done as an instruction of a program, whose own cost is then part of it.
+    is_bound : bool
+        Whether others disturbed it all the time: the work takes no longer, and perhaps far less.
 
     Notes
     -----
@@ -63,6 +65,7 @@ class Measurement:
     contended: bool = False
     weight: float = 1.0
     is_instruction: bool = False
+    is_bound: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and 0 < self.fastest_s <= self.seconds):

@@ -5,8 +5,8 @@ has the least latency and half of the bandwidth; ``LL128`` a flag with every 120
 ``Simple`` fences whole slices. For each pair there is a latency, ``base + steps · hop``, and a bandwidth; NCCL takes the
 pair with the least ``latency + bytes / bandwidth`` [1]_, and so does this module.
 
-Sums in an NVLink switch (NVLS, which NCCL prefers on boards of Hopper GPUs since 2.17) are not among the algorithms: where
-they are in use, large sums take about three quarters of the time said here.
+Switches of third-generation NVLink add up what GPUs send (NVLS, which NCCL takes for large sums of more than two GPUs of a
+host since 2.17): every GPU then sends and receives its buffer and one share of it, where a ring does nearly twice as much.
 
 References
 ----------
@@ -26,7 +26,7 @@ from costmodel.profile import Bound
 Function = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Wire = Literal["nvlink", "pcie", "network"]
 Generation = Literal["volta", "ampere", "hopper", "blackwell"]
-Way = tuple[Literal["tree", "ring"], Literal["LL", "LL128", "Simple"]]
+Way = tuple[Literal["tree", "ring", "nvls"], Literal["LL", "LL128", "Simple"]]
 
 _US, _GB = 1e-6, 1e9
 
@@ -83,6 +83,12 @@ maker, AMD's 2, Intel's 1."""
 _NETWORK_PLATEAU = {"volta": 1.9, "ampere": 1.4, "hopper": 1.4, "blackwell": 1.4}
 """How many times as long the latency of Simple rings across hosts is once slices are full."""
 
+_NVLS: Way = ("nvls", "Simple")
+_NVLS_US = 25.0
+_NVLS_PART: dict[Generation, float] = {"hopper": 0.85, "blackwell": 0.74}
+"""Part of the links' bandwidth that sums in switches reach (``nvlsEfficiency``). Bus bandwidths of nccl-tests on eight GPUs, without and
+with: 370 and 480 GB/s on H100, 695 and 845 on B300 (https://github.com/NVIDIA/nccl/issues/2140), for 480 and 800 by this."""
+
 _REACHED = 0.97
 """Part of the planned bandwidth that large exchanges reach: nccl-tests of eight A100s on NVLink switches print bus bandwidths of
 230 to 236 GB/s for the 240 that NCCL plans with (https://github.com/stas00/ml-engineering, network/benchmarks)."""
@@ -117,6 +123,8 @@ class Communicator:
         What a rank sends to the next at once, over all rings.
     message_bytes_per_s : float
         What a single message between two of them reaches.
+    in_switch_sums : bool
+        Whether the switches between the GPUs of a host add up.
     """
 
     num_ranks: int
@@ -125,6 +133,7 @@ class Communicator:
     generation: Generation
     bandwidth_bytes_per_s: float
     message_bytes_per_s: float = 0.0
+    in_switch_sums: bool = False
 
     def seconds(self, function: Function, size_bytes: float, bound: Bound = "central") -> float:
         """Return the seconds of a collective on buffers of `size_bytes`; of a gather or scatter, of all shares together."""
@@ -136,7 +145,7 @@ class Communicator:
                 + size_bytes / self._bandwidth(way, function, size_bytes),
                 way,
             )
-            for way in self._ways(function)
+            for way in self._ways(function, bound)
         )
         slower, faster = _SPREAD[bound]
         latency_s = self._latency_us(way, function, size_bytes) * _US * slower
@@ -162,8 +171,11 @@ class Communicator:
             return max(1.0, self.bandwidth_bytes_per_s / (_CHANNEL_GB * _GB))
         return 2.0 if self.num_hosts == 1 else 2.0 * _NETWORK_CHANNELS
 
-    def _ways(self, function: Function) -> Iterator[Way]:
+    def _ways(self, function: Function, bound: Bound) -> Iterator[Way]:
         """Yield each algorithm in each protocol."""
+        # Sums in switches need drivers, containers and settings that allow them: at worst they are not to be had.
+        if self.in_switch_sums and self._has_nvls and function == "all_reduce" and bound != "high":
+            yield _NVLS
         for way in _BASE_US:
             # Other functions have no trees; only NVLinks deliver 128 bytes in order.
             if (way[0] == "ring" or function == "all_reduce") and (
@@ -171,7 +183,13 @@ class Communicator:
             ):
                 yield way
 
+    @property
+    def _has_nvls(self) -> bool:
+        return self.num_hosts == 1 and self.num_ranks > 2 and self.generation in _NVLS_PART
+
     def _latency_us(self, way: Way, function: Function, size_bytes: float) -> float:
+        if way == _NVLS:
+            return _NVLS_US
         per_host = self.num_ranks / self.num_hosts
         # With one rank on a host nothing hides the network's latency, and NCCL counts that of trees.
         across = _HOP_US["network"][way if per_host > 1 else ("tree", way[1])]
@@ -199,6 +217,8 @@ class Communicator:
                 bus = min(ll, bus * 0.5)
             case ("ring", "LL128"):
                 bus = min(bus * 0.92, channels * _RING_LL128_GB[generation])
+            case ("nvls", _):
+                return bus * _GB * _NVLS_PART[generation] * self.num_ranks / (self.num_ranks + 1)
             case ("ring", "Simple"):
                 pass
             case ("tree", protocol):

@@ -5,15 +5,22 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from topology.building import MachineBuilder, connector_type, find_device, generic_cpu, nvlink_type
 from topology.detection import detect
-from topology.documents import load, load_preset, preset_names
+from topology.documents import catalogue, load, load_preset, preset_names
 from topology.errors import TopologyError
 from topology.graph import Topology
+from topology.importers.pairs import join_switch
+from topology.schema import DeviceSpec
 from topology.validation import did_you_mean
+
+_SEVERAL = re.compile(r"(?:(\d{1,2}) ?x )?(.+)")
+_MOST = 16
+_CORES = 16
 
 
 def resolve(spec: str) -> Topology:
-    """The machine that a command line names: ``host``, a preset, or a file.
+    """The machine that a command line names: ``host``, a preset, a file, or GPUs of the catalogue (``"4x l40s"``).
 
     Raises
     ------
@@ -26,6 +33,40 @@ def resolve(spec: str) -> Topology:
         return load_preset(spec)
     if re.search(r"[/\\]|\.ya?ml$", spec) or Path(spec).is_file():
         return load(spec)
-    close = did_you_mean(spec, ("host", *preset_names()))
+    count, name = _SEVERAL.fullmatch(spec.strip()).groups() if spec.strip() else (None, "")  # type: ignore[union-attr]
+    device = find_device(name)
+    if device is not None and device.kind == "gpu" and 0 < int(count or 1) <= _MOST:
+        return assumed_machine(device, int(count or 1))
+    close = did_you_mean(spec, ("host", *preset_names(), *_gpu_names()))
     message = f"hardware {spec!r} is neither host, nor a preset, nor a file"
     raise TopologyError(message, hint=close)
+
+
+def assumed_machine(gpu: DeviceSpec, count: int = 1) -> Topology:
+    """The machine that is assumed where only its GPUs are known: a host of 16 cores, a PCIe root for each GPU, and its NVLinks.
+
+    Parameters
+    ----------
+    gpu : DeviceSpec
+    count : int
+        GPUs of one host. Two are joined by all of their NVLinks, more by a switch.
+    """
+    builder = MachineBuilder(gpu.id if count == 1 else f"{count}x-{gpu.id}")
+    builder.add_node("host0", "host")
+    numa = builder.add_numa(0, "host0")
+    builder.add_cpu(0, "host0", [numa], generic_cpu(0, _CORES, "the GPU's name"))
+    names = []
+    for index in range(count):
+        root = builder.add_node(f"root{index}", "pcie_root", host="host0")
+        names.append(builder.add_node(f"gpu{index}", "gpu", host="host0", index=index, spec=gpu))
+        builder.join(numa, root, catalogue().link_types["fabric"])
+        builder.join(root, names[-1], connector_type(gpu))
+    if gpu.nvlink is not None and count == 2:
+        builder.join(*names, nvlink_type(gpu.nvlink.generation), gpu.nvlink.num_links)
+    elif gpu.nvlink is not None and count > 2:
+        join_switch(builder, dict.fromkeys(names, gpu.nvlink.num_links), gpu.nvlink.generation)
+    return builder.build("Assumed from the GPUs alone.")
+
+
+def _gpu_names() -> list[str]:
+    return [spec.id for spec in catalogue().devices.values() if spec.kind == "gpu"]

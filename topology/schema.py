@@ -196,6 +196,8 @@ class Node(FrozenModel):
         software reaches.
     channels : MemoryChannels or None
         For memories, optional.
+    in_switch_sums : bool
+        Of an nvswitch: whether it adds up what GPUs send (NVLink SHARP, from third-generation switches on).
     """
 
     id: Identifier
@@ -208,6 +210,7 @@ class Node(FrozenModel):
     bandwidth: Bandwidth | None = None
     efficiency: Efficiency | None = None
     channels: MemoryChannels | None = None
+    in_switch_sums: bool = False
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Node:
@@ -222,6 +225,9 @@ class Node(FrozenModel):
         if self.kind not in {"memory", "disk"} and (self.capacity or self.bandwidth or self.channels):
             message = f"node {self.id!r} of kind {self.kind} has a capacity, a bandwidth or channels"
             raise RuleError(message, hint="a GPU's belong to its device, a link's to the link")
+        if self.in_switch_sums and self.kind != "nvswitch":
+            message = f"node {self.id!r} of kind {self.kind} has in_switch_sums"
+            raise RuleError(message, hint="only an nvswitch adds up what GPUs send")
         if (self.host is None) != (self.kind in HOSTLESS_KINDS) and self.kind != "nvswitch":
             rule = "belongs to no host" if self.kind in HOSTLESS_KINDS else "needs its host"
             message = f"node {self.id!r} of kind {self.kind} {rule}, got host={self.host!r}"

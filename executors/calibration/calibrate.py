@@ -20,6 +20,7 @@ from costmodel.pace import Pace, WorkKind
 from executors.calibration.exchange_probes import exchange_probes
 from executors.calibration.probes import kernel_probes
 from executors.calibration.probing import Action, Probe
+from executors.calibration.quiet import waited_s
 from executors.devices import device_named, on_stream
 from executors.pace import UNDISTURBED, Reference, full_pace_s, pace_of, windows_of
 from executors.steps.heap import keep_freed_memory
@@ -39,7 +40,10 @@ _SLOWED = 1.3
 """Times the shortest from which the reference says how far other work follows it."""
 
 _FAR = 3.0
-"""What took longer met a process of this machine, which is no matter of pace."""
+"""What took so many times the shortest met a process of this machine, which is no matter of pace."""
+
+_LOST = 2.0
+"""A probe that others kept from more than half of what it needs tells only how long its work takes at most."""
 
 _PER_WINDOW = 40
 """References, two for each sample of some milliseconds."""
@@ -54,6 +58,8 @@ _KINDS: Mapping[str, WorkKind] = {
 }
 """Kinds of work by the first words of probes' names."""
 
+_MOST_WAITED, _WAITED = 0.99, 0.05
+_NUM_WARM = 3
 _PATIENCE = 2.0
 """Times the budget that may pass until all probes have seen full pace."""
 
@@ -70,10 +76,25 @@ class _Samples:
     seconds: list[float] = field(default_factory=list)
     references: list[tuple[float, float]] = field(default_factory=list)
     """Seconds of the reference before and after each."""
+    waits: list[float] = field(default_factory=list)
+    """Part of each in which a thread of it waited for a core."""
+
+    def delays(self, fast_s: float) -> list[float]:
+        """Return how many times as long each took as alone at full pace, at which the reference takes `fast_s`, as far as one can tell."""
+        shortest_s = min(self.seconds)
+        return [
+            max(max(pair) / fast_s / (1 - wait), second / shortest_s if second > _FAR * shortest_s else 0.0)
+            for second, pair, wait in zip(self.seconds, self.references, self.waits, strict=True)
+        ]
+
+    def kept(self, fast_s: float) -> list[tuple[float, float]]:
+        """Return delay and seconds of the samples that nobody disturbed, or of the few that were disturbed least."""
+        ranked = sorted(zip(self.delays(fast_s), self.seconds, strict=True))
+        return ranked[: max(_LEAST_ROUNDS, self.num_undisturbed(fast_s))]
 
     def num_undisturbed(self, fast_s: float) -> int:
-        """Return how many were at full pace, at which the reference takes `fast_s`."""
-        return sum(max(pair) <= UNDISTURBED * fast_s for pair in self.references)
+        """Return how many were alone and at full pace."""
+        return sum(delay <= UNDISTURBED for delay in self.delays(fast_s))
 
 
 def calibrate(
@@ -114,8 +135,9 @@ def calibrate(
     Notes
     -----
     All probes run once per round, and rounds repeat until the budget is spent, so a disturbance meets every
-    probe alike instead of all samples of one. On a CPU samples at full pace are kept, as a reference before and after each
-    of them tells (at least three): their median.
+    probe alike instead of all samples of one. On a CPU those samples are kept (at least three) that were at full pace, as a
+    reference before and after each tells, and that waited for no core, as the kernel tells: their median. What others
+    disturbed all the time is marked as a bound.
     torch's number of threads and gradient mode are as before afterwards, its generators untouched.
     """
     if budget_s <= 0:
@@ -179,9 +201,14 @@ def _references(sampled: Sequence[_Samples]) -> list[float]:
 def _take(samples: _Samples, reference: Reference | None, device: torch.device) -> None:
     """Add a sample, with the reference around it."""
     before_s = reference.seconds() if reference else 1.0
+    ready_s, began = waited_s(), time.perf_counter()
     samples.seconds.append(_seconds(samples.probe, samples.num_repeats, device))
+    lasted_s, ready_s = time.perf_counter() - began, waited_s() - ready_s
     after_s = reference.seconds() if reference else 1.0
     samples.references.append((before_s, after_s))
+    # What runs beside a probe may keep it waiting: that is what is asked.
+    is_told = reference is not None and samples.probe.beside is None
+    samples.waits.append(min(_MOST_WAITED, max(0.0, ready_s) / lasted_s) if is_told else 0.0)
 
 
 def _num_repeats(probe: Probe, device: torch.device) -> int:
@@ -189,7 +216,8 @@ def _num_repeats(probe: Probe, device: torch.device) -> int:
     _seconds(probe, 1, device)
     if probe.before is not None:
         return 1
-    once = _seconds(probe, 1, device) * probe.num_done
+    # A process that came between would have a probe of microseconds measured once a sample.
+    once = min(_seconds(probe, 1, device) for _ in range(_NUM_WARM)) * probe.num_done
     return max(1, min(_MOST_REPEATS, round(_SAMPLE_S / max(once, 1e-9))))
 
 
@@ -258,7 +286,8 @@ def threads_set(num_threads: int) -> Iterator[None]:
 
 
 def _measurement(samples: _Samples, num_threads: int, fast_s: float) -> Measurement:
-    probe, seconds = samples.probe, _at_full_pace(samples, fast_s)
+    probe, kept = samples.probe, samples.kept(fast_s)
+    seconds = [second for _, second in kept]
     return Measurement(
         name=probe.name,
         work=probe.work,
@@ -268,13 +297,8 @@ def _measurement(samples: _Samples, num_threads: int, fast_s: float) -> Measurem
         num_threads=num_threads,
         direction=probe.direction,
         contended=probe.beside is not None,
+        is_bound=median(delay for delay, _ in kept) > _LOST,
     )
-
-
-def _at_full_pace(samples: _Samples, fast_s: float) -> list[float]:
-    """Return the samples that no stranger disturbed, or the few around which the reference was fastest."""
-    ranked = sorted(zip(map(max, samples.references), samples.seconds, strict=True))
-    return [second for _, second in ranked[: max(_LEAST_ROUNDS, samples.num_undisturbed(fast_s))]]
 
 
 def _pace(sampled: Sequence[_Samples], measurements: Sequence[Measurement], fast_s: float) -> Pace:
@@ -282,8 +306,9 @@ def _pace(sampled: Sequence[_Samples], measurements: Sequence[Measurement], fast
     followed: dict[WorkKind, list[float]] = defaultdict(list)
     for samples, measured in zip(sampled, measurements, strict=True):
         kind = None if measured.contended else _KINDS.get(measured.kind)
-        for second, pair in zip(samples.seconds, samples.references, strict=True):
-            if kind is not None and _SLOWED * fast_s <= min(pair) and max(pair) <= _FAR * fast_s:
+        for second, pair, wait in zip(samples.seconds, samples.references, samples.waits, strict=True):
+            is_slowed = _SLOWED * fast_s <= min(pair) and max(pair) <= _FAR * fast_s and wait <= _WAITED
+            if kind is not None and is_slowed:
                 followed[kind].append((second / measured.seconds - 1) / (fmean(pair) / fast_s - 1))
     parts = {
         kind: max(_LEAST_PART, median(ratios)) for kind, ratios in followed.items() if len(ratios) >= _ENOUGH

@@ -26,6 +26,7 @@ from executors.calibration.whole_steps import (
     with_interval_scale,
     with_step_overhead,
 )
+from executors.pace import UNDISTURBED, full_pace_s
 from topology.graph import Topology
 from zosim.applications.evidence.learning import measurements_of_spans
 from zosim.engines.simulate import simulate
@@ -41,6 +42,7 @@ _LONG_S = 10.0
 """Seconds from which processes are started thrice to see what they take from each other."""
 
 _NUM_PARTS = 2
+_NAMED = 3
 _HEEDED_PART, _LEAST_HEED = 0.1, 0.2
 _HEED_ALONE = 0.5
 """What operations take again and again by themselves, caches warm, counts half as far as what they take in steps."""
@@ -99,31 +101,93 @@ def calibrated(
     threads = base.num_threads if device == "cpu" else num_threads
     # Before, between and after: how much two cores do at once changes within seconds.
     slowdowns_before = slowdowns() if device == "cpu" and budget_s >= _LONG_S else []
-    measurements, pace = calibrate(
-        device=device,
-        dtypes=("float32", "bfloat16") if device == "cpu" else ("float32", "float16", "bfloat16"),
-        num_threads=threads,
-        budget_s=(1 - _STEPS_SHARE - _EXCHANGES_SHARE) * budget_s,
-        on_round=lambda share: on_share((1 - _STEPS_SHARE) * share),
-    )
-    slowdowns_before += slowdowns() if device == "cpu" and budget_s >= _LONG_S else []
-    with threads_set(threads or torch.get_num_threads()):
-        steps = measure_steps(
-            topology,
-            node,
+
+    def kernels() -> tuple[list[Measurement], Pace | None]:
+        return calibrate(
             device=device,
-            budget_s=_STEPS_SHARE * budget_s,
-            fast_s=pace.fast_s if pace else None,
-            shapes=step_shapes,
-            on_share=lambda share: on_share(1 - _STEPS_SHARE * (1 - share)),
+            dtypes=("float32", "bfloat16") if device == "cpu" else ("float32", "float16", "bfloat16"),
+            num_threads=threads,
+            budget_s=(1 - _STEPS_SHARE - _EXCHANGES_SHARE) * budget_s,
+            on_round=lambda share: on_share((1 - _STEPS_SHARE) * share),
         )
+
+    def whole_steps(fast_s: float | None) -> list[WholeStep]:
+        with threads_set(threads or torch.get_num_threads()):
+            return measure_steps(
+                topology,
+                node,
+                device=device,
+                budget_s=_STEPS_SHARE * budget_s,
+                fast_s=fast_s,
+                shapes=step_shapes,
+                on_share=lambda share: on_share(1 - _STEPS_SHARE * (1 - share)),
+            )
+
+    measurements, pace, steps, disturbances = at_one_pace(kernels, whole_steps)
+    slowdowns_before += slowdowns() if device == "cpu" and budget_s >= _LONG_S else []
     if device == "cpu":
         num_threads = threads or torch.get_num_threads()
         measurements += calibrate_exchanges(num_threads, budget_s=_EXCHANGES_SHARE * budget_s)
     profile, fit = fitted(topology, node, base, measurements, steps, pace)
     if device == "cpu":
         profile = with_slowdown(profile, [*slowdowns_before, *slowdowns()])
-    return with_codec_constants(profile), fit
+    return with_codec_constants(profile), replace(fit, disturbances=disturbances)
+
+
+def at_one_pace(
+    kernels: Callable[[], tuple[list[Measurement], Pace | None]],
+    whole_steps: Callable[[float | None], list[WholeStep]],
+) -> tuple[list[Measurement], Pace | None, list[WholeStep], tuple[str, ...]]:
+    """Return single operations and whole steps as one pace of the machine sees them, and in words what disturbed them.
+
+    Parameters
+    ----------
+    kernels : callable
+        Measures single operations, and the pace meanwhile.
+    whole_steps : callable
+        Measures steps, told what the reference takes at full pace.
+
+    Notes
+    -----
+    Operations come first, steps after them. Where the machine's full pace changed in between, what was taken at the
+    slower one is measured again, once. A pace that stays slower is one of those that predictions are made for, and counts
+    for the width of intervals.
+    """
+    measurements, pace = kernels()
+    steps = whole_steps(pace.fast_s if pace else None)
+    words: list[str] = []
+    if pace is not None and (change := _change(pace, steps)) > UNDISTURBED:
+        words.append(f"everything took {change:.2f} times as long after a while: steps were measured again")
+        steps = min(steps, whole_steps(pace.fast_s), key=lambda some: _change(pace, some))
+        still = _change(pace, steps)
+        pace = replace(pace, ratio=max(pace.ratio, still), high=max(pace.high, still))
+    elif pace is not None and change < 1 / UNDISTURBED:
+        words.append(f"everything took {change:.2f} times as long after a while: operations were measured again")
+        measurements, pace = min((measurements, pace), kernels(), key=lambda item: item[1].fast_s)  # type: ignore[union-attr]
+    return measurements, pace, steps, (*words, *_disturbances(measurements, steps))
+
+
+def _change(pace: Pace | None, steps: Sequence[WholeStep]) -> float:
+    """Return what the reference took at its fastest beside steps, over what it takes at full pace."""
+    references_s = [second for step in steps for second in step.references_s]
+    return full_pace_s(references_s) / pace.fast_s if pace and references_s else 1.0
+
+
+def _disturbances(measurements: Sequence[Measurement], steps: Sequence[WholeStep]) -> list[str]:
+    """Return in words what others took of the machine."""
+    words = []
+    if bounds := [measurement.name for measurement in measurements if measurement.is_bound]:
+        named = ", ".join(bounds[:_NAMED]) + (", ..." if len(bounds) > _NAMED else "")
+        words.append(
+            f"others disturbed {len(bounds)} of {len(measurements)} operations all the time ({named}): "
+            "what they took only bounds what they take"
+        )
+    if disturbed := [step.foreign_cores for step in steps if step.is_disturbed]:
+        words.append(
+            f"others kept {fmean(disturbed):.1f} cores busy beside {len(disturbed)} of {len(steps)} whole steps, "
+            "which count as bounds"
+        )
+    return words
 
 
 def fitted(
@@ -150,10 +214,16 @@ def fitted(
         seen = [step for step in steps if step not in unseen]
         other, _ = _fitted(base, measurements, seen)
         there = _at_pace(other, pace)
-        ratios += interval_ratios(there, topology, node, _as_taken(unseen, there, pace))
+        ratios += interval_ratios(there, topology, node, _as_taken(_judges(unseen), there, pace))
         machine = Machine.from_topology(topology, node, other)
         residuals += [Residual(s.name, s.seconds, simulate(s.program, machine).step_time_s) for s in unseen]
     return with_interval_scale(_at_pace(profile, pace), ratios), replace(fit, steps=tuple(residuals))
+
+
+def _judges(steps: Sequence[WholeStep]) -> Sequence[WholeStep]:
+    """Return the steps that say how far off a profile is: those that nobody disturbed, if they are half of them."""
+    undisturbed = [step for step in steps if not step.is_disturbed]
+    return undisturbed if 2 * len(undisturbed) >= len(steps) else steps
 
 
 def _as_taken(steps: Sequence[WholeStep], profile: Profile, pace: Pace | None) -> list[WholeStep]:
@@ -186,7 +256,12 @@ def _fitted(
 def _within_steps(base: Profile, steps: Sequence[WholeStep]) -> list[Measurement]:
     """Return what the instructions of steps took on average: steps are sums of them."""
     return [
-        replace(m, name=f"{m.name}: {step.name}", weight=_weight(m, step, step.timeline))
+        replace(
+            m,
+            name=f"{m.name}: {step.name}",
+            weight=_weight(m, step, step.timeline),
+            is_bound=step.is_disturbed,
+        )
         for step in steps
         if step.timeline is not None
         for m in measurements_of_spans(step.timeline, ProgramSet.alone(step.program), base, fmean)

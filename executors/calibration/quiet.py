@@ -1,10 +1,14 @@
-"""How much others disturb a measurement: processors that other processes keep busy meanwhile."""
+"""How much others disturb a measurement: processors that other processes keep busy meanwhile, and waiting for one."""
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
+
+_THREADS = Path("/proc/self/task")
 
 SLOWER = 1.25
 """A sample slower than the fastest by more than this met another process, and does not count: with several threads,
@@ -34,3 +38,20 @@ class OtherLoad:
         idle_s = times.idle + getattr(times, "iowait", 0.0)
         own = self._process.cpu_times()
         return time.perf_counter(), float(sum(times) - idle_s), float(own.user + own.system)
+
+
+def waited_s() -> float:
+    """Return how long this process's threads have been ready to run and waited for a processor, added up; 0 where only Linux tells.
+
+    Notes
+    -----
+    A thread that computes alone waits for nobody and loses little to a busy neighbour. Several that compute together
+    wait for the last of them: where it gets no processor, a kernel of microseconds takes a scheduler's time slice.
+    """
+    total_ns = 0
+    with suppress(OSError, ValueError):
+        for thread in _THREADS.iterdir():
+            # A thread may end between being listed and being read.
+            with suppress(FileNotFoundError, ProcessLookupError):
+                total_ns += int((thread / "schedstat").read_text().split()[1])
+    return total_ns * 1e-9

@@ -97,5 +97,6 @@ def fit_of(content: Mapping[str, Any]) -> tuple[Profile, FitReport]:
     fit = dict(content["fit"])
     for name in ("residuals", "steps"):
         fit[name] = tuple(Residual(**row) for row in fit[name])
-    fit["identified"] = tuple(fit["identified"])
+    for name in ("identified", "disturbances"):
+        fit[name] = tuple(fit.get(name, ()))
     return Profile.model_validate(content["profile"]), FitReport(**fit)

@@ -301,7 +301,12 @@ least of the processors; memory is arena plus live tensors, peaks over the first
             "identified constants": lambda item: f"{len(item[1].identified)}",
             "not identified": lambda item: _open_names(item[1]),
         }
-        return Report("Calibration", Table.of(self.fits.items(), columns, numeric=list(columns)[:4]))
+        words = [
+            f"With {threads} thread{'s' if threads > 1 else ''}, disturbed: {words}."
+            for threads, fit in self.fits.items()
+            for words in fit.disturbances
+        ]
+        return Report("Calibration", Table.of(self.fits.items(), columns, numeric=list(columns)[:4]), *words)
 
 
 def _open_names(fit: FitReport) -> str:

@@ -159,6 +159,18 @@ def test_contended_rows_are_reported_and_not_fitted():
     assert report.residuals[-1].relative_error == pytest.approx(-2 / 3, abs=0.05)
 
 
+def test_a_bound_drags_no_constant_along():
+    """What others kept from its cores took a scheduler's time slice: it says nothing unless the prediction is longer."""
+    rows = [row for row in _measure("cpu", _truth("cpu", 8), noise=0.02) if not row.work.num_allocations]
+    slow = Measurement("disturbed", Work(num_allocations=1), 4e-3, 3e-3, 3, 2)
+    assert fit_profile([*rows, slow], BASE["cpu"])[0].values()["allocation_s"] > 1e-3
+    kept, report = fit_profile([*rows, dataclasses.replace(slow, is_bound=True)], BASE["cpu"])
+    assert kept.values()["allocation_s"] == pytest.approx(BASE["cpu"].values()["allocation_s"])
+    assert report.unidentified["allocation_s"] == "others disturbed every measurement that depends on it"
+    fast = dataclasses.replace(slow, seconds=1e-7, fastest_s=1e-7, is_bound=True)
+    assert fit_profile([*rows, fast], BASE["cpu"])[0].values()["allocation_s"] < 5e-7
+
+
 def test_the_fastest_samples_can_be_fitted_instead():
     rows = _measure("cpu", _truth("cpu", 7), noise=0.0)
     slow = [dataclasses.replace(row, seconds=row.seconds * 5) for row in rows]

@@ -47,6 +47,23 @@ def test_more_bytes_take_longer_and_never_less_than_the_links_do(function, num_h
         )
 
 
+def test_switches_that_add_up_reach_the_published_bus_bandwidth() -> None:
+    """nccl-tests on eight H100s: 370 GB/s by rings, 480 by NVLS, which NCCL takes from 2 MiB on; on H200 133 us for 16 MiB."""
+    rings = Communicator(8, 1, "nvlink", "hopper", 370.8e9)
+    board = replace(rings, in_switch_sums=True)
+    size = 2**33
+    for group, published in ((rings, 370e9), (board, 480e9)):
+        assert size * 2 * 7 / 8 / group.seconds("all_reduce", size) == pytest.approx(published, rel=0.04)
+    call_s = 25 * US
+    assert call_s + board.seconds("all_reduce", 2**24) == pytest.approx(133.5 * US, rel=0.1)
+    assert board.seconds("all_reduce", 2**19) == rings.seconds("all_reduce", 2**19)
+    # They may be switched off; two GPUs, older ones and other functions have none.
+    assert board.seconds("all_reduce", size, "high") == rings.seconds("all_reduce", size, "high")
+    assert board.seconds("all_gather", size) == rings.seconds("all_gather", size)
+    for without in (replace(board, num_ranks=2), replace(board, generation="ampere"), replace(board, num_ranks=16, num_hosts=2)):
+        assert without.seconds("all_reduce", size) == replace(without, in_switch_sums=False).seconds("all_reduce", size)
+
+
 def test_hosts_far_apart_cost_a_small_sum_latency() -> None:
     assert replace(A100, num_ranks=16, num_hosts=2).seconds("all_reduce", 8) > 1.5 * A100.seconds(
         "all_reduce", 8

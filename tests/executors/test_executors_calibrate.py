@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 
 from costmodel.work import Work
 from executors import pace
-from executors.calibration import calibrate, draw_probes, probes, probing
+from executors.calibration import calibrate, draw_probes, probes, probing, quiet
 from executors.calibration.exchange_probes import exchange_probes
 from tests.support.waiting import wait_until
 from topology.errors import RunError
@@ -130,9 +132,8 @@ def test_a_larger_sweep_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
 def sampled(name: str, *rows: tuple[float, float, float]) -> calibrate._Samples:
     """Return samples, each as the reference before, seconds, the reference after."""
     probe = probing.Probe(name, Work(), lambda: None)
-    return calibrate._Samples(
-        probe, 1, [s for _, s, _ in rows], [(before, after) for before, _, after in rows]
-    )
+    pairs = [(before, after) for before, _, after in rows]
+    return calibrate._Samples(probe, 1, [s for _, s, _ in rows], pairs, [0.0] * len(rows))
 
 
 def test_samples_beside_a_stranger_do_not_count() -> None:
@@ -143,6 +144,43 @@ def test_samples_beside_a_stranger_do_not_count() -> None:
     disturbed = sampled("matmul", *[slow] * 20, *[(1.3, 2.5, 1.3)] * 3)
     assert calibrate._measurement(disturbed, 1, 1.0).seconds == 2.5
     assert calibrate._never_at_full_pace([samples, disturbed]) == [disturbed]
+
+
+def test_samples_that_waited_for_a_core_do_not_count() -> None:
+    """One thread's reference is as fast as ever while another process has the other core."""
+    quiet, sliced = (1.0, 5e-6, 1.0), (1.0, 6e-3, 1.0)
+    samples = sampled("elementwise", *[sliced] * 20, *[quiet] * 4)
+    assert calibrate._measurement(samples, 2, 1.0).seconds == 5e-6
+    assert not calibrate._measurement(samples, 2, 1.0).is_bound
+    assert not calibrate._never_at_full_pace([samples])
+    # Where all of them waited, those that waited least, and as a bound.
+    waited = sampled("elementwise", *[sliced] * 20, *[(1.0, 5.9e-3, 1.0)] * 3)
+    waited.waits = [0.9] * 20 + [0.6] * 3
+    measured = calibrate._measurement(waited, 2, 1.0)
+    assert (measured.seconds, measured.is_bound) == (5.9e-3, True)
+    assert calibrate._never_at_full_pace([waited]) == [waited]
+    # A slow stretch of the machine is no process: what was seen at the slower pace is no bound.
+    slow = sampled("elementwise", *[(1.6, 9e-6, 1.6)] * 20, (1.0, 5e-6, 1.0))
+    assert not calibrate._measurement(slow, 2, 1.0).is_bound
+
+
+def test_a_thread_that_gets_no_core_is_seen_to_wait() -> None:
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("only Linux tells")
+    before_s = quiet.waited_s()
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        threads = [threading.Thread(target=sum, args=(range(3_000_000),)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        waited_s = 0.0
+        while any(thread.is_alive() for thread in threads):
+            torch.ones(200_000).sigmoid_()  # without the interpreter's lock, on the core that another thread is on
+            waited_s = max(waited_s, quiet.waited_s() - before_s)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert waited_s > 0
 
 
 def test_kinds_of_work_follow_the_reference_as_they_were_seen_to() -> None:

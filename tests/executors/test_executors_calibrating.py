@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ import torch
 from costmodel.contention import with_copy_cores
 from costmodel.datasheet import datasheet_profile
 from costmodel.measurement import Measurement
+from costmodel.pace import Pace
 from costmodel.profile import Profile
 from costmodel.sweeps import copy_work
 from costmodel.work import Matmul, Work
 from executors.calibration import whole_steps
 from executors.calibration.calibrate import threads_set
-from executors.calibration.calibrating import fitted
+from executors.calibration.calibrating import at_one_pace, fitted
 from executors.calibration.core_contention import with_slowdown
 from executors.calibration.whole_steps import (
     STEP_SHAPES,
@@ -40,7 +42,9 @@ PROFILE = datasheet_profile(TOPOLOGY, "cpu0", num_threads=1)
 def steps() -> list[WholeStep]:
     shapes = [replace(shape, hidden=64, head_dim=32, vocab=50, seq=8, batch=1) for shape in STEP_SHAPES[:2]]
     with threads_set(1):
-        return measure_steps(TOPOLOGY, "cpu0", device="cpu", budget_s=0.02, shapes=shapes)
+        measured = measure_steps(TOPOLOGY, "cpu0", device="cpu", budget_s=0.02, shapes=shapes)
+    # What else the machine does while tests run is none of theirs.
+    return [replace(step, foreign_cores=0.0) for step in measured]
 
 
 def test_whole_steps_are_measured_with_the_time_between_them(steps: list[WholeStep]) -> None:
@@ -118,6 +122,59 @@ def test_a_profile_is_judged_by_steps_that_it_was_not_fitted_to() -> None:
     assert 0 < profile.interval_scale < 10
 
 
+def test_what_the_slower_pace_saw_is_measured_again(steps: list[WholeStep]) -> None:
+    """Made-up timings of a machine that changes its pace between single operations and whole steps."""
+    single = Measurement("dispatch", Work(num_kernels=4), 2e-5, 2e-5, 5, 1)
+
+    def go(kernel_paces: list[float], step_paces: list[float]) -> tuple[Pace, list[WholeStep], str]:
+        kernels, whole = iter(kernel_paces), iter(step_paces)
+
+        def measured(_fast_s: float | None) -> list[WholeStep]:
+            pace = next(whole)
+            return [replace(steps[0], seconds=pace, references_s=(1e-4 * pace,) * 9)]
+
+        _, pace, seen, words = at_one_pace(
+            lambda: ([single], Pace(1e-4 * next(kernels), 1.05, 1.0, 1.2, {})), measured
+        )
+        assert pace is not None
+        assert not [*kernels, *whole]  # as often as it was to be done
+        return pace, seen, " ".join(words)
+
+    pace, seen, words = go([1.0], [1.1])
+    assert (pace.ratio, seen[0].seconds, words) == (1.05, 1.1, "")
+    pace, seen, words = go([1.0], [1.5, 1.0])
+    assert (pace.ratio, seen[0].seconds) == (1.05, 1.0)
+    assert "1.50 times as long after a while: steps were measured again" in words
+    # It stays slow: that is the pace of now.
+    pace, seen, words = go([1.0], [1.5, 1.6])
+    assert (seen[0].seconds, pace.fast_s) == (1.5, 1e-4)
+    assert pace.ratio == pytest.approx(1.5)
+    assert pace.high == pytest.approx(1.5)
+    # Operations were all taken while a stranger had half of each core.
+    pace, seen, words = go([1.5, 1.0], [1.0])
+    assert pace.fast_s == 1e-4
+    assert "0.67 times as long after a while: operations were measured again" in words
+
+
+def test_steps_beside_other_processes_are_bounds_and_judge_nothing(
+    steps: list[WholeStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = iter([0.9, 0.5, 0.0, 0.05])
+    monkeypatch.setattr(
+        whole_steps, "_measured", lambda *_: replace(steps[0], foreign_cores=next(loads))
+    )
+    measured = measure_steps(TOPOLOGY, "cpu0", device="cpu", budget_s=9.0, shapes=STEP_SHAPES[:2])
+    assert [step.foreign_cores for step in measured] == [0.0, 0.05]  # the first was tried thrice
+    disturbed = replace(steps[0], seconds=1e3, foreign_cores=0.9)
+    words = at_one_pace(lambda: ([], None), lambda _: [disturbed, *steps])[3]
+    assert words == ("others kept 0.9 cores busy beside 1 of 3 whole steps, which count as bounds",)
+    single = Measurement("dispatch", Work(num_kernels=4), 2e-5, 2e-5, 5, 1)
+    again = [replace(step, name=f"{step.name} again") for step in steps]
+    alone, _ = fitted(TOPOLOGY, "cpu0", PROFILE, [single], [*steps, *again])
+    beside, _ = fitted(TOPOLOGY, "cpu0", PROFILE, [single], [*steps, *again, disturbed])
+    assert beside.interval_scale < 3 * alone.interval_scale
+
+
 def test_shapes_of_the_calibration_are_none_that_predictions_are_judged_on() -> None:
     judged = {case.shape.hidden for case in (*held_out_cases(48), *rank_cases(16), *tuning_cases())}
     judged |= {case.shape.hidden for cases in choice_cases(8) for case in cases}
@@ -150,7 +207,7 @@ def test_a_small_budget_leaves_later_shapes_out(monkeypatch: pytest.MonkeyPatch)
 
     def measured(shape: object, *_: object) -> object:
         taken.append(shape)
-        return shape
+        return SimpleNamespace(is_disturbed=False, foreign_cores=0.0)
 
     monkeypatch.setattr(whole_steps, "_measured", measured)
     measure_steps(TOPOLOGY, "cpu0", device="cpu", budget_s=1e-9)

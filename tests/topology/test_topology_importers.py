@@ -66,6 +66,7 @@ def test_the_matrix_of_a_dgx_1v_is_the_preset():
 def test_equal_nvlinks_to_every_gpu_are_a_switch():
     machine = IMPORTED["hgx_h100"]()
     assert nvlinks_of(machine) == {frozenset({f"gpu{i}", "nvswitch0"}): 18 for i in range(8)}
+    assert machine.node("nvswitch0").in_switch_sums  # of NVLinks of the fourth generation
 
 
 def test_pix_pxb_phb_and_sys_become_the_tree_that_explains_them():

@@ -14,7 +14,7 @@ from topology.documents import load_preset, preset_names
 from topology.errors import ZosimError
 from zosim.applications.validation.learning import learned_from_rows
 from zosim.applications.validation.predicting import PREDICTORS, outcome
-from zosim.applications.validation.rows import Forecast, MeasuredRow, read_rows
+from zosim.applications.validation.rows import Forecast, MeasuredRow, columns_of, read_rows
 from zosim.applications.validation.scoring import scores
 from zosim.applications.validation.site import Sites
 from zosim.cli import app
@@ -44,6 +44,8 @@ ROWS = {
     "copy": {"direction": "d2h", "bytes": "1000000000"},
     "p2p": {"hardware": "dgx-h100", "ranks": "2", "bytes": "1000000"},
     "all_reduce": {"hardware": "dgx-h100", "ranks": "8", "bytes": "1000000"},
+    "all_gather": {"hardware": "dgx-h100", "ranks": "8", "bytes": "1000000"},
+    "reduce_scatter": {"hardware": "dgx-h100", "ranks": "8", "bytes": "1000000"},
     "forward": STEP,
     "streamed_generation": {**STEP, "generated_tokens": "3"},
     "step": {**STEP, "method": "mezo", "code": "published"},
@@ -68,6 +70,27 @@ def _forecast(kind: str, /, **changes: str) -> Forecast:
 def test_every_kind_of_row_is_predicted_within_its_own_interval(kind: str) -> None:
     said = _forecast(kind)
     assert 0 < said.low <= said.predicted <= said.high < float("inf")
+
+
+def test_what_a_row_does_not_say_is_assumed_and_named(tmp_path: Path) -> None:
+    assert _forecast("matmul").assumed == ()
+    silent = _forecast("matmul", dtype="")
+    assert silent.assumed == ("dtype bfloat16",)
+    assert silent.predicted == _forecast("matmul", dtype="bfloat16").predicted
+    assert columns_of(silent)["why"] == "assumed: dtype bfloat16"
+    assert _forecast("matmul", dtype="", hardware="dgx-1v").assumed == ("dtype float16",)  # Volta has no bfloat16
+    assert _forecast("all_reduce", ranks="").predicted == _forecast("all_reduce", ranks="8").predicted
+    assert _forecast("copy", direction="").predicted == _forecast("copy", direction="HtoD").predicted
+    assert _forecast("step", method="", batch="").assumed == ("batch 1", "method mezo")
+    assert _forecast("matmul", m="4096.0", n="8.192e3").predicted == _forecast("matmul").predicted
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L4", "l40s", "mi300x", "8x a100-40gb-sxm", "2 x rtx-a6000"])
+def test_gpus_are_hardware_by_their_names(name: str) -> None:
+    assert _forecast("matmul", hardware=name).predicted > 0
+    if name[0].isdigit():
+        ranks = name[0]
+        assert _forecast("all_reduce", hardware=name, ranks=ranks).predicted > 0
 
 
 def test_a_row_does_not_need_what_was_measured() -> None:

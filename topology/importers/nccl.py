@@ -14,6 +14,7 @@ from topology.building import (
     cores_of,
     find_device,
     generic_cpu,
+    adds_up,
     nvlink_type,
     pcie_type,
     require_device,
@@ -206,6 +207,7 @@ def _add_nvlinks(walk: _NcclTree) -> None:
             seen.add(frozenset({node, target}))
             walk.builder.join(node, target, link_type, count)
     if to_switch:
-        walk.builder.add_node("nvswitch0", "nvswitch", host="host0")
+        (generation, *_) = {link_type.nvlink_generation or 0 for _, link_type in to_switch.values()}
+        walk.builder.add_node("nvswitch0", "nvswitch", host="host0", in_switch_sums=adds_up(generation))
     for node, (count, link_type) in to_switch.items():
         walk.builder.join(node, "nvswitch0", link_type, count)

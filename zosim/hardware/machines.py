@@ -190,6 +190,9 @@ class _Builder:
             wire="nvlink" if any(self._has_nvlink(hop) for hop in hops) else "pcie",
             generation="volta" if known is None else known.nccl,
             bandwidth_bytes_per_s=bandwidth,
+            in_switch_sums=any(
+                node.in_switch_sums for node in self._topology.of_kind("nvswitch") if node.host in hosts
+            ),
         )
 
     def _has_nvlink(self, hop: Hop) -> bool:

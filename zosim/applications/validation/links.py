@@ -15,9 +15,18 @@ from zosim.hardware.machines import machines_for
 from zosim.operations import Send
 
 
+_DIRECTIONS = {
+    **dict.fromkeys(("htod", "host_to_device", "h2d"), "h2d"),
+    **dict.fromkeys(("dtoh", "device_to_host", "d2h"), "d2h"),
+    **dict.fromkeys(("dtod", "device_to_device", "p2p", "d2d"), "d2d"),
+}
+"""By what tools call them."""
+
+
 def copy(row: MeasuredRow, site: Site) -> Forecast:
     """Return the seconds of a transfer between a device and its host's memory, or another device."""
-    size_bytes, direction = row.count("bytes"), row["direction"]
+    direction = _DIRECTIONS.get(row["direction"].lower(), row["direction"])
+    size_bytes = row.count("bytes")
     if direction == "d2d":
         here, there = site.devices_of(row, 2)
         route = site.topology.route(here, there)
@@ -50,9 +59,18 @@ def message(row: MeasuredRow, site: Site) -> Forecast:
 def all_reduce(row: MeasuredRow, site: Site) -> Forecast:
     """Return the seconds of a sum over the first ranks' buffers."""
     ring, size_bytes = ring_of(row, site), row.count("bytes")
-    return bounded(
-        lambda bound: site.profile.values(bound)["call_s.collective"] + ring.all_reduce_s(size_bytes, bound)
-    )
+    return bounded(lambda bound: _call_s(site, bound) + ring.all_reduce_s(size_bytes, bound))
+
+
+def all_gather(row: MeasuredRow, site: Site) -> Forecast:
+    """Return the seconds until the first ranks have all shares, or each its sum of them: so many bytes together."""
+    ring, size_bytes = ring_of(row, site), row.count("bytes")
+    return bounded(lambda bound: _call_s(site, bound) + ring.all_gather_s(size_bytes, bound))
+
+
+def _call_s(site: Site, bound: Bound) -> float:
+    """Return what calling a collective takes; a CPU's message times hold it."""
+    return site.profile.values(bound).get("call_s.collective", 0.0)
 
 
 def ring_of(row: MeasuredRow, site: Site) -> Ring:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
@@ -17,6 +18,8 @@ PREDICTORS: dict[str, Predictor] = {
     "copy": links.copy,
     "p2p": links.message,
     "all_reduce": links.all_reduce,
+    "all_gather": links.all_gather,
+    "reduce_scatter": links.all_gather,
     "forward": passes.forward,
     "streamed_generation": passes.streamed_generation,
     "step": steps.step,
@@ -27,6 +30,20 @@ PREDICTORS: dict[str, Predictor] = {
 }
 """By the kind of a row."""
 
+_ASSUMED: Mapping[str, Mapping[str, str]] = {
+    "attention": {"batch": "1"},
+    "attention_backward": {"batch": "1"},
+    "copy": {"direction": "h2d"},
+    "forward": {"batch": "1"},
+    "streamed_generation": {"batch": "1"},
+    **dict.fromkeys(("step", "device_memory", "host_memory"), {"batch": "1", "method": "mezo"}),
+    **dict.fromkeys(("first_order_step", "first_order_memory"), {"batch": "1"}),
+}
+"""What is taken for an empty cell, by kind; beside the format, and all devices where ranks are not counted."""
+
+_ANY_FORMAT = frozenset({"elementwise", "copy", "p2p", "all_reduce", "all_gather", "reduce_scatter"})
+"""Kinds to which only bytes matter."""
+
 
 def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
     """Return what is predicted for a row, or why nothing is. What its `measured` holds does not matter."""
@@ -36,9 +53,24 @@ def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
     if not row["hardware"]:
         return "the row names no hardware"
     try:
-        return predictor(row, sites.of(row["hardware"]))
+        site = sites.of(row["hardware"])
+        missing = {column: value for column, value in _likely(row["kind"], site).items() if not row[column]}
+        said = predictor(MeasuredRow({**row.fields, **missing}, row.where), site)
+        return replace(said, assumed=tuple(f"{column} {value}" for column, value in missing.items()))
     except ZosimError as error:
         return " ".join(error.message.split())
-    except (ValueError, ArithmeticError) as error:
+    except (ValueError, ArithmeticError, LookupError) as error:
         # Sizes that no model or machine has; one such row does not take the others along.
         return f"the row cannot be: {' '.join(str(error).split())[:200]}"
+
+
+def _likely(kind: str, site: Site) -> dict[str, str]:
+    """Return what a row of a kind most likely means where it says nothing."""
+    likely = dict(_ASSUMED.get(kind, {}))
+    if kind not in _ANY_FORMAT:
+        device = site.topology.device_spec(site.devices[0])
+        on_gpu = "bfloat16" if "bf16" in device.peak_dense else "float16"
+        likely["dtype"] = on_gpu if device.kind == "gpu" else "float32"
+    if kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        likely["ranks"] = str(len(site.devices))
+    return likely

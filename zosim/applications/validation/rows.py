@@ -24,11 +24,19 @@ class Unpredictable(ZosimError):  # noqa: N818 - reads as the statement it makes
 
 @dataclass(frozen=True)
 class Forecast:
-    """A predicted number with the interval that 90 of 100 measurements should lie in, in SI units."""
+    """A predicted number with the interval that 90 of 100 measurements should lie in, in SI units.
+
+    Attributes
+    ----------
+    predicted, low, high : float
+    assumed : tuple of str
+        What the row does not say and was assumed, such as ``"dtype bfloat16"``.
+    """
 
     predicted: float
     low: float
     high: float
+    assumed: tuple[str, ...] = ()
 
 
 class MeasuredRow(TableRow):
@@ -75,7 +83,7 @@ class MeasuredRow(TableRow):
 
     def flag(self, column: str) -> bool:
         """Return whether a cell says ``true``; empty is ``false``."""
-        return self[column].lower() == "true"
+        return self[column].lower() in ("true", "1", "yes")
 
 
 def read_rows(path: str | Path) -> list[MeasuredRow]:
@@ -94,7 +102,8 @@ def columns_of(outcome: Forecast | str) -> dict[str, str]:
     if isinstance(outcome, str):
         return dict(zip(ADDED, ("", "", "", outcome), strict=True))
     numbers = (outcome.predicted, outcome.low, outcome.high)
-    return dict(zip(ADDED, (*(f"{number:.6g}" for number in numbers), ""), strict=True))
+    why = f"assumed: {', '.join(outcome.assumed)}" if outcome.assumed else ""
+    return dict(zip(ADDED, (*(f"{number:.6g}" for number in numbers), why), strict=True))
 
 
 def known_kinds(kinds: Sequence[str]) -> str:

@@ -41,7 +41,7 @@ class TableRow:
         return self.fields.get(column, "").strip()
 
     def count(self, column: str, below: int = LARGEST_COUNT) -> int:
-        """Return a whole number above 0 and below `below`.
+        """Return a whole number above 0 and below `below`; spreadsheets write 8 as ``8.0`` and a million as ``1e6``.
 
         Raises
         ------
@@ -49,9 +49,10 @@ class TableRow:
             If the column holds something else.
         """
         text = self[column]
-        if not (text.isascii() and text.isdecimal()) or len(text) > 20 or not 0 < int(text) < below:
+        number = _whole(text)
+        if not 0 < number < below:
             raise RowsError(f"{self.where}: {column} is {text!r}", hint="write a whole number above 0")
-        return int(text)
+        return number
 
     def number(self, column: str) -> float:
         """Return a finite number above 0.
@@ -71,6 +72,19 @@ class TableRow:
                 f"{self.where}: {column} is {text!r}", hint="write a number above 0, or leave it empty"
             )
         return number
+
+
+def _whole(text: str) -> int:
+    """Return the whole number that a cell holds, 0 if it holds none."""
+    if not text.isascii() or len(text) > 20:
+        return 0
+    if text.isdecimal():
+        return int(text)
+    try:
+        number = float(text)
+    except ValueError:
+        return 0
+    return int(number) if number.is_integer() else 0
 
 
 def read_table(path: str | Path, required: Sequence[str]) -> list[TableRow]:
