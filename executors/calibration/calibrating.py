@@ -162,7 +162,9 @@ def at_one_pace(
         still = _change(pace, steps)
         pace = replace(pace, ratio=max(pace.ratio, still), high=max(pace.high, still))
     elif pace is not None and change < 1 / UNDISTURBED:
-        words.append(f"everything took {change:.2f} times as long after a while: operations were measured again")
+        words.append(
+            f"everything took {change:.2f} times as long after a while: operations were measured again"
+        )
         measurements, pace = min((measurements, pace), kernels(), key=lambda item: item[1].fast_s)  # type: ignore[union-attr]
     return measurements, pace, steps, (*words, *_disturbances(measurements, steps))
 

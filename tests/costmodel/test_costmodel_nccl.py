@@ -60,8 +60,14 @@ def test_switches_that_add_up_reach_the_published_bus_bandwidth() -> None:
     # They may be switched off; two GPUs, older ones and other functions have none.
     assert board.seconds("all_reduce", size, "high") == rings.seconds("all_reduce", size, "high")
     assert board.seconds("all_gather", size) == rings.seconds("all_gather", size)
-    for without in (replace(board, num_ranks=2), replace(board, generation="ampere"), replace(board, num_ranks=16, num_hosts=2)):
-        assert without.seconds("all_reduce", size) == replace(without, in_switch_sums=False).seconds("all_reduce", size)
+    for without in (
+        replace(board, num_ranks=2),
+        replace(board, generation="ampere"),
+        replace(board, num_ranks=16, num_hosts=2),
+    ):
+        assert without.seconds("all_reduce", size) == replace(without, in_switch_sums=False).seconds(
+            "all_reduce", size
+        )
 
 
 def test_hosts_far_apart_cost_a_small_sum_latency() -> None:

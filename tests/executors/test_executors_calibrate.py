@@ -176,7 +176,9 @@ def test_a_thread_that_gets_no_core_is_seen_to_wait() -> None:
             thread.start()
         waited_s = 0.0
         while any(thread.is_alive() for thread in threads):
-            torch.ones(200_000).sigmoid_()  # without the interpreter's lock, on the core that another thread is on
+            torch.ones(
+                200_000
+            ).sigmoid_()  # without the interpreter's lock, on the core that another thread is on
             waited_s = max(waited_s, quiet.waited_s() - before_s)
     finally:
         os.sched_setaffinity(0, cores)

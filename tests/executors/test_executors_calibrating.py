@@ -160,9 +160,7 @@ def test_steps_beside_other_processes_are_bounds_and_judge_nothing(
     steps: list[WholeStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = iter([0.9, 0.5, 0.0, 0.05])
-    monkeypatch.setattr(
-        whole_steps, "_measured", lambda *_: replace(steps[0], foreign_cores=next(loads))
-    )
+    monkeypatch.setattr(whole_steps, "_measured", lambda *_: replace(steps[0], foreign_cores=next(loads)))
     measured = measure_steps(TOPOLOGY, "cpu0", device="cpu", budget_s=9.0, shapes=STEP_SHAPES[:2])
     assert [step.foreign_cores for step in measured] == [0.0, 0.05]  # the first was tried thrice
     disturbed = replace(steps[0], seconds=1e3, foreign_cores=0.9)

@@ -78,7 +78,9 @@ def test_what_a_row_does_not_say_is_assumed_and_named(tmp_path: Path) -> None:
     assert silent.assumed == ("dtype bfloat16",)
     assert silent.predicted == _forecast("matmul", dtype="bfloat16").predicted
     assert columns_of(silent)["why"] == "assumed: dtype bfloat16"
-    assert _forecast("matmul", dtype="", hardware="dgx-1v").assumed == ("dtype float16",)  # Volta has no bfloat16
+    assert _forecast("matmul", dtype="", hardware="dgx-1v").assumed == (
+        "dtype float16",
+    )  # Volta has no bfloat16
     assert _forecast("all_reduce", ranks="").predicted == _forecast("all_reduce", ranks="8").predicted
     assert _forecast("copy", direction="").predicted == _forecast("copy", direction="HtoD").predicted
     assert _forecast("step", method="", batch="").assumed == ("batch 1", "method mezo")

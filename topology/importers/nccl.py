@@ -10,11 +10,11 @@ from pathlib import Path
 from topology.building import (
     MAX_PROCESSORS,
     MachineBuilder,
+    adds_up,
     assumed_memory,
     cores_of,
     find_device,
     generic_cpu,
-    adds_up,
     nvlink_type,
     pcie_type,
     require_device,

@@ -14,7 +14,6 @@ from zosim.hardware.machine import Ring
 from zosim.hardware.machines import machines_for
 from zosim.operations import Send
 
-
 _DIRECTIONS = {
     **dict.fromkeys(("htod", "host_to_device", "h2d"), "h2d"),
     **dict.fromkeys(("dtoh", "device_to_host", "d2h"), "d2h"),
