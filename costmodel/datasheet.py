@@ -107,6 +107,8 @@ _CPU_CAST_PAIRS: tuple[tuple[DType, DType], ...] = (
 
 _CPU_HALF_DIMS: dict[str, Spread] = {"m": (8.0, 0.5, 64.0), "n": (8.0, 0.5, 64.0), "k": (32.0, 2.0, 160.0)}
 _CPU_HALF_DIM_SOURCE = "assumed: rows of a few registers; short sums write their products often"
+_CPU_HALF_LENGTH: Spread = (48.0, 8.0, 400.0)
+_CPU_HALF_LENGTH_SOURCE = "assumed: tiles of short sequences are packed for few products; more so where tiles are a core's own (AMX)"
 _CPU_OUTPUTS: Spread = (5e9, 0.5e9, 50e9)
 _CPU_OUTPUTS_SOURCE = "assumed: outputs are brought into the cache, written and driven out again"
 _CPU_SCORES: Spread = (0.6e9, 0.1e9, 6e9)
@@ -135,7 +137,7 @@ _ATTENTION_KERNELS_SOURCE = "papers of the kernels, costmodel.gpus"
 _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
     "cpu": {
         "matmul_half_dim": (12.0, 2.0, 64.0),
-        "attention_half_len": (48.0, 8.0, 400.0),
+        "attention_half_len": _CPU_HALF_LENGTH,
         "call_s.batch": (200e-6, 40e-6, 1e-3),
         "call_s.embed": (100e-6, 20e-6, 600e-6),
         "call_s.block": (100e-6, 20e-6, 600e-6),
@@ -474,6 +476,7 @@ def _cpu_products(threads: int) -> Iterator[Constant]:
         for dim, spread in _CPU_HALF_DIMS.items():
             yield _constant(f"matmul_half_dim.{dtype}.{dim}", spread, _CPU_HALF_DIM_SOURCE)
         yield _constant(f"attention_score_rate.{dtype}", _CPU_SCORES, _CPU_SCORES_SOURCE, scale=threads)
+        yield _constant(f"attention_half_len.{dtype}", _CPU_HALF_LENGTH, _CPU_HALF_LENGTH_SOURCE)
     yield _constant("attention_score_rate", _CPU_SCORES, _CPU_SCORES_SOURCE, scale=threads)
     gather = _CPU_GATHER if threads > 1 else (0.0, 0.0, 0.0)
     yield _constant("gather_s", gather, _CPU_GATHER_SOURCE)

@@ -90,7 +90,7 @@ CONSTANT_UNITS: dict[str, str] = {
     numbers that it computes in.
 ``matmul_half_dim[.<dtype>[.<m|n|k>]]``
     A dimension of this size halves the rate of a product: its efficiency is ``Π d / (d + half)`` over m, n, k.
-``attention_half_len``, ``attention_score_rate[.<dtype>]``
+``attention_half_len[.<dtype>]``, ``attention_score_rate[.<dtype>]``
     A sequence of this length halves the rate of fused attention; scores per second that it normalises besides. They and
     the rate may have ones of their own for a kernel and for backwards: ``[.<fa1|fa2|fa3|cudnn>][.backward]`` behind.
 ``attention_diagonal_len``

@@ -241,8 +241,12 @@ def _contention(device: torch.device, dtype: str) -> Iterator[Probe]:
     yield replace(copy, name=f"{copy.name} beside a product", beside=product.run)
 
 
+_SMALL_ALLOCATION = 1 << 14
+"""Less than torch's threads share the filling of: getting them together would take longer than to allocate."""
+
+
 def _allocations(device: torch.device) -> Iterator[Probe]:
-    for size_bytes in (1 << 16, MEMORY_BYTES[kind_of(device)]):
+    for size_bytes in (_SMALL_ALLOCATION, MEMORY_BYTES[kind_of(device)]):
 
         def run(size_bytes: int = size_bytes) -> None:
             torch.zeros(size_bytes, dtype=torch.uint8, device=device)

@@ -36,8 +36,8 @@ _ASSUMED: Mapping[str, Mapping[str, str]] = {
     "copy": {"direction": "h2d"},
     "forward": {"batch": "1"},
     "streamed_generation": {"batch": "1"},
-    **dict.fromkeys(("step", "device_memory", "host_memory"), {"batch": "1", "method": "mezo"}),
-    **dict.fromkeys(("first_order_step", "first_order_memory"), {"batch": "1"}),
+    **{key: {"batch": "1", "method": "mezo"} for key in ("step", "device_memory", "host_memory")},
+    **{key: {"batch": "1"} for key in ("first_order_step", "first_order_memory")},
 }
 """What is taken for an empty cell, by kind; beside the format, and all devices where ranks are not counted."""
 
