@@ -74,7 +74,7 @@ _TREE_PARTS = {
 _CHANNEL_GB = 20.0
 """Of a ring's channel on NVLinks of any generation so far, by which the number of channels is known from their sum."""
 _NETWORK_CHANNELS = 2
-"""Channels for each network adapter."""
+"""Channels for each network adapter: NCCL doubles the rings that it has laid (``src/graph/connect.cc``, ``ncclTopoPostset``)."""
 
 _NETWORK_POST_US = 2.0
 """What every step of a ring across hosts takes at least: handing a message to the network, three times in Simple. By the CPU's
@@ -98,7 +98,8 @@ _STEP_BYTES = 512 * 1024
 filling the channels out; published times of 16 to 64 MiB on A100s show it."""
 
 _SPREAD: dict[Bound, tuple[float, float]] = {"central": (1.0, 1.0), "low": (0.7, 1.02), "high": (2.2, 0.74)}
-"""Factors of latencies and of bandwidths at the ends of intervals: what published measurements of equal size differ by."""
+"""Factors of latencies and of bandwidths at the ends of intervals: what published measurements of equal size differ by. Chosen so that
+nine tenths of Vidur's, vTrain's and ml-engineering's times on A100s lie inside (``python -m studies.validation`` counts them)."""
 
 NVLINK_MESSAGE_PART = 0.9
 """Part of an NVLink's nominal bandwidth that one large message reaches; rings reach less. Copies between two A100s are published at
