@@ -62,7 +62,7 @@ def assumed_machine(gpu: DeviceSpec, count: int = 1) -> Topology:
         builder.join(numa, root, catalogue().link_types["fabric"])
         builder.join(root, names[-1], connector_type(gpu))
     if gpu.nvlink is not None and count == 2:
-        builder.join(*names, nvlink_type(gpu.nvlink.generation), gpu.nvlink.num_links)
+        builder.join(names[0], names[1], nvlink_type(gpu.nvlink.generation), gpu.nvlink.num_links)
     elif gpu.nvlink is not None and count > 2:
         join_switch(builder, dict.fromkeys(names, gpu.nvlink.num_links), gpu.nvlink.generation)
     return builder.build("Assumed from the GPUs alone.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class Forecast:
     predicted: float
     low: float
     high: float
-    assumed: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 class MeasuredRow(TableRow):
