@@ -60,14 +60,14 @@ class FlowTable(Rows):
         )
         self.num_ranks = len(ranks)
         self.batch = np.full(len(self.end_s), _IDLE, dtype=np.intp)
-        self._kind = np.full(len(self.end_s), _IDLE, dtype=np.int32)
+        self._class = np.full(len(self.end_s), _IDLE, dtype=np.int32)
         self._names = {name: number for number, name in enumerate(world.capacities)}
         self._classes: list[SharedClass] = []
         self._first_rank: list[int] = []
         self._known: dict[object, int] = {}
         self._remembered: dict[bytes, Floats] = {}
 
-    def kind_of(self, activity: Activity, own: list[dict[str, str]], first_rank: int) -> int:
+    def class_of(self, activity: Activity, own: list[dict[str, str]], first_rank: int) -> int:
         """Return the number of an activity's class, -1 if nothing limits it on any rank of its template.
 
         Parameters
@@ -93,11 +93,11 @@ class FlowTable(Rows):
                 self._first_rank.append(first_rank)
         return self._known[key]
 
-    def start(self, rows: Ints, kind: int, seconds: float, batch: int, now_s: float) -> None:
+    def start(self, rows: Ints, shared_class: int, seconds: float, batch: int, now_s: float) -> None:
         """Let an instruction of some ranks arrive."""
         self.batch[rows] = batch
-        self._kind[rows] = kind
-        if kind < 0:
+        self._class[rows] = shared_class
+        if shared_class < 0:
             self.end_s[rows] = now_s + seconds
         else:
             self.arrive(rows, seconds, now_s)
@@ -105,7 +105,7 @@ class FlowTable(Rows):
     def _speeds(self, considered: Ints) -> Floats:
         if self._is_fifo.any():
             return super()._speeds(considered)
-        key = considered.tobytes() + self._kind[considered].tobytes()
+        key = considered.tobytes() + self._class[considered].tobytes()
         speeds = self._remembered.get(key)
         if speeds is None:
             if len(self._remembered) >= _MAX_REMEMBERED:
@@ -114,20 +114,20 @@ class FlowTable(Rows):
         return speeds
 
     def _bounds_and_weights(self, rows: Ints) -> tuple[Floats, Floats]:
-        kinds = self._kind[rows]
-        bound = np.array([item.bound for item in self._classes])[kinds]
-        return bound, np.array([item.weight for item in self._classes])[kinds]
+        classes = self._class[rows]
+        bound = np.array([item.bound for item in self._classes])[classes]
+        return bound, np.array([item.weight for item in self._classes])[classes]
 
     def _entries(self, rows: Ints) -> Entries:
-        kinds = self._kind[rows]
-        parts = [self._entries_of(int(kind), rows[kinds == kind]) for kind in np.unique(kinds)]
+        classes = self._class[rows]
+        parts = [self._entries_of(int(one), rows[classes == one]) for one in np.unique(classes)]
         listed, resources, uses = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.argsort(listed, kind="stable")
         return listed[order], resources[order], uses[order]
 
-    def _entries_of(self, kind: int, rows: Ints) -> Entries:
-        item = self._classes[kind]
-        resources = item.resources[rows % self.num_ranks - self._first_rank[kind]]
+    def _entries_of(self, number: int, rows: Ints) -> Entries:
+        item = self._classes[number]
+        resources = item.resources[rows % self.num_ranks - self._first_rank[number]]
         there = resources >= 0
         shape = len(rows), len(item.uses)
         listed = np.broadcast_to(rows[:, None], shape)[there]
@@ -135,11 +135,11 @@ class FlowTable(Rows):
 
     def _joined(self) -> tuple[Ints, Ints]:
         rows, resources = [], []
-        for kind, item in enumerate(self._classes):
+        for number, item in enumerate(self._classes):
             # Whatever a rank does on any stream may be of any of its classes.
-            ranks = np.arange(len(item.resources)) + self._first_rank[kind]
+            ranks = np.arange(len(item.resources)) + self._first_rank[number]
             for stream in range(NUM_STREAMS):
-                listed, there, _ = self._entries_of(kind, ranks + stream * self.num_ranks)
+                listed, there, _ = self._entries_of(number, ranks + stream * self.num_ranks)
                 rows.append(listed)
                 resources.append(there)
         nothing = np.zeros(0, dtype=np.intp)

@@ -36,20 +36,20 @@ class Kind:
         own = [dict(zip(template.resources, world.resources[rank], strict=True)) for rank in ranks]
         self.streams: dict[Part, list[int]] = {}
         self.seconds: dict[Part, list[float]] = {}
-        self.kinds: dict[Part, list[int]] = {}
+        self.classes: dict[Part, list[int]] = {}
         for part in PARTS:
             listed = getattr(template.program, part)
             activities = [template.activities[part, item.id] for item in listed]
             self.streams[part] = [STREAM_NUMBER[item.stream] for item in listed]
             self.seconds[part] = [activity.seconds for activity in activities]
-            self.kinds[part] = [table.kind_of(activity, own, first) for activity in activities]
+            self.classes[part] = [table.class_of(activity, own, first) for activity in activities]
         self.streams["step"].append(STREAM_NUMBER[Stream.COMPUTE])
         self.seconds["step"].append(template.step_s)
-        self.kinds["step"].append(-1)
+        self.classes["step"].append(-1)
         self.times: dict[int, Times] = {}
         # By the first of a chain: the chain, and when each of it starts and the last one ends, as columns.
         self.chains: dict[int, tuple[Ints, Floats]] = {}
-        for chain in self.wiring.chains([kind < 0 for kind in self.kinds["step"]]):
+        for chain in self.wiring.chains([number < 0 for number in self.classes["step"]]):
             offsets = np.concatenate([[0.0], np.cumsum([self.seconds["step"][item] for item in chain])])
             self.chains[chain[0]] = np.array(chain)[:, None], offsets[:, None]
 

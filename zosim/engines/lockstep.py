@@ -204,7 +204,7 @@ class Lockstep:
             times.start_s[number, cols] = now_s
         rows = kind.streams[part][number] * self.table.num_ranks + kind.first + cols
         self._batches.append((kind, position, number))
-        self.table.start(rows, kind.kinds[part][number], seconds, len(self._batches) - 1, now_s)
+        self.table.start(rows, kind.classes[part][number], seconds, len(self._batches) - 1, now_s)
         if part == "step":
             self._entered = max(self._entered, position - 1)
         else:

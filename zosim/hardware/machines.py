@@ -288,10 +288,10 @@ class _Builder:
             nodes = [self._topology.node(device) for device in devices]
             is_board = all(node.kind == "gpu" and node.host == nodes[0].host for node in nodes)
             is_apart = len(set(devices)) == len(devices)
-            self._board_rings[key] = self._spread(key) if is_board and is_apart else None
+            self._board_rings[key] = self._nvlink_hops(key) if is_board and is_apart else None
         return self._board_rings[key]
 
-    def _spread(self, devices: tuple[str, ...]) -> list[Hop] | None:
+    def _nvlink_hops(self, devices: tuple[str, ...]) -> list[Hop] | None:
         rings, links = self._rings_of(devices)
         if not rings.rings:
             return None
