@@ -38,12 +38,12 @@ def validate_set(programs: ProgramSet) -> None:
     """
     for program in programs.programs:
         validate(program)
-    _refuse_messages_to_nobody(programs)
     sides = [Side(program) for program in programs.programs]
     for side in sides:
         side.refuse_unordered_collectives()
     for pair in pairs(programs):
         _check(sides[pair.roles[0]], sides[pair.roles[1]], pair)
+    _refuse_messages_to_nobody(programs)
 
 
 def _refuse_messages_to_nobody(programs: ProgramSet) -> None:
