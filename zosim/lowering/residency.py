@@ -62,6 +62,7 @@ class Homes:
         self._rank = rank
         self._plan = rank.plan
         self._listing = listing
+        self._num_shares = rank.plan.num_shares
         self._buckets: dict[tuple[str, str], tuple[int, int]] = {}
 
     # -- sizes -------------------------------------------------------------------------------------------------
@@ -94,10 +95,6 @@ class Homes:
     def share_group(self) -> str:
         """Group that shares blocks out; empty if every rank has its own copy of all."""
         return self._plan.residency.share_group if self._plan.is_shared_out else ""
-
-    @cached_property
-    def _num_shares(self) -> int:
-        return len(self._plan.groups[self.share_group][0]) if self.share_group else 1
 
     def shares_of(self, accesses: Iterable[Access]) -> tuple[Access, ...]:
         """Return this rank's shares of `accesses`, or all of them where nothing is shared out."""
