@@ -118,9 +118,9 @@ def save_tuned(
     if isinstance(adapters, Prefix):
         save_prefix(model, Path(out) / PREFIX_NAME, storage)
     elif isinstance(adapters, LoRA):
-        plan = session.plan
-        is_whole = plan.coding is None and plan.num_stages == 1
-        facts = {"base_digest": weights_digest(model, storage, base_only=True)} if is_whole else {}
+        # An engine that loads the adapter has numbers for a base, never codes.
+        is_plain = session.plan.coding is None
+        facts = {"base_digest": weights_digest(model, storage, base_only=True)} if is_plain else {}
         save_alone(model, Path(out) / ADAPTER_NAME, adapters, storage, facts)
         with session.whole_model() as whole:
             merge_lora(whole)
