@@ -27,6 +27,9 @@ MOVED_ELEMENTS = 1 << 16
 _MOVED_TEMPORARIES = 7
 """Numbers in float32 that are alive for each of them; of outliers, a byte more."""
 
+_FLOAT_TEMPORARIES = 4
+"""As many more where the distance between neighbours on the grid is each number's own."""
+
 _CONTAINERS = (2, 4, 8)
 """Bits that a code takes in memory: a byte holds one, two or four."""
 
@@ -213,7 +216,8 @@ def coded_forward_work(
 
     Notes
     -----
-    ``dequantise`` makes one weight at a time of its codes, a temporary; codes that share a byte are parted before. Under
+    ``dequantise`` makes one weight at a time of its codes, a temporary; codes that share a byte are parted before. Those of
+    floating-point formats are made float32 first, by a table of 32-bit places where they have four bits. Under
     ``int_mm`` weight and direction are products of their own, of integers, whose sums are scaled in passes of their own;
     ``scaled_mm`` is the same in e4m3, to which the direction is cast. What
     is alive at one layer is its input, its output and its temporaries; the segment's other temporaries are smaller then.
@@ -259,6 +263,8 @@ def coded_forward_work(
             num_kernels += 1 + is_beside
             most = _most_rows(outputs, moved_share)
             gathered = most * inputs * (1 + width) if is_beside and most < outputs else 0
+            if FORMATS[coding.format].is_float:
+                levels = elements * max(4, is_parted * (9 - width))
             alive += elements * width + max(levels, gathered, rows * outputs * width)
             alive += rows * inputs * width if are_inputs_coded else 0
         largest = max(largest, alive)
@@ -279,6 +285,7 @@ def coded_update_work(linears: Sequence[Linear], coding: Coding, moved_share: fl
     Of the rows, only `moved_share` are touched.
     """
     elements = round(moved_share * sum(outputs * inputs for outputs, inputs in linears))
+    num_temporaries = _MOVED_TEMPORARIES + FORMATS[coding.format].is_float * _FLOAT_TEMPORARIES
     most = max((_most_rows(outputs, moved_share) * inputs for outputs, inputs in linears), default=0)
     return Work(
         dtype="float32",
@@ -286,7 +293,7 @@ def coded_update_work(linears: Sequence[Linear], coding: Coding, moved_share: fl
         scratch_bytes=8 * 4 * elements,
         num_rounded=elements,
         num_kernels=10 * len(linears),
-        workspace_bytes=(4 * _MOVED_TEMPORARIES + bool(coding.outlier_share)) * min(most, MOVED_ELEMENTS),
+        workspace_bytes=(4 * num_temporaries + bool(coding.outlier_share)) * min(most, MOVED_ELEMENTS),
     )
 
 

@@ -162,7 +162,9 @@ class Floats(Grid):
             return symbols.view(wide).to(torch.float32)
         magnitudes = self._magnitudes(symbols)
         both = torch.cat([magnitudes, -magnitudes])
-        return both[symbols.bitwise_and(2 * len(self._levels) - 1).long()]
+        # Numbers of 32 bits, since an index of 64 would take twice as much as what is made.
+        chosen = symbols.bitwise_and(2 * len(self._levels) - 1).int()
+        return both.index_select(0, chosen.view(-1)).view(symbols.shape)
 
     @property
     def num_finite(self) -> int:

@@ -531,6 +531,7 @@ def test_a_run_is_resumed_from_a_checkpoint_of_codes_and_replayed(tmp_path):
         {"weights": "int4", "scales": "group", "group_elements": 64},
         {"weights": "int8", "activations": "int8-token", "sparsity": 0.9},
         {"weights": "int8", "outliers": 0.01},
+        {"weights": "float8_e4m3"},
         pytest.param({"weights": "best4", "scales": "group", "group_elements": 64}, marks=pytest.mark.slow),
     ],
 )
