@@ -221,6 +221,23 @@ class Work(_FrozenCounts):
             **sums,
         )
 
+    def repeated(self, times: int) -> Work:
+        """Return the same so many times, one after the other.
+
+        Examples
+        --------
+        >>> Work(matmuls=(Matmul(m=2, n=3, k=4),), num_kernels=1, workspace_bytes=8).repeated(3).flops
+        144
+        """
+        if not times:
+            return Work(dtype=self.dtype)
+        scaled: dict[str, object] = {name: times * getattr(self, name) for name in _SUMMED}
+        scaled["matmuls"] = tuple(one.model_copy(update={"num": times * one.num}) for one in self.matmuls)
+        scaled["attention"] = tuple(one.model_copy(update={"num": times * one.num}) for one in self.attention)
+        scaled["calls"] = self.calls * times
+        scaled["coding"] = tuple((name, times * count) for name, count in self.coding)
+        return self.model_copy(update=scaled)
+
     @property
     def _multiplies(self) -> bool:
         return bool(self.matmuls or self.attention)

@@ -150,6 +150,9 @@ class Forward:
         All points that it is at, side by side in one batch, `point` the first of them; empty where it is at one.
     microbatch : int
         In a first-order step, which part of the batch.
+    num_new_tokens : int
+        Of the head: tokens that sequences are continued by, for a reward. All but the first take forwards of the whole model,
+        which this one has in it.
     """
 
     segment: str
@@ -158,6 +161,7 @@ class Forward:
     beside: tuple[str, ...] = ()
     together: tuple[WrittenPoint, ...] = ()
     microbatch: int = 0
+    num_new_tokens: int = 0
     kind: Literal["forward"] = "forward"
 
 

@@ -14,7 +14,7 @@ from executors.low_bits.linear import code_linears
 from executors.models.batched import BatchedModel
 from executors.models.blocks import find_blocks
 from executors.models.halves import Handed
-from executors.models.model import Batch, CutModel, LossDType, Objective
+from executors.models.model import Batch, CutModel, LossDType, Objective, TextObjective
 from executors.models.parameters import NamedTensor
 from executors.models.recording_blocks import StepCache
 from topology.errors import ModelError
@@ -83,7 +83,7 @@ def engine_for(
     *,
     loss_dtype: LossDType,
     autocast_dtype: torch.dtype | None,
-    objective: Objective | None = None,
+    objective: Objective | TextObjective | None = None,
 ) -> ForwardEngine:
     """Return what runs the forwards of `plan` on `model`.
 

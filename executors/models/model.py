@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -41,6 +42,20 @@ Batch = Mapping[str, Tensor]
 Objective = Callable[[Tensor, Batch], Tensor]
 """Takes logits (sequences, tokens, vocabulary) and the batch, and returns the scalar to minimise."""
 
+
+@dataclass(frozen=True)
+class TextObjective:
+    """What is minimised of text that the model goes on with, by more forwards of all of it at the same weights.
+
+    Attributes
+    ----------
+    cost : callable
+        Takes the model, and logits and batch as an objective does; returns a finite number.
+    """
+
+    cost: Callable[[nn.Module, Tensor, Batch], float]
+
+
 LossDType = Literal["model", "fp64"]
 IGNORED_LABEL = -100
 
@@ -66,7 +81,7 @@ class CutModel:
         Tokens whose logits are alive at once. The loss is then summed over chunks, which rounds differently.
     autocast_dtype : torch.dtype, optional
         Format of matrix products, where it differs from that of the weights.
-    objective : callable, optional
+    objective : callable or TextObjective, optional
         Takes the place of the loss; it need not be differentiable.
     cut_blocks : tuple of int
         Blocks that are two segments, cut at the input of the MLP's second linear.
@@ -99,7 +114,7 @@ class CutModel:
         loss_dtype: LossDType = "model",
         loss_chunk_tokens: int | None = None,
         autocast_dtype: torch.dtype | None = None,
-        objective: Objective | None = None,
+        objective: Objective | TextObjective | None = None,
         cut_blocks: tuple[int, ...] = (),
         coding: Coding | None = None,
     ) -> None:
@@ -206,6 +221,11 @@ class CutModel:
         torch.Tensor
             Scalar: the mean over labels that are not -100, or what the objective makes of the logits.
         """
+        if isinstance(self.objective, TextObjective):
+            logits = self.logits(hidden)
+            with self.format():
+                cost = self.objective.cost(self.model, logits, batch)
+            return torch.tensor(cost, dtype=torch.float64, device=hidden.device)
         if self.objective is not None:
             return self.objective(self.logits(hidden), batch)
         labels = batch["labels"]
@@ -215,6 +235,8 @@ class CutModel:
 
     def loss_format(self) -> torch.dtype:
         """Return the format that :meth:`head` returns losses in; only while all weights are here."""
+        if isinstance(self.objective, TextObjective):
+            return torch.float64
         tokens = torch.zeros((1, 2), dtype=torch.long, device=self.device)
         batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
         with torch.no_grad():

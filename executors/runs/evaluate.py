@@ -10,28 +10,20 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from executors.datasets.batches import pad
 from executors.datasets.data import Dataset
+from executors.datasets.generation import CausalModel, Generation, continued, logits_of, prompt_of
 from executors.datasets.prompts import Example, Question
 from executors.models.model import IGNORED_LABEL
 from topology.errors import DataError
 
 MOST_CLASSES = 64
 """More distinct answers than this are not taken for the label words of a classification."""
-
-
-class CausalModel(Protocol):
-    """A model whose logits at a position are of the next one's label, as transformers calls causal ones."""
-
-    def __call__(self, *, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        """Return an object with ``logits`` of shape (sequences, tokens, vocabulary)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,27 +89,6 @@ class GenerationResult:
     f1: float
     f1_stderr: float
     answers: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Generation:
-    """How greedy answers are made and read.
-
-    Attributes
-    ----------
-    decode : callable
-        Turns token ids into text, as a tokenizer's ``decode``.
-    stop_tokens : sequence of int
-        Tokens that end an answer and do not belong to it, such as a newline's or the end of text.
-    max_new_tokens : int
-    max_length : int or None
-        Tokens of prompt and answer together at most: the model's positions.
-    """
-
-    decode: Callable[[Sequence[int]], str]
-    stop_tokens: Sequence[int] = ()
-    max_new_tokens: int = 32
-    max_length: int | None = None
 
 
 @torch.no_grad()
@@ -204,11 +175,11 @@ def evaluate_generation(
         If a line has no prompt, since it carries labels from its first token on.
     """
     examples = data.examples(_first(data, num_examples))
-    prompts = [_prompt(example) for example in examples]
+    prompts = [prompt_of(example) for example in examples]
     answers = [
         generation.decode(tokens)
         for start in range(0, len(prompts), batch_size)
-        for tokens in _generate(model, prompts[start : start + batch_size], generation)
+        for tokens in continued(model, prompts[start : start + batch_size], generation)
     ]
     expected = [
         generation.decode([label for label in example.labels if label != IGNORED_LABEL])
@@ -282,7 +253,7 @@ def _scores(model: CausalModel, rows: Sequence[_Row], batch_size: int) -> list[f
     scores = []
     for start in range(0, len(rows), batch_size):
         group = rows[start : start + batch_size]
-        logits = _logits(model, [row.example for row in group])
+        logits = logits_of(model, [row.example for row in group])
         for row, row_logits in zip(group, logits, strict=True):
             for example, positions in row.read:
                 labels = torch.tensor([example.labels[at] for at in positions], device=logits.device)
@@ -291,19 +262,6 @@ def _scores(model: CausalModel, rows: Sequence[_Row], batch_size: int) -> list[f
                 chances = row_logits[before].double().log_softmax(-1)
                 scores.append(float(chances.gather(1, labels[:, None]).sum()))
     return scores
-
-
-def _logits(model: CausalModel, examples: Sequence[Example]) -> Tensor:
-    batch, device = pad(examples), _device_of(model)
-    logits: Tensor = model(
-        input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device)
-    ).logits
-    return logits
-
-
-def _device_of(model: CausalModel) -> torch.device:
-    device = getattr(model, "device", None)
-    return device if isinstance(device, torch.device) else torch.device("cpu")
 
 
 def _with_candidates(questions: list[Question], data: Dataset) -> list[Question]:
@@ -352,37 +310,6 @@ def _at_masks(example: Example, positions: tuple[int, ...], answers: Sequence[tu
             labels[at] = token
         candidates.append(Example(example.input_ids, tuple(labels)))
     return Question(tuple(candidates), answers.index(_answer(example)))
-
-
-def _prompt(example: Example) -> tuple[int, ...]:
-    prompt = example.input_ids[: example.asked[0]]
-    if not prompt:
-        raise DataError(
-            "a line carries labels from its first token on, so there is no prompt to answer",
-            hint="label the answer's tokens only and -100 before, or measure perplexity",
-        )
-    return prompt
-
-
-def _generate(
-    model: CausalModel, prompts: Sequence[tuple[int, ...]], generation: Generation
-) -> list[list[int]]:
-    """Return the most probable continuation of each prompt, token by token."""
-    answers: list[list[int]] = [[] for _ in prompts]
-    stops, longest = set(generation.stop_tokens), generation.max_length
-    going = list(range(len(prompts)))
-    for _ in range(generation.max_new_tokens):
-        going = [at for at in going if longest is None or len(prompts[at]) + len(answers[at]) < longest]
-        if not going:
-            break
-        sequences = [prompts[at] + tuple(answers[at]) for at in going]
-        logits = _logits(model, [Example(sequence, sequence) for sequence in sequences])
-        last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=logits.device)
-        tokens = logits[torch.arange(len(going), device=logits.device), last].argmax(-1).tolist()
-        for at, token in zip(going, tokens, strict=True):
-            answers[at].append(token)
-        going = [at for at in going if answers[at][-1] not in stops]
-    return [answer[:-1] if answer and answer[-1] in stops else answer for answer in answers]
 
 
 def _share(outcomes: Sequence[float]) -> tuple[float, float]:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from costmodel.configs import LoRA, Prefix
 from executors.datasets.data import Dataset
+from executors.datasets.generation import Generation
 from executors.models.model import IGNORED_LABEL
 from executors.models.weight_files import save_pretrained
 from executors.runs.adapters import save_alone
-from executors.runs.evaluate import Generation, evaluate_choices, evaluate_generation, evaluate_perplexity
+from executors.runs.evaluate import evaluate_choices, evaluate_generation, evaluate_perplexity
 from executors.runs.inputs import copy_tokenizer, evaluation_data, generation_of
 from executors.runs.run_files import BEST_NAME, METRICS_NAME, evaluations_of
 from executors.runs.session import Session

@@ -36,6 +36,7 @@ class RunSection(_Section):
     lora: LoRA | None = None
     prefix: Prefix | None = None
     objective: str = "loss"
+    reward: str | None = None
     accumulate: PositiveInt = 1
     evaluation: EvaluationSettings | None = None
     random_weights: bool = False

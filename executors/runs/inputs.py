@@ -14,9 +14,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from executors.datasets.data import Dataset, Limits, LineFile, open_dataset, refuse_unreadable
+from executors.datasets.generation import Generation
 from executors.datasets.prompts import PromptTemplate
+from executors.datasets.rewards import objective_of_text, reward_named
 from executors.models.loading import load_config, refusing
-from executors.runs.evaluate import Generation
+from executors.models.model import TextObjective
 from executors.runs.settings import DataSettings, EvaluationSettings, RunSettings
 from topology.errors import ModelError
 from topology.reading import read_json_object
@@ -180,11 +182,7 @@ def generation_of(settings: RunSettings, wanted: EvaluationSettings) -> Generati
 
     An answer ends with the model's own token for that, or with a line.
     """
-    ends: set[int] = set()
-    if not settings.random_weights:
-        config = load_config(settings.model, allow_download=settings.allow_download)
-        ended_by = getattr(config, "eos_token_id", None)
-        ends |= set(ended_by if isinstance(ended_by, list) else [ended_by]) - {None}
+    ends = _end_tokens(settings)
     tokenizer = _any_tokenizer(settings.model)
     if tokenizer is not None:
         ends |= set(tokenizer.encode("\n", add_special_tokens=False)[-1:])
@@ -194,6 +192,30 @@ def generation_of(settings: RunSettings, wanted: EvaluationSettings) -> Generati
         max_new_tokens=wanted.max_new_tokens,
         max_length=settings.plan.model.max_positions,
     )
+
+
+def text_objective(settings: RunSettings) -> TextObjective | None:
+    """Return what a run minimises of generated text: less the mean reward. None for a run without one.
+
+    Text ends with the model's own token for that, as a server's does.
+    """
+    num_new_tokens = settings.plan.forward.num_new_tokens
+    if settings.reward is None or num_new_tokens is None:
+        return None
+    reward = reward_named(settings.reward, settings.reward_timeout_s)
+    tokenizer = tokenizer_for(settings.model, settings.data.path)
+    decode = None if tokenizer is None else tokenizer.decode
+    longest = settings.plan.model.max_positions
+    generation = Generation(list, tuple(sorted(_end_tokens(settings))), num_new_tokens, longest)
+    return objective_of_text(reward, generation, decode)
+
+
+def _end_tokens(settings: RunSettings) -> set[int]:
+    if settings.random_weights:
+        return set()
+    config = load_config(settings.model, allow_download=settings.allow_download)
+    ended_by = getattr(config, "eos_token_id", None)
+    return set(ended_by if isinstance(ended_by, list) else [ended_by]) - {None}
 
 
 def _numbers(tokens: Sequence[int]) -> str:

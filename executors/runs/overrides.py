@@ -25,6 +25,7 @@ from topology.limits import whole_number
 from topology.validation import readable
 from zosim.planning.visibility import about_epsilon
 from zosim.plans import Plan, fields_of
+from zosim.plans.forward import USUAL_NEW_TOKENS
 from zosim.program_set import ProgramSet
 from zosim.stated import Stated
 from zosim.validate_set import validate_set
@@ -72,6 +73,8 @@ def settings_from(
         num_threads=run.get("num_threads") or default_threads(ranks or 1),
         stated=_with_implied_residency(asked, is_open=plan_file is None and not is_resumed),
     )
+    if run.get("reward") is not None and (base is None or base.forward.num_new_tokens is None):
+        asked = replace(asked, stated=_with_text(asked.stated))
     loading = {name: run.get(name, False) for name in ("allow_download", "random_weights")}
     spec = spec_for(model, lora or prefix or run.get("tuned", "all"), asked, base, **loading)
     plan = plan_for(asked, spec, base, longest_example(fields["data"]["path"]))
@@ -169,6 +172,11 @@ def _with_implied_residency(asked: Asked, *, is_open: bool) -> Stated:
     if not (shares and is_open and asked.placing is None and "blocks" not in residency):
         return asked.stated
     return {**asked.stated, "residency": {**residency, "blocks": "offloaded"}}
+
+
+def _with_text(stated: Stated) -> Stated:
+    """Return what is stated, with as many new tokens as is usual for a reward, where none are."""
+    return {**stated, "forward": {"num_new_tokens": USUAL_NEW_TOKENS, **stated.get("forward", {})}}
 
 
 def _num_micro_batches(header: Recorded, plan: Plan) -> int:

@@ -34,7 +34,7 @@ from executors.runs.divergence import DivergenceWatch
 from executors.runs.earlier import EarlierRun, is_begun
 from executors.runs.evaluations import Evaluations
 from executors.runs.history import History
-from executors.runs.inputs import copy_tokenizer, open_data, pad_token
+from executors.runs.inputs import copy_tokenizer, open_data, pad_token, text_objective
 from executors.runs.programs import PROGRAM_DIGEST, program_digest, recorded_programs, save_programs
 from executors.runs.records import LossNotFinite, StepRecord
 from executors.runs.replay import (
@@ -202,7 +202,7 @@ class Run:
             "num_timed_steps": settings.num_timed_steps,
             "num_draw_threads": settings.num_threads,
             "num_micro_batches": settings.accumulate,
-            "objective": objective_named(settings.objective),
+            "objective": text_objective(settings) or objective_named(settings.objective),
             "communicator": self.communicator,
             "checksums": settings.checksums,
         }
@@ -324,7 +324,7 @@ class Run:
                 return watch.last_good(number), error.message
             self._files.step(record)
             self.records.append(record)
-            if watch.diverges(record.step + 1, record.loss) and self.settings.early_stop:
+            if watch.diverges(record.step + 1, record.loss) and self.settings.stops_early:
                 return watch.best_step, f"step {record.step}: the loss, {record.loss:.4g}, has left for good"
             self._due(session)
         return None

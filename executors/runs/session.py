@@ -23,7 +23,7 @@ from executors.datasets.batches import check_batch
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.coded import Moved
 from executors.models.engine import engine_for
-from executors.models.model import Batch, LossDType, Objective
+from executors.models.model import Batch, LossDType, Objective, TextObjective
 from executors.models.weight_files import save_pretrained, weights_digest
 from executors.ranks.communicator import Communicator, default_communicator
 from executors.ranks.mesh import stage_of
@@ -81,8 +81,8 @@ class Session:
         Parts that each batch is forwarded in; their losses are accumulated over labels.
     base_digest : str, optional
         Hash of the base weights for the header, where `model` holds later ones; by default `model`'s own.
-    objective : callable, optional
-        What is minimised, a function of logits and batch, in place of the model's loss.
+    objective : callable or TextObjective, optional
+        What is minimised in place of the model's loss: a function of logits and batch, or of text that the plan generates.
     communicator : Communicator, optional
         The other ranks of a plan that has several; by default those of torch's process group. All ranks then make the
         session, and call its methods in the same order; each is given the whole batch.
@@ -111,7 +111,7 @@ class Session:
         num_draw_threads: int = 1,
         num_micro_batches: int = 1,
         base_digest: str | None = None,
-        objective: Objective | None = None,
+        objective: Objective | TextObjective | None = None,
         communicator: Communicator | None = None,
         checksums: bool = False,
     ) -> None:

@@ -142,6 +142,10 @@ class RunSettings:
     loss_dtype : str
     objective : str
         ``"loss"``, or the name of what is minimised in its place.
+    reward : str or None
+        What is maximised of text that is generated, in place of a loss: ``module:function``, or the address of an endpoint.
+    reward_timeout_s : float
+        Most seconds of a reward's answer.
     accumulate : int
         Micro-batches that a step's batch is forwarded in.
     device : str
@@ -200,6 +204,18 @@ class RunSettings:
             "numbers",
         ),
     ] = "loss"
+    reward: Annotated[
+        str | None,
+        Setting(
+            "--reward",
+            "Maximise this of text generated from each prompt: module:function of prompts and texts, which is imported and run, or "
+            "http://127.0.0.1:PORT/PATH.",
+            "numbers",
+        ),
+    ] = None
+    reward_timeout_s: Annotated[
+        float, Setting("--reward-timeout", "Most seconds until a reward has answered.")
+    ] = 60.0
     accumulate: Annotated[
         int,
         Setting("--accumulate", "Micro-batches that a step's batch is forwarded in.", "numbers"),
@@ -276,6 +292,7 @@ class RunSettings:
                 f"objective={self.objective} of parts of a batch does not make up that of the batch",
                 hint="leave --accumulate and the mesh's data axis out",
             )
+        self._refuse_other_objectives()
         if self.lora is not None and self.prefix is not None:
             raise PlanError(
                 "a run tunes adapters or a prefix, not both", hint="leave --lora-rank or --prefix out"
@@ -296,6 +313,28 @@ class RunSettings:
                 f"objective={self.objective} is made of all logits at once, in a format of its own",
                 hint="leave --loss-dtype and a chunked loss out",
             )
+
+    def _refuse_other_objectives(self) -> None:
+        """Refuse a reward beside what else could be minimised, and a plan that generates text for none."""
+        num_new_tokens = self.plan.forward.num_new_tokens
+        if self.reward is None:
+            if num_new_tokens is not None:
+                raise PlanError(
+                    f"the plan generates {num_new_tokens} tokens at each point, and no reward asks for them",
+                    hint="add --reward, or leave --max-new-tokens out",
+                )
+            return
+        if num_new_tokens is None:
+            raise PlanError(
+                "a reward is of generated text, and the plan generates none", hint="add --max-new-tokens"
+            )
+        if self.objective != "loss" or self.loss_dtype != "model" or self.accumulate > 1:
+            raise PlanError(
+                "a reward is of the texts of a whole batch, in place of any other objective",
+                hint="leave --objective, --loss-dtype and --accumulate out",
+            )
+        if not self.reward_timeout_s > 0:
+            raise RunError(f"reward_timeout={self.reward_timeout_s} must be above 0")
 
     def _refuse_no_codes(self) -> None:
         coding = self.plan.coding
@@ -329,6 +368,11 @@ class RunSettings:
     def adapters(self) -> LoRA | Prefix | Subset | None:
         """What is tuned beside a frozen base, or which part of it; None where the whole base is."""
         return self.lora or self.prefix or (None if self.tuned == "all" else self.tuned)
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether a loss that leaves for good ends the run; a reward, whose scale nobody knows, never does."""
+        return self.early_stop and self.reward is None
 
     @property
     def num_steps(self) -> int:
@@ -391,6 +435,7 @@ class RunSettings:
             "prefix": None if self.prefix is None else self.prefix.model_dump(mode="json"),
             "tuned": self.tuned,
             "objective": self.objective,
+            "reward": self.reward,
             "accumulate": self.accumulate,
             "evaluation": None if self.evaluation is None else asdict(self.evaluation),
             "digest_every": self.digest_every,

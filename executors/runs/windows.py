@@ -83,7 +83,7 @@ class LazyWindows:
         used = min(window * self._rank, self._closed_rank)
         for module in self._modules:
             if is_here(module.lora_B.weight):
-                _close(module, self._closed_rank)
+                close_slot(module, self._closed_rank)
             module.lora_used = used
         self.draw(window, is_here=is_here)
 
@@ -111,7 +111,7 @@ class LazyWindows:
         return worst
 
 
-def _close(module: Any, closed_rank: int) -> None:
+def close_slot(module: Any, closed_rank: int) -> None:
     """Make the open slot a closed one, compacted with the others where there is no room for it."""
     with torch.no_grad():
         inner, outer = joined_factors(module)

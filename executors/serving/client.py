@@ -55,6 +55,7 @@ class RemoteEngine:
         self.url = url
         self.timeout_s = timeout_s
         self.priority = priority
+        self.base_digest: str | None = None
         served = self._models()
         if model is not None and model not in served:
             raise RunError(
@@ -66,8 +67,10 @@ class RemoteEngine:
         answer = self._call("GET", "/v1/models")
         try:
             names = tuple(str(entry["id"]) for entry in answer["data"])
-        except (KeyError, TypeError) as error:
+            digests = [entry.get("base_digest") for entry in answer["data"]]
+        except (KeyError, TypeError, AttributeError) as error:
             raise self._strange("/v1/models", answer) from error
+        self.base_digest = next((digest for digest in digests if isinstance(digest, str)), None)
         if not names:
             raise RunError(f"the engine at {self.url} serves no model")
         return names
@@ -128,7 +131,14 @@ class RemoteEngine:
     # -- answers -----------------------------------------------------------------------------------------------
 
     def _complete(self, body: Mapping[str, Any]) -> Any:
-        return self._call("POST", "/v1/completions", body)
+        answer = self._call("POST", "/v1/completions", body)
+        named = answer.get("model") if isinstance(answer, dict) else None
+        if named not in (None, body["model"]):
+            raise RunError(
+                f"the engine at {self.url} was asked for {body['model']!r} and answered for {str(named)[:120]!r}",
+                hint="whatever stands between the two routes requests elsewhere",
+            )
+        return answer
 
     def _body(self, adapter: str | None, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         body: dict[str, Any] = {

@@ -113,8 +113,8 @@ def adapt(
 ) -> None:
     """Tune a served model without a weight of it: probes are adapters that the server scores, and so is what is learnt."""
     from executors.datasets.batches import Batches
+    from executors.datasets.rewards import reward_named
     from executors.serving.client import RemoteEngine
-    from executors.serving.rewards import reward_named
     from executors.serving.tuning import SERVED_NAME, Tuning, TuningSettings
 
     dataset, tokenizer = _examples(model, data, template, label_words)

@@ -33,6 +33,10 @@ class ServingEngine(Protocol):
     OpenAI-compatible protocol.
     """
 
+    @property
+    def base_digest(self) -> str | None:
+        """Hash of the base's weights; None where the engine does not tell."""
+
     def load(self, name: str, directory: Path) -> None:
         """Take an adapter as PEFT writes it, in place of one of the same name.
 

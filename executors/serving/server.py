@@ -186,8 +186,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             self._answer({})
         elif self.path == "/v1/models":
-            names = (self.server.model, *self.server.runtime.adapters())
-            self._answer({"object": "list", "data": [{"id": name, "object": "model"} for name in names]})
+            base = {
+                "id": self.server.model,
+                "object": "model",
+                "base_digest": self.server.runtime.base_digest,
+            }
+            adapters = [{"id": name, "object": "model"} for name in self.server.runtime.adapters()]
+            self._answer({"object": "list", "data": [base, *adapters]})
         else:
             self._refuse(HTTPStatus.NOT_FOUND, f"there is no {self.path}")
 

@@ -16,7 +16,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from executors.datasets.generation import prompt_of
 from executors.datasets.prompts import Example
+from executors.datasets.rewards import Reward, mean_cost
 from executors.files import locked, write_atomically
 from executors.models.loading import load_config
 from executors.models.model import IGNORED_LABEL
@@ -24,8 +26,7 @@ from executors.models.slots import AdapterState, Slots
 from executors.randomness.rng import mixed
 from executors.runs.jsonlines import JsonLines, read_lines
 from executors.serving.engine import Request, ServingEngine
-from executors.serving.peft import linear_shapes
-from executors.serving.rewards import Reward, Text
+from executors.serving.peft import BASE_DIGEST, linear_shapes
 from topology.errors import RunError, ZosimError
 from topology.reading import read_json_object
 
@@ -106,8 +107,6 @@ class Tuning:
             raise RunError(
                 f"{model} has no linear called {', '.join(settings.targets)}", hint=f"linears are {known}"
             )
-        if any(not isinstance(self._base.get_submodule(name), nn.Linear) for name in self._names):
-            raise RunError(f"{model} keeps its linears transposed, which are not tuned on an engine")
         self._shapes = shapes
         self._scale = 1 / math.sqrt(settings.rank)
         self.state = AdapterState(max_rank=settings.max_rank - settings.rank)
@@ -133,8 +132,15 @@ class Tuning:
                     f"{self.directory} was tuned with {name}={recorded.get(name)!r}, this asks for {stated[name]!r}",
                     hint="give the same, or another --out",
                 )
+            known, served = recorded.get(BASE_DIGEST), self.engine.base_digest
+            if known is not None and served is not None and known != served:
+                raise RunError(
+                    f"{self.directory} was tuned beside weights of digest {known}, the engine serves a base of digest {served}",
+                    hint="start the engine with the base that the tuning began with, or give another --out",
+                )
         else:
-            write_atomically(path, json.dumps(stated | {"model": str(model)}, indent=2) + "\n")
+            facts = {"model": str(model), BASE_DIGEST: self.engine.base_digest}
+            write_atomically(path, json.dumps(stated | facts, indent=2) + "\n")
         log = self.directory / LOG_NAME
         lines = read_lines(log)
         for line in lines:
@@ -222,15 +228,9 @@ class Tuning:
     def _cost(
         self, probe: str, examples: Sequence[Example], reward: Reward, decode: Any, max_new_tokens: int
     ) -> float:
-        prompts = [
-            example.input_ids[: example.asked[0]] if example.asked else example.input_ids
-            for example in examples
-        ]
+        prompts = list(map(prompt_of, examples))
         made = self.engine.generate(prompts, probe, max_new_tokens=max_new_tokens)
-        as_text = decode or list
-        prompt_texts: list[Text] = [as_text(prompt) for prompt in prompts]
-        texts: list[Text] = [as_text(tokens) for tokens in made]
-        return -math.fsum(reward(prompt_texts, texts)) / len(texts)
+        return mean_cost(reward, prompts, made, decode)
 
     def _forget_probes(self) -> None:
         """Unload the probes, if the engine is still there to be asked."""
@@ -267,25 +267,33 @@ class Tuning:
         for name in self._names:
             key = f"{name}.weight"
             known = self.state.slots.get(key, Slots())
-            slots = state.slots[key] = Slots(list(known.lefts), list(known.rights), known.lost)
+            lefts, rights = list(known.lefts), list(known.rights)
             if name in probe:
                 left, scale = probe[name]
-                slots.lefts.append(left * scale)
-                slots.rights.append(self._rights[name])
+                lefts.append(left * scale)
+                rights.append(self._rights[name])
+            if isinstance(self._base.get_submodule(name), nn.Linear):
+                state.slots[key] = Slots(lefts, rights, known.lost)
+            else:  # a weight of inputs by outputs, beside which factors change sides
+                state.slots[key] = Slots(rights, lefts, known.lost)
         state.save(self._base, directory, self._facts())
 
     def _facts(self) -> dict[str, str]:
-        return {"num_steps": str(self.num_steps), "relative_error": repr(self.state.relative_error)}
+        facts = {"num_steps": str(self.num_steps), "relative_error": repr(self.state.relative_error)}
+        digest = self.engine.base_digest
+        return facts if digest is None else facts | {BASE_DIGEST: digest}
 
     def save(self, directory: Path) -> None:
         """Write what has been learnt as PEFT reads it.
 
         Raises
         ------
-        ModelError
+        RunError
             Before the first step.
         """
-        self.state.save(self._base, directory, self._facts())
+        if not self.num_steps:
+            raise RunError(f"{self.directory} has no step, and an adapter needs a rank")
+        self._save(directory, {})
 
     # -- end ---------------------------------------------------------------------------------------------------
 

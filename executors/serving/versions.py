@@ -121,9 +121,11 @@ class Versions:
         RunError
             If there is no such version, or nothing is asked of the examples.
         """
+        if self.served is not None and self.name not in self.engine.adapters():
+            self.serve_again()  # the engine was started anew: the base is not what has been served
         self._load(_CANDIDATE, version)
         try:
-            served = self.name if self.served is not None and self.name in self.engine.adapters() else None
+            served = None if self.served is None else self.name
             requests = [
                 Request(example.input_ids, max(1, example.asked[0]), adapter)
                 for adapter in (served, _CANDIDATE)

@@ -17,8 +17,8 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from executors.datasets.batches import pad
 from executors.datasets.data import Dataset, open_dataset
+from executors.datasets.generation import Generation
 from executors.runs.evaluate import (
-    Generation,
     evaluate_choices,
     evaluate_generation,
     evaluate_perplexity,

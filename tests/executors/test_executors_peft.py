@@ -48,19 +48,45 @@ def base_of(name, folder):
     ).eval()
 
 
-def trained_adapters(folder, name, **low_bits):
+def trained_adapters(folder, name, lora=LORA, num_steps=3, **low_bits):
     """Train adapters for some steps; return the session's model."""
-    lora = LoRA(target_modules=TARGETS[name], **LORA)
+    lora = LoRA(target_modules=TARGETS[name], **lora)
     spec = read_model_spec(folder, trainable=lora)
     if spec.stored is not None:
         low_bits = {**spec.stored.fields, **low_bits}
     place = Placement(topology="test", devices=("cpu0",))
     plan = Plan(model=spec, placement=place, batch=3, seq=9, low_bits=LowBits(**low_bits))
     session = Session(plan, load_base(str(folder), plan, adapters=lora), learning_rate=1e-2, seed=3)
-    for batch in batches(3):
+    for batch in batches(num_steps):
         session.step(batch)
     session.flush()
     return session.model
+
+
+LAZY = LORA | {"lazy_steps": 2, "max_rank": 4}
+"""Seven steps are three windows that are closed, of which slots of rank 2 are left, and an open one."""
+
+
+@pytest.mark.parametrize(
+    ("name", "low_bits"),
+    [("opt", {}), ("gpt2", {}), ("llama", {"weights": "int8"})],
+    ids=["opt", "gpt2", "llama-int8"],
+)
+def test_peft_loads_the_adapter_of_windows_and_computes_their_logits(tmp_path, name, low_bits):
+    base = saved_model(name, tmp_path)
+    model = trained_adapters(base, name, LAZY, 7, **low_bits)
+    save_adapters(model, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 4
+    theirs = base_of(name, base)
+    if low_bits:
+        codes = {n: layer.numbers(torch.float32) for n, layer in coded_linears(model)}
+        theirs.load_state_dict(codes, strict=False)
+    inputs = {"input_ids": batches(1)[0]["input_ids"]}
+    with torch.no_grad():
+        plain = theirs(**inputs).logits
+        adapted = with_peft(theirs, tmp_path / "adapter")(**inputs).logits
+        assert torch.equal(adapted, model(**inputs).logits)
+    assert (adapted - plain).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(

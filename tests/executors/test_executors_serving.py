@@ -18,12 +18,12 @@ from torch import nn
 from costmodel.configs import LoRA
 from executors import files
 from executors.datasets.prompts import Example
+from executors.datasets.rewards import reward_named
 from executors.models.lora import merge_lora, save_adapters
 from executors.runs.adapters import attach
 from executors.serving.client import RemoteEngine
 from executors.serving.engine import Request
 from executors.serving.peft import linear_shapes, read_adapter
-from executors.serving.rewards import reward_named
 from executors.serving.runtime import Runtime
 from executors.serving.server import ScoringServer
 from executors.serving.tuning import Tuning, TuningSettings
@@ -188,6 +188,54 @@ def test_a_tuning_on_an_engine_is_that_of_perturbed_models(served, reference, tm
     assert len({row["projected_grad"] for row in rows}) == 5
 
 
+class Watched:
+    """A runtime, and the products of the probes that it was given."""
+
+    def __init__(self, runtime):
+        self.runtime, self.probes = runtime, []
+
+    def __getattr__(self, name):
+        return getattr(self.runtime, name)
+
+    def load(self, name, directory):
+        adapter = read_adapter(directory, self.runtime.shapes)
+        self.probes.append({path: outer @ inner for path, (inner, outer) in adapter.factors.items()})
+        self.runtime.load(name, directory)
+
+
+def test_transposed_linears_are_tuned_alike(tmp_path):
+    """GPT-2 keeps weights of inputs by outputs: probes and what is learnt stand beside them the right way round."""
+    model_of("gpt2", num_hidden_layers=2).save_pretrained(tmp_path / "base")
+    settings = TuningSettings(
+        ("c_attn", "c_fc"), rank=2, lazy_steps=2, max_rank=6, learning_rate=0.02, epsilon=0.05
+    )
+    lines = [Example(tokens, (-100, -100, *tokens[2:])) for tokens in tokens_of(3)]
+    engine = Watched(Runtime(model_of("gpt2", num_hidden_layers=2)))
+    with Tuning(engine, str(tmp_path / "base"), tmp_path / "tuning", settings) as tuning:
+        rows = [tuning.step(lines)]
+        tuning.save(tmp_path / "first")
+        rows += [tuning.step(lines) for _ in range(4)]
+        tuning.save(tmp_path / "adapter")
+
+    def loss_beside(products):
+        model = model_of("gpt2", num_hidden_layers=2)
+        with torch.no_grad():
+            for path, product in products.items():
+                model.get_submodule(path).weight += product.T
+        scores = [score for line in lines for score in expected(model, line.input_ids)[1:]]
+        return -sum(scores) / len(scores)
+
+    for row, plus, minus in zip(rows, engine.probes[0::2], engine.probes[1::2], strict=True):
+        assert (row["loss_plus"], row["loss_minus"]) == pytest.approx(
+            (loss_beside(plus), loss_beside(minus)), abs=1e-5
+        )
+    first = read_adapter(tmp_path / "first", linear_shapes(model_of("gpt2", num_hidden_layers=2)))
+    for path, (inner, outer) in first.factors.items():
+        wanted = -0.02 * rows[0]["projected_grad"] / 0.05 * engine.probes[0][path]
+        assert torch.allclose(outer @ inner, wanted, rtol=1e-4, atol=1e-7)
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["fan_in_fan_out"] is True
+
+
 # -- the runtime alone -------------------------------------------------------------------------------------------
 
 
@@ -301,8 +349,9 @@ MODELS = {"data": [{"id": "base"}]}
         ({"choices": [{"index": 0}]}, "no engine of this protocol"),
         (b'{"choices": [{"index": Infinity}]}', "no engine of this protocol"),
         (b"[" * 9000, "no engine of this protocol"),
+        ({"model": "other", "choices": []}, "asked for 'base' and answered for 'other'"),
     ],
-    ids=["page", "none", "fewer", "nan", "no-scores", "infinity", "deep"],
+    ids=["page", "none", "fewer", "nan", "no-scores", "infinity", "deep", "another-model"],
 )
 def test_answers_that_cannot_be_are_refused_in_words(completion, complaint):
     with (
@@ -329,6 +378,8 @@ def test_engines_that_are_gone_late_or_others_are_named():
     with Answering(slow) as other:
         with pytest.raises(RunError, match=r"did not answer /v1/models within 0\.2 s"):
             RemoteEngine(other.url, timeout_s=0.2)
+        with pytest.raises(RunError, match=r"did not answer within 0\.2 s"):
+            reward_named(f"{other.url}/reward", 0.2)(["a"], ["b"])
         may_go_on.set()
     refusal = 404, {"error": {"message": "no such route"}}
     with (
@@ -482,6 +533,10 @@ def test_a_tuning_with_other_numbers_is_not_gone_on_with(folder, tmp_path):
         Tuning(
             Runtime(base()), str(folder / "base"), tmp_path, TuningSettings(**(vars(SETTINGS) | {"seed": 5}))
         )
+    with pytest.raises(RunError, match="tuned beside weights of digest"):
+        Tuning(
+            Runtime(model_of("opt", seed=1, num_hidden_layers=2)), str(folder / "base"), tmp_path, SETTINGS
+        )
     (tmp_path / "steps.jsonl").write_text('{"step": 1, "projected_grad": 0.1}\n')
     with pytest.raises(RunError, match="not step 0"):
         Tuning(Runtime(base()), str(folder / "base"), tmp_path, SETTINGS)
@@ -567,7 +622,9 @@ def test_versions_are_compared_served_and_rolled_back(folder, tmp_path):
     assert versions.compare("one", lines).served == pytest.approx(losses["two"], abs=1e-4)
     assert versions.roll_back() == "one"
     again = Runtime(base())
-    assert Versions(tmp_path / "versions", again, "served").serve_again() == "one"
+    # An engine that was started anew serves what the file says before anything is compared with it.
+    anew = Versions(tmp_path / "versions", again, "served").compare("two", lines)
+    assert (anew.served, anew.candidate) == pytest.approx((losses["one"], losses["two"]), abs=1e-4)
     assert again.adapters() == ("served",)
     assert versions.roll_back() is None
     assert runtime.adapters() == ()

@@ -128,6 +128,16 @@ CASES = {
         axes=axes(estimator={"num_queries": 3}, schedule={"traversal": "querywise"}),
     ),
     "lora": Case(THREE, lora=True),
+    "windows": Case(THREE, lazy=True),
+    "windows-offloaded-delayed": Case(
+        INSIDE, lazy=True, axes=axes(residency={"blocks": "offloaded"}, schedule={"update": "delayed"})
+    ),
+    "windows-int8-counter": Case(
+        BETWEEN, lazy=True, axes=axes(low_bits={"weights": "int8"}, directions={"rng": "counter"})
+    ),
+    "windows-copies-data": Case(
+        BETWEEN, lazy=True, mesh=(("data", 2),), axes=axes(weights={"perturbation": "copies"})
+    ),
     "accumulated": Case(THREE, accumulate=2),
     "data": Case(THREE, mesh=(("data", 2),)),
     "perturb": Case(THREE, mesh=(("perturb", 2),)),

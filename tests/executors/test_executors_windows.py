@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -13,10 +15,13 @@ from safetensors.torch import load_file
 from costmodel.configs import LoRA, spec_of_config
 from executors.low_bits import linear
 from executors.models.lora import joined_factors
+from executors.models.slots import Slots
+from executors.runs import windows as windows_of_runs
 from executors.runs.adapters import attach
 from executors.runs.session import Session
-from executors.runs.windows import lazy_windows_of
+from executors.runs.windows import LazyWindows, lazy_windows_of
 from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
+from tests.support.forked import Command
 from tests.support.reference_mezo import differing
 from tests.support.tiny import CONFIGS, batches, model_of, plan_of
 from topology.errors import ModelError, PlanError
@@ -159,19 +164,66 @@ def inputs(tmp_path_factory):
     return saved_model("opt", folder), folder / "data.jsonl"
 
 
-def run(inputs, out, steps, *more):
+def command_of(inputs, out, steps, *more):
     model, data = inputs
-    command = [
+    return [
         "run", "--model", model, "--data", data, "--steps", steps, "--batch", 3, "--no-launch", "--no-tensorboard",
         "--lr", 0.3, "--out", out, "--lora-rank", 2, "--lora-targets", "q_proj,v_proj", "--lora-lazy-steps", 3,
         "--lora-max-rank", 4, "--weights", "adapters", "--checkpoint-every", 2, *more,
     ]  # fmt: skip
-    return zosim(*command)
 
 
-def test_a_run_is_resumed_replayed_and_written_for_a_server(inputs, tmp_path):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run(inputs, whole, 8) == 0
+def run(inputs, out, steps, *more):
+    return zosim(*command_of(inputs, out, steps, *more))
+
+
+@pytest.fixture(scope="module")
+def whole_run(inputs, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert run(inputs, out, 8) == 0
+    return out
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="begins as a copy of this process")
+@pytest.mark.parametrize(
+    ("owner", "name", "nth"),
+    [
+        (windows_of_runs, "close_slot", 1),
+        (windows_of_runs, "close_slot", 9),
+        (LazyWindows, "draw", 2),
+        (Slots, "compact", 8),
+        (Session, "step", 5),
+    ],
+    ids=["first-slot", "slots-of-the-second", "drawn-not-saved", "compacted", "within"],
+)
+def test_a_run_that_is_killed_in_a_change_of_windows_goes_on_to_the_same_bits(
+    inputs, whole_run, tmp_path, monkeypatch, owner, name, nth
+):
+    """Two linears in each of three blocks are closed before the fourth and the seventh step."""
+    whole, cut = whole_run, tmp_path / "cut"
+    done, calls = getattr(owner, name), []
+
+    def dying(*arguments, **options):
+        outcome = done(*arguments, **options)
+        calls.append(name)
+        if len(calls) == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return outcome
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, dying)
+        with Command(*command_of(inputs, cut, 8)) as killed:
+            killed.end()
+            assert killed.exit_code == -signal.SIGKILL
+    assert len(rows_of(cut)) < 8
+    assert run(inputs, cut, 8, "--resume") == 0
+    assert [row["loss_plus"] for row in rows_of(cut)] == [row["loss_plus"] for row in rows_of(whole)]
+    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (cut / file).read_bytes() == (whole / file).read_bytes()
+
+
+def test_a_run_is_resumed_replayed_and_written_for_a_server(inputs, whole_run, tmp_path):
+    whole, cut = whole_run, tmp_path / "cut"
     assert run(inputs, cut, 5) == 0
     assert run(inputs, cut, 8, "--resume") == 0
     assert [row["loss_plus"] for row in rows_of(cut)] == [row["loss_plus"] for row in rows_of(whole)]

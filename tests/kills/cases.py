@@ -18,6 +18,7 @@ _OFFLOADED = "--residency offloaded"
 _DELAYED = f"{_OFFLOADED} --update delayed"
 _ADAPTERS = "--weights adapters --direction lozo --tune linears --lazy-steps 7"
 _LORA = "--lora-rank 2 --lora-targets q_proj,v_proj"
+_WINDOWS = f"{_LORA} --lora-lazy-steps 5 --lora-max-rank 4"
 
 PLACEMENTS: dict[str, str] = {
     "one": "",
@@ -49,6 +50,9 @@ PLACEMENTS: dict[str, str] = {
     "stage": "--mesh stage=2 --cut block.0.mlp",
     "stage-codec": "--mesh stage=2 --cut block.0.mlp --codec q8 --residual-codec q8 --allow-lossy --rng counter",
     "stage-data": "--mesh data=2,stage=2 --cut block.0",
+    "one-windows": f"{_WINDOWS} --no-launch --weights adapters",
+    "perturb-windows": f"--mesh perturb=2 {_WINDOWS} {_OFFLOADED}",
+    "stage-windows": f"--mesh stage=2 --cut block.0.mlp {_WINDOWS}",
 }
 
 
@@ -92,12 +96,24 @@ POINTS: dict[str, Point] = {
         Point("end/header", "os.rename", r"out/run\.json$", nth=2),
         Point("replay", "call", f"{_RUNS}.session:Session.replay"),
         Point("joining", "call", "executors.ranks.gloo:gloo_group"),
+        Point("window/closing", "call", f"{_RUNS}.windows:close_slot"),
+        Point("window/drawn", "call", f"{_RUNS}.windows:LazyWindows.draw"),
     )
 }
 """The first forwards are those of the first evaluation and the first step; only a run that goes on comes to "replay", and only several ranks
-to "joining"."""
+to "joining", only adapters whose A is drawn anew to a "window"."""
 
-_OF_EVERY_RANK = {"first step", "forward", "flush", "evaluation", "replay", "digest", "joining"}
+_OF_EVERY_RANK = {
+    "first step",
+    "forward",
+    "flush",
+    "evaluation",
+    "replay",
+    "digest",
+    "joining",
+    "window/closing",
+    "window/drawn",
+}
 """Points that every rank comes to; at the others rank 0 alone writes."""
 
 _MOST: Mapping[str, int] = {
@@ -111,6 +127,8 @@ _MOST: Mapping[str, int] = {
     "digest": 5,
     "replay": 5,
     "joining": 3,
+    "window/closing": 9,
+    "window/drawn": 5,
 }
 """How many of an event one is drawn from; of the others it is the one that the point names."""
 
@@ -193,6 +211,7 @@ def _strike(draw: random.Random, placement: str, turn: int, *, is_resumed: bool)
         return Strike(name, target, time_part=round(draw.random(), 4))
     left_out = set() if is_resumed else {"replay"}
     left_out |= {"joining"} if num_ranks(placement) == 1 else set()
+    left_out |= set() if "windows" in placement else {"window/closing", "window/drawn"}
     point = POINTS[draw.choice([name for name in POINTS if name not in left_out])]
     rank = draw.randrange(num_ranks(placement)) if point.name in _OF_EVERY_RANK else 0
     nth = draw.randint(1, _MOST[point.name]) if point.name in _MOST else point.nth

@@ -31,6 +31,8 @@ PASSED_ON = {
     ("forward", "attention"),
     # The number of tokens goes to the model that makes logits, which alone divides them.
     ("forward", "loss_chunk_tokens"),
+    # The number of tokens goes to what generates them for a reward.
+    ("forward", "num_new_tokens"),
     # Numbers of formulas: the estimate's, of the draws that it takes, of factors.
     ("estimator", "epsilon"),
     ("estimator", "num_queries"),

@@ -10,6 +10,7 @@ from costmodel.configs import LoRA
 from executors.models.lora import attach_lora
 from executors.models.spec import spec_of_model
 from executors.ranks.mesh import alone
+from executors.runs.adapters import attach
 from executors.runs.session import Session
 from proofs_checks.ranks import on_all_ranks
 from tests.support.tiny import batches, model_of, plan_of
@@ -35,12 +36,15 @@ class Case:
     residual_codec: str = "none"
     dtype: str = "float32"
     lora: bool = False
+    lazy: bool = False
     accumulate: int = 1
     size: int = SIZE
     axes: tuple[tuple[str, tuple[tuple[str, object], ...]], ...] = ()
 
     def made(self):
         model = model_of(self.model, getattr(torch, self.dtype))
+        if self.lazy:  # a window a step: the second that is closed is compacted with the first
+            attach(model, LoRA(rank=2, target_modules=("q_proj", "fc2"), lazy_steps=1, max_rank=4))
         if self.lora:
             attach_lora(model, LoRA(rank=2, target_modules=("q_proj", "fc2")))
             with torch.no_grad():

@@ -6,6 +6,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from topology.errors import TrafficError
@@ -56,6 +58,85 @@ def test_waits_are_those_of_a_queue_by_hand():
     )
     assert serve(server, np.array([0.0, 8.0]), "parts").latencies_s.tolist() == [4, 6]
     assert serve(server, np.array([0.0, 6.5]), "parts").latencies_s.tolist() == [4, 4.5]
+
+
+def queue_by_hand(server, arrivals, policy):
+    """A queue of a dozen lines, without events: latencies, probes finished, probes lost."""
+    now, taken, waiting, latencies, parts, lost = 0.0, 0, [], [], 0, 0
+    while taken < len(arrivals) or waiting:
+        while taken < len(arrivals) and arrivals[taken] <= now:
+            waiting.append(arrivals[taken])
+            taken += 1
+        batch, waiting = waiting[: server.max_batch], waiting[server.max_batch :]
+        if batch:
+            now += server.batch_s + server.request_s * len(batch)
+            latencies += [now - arrived for arrived in batch]
+        elif policy == "none":
+            now = arrivals[taken]
+        elif policy == "cancel" and arrivals[taken] < now + server.probe_s:
+            now, lost = arrivals[taken], lost + 1
+        else:
+            now += server.probe_s / (server.num_parts if policy == "parts" else 1)
+            parts += 1 if policy == "parts" else server.num_parts
+    return latencies, parts // server.num_parts, lost
+
+
+@given(
+    gaps=st.lists(st.integers(0, 40), min_size=1, max_size=30),
+    batch=st.integers(0, 4),
+    each=st.integers(1, 8),
+    largest=st.integers(1, 4),
+    parts=st.integers(1, 4),
+    policy=st.sampled_from(POLICIES),
+)
+def test_events_are_a_queue_written_out(gaps, batch, each, largest, parts, policy):
+    """Whole numbers of seconds, so that what happens at one instant happens there in both."""
+    server, arrivals = (
+        Server(batch, each, largest, 6.0 * parts, num_parts=parts),
+        np.cumsum(gaps, dtype=float),
+    )
+    served = serve(server, arrivals, policy)
+    latencies, probes, lost = queue_by_hand(server, arrivals, policy)
+    assert served.latencies_s.tolist() == latencies
+    assert (served.num_probes, served.num_cancelled) == (probes, lost)
+
+
+def cobham_wait_s(rates, services):
+    """The mean wait of the first of two classes of Poisson jobs of fixed length, served without preemption (Cobham 1954)."""
+    residual = sum(rate * service**2 for rate, service in zip(rates, services, strict=True)) / 2
+    return residual / (1 - rates[0] * services[0])
+
+
+def priority_queue_wait_s(rates, services, duration_s, seed):
+    """The same measured: two classes, the first served before the second."""
+    draw = np.random.default_rng(seed)
+    jobs = [np.sort(draw.uniform(0, duration_s, draw.poisson(rate * duration_s))).tolist() for rate in rates]
+    now, waits, heads = 0.0, [], [0, 0]
+    while any(heads[kind] < len(jobs[kind]) for kind in (0, 1)):
+        next_of = [jobs[kind][heads[kind]] if heads[kind] < len(jobs[kind]) else np.inf for kind in (0, 1)]
+        kind = 0 if next_of[0] <= max(now, min(next_of)) else 1
+        now = max(now, next_of[kind])
+        waits += [now - next_of[0]] if kind == 0 else []
+        now, heads[kind] = now + services[kind], heads[kind] + 1
+    return np.mean(waits)
+
+
+def test_the_closed_form_is_a_priority_queue_that_is_never_idle():
+    """Probes that fill whatever requests leave are jobs of a lower class, at a load of all together that comes to 1."""
+    server, rate = Server(0.005, 0.015, 1, 0.24, num_parts=4), 20.0
+    load, part_s = rate * 0.02, 0.06
+    rates, services = (rate, (1 - load) / part_s), (0.02, part_s)
+    assert closed_mean_s(server, rate, "parts") - 0.02 == pytest.approx(cobham_wait_s(rates, services))
+    assert closed_mean_s(server, rate, "none") - 0.02 == pytest.approx(cobham_wait_s((rate, 0.0), services))
+    # Cobham's formula against a queue, where the classes together leave some time over.
+    rates = (rate, 0.5 * rates[1])
+    means = [priority_queue_wait_s(rates, services, 400, seed) for seed in range(8)]
+    error = np.std(means, ddof=1) / np.sqrt(len(means))
+    assert abs(np.mean(means) - cobham_wait_s(rates, services)) <= 4 * error
+    # And the events of `zosim slack` against the same, at a load of 1.
+    served = [serve(server, poisson(rate, 400, seed), "parts").mean_s - 0.02 for seed in range(8)]
+    error = np.std(served, ddof=1) / np.sqrt(len(served))
+    assert abs(np.mean(served) - cobham_wait_s((rate, (1 - load) / part_s), services)) <= 4 * error
 
 
 def test_batches_take_all_that_wait():

@@ -24,7 +24,7 @@ from costmodel.forward import forward_work, shared_activation_bytes
 from costmodel.low_bits import coded_forward_work
 from costmodel.model_spec import EMBED, HEAD, ParameterGroup
 from costmodel.sweeps import copy_work
-from costmodel.work import Matmul, Work
+from costmodel.work import Attention, Matmul, Work
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.directions import Directions
 from zosim.lowering.listing import Listing
@@ -107,6 +107,11 @@ class Forwards:
         reads: list[Access] = []
         for group in rank.model.groups_of(segment):
             reads += self._points.weights(group, segment, BASE if group in gathered else point)
+        num_new_tokens = (self._plan.forward.num_new_tokens or 0) if segment == HEAD else 0
+        if num_new_tokens:
+            others = [group for group in rank.groups if segment not in group.segments]
+            for group in others:
+                reads += self._points.weights(group, rank.readers(group)[0], point)
         # Rows go through what the table itself goes through later in the step: earlier queries leave their rounding,
         # unless they are over, or leave the table alone.
         by_query = self._plan.schedule.traversal == "querywise"
@@ -127,8 +132,16 @@ class Forwards:
             for group in rank.model.groups_of(segment)
             if point.is_perturbed and rank.is_beside(group)
         ]
-        op = Forward(segment, point, tuple(group.name for group in gathered), tuple(beside))
+        op = Forward(
+            segment,
+            point,
+            tuple(group.name for group in gathered),
+            tuple(beside),
+            num_new_tokens=num_new_tokens,
+        )
         name, work = f"{segment}/forward[{point}]", self._work(segment, is_beside=bool(beside))
+        if num_new_tokens:
+            work += self._generated(num_new_tokens)
         self._listing.emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), (left,), work)
         self._cuts.after(segment, point)
 
@@ -166,14 +179,19 @@ class Forwards:
         return replace(one, size_bytes=len(points) * one.size_bytes)
 
     def _work_together(self, segment: str, tuned: Sequence[ParameterGroup]) -> Work:
-        """Return the work of `segment` at all points: embedded once, read once, logits of labelled tokens alone."""
+        """Return the work of `segment` at all points: embedded once, read once, no padding, logits of labelled tokens alone."""
         plan, num_points = self._plan, len(self._rank.own_points)
-        num_sequences = self._rank.num_sequences * (1 if segment == EMBED else num_points)
-        seq = min(plan.forward.num_labels or plan.seq, plan.seq) if segment == HEAD else plan.seq
-        work = self._coded(
-            self._counted(segment, num_sequences=num_sequences, seq=seq), segment, is_beside=False
-        )
+        num_copies = 1 if segment == EMBED else num_points
+        num_sequences = self._rank.num_sequences * num_copies
+        shared = 0 if segment == HEAD else plan.forward.num_shared or 0
+        seq = plan.forward.num_tokens or plan.seq
+        seq = min(plan.forward.num_labels or seq, seq) if segment == HEAD else seq - shared
+        work = self._counted(segment, num_sequences=num_sequences, seq=seq)
         num_tokens = num_sequences * seq
+        if shared:
+            work = self._with_shared(work, segment, num_copies, shared, seq)
+            num_tokens += num_copies * shared
+        work = self._coded(work, segment, is_beside=False)
         if plan.model.tunes_left_factors:
             linears = [(outputs, inputs) for _ in tuned for inputs, outputs in plan.model.adapter_shapes]
             rank = tuned[0].trainable_matrices[0][1] if tuned else 0
@@ -191,6 +209,37 @@ class Forwards:
             elementwise_bytes=width * num_tokens * sum(outputs for outputs, _ in linears),
             num_kernels=2 * len(linears),
         )
+
+    def _with_shared(self, work: Work, segment: str, num_copies: int, shared: int, seq: int) -> Work:
+        """Return `work` of a segment on what sequences go on with, and on what all of them begin with, in the same kernels."""
+        model = self._plan.model
+        begun = self._counted(segment, num_sequences=num_copies, seq=shared)
+        products = [
+            one.model_copy(update={"m": one.m + other.m, "num": 1}) if one.num == 1 else one
+            for one, other in zip(work.matmuls, begun.matmuls, strict=True)
+        ]
+        rows = () if segment == EMBED else (
+            Attention(num=num_copies * self._rank.num_sequences * model.num_heads, query=seq, key=shared, head_dim=model.head_dim),
+        )  # fmt: skip
+        return work.model_copy(
+            update={
+                "matmuls": tuple(products),
+                "attention": (*work.attention, *begun.attention, *rows),
+                "elementwise_bytes": work.elementwise_bytes + begun.elementwise_bytes,
+                "num_exponentials": work.num_exponentials + begun.num_exponentials,
+                "workspace_bytes": work.workspace_bytes + begun.workspace_bytes,
+            }
+        )
+
+    def _generated(self, num_new_tokens: int) -> Work:
+        """Return the work of all new tokens but the first: forwards of the sequences as they are by then, about."""
+        plan = self._plan
+        longest = min(plan.seq + num_new_tokens - 1, plan.model.max_positions)
+        seq = (plan.seq + longest + 1) // 2
+        *blocks, head = (self._counted(segment, seq=seq) for segment in self._rank.segments)
+        # Logits are compared, and no loss is made of them.
+        once = sum(blocks, head.model_copy(update={"elementwise_bytes": 0, "num_exponentials": 0}))
+        return once.repeated(num_new_tokens - 1)
 
     def _work(self, segment: str, *, is_beside: bool) -> Work:
         """Return the work of forwarding `segment` at any point, or of one whose direction is added in products."""

@@ -39,6 +39,7 @@ def reasons(
     if chosen.plan.num_stages > 1:
         yield from about_stages(chosen.subject)
     yield from _about_codes(chosen, others)
+    yield from _about_points(chosen, others)
     faster = [candidate for candidate in rejected if candidate.seconds < prediction.step_time_s]
     if faster:
         yield f"would be faster but does not fit: {faster[0].describe()} ({faster[0].missing})"
@@ -54,6 +55,22 @@ def _about_codes(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[str
             ranks = candidate.plan.mesh.describe() or "one rank"
             blocks = "offloaded" if candidate.plan.is_offloaded else "resident"
             yield f"with {linears} linear layers: {ranks}, blocks {blocks}, {_slower(candidate, chosen.seconds)}"
+
+
+def _about_points(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
+    """Yield how plans do whose weights come to their points in another way, and what one forward of all points saves and takes."""
+    best: dict[str, Candidate] = {}
+    for candidate in others:
+        best.setdefault(candidate.plan.perturbation, candidate)
+    best.pop(chosen.plan.perturbation, None)
+    for perturbation, candidate in best.items():
+        yield f"with --weights {perturbation}: {candidate.describe()}, {_slower(candidate, chosen.seconds)}"
+    if best and chosen.plan.points_are_adapters:
+        count = len(chosen.plan.points)
+        yield (
+            f"one forward of all {count} points reads the weights once and neither perturbs nor restores them; it has {count} times the "
+            "rows of a batch in memory"
+        )
 
 
 def about_cuts(chosen: Candidate, others: Sequence[Candidate], printed: tuple[str, ...]) -> Iterator[str]:

@@ -248,6 +248,11 @@ class Plan(Axis):
         return self.weights.dtype if self.coding is None else self.low_bits.weights
 
     @property
+    def perturbation(self) -> str:
+        """How weights come to evaluation points."""
+        return self.weights.perturbation
+
+    @property
     def points_are_adapters(self) -> bool:
         """Whether weights stay as they are, and points are factors beside them."""
         return self.weights.perturbation == "adapters"

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from zosim.plans import Plan
 
 
+USUAL_NEW_TOKENS = 16
+"""Tokens that a reward is of, where nobody says how many."""
+
+
 class ForwardPass(Axis):
     """How a forward pass is run.
 
@@ -29,9 +33,13 @@ class ForwardPass(Axis):
         Implementation of attention.
     loss_chunk_tokens : int or None
         Tokens whose logits are alive at once; None for all.
-    num_labels : int or None
-        Tokens of a sequence that have a label, where few do: predictions of a forward that makes logits of these alone
-        count them. None for all.
+    num_new_tokens : int or None
+        Tokens that every sequence is continued by at each point, the most probable ones, for a reward of that text to be
+        minimised in place of the loss. None for the loss of the sequences themselves.
+    num_labels, num_tokens, num_shared : int or None
+        Of a batch, for predictions of a forward that is packed (``weights=adapters``): tokens of a sequence that have a label, of
+        which alone it makes logits; tokens of a sequence on average, padding left out; and tokens that all sequences begin
+        with, which it computes once. None for all, for the sequence length, and for none.
     """
 
     compute_dtype: Annotated[
@@ -58,6 +66,16 @@ class ForwardPass(Axis):
         ),
     ] = None
 
+    num_new_tokens: Annotated[
+        Extent | None,
+        Setting(
+            "--max-new-tokens",
+            "Tokens generated from each prompt at each point, for a --reward.",
+            changes="numbers",
+            usual=f"none, or {USUAL_NEW_TOKENS} with --reward",
+            recorded_as="max_new_tokens",
+        ),
+    ] = None
     num_labels: Annotated[
         Extent | None,
         Setting(
@@ -67,13 +85,62 @@ class ForwardPass(Axis):
         ),
     ] = None
 
+    num_tokens: Annotated[
+        Extent | None,
+        Setting(
+            "--tokens-per-sequence",
+            "Tokens of a sequence on average, for predictions of --weights adapters, which computes no padding.",
+            usual="--seq",
+        ),
+    ] = None
+    num_shared: Annotated[
+        Extent | None,
+        Setting(
+            "--shared-tokens",
+            "Tokens that all sequences begin with, for predictions of --weights adapters, which computes them once.",
+            usual="none",
+        ),
+    ] = None
+
     def words(self, plan: Plan) -> Iterator[str]:
         """Yield how the loss is taken, where it is not that of all tokens at once."""
         del plan
         if self.loss_chunk_tokens:
             yield f"loss in chunks of {self.loss_chunk_tokens}"
+        if self.num_new_tokens:
+            yield f"a reward of {self.num_new_tokens} new tokens"
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what the products cannot read."""
         if plan.compute_dtype == "tf32" and plan.weights.dtype != "float32":
             yield f"compute_dtype=tf32 reads float32, but dtype={plan.weights.dtype}", "use dtype=float32"
+        if self.num_new_tokens is not None:
+            yield from self._conflicts_of_text(plan)
+        if (self.num_shared or 0) >= (self.num_tokens or plan.seq) or (self.num_tokens or 0) > plan.seq:
+            yield (
+                f"sequences of {self.num_tokens or plan.seq} tokens on average, at most {plan.seq}, cannot share {self.num_shared or 0}",
+                "shared tokens are fewer than those of a sequence",
+            )
+
+    def _conflicts_of_text(self, plan: Plan) -> Iterator[Conflict]:
+        """Yield what does not go with forwards of the whole model at one point, one for each token."""
+        for is_stated, words, remedy in (
+            (plan.residency.blocks == "offloaded", "offloaded blocks", "use --residency resident"),
+            (
+                plan.schedule.traversal != "sweep",
+                f"traversal={plan.schedule.traversal}, which has no point at which all blocks are",
+                "use --traversal sweep",
+            ),
+            (bool(plan.split.cuts), "cuts or stages", "leave them out"),
+            (plan.mesh.data > 1, "parts of a batch (data)", "use --mesh perturb=N"),
+            (plan.points_are_adapters, "weights=adapters", "use --weights serial or copies"),
+            (
+                plan.coding is not None,
+                "coded weights, perturbed within products",
+                "leave --weight-format out",
+            ),
+            (not plan.model.is_causal, f"{plan.model.name}, which fills in masks", "use a causal model"),
+            (self.loss_chunk_tokens is not None, "a loss in chunks", "leave --loss-chunk-tokens out"),
+        ):
+            if is_stated:
+                yield f"max_new_tokens={self.num_new_tokens}: text is not generated with {words}", remedy

@@ -13,12 +13,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+from torch import Tensor, nn
+
+from executors.datasets.generation import Generation, continued, prompt_of
 from executors.datasets.objectives import working_directory_importable
-from topology.errors import RunError
+from executors.datasets.prompts import Example
+from executors.models.model import Batch, TextObjective
+from topology.errors import RunError, ZosimError
 from topology.reading import parse_json
 
 Text = str | list[int]
 """What was generated: text where the model has a tokenizer, tokens elsewhere."""
+
+_MOST_BYTES = 64 << 20
+"""Of an endpoint's answer."""
 
 Reward = Callable[[Sequence[Text], Sequence[Text]], list[float]]
 """Called with prompts and what was made of them; higher is better."""
@@ -41,12 +50,59 @@ def reward_named(name: str, timeout_s: float) -> Reward:
         If there is no such function, or the address is another machine's. The reward raises it for what is late, gone, no number or
         not one number for each text.
     """
-    ask = _endpoint(name, timeout_s) if "//" in name else _in_time(name, _function(name), timeout_s)
+    ask = _in_time(name, _endpoint(name, timeout_s) if "//" in name else _function(name), timeout_s)
 
     def reward(prompts: Sequence[Text], texts: Sequence[Text]) -> list[float]:
         return _checked(name, ask(list(prompts), list(texts)), len(texts))
 
     return reward
+
+
+def mean_cost(
+    reward: Reward,
+    prompts: Sequence[Sequence[int]],
+    made: Sequence[Sequence[int]],
+    decode: Callable[[Sequence[int]], str] | None,
+) -> float:
+    """Return what a step minimises: less the mean reward of what was made of prompts, as text where it can be decoded."""
+    as_text: Callable[[Sequence[int]], Text] = decode or list
+    return -math.fsum(reward(list(map(as_text, prompts)), list(map(as_text, made)))) / len(made)
+
+
+def objective_of_text(
+    reward: Reward, generation: Generation, decode: Callable[[Sequence[int]], str] | None
+) -> TextObjective:
+    """Return the objective of a run that maximises a reward of greedy text.
+
+    Parameters
+    ----------
+    reward : callable
+    generation : Generation
+        How text is made; :attr:`Generation.decode` is not asked.
+    decode : callable or None
+        Makes text of tokens for the reward; without it the reward is given tokens.
+    """
+
+    def cost(model: nn.Module, logits: Tensor, batch: Batch) -> float:
+        prompts = list(map(prompt_of, _examples(batch)))
+        ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=logits.device)
+        first = logits[torch.arange(len(prompts), device=logits.device), ends].argmax(-1).tolist()
+        return mean_cost(reward, prompts, continued(model, prompts, generation, first=first), decode)
+
+    return TextObjective(cost)
+
+
+def _examples(batch: Batch) -> list[Example]:
+    """Return the examples of a batch that is padded on the right."""
+    return [
+        Example(tuple(tokens[:length]), tuple(labels[:length]))
+        for tokens, labels, length in zip(
+            batch["input_ids"].tolist(),
+            batch["labels"].tolist(),
+            batch["attention_mask"].sum(1).tolist(),
+            strict=True,
+        )
+    ]
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -84,6 +140,8 @@ def _in_time(name: str, function: Callable[..., Any], timeout_s: float) -> Calla
             answer, error = answers.get(timeout=timeout_s)
         except queue.Empty:
             raise _late(name, timeout_s) from None
+        if isinstance(error, ZosimError):
+            raise error
         if error is not None:
             raise RunError(f"reward {name} failed: {type(error).__name__}: {error}") from error
         return answer
@@ -108,7 +166,7 @@ def _endpoint(url: str, timeout_s: float) -> Callable[..., Any]:
             body = json.dumps({"prompts": prompts, "texts": texts})
             connection.request("POST", parts.path or "/", body, {"Content-Type": "application/json"})
             response = connection.getresponse()
-            raw = response.read()
+            raw = response.read(_MOST_BYTES)
         except TimeoutError:
             raise _late(url, timeout_s) from None
         except (OSError, http.client.HTTPException, UnicodeError) as error:

@@ -1,0 +1,115 @@
+"""Greedy continuations: what a model goes on with, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from executors.datasets.batches import pad
+from executors.datasets.prompts import Example
+from topology.errors import DataError
+
+
+class CausalModel(Protocol):
+    """A model whose logits at a position are of the next one's label, as transformers calls causal ones."""
+
+    def __call__(self, *, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        """Return an object with ``logits`` of shape (sequences, tokens, vocabulary)."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How greedy answers are made and read.
+
+    Attributes
+    ----------
+    decode : callable
+        Turns token ids into text, as a tokenizer's ``decode``.
+    stop_tokens : sequence of int
+        Tokens that end an answer and do not belong to it, such as a newline's or the end of text.
+    max_new_tokens : int
+    max_length : int or None
+        Tokens of prompt and answer together at most: the model's positions.
+    """
+
+    decode: Callable[[Sequence[int]], Any]
+    stop_tokens: Sequence[int] = ()
+    max_new_tokens: int = 32
+    max_length: int | None = None
+
+
+def prompt_of(example: Example) -> tuple[int, ...]:
+    """Return what stands before the first label, or the whole of an example without labels.
+
+    Raises
+    ------
+    DataError
+        If labels begin with the first token.
+    """
+    prompt = example.input_ids[: example.asked[0]] if example.asked else example.input_ids
+    if not prompt:
+        raise DataError(
+            "a line carries labels from its first token on, so there is no prompt to answer",
+            hint="label the answer's tokens only and -100 before, or measure perplexity",
+        )
+    return prompt
+
+
+@torch.no_grad()
+def continued(
+    model: CausalModel,
+    prompts: Sequence[tuple[int, ...]],
+    generation: Generation,
+    *,
+    first: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Return the most probable continuation of each prompt, a forward over the whole sequences for every token.
+
+    Parameters
+    ----------
+    model : CausalModel
+    prompts : sequence of tuple of int
+    generation : Generation
+    first : sequence of int, optional
+        The first token of each, where it is known already.
+    """
+    answers: list[list[int]] = [[] for _ in prompts]
+    stops, longest = set(generation.stop_tokens), generation.max_length
+    going = list(range(len(prompts)))
+    for number in range(generation.max_new_tokens):
+        going = [at for at in going if longest is None or len(prompts[at]) + len(answers[at]) < longest]
+        if not going:
+            break
+        if number == 0 and first is not None:
+            tokens = [first[at] for at in going]
+        else:
+            tokens = _next_tokens(model, [(*prompts[at], *answers[at]) for at in going])
+        for at, token in zip(going, tokens, strict=True):
+            answers[at].append(token)
+        going = [at for at in going if answers[at][-1] not in stops]
+    return [answer[:-1] if answer and answer[-1] in stops else answer for answer in answers]
+
+
+def _next_tokens(model: CausalModel, sequences: Sequence[tuple[int, ...]]) -> list[int]:
+    logits = logits_of(model, [Example(sequence, sequence) for sequence in sequences])
+    last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=logits.device)
+    tokens: list[int] = logits[torch.arange(len(last), device=logits.device), last].argmax(-1).tolist()
+    return tokens
+
+
+def logits_of(model: CausalModel, examples: Sequence[Example]) -> Tensor:
+    """Return a model's logits of examples padded on the right."""
+    batch, device = pad(examples), _device_of(model)
+    logits: Tensor = model(
+        input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device)
+    ).logits
+    return logits
+
+
+def _device_of(model: CausalModel) -> torch.device:
+    device = getattr(model, "device", None)
+    return device if isinstance(device, torch.device) else torch.device("cpu")
