@@ -165,8 +165,8 @@ def _endpoint(url: str, timeout_s: float) -> Callable[..., Any]:
         try:
             body = json.dumps({"prompts": prompts, "texts": texts})
             connection.request("POST", parts.path or "/", body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            raw = response.read(_MOST_BYTES)
+            with connection.getresponse() as response:
+                status, raw = response.status, response.read(_MOST_BYTES)
         except TimeoutError:
             raise _late(url, timeout_s) from None
         except (OSError, http.client.HTTPException, UnicodeError) as error:
@@ -177,12 +177,12 @@ def _endpoint(url: str, timeout_s: float) -> Callable[..., Any]:
         finally:
             connection.close()
         try:
-            if response.status >= 400:
+            if status >= 400:
                 raise ValueError
             return parse_json(raw.decode(), "that is no JSON", RunError)["rewards"]
         except (RunError, ValueError, KeyError, TypeError):
             raise RunError(
-                f"reward {url} answered ({response.status}) {raw[:120].decode(errors='replace')!r}",
+                f"reward {url} answered ({status}) {raw[:120].decode(errors='replace')!r}",
                 hint='it answers {"rewards": [...]}',
             ) from None
 

@@ -256,8 +256,17 @@ class CutModel:
         What a masked model says of a position itself stands one position earlier, so that objectives and evaluations
         read labels behind logits for all models; no position predicts the first label.
         """
-        logits: Tensor = self._run_head(hidden).logits
+        logits = self._logits(hidden)
         return logits if self.is_causal else logits.roll(-1, dims=1)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return what the head makes of each position by itself."""
+        if not self._head_needs_shape:
+            return self._run_head(hidden).logits  # type: ignore[no-any-return]
+        # A row of many sequences may be longer than any that the model has positions for.
+        alone = hidden.reshape(-1, 1, hidden.shape[-1])
+        logits: Tensor = self._run_head(alone).logits
+        return logits.view(*hidden.shape[:-1], -1)
 
     def _run_head(self, hidden: Tensor, **inputs: Any) -> Any:
         # Nothing of what the front of the forward makes is used: the stand-ins replace it. One token will do,
@@ -281,7 +290,7 @@ class CutModel:
         chunk = self.loss_chunk_tokens or flat.shape[1]
         total = torch.zeros((), dtype=dtype, device=hidden.device)
         for begin in range(0, flat.shape[1], chunk):
-            logits = self._run_head(flat[:, begin : begin + chunk]).logits[0].to(dtype)
+            logits = self._logits(flat[:, begin : begin + chunk])[0].to(dtype)
             total += nn.functional.cross_entropy(
                 logits, targets[begin : begin + chunk], ignore_index=IGNORED_LABEL, reduction="sum"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def cost_by_transformers(model):
             )  # fmt: skip
             text = made[0, begin:].tolist()
             texts.append(text[: text.index(2)] if 2 in text else text)
-        return torch.tensor(-sum(fondness(None, texts)) / len(texts), dtype=torch.float64)
+        return torch.tensor(-math.fsum(fondness(None, texts)) / len(texts), dtype=torch.float64)
 
     return cost
 
@@ -198,7 +199,7 @@ def test_what_a_reward_does_not_go_with_is_refused(inputs, tmp_path, capsys):
         ("--objective", "accuracy"): "in place of any other objective",
         ("--reward-timeout", "0"): "must be above 0",
         ("--residency", "offloaded"): "--residency resident",
-        ("--weight-format", "int8"): "coded weights",
+        ("--weight-format", "int8", "--residency", "resident"): "traversal=sweep forgets a direction",
     }
     for more, complaint in refused.items():
         assert run(inputs, tmp_path / "out", 1, *more) != 0
