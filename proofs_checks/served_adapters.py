@@ -40,6 +40,8 @@ from zosim.plans import Directions, Estimator
 
 _RATE, _RANK, _LAZY_STEPS, _NUM_STEPS = 0.3, 2, 2, 7
 _DOUBLE = torch.float64
+_SCORE = 1e-6
+"""Log-probabilities are float32, whatever the model is."""
 
 # -- windows ----------------------------------------------------------------------------------------------------------
 
@@ -189,7 +191,10 @@ def check_versions(context: Context) -> Outcome:
         before = scores()
         canary = versions.compare("first", lines)
         parts["losses"] = equal(
-            [canary.served, canary.candidate], [loss(None), loss(1)], what="of the base and the candidate"
+            [canary.served, canary.candidate],
+            [loss(None), loss(1)],
+            what="of the base and the candidate",
+            tolerance=_SCORE,
         )
         parts["a comparison serves nothing"] = is_true(
             runtime.adapters() == () and scores() == before, what="the server is as it was"
@@ -213,7 +218,7 @@ def check_versions(context: Context) -> Outcome:
         parts["rolled back to the base"] = is_true(scores() == before, what="the base's scores, to the bit")
     whole = [score for tokens in prompts for score in literal_scores(_merged(1), tokens)]
     parts["the first version"] = equal(
-        [score for row in first for score in row], whole, what="scores of the whole model"
+        [score for row in first for score in row], whole, what="scores of the whole model", tolerance=_SCORE
     )
     return everything_holds(parts)
 
@@ -235,7 +240,10 @@ def check_tenants(context: Context) -> Outcome:
             for place, (name, seed) in enumerate(tenants):
                 whole = [score for tokens in prompts for score in literal_scores(_merged(seed), tokens)]
                 parts[f"{name or 'the base'}, other {other}"] = equal(
-                    [score for row in scores[place::3] for score in row], whole, what="scores"
+                    [score for row in scores[place::3] for score in row],
+                    whole,
+                    what="scores",
+                    tolerance=_SCORE,
                 )
             beside.append((scores[1::3], scores[2::3]))
             text = runtime.generate(prompts[:1], "one", max_new_tokens=3)[0]
