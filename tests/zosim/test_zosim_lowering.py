@@ -16,7 +16,7 @@ from zosim.contents import Direction
 from zosim.instructions import Instruction, Stream
 from zosim.lowering import lower
 from zosim.lowering.directions import passing_work
-from zosim.operations import Draw, Update
+from zosim.operations import Draw, Forward, Update
 from zosim.order import HappensBefore
 from zosim.plans import Directions, Estimator, ForwardPass, Placement, Plan, Residency, Schedule, Weights
 from zosim.program import Program
@@ -300,3 +300,39 @@ def test_updates_in_narrow_formats_are_watched_at_the_cost_of_a_few_kernels():
     wide = updates()
     narrow = updates(weights=Weights(dtype="bfloat16"))
     assert {n.num_kernels - w.num_kernels for n, w in zip(narrow, wide, strict=True)} == {8}
+
+
+def test_packed_batches_count_what_they_compute() -> None:
+    """Of 8 sequences of 20 tokens on average, the first 12 the same, of which two have labels: rows of products, at two points."""
+
+    def work(segment: str, **forward: int) -> Work:
+        plan = Plan.model_validate(
+            {
+                "model": read_model_spec("opt-125m", trainable="linears"),
+                "placement": {"topology": "test", "devices": ["cpu0"]},
+                "batch": 8,
+                "seq": 32,
+                "weights": {"perturbation": "adapters"},
+                "directions": {"distribution": "lozo"},
+                "forward": forward,
+            }
+        )
+        return next(i.work for i in lower(plan).step if isinstance(i.op, Forward) and i.op.segment == segment)
+
+    def rows(segment: str, **forward: int) -> int:
+        return max(one.m for one in work(segment, **forward).matmuls)
+
+    told = {"num_tokens": 20, "num_shared": 12, "num_labels": 2}
+    assert rows("block.0") == rows("head") == 2 * 8 * 32
+    assert rows("block.0", num_tokens=20) == 2 * 8 * 20
+    assert rows("block.0", **told) == 2 * (12 + 8 * (20 - 12))
+    assert rows("head", **told) == 2 * 8 * 2
+    pairs = sum(one.num * one.query * one.key for one in work("block.0", **told).attention)
+    # What is shared sees itself, the rest itself and what is shared: at 2 points, 12 heads.
+    assert pairs == 2 * 12 * (12 * 12 + 8 * (8 * 8 + 8 * 12))
+    for forward, complaint in (
+        ({"num_shared": 20, "num_tokens": 20}, "cannot share 20"),
+        ({"num_tokens": 33}, "at most 32"),
+    ):
+        with pytest.raises(PlanError, match=complaint):
+            work("head", **forward)
