@@ -89,7 +89,7 @@ def learnt_matrix_by_matrix(model: nn.Module, records: Sequence[StepRecord], see
 
 def check_windows(context: Context) -> Outcome:
     """Compare slots after three windows and a half with sums of matrices, whole and compacted, and a run cut at every step with one that is not."""
-    seed, parts = context.seed, {}
+    seed, parts = context.seed, dict[str, Outcome]()
     for max_rank in (16, 4):
         base = _carrying(seed, max_rank)
         model, records = _trained(base, seed, range(_NUM_STEPS))
@@ -237,8 +237,8 @@ def check_tenants(context: Context) -> Outcome:
             tenants: list[tuple[str | None, int | None]] = [("other", other), ("one", 1), (None, None)]
             requests = [Request(tokens, 1, name) for tokens in prompts for name, _ in tenants]
             scores = runtime.score(requests)
-            for place, (name, seed) in enumerate(tenants):
-                whole = [score for tokens in prompts for score in literal_scores(_merged(seed), tokens)]
+            for place, (name, own) in enumerate(tenants):
+                whole = [score for tokens in prompts for score in literal_scores(_merged(own), tokens)]
                 parts[f"{name or 'the base'}, other {other}"] = equal(
                     [score for row in scores[place::3] for score in row],
                     whole,
