@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from costmodel.model_spec import EMBED, HEAD, block_index
+from executors.models.blocks import find_blocks
 from executors.models.lora import block_linears, joined_factors
 from executors.models.model import IGNORED_LABEL, Batch, CutModel
-from executors.models.packing import Packing, pack, packed_attention
+from executors.models.packing import LEAST_SAVED, Packing, pack, packed_attention
 from executors.models.recording_blocks import StepCache
 from topology.errors import ModelError
 
@@ -86,7 +87,12 @@ class BatchedModel(CutModel):
                 f"{next(iter(tuned.values()))} is tuned, and is no weight of a linear layer of a block",
                 hint="add --tune linears, or tune the B of adapters alone: --lora-lazy-steps",
             )
+        self._least_saved = _least_saved(model, self.device)
         self._check_packing()
+
+    def pack(self, batch: Batch) -> Packing:
+        """Return a batch packed, common beginnings as this model gains by them."""
+        return pack(batch, least_saved=self._least_saved)
 
     def path(
         self, parameter: nn.Parameter, factors: Sequence[tuple[Tensor, Tensor]], scales: Sequence[float]
@@ -175,7 +181,7 @@ class BatchedModel(CutModel):
         return states
 
     def _embed_packed(self, batch: Batch, cache: StepCache) -> Tensor:
-        cache.packing = packing = cache.packing or pack(batch)
+        cache.packing = packing = cache.packing or self.pack(batch)
         with self._packed_attention():
             return self.embed({"input_ids": packing.tokens, "position_ids": packing.positions}, cache)
 
@@ -195,8 +201,7 @@ class BatchedModel(CutModel):
             outputs = output.view(num_points, -1, output.shape[-1])
             if path.places is not None:
                 inputs, outputs = inputs[:, path.places], outputs[:, path.places]
-            inner = torch.matmul(inputs, path.inner.to(inputs.dtype)).to(output.dtype)
-            outputs.baddbmm_(inner, path.outer.to(output.dtype))
+            outputs.baddbmm_(_times(inputs, path.inner).to(output.dtype), path.outer.to(output.dtype))
         return output
 
     @contextmanager
@@ -260,3 +265,21 @@ class BatchedModel(CutModel):
             hidden = self.run(segment, batch, cache, hidden)
         loss: Tensor = hidden
         return loss.reshape(1)
+
+
+def _least_saved(model: nn.Module, device: torch.device) -> int:
+    """Return from when on a common beginning is computed once: on a CPU a token of a large block takes longer than a call."""
+    linears = list(block_linears(model))
+    num_blocks = len(find_blocks(model))
+    per_block = sum(inputs * outputs for _, _, inputs, outputs in linears) / num_blocks
+    return max(8, round(LEAST_SAVED * 2e5 / per_block)) if device.type == "cpu" else LEAST_SAVED
+
+
+def _times(inputs: Tensor, inner: Tensor) -> Tensor:
+    """Return inputs (points, tokens, inputs) times what is the same at all points, or not: (points, tokens, rank)."""
+    inner = inner.to(inputs.dtype)
+    if inner.dim() == 3:
+        return torch.matmul(inputs, inner)
+    # CPUs multiply a few long rows two to four times as fast as a few long columns.
+    lying = torch.mm(inner.T.contiguous(), inputs.reshape(-1, inputs.shape[-1]).T)
+    return lying.view(-1, *inputs.shape[:2]).permute(1, 2, 0)

@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from topology.errors import DataError, ModelError
 
 _IGNORED = -100
-_LEAST_SAVED = 32
-"""Tokens that a common beginning must save to be a run of its own: attention takes one more group of runs for it."""
+LEAST_SAVED = 64
+"""Product of a common beginning's tokens and of those that it saves, from which on it is a run of its own.
+
+Attention takes one more group of runs for it, which long beginnings, of which every prompt has one, share.
+"""
 
 _BUCKET = 16
 """Runs whose lengths differ by less share a call of attention, padded there alone."""
@@ -35,7 +38,7 @@ class AttentionGroup:
         Places in the row, those of shorter runs filled up.
     num_runs : int
     mask : BoolTensor (runs, 1, queries, keys) or None
-        What sees what; None where every run begins a sequence and all are as long.
+        What sees what; None where every run begins a sequence: then a token sees those before it, and filling lies behind all.
     kept : LongTensor or None
         Of the queries, those that are no filling; None for all.
     """
@@ -116,6 +119,7 @@ class _PackedRun:
 @dataclass
 class _Forest:
     rows: list[list[int]]
+    least_saved: float
     runs: list[_PackedRun] = field(default_factory=list)
     places: list[list[int]] = field(default_factory=list)
     num_places: int = 0
@@ -130,20 +134,19 @@ class _Forest:
         rows = [row for row in rows if len(self.rows[row]) > begin]
         if len(rows) < 2:
             for row in rows:
-                self._add(rows, begin, len(self.rows[row]))
+                self._add([row], begin, len(self.rows[row]))
             return
         # Of sorted rows the outermost have least in common.
         first, last = self.rows[rows[0]], self.rows[rows[-1]]
         end = begin
         while end < min(len(first), len(last)) and first[end] == last[end]:
             end += 1
-        if (len(rows) - 1) * (end - begin) >= _LEAST_SAVED:
+        if (len(rows) - 1) * (end - begin) ** 2 >= self.least_saved:
             self._add(rows, begin, end)
             self._grow(rows, end)
             return
-        for row in rows:
-            if len(self.rows[row]) == end:
-                self._add([row], begin, end)
+        if whole := [row for row in rows if len(self.rows[row]) == end]:
+            self._add(whole, begin, end)  # what is whole here is the same in all, and no run begins behind it
         longer = [row for row in rows if len(self.rows[row]) > end]
         for _, same in groupby(longer, key=lambda row: self.rows[row][end]):
             self._grow(list(same), begin)
@@ -156,13 +159,17 @@ class _Forest:
             self.places[row] = [*self.places[row], *run.places]
 
 
-def pack(batch: Mapping[str, Tensor]) -> Packing:
+def pack(batch: Mapping[str, Tensor], *, least_saved: float = LEAST_SAVED, bucket: int = _BUCKET) -> Packing:
     """Return a batch packed, on its device.
 
     Parameters
     ----------
     batch : mapping
         ``input_ids`` and ``labels`` of shape (sequences, tokens), and perhaps an ``attention_mask`` of ones, then zeros.
+    least_saved : float
+        What a common beginning must save to be computed once, as in :data:`LEAST_SAVED`.
+    bucket : int
+        Runs whose lengths differ by less share a call of attention.
 
     Raises
     ------
@@ -179,7 +186,9 @@ def pack(batch: Mapping[str, Tensor]) -> Packing:
     for row, (places, length) in enumerate(zip(asked, lengths, strict=True)):
         if places and places[-1] > length:
             raise DataError(f"sequence {row} of the batch has labels behind its {length} tokens")
-    forest = _Forest([row[: places[-1]] if places else [] for row, places in zip(tokens, asked, strict=True)])
+    forest = _Forest(
+        [row[: places[-1]] if places else [] for row, places in zip(tokens, asked, strict=True)], least_saved
+    )
     forest.grow()
     flat = [(0, 0)] * forest.num_places
     for run in forest.runs:
@@ -193,7 +202,7 @@ def pack(batch: Mapping[str, Tensor]) -> Packing:
     return Packing(
         places_in_row[:, 0].unsqueeze(0),
         places_in_row[:, 1].unsqueeze(0),
-        tuple(_groups(forest.runs, device)),
+        tuple(_groups(forest.runs, bucket, device)),
         ends[:, 0].contiguous(),
         ends[:, 1].contiguous(),
         batch["input_ids"].numel(),
@@ -211,10 +220,10 @@ def _lengths(mask: Tensor) -> list[int]:
     return [int(length) for length in lengths.tolist()]
 
 
-def _groups(runs: Sequence[_PackedRun], device: torch.device) -> list[AttentionGroup]:
+def _groups(runs: Sequence[_PackedRun], bucket: int, device: torch.device) -> list[AttentionGroup]:
     by_length: dict[tuple[int, int], list[_PackedRun]] = defaultdict(list)
     for run in runs:
-        by_length[-(-len(run.tokens) // _BUCKET), -(-len(run.above) // _BUCKET)].append(run)
+        by_length[-(-len(run.tokens) // bucket), -(-len(run.above) // bucket)].append(run)
     return [_group(alike, device) for alike in by_length.values()]
 
 
@@ -223,21 +232,22 @@ def _group(runs: Sequence[_PackedRun], device: torch.device) -> AttentionGroup:
     most_keys = max(len(run.above) + len(run.tokens) for run in runs)
     queries = torch.zeros(len(runs), most, dtype=torch.long)
     keys = torch.zeros(len(runs), most_keys, dtype=torch.long)
-    mask = torch.zeros(len(runs), 1, most, most_keys, dtype=torch.bool)
+    begins = not any(run.above for run in runs)
+    mask = None if begins else torch.zeros(len(runs), 1, most, most_keys, dtype=torch.bool)
     is_own = torch.zeros(len(runs), most, dtype=torch.bool)
     for i, run in enumerate(runs):
         num, above = len(run.tokens), len(run.above)
         queries[i, :num] = torch.tensor(run.places)
         keys[i, : above + num] = torch.tensor([*run.above, *run.places])
-        mask[i, 0, :num, : above + num] = torch.ones(num, above + num, dtype=torch.bool).tril(above)
-        mask[i, 0, num:, 0] = True  # a filling sees something, so that no softmax is over nothing
+        if mask is not None:
+            mask[i, 0, :num, : above + num] = torch.ones(num, above + num, dtype=torch.bool).tril(above)
+            mask[i, 0, num:, 0] = True  # a filling sees something, so that no softmax is over nothing
         is_own[i, :num] = True
-    is_plain = most == most_keys and bool(is_own.all())
     return AttentionGroup(
         queries.view(-1).to(device),
         keys.view(-1).to(device),
         len(runs),
-        None if is_plain else mask.to(device),
+        None if mask is None else mask.to(device),
         None if bool(is_own.all()) else is_own.view(-1).nonzero().view(-1).to(device),
     )
 

@@ -19,7 +19,7 @@ from executors.low_bits.linear import code_linears
 from executors.models.batched import BatchedModel, SidePath
 from executors.models.blocks import find_blocks
 from executors.models.model import IGNORED_LABEL
-from executors.models.packing import Packing, joined, pack
+from executors.models.packing import Packing, joined
 from executors.models.parameters import named_tensors
 from executors.models.recording_blocks import StepCache
 from executors.models.weight_files import weights_digest
@@ -177,7 +177,7 @@ class Runtime:
         for number, request in enumerate(requests):
             by_adapter.setdefault(request.adapter, []).append(number)
             self._check(request)
-        packings = [pack(_batch([requests[number] for number in part])) for part in by_adapter.values()]
+        packings = [self._engine.pack(_batch([requests[number] for number in part])) for part in by_adapter.values()]
         row, places = joined(packings)
         adapters = [None if name is None else self._adapters[name] for name in by_adapter]
         paths = self._paths(adapters, places)

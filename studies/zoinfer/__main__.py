@@ -1,20 +1,24 @@
 """Time a LoZO step as a training loop and as one batch of scoring, in turns, and print ratios of medians.
 
 ``python -m studies.zoinfer --shape 125m --batch 16 --batch 64`` prints the tables that the documentation quotes: the loop as its authors write
-it, zosim's plans with weights in place, as adapters, and with what is learnt as slots beside a frozen base, and single forwards. All tune the same matrices of equal models on the same batches,
-whose sequences have one label each, their last token, as a prompt with an option has. Then come the differences
-between projected gradients of the loop and of adapters, from equal weights along the same directions.
+it, zosim's plans with weights in place, as adapters, and with what is learnt as slots beside a frozen base, and single forwards. All tune the same matrices of equal models on the same batches:
+prompts, behind each of which stand ``--options`` answers of one token, the only ones that have labels. The loop and the first two plans
+go along the same directions, the generator's of the released loop; slots draw their own. Then come the differences
+between losses and projected gradients of the loop and of adapters, from equal weights along the same directions.
 
-Contenders take turns of two steps, so that a machine that slows down slows all of them; the second is timed.
+Contenders take turns of two steps, so that a machine that slows down slows all of them; the second is timed. With ``--out`` the medians go
+into a file of rows, those of other runs beside them, and speed-ups are drawn over batches.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import csv
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +31,7 @@ from executors.models.recording_blocks import StepCache
 from executors.models.spec import spec_of_model
 from executors.runs.adapters import attach
 from executors.runs.session import Session
-from studies.zoinfer.reference import LozoLoop
+from studies.zoinfer.reference import PlainLoop
 from topology.errors import RunError
 from zosim.plans import Directions, Estimator, Placement, Plan, Weights
 
@@ -38,6 +42,8 @@ SHAPES: dict[str, dict[str, int]] = {
     "1.3b": {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "vocab_size": 50272},
 }
 _RANK, _LAZY_STEPS, _RATE, _EPSILON = 2, 50, 1e-6, 1e-3
+ROWS = "race.csv"
+"""File of medians."""
 _LINEARS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 _LOOP, _ADAPTERS, _SLOTS, _PLAIN_FORWARD, _PACKED_FORWARD = (
     "LoZO loop",
@@ -55,35 +61,42 @@ def main() -> None:
     """Time the contenders at each batch, and print the tables."""
     options = _options()
     torch.set_num_threads(options.threads)
-    model = _model(options.shape, getattr(torch, options.dtype), options.device)
-    print(f"OPT-{options.shape} shape, {options.dtype}, {options.device}, {options.threads} thread(s)")
+    model = model_of(options.shape, getattr(torch, options.dtype), options.device)
+    print(
+        f"OPT-{options.shape} shape, {options.dtype}, {options.device}, {options.threads} thread(s), "
+        f"{options.options} answer(s) behind each prompt"
+    )
     for size in options.batch:
-        batches = [_batch(model, size, number, options) for number in range(2 * options.rounds + 2)]
+        batches = [batch_of(model, size, number, options) for number in range(2 * options.rounds + 2)]
         seconds = _timed(model, batches, options.dtype, options.device)
-        _report(size, batches, seconds)
-    _report_gradients(model, [_batch(model, 16, n, options) for n in range(options.compared)], options)
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        _report(size, batches, medians, seconds)
+        if options.out:
+            _write(options, size, medians)
+    if options.out:
+        plot_speedups(options.out / ROWS, options.out / "speedups.svg")
+    if options.compared:
+        _report_gradients(model, [batch_of(model, 16, n, options) for n in range(options.compared)], options)
 
 
 def _timed(model: nn.Module, batches: Sequence[Data], dtype: str, device: str) -> dict[str, list[float]]:
     contenders = _contenders(model, batches[0], dtype, device)
-    # On a CPU the time of its cores, which a busy machine changes less.
-    clock = time.perf_counter if device == "cuda" else time.process_time
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(len(batches) // 2):  # a session observes its memory in the first two steps
         for name, step in contenders.items():
             step(2 * turn, batches[2 * turn])
             _wait(device)
-            begin = clock()
+            begin = time.perf_counter()
             step(2 * turn + 1, batches[2 * turn + 1])
             _wait(device)
             if turn:
-                seconds[name].append(clock() - begin)
+                seconds[name].append(time.perf_counter() - begin)
     return seconds
 
 
 def _contenders(model: nn.Module, data: Data, dtype: str, device: str) -> dict[str, Step]:
-    loop = LozoLoop(copy.deepcopy(model), _RANK, _LAZY_STEPS, _RATE, _EPSILON)
-    plain, packed = copy.deepcopy(model), BatchedModel(copy.deepcopy(model))
+    loop = PlainLoop(copy.deepcopy(model), _RANK, _LAZY_STEPS, _RATE, _EPSILON)
+    plain, packed = loop.model, BatchedModel(copy.deepcopy(model))
 
     @torch.no_grad()
     def forward_padded(_number: int, batch: Data) -> None:
@@ -98,7 +111,7 @@ def _contenders(model: nn.Module, data: Data, dtype: str, device: str) -> dict[s
     steps: dict[str, Step] = {_LOOP: lambda number, batch: loop.step(number, batch, number)}
     for name, way in (("zosim, in place", "serial"), (_ADAPTERS, "adapters")):
         session = _session(copy.deepcopy(model), data, dtype, device, way)
-        steps[name] = lambda _number, batch, session=session: session.step(_on_cpu(batch))  # type: ignore[misc]
+        steps[name] = lambda number, batch, session=session: session.step(_on_cpu(batch), seeds=(number,))  # type: ignore[misc]
     slots = copy.deepcopy(model)
     attach(slots, LoRA(rank=_RANK, target_modules=_LINEARS, lazy_steps=_LAZY_STEPS))
     beside = _session(slots, data, dtype, device, "adapters", directions=Directions())
@@ -106,8 +119,9 @@ def _contenders(model: nn.Module, data: Data, dtype: str, device: str) -> dict[s
     return steps | {_PLAIN_FORWARD: forward_padded, _PACKED_FORWARD: forward_packed}
 
 
-def _report(size: int, batches: Sequence[Data], seconds: dict[str, list[float]]) -> None:
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+def _report(
+    size: int, batches: Sequence[Data], medians: dict[str, float], seconds: dict[str, list[float]]
+) -> None:
     computed = sum(int(batch["attention_mask"].sum()) for batch in batches)
     padded = sum(batch["input_ids"].numel() for batch in batches)
     print(f"\nbatch {size}: {padded / len(batches):.0f} tokens padded, {computed / len(batches):.0f} without")
@@ -121,29 +135,80 @@ def _report(size: int, batches: Sequence[Data], seconds: dict[str, list[float]])
         )
 
 
+def _write(options: argparse.Namespace, size: int, medians: dict[str, float]) -> None:
+    """Put the medians in the place of those of an earlier run of the same case."""
+    path = options.out / ROWS
+    case = {"shape": options.shape, "threads": options.threads, "answers": options.options, "batch": size}
+    rows: list[dict[str, Any]] = []
+    if path.is_file():
+        with path.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if any(row[name] != str(case[name]) for name in case)]
+    rows += [case | {"contender": name, "milliseconds": f"{1e3 * s:.1f}"} for name, s in medians.items()]
+    options.out.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*case, "contender", "milliseconds"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def plot_speedups(rows: Path, path: Path) -> None:
+    """Draw how many times as long as each plan's the loop's step takes, over batches, a line for each shape."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with rows.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    took: dict[tuple[str, ...], float] = {
+        (row["shape"], row["threads"], row["answers"], row["batch"], row["contender"]): float(
+            row["milliseconds"]
+        )
+        for row in lines
+    }
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for shape, threads, answers in sorted({key[:3] for key in took}):
+        batches = sorted(int(key[3]) for key in took if key[:3] == (shape, threads, answers))
+        sizes = [str(size) for size in dict.fromkeys(batches)]
+        for contender, style in ((_ADAPTERS, "o-"), (_SLOTS, "s--")):
+            ratios = [
+                took[shape, threads, answers, size, _LOOP] / took[shape, threads, answers, size, contender]
+                for size in sizes
+            ]
+            label = f"{shape}, {threads} thread(s), {answers} answer(s): {contender.removeprefix('zosim, ')}"
+            axes.plot([int(size) for size in sizes], ratios, style, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("prompts in a batch")
+    axes.set_ylabel("time of the LoZO loop / of the plan")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def _report_gradients(model: nn.Module, batches: Sequence[Data], options: argparse.Namespace) -> None:
-    """Print how projected gradients differ that are taken in different roundings from the same weights and seeds."""
+    """Print how losses and projected gradients of loop and adapters differ, from the same weights along the same directions."""
+    weights = copy.deepcopy(model.state_dict())
+    loop = PlainLoop(copy.deepcopy(model), _RANK, _LAZY_STEPS, 0.0, _EPSILON)
     rows = []
-    for number, batch in enumerate(batches):
-        values = []
-        for way in ("copies", "adapters"):
-            # Each from the same weights again: a step at the rate 0 leaves them.
-            with _session(
-                copy.deepcopy(model), batch, options.dtype, options.device, way, rate=0.0
-            ) as session:
-                record = session.step(_on_cpu(batch), seeds=(number,))
-                assert record.losses_minus is not None
-                values.append((record.losses_plus[0], record.losses_minus[0], record.projected_gradients[0]))
-        rows.append(values)
-    if not rows:
-        return
+    with _session(
+        copy.deepcopy(model), batches[0], options.dtype, options.device, "adapters", rate=0.0
+    ) as session:
+        for number, batch in enumerate(batches):
+            g = loop.step(number, batch, number)
+            loop.model.load_state_dict(weights)  # the loop's restore leaves last bits behind
+            record = session.step(_on_cpu(batch), seeds=(number,))
+            assert record.losses_minus is not None
+            ours = (record.losses_plus[0], record.losses_minus[0], record.projected_gradients[0])
+            rows.append(((*loop.losses, g), ours))
     losses = max(abs(a - b) for one, other in rows for a, b in zip(one[:2], other[:2], strict=True))
     gradients = [(one[2], other[2]) for one, other in rows]
     worst = max(abs(a - b) for a, b in gradients)
     size = statistics.median(abs(a) for a, _ in gradients)
     signs = sum(a * b > 0 for a, b in gradients)
     print(
-        f"\n{len(rows)} steps from the same weights, copies against adapters: losses differ by at most {losses:.2e}, "
+        f"\n{len(rows)} steps from the same weights, loop against adapters: losses differ by at most {losses:.2e}, "
         f"g by at most {worst:.2e} (median |g| {size:.2e}); {signs} of {len(rows)} signs agree"
     )
     above = [(a, b) for a, b in gradients if abs(a) * 2 * _EPSILON > 2 * losses]
@@ -186,23 +251,31 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _batch(model: Any, size: int, number: int, options: argparse.Namespace) -> Data:
-    """Return sequences of lognormal lengths, whose last token is one of two options and has the only label."""
+def batch_of(model: Any, size: int, number: int, options: argparse.Namespace) -> Data:
+    """Return prompts of lognormal lengths, each as often as there are answers, which have the only labels.
+
+    Of one answer, it is one of two.
+    """
     generator = torch.Generator().manual_seed(number)
     spread = torch.randn(size, generator=generator) * options.spread
     lengths = (options.tokens * spread.exp()).round().long().clamp(4, options.longest)
     columns = int(lengths.max())
     tokens = torch.randint(4, model.config.vocab_size, (size, columns), generator=generator)
     tokens[:, 0] = 2  # what OPT begins every sequence with
+    answers = torch.randint(4, 6, (size, 1), generator=generator)
+    if options.options > 1:
+        answers = torch.arange(4, 4 + options.options).expand(size, -1)
+    tokens, lengths = (of.repeat_interleave(options.options, 0) for of in (tokens, lengths))
     last = torch.arange(columns) == lengths[:, None] - 1
-    tokens[last] = torch.randint(4, 6, (size,), generator=generator)
+    tokens[last] = answers.flatten()
     mask = (torch.arange(columns) < lengths[:, None]).long()
     labels = tokens.masked_fill(~last, -100)
     batch = {"input_ids": tokens * mask, "attention_mask": mask, "labels": labels}
     return {name: tensor.to(options.device) for name, tensor in batch.items()}
 
 
-def _model(shape: str, dtype: torch.dtype, device: str) -> nn.Module:
+def model_of(shape: str, dtype: torch.dtype, device: str) -> nn.Module:
+    """Return a random model of a shape, the linears of whose blocks are tuned."""
     from transformers import OPTConfig, OPTForCausalLM
 
     sizes: dict[str, Any] = dict(SHAPES[shape])
@@ -222,6 +295,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--batch", type=int, action="append", default=None)
+    parser.add_argument("--options", type=int, default=1, help="answers that are scored behind each prompt")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the file of rows and the plot")
     parser.add_argument("--tokens", type=float, default=26, help="median length of a sequence")
     parser.add_argument("--spread", type=float, default=0.4, help="deviation of the logarithm of lengths")
     parser.add_argument("--longest", type=int, default=128)

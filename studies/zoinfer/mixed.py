@@ -1,17 +1,23 @@
-"""Time the scoring of prompts of several adapters: the built-in runtime, PEFT's mixed batches, and the base alone, in turns.
+"""Time the scoring of prompts of several adapters: the built-in runtime, PEFT's mixed batches, vLLM, and the base alone, in turns.
 
 ``python -m studies.zoinfer.mixed`` scores two options' tokens behind prompts of lognormal lengths, of three adapters and of none, on one random model. All
-are given the same tokens and adapters; the largest difference of any log-probability is printed, too.
+are given the same tokens and adapters, in float32 and with as many threads; the largest difference of any log-probability is printed, too. ``--vllm PYTHON`` names
+an interpreter that has vLLM, such as that of an environment of its own with a build for CPUs; its time is taken inside that process,
+from tokens to log-probabilities.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
+import os
 import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +39,13 @@ _LINEARS = ("q_proj", "k_proj", "v_proj", "out_proj")
 """Of OPT PEFT mixes these alone: into the other two go tokens of all sequences as rows, which it refuses."""
 
 
+_RUNTIME, _PEFT, _VLLM = "runtime, mixed", "PEFT, mixed", "vLLM, mixed"
+_SETTLING_S = 0.3
+"""Threads of OpenMP go on spinning for a while after their work, those of another process too."""
+Score = Callable[[list[Request]], tuple[list[float], float]]
+"""From requests to log-probabilities and seconds."""
+
+
 def main() -> None:
     """Time the contenders at each batch, and print their medians."""
     parser = argparse.ArgumentParser(prog="python -m studies.zoinfer.mixed", description=__doc__)
@@ -41,38 +54,56 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--vllm", type=Path, default=None, help="Python that has vLLM")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as folder:
+    if options.vllm and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, range(options.threads))  # as vLLM's worker pins itself
+    with tempfile.TemporaryDirectory() as folder, contextmanager(_vllm)(options, Path(folder)) as vllm:
         model = _model(options.shape)
-        _write_adapters(model, Path(folder), options.rank)
         contenders = {
-            "runtime, mixed": _runtime(model, Path(folder)),
-            "PEFT, mixed": _peft(model, Path(folder)),
-            "transformers, base": _base(model),
-        }
+            _RUNTIME: _timed(_runtime(model, Path(folder))),
+            _PEFT: _timed(_peft(model, Path(folder))),
+            "transformers, base": _timed(_base(model)),
+        } | vllm
         print(f"OPT-{options.shape} shape, adapters of rank {options.rank}, {options.threads} thread(s)")
         for size in options.batch or [16, 64]:
             _report(size, contenders, options.rounds)
 
 
-def _report(size: int, contenders: dict[str, Callable[[list[Request]], list[float]]], rounds: int) -> None:
+def _timed(score: Callable[[list[Request]], list[float]]) -> Score:
+    def timed(requests: list[Request]) -> tuple[list[float], float]:
+        begin = time.perf_counter()
+        scores = score(requests)
+        return scores, time.perf_counter() - begin
+
+    return timed
+
+
+def _report(size: int, contenders: dict[str, Score], rounds: int) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    worst = 0.0
+    worst = dict.fromkeys((name for name in contenders if name in (_PEFT, _VLLM)), 0.0)
     for turn in range(rounds + 1):
         requests = _requests(size, turn)
         scores = {}
         for name, score in contenders.items():
-            begin = time.process_time()
-            scores[name] = score(requests)
+            time.sleep(_SETTLING_S)
+            scores[name], took = score(requests)
             if turn:
-                seconds[name].append(time.process_time() - begin)
-        ours, theirs = scores["runtime, mixed"], scores["PEFT, mixed"]
-        worst = max(worst, *(abs(a - b) for a, b in zip(ours, theirs, strict=True)))
+                seconds[name].append(took)
+        for name in worst:
+            apart = [
+                abs(a - b)
+                for a, b, request in zip(scores[_RUNTIME], scores[name], requests, strict=True)
+                # vLLM's build for CPUs lets adapters of a batch into the base's requests.
+                if name != _VLLM or request.adapter
+            ]
+            worst[name] = max(worst[name], *apart)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    print(f"\nbatch {size}: log-probabilities of runtime and PEFT differ by at most {worst:.1e}")
+    said = ", ".join(f"those of {name.split(',')[0]} by at most {apart:.1e}" for name, apart in worst.items())
+    print(f"\nbatch {size}: log-probabilities differ from the runtime's, {said}")
     for name, median in medians.items():
-        print(f"{name:20s}{median * 1e3:9.1f}ms{median / medians['runtime, mixed']:8.2f} of the runtime's")
+        print(f"{name:20s}{median * 1e3:9.1f}ms{median / medians[_RUNTIME]:8.2f} of the runtime's")
 
 
 def _requests(size: int, seed: int) -> list[Request]:
@@ -131,6 +162,52 @@ def _last(logits: Tensor, requests: list[Request]) -> list[float]:
     rows = logits[torch.arange(len(at)), at].float().log_softmax(-1)
     scores: list[float] = rows.gather(1, tokens[:, None])[:, 0].tolist()
     return scores
+
+
+def _vllm(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Score]]:
+    """Write model and adapters, and yield vLLM as a contender, where one was named."""
+    model: Any = _model(options.shape)
+    _write_adapters(model, folder, options.rank)
+    if options.vllm is None:
+        yield {}
+        return
+    model.save_pretrained(folder / "base")
+    worker = subprocess.Popen(
+        [
+            options.vllm,
+            Path(__file__).with_name("vllm_worker.py"),
+            folder / "base",
+            folder,
+            ",".join(_NAMES),
+            str(options.rank),
+            str(options.threads),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    into, out = worker.stdin, worker.stdout
+
+    def score(requests: list[Request]) -> tuple[list[float], float]:
+        batch = {
+            "prompts": [request.tokens[:-1] for request in requests],
+            "options": [request.tokens[-1] for request in requests],
+            "adapters": [request.adapter for request in requests],
+        }
+        print(json.dumps(batch), file=into, flush=True)
+        if not (line := out.readline()):
+            raise RunError(f"{options.vllm} ended; what it said stands above")
+        answer = json.loads(line)
+        return answer["scores"], answer["seconds"]
+
+    try:
+        score(_requests(16, 0))  # a compiler's minutes are no race's
+        yield {_VLLM: score}
+    finally:
+        worker.terminate()
+        worker.wait()
 
 
 def _model(shape: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The LoZO loop as its authors write it: whole models perturbed in place, padded batches, all logits."""
+"""The loops of LoZO and MeZO as their authors write them: whole models perturbed in place, padded batches, all logits."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ from torch import Tensor, nn
 
 
 @dataclass
-class LozoLoop:
-    """Steps along ``U·Vᵀ`` of every tuned matrix, with the paper's ``1/r`` in the update.
+class PlainLoop:
+    """Steps along ``U·Vᵀ`` of every tuned matrix, with the paper's ``1/r`` in the update, or along all of its elements.
 
     Attributes
     ----------
     model : torch.nn.Module
-    rank, lazy_steps : int
+    rank : int or None
+        None for MeZO's directions, which have no factors.
+    lazy_steps : int
     rate, epsilon : float
+    losses : tuple of float
+        Of the latest step, at ``+ε`` and ``-ε``.
     """
 
     model: nn.Module
-    rank: int
+    rank: int | None
     lazy_steps: int
     rate: float
     epsilon: float
+    losses: tuple[float, float] = (0.0, 0.0)
     _rights: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
@@ -36,8 +41,9 @@ class LozoLoop:
         minus = self.model(**data).loss
         self._perturb(number, seed, 1)
         g: float = ((plus - minus) / (2 * self.epsilon)).item()
+        self.losses = plus.item(), minus.item()
         for parameter, z in self._directions(number, seed):
-            parameter.data = parameter.data - self.rate * (g / self.rank * z)
+            parameter.data = parameter.data - self.rate * (g / (self.rank or 1) * z)
         return g
 
     def _perturb(self, number: int, seed: int, scale: int) -> None:
@@ -53,6 +59,9 @@ class LozoLoop:
     def _direction(self, name: str, parameter: nn.Parameter, *, opens: bool) -> Tensor:
         rows, columns = parameter.shape
         like = {"dtype": parameter.dtype, "device": parameter.device}
+        if self.rank is None:
+            dense: Tensor = torch.randn(rows, columns, **like)  # type: ignore[call-overload]
+            return dense
         if opens:
             self._rights[name] = torch.randn(columns, self.rank, **like)  # type: ignore[call-overload]
         left: Tensor = torch.randn(rows, self.rank, **like)  # type: ignore[call-overload]

@@ -101,6 +101,47 @@ def test_hours_are_those_of_twenty_thousand_steps():
     assert math.log(answer.high / answer.low) == pytest.approx(2 * FIT.half_width)
 
 
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_moments_of_directions_are_those_of_their_formulas(rank):
+    import torch
+
+    from studies.zoinfer.ranks import moments_drawn, moments_said
+
+    generator = torch.Generator().manual_seed(0)
+    matrices = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 5), (4, 2))]
+    drawn = np.array([moments_drawn(matrices, rank, 40_000, seed) for seed in range(6)])
+    means, errors = drawn.mean(0), drawn.std(0, ddof=1) / 6**0.5
+    second, fourth = moments_said(matrices, rank)
+    square = sum(float(matrix.square().sum()) for matrix in matrices)
+    # Five standard errors of six batches: Student's t with five degrees of freedom passes that once in 250.
+    assert np.all(np.abs(means - (second, square, fourth)) < 5 * errors)
+    assert np.all(errors < 0.05 * means)
+
+
+def test_the_loop_goes_along_the_runtimes_directions():
+    import copy
+
+    import torch
+
+    from executors.runs.adapters import attach
+    from executors.runs.session import Session
+    from studies.zoinfer.reference import PlainLoop
+    from tests.support.tiny import batches, model_of, plan_of
+
+    model = model_of("opt", torch.float64, num_hidden_layers=1)
+    attach(model, "linears")
+    loop = PlainLoop(copy.deepcopy(model), 2, 3, 1e-2, 1e-3)
+    directions = {"distribution": "lozo", "rank": 2, "lazy_steps": 3}
+    plan = plan_of(model, dtype="float64", directions=directions, weights={"perturbation": "adapters"})
+    with Session(plan, model, learning_rate=1e-2, loss_dtype="fp64") as session:
+        for number, batch in enumerate(batches(5)):
+            g = loop.step(number, batch, 7 * number)
+            record = session.step(batch, seeds=(7 * number,))
+            # transformers takes losses in float32: 2^-22 of a loss below 8 is 1e-3 of a difference by 2 * 1e-3.
+            assert record.projected_gradients[0] == pytest.approx(g, abs=1e-3)
+            assert abs(g) > 0.1
+
+
 @pytest.mark.slow
 def test_a_server_answers_all_requests_beside_probes(monkeypatch, capsys):
     from studies.zoinfer import slack

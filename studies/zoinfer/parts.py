@@ -1,0 +1,144 @@
+"""What each part of scoring is worth: forwards of both signs with one part left out at a time, in turns.
+
+``python -m studies.zoinfer.parts`` times the packed forward of two points, as it is and without: logits of labels alone, common beginnings computed once,
+attention by buckets of length, rows without padding, and both signs side by side. All score the same answers behind the same prompts,
+which begin with the same ``--instruction`` tokens, and all have the same loss, to rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from costmodel.model_spec import EMBED, HEAD
+from executors.models.batched import BatchedModel
+from executors.models.model import CutModel
+from executors.models.packing import pack
+from executors.models.recording_blocks import StepCache
+from studies.zoinfer.__main__ import SHAPES, Data, batch_of, model_of
+from topology.errors import RunError
+
+_ALL, _NONE = "all of it", "none of it"
+Score = Callable[[Data], float]
+
+
+@torch.no_grad()
+def _packed(
+    engine: BatchedModel,
+    batch: Data,
+    *,
+    num_points: int = 2,
+    least_saved: float | None = None,
+    bucket: int | None = None,
+    scores_all: bool = False,
+) -> float:
+    how = {"least_saved": least_saved, "bucket": bucket}
+    cache = StepCache(packing=pack(batch, **{k: v for k, v in how.items() if v is not None}))  # type: ignore[arg-type]
+    hidden: Tensor | None = None
+    for segment in engine.segments[:-1]:
+        hidden = engine.run_together(segment, batch, cache, hidden, {}, num_points)
+    assert hidden is not None
+    if not scores_all:
+        return float(engine.run_together(HEAD, batch, cache, hidden, {}, num_points)[-1])
+    assert cache.packing is not None
+    logits = engine.logits(hidden)[-1].float().log_softmax(-1)[cache.packing.predictors]
+    return -float(logits.gather(1, cache.packing.targets[:, None]).mean())
+
+
+@torch.no_grad()
+def _padded(engine: CutModel, batch: Data) -> float:
+    """Score rows of one length, logits of labels alone."""
+    batch = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
+    cache = StepCache()
+    hidden = engine.embed(batch, cache)
+    for segment in engine.segments:
+        if segment not in (EMBED, HEAD):
+            hidden = engine.run(segment, batch, cache, hidden)  # type: ignore[assignment]
+    rows, places = (batch["labels"] != -100).nonzero(as_tuple=True)
+    logits = engine.logits(hidden[rows, places - 1][None])[0].float().log_softmax(-1)
+    return -float(logits.gather(1, batch["labels"][rows, places][:, None]).mean())
+
+
+@torch.no_grad()
+def _plain(engine: CutModel, batch: Data) -> float:
+    loss: Tensor = engine.model(**{name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}).loss
+    return float(loss)
+
+
+def _one_by_one(engine: BatchedModel, batch: Data) -> float:
+    _packed(engine, batch, num_points=1)
+    return _packed(engine, batch, num_points=1)
+
+
+def forwards_of(engine: BatchedModel, plain: CutModel) -> dict[str, Score]:
+    """Return forwards of both signs, each of which returns the loss."""
+    return {
+        _ALL: partial(_packed, engine),
+        "signs one after the other": partial(_one_by_one, engine),
+        "logits of all tokens": partial(_packed, engine, scores_all=True),
+        "beginnings for each row": partial(_packed, engine, least_saved=float("inf")),
+        "attention padded to the longest": partial(_packed, engine, bucket=1 << 20),
+        "attention for each length": partial(_packed, engine, bucket=1),
+        "rows padded": partial(_padded, plain),
+        _NONE: partial(_plain, plain),
+    }
+
+
+def _report(forwards: dict[str, Score], batches: list[Data]) -> None:
+    seconds: dict[str, list[float]] = {name: [] for name in forwards}
+    apart = 0.0
+    for number, batch in enumerate(batches):
+        losses = {}
+        for name, score in forwards.items():
+            begin = time.perf_counter()
+            losses[name] = score(batch)
+            if number:
+                seconds[name].append(time.perf_counter() - begin)
+        apart = max(apart, *(abs(loss - losses[_NONE]) for loss in losses.values()))
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    for name, median in medians.items():
+        print(f"{name:34s}{median * 1e3:9.1f}ms{median / medians[_ALL]:8.2f} of all of it")
+    print(f"losses differ by at most {apart:.1e}")
+
+
+def main() -> None:
+    """Time the forwards at each batch."""
+    parser = argparse.ArgumentParser(prog="python -m studies.zoinfer.parts", description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="125m")
+    parser.add_argument("--batch", type=int, action="append", default=None)
+    parser.add_argument("--options", type=int, default=2, help="answers behind each prompt")
+    parser.add_argument("--instruction", type=int, default=12, help="tokens that all prompts begin with")
+    parser.add_argument("--tokens", type=float, default=26, help="median length of a prompt")
+    parser.add_argument("--spread", type=float, default=0.4, help="deviation of the logarithm of lengths")
+    parser.add_argument("--longest", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    options.device = "cpu"
+    if options.instruction >= options.tokens:
+        raise RunError(
+            f"--instruction {options.instruction} leaves nothing of prompts of {options.tokens:g} tokens"
+        )
+    torch.set_num_threads(options.threads)
+    model = model_of(options.shape, torch.float32, "cpu")
+    forwards = forwards_of(BatchedModel(copy.deepcopy(model)), CutModel(model))
+    print(f"OPT-{options.shape} shape, float32, {options.threads} thread(s), {options.options} answers")
+    for size in options.batch or [16, 64]:
+        batches = [batch_of(model, size, number, options) for number in range(options.rounds + 1)]
+        for batch in batches:
+            batch["input_ids"][:, 1 : options.instruction] = (
+                7 * batch["attention_mask"][:, 1 : options.instruction]
+            )
+        print(f"\nbatch {size}")
+        _report(forwards, batches)
+
+
+if __name__ == "__main__":
+    main()
