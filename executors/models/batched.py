@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from costmodel.model_spec import EMBED, HEAD, block_index
-from executors.models.blocks import find_blocks
 from executors.models.lora import block_linears, joined_factors
 from executors.models.model import IGNORED_LABEL, Batch, CutModel
 from executors.models.packing import LEAST_SAVED, Packing, pack, packed_attention
@@ -87,12 +86,14 @@ class BatchedModel(CutModel):
                 f"{next(iter(tuned.values()))} is tuned, and is no weight of a linear layer of a block",
                 hint="add --tune linears, or tune the B of adapters alone: --lora-lazy-steps",
             )
-        self._least_saved = _least_saved(model, self.device)
+        sizes = [inputs * outputs for _, _, inputs, outputs in block_linears(model)]
+        self._block_elements = sum(sizes) / len(self.blocks)
         self._check_packing()
 
     def pack(self, batch: Batch) -> Packing:
-        """Return a batch packed, common beginnings as this model gains by them."""
-        return pack(batch, least_saved=self._least_saved)
+        """Return a batch packed; on a CPU a token of a large block takes longer than a call of attention."""
+        weight = 2e5 / self._block_elements if self.device.type == "cpu" else 1.0
+        return pack(batch, least_saved=max(8, LEAST_SAVED * weight))
 
     def path(
         self, parameter: nn.Parameter, factors: Sequence[tuple[Tensor, Tensor]], scales: Sequence[float]
@@ -265,14 +266,6 @@ class BatchedModel(CutModel):
             hidden = self.run(segment, batch, cache, hidden)
         loss: Tensor = hidden
         return loss.reshape(1)
-
-
-def _least_saved(model: nn.Module, device: torch.device) -> int:
-    """Return from when on a common beginning is computed once: on a CPU a token of a large block takes longer than a call."""
-    linears = list(block_linears(model))
-    num_blocks = len(find_blocks(model))
-    per_block = sum(inputs * outputs for _, _, inputs, outputs in linears) / num_blocks
-    return max(8, round(LEAST_SAVED * 2e5 / per_block)) if device.type == "cpu" else LEAST_SAVED
 
 
 def _times(inputs: Tensor, inner: Tensor) -> Tensor:
