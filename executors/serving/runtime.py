@@ -177,7 +177,9 @@ class Runtime:
         for number, request in enumerate(requests):
             by_adapter.setdefault(request.adapter, []).append(number)
             self._check(request)
-        packings = [self._engine.pack(_batch([requests[number] for number in part])) for part in by_adapter.values()]
+        packings = [
+            self._engine.pack(_batch([requests[number] for number in part])) for part in by_adapter.values()
+        ]
         row, places = joined(packings)
         adapters = [None if name is None else self._adapters[name] for name in by_adapter]
         paths = self._paths(adapters, places)

@@ -159,3 +159,28 @@ def test_equal_sequences_are_computed_once():
     packing = pack(batch)
     assert packing.num_tokens == 3 * 29
     assert packing.predictors[2] == packing.predictors[3] == packing.predictors[4]
+
+
+@pytest.mark.parametrize("num_prompts", [1, 16, 64])
+@pytest.mark.parametrize("length", [1, 2])
+def test_answers_behind_one_prompt_cost_one_prompt(num_prompts, length):
+    """Those of one token nothing more, at any size of a batch; longer ones their own tokens but the last."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 90, (num_prompts, 9), generator=generator)
+    prompts[:, 0] = torch.arange(num_prompts) + 100  # nothing in common but with its own
+    answers = torch.arange(5)[:, None].repeat(num_prompts, length)
+    tokens = torch.cat([prompts.repeat_interleave(5, 0), answers], 1)
+    labels = torch.cat([torch.full((5 * num_prompts, 9), -100), answers], 1)
+    packing = pack({"input_ids": tokens, "labels": labels})
+    assert packing.num_tokens == num_prompts * (9 + 5 * (length - 1))
+    assert packing.targets.tolist() == answers.flatten().tolist()
+    if length == 1:
+        assert [group.mask for group in packing.groups] == [None]  # one call of attention, and causal
+
+
+def test_two_answers_behind_a_short_prompt_are_one_row():
+    tokens = torch.tensor([[5, 6, 7, 1], [5, 6, 7, 2], [5, 6, 8, 9]])
+    labels = tokens.masked_fill(torch.tensor([1, 1, 1, 0]).bool(), -100)
+    packing = pack({"input_ids": tokens, "labels": labels})
+    assert packing.tokens.tolist() == [[5, 6, 7, 5, 6, 8]]
+    assert packing.predictors.tolist() == [2, 2, 5]
