@@ -92,7 +92,7 @@ class BatchedModel(CutModel):
 
     def pack(self, batch: Batch) -> Packing:
         """Return a batch packed; on a CPU a token of a large block takes longer than a call of attention."""
-        weight = 2e5 / self._block_elements if self.device.type == "cpu" else 1.0
+        weight = min(1.0, 2e5 / self._block_elements) if self.device.type == "cpu" else 1.0
         return pack(batch, least_saved=max(8, LEAST_SAVED * weight))
 
     def path(
