@@ -15,7 +15,14 @@ from zosim.instructions import PARTS, Part, Stream
 
 @dataclass
 class Times:
-    """Starts, ends and outstanding needs of the instructions at one position, by number and rank."""
+    """Of the instructions at one position of a run: arrays of shape (num_instructions, num_ranks).
+
+    Attributes
+    ----------
+    start_s, end_s : array of float
+    needs : array of int
+        How many others each instruction still waits for.
+    """
 
     start_s: Floats
     end_s: Floats
@@ -23,7 +30,23 @@ class Times:
 
 
 class Kind:
-    """The ranks of one template."""
+    """The ranks of one template, and what the engine keeps of them.
+
+    Attributes
+    ----------
+    ranks : array of shape (num_ranks,)
+        Their positions in the world.
+    first : int
+        Where they begin in the engine's order of all ranks.
+    streams, seconds, classes : dict
+        By part, for each instruction in order: number of its stream, its seconds alone, and the class of activities that it
+        shares resources with (-1 where nothing limits it). The last of a step is the host's own part.
+    times : dict of int to Times
+        By position, of those that have begun and not yet ended.
+    chains : dict of int to (array, array)
+        By the first of a chain of instructions that nothing else can hold up: the chain, and when each of it starts and the last
+        one ends, as columns.
+    """
 
     def __init__(
         self, world: World, number: int, ranks: Ints, first: int, table: FlowTable, num_steps: int
@@ -47,7 +70,6 @@ class Kind:
         self.seconds["step"].append(template.step_s)
         self.classes["step"].append(-1)
         self.times: dict[int, Times] = {}
-        # By the first of a chain: the chain, and when each of it starts and the last one ends, as columns.
         self.chains: dict[int, tuple[Ints, Floats]] = {}
         for chain in self.wiring.chains([number < 0 for number in self.classes["step"]]):
             offsets = np.concatenate([[0.0], np.cumsum([self.seconds["step"][item] for item in chain])])

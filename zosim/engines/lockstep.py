@@ -95,6 +95,15 @@ class Lockstep:
     num_steps : int
     listed : collection of int
         Positions in the world of the ranks whose spans are wanted.
+
+    Attributes
+    ----------
+    num_events : int
+        Instructions that have ended.
+    cycle : Cycle or None
+        How steps repeat, once that is known.
+    shortened : int or None
+        Steps of a run that shows all there is to see, where some may be left out; the run then stops.
     """
 
     def __init__(self, world: World, num_steps: int, listed: Collection[int]) -> None:

@@ -56,6 +56,13 @@ class Rows(ABC):
         Which serve one activity at a time, in order of arrival.
     tie : array of int
         Rows that arrive at one instant count as arrived in this order.
+
+    Attributes
+    ----------
+    end_s : array of shape (num_rows,)
+        When each ends as things are; infinity where nothing runs.
+    is_settled : bool
+        Whether speeds are those of what is running now.
     """
 
     def __init__(self, num_rows: int, capacity: Floats, is_fifo: Bools, tie: Ints) -> None:

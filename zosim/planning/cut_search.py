@@ -270,7 +270,17 @@ def _slowest(channels: Iterable[Mapping[Send | Recv, Hop]]) -> Hop:
 
 @dataclass(frozen=True)
 class _CostTable:
-    """Of a stage from one place to another: seconds of a step, seconds for one point, bytes; and of crossings."""
+    """What stages cost between any two places of the model: its beginning, the cuts, its end.
+
+    Attributes
+    ----------
+    busy_s, point_s, weight_bytes : array of shape (num_places, num_places)
+        Of a stage from the one place to the other: seconds of a step, seconds for one evaluation point, and its weights.
+    crossing_s : array of shape (num_places,)
+        Of one message across each place; 0 at both ends.
+    total_s : float
+        Of one point through the whole model.
+    """
 
     busy_s: Seconds
     point_s: Seconds

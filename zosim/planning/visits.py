@@ -164,7 +164,7 @@ def chained_s(visits: Sequence[Visit], step_s: float) -> float:
 
 
 class _Clock:
-    """When every stream is free again, and every slot."""
+    """When every stream is free again, and every slot, in seconds since the run began."""
 
     def __init__(self, num_slots: int) -> None:
         self.streams = [0.0] * len(STREAMS)
