@@ -44,7 +44,7 @@ _MEZO, _LOZO, _IN_PLACE, _ADAPTERS, _SLOTS = (
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """Where a run stands after some steps: seconds of its steps, and what it says of held-out questions."""
 
     contender: str
@@ -149,7 +149,7 @@ def _contenders(pretrained: Pretrained, seed: int, stack: ExitStack) -> dict[str
 
 def train(
     pretrained: Pretrained, seed: int, num_steps: int, every: int, num_evaluated: int
-) -> Iterator[Point | tuple[int, dict[str, tuple[float, float]]]]:
+) -> Iterator[CurvePoint | tuple[int, dict[str, tuple[float, float]]]]:
     """Train all contenders side by side; yield where each stands every so often, and the losses of every step."""
     with ExitStack() as stack:
         contenders = _contenders(pretrained, seed, stack)
@@ -159,7 +159,9 @@ def train(
             if number % every == 0:
                 for name, contender in contenders.items():
                     said = evaluate_choices(contender.model, held_out, num_examples=num_evaluated)
-                    yield Point(name, seed, number, round(contender.seconds, 3), said.loss, said.accuracy)
+                    yield CurvePoint(
+                        name, seed, number, round(contender.seconds, 3), said.loss, said.accuracy
+                    )
             if number == num_steps:
                 return
             batch, losses = tensors_of(batches, number), {}
@@ -181,7 +183,7 @@ def _said(losses: list[dict[str, tuple[float, float]]]) -> str:
     )
 
 
-def plot(points: list[Point], path: Path) -> None:
+def plot(points: list[CurvePoint], path: Path) -> None:
     """Draw held-out losses over seconds and over steps, seeds as lines of one colour."""
     import matplotlib as mpl
 
@@ -219,7 +221,7 @@ def main() -> None:
     for seed in options.seed or [0]:
         losses: list[dict[str, tuple[float, float]]] = []
         for item in train(pretrained, seed, options.steps, options.every, options.evaluated):
-            if isinstance(item, Point):
+            if isinstance(item, CurvePoint):
                 points.append(item)
             else:
                 losses.append(item[1])
@@ -232,7 +234,7 @@ def main() -> None:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         with (options.out / "training.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Point)], lineterminator="\n")
+            writer = csv.DictWriter(file, [field.name for field in fields(CurvePoint)], lineterminator="\n")
             writer.writeheader()
             writer.writerows(map(asdict, points))
         plot(points, options.out / "training.svg")
