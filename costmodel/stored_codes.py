@@ -246,6 +246,7 @@ class _Gptq(BaseModel):
     bits: int
     group_size: int
     desc_act: bool = False
+    static_groups: bool = False
     sym: bool = True
     checkpoint_format: str = "gptq"
 
@@ -255,7 +256,7 @@ def _gptq(said: Mapping[str, Any], where: str) -> StoredCodes:
         read = _Gptq.model_validate(said)
     if read.bits not in (2, 4, 8):
         _refuse(where, f"GPTQ codes of {read.bits} bits are not read, those of 2, 4 and 8 are")
-    if read.desc_act and read.group_size != -1:
+    if read.desc_act and read.group_size != -1 and not read.static_groups:
         _refuse(where, "inputs are grouped in another order than they come in (desc_act)")
     if read.checkpoint_format not in ("gptq", "gptq_v2"):
         _refuse(where, f"checkpoint_format {read.checkpoint_format!r:.40} is none that is read")

@@ -73,15 +73,16 @@ def transposed_layout(name, folder, tool, *, group=16, symmetric=False):
     ]:
         layer = key.removesuffix(".weight")
         outputs, inputs = tensors.pop(key).shape
-        groups = inputs // group
+        size = inputs if group == -1 else group
+        groups = inputs // size
         codes = rng.integers(0, 16, (inputs, outputs))
         zeros = np.full((groups, outputs), 8) if symmetric else rng.integers(1, 16, (groups, outputs))
         scales = torch.from_numpy(rng.uniform(0.001, 0.01, (groups, outputs))).half()
-        weights[layer] = ((codes - zeros.repeat(group, 0)) * scales.double().numpy().repeat(group, 0)).T
+        weights[layer] = ((codes - zeros.repeat(size, 0)) * scales.double().numpy().repeat(size, 0)).T
         if tool == "gptq":
             tensors[f"{layer}.qweight"] = packed_words(codes.T).T.contiguous()
             tensors[f"{layer}.qzeros"] = packed_words(zeros - 1)
-            tensors[f"{layer}.g_idx"] = torch.arange(inputs, dtype=torch.int32) // group
+            tensors[f"{layer}.g_idx"] = torch.arange(inputs, dtype=torch.int32) // size
         else:
             order = (0, 2, 4, 6, 1, 3, 5, 7)
             tensors[f"{layer}.qweight"], tensors[f"{layer}.qzeros"] = (
