@@ -20,9 +20,11 @@ import typer
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from costmodel.configs import LoRA
 from executors.low_bits.grids import grid_of
 from executors.models.blocks import find_blocks
 from executors.models.loading import load_model
+from executors.models.lora import attach_lora, block_linears
 from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
 from executors.models.spec import spec_of_model
 from executors.runs.evaluate import evaluate_choices
@@ -40,6 +42,8 @@ SPARSITIES = {"int8": 0.9375, "int4": 0.996, "fp8": 0.984375}
 """Shares of output channels that a step leaves alone: such that roundings add little to the noise of the estimate itself."""
 
 _FIRST_ORDER_RATE = 1e-4
+_ADAPTER_RATE = 20.0
+"""Multiple of the task's rate for the few parameters of adapters."""
 _CURVE_STEPS = 25
 
 
@@ -59,6 +63,8 @@ class TrainingCase:
         Multiple of the task's learning rate.
     is_first_order : bool
         Whether a gradient is computed, straight through roundings.
+    adapter_rank : int
+        Of adapters that are tuned in place of the model's own parameters; 0 for none.
     is_one_point : bool
         Whether the projected gradient is of one forward a step, less that of the step before.
     """
@@ -70,6 +76,7 @@ class TrainingCase:
     rate: float = 1.0
     is_first_order: bool = False
     is_one_point: bool = False
+    adapter_rank: int = 0
 
 
 def _cases() -> Iterator[TrainingCase]:
@@ -108,6 +115,10 @@ def _cases() -> Iterator[TrainingCase]:
             num_queries=queries,
             rate=queries,
         )
+    for base, adapters in (("int8", "none"), ("int8", "int8"), ("int4", "none"), ("int4", "int4")):
+        kept = "" if adapters == "none" else f" in {adapters}"
+        low_bits = formats[base] | {"adapters": adapters}
+        yield TrainingCase(f"{base}, adapters{kept}", low_bits, rate=_ADAPTER_RATE, adapter_rank=8)
 
 
 CASES = {case.name: case for case in _cases()}
@@ -138,6 +149,10 @@ def train(
         tuned: Any = model
         result = evaluate_choices(tuned, data_of(pretrained.validation, model), num_examples=num_evaluated)
     else:
+        if case.adapter_rank:
+            targets = tuple(dict.fromkeys(name for name, *_ in block_linears(model)))
+            lora = LoRA(rank=case.adapter_rank, target_modules=targets, seed=seed)
+            attach_lora(model, lora, coding=LowBits.model_validate(case.low_bits).coding("float32"))
         with Session(
             _plan(model, case),
             model,

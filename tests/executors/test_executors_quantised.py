@@ -97,9 +97,12 @@ def test_codes_of_compressed_tensors_are_read_to_the_last_bit(tmp_path, name, la
     assert all(dict(model.named_parameters())[key].data.untyped_storage().nbytes() == 2 for key in layers)
 
 
-@pytest.mark.parametrize(("tool", "symmetric"), [("gptq", False), ("gptq", True), ("awq", False)])
-def test_codes_of_gptq_and_awq_are_read(tmp_path, tool, symmetric):
-    weights = transposed_layout("opt-untied", tmp_path, tool, symmetric=symmetric)
+@pytest.mark.parametrize(
+    ("tool", "group", "symmetric"),
+    [("gptq", 16, False), ("gptq", 16, True), ("gptq", -1, True), ("awq", 16, False), ("awq", -1, False)],
+)
+def test_codes_of_gptq_and_awq_are_read(tmp_path, tool, group, symmetric):
+    weights = transposed_layout("opt-untied", tmp_path, tool, group=group, symmetric=symmetric)
     layers = dict(coded_linears(load_base(str(tmp_path), plan_of(tmp_path, "float32"))))
     assert len(layers) == len(weights) == 18
     for name, wanted in weights.items():

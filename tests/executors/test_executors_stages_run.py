@@ -22,6 +22,11 @@ pytestmark = pytest.mark.dist
 FOURS = {
     "four": Case(("block.0.mlp", "block.1", "block.2.mlp")),
     "two-with-shards": Case(("block.1.mlp",), mesh=(("data", 2),), codec="q4"),
+    "two-of-codes": Case(
+        ("block.1.mlp",),
+        mesh=(("data", 2),),
+        axes=(("low_bits", (("weights", "int4"), ("zero_point", True))),),
+    ),
     "two-with-signs": Case(
         ("block.0",), mesh=(("perturb", 2),), axes=(("directions", (("rng", "counter"),)),)
     ),

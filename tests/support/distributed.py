@@ -103,6 +103,7 @@ FOURS = {
     "2d": {"mesh": {"data": 2, "perturb": 2}},
     "2d-data-inner": {"mesh": {"data": 2, "perturb": 2, "inner": "data"}, "directions": COUNTER, **SHARED},
     "2d-sliced": {"mesh": {"data": 2, "perturb": 2}, "model": "llama-tied", **SLICED},
+    "2d-int4-sliced": {"mesh": {"data": 2, "perturb": 2}, "low_bits": {"weights": "int4"}, **SLICED},
     "2d-lozo": {"mesh": {"data": 2, "perturb": 2}, "directions": LOZO | COUNTER},
     "2d-two-hosts": {"mesh": {"data": 2, "perturb": 2}, "hosts": ("a", "a", "b", "b"), **SLICED},
     "queries": {"mesh": {"perturb": 4}, "estimator": {"num_queries": 2}, **SHARED},
