@@ -196,6 +196,7 @@ def coded_forward_work(
     are_inputs_coded: bool,
     is_beside: bool,
     moved_share: float = 1.0,
+    kept_bytes: int = 0,
 ) -> Work:
     """Return the work of a segment's forward whose linear layers are codes, from that with plain weights.
 
@@ -213,6 +214,9 @@ def coded_forward_work(
         Whether a direction of one byte an element is added.
     moved_share : float
         Share of its rows that are not 0, for which alone something is added.
+    kept_bytes : int
+        What of the segment is alive beside a layer: the sum that residuals are added to. What products of bytes are bounded by has
+        room for it.
 
     Notes
     -----
@@ -267,7 +271,7 @@ def coded_forward_work(
                 levels = elements * max(4, is_parted * (9 - width))
             alive += elements * width + max(levels, gathered, rows * outputs * width)
             alive += rows * inputs * width if are_inputs_coded else 0
-        largest = max(largest, alive)
+        largest = max(largest, alive + kept_bytes * (kernel == "dequantise"))
     return work.model_copy(
         update={
             "matmuls": (*plain, *products),

@@ -169,7 +169,8 @@ class Floats(Grid):
     @property
     def num_finite(self) -> int:
         """Symbols with a sign of 0 that are numbers, where the format has others; else 0."""
-        return {3: 0x7F, 2: 0x7C}.get(self.mantissa_bits, 0)
+        wide = self._wide_type
+        return 0 if wide is None else {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}[wide]
 
     @property
     def _wide_type(self) -> torch.dtype | None:

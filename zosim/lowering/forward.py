@@ -268,6 +268,7 @@ class Forwards:
                 are_inputs_coded=bool(low_bits.input_scales) and not is_adapter,
                 is_beside=is_moved,
                 moved_share=1 - low_bits.sparsity,
+                kept_bytes=self._rank.hidden_bytes(segment),
             )
         return work
 
