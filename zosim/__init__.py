@@ -19,30 +19,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from topology.errors import ZosimError
-    from zosim.analysis.compare import Comparison
-    from zosim.applications.buying.answer import buy
-    from zosim.applications.closed_form.recurrence import step_time_bound
-    from zosim.applications.trace import save_trace
-    from zosim.face import compare, plan, simulate
-    from zosim.hardware.machine import Machine
-    from zosim.lowering import lower
-    from zosim.planning.planner import Decision, Request, choose
-    from zosim.planning.predict import Prediction, Subject
-    from zosim.plans import (
-        Directions,
-        Estimator,
-        ForwardPass,
-        Mesh,
-        Placement,
-        Plan,
-        Residency,
-        Schedule,
-        Split,
-        Weights,
-    )
-    from zosim.program import Program
-    from zosim.timeline import Timeline
+    from topology.errors import ZosimError as ZosimError
+    from zosim.analysis.compare import Comparison as Comparison
+    from zosim.applications.buying.answer import buy as buy
+    from zosim.applications.closed_form.recurrence import step_time_bound as step_time_bound
+    from zosim.applications.trace import save_trace as save_trace
+    from zosim.face import compare as compare
+    from zosim.face import plan as plan
+    from zosim.face import simulate as simulate
+    from zosim.hardware.machine import Machine as Machine
+    from zosim.lowering import lower as lower
+    from zosim.planning.planner import Decision as Decision
+    from zosim.planning.planner import Request as Request
+    from zosim.planning.planner import choose as choose
+    from zosim.planning.predict import Prediction as Prediction
+    from zosim.planning.predict import Subject as Subject
+    from zosim.plans import Directions as Directions
+    from zosim.plans import Estimator as Estimator
+    from zosim.plans import ForwardPass as ForwardPass
+    from zosim.plans import Mesh as Mesh
+    from zosim.plans import Placement as Placement
+    from zosim.plans import Plan as Plan
+    from zosim.plans import Residency as Residency
+    from zosim.plans import Schedule as Schedule
+    from zosim.plans import Split as Split
+    from zosim.plans import Weights as Weights
+    from zosim.program import Program as Program
+    from zosim.timeline import Timeline as Timeline
 
     run: Callable[..., dict[str, Any]]
 
@@ -81,37 +84,7 @@ try:
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
-__all__ = [
-    "Comparison",
-    "Decision",
-    "Directions",
-    "Estimator",
-    "ForwardPass",
-    "Machine",
-    "Mesh",
-    "Placement",
-    "Plan",
-    "Prediction",
-    "Program",
-    "Request",
-    "Residency",
-    "Schedule",
-    "Split",
-    "Subject",
-    "Timeline",
-    "Weights",
-    "ZosimError",
-    "__version__",
-    "buy",
-    "choose",
-    "compare",
-    "lower",
-    "plan",
-    "run",
-    "save_trace",
-    "simulate",
-    "step_time_bound",
-]
+__all__ = sorted(("__version__", "run", *_HOMES))  # noqa: PLE0605 - names of what is loaded when asked for
 
 
 def __getattr__(name: str) -> Any:
