@@ -101,21 +101,12 @@ class Side:
         return by_stream
 
     @cached_property
-    def collectives(self) -> dict[str, list[Placed]]:
-        """Collectives of each group, in order."""
-        by_group: dict[str, list[Placed]] = defaultdict(list)
-        for item in self.placed:
-            if isinstance(item.instruction.op, Collective):
-                by_group[item.instruction.op.group].append(item)
-        return by_group
-
-    @cached_property
     def meetings(self) -> dict[Operation, list[Placed]]:
-        """Collectives, sends and receipts of each kind, in order."""
+        """Collectives, sends and receipts of each kind (:func:`kind_of`), in order."""
         by_kind: dict[Operation, list[Placed]] = defaultdict(list)
         for item in self.placed:
             if isinstance(item.instruction.op, Collective | Send | Recv):
-                by_kind[_kind(item.instruction.op)].append(item)
+                by_kind[kind_of(item.instruction.op)].append(item)
         return by_kind
 
     @cached_property
@@ -276,7 +267,7 @@ class Joint:
             raise ProgramError(message, hint="wait only for what every member of the group runs") from None
 
 
-def _kind(op: Operation) -> Operation:
+def kind_of(op: Operation) -> Operation:
     """Return what collectives of one group, or messages one way, have in common."""
     return Collective("all_gather", op.group) if isinstance(op, Collective) else op
 
@@ -285,4 +276,4 @@ def partner_of(op: Operation) -> Operation:
     """Return the kind of what the other rank runs meanwhile."""
     if isinstance(op, Send):
         return Recv(op.group, -op.offset)
-    return Send(op.group, -op.offset) if isinstance(op, Recv) else _kind(op)
+    return Send(op.group, -op.offset) if isinstance(op, Recv) else kind_of(op)

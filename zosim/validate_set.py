@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from topology.errors import Hazard, ProgramError
 from zosim.contents import Contents, name_and_state, parameters_of
 from zosim.instructions import Access, Instruction
-from zosim.meeting import Joint, Pair, Side, Touch, pairs, partner_of
-from zosim.operations import Recv, Send
+from zosim.meeting import Joint, Pair, Side, Touch, kind_of, pairs, partner_of
+from zosim.operations import Collective, Recv, Send
 from zosim.places import channel_of
 from zosim.program import Program
 from zosim.program_set import ProgramSet
@@ -118,7 +118,8 @@ def _describe(accesses: Sequence[Access]) -> str:
 
 
 def _refuse_unlike_collectives(first: Side, second: Side, group: str, pair: Pair) -> None:
-    mine, others = first.collectives.get(group, []), second.collectives.get(group, [])
+    kind = kind_of(Collective("all_gather", group))
+    mine, others = first.meetings.get(kind, []), second.meetings.get(kind, [])
     for one, other in zip(mine, others, strict=False):
         if _signature(one.instruction) != _signature(other.instruction):
             raise Hazard(

@@ -55,9 +55,9 @@ class Footprint:
         """Bytes on the host, what is shared included."""
         return total_bytes(self.parts, "host")
 
-    def describe(self, where: str = "device") -> str:
-        """Return the parts in one place in words, the largest first."""
-        return describe_parts(part for part in self.parts if part.where == where)
+    def describe(self) -> str:
+        """Return the parts on the device in words, the largest first."""
+        return describe_parts(part for part in self.parts if part.where == "device")
 
 
 @dataclass(frozen=True)
