@@ -15,6 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from scipy.stats import t as student_t
 from scipy.stats import theilslopes
@@ -133,7 +134,7 @@ class WholeStep:
     references_s : tuple of float
         What the reference took beside the steps.
     foreign_cores : float
-        Cores that other processes kept busy meanwhile.
+        Cores that other processes kept busy meanwhile, beyond those that the kernels' threads leave free.
     """
 
     name: str
@@ -222,7 +223,8 @@ def _measured(
     ) as session:
         others = OtherLoad()
         taken = _steps(session, batch, budget_s, fast_s)
-        foreign_cores = others.cores()
+        spare = max(0, (psutil.cpu_count() or 1) - torch.get_num_threads())
+        foreign_cores = max(0.0, others.cores() - spare)
         timeline = session.timeline()
     name = f"step of {shape.family} {shape.hidden} wide, {shape.batch}x{shape.seq} {shape.dtype}, {plan.describe()}"
     kept = _at_full_pace(taken, fast_s)
