@@ -87,7 +87,7 @@ _NVLS: Way = ("nvls", "Simple")
 _NVLS_US = 25.0
 _NVLS_PART: dict[Generation, float] = {"hopper": 0.85, "blackwell": 0.74}
 """Part of the links' bandwidth that sums in switches reach (``nvlsEfficiency``). Bus bandwidths of nccl-tests on eight GPUs, without and
-with: 370 and 480 GB/s on H100, 695 and 845 on B300 (https://github.com/NVIDIA/nccl/issues/2140), for 480 and 800 by this."""
+with: 370 and 480 GB/s on H100, 695 and 845 on B300 (https://github.com/NVIDIA/nccl/issues/2140), for 474 and 806 by this."""
 
 _REACHED = 0.97
 """Part of the planned bandwidth that large exchanges reach: nccl-tests of eight A100s on NVLink switches print bus bandwidths of
