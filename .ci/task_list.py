@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import environment
 
 ROOT = environment.ROOT
+HERE = "--here"
 
 STATIC_CHECKS: dict[str, list[str]] = {
     "format": ["ruff", "format", "--check", "."],
@@ -84,10 +85,16 @@ def kills(arguments: Sequence[str]) -> int:
 
 
 def gpu(arguments: Sequence[str]) -> int:
-    """Check a CUDA device: parity, tests, kills, calibration, speed (`gpu --simulated`: rehearse it without one)."""
-    if "--simulated" in arguments:
-        return _tool(["python", "-m", "tests.support.simulated_cuda.first_hour"])
-    return _tool(["python", "-m", "studies.first_hour", *arguments])
+    """Check a CUDA device: parity, tests, kills, calibration, speed (`--simulated`: rehearse; `--here`: install nothing)."""
+    rest = [argument for argument in arguments if argument not in ("--simulated", HERE)]
+    module = "tests.support.simulated_cuda.first_hour" if "--simulated" in arguments else "studies.first_hour"
+    if HERE not in arguments:
+        return _tool(["python", "-m", module, *rest])
+    # With the packages of this Python, where there is no index to install from: from the source tree alone.
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", module, *rest]
+    return subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode
 
 
 def clean(_: Sequence[str]) -> int:
@@ -124,7 +131,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: no task {name!r}\n\nhint: one of {', '.join(TASKS)}", file=sys.stderr)
         return 2
     try:
-        if name != "clean":
+        if name != "clean" and not (name == "gpu" and HERE in rest):
             environment.ensure()
         return TASKS[name](rest)
     except environment.SetupError as error:

@@ -320,10 +320,10 @@ MOVE_AWAY = Mutant(
 MOVE_AS_PRINTED = Mutant(
     "the paper's equation 12: a step by codes, not by weights",
     _MOVE,
-    "factor / self._of(self.scales, chosen).float()",
-    "factor * self._of(self.scales, chosen).float()",
+    "self._of(self.scales, chosen).float().reciprocal() * by",
+    "self._of(self.scales, chosen).float() * by",
 )
-MOVE_LONG = Mutant("a step that is 3 % long", _MOVE, "* (factor /", "* (1.03 * factor /")
+MOVE_LONG = Mutant("a step that is 3 % long", _MOVE, "reciprocal() * by", "reciprocal() * (1.03 * by)")
 CLAMP_WIDE = Mutant(
     "a clamp one code too far", "executors.low_bits.grids:Grid.clamped", "self.high", "self.high + 1"
 )

@@ -178,8 +178,8 @@ CLAIMS = (
                 Mutant(
                     "a second rank's loss 3 % too large",
                     "executors.steps.ops.exchange:_mean_of",
-                    "rows[rank, 0].to(device) for rank in holders",
-                    "rows[rank, 0].to(device) * (1.03 if rank else 1) for rank in holders",
+                    "rows[rank, 0].to(device, non_blocking=True) for rank in holders",
+                    "rows[rank, 0].to(device, non_blocking=True) * (1.03 if rank else 1) for rank in holders",
                 ),
                 Mutant(
                     "losses of shards averaged without their labels",

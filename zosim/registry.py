@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import tomllib
 from importlib.metadata import EntryPoint, entry_points
 from operator import attrgetter
 from pathlib import Path
@@ -43,7 +44,18 @@ def registered(group: str = GROUP) -> dict[str, EntryPoint]:
     Where two distributions claim a name, zosim's own wins: a plug-in adds commands, it does not replace them.
     """
     own_last = sorted(entry_points(group=group), key=_is_own)
+    if not any(map(_is_own, own_last)):
+        own_last += _of_source_tree(group)
     return dict(sorted((entry.name, entry) for entry in own_last))
+
+
+def _of_source_tree(group: str) -> list[EntryPoint]:
+    """Return zosim's own, where it is a source tree on the path that nobody installed."""
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    if not project.is_file():
+        return []
+    entries = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"].get(group, {})
+    return [EntryPoint(name, value, group) for name, value in entries.items()]
 
 
 def _is_own(entry: EntryPoint) -> bool:

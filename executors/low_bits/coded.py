@@ -13,6 +13,7 @@ from torch import Tensor
 
 from costmodel.formats import CANDIDATES
 from costmodel.low_bits import MOVED_ELEMENTS, Coding
+from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.grids import Floats, Grid, Integers, grid_of
 from topology.errors import ModelError
@@ -55,6 +56,30 @@ class Moved:
     num: int = 0
     unmoved: int = 0
     saturated: int = 0
+
+    def __post_init__(self) -> None:
+        self._there: Tensor | None = None
+
+    def add(self, num: Tensor, unmoved: Tensor, saturated: Tensor) -> None:
+        """Add to the three; on a device the sums stay there until :meth:`read`."""
+        counts = torch.stack((num, unmoved, saturated))
+        if counts.device.type == "cpu":
+            self._take(counts)
+        else:
+            self._there = counts if self._there is None else self._there + counts
+
+    def read(self) -> Moved:
+        """Return this, once the device's sums are in it."""
+        if self._there is not None:
+            self._take(self._there)
+            self._there = None
+        return self
+
+    def _take(self, counts: Tensor) -> None:
+        num, unmoved, saturated = counts.tolist()
+        self.num += num
+        self.unmoved += unmoved
+        self.saturated += saturated
 
 
 @dataclass(frozen=True)
@@ -295,7 +320,7 @@ class Coded:
     def move(
         self,
         direction: Tensor,
-        factor: float,
+        factor: float | DeviceScalar,
         chances: Chances,
         *,
         rows: Tensor | None = None,
@@ -308,7 +333,8 @@ class Coded:
         ----------
         direction : torch.Tensor
             int8 or floating-point, in the shape of the weight.
-        factor, decay : float
+        factor : float or DeviceScalar
+        decay : float
         chances : callable
             Of the elements of these rows, one after the other.
         rows : torch.Tensor, optional
@@ -321,6 +347,7 @@ class Coded:
         The mean of the change is exact but for codes that saturate, and for the resolution of `chances`. On integers the
         change is rounded by itself, so that one of a millionth of a step is not lost in the float32 of the code.
         """
+        by = factor.factor(torch.float32) if isinstance(factor, DeviceScalar) else factor
         num_rows, width = self.shape if rows is None else (len(rows), self.shape[1])
         for piece in self._pieces(num_rows):
             chosen = piece if rows is None else rows[piece]
@@ -329,15 +356,19 @@ class Coded:
             if columns is not None:
                 levels.scatter_(1, columns, self._outlier_values(chosen) / self._scales_at(chosen, columns))
             grouped = levels.view(len(levels), -1, self._group)
-            change = direction[chosen].view(grouped.shape) * (factor / self._of(self.scales, chosen).float())
+            # A number divided by a tensor is, to the last bit, its reciprocal times the number.
+            change = direction[chosen].view(grouped.shape) * (
+                self._of(self.scales, chosen).float().reciprocal() * by
+            )
             if decay:
                 origin = self._of(self.zeros, chosen) if self.zeros is not None else 0.0
                 change += decay * (grouped - origin)
             change = change.view(levels.shape)
             chance = chances(piece.start * width, piece.stop * width).view(levels.shape)
-            num = 0 if counted is None else int(torch.count_nonzero(change))
+            num = None if counted is None else torch.count_nonzero(change)
+            outliers = None
             if columns is not None:
-                num_outliers_moved = self._move_outliers(chosen, columns, change, chance, counted)
+                outliers = self._move_outliers(chosen, columns, change, chance)
                 for here in (levels, change):
                     here.scatter_(1, columns, 0)
             if isinstance(self.grid, Integers):
@@ -347,14 +378,14 @@ class Coded:
             else:
                 wanted = levels - change
                 moved = self.grid.at_random(wanted, chance)
-            if counted is not None:
+            if counted is not None and num is not None:
                 beyond = wanted - self.grid.clamped(wanted)
-                counted.num += num
-                counted.saturated += int(torch.count_nonzero(beyond))
+                saturated = torch.count_nonzero(beyond)
                 # What saturates would have moved.
-                counted.unmoved += num - int(torch.count_nonzero(moved - levels + beyond))
-                if columns is not None:  # which were counted as unmoved
-                    counted.unmoved -= num_outliers_moved
+                unmoved = num - torch.count_nonzero(moved - levels + beyond)
+                if outliers is not None:  # which were counted as unmoved
+                    unmoved, saturated = unmoved - outliers[0], saturated + outliers[1]
+                counted.add(num, unmoved, saturated)
             if columns is not None:
                 moved.scatter_(1, columns, _OUTLIER)
             self._write(chosen, moved)
@@ -370,9 +401,15 @@ class Coded:
         return self.scales[rows].float().gather(1, columns // self._group)
 
     def _move_outliers(
-        self, rows: Rows, columns: Tensor, change: Tensor, chance: Tensor, counted: Moved | None
-    ) -> int:
-        """Change the outliers of some rows by `-change` codes, rounded at random; return how many moved, or would have."""
+        self, rows: Rows, columns: Tensor, change: Tensor, chance: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Change the outliers of some rows by `-change` codes, rounded at random.
+
+        Returns
+        -------
+        torch.Tensor, torch.Tensor
+            How many moved, or would have, and how many of these saturated.
+        """
         assert self.outliers is not None
         assert self.outlier_scales is not None
         before = _OUTLIER_GRID.values(self.outliers[rows])
@@ -381,9 +418,7 @@ class Coded:
         after = _OUTLIER_GRID.at_random(wanted, chance.gather(1, columns))
         self.outliers[rows] = _OUTLIER_GRID.symbols(after)
         beyond = wanted - _OUTLIER_GRID.clamped(wanted)
-        if counted is not None:
-            counted.saturated += int(torch.count_nonzero(beyond))
-        return int(torch.count_nonzero(after - before + beyond))
+        return torch.count_nonzero(after - before + beyond), torch.count_nonzero(beyond)
 
     def _write(self, rows: Rows, levels: Tensor) -> None:
         self.codes[rows] = _joined(self.grid.symbols(levels), self.coding.container_bits)

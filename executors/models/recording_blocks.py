@@ -26,11 +26,14 @@ class StepCache:
         The batch as one row of tokens, where it is packed.
     host : mapping
         The batch's tensors on the host, where segments run elsewhere.
+    placed : dict
+        Of tensors that blocks are called with, by identity: where graphs find their numbers.
     """
 
     calls: Calls = field(default_factory=list)
     packing: Packing | None = None
     host: Mapping[str, Tensor] = field(default_factory=dict)
+    placed: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Stop(Exception):  # noqa: N818 - not an error: the forward has done what it was asked for

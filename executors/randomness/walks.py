@@ -75,6 +75,12 @@ class Walk:
             generator, views[0], lambda span, walking: self._draw(span, views, walking, factor)
         )
 
+    def draw(self, views: Sequence[Tensor], generator: Generator, factor: float | None = None) -> None:
+        """Fill flat `views` and advance `generator`, whose states nobody asks for."""
+        for spans in self._spans:
+            for span in spans:
+                self._draw(span, views, generator, factor)
+
     def fill_again(
         self, views: Sequence[Tensor], states: Sequence[Tensor], factor: float | None = None
     ) -> None:

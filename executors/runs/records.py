@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -30,7 +31,7 @@ class StepRecord:
     learning_rate : float
         The one that this step's projected gradients are applied with.
     seconds : float
-        Wall-clock time from the call to the losses.
+        Wall-clock time to the losses: from the call, or from those of the step before where they came later.
     losses_before : tuple of float or None
         Losses of the step before, for a difference from these; in the first step its own.
     """
@@ -91,9 +92,12 @@ def seed_of(seed: int, step: int, query: int) -> int:
     return mixed(seed, step, query) % _NUM_SEEDS
 
 
-def record_of(frame: StepFrame, seconds: float) -> StepRecord:
-    """Return the record of a step that ran."""
-    queries, losses = range(len(frame.seeds)), frame.losses_read
+def record_of(frame: StepFrame, begin_s: float) -> StepRecord:
+    """Return the record of a step that was begun at `begin_s`, waiting for its numbers."""
+    queries = range(len(frame.seeds))
+    # The last query's come last, so that one wait is enough.
+    gradients = {query: float(frame.gradients[query]) for query in reversed(queries)}
+    losses = {point: float(loss) for point, loss in frame.losses_read.items()}
     central = Point(0, -1) in losses
     return StepRecord(
         step=frame.step,
@@ -101,12 +105,12 @@ def record_of(frame: StepFrame, seconds: float) -> StepRecord:
         losses_plus=tuple(losses[Point(query, 1)] for query in queries),
         losses_minus=tuple(losses[Point(query, -1)] for query in queries) if central else None,
         loss_base=losses.get(BASE),
-        projected_gradients=tuple(frame.gradients[query] for query in queries),
+        projected_gradients=tuple(gradients[query] for query in queries),
         learning_rate=frame.learning_rate,
-        seconds=seconds,
+        seconds=time.perf_counter() - begin_s,
         losses_before=None
         if central or BASE in losses
-        else tuple(frame.losses_before[Point(query, 1)] for query in queries),
+        else tuple(float(frame.losses_before[Point(query, 1)]) for query in queries),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
@@ -48,7 +49,7 @@ from executors.runs.replay import (
 from executors.runs.reporter import Reporter
 from executors.runs.run_files import BEST_NAME, METRICS_NAME, NoFiles, RunFiles, remove_partial
 from executors.runs.runlog import REFUSED_NAME, RunLog, write_header
-from executors.runs.session import Session
+from executors.runs.session import BegunStep, Session
 from executors.runs.settings import RunSettings, refuse_other_identity
 from executors.steps.preparing import own_device
 from executors.threads import use_threads
@@ -205,6 +206,7 @@ class Run:
             "objective": text_objective(settings) or objective_named(settings.objective),
             "communicator": self.communicator,
             "checksums": settings.checksums,
+            "graphs": settings.graphs,
         }
         if self.history is None:
             return self._first_session(model, options)
@@ -317,15 +319,24 @@ class Run:
             watch.diverges(record.step + 1, record.loss)
         self._due(session)
         self._measure_pace(session)
+        begun: deque[BegunStep] = deque()
         while (number := session.num_steps) < self.settings.num_steps:
-            try:
-                record = session.step(asdict(self.batches.batch(number)))
-            except LossNotFinite as error:
-                return watch.last_good(number), error.message
-            self._files.step(record)
-            self.records.append(record)
-            if watch.diverges(record.step + 1, record.loss) and self.settings.stops_early:
-                return watch.best_step, f"step {record.step}: the loss, {record.loss:.4g}, has left for good"
+            begun.append(session.begin_step(asdict(self.batches.batch(number))))
+            # The log may be one step behind a device that would have to wait for it, but not behind what is due.
+            done = session.num_steps
+            is_behind = not (begun[-1].is_known or any(self._is_due(done)) or done == self.settings.num_steps)
+            while len(begun) > is_behind:
+                try:
+                    record = begun.popleft().record()
+                except LossNotFinite as error:
+                    return watch.last_good(len(self.records)), error.message
+                self._files.step(record)
+                self.records.append(record)
+                if watch.diverges(record.step + 1, record.loss) and self.settings.stops_early:
+                    return (
+                        watch.best_step,
+                        f"step {record.step}: the loss, {record.loss:.4g}, has left for good",
+                    )
             self._due(session)
         return None
 
@@ -338,12 +349,8 @@ class Run:
 
     def _due(self, session: Session) -> None:
         """Do what is due after the steps so far and has not been done."""
-        settings, done = self.settings, session.num_steps
-        digest, checkpoint = (
-            bool(every and done and done % every == 0)
-            for every in (settings.digest_every, settings.checkpoint_every)
-        )
-        evaluation = self.evaluations.is_due(done)
+        done = session.num_steps
+        digest, checkpoint, evaluation = self._is_due(done)
         if digest or checkpoint or evaluation:
             self._verify(session)
         if digest:
@@ -355,6 +362,15 @@ class Run:
         if evaluation:
             metrics = self.evaluations.evaluate(session)
             self._files.evaluation(done, metrics)
+
+    def _is_due(self, done: int) -> tuple[bool, bool, bool]:
+        """Return whether a digest, a checkpoint and an evaluation are due after so many steps."""
+        settings = self.settings
+        digest, checkpoint = (
+            bool(every and done and done % every == 0)
+            for every in (settings.digest_every, settings.checkpoint_every)
+        )
+        return digest, checkpoint, self.evaluations.is_due(done)
 
     def _verify(self, session: Session) -> None:
         """Verify the weights and what all ranks did; if they are refused, cut the log back to what was agreed on.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import zosim
 from executors.datasets.batches import check_batch
+from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.coded import Moved
 from executors.models.engine import engine_for
@@ -34,6 +36,7 @@ from executors.runs.measured import measured_timeline, messages_per_step
 from executors.runs.records import StepRecord, record_of, refuse_nonfinite, seed_of
 from executors.runs.runlog import header_of
 from executors.runs.windows import lazy_windows_of
+from executors.steps.graphs import refuse_graphs
 from executors.steps.interpreter import Hyperparameters, Interpreter, StepFrame
 from executors.steps.memory import MemoryReport, observed, report
 from executors.steps.preparing import autocast_dtype, move_module_buffers, own_device, prepare
@@ -49,6 +52,30 @@ from zosim.timeline import Timeline
 
 _OBSERVED_STEPS = 2
 """Steps whose memory is observed: the first, and the first with something pending. They are not timed."""
+
+
+class BegunStep:
+    """A step that has been issued (:meth:`Session.begin_step`).
+
+    Attributes
+    ----------
+    is_known : bool
+        Whether its losses are numbers of the host already, so that reading them waits for nothing.
+    """
+
+    def __init__(self, session: Session, frame: StepFrame, batch: Batch, begin_s: float) -> None:
+        self.is_known = not any(isinstance(number, DeviceScalar) for number in frame.gradients.values())
+        self._record = partial(session._read, frame, batch, begin_s)
+
+    def record(self) -> StepRecord:
+        """Return its losses and projected gradients, waiting for them.
+
+        Raises
+        ------
+        RunError
+            If one of them is not a number.
+        """
+        return self._record()
 
 
 class Session:
@@ -88,6 +115,8 @@ class Session:
         session, and call its methods in the same order; each is given the whole batch.
     checksums : bool
         Whether a checksum follows every change of weights, so that :meth:`verify` notices bits that nothing wrote.
+    graphs : bool
+        Whether draws and blocks are launched as CUDA graphs: fewer launches, the same numbers.
 
     Raises
     ------
@@ -114,6 +143,7 @@ class Session:
         objective: Objective | TextObjective | None = None,
         communicator: Communicator | None = None,
         checksums: bool = False,
+        graphs: bool = False,
     ) -> None:
         self.plan = plan
         self.model = model
@@ -128,6 +158,8 @@ class Session:
         self.program = program or lower(plan, self.rank)
         backend = backend_for(own_device(device))
         self.device = backend.device
+        if graphs:
+            refuse_graphs(self.device, keeps_slots=plan.residency.reuse_slots)
         if (progress := progress_of_this_rank()) is not None:
             progress.place(stage_of(plan, self.rank))
             backend.note = progress.note
@@ -175,6 +207,7 @@ class Session:
             watch_updates=plan.loses_updates,
             checksums=checksums,
             communicator=self.communicator,
+            graphs=graphs,
         )
         move_module_buffers(model, self.device)
         self.engine.device = self.device
@@ -189,6 +222,7 @@ class Session:
         self._first_timed = 0
         self._verified_steps = 0
         self._inputs = StepInputs()
+        self._read_at_s = 0.0
 
     def _rank_among_others(self, rank: int) -> int:
         """Return this rank's number, once it is sure that there are as many ranks as the plan has."""
@@ -231,6 +265,15 @@ class Session:
         DataError
             If the batch lacks a tensor, or is too long.
         """
+        return self.begin_step(batch, seeds=seeds, learning_rate=learning_rate).record()
+
+    def begin_step(
+        self, batch: Batch, *, seeds: tuple[int, ...] | None = None, learning_rate: float | None = None
+    ) -> BegunStep:
+        """Issue one step; its record can be read once the next has been begun, so that a device need not wait for the host.
+
+        Takes what :meth:`step` takes. Records have to be read in the order of their steps.
+        """
         check_batch(batch, self.plan.model.max_positions)
         number = self.num_steps
         self._open_window(number)
@@ -242,7 +285,12 @@ class Session:
         own_rows = self._own_rows(batch)
         frame = self._observed_step(own_rows, seeds, rate) if num_timed < _OBSERVED_STEPS else None
         frame = frame or self.interpreter.step(own_rows, seeds, rate)
-        record = record_of(frame, time.perf_counter() - begin)
+        return BegunStep(self, frame, batch, begin)
+
+    def _read(self, frame: StepFrame, batch: Batch, begin_s: float) -> StepRecord:
+        """Return the record of a step, and make sure that its numbers are numbers."""
+        record = record_of(frame, max(begin_s, self._read_at_s))
+        self._read_at_s = time.perf_counter()
         self._note_inputs(record, batch)
         refuse_nonfinite(record)
         return record
@@ -424,7 +472,7 @@ class Session:
 
     def moved_codes(self) -> Moved | None:
         """Return what became of this rank's updates of codes so far; None where no weights are codes."""
-        return None if self.plan.coding is None else self.interpreter.moved_codes
+        return None if self.plan.coding is None else self.interpreter.moved_codes.read()
 
     def messages_per_step(self) -> dict[str, float] | None:
         """Return how many messages go between all stages in a step, and the bytes that they had on the wire; flushes.

@@ -155,6 +155,7 @@ class RunSettings:
     evaluation : EvaluationSettings or None
     digest_every, checkpoint_every : int
         Steps between digests of the parameters and between checkpoints; 0 for never.
+    graphs : bool
     checksums : bool
         Whether a checksum follows every change of weights.
     resume : bool
@@ -259,6 +260,9 @@ class RunSettings:
     checksums: Annotated[
         bool,
         Setting("--checksums", "Notice bits of weights that nothing wrote.", usual="on a CPU"),
+    ] = False
+    graphs: Annotated[
+        bool, Setting("--graphs", "Launch draws and blocks as CUDA graphs: for small batches.")
     ] = False
     resume: Annotated[bool, Setting("--resume", "Go on with what OUT holds.")] = False
     early_stop: Annotated[bool, Setting("--early-stop", "Stop when the loss diverges.")] = True

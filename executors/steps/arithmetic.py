@@ -15,11 +15,13 @@ parameter. Here the same operations run in place, with fewer multiplications:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import frexp
 
 import torch
 from torch import Tensor
+
+from executors.device_scalars import DeviceScalar
 
 PIECE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Elements of all temporaries of a sweep together. On a CPU these stay in a shared cache, and each operation is long
@@ -83,9 +85,26 @@ class Sweeper:
             torch.add(theta, z, alpha=step, out=theta if out is None else out)
 
     def update(
-        self, theta: Tensor, z: Tensor, *, gradient: float, learning_rate: float, weight_decay: float | None
+        self,
+        theta: Tensor,
+        z: Tensor,
+        *,
+        gradient: float | DeviceScalar,
+        learning_rate: float,
+        weight_decay: float | None,
+        decaying: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         """Change `theta` to ``θ - η·(g·z + wd·θ)``, or to ``θ - η·(g·z)`` where `weight_decay` is None.
+
+        Parameters
+        ----------
+        theta, z : torch.Tensor
+            One-dimensional, of one length and format.
+        gradient : float or DeviceScalar
+        learning_rate : float
+        weight_decay : float or None
+        decaying : sequence of (int, int), optional
+            First element and end of the stretches that decay; by default all. A kernel then does all of them.
 
         Notes
         -----
@@ -93,20 +112,35 @@ class Sweeper:
         that is zero: then ``θ - η·0`` differs only where ``θ`` is -0, and for ``θ = -0`` the term ``0·θ = -0``
         leaves the product's sign as it is.
         """
+        factor = gradient.factor(theta.dtype) if isinstance(gradient, DeviceScalar) else gradient
 
         def sweep(begin: int, end: int, product: Tensor, *decay: Tensor) -> None:
             piece = theta[begin:end]
-            torch.mul(z[begin:end], gradient, out=product)
-            if weight_decay:
+            torch.mul(z[begin:end], factor, out=product)
+            if weight_decay and decaying is None:
                 torch.mul(piece, weight_decay, out=decay[0])
                 product.add_(decay[0])
+            elif weight_decay and decaying is not None:
+                parts = [
+                    (max(first, begin) - begin, min(last, end) - begin)
+                    for first, last in decaying
+                    if first < end and begin < last
+                ]
+                if parts:
+                    decays = torch._foreach_mul([piece[first:last] for first, last in parts], weight_decay)
+                    torch._foreach_add_([product[first:last] for first, last in parts], decays)
             product.mul_(learning_rate)
             piece.sub_(product)
 
         self._sweep(theta, sweep, num_temporaries=2 if weight_decay else 1)
 
-    def update_signs(self, theta: Tensor, z: Tensor, *, gradient: float, learning_rate: float) -> None:
+    def update_signs(
+        self, theta: Tensor, z: Tensor, *, gradient: float | DeviceScalar, learning_rate: float
+    ) -> None:
         """Change `theta` to ``θ - η·(g·z)``, where every element of `z` is 1 or -1."""
+        if isinstance(gradient, DeviceScalar):  # the step's size is not known here
+            self.update(theta, z, gradient=gradient, learning_rate=learning_rate, weight_decay=None)
+            return
         step = torch.ones((), dtype=theta.dtype).mul_(gradient).mul_(learning_rate).item()
         with torch.no_grad():
             theta.add_(z, alpha=-step)

@@ -9,6 +9,7 @@ from torch import Tensor
 from executors.models.model import Batch
 from executors.models.recording_blocks import StepCache
 from executors.randomness.low_rank import Window
+from executors.device_scalars import DeviceScalar
 from zosim.points import Point
 
 
@@ -81,11 +82,11 @@ class StepFrame:
     previous : StepFrame or None
         The step before; None for the first, and for the first after a flush.
     losses, losses_read : dict
-        By evaluation point: where the forward left them, and as numbers of the host, read with a projected gradient.
+        By evaluation point: where the forward left them, and as numbers, read with a projected gradient.
     losses_before : dict
         By evaluation point, what was read in the step before.
     gradients : dict
-        Projected gradient by query.
+        Projected gradient by query, a number of the host or one that may still be on its way there.
     replayed : bool
         Whether the gradients are known beforehand, so that nothing is forwarded.
     packed, gathered : torch.Tensor or None
@@ -99,9 +100,9 @@ class StepFrame:
     window: Window | None = None
     previous: StepFrame | None = None
     losses: dict[Point, Tensor] = field(default_factory=dict)
-    losses_read: dict[Point, float] = field(default_factory=dict)
-    losses_before: dict[Point, float] = field(default_factory=dict)
-    gradients: dict[int, float] = field(default_factory=dict)
+    losses_read: dict[Point, float | DeviceScalar] = field(default_factory=dict)
+    losses_before: dict[Point, float | DeviceScalar] = field(default_factory=dict)
+    gradients: dict[int, float | DeviceScalar] = field(default_factory=dict)
     replayed: bool = False
     packed: Tensor | None = None
     gathered: Tensor | None = None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from costmodel.model_spec import HEAD
+from executors.device_scalars import DeviceScalar
 from executors.low_bits.coded import Moved
 from executors.models.engine import ForwardEngine
 from executors.models.model import Batch
@@ -25,6 +26,7 @@ from executors.ranks.host_memory import HOST, HostMemory
 from executors.steps.buffers import BufferStore
 from executors.steps.checksums import WeightChecksums
 from executors.steps.frames import Hyperparameters, StepFrame
+from executors.steps.graphs import Graphs
 from executors.steps.ops import Action, Actions, Context
 from executors.steps.ops.codec import Crossings
 from executors.steps.streams import Backend, PeersTicket, Task, Ticket
@@ -60,6 +62,8 @@ class Interpreter:
         Whether a checksum follows every change of weights (:class:`executors.steps.checksums.WeightChecksums`).
     communicator : Communicator, optional
         The other ranks, where the program takes any.
+    graphs : bool
+        Whether draws and blocks are launched as CUDA graphs.
 
     Raises
     ------
@@ -79,6 +83,7 @@ class Interpreter:
         watch_updates: bool = False,
         checksums: bool = False,
         communicator: Communicator | None = None,
+        graphs: bool = False,
     ) -> None:
         _refuse_first_order(program)
         validate(program)
@@ -106,6 +111,7 @@ class Interpreter:
             num_micro_batches=num_micro_batches,
             ranks=communicator,
             remote_loss_dtype=_remote_loss_dtype(program, engine, num_micro_batches),
+            graphs=Graphs(backend.device) if graphs else None,
         )
         self._actions = Actions(self._context)
         self._resolved = {part: self._resolve(part) for part in PARTS}
@@ -114,7 +120,7 @@ class Interpreter:
         self._next_step = 0
         self._lazy_steps = _lazy_steps(program)
         self._window: Window | None = None
-        self._losses_before: dict[Point, float] = {}
+        self._losses_before: dict[Point, float | DeviceScalar] = {}
         self._turn = 0
         self._load_weights()
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from executors.ranks.host_memory import HostMemory
+from executors.device_scalars import DeviceScalar
 from executors.steps.heap import keep_freed_memory
 from topology.errors import RunError, ZosimError
 from zosim.instructions import Buffer, Instruction, Part, Stream
@@ -154,6 +155,10 @@ class Backend(ABC):
         """Return `tensor`, made on another stream, for use by the running task."""
 
     @abstractmethod
+    def read(self, numbers: Tensor) -> Sequence[float | DeviceScalar]:
+        """Return the elements of a one-dimensional tensor that the running task made, without waiting for a device."""
+
+    @abstractmethod
     def run(self, tasks: Sequence[Callable[[dict[str, Ticket]], Task]]) -> dict[str, Ticket]:
         """Issue tasks in order and return their tickets by instruction; compute has been issued on return.
 
@@ -251,6 +256,10 @@ class CpuBackend(Backend):
     def borrow(self, tensor: Tensor) -> Tensor:
         """Return `tensor`: there is one memory."""
         return tensor
+
+    def read(self, numbers: Tensor) -> Sequence[float | DeviceScalar]:
+        """Return the numbers."""
+        return list(numbers.tolist())
 
     def run(self, tasks: Sequence[Callable[[dict[str, Ticket]], Task]]) -> dict[str, Ticket]:
         """Queue what runs beside compute, then compute."""

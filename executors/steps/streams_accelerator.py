@@ -12,6 +12,7 @@ from torch import Tensor
 
 from costmodel.memory import pinned_slabs
 from executors.devices import device_module, device_named, on_stream
+from executors.device_scalars import DeviceScalar, Reading
 from executors.steps.streams import Backend, Measured, Task, Ticket, failure_of
 from topology.errors import RunError, ZosimError
 from zosim.instructions import Buffer, Instruction, Part, Space, Stream
@@ -81,8 +82,8 @@ class AcceleratorBackend(Backend):
     """A rank on an accelerator.
 
     The host issues tasks in the order listed; each stream runs its own in order, and an event carries every
-    dependency between two streams. The host waits for the device where a number has to be read (the projected
-    gradient), and in :meth:`drain`.
+    dependency between two streams. The host waits for the device where it needs a number of it (:meth:`read`), and in
+    :meth:`drain`.
 
     What waits for another rank is issued when that one is so far. So that only its stream waits, every stream but
     compute then has a thread that issues its tasks, and one that tells others what has finished.
@@ -150,6 +151,12 @@ class AcceleratorBackend(Backend):
         if tensor.device.type != "cpu":
             tensor.record_stream(torch.accelerator.current_stream(self.device))
         return tensor
+
+    def read(self, numbers: Tensor) -> Sequence[float | DeviceScalar]:
+        """Return numbers that are on their way to the host; those of the host at once."""
+        if numbers.device.type == "cpu":
+            return list(numbers.tolist())
+        return Reading(numbers).scalars()
 
     def run(self, tasks: Sequence[Callable[[dict[str, Ticket]], Task]]) -> dict[str, Ticket]:
         """Issue tasks to their streams in the order listed."""

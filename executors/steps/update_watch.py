@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from costmodel.formats import FORMATS
+from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
 from executors.steps.buffers import BufferStore, PlacedPart
 from executors.steps.frames import StepFrame
@@ -77,6 +78,8 @@ class UpdateWatch:
         self._program = program
         self._store = store
         self._num_sampled = 0
+        # Of updates by numbers that the host does not know yet.
+        self._num_sampled_there = torch.zeros(1, dtype=torch.int64, device=device)
         # Unchanged in the format of updates, and changed there alone.
         self._lost = torch.zeros(2, dtype=torch.int64, device=device)
         self._stretches: dict[Access, list[tuple[int, int]]] = {}
@@ -104,12 +107,13 @@ class UpdateWatch:
 
         def update(frame: StepFrame) -> None:
             source = frame.at(op.step)
-            if source is None or not source.gradients[op.query] or not source.learning_rate:
+            gradient = 0.0 if source is None or not source.learning_rate else source.gradients[op.query]
+            if gradient == 0:
                 action(frame)
                 return
             before = self._sample(access)
             action(frame)
-            self._count(before, self._sample(access))
+            self._count(before, self._sample(access), gradient)
 
         return update
 
@@ -121,16 +125,23 @@ class UpdateWatch:
             stretches = self._stretches[access] = _without_gaps(self._store.placed(access))
         return torch.cat([flat[begin : end : self._stride] for begin, end in stretches])
 
-    def _count(self, before: Tensor, after: Tensor) -> None:
-        self._num_sampled += after.numel()
-        self._lost[0] += (after == before).sum()
+    def _count(self, before: Tensor, after: Tensor, gradient: float | DeviceScalar) -> None:
+        is_counted: Tensor | int = 1
+        if isinstance(gradient, DeviceScalar):
+            is_counted = gradient.factor(torch.float64) != 0
+            self._num_sampled_there += is_counted * after.numel()
+        else:
+            self._num_sampled += after.numel()
+        is_lost = after == before
+        self._lost[:1] += is_lost.sum() * is_counted
         if self._kept_in != self._updated_in:
             kept_in = TORCH_DTYPES[self._kept_in]
-            self._lost[1] += ((after != before) & (after.to(kept_in) == before.to(kept_in))).sum()
+            is_lost = (after != before) & (after.to(kept_in) == before.to(kept_in))
+            self._lost[1:] += is_lost.sum() * is_counted
 
     def result(self) -> UpdateLoss | None:
         """Return what was counted so far; None where no update was."""
-        num = self._num_sampled
+        num = self._num_sampled + int(self._num_sampled_there)
         if not num:
             return None
         unchanged, rounded_away = self._lost.tolist()

@@ -19,9 +19,7 @@ def main(
         "build/first_hour"
     ),
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("docs/benchmarks"),
-    stop_after_s: Annotated[
-        float, typer.Option(help="Begin no part after so long; run it again to go on.")
-    ] = 3300,
+    stop_after_s: Annotated[float, typer.Option(help="End after so long; run it again to go on.")] = 3300,
     part_s: Annotated[float, typer.Option(help="End a part that takes longer.")] = 600,
     only: Annotated[str | None, typer.Option(hidden=True)] = None,
     left: Annotated[Path | None, typer.Option(hidden=True)] = None,

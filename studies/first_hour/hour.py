@@ -14,8 +14,8 @@ from studies.first_hour.setting import Content, Setting
 from topology.errors import ZosimError
 from topology.reading import read_json_object
 
-Run = Callable[[Part], Content]
-"""Does a part, and returns what it found."""
+Run = Callable[[Part, float], Content | None]
+"""Does a part within some seconds, and returns what it found; None if these were too few, and fewer than a part has."""
 
 
 def spend(setting: Setting, run: Run, *, stop_after_s: float, say: Callable[[str], None]) -> bool:
@@ -26,7 +26,7 @@ def spend(setting: Setting, run: Run, *, stop_after_s: float, say: Callable[[str
     setting : Setting
     run : callable
     stop_after_s : float
-        No part is begun once so much time has passed.
+        What has not been found by then is left for another time.
     say : callable
         Told how far it is.
     """
@@ -36,10 +36,11 @@ def spend(setting: Setting, run: Run, *, stop_after_s: float, say: Callable[[str
         path = setting.folder / f"{part.name}.json"
         if path.exists():
             continue
-        if time.monotonic() - began > stop_after_s:
-            return False
         start = time.monotonic()
-        content = run(part)
+        left_s = stop_after_s - (start - began)
+        content = run(part, left_s) if left_s > 0 else None
+        if content is None:
+            return False
         seconds = time.monotonic() - start
         kept = {"commit": commit(), "seconds": round(seconds, 1), **content}
         _write(path, kept)
@@ -61,7 +62,7 @@ def contents_of(setting: Setting) -> dict[str, Content]:
 def in_this_process(setting: Setting) -> Run:
     """Return what does a part here; an error is what it found."""
 
-    def run(part: Part) -> Content:
+    def run(part: Part, left_s: float) -> Content:  # noqa: ARG001 - nothing ends it
         try:
             return part.make(setting)
         except Exception as error:  # noqa: BLE001 - the parts that follow are worth having
@@ -82,15 +83,17 @@ def in_processes(command: Sequence[str], folder: Path, part_s: float) -> Run:
         After so long the process is ended.
     """
 
-    def run(part: Part) -> Content:
+    def run(part: Part, left_s: float) -> Content | None:
         left = folder / f"{part.name}.part"
         left.unlink(missing_ok=True)
         own = ["--only", part.name, "--left", str(left)]
         try:
             done = subprocess.run(
-                [*command, *own], timeout=part_s, stderr=subprocess.PIPE, text=True, check=False
+                [*command, *own], timeout=min(part_s, left_s), stderr=subprocess.PIPE, text=True, check=False
             )
         except subprocess.TimeoutExpired:
+            if left_s < part_s:
+                return None
             return {"error": f"not done after {part_s:.0f} s"}
         if not left.exists():
             lines = done.stderr.splitlines()[-8:]
@@ -114,7 +117,7 @@ def leave(setting: Setting, name: str, path: Path) -> None:
     if part is None:
         names = ", ".join(part.name for part in parts_of(setting))
         raise ZosimError(f"there is no part {name!r}", hint=f"parts are {names}")
-    _write(path, in_this_process(setting)(part))
+    _write(path, in_this_process(setting)(part, float("inf")) or {})
 
 
 def _write(path: Path, content: Content) -> None:

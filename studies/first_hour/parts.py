@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -108,7 +109,8 @@ def calibration(setting: Setting) -> Content:
 def kills(setting: Setting) -> Content:
     """Kill a run again and again, and return whether it ends as one does that was left alone."""
     folder = setting.folder / "kills"
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of this part, when it was cut short
+    folder.mkdir(parents=True)
     model = random_model("opt", hidden=64, num_blocks=2, num_heads=2, vocab=96, max_positions=32)
     model.save_pretrained(folder / "model")  # type: ignore[operator]
     generator = torch.Generator().manual_seed(0)

@@ -45,7 +45,8 @@ def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
     monkeypatch.setattr(hour, "parts_of", lambda _: parts)
     setting, done = Setting(folder=tmp_path), []
 
-    def run(part):
+    def run(part, left_s):
+        assert left_s <= 60
         done.append(part.name)
         return {"number": len(done)}
 
@@ -70,7 +71,7 @@ LEFT = "import sys, pathlib; pathlib.Path(sys.argv[4]).write_text('{\"is_right\"
 )
 def test_a_part_that_crashes_or_hangs_takes_no_other_with_it(tmp_path, script, within_s, content):
     run = hour.in_processes([sys.executable, "-c", script], tmp_path, within_s)
-    made = run(Part("one", "one", lambda _: {}))
+    made = run(Part("one", "one", lambda _: {}), 600)
     if isinstance(content, str):
         assert content in made["error"]
         assert content in report({"one": made}, "a command").to_markdown()

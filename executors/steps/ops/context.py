@@ -17,6 +17,7 @@ from executors.randomness.rounded import MovedRows, RoundedDraws, rounding_key
 from executors.ranks.messages import Packed
 from executors.steps.buffers import BufferStore, PlacedPart
 from executors.steps.frames import Hyperparameters, LoadedBatch, StepFrame
+from executors.steps.graphs import Graphs
 from executors.steps.streams import Backend
 from executors.threads import DrawThreads
 from zosim.contents import FrozenWeights, GroupWeights
@@ -64,6 +65,8 @@ class Context:
         The other ranks, where the program takes any.
     remote_loss_dtype : torch.dtype or None
         Format of losses, where only other ranks compute them.
+    graphs : Graphs or None
+        Of draws and blocks, where they are launched as graphs.
     loaded : LoadedBatch
         The batch that this rank forwards.
     """
@@ -77,6 +80,7 @@ class Context:
     num_micro_batches: int = 1
     ranks: Ranks | None = None
     remote_loss_dtype: torch.dtype | None = None
+    graphs: Graphs | None = None
     loaded: LoadedBatch = field(default_factory=LoadedBatch)
     _bound: dict[GroupWeights | FrozenWeights, PlacedPart] = field(default_factory=dict)
     _rounded: dict[RoundedDirection, RoundedDraws] = field(default_factory=dict)

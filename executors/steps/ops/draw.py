@@ -118,7 +118,7 @@ class Draws:
     def _walked(self, op: Draw, instruction: Instruction, wanted: Sequence[Access]) -> Action:
         source, before, after = _states(op, instruction)
         walk = self._walk(op, wanted)
-        fill = self._fill(op, walk, wanted)
+        fill = self._fill(op, walk, wanted, instruction.id)
         again = self._fill_again(op, walk, wanted) if source and not before and op.keep == "all" else None
         generator = Generator(device=self._device)
         values = self._store.values
@@ -151,7 +151,7 @@ class Draws:
         is_cut = self._device.type == "cpu" and sum(numels) >= SHARED_DRAW_ELEMENTS
         return Walk(numels, direction, NUM_RNG_MARKS if is_cut else 1, self._context.threads)
 
-    def _fill(self, op: Draw, walk: Walk, wanted: Sequence[Access]) -> Fill:
+    def _fill(self, op: Draw, walk: Walk, wanted: Sequence[Access], name: str) -> Fill:
         part = self._part(op)
         if op.keep == "none":
             dtype = torch.float32 if op.bits else part.tensors[0].values.dtype
@@ -173,10 +173,16 @@ class Draws:
         if op.bits:
             return self._walked_codes(op, walk, wanted)
 
-        views = self._stretch_views(wanted[0], direction_named(op.distribution))
+        views, graphs = self._stretch_views(wanted[0], direction_named(op.distribution)), self._context.graphs
 
         def fill(_frame: StepFrame, generator: Generator) -> list[Tensor]:
-            return self._scaling(wanted[0], partial(walk.fill, views(), generator))
+            if graphs is None:
+                return self._scaling(wanted[0], partial(walk.fill, views(), generator))
+            state = generator.get_state()
+            draw = partial(self._scaling, wanted[0], partial(walk.draw, views(), generator))
+            address = self._store.placed(wanted[0]).flat.data_ptr()
+            graphs.run(name, (address, id(generator)), draw, (generator,))
+            return [state]
 
         return fill
 

@@ -102,7 +102,7 @@ class Exchanges:
             names = ", ".join(map(str, points)) or "no point"
             raise Unfit(f"makes a projected gradient of losses at {names}")
         other = minus if minus in points else BASE
-        epsilon = self._context.hyperparameters.epsilon
+        epsilon, backend = self._context.hyperparameters.epsilon, self._context.backend
         if set(points) == {plus}:
             return self._residual(op.query, plus, epsilon)
 
@@ -111,10 +111,11 @@ class Exchanges:
                 return
             losses, read = frame.losses, frame.losses_read
             gradient = projected_gradient(losses[plus], losses[other], epsilon, central=other == minus)
-            # Read at once: each reading holds the host until the device has done all that it was given.
+            # One reading: each is a copy to the host.
             scalars = (gradient, losses[plus], losses[other])
-            numbers = torch.stack([scalar.double() for scalar in scalars]).tolist()
-            frame.gradients[op.query], read[plus], read[other] = numbers
+            if len({scalar.dtype for scalar in scalars}) > 1:
+                scalars = tuple(scalar.double() for scalar in scalars)
+            frame.gradients[op.query], read[plus], read[other] = backend.read(torch.stack(scalars))
 
         return scalar
 
@@ -125,7 +126,7 @@ class Exchanges:
             if frame.replayed:
                 return
             loss = frame.losses_read[point] = frame.losses[point].double().item()
-            before = frame.losses_before.setdefault(point, loss)
+            before = float(frame.losses_before.setdefault(point, loss))
             frame.gradients[query] = (loss - before) / epsilon
 
         return scalar
@@ -145,7 +146,7 @@ class Exchanges:
             if frame.replayed:
                 return
             num_labels = sum(part.num_labels for part in self._context.loaded.parts)
-            # Numbers of the host: the projected gradient is read there anyway.
+            # Numbers of the host: by gloo a rank that is gone can be named. The host waits for its own losses here.
             packed = torch.tensor([[0.0, _ELSEWHERE]], dtype=torch.float64).repeat(len(places), 1)
             losses = torch.stack([frame.losses[point].double() for point in own]).cpu() if own else ()
             for point, loss in zip(own, losses, strict=True):
@@ -192,5 +193,6 @@ def _mean_of(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor |
     if not holders:
         return None
     if len(holders) == 1:
-        return rows[holders[0], 0].to(device, dtype)
-    return accumulated([rows[rank, 0].to(device) for rank in holders], [labels[rank] for rank in holders])
+        return rows[holders[0], 0].to(device, dtype, non_blocking=True)
+    losses = [rows[rank, 0].to(device, non_blocking=True) for rank in holders]
+    return accumulated(losses, [labels[rank] for rank in holders])

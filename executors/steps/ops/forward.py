@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from costmodel.distributions import DISTRIBUTIONS
-from costmodel.model_spec import EMBED, HEAD
+from costmodel.model_spec import BACK, EMBED, FRONT, HEAD, block_index
 from executors.low_bits.coded import Coded
 from executors.low_bits.linear import Beside
 from executors.models.batched import BatchedModel
@@ -21,6 +21,7 @@ from executors.models.recording_blocks import StepCache
 from executors.randomness.low_rank import divisor_of
 from executors.steps.arithmetic import gathered
 from executors.steps.frames import LoadedBatch, MicroBatch, StepFrame
+from executors.steps.graphs import Arguments
 from executors.steps.micro_batches import accumulated, micro_batches
 from executors.steps.ops.context import Context
 from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
@@ -88,6 +89,8 @@ class Forwards:
         output = place_of(only(instruction.writes, "write of what it makes"))
         source = place_of(only(inputs, "read of a hidden state")) if op.segment != EMBED else None
         values = context.store.values
+        is_whole = op.segment not in (EMBED, HEAD) and not op.segment.endswith((FRONT, BACK))
+        is_graph = context.graphs is not None and is_whole and not (tables or beside or context.engine.coding)
 
         def forward(frame: StepFrame) -> None:
             if frame.replayed:
@@ -96,6 +99,10 @@ class Forwards:
             handed = None if source is None else values.pop(source)
             outputs = []
             for part in context.loaded.parts:
+                if is_graph and part.cache.calls:
+                    before = as_tensor(handed.pop(0))
+                    outputs.append(self._by_graph(instruction, len(outputs), part, before, weights))
+                    continue
                 with ExitStack() as stack:
                     for table in tables:
                         table.enter(stack, part)
@@ -110,6 +117,33 @@ class Forwards:
                 frame.losses[op.point] = accumulated([as_tensor(loss) for loss in outputs], counts)
 
         return forward
+
+    def _by_graph(
+        self,
+        instruction: Instruction,
+        number: int,
+        part: MicroBatch,
+        before: Tensor,
+        weights: Sequence[Access],
+    ) -> Tensor:
+        """Return what a whole block makes of the hidden state of a micro-batch, by the graph of its kernels."""
+        op, context, graphs = instruction.op, self._context, self._context.graphs
+        assert isinstance(op, Forward)
+        assert graphs is not None
+        index = block_index(op.segment)
+        arguments = Arguments.of(graphs, number, part.cache.calls[index], part.cache.placed)
+        source = next(place_of(access) for access in instruction.reads if isinstance(access.what, Hidden))
+        hidden = graphs.placed((source, number), before)
+        made = graphs.place((place_of(instruction.writes[0]), number), before)
+        cache = StepCache([arguments.tree()] * (index + 1))
+
+        def launch() -> None:
+            made.copy_(as_tensor(context.engine.run(op.segment, part.tensors, cache, hidden)))
+
+        addresses = [context.store.placed(access).flat.data_ptr() for access in weights]
+        signature = (arguments.signature, hidden.data_ptr(), made.data_ptr(), *addresses)
+        graphs.run((instruction.id, number, tuple(before.shape)), signature, launch)
+        return made
 
     def _together(self, instruction: Instruction, op: Forward) -> Action:
         """Return what runs a segment at all points side by side."""

@@ -121,6 +121,8 @@ class Sweeps:
             return self._update_by_codes(op, weights, direction, (before, after))
         matrix_divisor = self._matrix_divisors.get(op.group, 1.0)
         is_uniform = not weight_decay and matrix_divisor == 1
+        # On an accelerator few kernels are worth more than few passes.
+        is_launched = self._context.backend.device.type != "cpu"
 
         def traits(tensor: NamedTensor) -> tuple[bool, float]:
             return bool(weight_decay) and tensor.decays, matrix_divisor if is_matrix(tensor.shape) else 1.0
@@ -133,6 +135,17 @@ class Sweeps:
             gradient = source.gradients[op.query] / self.num_queries
             rate = source.learning_rate
             runs = [(0, theta.flat.numel(), (False, 1.0))] if is_uniform else runs_alike(theta, traits)
+            if is_launched and matrix_divisor == 1 and not is_uniform:
+                decaying = [(begin, end) for begin, end, (decays, _) in runs if decays]
+                sweeper.update(
+                    theta.flat,
+                    z.flat,
+                    gradient=gradient,
+                    learning_rate=rate,
+                    weight_decay=weight_decay,
+                    decaying=decaying,
+                )
+                return
             for begin, end, (decays, divisor) in runs:
                 piece, along = theta.flat[begin:end], z.flat[begin:end]
                 if is_sign and not decays:

@@ -36,6 +36,7 @@ from tests.support.simulated_cuda.device import (
     Finding,
     Generator,
 )
+from tests.support.simulated_cuda.graphs import POOLS, Graph
 from tests.support.simulated_cuda.modes import DRAWING, Devices, Kernels, drawn
 
 __all__ = ["Device", "Finding", "seen_by", "simulated"]
@@ -139,6 +140,8 @@ def _torch_cuda(device: Device) -> dict[str, Any]:
         "get_device_properties": lambda _=None: properties,
         "Stream": device.new_stream,
         "Event": lambda **kwargs: Event(device, **kwargs),
+        "CUDAGraph": lambda *args, **kwargs: Graph(device, *args, **kwargs),
+        "graph_pool_handle": lambda: (0, next(POOLS)),
         "stream": device.on_stream,
         "default_stream": lambda _=None: device.streams[0],
         "current_stream": device.current_stream,

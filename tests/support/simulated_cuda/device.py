@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Stream:
         self._simulated = device
         self.name = f"stream {number}"
         self.clock: Clock = {}
-        self.cuda_stream = number
+        self.cuda_stream = self.stream_id = number
         self.device = DEVICE
 
     def wait_event(self, event: Event) -> None:
@@ -52,7 +52,7 @@ class Stream:
         self._simulated.hold_host(self.clock, "a stream")
 
     def query(self) -> bool:
-        return True
+        return self._simulated.is_known(self.clock)
 
 
 class Event:
@@ -77,7 +77,8 @@ class Event:
         self._simulated.hold_host(self.clock, "an event")
 
     def query(self) -> bool:
-        return True
+        """Whether it is over as far as the host can know: any kernel may take as long as it likes."""
+        return self._simulated.is_known(self.clock)
 
     def elapsed_time(self, end: Event) -> float:
         if not (self._is_timed and end._is_timed):
@@ -145,6 +146,8 @@ class Memory:
         The last of each stream.
     recorded : set of str
         Streams that the allocator was told of by ``record_stream``.
+    storage : weakref.ref or None
+        The tensors' storage.
     alias : int
         Bytes from here to another mapping of the same memory, by whose addresses uses of both are noted.
     """
@@ -157,6 +160,7 @@ class Memory:
     uses: dict[str, Use] = field(default_factory=dict)
     recorded: set[str] = field(default_factory=set)
     alias: int = 0
+    storage: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,7 @@ class HostThread(threading.local):
         self.stream: Stream | None = None
         self.instruction: str | None = None
         self.makes_on_device = False
+        self.graph: Any = None
 
 
 class Device:
@@ -197,6 +202,8 @@ class Device:
         Kernels and copies by instruction, None for those of the host loop.
     synchronisations : Counter
         How often the host waited for the device, by instruction and by what it waited for.
+    standstills : Counter
+        Those of them after which the stream of the computation, the first, had nothing left to do.
     allocated_bytes, peak_bytes : int
         As the caching allocator counts them.
     pinned_bytes, pinned_taken_bytes : int
@@ -207,6 +214,7 @@ class Device:
         self.findings: list[Finding] = []
         self.launches: Counter[str | None] = Counter()
         self.synchronisations: Counter[tuple[str | None, str]] = Counter()
+        self.standstills: Counter[tuple[str | None, str]] = Counter()
         self.allocated_bytes = self.peak_bytes = 0
         self.pinned_bytes = self.pinned_taken_bytes = 0
         self.generator = Generator()
@@ -218,6 +226,7 @@ class Device:
         self._memory: dict[int, Memory] = {}
         self._registered: list[Memory] = []
         self._mappings: dict[str, int] = {}
+        self._pools: dict[object, Tensor] = {}
 
     # -- streams -----------------------------------------------------------------------------------------------
 
@@ -248,9 +257,21 @@ class Device:
 
     def hold_host(self, clock: Clock, why: str) -> None:
         """Let the calling thread wait for what `clock` knows."""
+        if self.host.graph is not None:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         merge(self.host.clock, clock)
         with self._lock:
             self.synchronisations[self.host.instruction, why] += 1
+            computing = self.streams[0].name
+            if clock.get(computing, 0) >= self._numbers[computing]:
+                self.standstills[self.host.instruction, why] += 1
+
+    def is_known(self, clock: Clock) -> bool:
+        """Whether the calling thread has waited for all kernels that `clock` knows."""
+        names = {stream.name for stream in self.streams}
+        return all(
+            self.host.clock.get(agent, 0) >= number for agent, number in clock.items() if agent in names
+        )
 
     def launch(self) -> Stream:
         """Launch a kernel on the calling thread's stream, which comes after all that the thread knows."""
@@ -292,7 +313,10 @@ class Device:
         with self._lock:
             if key in self._memory:
                 return
-            self._memory[key] = Memory(kind, begin, size_bytes, self.current_stream().name, _where())
+            own = weakref.ref(storage)
+            self._memory[key] = Memory(
+                kind, begin, size_bytes, self.current_stream().name, _where(), storage=own
+            )
             self._shadow.forget(begin, begin + size_bytes)
             if kind == "device":
                 self.allocated_bytes += _handed_out(size_bytes)
@@ -321,6 +345,24 @@ class Device:
                         f"{memory.size_bytes} bytes, allocated on {memory.stream} at {memory.where}, are freed while {stream} "
                         f"may still run {use.what}: record_stream was not called",
                     )
+
+    def storage_at(self, address: int) -> tuple[Any, int]:
+        """Return the storage of the device's memory at an address, and where it begins; where there is none, that is found."""
+        with self._lock:
+            for memory in self._memory.values():
+                if memory.kind == "device" and memory.begin <= address < memory.begin + memory.size_bytes:
+                    return memory.storage(), memory.begin
+            self._report("freed", "a graph is replayed that uses memory which has been given back")
+        return None, 0
+
+    def pool_of(self, pool: object) -> Tensor:
+        """Return what stands for the temporaries of all graphs of a pool."""
+        with self._lock:
+            if pool not in self._pools:
+                with torch._C.DisableTorchFunction():
+                    self._pools[pool] = torch.zeros(1)
+                self.allocate(self._pools[pool], "device")
+            return self._pools[pool]
 
     def register(self, address: int, size_bytes: int, _: int) -> int:
         """Pin memory that the host has already, as ``cudaHostRegister`` does."""

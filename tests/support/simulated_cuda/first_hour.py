@@ -1,4 +1,7 @@
-"""``python -m tests.support.simulated_cuda.first_hour``: every part of a first hour on a device, on one that is simulated."""
+"""``python -m tests.support.simulated_cuda.first_hour [FOLDER]``: every part of a first hour on a device, on one that is simulated.
+
+With a folder, what has been done stays there, and is not done again.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +86,8 @@ def rehearse(folder: Path) -> tuple[dict[str, Content], list[Finding], Path]:
 
 def main() -> int:
     """Rehearse, print the report, and return 1 if a part failed."""
-    with tempfile.TemporaryDirectory(prefix="zosim-first-hour-") as folder:
-        contents, findings, path = rehearse(Path(folder))
+    with tempfile.TemporaryDirectory(prefix="zosim-first-hour-") as temporary:
+        contents, findings, path = rehearse(Path(sys.argv[1] if sys.argv[1:] else temporary))
         print(path.read_text())
     failed = [
         name for name, content in contents.items() if "error" in content or content.get("is_right") is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,15 +160,23 @@ class Kernels(TorchDispatchMode):
             return func(*args, **kwargs)
         if name not in _WITHOUT_KERNEL:
             self._refuse_two_devices(name, given)
-        if _divides_by_a_number(name, args, kwargs):
-            result = args[0] * _reciprocal(args[1], args[0].dtype)
-        else:
-            result = func(*args, **kwargs)
+        compute = partial(_divided, func) if _divides_by_a_number(name, args, kwargs) else func
+        operands, graph = list(_operands(schema, args, kwargs)), device.host.graph
+        if graph is not None and name not in _WITHOUT_KERNEL:
+            graph.keep(operands)
+        result = compute(*args, **kwargs)
         made = self._made(result, given)
         if name in _WITHOUT_KERNEL:
+            if graph is not None:
+                graph.made(made)
+            return result
+        if graph is not None:
+            if name in _READ_BY_HOST or (name == "aten.copy_" and self._holds_host(*args, **kwargs)):
+                device.hold_host({}, "a number")
+            graph.note(name, compute, args, kwargs, made, operands)
             return result
         stream = device.launch()
-        for tensor, writes in _operands(schema, args, kwargs):
+        for tensor, writes in operands:
             device.touch(tensor, name, writes=writes, stream=stream)
         for tensor in made:
             device.touch(tensor, name, writes=True, stream=stream)
@@ -220,7 +229,10 @@ def drawn(device: Device, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name, generator = func.__name__, kwargs["generator"]
     assert isinstance(generator, Generator)
     kwargs = {key: value for key, value in kwargs.items() if key != "device"}
-    once = generator.for_a_draw(_num_drawn(name, args, kwargs), 2 if name in _TWO_AT_ONCE else 4)
+    how = _num_drawn(name, args, kwargs), 2 if name in _TWO_AT_ONCE else 4
+    once = generator.for_a_draw(*how)
+    if device.host.graph is not None:
+        device.host.graph.draws(generator, *how)
     return made_there(device, func, args, kwargs | {"generator": once})
 
 
@@ -236,6 +248,10 @@ def _divides_by_a_number(name: str, args: Sequence[Any], kwargs: Mapping[str, An
     return (
         name == "aten.div" and not kwargs and isinstance(args[1], int | float) and args[0].is_floating_point()
     )
+
+
+def _divided(_: Any, tensor: Tensor, divisor: float) -> Tensor:
+    return tensor * _reciprocal(divisor, tensor.dtype)
 
 
 def _reciprocal(number: float, dtype: torch.dtype) -> float:
