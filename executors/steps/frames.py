@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from executors.device_scalars import DeviceScalar
 from executors.models.model import Batch
 from executors.models.recording_blocks import StepCache
 from executors.randomness.low_rank import Window
-from executors.device_scalars import DeviceScalar
 from zosim.points import Point
 
 

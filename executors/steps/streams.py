@@ -13,8 +13,8 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from executors.ranks.host_memory import HostMemory
 from executors.device_scalars import DeviceScalar
+from executors.ranks.host_memory import HostMemory
 from executors.steps.heap import keep_freed_memory
 from topology.errors import RunError, ZosimError
 from zosim.instructions import Buffer, Instruction, Part, Stream

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from costmodel.memory import pinned_slabs
-from executors.devices import device_module, device_named, on_stream
 from executors.device_scalars import DeviceScalar, Reading
+from executors.devices import device_module, device_named, on_stream
 from executors.steps.streams import Backend, Measured, Task, Ticket, failure_of
 from topology.errors import RunError, ZosimError
 from zosim.instructions import Buffer, Instruction, Part, Space, Stream
