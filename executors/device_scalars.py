@@ -94,6 +94,8 @@ class Reading:
         """Return one of the numbers on its device, multiplied and divided in float64, in a format."""
         key = place, steps, dtype
         if key not in self._factors:
+            # It was made on one stream, and may be used on another.
+            self._there.record_stream(torch.accelerator.current_stream(self._there.device))
             number = self._there[place : place + 1]
             for kind, other in steps:
                 wide = number.double()

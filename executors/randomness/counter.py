@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from costmodel.distributions import COUNTER_BLOCK_ELEMENTS
 from executors.randomness.directions import Direction
 from executors.randomness.rng import MASK32, drawn, mixed
-from executors.randomness.walks import keep_rows, rows_between
+from executors.randomness.walks import keep_of, keep_rows, rows_between
 from executors.threads import DrawThreads, even_ranges
 
 BLOCK_ELEMENTS = {"cpu": COUNTER_BLOCK_ELEMENTS, "cuda": 1 << 22}
@@ -125,7 +125,7 @@ class CounterDraws:
     def fill_rows(
         self, out: Tensor, rows: Tensor, parameter: int, key: CounterKey, direction: Direction
     ) -> None:
-        """Fill `out` (kept rows, width) with rows of a table's direction; `rows` ascends."""
+        """Fill `out` (kept rows, width) with rows of a table's direction; `rows`, of the host, ascends."""
         wanted = rows.tolist()
         width, length = out.shape[1], self._length(direction)
         numel = self._numels[parameter]
@@ -162,10 +162,8 @@ class CounterDraws:
         first, last = rows_between(wanted, width, begin, end)
         low, high = max(wanted[first] * width, begin), min((wanted[last - 1] + 1) * width, end)
         numbers = self._window(high - low, out, low - begin, end - begin, direction, generator)
-        for kept in range(first, last):
-            row = wanted[kept] * width
-            start, stop = max(row, low), min(row + width, high)
-            out[kept, start - row : stop - row] = numbers[start - low : stop - low]
+        if numbers.numel():
+            keep_of(out, wanted, numbers, low)
 
     def _fill_all(
         self,

@@ -82,12 +82,13 @@ def fill_product(out: Tensor, left: Tensor, right: Tensor, divisor: float = 1.0)
 
 
 def fill_product_rows(out: Tensor, rows: Tensor, left: Tensor, right: Tensor, divisor: float = 1.0) -> None:
-    """Fill `out` with some rows of ``U·Vᵀ``, divided by `divisor`; `rows` ascends. Their bits are those of the whole product."""
+    """Fill `out` with some rows of ``U·Vᵀ``, divided by `divisor`; `rows`, of the host, ascends. Bits are the whole product's."""
     wanted = rows.tolist()
     for begin, tile in product_tiles(left, right, divisor):
         kept = [place for place, row in enumerate(wanted) if begin <= row < begin + tile.shape[0]]
         if kept:
-            torch.index_select(tile, 0, rows[kept] - begin, out=out[kept[0] : kept[-1] + 1])
+            chosen = (rows[kept] - begin).to(tile.device, non_blocking=True)
+            torch.index_select(tile, 0, chosen, out=out[kept[0] : kept[-1] + 1])
 
 
 def product_tiles(left: Tensor, right: Tensor, divisor: float) -> Iterator[tuple[int, Tensor]]:

@@ -275,17 +275,17 @@ def keep_rows(
             continue
         numbers = torch.empty(high - low, dtype=out.dtype, device=out.device)
         direction.fill(numbers, generator)
-        _keep_of(out, wanted, numbers, low)
+        keep_of(out, wanted, numbers, low)
 
 
-def _keep_of(out: Tensor, wanted: Sequence[int], numbers: Tensor, begin: int) -> None:
+def keep_of(out: Tensor, wanted: Sequence[int], numbers: Tensor, begin: int) -> None:
     """Fill what `numbers`, the elements of a table from `begin` on, hold of the wanted rows: several whole ones at once."""
     width, end = out.shape[1], begin + numbers.numel()
     above, below = -(-begin // width), end // width
     first, last = bisect_left(wanted, above), bisect_left(wanted, below)
     if last - first > 1:
         rows = numbers[above * width - begin : below * width - begin].view(-1, width)
-        places = torch.tensor(wanted[first:last], device=out.device) - above
+        places = (torch.tensor(wanted[first:last]) - above).to(out.device, non_blocking=True)
         torch.index_select(rows, 0, places, out=out[first:last])
     else:
         last = first

@@ -58,12 +58,13 @@ class LoadedBatch:
     ----------
     parts : tuple of MicroBatch
         One, unless losses are accumulated.
-    rows : torch.Tensor or None
-        Ascending distinct tokens of all parts, where the program gathers rows.
+    rows, rows_on_host : torch.Tensor or None
+        Ascending distinct tokens of all parts, where the program gathers rows; the same on the host.
     """
 
     parts: tuple[MicroBatch, ...] = ()
     rows: Tensor | None = None
+    rows_on_host: Tensor | None = None
 
 
 @dataclass

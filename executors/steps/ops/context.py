@@ -91,6 +91,12 @@ class Context:
         assert self.loaded.rows is not None
         return self.loaded.rows
 
+    @property
+    def rows_on_host(self) -> Tensor:
+        """The same on the host."""
+        assert self.loaded.rows_on_host is not None
+        return self.loaded.rows_on_host
+
     @cached_property
     def codes_drawn(self) -> dict[str, RoundedDirection]:
         """How directions are rounded, of the groups whose directions are codes."""

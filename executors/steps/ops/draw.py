@@ -83,7 +83,7 @@ class Draws:
             if op.keep == "rows":
                 rows = self._context.rows
                 kept = self._empty_rows(part, rows)
-                self._counter.fill_rows(kept, rows, indices[0], key, direction)
+                self._counter.fill_rows(kept, self._context.rows_on_host, indices[0], key, direction)
                 self._store.values[place_of(wanted[0])] = kept
                 return
             views = self._flat_views(wanted[0])
@@ -106,7 +106,7 @@ class Draws:
             if op.keep == "rows":
                 rows = self._context.rows
                 numbers = self._empty_rows(part, rows, torch.float32)
-                self._counter.fill_rows(numbers, rows, indices[0], key, direction)
+                self._counter.fill_rows(numbers, self._context.rows_on_host, indices[0], key, direction)
                 self._store.values[place_of(wanted[0])] = draws.rows(numbers, rows, indices[0], keys)
                 return
             draws.fill_counted(self._flat_views(wanted[0]), indices, key, keys)
@@ -263,7 +263,7 @@ class Draws:
             rows, right = self._context.rows, factors.rights[0]
             assert right is not None
             kept = self._empty_rows(self._part(op), rows)
-            fill_product_rows(kept, rows, factors.lefts[0], right, divisor)
+            fill_product_rows(kept, self._context.rows_on_host, factors.lefts[0], right, divisor)
             self._store.values[place_of(target)] = kept
             return
         views = self._store.placed(target).views

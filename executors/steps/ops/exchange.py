@@ -112,9 +112,9 @@ class Exchanges:
             losses, read = frame.losses, frame.losses_read
             gradient = projected_gradient(losses[plus], losses[other], epsilon, central=other == minus)
             # One reading: each is a copy to the host.
-            scalars = (gradient, losses[plus], losses[other])
+            scalars = [gradient, losses[plus], losses[other]]
             if len({scalar.dtype for scalar in scalars}) > 1:
-                scalars = tuple(scalar.double() for scalar in scalars)
+                scalars = [scalar.double() for scalar in scalars]
             frame.gradients[op.query], read[plus], read[other] = backend.read(torch.stack(scalars))
 
         return scalar

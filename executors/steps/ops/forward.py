@@ -15,7 +15,7 @@ from costmodel.model_spec import BACK, EMBED, FRONT, HEAD, block_index
 from executors.low_bits.coded import Coded
 from executors.low_bits.linear import Beside
 from executors.models.batched import BatchedModel
-from executors.models.halves import as_tensor
+from executors.models.halves import Handed, as_tensor
 from executors.models.model import Batch
 from executors.models.recording_blocks import StepCache
 from executors.randomness.low_rank import divisor_of
@@ -47,8 +47,8 @@ class Forwards:
 
         def load(frame: StepFrame) -> None:
             if frame.replayed:  # no row is read, but drawing none still walks the generator past the table
-                none = torch.empty(0, dtype=torch.long, device=context.backend.device)
-                context.loaded = LoadedBatch(rows=none)
+                none = torch.empty(0, dtype=torch.long)
+                context.loaded = LoadedBatch(rows=self._to_device(none), rows_on_host=none)
                 return
             assert frame.batch is not None
             rows = positions = None
@@ -58,6 +58,7 @@ class Forwards:
             context.loaded = LoadedBatch(
                 tuple(self._on_device(part) for part in parts),
                 None if rows is None else self._to_device(rows),
+                rows,
             )
 
         return load
@@ -97,11 +98,12 @@ class Forwards:
                 return
             context.bind([context.store.placed(access) for access in weights])
             handed = None if source is None else values.pop(source)
-            outputs = []
+            outputs: list[Handed] = []
             for part in context.loaded.parts:
                 if is_graph and part.cache.calls:
-                    before = as_tensor(handed.pop(0))
-                    outputs.append(self._by_graph(instruction, len(outputs), part, before, weights))
+                    assert handed is not None
+                    entering = as_tensor(handed.pop(0))
+                    outputs.append(self._by_graph(instruction, len(outputs), part, entering, weights))
                     continue
                 with ExitStack() as stack:
                     for table in tables:

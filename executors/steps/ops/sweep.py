@@ -215,7 +215,8 @@ class Sweeps:
             for tensor, held, along in zip(theta.part.tensors, theta.held, z.views, strict=True):
                 decay = (codes_decay if isinstance(held, Coded) else numbers_decay) if tensor.decays else 0.0
                 if isinstance(held, Coded) and (before is not None or after is not None):
-                    factor = rate * gradient * rounding.unit
+                    # Of the host, as what a sum adds is multiplied by: it may have to wait for it.
+                    factor = float(rate * gradient * rounding.unit)
                     total = next(summed, None)
                     total = along.float().mul_(factor) if total is None else total.add_(along, alpha=factor)
                     if after is not None:
