@@ -199,7 +199,9 @@ def _hold_codes(linear: nn.Linear, coding: Coding, bound: float) -> None:
 
 
 def _add_adapter(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    adapted: Tensor = output + module.lora_B(module.lora_A(arguments[0])) * module.lora_scale
+    # The base may still be in its file's format, until it moves.
+    inputs = arguments[0].to(module.lora_A.weight.dtype)
+    adapted: Tensor = output + (module.lora_B(module.lora_A(inputs)) * module.lora_scale).to(output.dtype)
     return adapted
 
 
@@ -207,7 +209,8 @@ def _add_slots(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Te
     if module.lora_is_beside:  # whoever runs the forward adds them together with probes
         return output
     inner, outer = joined_factors(module)
-    added: Tensor = output + nn.functional.linear(nn.functional.linear(arguments[0], inner), outer)
+    narrow = nn.functional.linear(arguments[0].to(inner.dtype), inner)
+    added: Tensor = output + nn.functional.linear(narrow, outer).to(output.dtype)
     return added
 
 

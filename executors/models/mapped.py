@@ -1,8 +1,8 @@
-"""Base weights that the ranks of one host map from their files, so that the host holds them once.
+"""Base weights that are mapped from their files until they move into a program's buffers, so that a host holds them once.
 
 transformers leaves weights in their files, mapped, where they are wanted in the format that they are kept in there; in
-another format every rank would make a copy of its own. Where the ranks of a host share one copy of the weights, they are
-therefore read as they are, and converted one group at a time as they move into a program's buffers.
+another format it would make a copy, beside which buffers have no room: and every rank one of its own. They are
+therefore read as they are, and converted, or made codes of, one group at a time as they move.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def moves_mapped(plan: Plan) -> bool:
 
     Stages compute with parameters before that.
     """
-    return plan.is_shared_out or plan.coding is not None
+    return plan.num_stages == 1 or plan.is_shared_out or plan.coding is not None
 
 
 def own_format(source: str | Path) -> DType | None:

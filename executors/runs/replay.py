@@ -134,11 +134,8 @@ def load_base(
             attach(model, adapters, run=run, plan=plan)
         prepare(model, plan, torch.device("cpu"))
         return model
-    # What a prefix begins as is computed with weights in the plan's format, and what adapters stand beside must be in theirs.
-    is_mapped = not random_weights and (
-        adapters is None or (plan.coding is not None and not isinstance(adapters, Prefix))
-    )
-    is_mapped = is_mapped and moves_mapped(plan)
+    # What a prefix begins as is computed with weights in the plan's format.
+    is_mapped = moves_mapped(plan) and not random_weights and not isinstance(adapters, Prefix)
     model = load_model(
         source,
         dtype=(own_format(source) if is_mapped else None) or storage,
