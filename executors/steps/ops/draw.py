@@ -154,9 +154,13 @@ class Draws:
     def _fill(self, op: Draw, walk: Walk, wanted: Sequence[Access], name: str) -> Fill:
         part = self._part(op)
         if op.keep == "none":
-            dtype = torch.float32 if op.bits else part.tensors[0].values.dtype
-            like = torch.empty(0, dtype=dtype, device=self._device)
-            return lambda _frame, generator: walk.skip(like, generator)
+
+            def skip(_frame: StepFrame, generator: Generator) -> list[Tensor]:
+                # Asked for when it is drawn: before weights moved into buffers they may have had their files' format.
+                dtype = torch.float32 if op.bits else part.tensors[0].values.dtype
+                return walk.skip(torch.empty(0, dtype=dtype, device=self._device), generator)
+
+            return skip
         if op.keep == "rows":
 
             def keep(frame: StepFrame, generator: Generator) -> list[Tensor]:
