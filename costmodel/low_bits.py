@@ -24,6 +24,15 @@ Linear = tuple[int, int]
 MOVED_ELEMENTS = 1 << 16
 """Codes that an update moves at a time on a CPU, whose cache their temporaries fit into."""
 
+TILE_ELEMENTS = 3 << 17
+"""Outputs of a product of bytes that are summed and scaled at a time on a CPU, whose cache their temporaries fit into."""
+
+TILE_ROWS = 1024
+"""Most rows of them: weights are laid out anew for every product."""
+
+_TILE_COLUMNS = 64
+"""Columns come in multiples of so many."""
+
 _MOVED_TEMPORARIES = 7
 """Numbers in float32 that are alive for each of them; of outliers, a byte more."""
 
@@ -173,6 +182,19 @@ class Coding:
 
 CodedMatrix = tuple[Linear, Coding]
 """Outputs and inputs of a matrix, and how it is kept."""
+
+
+def tile_columns(rows: int, outputs: int) -> int:
+    """Return how many of the outputs of so many rows are made at a time on a CPU.
+
+    Examples
+    --------
+    >>> tile_columns(512, 768), tile_columns(512, 3072), tile_columns(1024, 3000)
+    (768, 768, 384)
+    """
+    num_tiles = -(-rows * outputs // TILE_ELEMENTS)
+    even = -(-outputs // num_tiles)
+    return min(outputs, even + -even % _TILE_COLUMNS)
 
 
 def stored_bytes(group: ParameterGroup, coding: Coding | None, dtype: str) -> int:

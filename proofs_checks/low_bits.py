@@ -979,9 +979,9 @@ CLAIMS = (
                 Mutant("one scale for all tokens", f"{_LINEAR}:coded_inputs", '"token"', '"no token"'),
                 Mutant(
                     "a direction that is 3 % long",
-                    f"{_LINEAR}:CodedLinear._multiplied_by_codes",
-                    "output += byte_product(codes, moved, scales * factor)",
-                    "output += byte_product(codes, moved, scales * factor * 1.03)",
+                    f"{_LINEAR}:_DirectionProduct.__init__",
+                    "scales * factor",
+                    "scales * factor * 1.03",
                 ),
             ),
         ),

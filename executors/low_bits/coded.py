@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from costmodel.low_bits import MOVED_ELEMENTS, Coding
 from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.grids import Floats, Grid, Integers, grid_of
+from executors.threads import DrawThreads, even_ranges
 from topology.errors import ModelError
 
 Chances = Callable[[int, int], Tensor]
@@ -26,6 +28,9 @@ Rows = slice | Tensor
 
 _PIECE_ELEMENTS = {"cpu": MOVED_ELEMENTS, "cuda": 1 << 22}
 """Elements that are coded or moved at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
+
+_ALONE_ELEMENTS = (1 << 15) - 64
+"""Elements whose passes torch leaves to the thread that asks."""
 
 SUFFIXES = ("", "_scale", "_zero", "_format", "_outliers", "_outlier_scale")
 """Of the names of a weight's codes, scales, zero points, format and outliers in files."""
@@ -67,6 +72,12 @@ class Moved:
             self._take(counts)
         else:
             self._there = counts if self._there is None else self._there + counts
+
+    def merge(self, other: Moved) -> None:
+        """Count what another one has counted on a CPU."""
+        self.num += other.num
+        self.unmoved += other.unmoved
+        self.saturated += other.saturated
 
     def read(self) -> Moved:
         """Return this, once the device's sums are in it."""
@@ -326,6 +337,7 @@ class Coded:
         rows: Tensor | None = None,
         decay: float = 0.0,
         counted: Moved | None = None,
+        threads: DrawThreads | None = None,
     ) -> None:
         """Change the weights by ``-factor·direction - decay·weights``, rounded at random to the grid, scales as they are.
 
@@ -341,6 +353,8 @@ class Coded:
             Numbers of the rows that change; by default all.
         counted : Moved, optional
             Is added to.
+        threads : DrawThreads, optional
+            Share the rows on a CPU, where drawing `chances` is most of the work and takes one thread.
 
         Notes
         -----
@@ -349,46 +363,68 @@ class Coded:
         """
         by = factor.factor(torch.float32) if isinstance(factor, DeviceScalar) else factor
         num_rows, width = self.shape if rows is None else (len(rows), self.shape[1])
-        for piece in self._pieces(num_rows):
-            chosen = piece if rows is None else rows[piece]
-            levels = self.levels(chosen).float()
-            columns = None if self.outliers is None else self._outlier_columns(levels)
-            if columns is not None:
-                levels.scatter_(1, columns, self._outlier_values(chosen) / self._scales_at(chosen, columns))
-            grouped = levels.view(len(levels), -1, self._group)
-            # A number divided by a tensor is, to the last bit, its reciprocal times the number.
-            change = direction[chosen].view(grouped.shape) * (
-                self._of(self.scales, chosen).float().reciprocal() * by
-            )
-            if decay:
-                origin = self._of(self.zeros, chosen) if self.zeros is not None else 0.0
-                change += decay * (grouped - origin)
-            change = change.view(levels.shape)
-            chance = chances(piece.start * width, piece.stop * width).view(levels.shape)
-            num = None if counted is None else torch.count_nonzero(change)
-            outliers = None
-            if columns is not None:
-                outliers = self._move_outliers(chosen, columns, change, chance)
-                for here in (levels, change):
-                    here.scatter_(1, columns, 0)
-            if isinstance(self.grid, Integers):
-                # Away from 0 where the change and its chance reach the next whole number together.
-                wanted = levels - chance.copysign_(change).add_(change).trunc_()
-                moved = self.grid.clamped(wanted)
-            else:
-                wanted = levels - change
-                moved = self.grid.at_random(wanted, chance)
-            if counted is not None and num is not None:
-                beyond = wanted - self.grid.clamped(wanted)
-                saturated = torch.count_nonzero(beyond)
-                # What saturates would have moved.
-                unmoved = num - torch.count_nonzero(moved - levels + beyond)
-                if outliers is not None:  # which were counted as unmoved
-                    unmoved, saturated = unmoved - outliers[0], saturated + outliers[1]
-                counted.add(num, unmoved, saturated)
-            if columns is not None:
-                moved.scatter_(1, columns, _OUTLIER)
-            self._write(chosen, moved)
+
+        def take(pieces: Iterable[slice], counted: Moved | None) -> None:
+            for piece in pieces:
+                chosen = piece if rows is None else rows[piece]
+                levels = self.levels(chosen).float()
+                columns = None if self.outliers is None else self._outlier_columns(levels)
+                if columns is not None:
+                    levels.scatter_(
+                        1, columns, self._outlier_values(chosen) / self._scales_at(chosen, columns)
+                    )
+                grouped = levels.view(len(levels), -1, self._group)
+                # A number divided by a tensor is, to the last bit, its reciprocal times the number.
+                change = direction[chosen].view(grouped.shape) * (
+                    self._of(self.scales, chosen).float().reciprocal() * by
+                )
+                if decay:
+                    origin = self._of(self.zeros, chosen) if self.zeros is not None else 0.0
+                    change += decay * (grouped - origin)
+                change = change.view(levels.shape)
+                chance = chances(piece.start * width, piece.stop * width).view(levels.shape)
+                num = None if counted is None else torch.count_nonzero(change)
+                outliers = None
+                if columns is not None:
+                    outliers = self._move_outliers(chosen, columns, change, chance)
+                    for here in (levels, change):
+                        here.scatter_(1, columns, 0)
+                if isinstance(self.grid, Integers):
+                    # Away from 0 where the change and its chance reach the next whole number together.
+                    wanted = levels - chance.copysign_(change).add_(change).trunc_()
+                    moved = self.grid.clamped(wanted)
+                else:
+                    wanted = levels - change
+                    moved = self.grid.at_random(wanted, chance)
+                if counted is not None and num is not None:
+                    beyond = wanted - self.grid.clamped(wanted)
+                    saturated = torch.count_nonzero(beyond)
+                    # What saturates would have moved.
+                    unmoved = num - torch.count_nonzero(moved - levels + beyond)
+                    if outliers is not None:  # which were counted as unmoved
+                        unmoved, saturated = unmoved - outliers[0], saturated + outliers[1]
+                    counted.add(num, unmoved, saturated)
+                if columns is not None:
+                    moved.scatter_(1, columns, _OUTLIER)
+                self._write(chosen, moved)
+
+        crew = threads if threads is not None and self.device.type == "cpu" else DrawThreads()
+        elements = min(_ALONE_ELEMENTS, MOVED_ELEMENTS // crew.num_threads)
+        if crew.num_threads == 1 or width > elements or num_rows * width <= MOVED_ELEMENTS:
+            take(self._pieces(num_rows), counted)
+            return
+        pieces = list(self._pieces(num_rows, elements=elements))
+        shares = even_ranges(len(pieces), crew.num_threads)
+        tallies = [Moved() if counted is not None else None for _ in shares]
+        crew.run(
+            [
+                partial(take, pieces[share.start : share.stop], tally)
+                for share, tally in zip(shares, tallies, strict=True)
+            ]
+        )
+        for tally in tallies:
+            if counted is not None and tally is not None:
+                counted.merge(tally)
 
     def _outlier_columns(self, levels: Tensor) -> Tensor:
         """Return where the outliers of some rows are, shape (rows, outliers)."""
@@ -433,11 +469,12 @@ class Coded:
         """Return the scales or zero points of some rows, to broadcast over (rows, groups, elements)."""
         return (scales if self.coding.scales == "tensor" else scales[rows])[..., None]
 
-    def _pieces(self, num_rows: int, *, all_rows: bool = False) -> Iterator[slice]:
+    def _pieces(
+        self, num_rows: int, *, all_rows: bool = False, elements: int | None = None
+    ) -> Iterator[slice]:
         """Yield some of so many rows after the other."""
-        num = (
-            num_rows if all_rows else max(1, _PIECE_ELEMENTS.get(self.device.type, 1 << 20) // self.shape[1])
-        )
+        elements = elements or _PIECE_ELEMENTS.get(self.device.type, 1 << 20)
+        num = num_rows if all_rows else max(1, elements // self.shape[1])
         for begin in range(0, num_rows, num):
             yield slice(begin, min(begin + num, num_rows))
 

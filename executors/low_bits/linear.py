@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from costmodel.low_bits import TILE_ELEMENTS, TILE_ROWS, tile_columns
 from executors.low_bits.coded import Coded
 from topology.errors import PlanError
 from zosim.plans import LowBits
@@ -102,8 +103,8 @@ class CodedLinear(nn.Linear):
             else:
                 weight[rows] = weight[rows].add_(direction[rows], alpha=factor)
         if self.input_scales:
-            codes, scales = coded_inputs(input, self.input_scales, self.input_format)
-            input = (codes.float() * scales).to(input.dtype)  # noqa: A001
+            codes, scales = self._inputs_of(input)
+            input = (codes.float() * scales).to(input.dtype).view_as(input)  # noqa: A001
         return nn.functional.linear(input, weight, self.bias)
 
     def become_plain(self) -> None:
@@ -115,22 +116,103 @@ class CodedLinear(nn.Linear):
             self.__class__ = self.was  # type: ignore[assignment]
 
     def _multiplied_by_codes(self, inputs: Tensor, coded: Coded) -> Tensor:
-        rows_of_inputs = inputs.reshape(-1, inputs.shape[-1])
-        codes, scales = coded_inputs(rows_of_inputs, self.input_scales, self.input_format)
+        codes, scales = self._inputs_of(inputs)
         is_integer = self.product == "int_mm"
         levels = coded.levels() if is_integer else coded.codes.view(torch.float8_e4m3fn)
-        output = byte_product(codes, levels, scales).mul_(coded.scales.float().T)
-        if self.beside is not None:
-            direction, factor, rows = self.beside
-            moved = direction if rows is None else direction[rows]
-            moved = moved if is_integer else moved.to(torch.float8_e4m3fn)  # exact: codes of 5 bits at most
-            if rows is None:
-                output += byte_product(codes, moved, scales * factor)
-            elif rows.numel():
-                output[:, rows] += byte_product(codes, moved, scales * factor)
-        if self.bias is not None:
-            output += self.bias
-        return output.to(inputs.dtype).view(*inputs.shape[:-1], -1)
+        weight_scales = coded.scales.float().T
+        beside = None if self.beside is None else _DirectionProduct(codes, scales, self.beside)
+
+        def sums_of(rows: slice, columns: slice) -> Tensor:
+            sums = byte_product(codes[rows], levels[columns], scales[rows] if len(scales) > 1 else scales)
+            sums.mul_(weight_scales if weight_scales.shape[1] == 1 else weight_scales[:, columns])
+            if beside is not None:
+                beside.add_to(sums, rows, columns)
+            if self.bias is not None:
+                sums += self.bias[columns]
+            return sums
+
+        tiles = list(_tiles(len(codes), len(levels), inputs.device.type))
+        if len(tiles) == 1:
+            output = sums_of(*tiles[0]).to(inputs.dtype)
+        else:
+            output = inputs.new_empty((len(codes), len(levels)))
+            for rows, columns in tiles:
+                output[rows, columns] = sums_of(rows, columns)
+        return output.view(*inputs.shape[:-1], -1)
+
+    def _inputs_of(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes and scales of inputs, which other layers that read the same tensor have made already.
+
+        They live as long as the tensor: queries, keys and values are made of one.
+        """
+        kept: _CodedInputs | None = getattr(inputs, _CODED_INPUTS, None)
+        if (
+            kept is None
+            or kept.version != inputs._version
+            or kept.by != (self.input_scales, self.input_format)
+        ):
+            by = self.input_scales, self.input_format
+            kept = _CodedInputs(inputs._version, by, *coded_inputs(inputs.reshape(-1, inputs.shape[-1]), *by))
+            setattr(inputs, _CODED_INPUTS, kept)
+        return kept.codes, kept.scales
+
+
+class _CodedInputs(NamedTuple):
+    """Inputs as codes, how they were made, and of which version of the tensor."""
+
+    version: int
+    by: tuple[InputScales, InputFormat]
+    codes: Tensor
+    scales: Tensor
+
+
+_CODED_INPUTS = "_zosim_coded_inputs"
+
+
+class _DirectionProduct:
+    """The part of an output that a multiple of a direction adds.
+
+    Parameters
+    ----------
+    codes, scales : torch.Tensor
+        Of the inputs.
+    beside : Beside
+    """
+
+    def __init__(self, codes: Tensor, scales: Tensor, beside: Beside) -> None:
+        direction, factor, rows = beside
+        self._codes, self._scales, self._moved = codes, scales * factor, rows
+        self._direction = direction if rows is None else direction[rows]
+        if codes.dtype != torch.int8:
+            self._direction = self._direction.to(codes.dtype)  # exact: codes of 5 bits at most
+        # That of a few rows is made at once.
+        is_made = rows is not None and rows.numel() > 0
+        self._product = byte_product(codes, self._direction, self._scales) if is_made else None
+
+    def add_to(self, sums: Tensor, rows: slice, columns: slice) -> None:
+        """Add it to some rows and columns of the output."""
+        if self._moved is None:
+            scales = self._scales[rows] if len(self._scales) > 1 else self._scales
+            sums += byte_product(self._codes[rows], self._direction[columns], scales)
+        elif self._product is not None:
+            moved, product = self._moved, self._product[rows]
+            if (
+                sums.device.type == "cpu"
+            ):  # the only device of several tiles; asking others would wait for them
+                first, last = torch.searchsorted(moved, torch.tensor([columns.start, columns.stop])).tolist()
+                moved, product = moved[first:last] - columns.start, product[:, first:last]
+            sums[:, moved] += product
+
+
+def _tiles(num_rows: int, num_columns: int, device: str) -> Iterator[tuple[slice, slice]]:
+    """Yield rows and columns of an output that is made part by part: on a CPU such that a part's sums stay in cache."""
+    rows, columns = num_rows, num_columns
+    if device == "cpu":
+        rows = min(num_rows, TILE_ROWS)
+        columns = tile_columns(rows, num_columns)
+    for begin in range(0, num_columns, columns):
+        for first in range(0, num_rows, rows):
+            yield slice(first, min(first + rows, num_rows)), slice(begin, min(begin + columns, num_columns))
 
 
 def coded_inputs(inputs: Tensor, scope: InputScales, kind: InputFormat = "int8") -> tuple[Tensor, Tensor]:
@@ -139,14 +221,20 @@ def coded_inputs(inputs: Tensor, scope: InputScales, kind: InputFormat = "int8")
     least, most = (
         (inputs.amin(-1, keepdim=True), inputs.amax(-1, keepdim=True))
         if scope == "token"
-        else (inputs.amin(), inputs.amax())
+        else (inputs.amin().view(1, 1), inputs.amax().view(1, 1))
     )
     largest = torch.maximum(-least, most).float()
     scales = largest.div_(_LARGEST[kind]).clamp_(min=torch.finfo(torch.float32).tiny)
-    quotients = inputs / scales if inputs.dtype == torch.float32 else inputs.float().div_(scales)
-    if kind == "int8":  # the largest is 127 and a rounding, so nothing has to be clamped
-        return quotients.round_().to(torch.int8), scales
-    return quotients.clamp_(-_LARGEST[kind], _LARGEST[kind]).to(torch.float8_e4m3fn), scales
+    codes = torch.empty_like(inputs, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    rows = max(1, TILE_ELEMENTS // inputs.shape[1]) if inputs.device.type == "cpu" else len(inputs)
+    for begin in range(0, len(inputs), rows):
+        part = inputs[begin : begin + rows]
+        by = scales[begin : begin + rows] if len(scales) > 1 else scales
+        quotients = part / by if part.dtype == torch.float32 else part.float().div_(by)
+        # The largest integer is 127 and a rounding, so nothing has to be clamped.
+        rounded = quotients.round_() if kind == "int8" else quotients.clamp_(-_LARGEST[kind], _LARGEST[kind])
+        codes[begin : begin + rows] = rounded
+    return codes, scales
 
 
 def byte_product(inputs: Tensor, weights: Tensor, scales: Tensor) -> Tensor:

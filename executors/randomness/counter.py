@@ -127,7 +127,7 @@ class CounterDraws:
     ) -> None:
         """Fill `out` (kept rows, width) with rows of a table's direction; `rows`, of the host, ascends."""
         wanted = rows.tolist()
-        width, length = out.shape[1], self._length(direction)
+        width, length = out.shape[1], self.block_elements(direction)
         numel = self._numels[parameter]
         touched = sorted(
             {block for row in wanted for block in _blocks(row * width, (row + 1) * width, length)}
@@ -147,6 +147,11 @@ class CounterDraws:
                     keep_rows(out, wanted, begin, end, direction, generator, to_the_end=False)
 
         self._share(fill, len(touched), direction)
+
+    def seeds(self, parameter: int, key: CounterKey, direction: Direction) -> list[int]:
+        """Return the seeds of all blocks of a parameter."""
+        num_blocks = -(-self._numels[parameter] // self.block_elements(direction))
+        return self._seeds(parameter, range(num_blocks), key, direction)
 
     def _fill_rows_of(
         self,
@@ -195,7 +200,7 @@ class CounterDraws:
         self, out: Tensor, parameter: int, offset: int, key: CounterKey, direction: Direction
     ) -> Iterator[tuple[Tensor, int, int, int]]:
         """Yield (piece, seed, first element in its block, elements of the block) of what is wanted."""
-        length, numel = self._length(direction), self._numels[parameter]
+        length, numel = self.block_elements(direction), self._numels[parameter]
         blocks = _blocks(offset, offset + out.numel(), length)
         before = min(-offset % length, out.numel())
         pieces = [
@@ -222,10 +227,11 @@ class CounterDraws:
         self, parameter: int, blocks: Sequence[int], key: CounterKey, direction: Direction
     ) -> list[int]:
         """Return the seeds of some blocks of a parameter."""
-        first_block = self._first_blocks_of(self._length(direction))[parameter]
+        first_block = self._first_blocks_of(self.block_elements(direction))[parameter]
         return key.seeds_at(np.array(blocks, dtype=np.uint64) + np.uint64(first_block))
 
-    def _length(self, direction: Direction) -> int:
+    def block_elements(self, direction: Direction) -> int:
+        """Return the elements of a block, but for the last of a parameter."""
         on_cpu = self._device.type == "cpu"
         return BLOCK_ELEMENTS.get(self._device.type, 1 << 20) * (
             direction.distribution.block_factor if on_cpu else 1

@@ -80,7 +80,7 @@ class Gaussian(Direction):
         if like.device.type != "cpu" or numel <= end:
             super().skip(numel, like, generator)
             return
-        _skip_words((numel - end) * (2 if like.dtype == torch.float64 else 1), generator)
+        skip_words((numel - end) * (2 if like.dtype == torch.float64 else 1), generator)
         super().skip(end, like, generator)
 
     def num_words(self, numel: int, dtype: torch.dtype) -> int | None:
@@ -129,7 +129,7 @@ class Rademacher(Direction):
         if like.device.type != "cpu":
             super().skip(numel, like, generator)
             return
-        _skip_words(2 * -(-numel // _WORD_BITS), generator)
+        skip_words(2 * -(-numel // _WORD_BITS), generator)
 
     def energy(self, shape: Sequence[int]) -> float:
         """Return ``d``, the least that any direction of unit elements can have."""
@@ -173,7 +173,7 @@ def _bits(value: float, dtype: torch.dtype) -> int:
     return int(torch.tensor(value, dtype=dtype).view(_INTEGERS[dtype.itemsize]).item())
 
 
-def _skip_words(num_words: int, generator: Generator) -> None:
+def skip_words(num_words: int, generator: Generator) -> None:
     """Advance a CPU generator by 32-bit words; it makes two at a time the fastest."""
     scratch = torch.empty(min(num_words // 2, _SKIPPED_AT_ONCE), dtype=torch.int64)
     for begin in range(0, num_words // 2, _SKIPPED_AT_ONCE):

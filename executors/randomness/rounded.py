@@ -18,7 +18,7 @@ from costmodel.distributions import Distribution
 from costmodel.roundings import RoundedDirection
 from executors.low_bits.grids import Integers
 from executors.randomness.counter import CounterDraws, CounterKey
-from executors.randomness.directions import Direction, direction_named
+from executors.randomness.directions import Direction, direction_named, skip_words
 from executors.randomness.rng import mixed
 from executors.randomness.walks import Walk
 from executors.threads import DrawThreads, even_ranges
@@ -28,18 +28,22 @@ Purpose = Literal["direction", "second direction", "update", "rows"]
 
 _KEYS: dict[Purpose, int] = {"direction": 1, "second direction": 2, "update": 3, "rows": 4}
 
-_PIECE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
-"""Elements rounded at a time; on a CPU few enough that torch leaves them to the thread that asks."""
-
 
 class Uniform(Direction):
     """Numbers uniform on [0, 1): multiples of 2^-24."""
 
-    distribution = Distribution("uniform")
+    distribution = Distribution("uniform", granularity=1)
 
     def fill(self, out: Tensor, generator: Generator) -> None:
         """Fill `out`."""
         out.uniform_(generator=generator)
+
+    def skip(self, numel: int, like: Tensor, generator: Generator) -> None:
+        """Pass over as many numbers, of a random word each on a CPU."""
+        if like.device.type == "cpu" and like.dtype == torch.float32:
+            skip_words(numel, generator)
+        else:
+            super().skip(numel, like, generator)
 
     def energy(self, shape: Sequence[int]) -> float:
         """Refuse: these numbers are no direction."""
@@ -176,35 +180,50 @@ class RoundedDraws:
         self, views: Sequence[Tensor], parameters: Sequence[int], key: CounterKey, keys: DrawKeys
     ) -> None:
         """Fill flat int8 `views` with whole parameters' directions of the ``counter`` discipline."""
-        size = max(
-            _PIECE_ELEMENTS.get(self._device.type, 1 << 20), self._direction.distribution.counter_elements
-        )
-        jobs: list[Callable[[], None]] = []
+        jobs: list[Callable[[Generator], None]] = []
         for view, parameter in zip(views, parameters, strict=True):
             if (rows := self.moved.of(parameter, keys.rows)) is not None:
                 jobs.append(partial(self._fill_rows, view, rows, parameter, key, keys))
                 continue
-            jobs += [
-                partial(self._fill_piece, view[begin : begin + size], parameter, begin, key, keys.rounding)
-                for begin in range(0, view.numel(), size)
-            ]
+            # Seeds of all blocks at once: asking for them block by block takes as long as drawing.
+            pieces = view.split(self._numbers.block_elements(self._direction))
+            seeds = self._numbers.seeds(parameter, key, self._direction)
+            if self._direction.distribution.is_sign:
+                jobs += [partial(self._fill_signs, *of) for of in zip(pieces, seeds, strict=True)]
+                continue
+            chances = self._numbers.seeds(parameter, keys.rounding, _UNIFORM)
+            jobs += [partial(self._fill_block, *of) for of in zip(pieces, seeds, chances, strict=True)]
 
         def fill(share: range) -> None:
+            generator = Generator(device=self._device)
             for job in jobs[share.start : share.stop]:
-                job()
+                job(generator)
 
         is_shared = self._direction.distribution.is_drawn_alone
         shares = even_ranges(len(jobs), self._threads.num_threads if is_shared else 1)
         self._threads.run([partial(fill, share) for share in shares])
 
-    def _fill_piece(
-        self, piece: Tensor, parameter: int, begin: int, key: CounterKey, rounding: CounterKey
-    ) -> None:
-        numbers = torch.empty(piece.numel(), dtype=torch.float32, device=self._device)
-        self._numbers.fill(numbers, parameter, begin, key, self._direction)
-        self._round(piece, numbers, parameter, begin, rounding)
+    def _fill_block(self, piece: Tensor, seed: int, chance_seed: int, generator: Generator) -> None:
+        """Fill a block, whose roundings are a block of chances as long."""
+        numbers, chances = torch.empty((2, piece.numel()), dtype=torch.float32, device=self._device)
+        self._direction.fill(numbers, generator.manual_seed(seed))
+        _UNIFORM.fill(chances, generator.manual_seed(chance_seed))
+        piece.copy_(self._levels(numbers, lambda: chances))
 
-    def _fill_rows(self, view: Tensor, rows: Tensor, parameter: int, key: CounterKey, keys: DrawKeys) -> None:
+    def _fill_signs(self, piece: Tensor, seed: int, generator: Generator) -> None:
+        signs = torch.empty(piece.numel(), dtype=torch.float32, device=self._device)
+        self._direction.fill(signs, generator.manual_seed(seed))
+        piece.copy_(signs.mul_(self._rounding.scale))
+
+    def _fill_rows(
+        self,
+        view: Tensor,
+        rows: Tensor,
+        parameter: int,
+        key: CounterKey,
+        keys: DrawKeys,
+        _generator: Generator,
+    ) -> None:
         """Fill a matrix that is 0 but in some rows, for which alone numbers are drawn."""
         view.zero_()
         view.view(self._shapes[parameter])[rows] = self._rows_of(rows, parameter, key, keys)

@@ -26,6 +26,10 @@ CASES: dict[str, dict[str, Any]] = {
     "W8A8": {"low_bits": {}, "directions": {}},
     "W8A8, signs": {"low_bits": {}, "directions": {"distribution": "rademacher"}},
     f"W8A8, {_SPARSITY:.0%} zeros": {"low_bits": {"sparsity": _SPARSITY}, "directions": {}},
+    f"W8A8, signs, {_SPARSITY:.0%} zeros": {
+        "low_bits": {"sparsity": _SPARSITY},
+        "directions": {"distribution": "rademacher"},
+    },
     "W8A16": {"low_bits": {"activations": "none"}, "directions": {}},
     f"W8A16, {_SPARSITY:.0%} zeros": {
         "low_bits": {"activations": "none", "sparsity": _SPARSITY},
@@ -40,6 +44,7 @@ def main(
     batch: Annotated[int, typer.Option(min=1)] = 4,
     seq: Annotated[int, typer.Option(min=1)] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that all take, one after the other.")] = 3,
+    cases: Annotated[str, typer.Option(help="Their names, with semicolons between.")] = ";".join(CASES),
 ) -> None:
     """Time the cases in turns, and print ratios of medians."""
     torch.set_num_threads(threads)
@@ -47,6 +52,7 @@ def main(
     tokens = torch.randint(0, SHAPES[shape]["vocab_size"], (batch, seq), generator=generator)
     data = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
     models = {name: model_of_shape(shape, getattr(torch, name)) for name in ("float32", "bfloat16")}
+    chosen = {name: CASES[name] for name in cases.split(";")}
     sessions = {
         name: session_of(
             copy.deepcopy(models["bfloat16"]),
@@ -58,7 +64,7 @@ def main(
             ),
             directions=Directions.model_validate({"rng": "counter"} | case["directions"]),
         )
-        for name, case in CASES.items()
+        for name, case in chosen.items()
     }
     plain: dict[str, list[float]] = {name: [] for name in models}
     steps: dict[str, list[float]] = {name: [] for name in sessions}
@@ -77,12 +83,12 @@ def main(
     print(f"OPT-{shape} shape, batch {batch} x {seq}, {threads} thread(s), medians of {rounds} rounds")
     print(f"two forwards: {1e3 * narrow:.1f} ms in bfloat16, {1e3 * wide:.1f} ms in float32")
     print(
-        f"{'':18s}{'step':>10s}{'forwards':>11s}{'/ bfloat16':>12s}{'/ float32':>11s}{'step / forwards':>17s}"
+        f"{'':24s}{'step':>10s}{'forwards':>11s}{'/ bfloat16':>12s}{'/ float32':>11s}{'step / forwards':>17s}"
     )
     for name in sessions:
         step, own = median(steps[name]), median(forwards[name])
         print(
-            f"{name:18s}{1e3 * step:8.1f}ms{1e3 * own:9.1f}ms{own / narrow:12.2f}{own / wide:11.2f}{step / own:17.2f}"
+            f"{name:24s}{1e3 * step:8.1f}ms{1e3 * own:9.1f}ms{own / narrow:12.2f}{own / wide:11.2f}{step / own:17.2f}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,8 +21,11 @@ from executors.low_bits.grids import grid_of
 from executors.low_bits.linear import Beside, CodedLinear, code_linears
 from executors.models.lora import attach_lora
 from executors.models.weight_files import save_pretrained
-from executors.randomness.rounded import Chances, rounding_key
+from executors.randomness.counter import CounterDraws, CounterKey
+from executors.randomness.directions import direction_named
+from executors.randomness.rounded import Chances, DrawKeys, MovedRows, RoundedDraws, rounding_key
 from executors.runs.session import Session
+from executors.threads import DrawThreads
 from tests.support.command import loaded, zosim
 from tests.support.recorded import OFFLOADED, cut, options, same, saved_inputs
 from tests.support.tiny import batches, model_of, plan_of
@@ -225,6 +229,52 @@ def test_a_decay_moves_codes_towards_zero_and_not_towards_the_least():
     assert torch.allclose(made.values(torch.float32), torch.tensor([[0.25, 1.0, 0.5, 0.0]]), atol=0.01)
 
 
+@pytest.mark.parametrize(
+    "coding", [Coding("int4", "group", group_elements=16), Coding("int8", outlier_share=0.03)]
+)
+def test_several_threads_move_codes_as_one_does(coding):
+    values = weight(1100, 64)
+    direction = torch.randint(
+        -127, 128, values.shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1)
+    )
+    chances = partial(
+        Chances([values.numel()], CPU).between, parameter=0, key=rounding_key(1, 2, 0, "update")
+    )
+    moved, held = [], []
+    for threads in (None, DrawThreads(2)):
+        held.append(coded(coding, values))
+        moved.append(Moved())
+        held[-1].move(direction, 3e-5, chances, decay=1e-3, counted=moved[-1], threads=threads)
+    assert moved[0] == moved[1] != Moved()
+    for one, other in zip(held[0].tensors.values(), held[1].tensors.values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_codes_of_a_direction_are_its_numbers_and_chances_block_by_block():
+    """Two blocks of one parameter and a part of one of another, shared by two threads."""
+    shapes, key, keys = (
+        [torch.Size((40, 768)), torch.Size((5,))],
+        CounterKey.of(5, 6, 0),
+        DrawKeys.of(5, 6, 0),
+    )
+    numels = [shape.numel() for shape in shapes]
+    for name in ("gaussian", "rademacher"):
+        rounding = RoundedDirection(name, 8, 0.0)
+        draws = RoundedDraws(rounding, shapes, MovedRows(0, shapes, (), CPU), CPU, DrawThreads(2))
+        views = [torch.empty(numel, dtype=torch.int8) for numel in numels]
+        draws.fill_counted(views, [0, 1], key, keys)
+        for parameter, view in enumerate(views):
+            numbers = torch.empty(view.numel())
+            CounterDraws(numels, CPU).fill(numbers, parameter, 0, key, direction_named(name))
+            chances = Chances(numels, CPU).between(0, view.numel(), parameter, keys.rounding)
+            assert torch.equal(view, draws.codes(numbers, lambda chances=chances: chances))
+
+
+def test_chances_that_are_passed_over_are_those_that_would_have_been_drawn():
+    whole = Chances([20000], CPU).between(0, 20000, 0, key := rounding_key(1, 2, 0, "update"))
+    assert torch.equal(Chances([20000], CPU).between(1237, 16390, 0, key), whole[1237:16390])
+
+
 def test_weights_that_are_no_numbers_have_no_codes():
     with pytest.raises(ModelError, match="fc1 holds numbers that are infinite"):
         Coded.empty(Coding("int8"), torch.Size((1, 8)), CPU).encode(torch.full((1, 8), torch.nan), "fc1")
@@ -280,6 +330,41 @@ def test_a_product_of_integers_is_that_of_the_numbers_they_stand_for(name, activ
     assert torch.allclose(*outputs, rtol=1e-5, atol=1e-6)
     exact = torch.nn.functional.linear(inputs, weight(), bias)
     assert (outputs[0] - exact).norm() / exact.norm() < (0.2 if name == "int4" else 0.05)
+
+
+@pytest.mark.parametrize("scope", ["token", "tensor"])
+@pytest.mark.parametrize("rows", [None, [1, 2, 65, 191], []])
+def test_outputs_made_part_by_part_are_those_made_at_once(monkeypatch, scope, rows):
+    """Each output has its own sum and scales: parts in cache change no bit."""
+    coding = Coding("int8", dtype="bfloat16")
+    layer = torch.nn.Linear(32, 192).bfloat16()
+    low_bits = LowBits(weights="int8", activations=f"int8-{scope}")
+    code_linears([torch.nn.Sequential(layer)], low_bits, CPU)
+    layer.coded = coded(coding, weight(192))
+    generator = torch.Generator().manual_seed(5)
+    direction = torch.randint(-127, 128, (192, 32), dtype=torch.int8, generator=generator)
+    layer.beside = Beside(direction, 1e-5, None if rows is None else torch.tensor(rows, dtype=torch.long))
+    inputs = torch.randn(70, 32, generator=generator).bfloat16()
+    whole = layer(inputs)
+    monkeypatch.setattr(linear, "TILE_ELEMENTS", 96)
+    monkeypatch.setattr(linear, "TILE_ROWS", 32)
+    monkeypatch.setattr(linear, "tile_columns", lambda *_: 64)
+    assert len(list(linear._tiles(70, 192, "cpu"))) == 9
+    assert torch.equal(layer(inputs.clone()), whole)
+
+
+def test_inputs_that_several_layers_read_are_coded_once(monkeypatch):
+    layers = [
+        coded_linear(Coding("int8"), LowBits(weights="int8", activations="int8-token")) for _ in range(3)
+    ]
+    num_coded, inputs = [], torch.randn(4, 32, generator=torch.Generator().manual_seed(5))
+    alone = linear.coded_inputs
+    monkeypatch.setattr(linear, "coded_inputs", lambda *of: num_coded.append(1) or alone(*of))
+    before = [layer(inputs) for layer in layers]
+    assert len(num_coded) == 1
+    inputs.mul_(2)  # another version, which the codes kept are not of
+    assert torch.allclose(layers[0](inputs) - layers[0].bias, 2 * (before[0] - layers[0].bias), atol=1e-6)
+    assert len(num_coded) == 2
 
 
 def test_a_kernel_that_is_missing_is_refused_or_replaced(monkeypatch):

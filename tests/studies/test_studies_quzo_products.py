@@ -7,10 +7,13 @@ import torch
 
 from costmodel.low_bits import Coding, stored_bytes
 from executors.low_bits.coded import Coded
+from studies.quzo import memory
 from studies.quzo.products import weight_only
 from studies.quzo.slow_link import CASES
 from studies.shaped.cases import TWO, cases_of
 from studies.shaped.hosts import plan_of
+from studies.speed import __main__ as speed
+from studies.speed.products import milliseconds
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,19 @@ def test_the_cases_differ_in_what_their_blocks_take_alone():
         width = 4 if "fp32" in name else 2
         assert sizes[1] / sizes[0] == pytest.approx(1 / width, abs=0.03)
         assert sizes[2] / sizes[0] == pytest.approx(0.5 / width, abs=0.03)
+
+
+def test_peaks_are_predicted_and_never_too_low(monkeypatch):
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256}
+    monkeypatch.setitem(speed.SHAPES, "tiny", shape)
+    monkeypatch.setattr(
+        memory, "CODES", {name: memory.CODES[name] for name in ("bfloat16", "int4 by groups of 64")}
+    )
+    for place in memory.PLACES:
+        plain, narrow = memory.peaks("tiny", place, batch=1, seq=16, loss_chunk=16)
+        assert narrow.measured_bytes < plain.measured_bytes <= plain.predicted_bytes
+        assert narrow.measured_bytes <= narrow.predicted_bytes
+
+
+def test_every_way_to_multiply_is_timed():
+    assert {"float32", "int_mm", "laid out", "sums scaled"} < milliseconds(4, 64, 32).keys()

@@ -223,7 +223,14 @@ class Sweeps:
                         kept.append(total)
                         continue
                     chances = partial(self._chances.between, parameter=tensor.index, key=key)
-                    held.move(total, 1.0, chances, decay=rate * decay, counted=self.moved)
+                    held.move(
+                        total,
+                        1.0,
+                        chances,
+                        decay=rate * decay,
+                        counted=self.moved,
+                        threads=self._context.threads,
+                    )
                 elif isinstance(held, Coded):
                     chances = partial(self._chances.between, parameter=tensor.index, key=key)
                     # Where weights decay, all of them do.
@@ -237,6 +244,7 @@ class Sweeps:
                         rows=rows,
                         decay=rate * decay,
                         counted=self.moved,
+                        threads=self._context.threads,
                     )
                 else:
                     self.sweeper.update(

@@ -1,0 +1,120 @@
+"""``python -m studies.quzo.memory``: what steps with weights in 16, 8 and 4 bits take at their peak, predicted and measured.
+
+Blocks lie on the device, or on the host and pass through slots. Every case is a session of a few steps of one shape with random
+weights; the first ones are observed tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from costmodel.formats import FORMATS
+from executors.formats import TORCH_DTYPES
+from executors.runs.session import Session
+from studies.speed.__main__ import SHAPES, model_of_shape, session_of
+from zosim.console import stdout
+from zosim.instructions import Space
+from zosim.lowering import lower
+from zosim.plans import Directions, ForwardPass, LowBits, Residency
+from zosim.report import Table
+
+_DTYPE = "bfloat16"
+_NUM_STEPS = 2
+
+CODES: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "int8": {"weights": "int8"},
+    "int8, int8 inputs": {"weights": "int8", "activations": "int8-token"},
+    "e4m3": {"weights": "float8_e4m3"},
+    "int4 by groups of 64": {"weights": "int4", "scales": "group", "group_elements": 64},
+}
+PLACES: tuple[str, ...] = ("resident", "offloaded")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of a device at the peak of a step.
+
+    Attributes
+    ----------
+    codes, blocks : str
+        Keys of :data:`CODES`, and where blocks are.
+    predicted_bytes, measured_bytes : int
+    """
+
+    codes: str
+    blocks: str
+    predicted_bytes: int
+    measured_bytes: int
+
+
+def main(
+    shape: Annotated[str, typer.Option(help="One of " + ", ".join(SHAPES) + ".")] = "125m",
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    seq: Annotated[int, typer.Option(min=2)] = 128,
+    loss_chunk: Annotated[int, typer.Option(min=1, help="Tokens whose logits are there at once.")] = 16,
+) -> None:
+    """Run the cases one after the other, and print their peaks, and what these are of the first."""
+    edges = sum(
+        p.numel()
+        for name, p in model_of_shape(shape, TORCH_DTYPES[_DTYPE]).named_parameters()
+        if ".layers." not in name
+    )
+    stdout.print(
+        f"OPT-{shape} shape, batch {batch} x {seq}, {_DTYPE} but for codes; embedding and head alone "
+        f"{FORMATS[_DTYPE].bytes(edges) / 1e6:.1f} MB"
+    )
+    rows = [
+        peak for place in PLACES for peak in peaks(shape, place, batch=batch, seq=seq, loss_chunk=loss_chunk)
+    ]
+    whole = {peak.blocks: peak.measured_bytes for peak in reversed(rows)}
+    columns: dict[str, Callable[[Peak], str]] = {
+        "blocks": lambda peak: peak.blocks,
+        "linear layers": lambda peak: peak.codes,
+        "predicted (MB)": lambda peak: f"{peak.predicted_bytes / 1e6:.1f}",
+        "measured (MB)": lambda peak: f"{peak.measured_bytes / 1e6:.1f}",
+        "error": lambda peak: f"{peak.predicted_bytes / peak.measured_bytes - 1:+.1%}",
+        "of bfloat16": lambda peak: f"{peak.measured_bytes / whole[peak.blocks]:.3f}",
+    }
+    stdout.print(Table.of(rows, columns))
+
+
+def peaks(shape: str, place: str, *, batch: int, seq: int, loss_chunk: int) -> Iterator[Peak]:
+    """Yield the peaks of all formats with blocks in one place."""
+    tokens = torch.randint(
+        0, SHAPES[shape]["vocab_size"], (batch, seq), generator=torch.Generator().manual_seed(0)
+    )
+    data = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    model = model_of_shape(shape, TORCH_DTYPES[_DTYPE])
+    for name, fields in CODES.items():
+        session = session_of(
+            copy.deepcopy(model),
+            data,
+            _DTYPE,
+            checksums=False,
+            low_bits=LowBits.model_validate(fields),
+            directions=Directions(rng="counter", distribution="rademacher"),  # quickly drawn
+            residency=Residency.model_validate({"blocks": place}),
+            forward=ForwardPass(loss_chunk_tokens=loss_chunk),
+        )
+        with session:
+            for _ in range(_NUM_STEPS):
+                session.step(data)
+            yield Peak(name, place, predicted_bytes(session), session.memory().device_bytes)
+
+
+def predicted_bytes(session: Session) -> int:
+    """Return the bytes of the buffers of a session's plan on its device, and of its largest workspace."""
+    program = lower(session.plan)
+    buffers = sum(buffer.size_bytes for buffer in program.buffers if buffer.space is Space.DEVICE)
+    return buffers + max(instruction.work.workspace_bytes for _, instruction in program.instructions())
+
+
+if __name__ == "__main__":
+    typer.run(main)
