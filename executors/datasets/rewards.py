@@ -172,7 +172,7 @@ def _endpoint(url: str, timeout_s: float) -> Callable[..., Any]:
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise RunError(
                 f"reward {url} cannot be reached: {error or type(error).__name__}",
-                hint="start it; a tuning goes on from its log",
+                hint="start it; a run (--resume) or a tuning goes on from its log",
             ) from error
         finally:
             connection.close()

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from executors.serving.engine import Request
 from executors.serving.runtime import Runtime
-from topology.errors import DataError, ZosimError
+from topology.errors import DataError, RunError, ZosimError
 from topology.reading import parse_json
 from topology.validation import readable
 
@@ -157,15 +157,26 @@ class ScoringServer(ThreadingHTTPServer):
         What the base is called.
     port : int
         0: any that is free.
+
+    Raises
+    ------
+    RunError
+        If something listens there already.
     """
 
     daemon_threads = True
 
     def __init__(self, runtime: Runtime, model: str, port: int = 0) -> None:
-        super().__init__((LOOPBACK, port), _Handler)
         self.model = model
         self.runtime = runtime
-        self.batcher = Batcher(runtime)
+        self.batcher = Batcher(runtime)  # a server that cannot listen closes it
+        try:
+            super().__init__((LOOPBACK, port), _Handler)
+        except OSError as error:
+            raise RunError(
+                f"nothing can be served at {LOOPBACK}:{port}: {error.strerror or error}",
+                hint="give another --port, or 0 for any that is free",
+            ) from error
 
     @property
     def url(self) -> str:

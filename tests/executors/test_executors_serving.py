@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import socket
 import threading
 import time
 from http.client import HTTPConnection
@@ -394,6 +395,15 @@ def test_engines_that_are_gone_late_or_others_are_named():
             reward_named(url, 1.0)
     with pytest.raises(RunError, match="cannot be reached"):
         RemoteEngine("http://127.0.0.1:1/\u00e9")
+
+
+def test_a_port_that_is_taken_is_refused_and_leaves_no_thread():
+    before = threading.active_count()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RunError, match=f"nothing can be served at 127.0.0.1:{port}"):
+            ScoringServer(Runtime(base()), "base", port)
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize(
