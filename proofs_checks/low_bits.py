@@ -817,8 +817,8 @@ CLAIMS = (
                 Mutant(
                     "outliers counted as unmoved",
                     f"{_CODED}:Coded.move",
-                    "counted.unmoved -= num_outliers_moved",
-                    "pass",
+                    "unmoved - outliers[0], saturated",
+                    "unmoved, saturated",
                 ),
             ),
             printed(
@@ -946,8 +946,8 @@ CLAIMS = (
                 Mutant(
                     "what is held back is not counted",
                     f"{_CODED}:Coded.move",
-                    "counted.saturated += int",
-                    "0 * int",
+                    "saturated = torch",
+                    "saturated = 0 * torch",
                 ),
             ),
         ),

@@ -138,7 +138,7 @@ def test_what_cannot_be_adapters_is_refused():
         plan_of(model, **adapters)
     with pytest.raises(PlanError, match="traversal=sweep"):
         plan_of(model, directions=LOZO, schedule={"traversal": "sweep"}, **adapters)
-    with pytest.raises(PlanError, match="num_labels=1"):
+    with pytest.raises(PlanError, match="labels-per-sequence 1 is of packed"):
         plan_of(model, forward={"num_labels": 1})
     plan = plan_of(model, directions=LOZO, **adapters)
     with pytest.raises(ModelError, match="objective"):
