@@ -18,7 +18,7 @@ class DeviceScalar:
 
     Parameters
     ----------
-    reading : Reading
+    reading : ScalarReading
     place : int
         Which of its numbers.
     steps : tuple
@@ -26,7 +26,7 @@ class DeviceScalar:
 
     __slots__ = ("_place", "_reading", "_steps")
 
-    def __init__(self, reading: Reading, place: int, steps: _Steps = ()) -> None:
+    def __init__(self, reading: ScalarReading, place: int, steps: _Steps = ()) -> None:
         self._reading, self._place, self._steps = reading, place, steps
 
     def __mul__(self, factor: float) -> DeviceScalar:
@@ -60,7 +60,7 @@ class DeviceScalar:
         return self._reading.factor(self._place, self._steps, wide)
 
 
-class Reading:
+class ScalarReading:
     """Numbers of a device that are copied to the host while the device goes on.
 
     Parameters

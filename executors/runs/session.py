@@ -45,6 +45,7 @@ from executors.steps.streams import backend_for
 from executors.steps.update_watch import UpdateLoss
 from topology.errors import PlanError, RunError
 from zosim.lowering import lower
+from zosim.operations import Allocate
 from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program_set import ProgramSet
@@ -159,7 +160,8 @@ class Session:
         backend = backend_for(own_device(device))
         self.device = backend.device
         if graphs:
-            refuse_graphs(self.device, keeps_slots=plan.residency.reuse_slots)
+            is_allocated = any(isinstance(item.op, Allocate) for _, item in self.program.instructions())
+            refuse_graphs(self.device, keeps_slots=not is_allocated)
         if (progress := progress_of_this_rank()) is not None:
             progress.place(stage_of(plan, self.rank))
             backend.note = progress.note

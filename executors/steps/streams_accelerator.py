@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from costmodel.memory import pinned_slabs
-from executors.device_scalars import DeviceScalar, Reading
+from executors.device_scalars import DeviceScalar, ScalarReading
 from executors.devices import device_module, device_named, on_stream
 from executors.steps.streams import Backend, Measured, Task, Ticket, failure_of
 from topology.errors import RunError, ZosimError
@@ -156,7 +156,7 @@ class AcceleratorBackend(Backend):
         """Return numbers that are on their way to the host; those of the host at once."""
         if numbers.device.type == "cpu":
             return list(numbers.tolist())
-        return Reading(numbers).scalars()
+        return ScalarReading(numbers).scalars()
 
     def run(self, tasks: Sequence[Callable[[dict[str, Ticket]], Task]]) -> dict[str, Ticket]:
         """Issue tasks to their streams in the order listed."""
