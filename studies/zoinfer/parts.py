@@ -2,7 +2,8 @@
 
 ``python -m studies.zoinfer.parts`` times the packed forward of two points, as it is and without: logits of labels alone, common beginnings computed once,
 attention by buckets of length, rows without padding, and both signs side by side. All score the same answers behind the same prompts,
-which begin with the same ``--instruction`` tokens, and all have the same loss, to rounding.
+which begin with the same ``--instruction`` tokens, and all have the same loss, to rounding. ``--compiled`` adds the same forward whose blocks went through torch.compile,
+but for attention, whose groups are other ones in every batch; the minute of a compiler is not timed.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from costmodel.model_spec import EMBED, HEAD
 from executors.models.batched import BatchedModel
 from executors.models.model import CutModel
-from executors.models.packing import pack
+from executors.models.packing import pack, packed_attention
 from executors.models.recording_blocks import StepCache
 from studies.zoinfer.__main__ import SHAPES, Data, batch_of, model_of
 from topology.errors import RunError
@@ -77,6 +79,14 @@ def _one_by_one(engine: BatchedModel, batch: Data) -> float:
     return _packed(engine, batch, num_points=1)
 
 
+def _compiled(engine: BatchedModel) -> BatchedModel:
+    """Let an engine run its blocks compiled."""
+    torch._dynamo.config.recompile_limit = 64  # blocks share their code
+    ALL_ATTENTION_FUNCTIONS.register("zosim_packed", torch.compiler.disable(packed_attention))
+    engine.blocks = [torch.compile(block, dynamic=True) for block in engine.blocks]  # type: ignore[misc]
+    return engine
+
+
 def forwards_of(engine: BatchedModel, plain: CutModel) -> dict[str, Score]:
     """Return forwards of both signs, each of which returns the loss."""
     return {
@@ -119,6 +129,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=26, help="median length of a prompt")
     parser.add_argument("--spread", type=float, default=0.4, help="deviation of the logarithm of lengths")
     parser.add_argument("--longest", type=int, default=128)
+    parser.add_argument("--compiled", action="store_true", help="time compiled blocks, too")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
@@ -129,7 +140,9 @@ def main() -> None:
         )
     torch.set_num_threads(options.threads)
     model = model_of(options.shape, torch.float32, "cpu")
-    forwards = forwards_of(BatchedModel(copy.deepcopy(model)), CutModel(model))
+    forwards = forwards_of(BatchedModel(copy.deepcopy(model)), CutModel(copy.deepcopy(model)))
+    if options.compiled:
+        forwards["all of it, blocks compiled"] = partial(_packed, _compiled(BatchedModel(model)))
     print(f"OPT-{options.shape} shape, float32, {options.threads} thread(s), {options.options} answers")
     for size in options.batch or [16, 64]:
         batches = [batch_of(model, size, number, options) for number in range(options.rounds + 1)]
