@@ -87,9 +87,9 @@ class Context:
 
     @property
     def rows(self) -> Tensor:
-        """Rows of token tables that the loaded batch names."""
+        """Rows of token tables that the loaded batch names, for use by the running task."""
         assert self.loaded.rows is not None
-        return self.loaded.rows
+        return self.backend.borrow(self.loaded.rows)
 
     @property
     def rows_on_host(self) -> Tensor:

@@ -260,7 +260,7 @@ class _GatheredTable:
         """Put the rows in the table's place for as long as `stack` lasts."""
         context = self.context
         assert part.positions is not None
-        placed, wanted = context.store.placed(self.access), context.backend.borrow(context.rows)
+        placed, wanted = context.store.placed(self.access), context.rows
         rows = placed.views[0].index_select(0, wanted)
         for direction, scales in self.path:
             rows = gathered(rows, self._direction_rows(direction, wanted), scales, self.epsilon)
