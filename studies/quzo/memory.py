@@ -39,7 +39,7 @@ PLACES: tuple[str, ...] = ("resident", "offloaded")
 
 
 @dataclass(frozen=True)
-class Peak:
+class ComparedPeak:
     """Bytes of a device at the peak of a step.
 
     Attributes
@@ -82,7 +82,7 @@ def main(
             )
 
 
-def peaks(shape: str, place: str, *, batch: int, seq: int, loss_chunk: int) -> Iterator[Peak]:
+def peaks(shape: str, place: str, *, batch: int, seq: int, loss_chunk: int) -> Iterator[ComparedPeak]:
     """Yield the peaks of all formats with blocks in one place."""
     tokens = torch.randint(
         0, SHAPES[shape]["vocab_size"], (batch, seq), generator=torch.Generator().manual_seed(0)
@@ -103,7 +103,7 @@ def peaks(shape: str, place: str, *, batch: int, seq: int, loss_chunk: int) -> I
         with session:
             for _ in range(_NUM_STEPS):
                 session.step(data)
-            yield Peak(name, place, predicted_bytes(session), session.memory().device_bytes)
+            yield ComparedPeak(name, place, predicted_bytes(session), session.memory().device_bytes)
 
 
 def predicted_bytes(session: Session) -> int:
