@@ -218,9 +218,18 @@ def zo2_case(setting: Setting, case: Case) -> Content:
         lr=1e-7, zo_eps=1e-3,
     )  # fmt: skip
     with zo_hf_init(options):
-        from transformers import OPTForCausalLM  # zo2 has put its own there
+        import transformers
+        from transformers import OPTForCausalLM
+        from transformers.models.opt import modeling_opt
 
-        model: Any = opt_model(case.shape, case.dtype, make=OPTForCausalLM)
+        # zo2 has put its own in one of these places; which one `from` finds depends on transformers' release.
+        known = (OPTForCausalLM, transformers.OPTForCausalLM, modeling_opt.OPTForCausalLM)
+        own = next((kind for kind in known if hasattr(kind, "zo_init")), None)
+        if own is None:
+            return {
+                "left_out": f"zo2 has put no model of its own into transformers {transformers.__version__}"
+            }
+        model: Any = opt_model(case.shape, case.dtype, make=own)
         model.zo_init(options)
     batch = token_batch(case.batch, case.seq, _VOCAB.get(case.shape, _REAL_VOCAB))
     data = {name: batch[name].to(setting.device) for name in ("input_ids", "labels")}

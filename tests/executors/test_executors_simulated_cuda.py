@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from costmodel.configs import LoRA
+from executors.runs.adapters import attach
 from executors.runs.session import Session
 from executors.steps.streams_accelerator import AcceleratorBackend
 from proofs_checks.mutation import Mutant
@@ -39,6 +41,10 @@ PLACEMENTS = {
         "schedule": {"update": "delayed"},
     },
     "offloaded, counter": OFFLOADED | {"directions": {"rng": "counter"}},
+    "offloaded, two queries": OFFLOADED | {"estimator": {"num_queries": 2}},
+    "offloaded, int8": OFFLOADED | {"low_bits": {"weights": "int8"}},
+    "offloaded, LoRA over int8": OFFLOADED
+    | {"lora": LoRA(rank=2, target_modules=("q_proj", "fc2")), "low_bits": {"weights": "int8"}},
 }
 LITERAL = ("resident", "offloaded", "offloaded, ahead", "offloaded, fresh slots")
 """Placements whose every bit is the literal loop's."""
@@ -55,6 +61,9 @@ def trained(axes, *, shape="opt", dtype="float32", steps=3, change=None):
     """Return the device, and what a session on it found."""
     with simulated() as device:
         model = model_of(shape, getattr(torch, dtype), num_hidden_layers=2)
+        axes = dict(axes)
+        if (lora := axes.pop("lora", None)) is not None:
+            attach(model, lora)
         plan = plan_of(model, dtype=dtype, **axes)
         options = {"learning_rate": 1e-2, "weight_decay": 0.1, "device": "cuda:0"}
         with Session(plan, model, **options) as session:
@@ -233,6 +242,8 @@ FAULTS = {
     "a pinned buffer is handed out twice": ("offloaded", f"{BACKEND}.allocate", "slices.pop() if", "slices[-1] if"),
     "the step before is not waited for": ("offloaded", f"{INTERPRETER}._task", "if name in before]", "if name in before and False]"),
     "others are told too early": ("data, shared", "executors.steps.streams_accelerator:_tell", "event.synchronize()", "pass"),
+    "a number is read before it has come": ("resident", "executors.device_scalars:Reading.numbers", "self._copied.synchronize()", "pass"),
+    "a number's event is recorded elsewhere": ("resident", "executors.device_scalars:Reading.__init__", "torch.accelerator.current_stream(numbers.device)", "torch.cuda.Stream()"),
     "others are not waited for": ("data, shared", f"{BACKEND}._issue", "            ticket.wait()", "            pass"),
 }  # fmt: skip
 
@@ -247,10 +258,27 @@ def test_a_fault_in_streams_events_or_buffers_is_found(fault):
             model = model_of("opt-untied" if placement == "edges" else "opt", num_hidden_layers=2)
             plan = plan_of(model, **(PLACEMENTS | {"edges": UNTIED})[placement])
             with Session(plan, model, learning_rate=1e-2, device="cuda:0") as session:
-                for batch in batches(3):
-                    session.step(batch)
+                begun = [session.begin_step(batch) for batch in batches(3)]
+                assert all(step.record() for step in begun)
                 session.digest()
     assert {finding.kind for finding in device.findings} == {"race"}
+
+
+WRONG_NUMBERS = {
+    "a number is rounded to the format of weights": ("bfloat16", "executors.device_scalars:DeviceScalar.factor", "torch.float64 if dtype == torch.float64 else torch.float32", "dtype"),
+    "other weights decay": ("float32", "executors.steps.arithmetic:Sweeper.update", "_foreach_add_([product[first:last]", "_foreach_add_([product[: last - first]"),
+    "a quotient is not divided": ("float32", "executors.device_scalars:DeviceScalar.__truediv__", "if divisor == 1", "if divisor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG_NUMBERS)
+def test_a_fault_in_what_stays_on_the_device_changes_numbers(fault):
+    dtype, *where = WRONG_NUMBERS[fault]
+    axes = {"estimator": {"num_queries": 3}}
+    _, right = trained(axes, dtype=dtype)
+    with Mutant(fault, *where).apply():
+        _, wrong = trained(axes, dtype=dtype)
+    assert right != wrong
 
 
 def cross_stream_edges(axes):
@@ -283,8 +311,8 @@ def without(edge):
 def is_ordered_by_the_host(edge):
     """Whether the host sees to the order of an edge, so that nothing happens without it.
 
-    It reads the projected gradient before it goes on; each step's batch is in memory of its own; and memory is given back
-    after the host has waited for the device.
+    Each step's batch is in memory of its own, and memory is given back after the host has waited for the device. What a
+    session's step has found is read before the next begins.
     """
     name, _, other = edge
     return name == "load" or other.startswith("projected_gradient") or other.endswith("/free")
@@ -307,16 +335,37 @@ def test_every_dependency_between_streams_that_is_cut_is_found(placement):
 
 
 @pytest.mark.parametrize("shape", ["opt", "llama", "gpt2"])
-def test_the_host_waits_for_the_device_once_a_step(shape):
+def test_the_host_waits_for_the_device_once_a_step_which_then_has_the_next_one_to_do(shape):
     """For the projected gradient and the losses; what transformers ask of a batch's mask is known on the host."""
     with simulated() as device:
         model = model_of(shape, num_hidden_layers=2)
         with Session(plan_of(model, **OFFLOADED), model, learning_rate=1e-3, device="cuda:0") as session:
-            first, second = batches(2)
+            first, second, third = batches(3)
             session.step(first)
-            before = sum(device.synchronisations.values())
-            session.step(second)
-            assert sum(device.synchronisations.values()) - before == 1
+            begun = session.begin_step(second)
+            waits, standstills = device.synchronisations.total(), device.standstills.total()
+            session.begin_step(third)
+            assert device.synchronisations.total() == waits
+            begun.record()
+            assert device.synchronisations.total() - waits == 1
+            assert device.standstills.total() == standstills
+
+
+def test_records_that_are_read_late_are_those_that_are_read_at_once():
+    with simulated():
+        late, at_once = ([], [])
+        for numbers, is_late in ((late, True), (at_once, False)):
+            model = model_of("opt", num_hidden_layers=2)
+            plan = plan_of(model, **OFFLOADED, estimator={"num_queries": 3})
+            with Session(plan, model, learning_rate=1e-2, weight_decay=0.1, device="cuda:0") as session:
+                begun = []
+                for batch in batches(3):
+                    begun.append(session.begin_step(batch))
+                    if not is_late:
+                        begun[-1].record()
+                numbers += [replace(step.record(), seconds=0.0) for step in begun]
+                numbers.append(session.digest())
+    assert late == at_once
 
 
 def test_memory_is_counted_as_the_allocator_does():

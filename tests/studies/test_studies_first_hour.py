@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+import torch
 import typer
 
-from studies.first_hour import hour
+from studies.first_hour import hour, steps
 from studies.first_hour.__main__ import main
 from studies.first_hour.parts import Part
 from studies.first_hour.report import report
@@ -38,6 +41,50 @@ def test_memory_is_predicted_as_the_device_counts_it(rehearsed):
     assert len(steps) == 2
     for step in steps:
         assert 0 <= step["predicted_device_bytes"] / step["device_bytes"] - 1 <= 0.05
+
+
+class Zo2Config(SimpleNamespace):
+    """What zo2's options are given as."""
+
+
+@contextmanager
+def zo2_models(_options):
+    """Let transformers have a model that trains itself when it is called, as zo2's does."""
+    import transformers
+
+    class Trained(transformers.OPTForCausalLM):
+        def zo_init(self, options):
+            self.to(options.working_device)
+
+        def zo_train(self):
+            self.eval()
+
+        def forward(self, **data):
+            with torch.no_grad():
+                return super().forward(**data).loss
+
+    before, transformers.OPTForCausalLM = transformers.OPTForCausalLM, Trained
+    try:
+        yield
+    finally:
+        transformers.OPTForCausalLM = before
+
+
+def test_zo2s_own_step_is_timed_where_its_package_is(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zo2", SimpleNamespace(ZOConfig=Zo2Config, zo_hf_init=zo2_models))
+    setting = Setting(hardware="a100-80gb-milan", folder=tmp_path, is_rehearsal=True)
+    case = steps.Case("tiny", "offloaded", "float32", 2, 16)
+    with simulated():
+        assert steps.zo2_case(setting, case)["step_s"] > 0
+    monkeypatch.setitem(sys.modules, "zo2", None)
+    assert "zo2 is not installed" in steps.zo2_case(setting, case)["left_out"]
+
+
+def test_a_part_that_has_too_little_time_left_is_left_for_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(hour, "parts_of", lambda _: [Part("one", "one", lambda _: {})])
+    run = hour.in_processes([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, 600)
+    assert not hour.spend(Setting(folder=tmp_path), run, stop_after_s=0.2, say=print)
+    assert not (tmp_path / "one.json").exists()
 
 
 def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):

@@ -195,3 +195,11 @@ def test_a_table_in_a_pipe_is_never_cut(capsys: pytest.CaptureFixture[str]) -> N
     cell = "x[0]" * 100
     console.emit([], json=False, text=Table(["name", "time_s"], [[cell, 1.0]], numeric=["time_s"]))
     assert cell in capsys.readouterr().out
+
+
+def test_a_source_tree_that_nobody_installed_has_its_commands(monkeypatch):
+    installed = set(registry.registered())
+    monkeypatch.setattr(registry, "entry_points", lambda group: ())
+    assert {"plan", "run", "calibrate"} <= set(registry.registered())
+    assert set(registry.registered()) == installed
+    assert callable(registry.load(registry.registered(registry.FUNCTIONS)["run"]))

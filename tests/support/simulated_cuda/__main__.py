@@ -29,6 +29,9 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Llama, offloaded": ("llama", OFFLOADED),
     "GPT-2, resident": ("gpt2", {}),
     "GPT-2, offloaded": ("gpt2", OFFLOADED),
+    "OPT, resident, graphs": ("opt", {"graphs": True}),
+    "OPT, offloaded, graphs": ("opt", {"graphs": True, **OFFLOADED}),
+    "Llama, offloaded, graphs": ("llama", {"graphs": True, **OFFLOADED}),
     "two queries": ("opt", _QUERIES),
     "two queries, offloaded": ("opt", _QUERIES | OFFLOADED),
     "counter draws": ("opt", {"directions": {"rng": "counter"}}),
@@ -68,6 +71,7 @@ def _sessions(shape: str, case: Mapping[str, Any]) -> tuple[Plan, list[Any], dic
             attach(model, lora)
         return model
 
+    graphs = {"graphs": True} if axes.pop("graphs", False) else {}
     plan = plan_of(made(), size=6, dtype=dtype, **axes)
     num_ranks = 1
     for size in mesh.values():
@@ -77,7 +81,13 @@ def _sessions(shape: str, case: Mapping[str, Any]) -> tuple[Plan, list[Any], dic
         data["mesh"] = mesh
         data["placement"] |= {"devices": ["cpu0"] * num_ranks}
         plan = Plan.model_validate(data)
-    options = {"learning_rate": 1e-3, "weight_decay": decay, "num_micro_batches": parts, "device": "cuda:0"}
+    options = {
+        "learning_rate": 1e-3,
+        "weight_decay": decay,
+        "num_micro_batches": parts,
+        "device": "cuda:0",
+        **graphs,
+    }
     return plan, [made() for _ in range(num_ranks)], options
 
 
