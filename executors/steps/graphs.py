@@ -3,7 +3,7 @@
 A graph replays kernels with the addresses that they were captured with. So whatever goes in or comes out has a place that stays,
 and weights that have moved since are captured anew.
 
-CUDA alone: ``torch.accelerator.Graph`` is newer than the oldest torch that runs here, and takes no generators.
+CUDA alone: ``torch.accelerator.Graph`` is newer than the oldest torch that runs here.
 """
 
 from __future__ import annotations
