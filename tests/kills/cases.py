@@ -211,8 +211,11 @@ def _strike(draw: random.Random, placement: str, turn: int, *, is_resumed: bool)
         return Strike(name, target, time_part=round(draw.random(), 4))
     left_out = set() if is_resumed else {"replay"}
     left_out |= {"joining"} if num_ranks(placement) == 1 else set()
-    left_out |= set() if "windows" in placement else {"window/closing", "window/drawn"}
-    point = POINTS[draw.choice([name for name in POINTS if name not in left_out])]
+    windows = ["window/closing", "window/drawn"]
+    left_out |= set() if "windows" in placement else set(windows)
+    names = [name for name in POINTS if name not in left_out]
+    names += 4 * windows if "windows" in placement else []  # what these runs alone come to
+    point = POINTS[draw.choice(names)]
     rank = draw.randrange(num_ranks(placement)) if point.name in _OF_EVERY_RANK else 0
     nth = draw.randint(1, _MOST[point.name]) if point.name in _MOST else point.nth
     return Strike(name, target, point=replace(point, nth=nth, rank=rank))
