@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -198,8 +199,10 @@ def plot(rows: Sequence[RankRow], path: Path) -> None:
 
     dense = next(row for row in rows if row.rank == 0)
     own = [row for row in rows if row.rank]
-    figure, panels = plt.subplots(1, 3, figsize=(12, 3.8))
-    what = (("kurtosis", "kurtosis of g"), ("milliseconds", "ms a step"), ("loss", "held-out loss"))
+    what = [("kurtosis", "kurtosis of g"), ("milliseconds", "ms a step"), ("loss", "held-out loss")]
+    what = [(name, label) for name, label in what if not math.isnan(getattr(dense, name))]
+    figure, grid = plt.subplots(1, len(what), figsize=(4 * len(what), 3.8), squeeze=False)
+    panels = grid[0]
     for axes, (name, label) in zip(panels, what, strict=True):
         axes.plot([row.rank for row in own], [getattr(row, name) for row in own], "o-", label="factorised")
         axes.axhline(getattr(dense, name), color="black", linewidth=0.8, label="dense, MeZO's loop")
