@@ -21,6 +21,9 @@ from zosim.plans.low_bits import InputFormat, InputScales, KernelName
 _MULTIPLE = {"cuda": 32}
 """Rows that a device's products of matrices of bytes want a multiple of."""
 
+_FILLED_ROWS = 32
+"""Rows of a sparse direction are filled up to a multiple of so many."""
+
 _LARGEST: dict[InputFormat, float] = {"int8": 127.0, "float8": torch.finfo(torch.float8_e4m3fn).max}
 
 
@@ -185,9 +188,12 @@ class _DirectionProduct:
         self._direction = direction if rows is None else direction[rows]
         if codes.dtype != torch.int8:
             self._direction = self._direction.to(codes.dtype)  # exact: codes of 5 bits at most
-        # That of a few rows is made at once.
-        is_made = rows is not None and rows.numel() > 0
-        self._product = byte_product(codes, self._direction, self._scales) if is_made else None
+        # That of a few rows is made at once. Zeros fill their number up: oneDNN compiles a kernel for every number that it meets.
+        num = 0 if rows is None else rows.numel()
+        self._product: Tensor | None = None
+        if num:
+            filled = nn.functional.pad(self._direction, (0, 0, 0, -num % _FILLED_ROWS))
+            self._product = byte_product(codes, filled, self._scales)[:, :num]
 
     def add_to(self, sums: Tensor, rows: slice, columns: slice) -> None:
         """Add it to some rows and columns of the output."""
