@@ -130,7 +130,7 @@ def all_ranks(device, case):
     """Return what all ranks of a case find on one device."""
     plan = distributed.plan_for(case)
     # Made here: all threads draw from one generator.
-    models = [distributed.model_for(case) for _ in range(plan.placement.world_size)]
+    models = [distributed.model_for(case, plan) for _ in range(plan.placement.world_size)]
 
     def rank(number, communicator):
         with seen_by(device):
@@ -150,7 +150,9 @@ def test_ranks_on_one_device_find_what_a_rank_alone_does(case):
         ranks = all_ranks(device, case)
         if case.get("batch", 4) % shards == 0:
             alone = distributed.plan_for(case, alone=True)
-            ranks.append(trained_in(alone, case, distributed.model_for(case), num_micro_batches=shards))
+            ranks.append(
+                trained_in(alone, case, distributed.model_for(case, alone), num_micro_batches=shards)
+            )
     assert all(rank == ranks[0] for rank in ranks)
     assert device.findings == []
 
