@@ -47,6 +47,7 @@ def seen_by(device: Device) -> Iterator[None]:
     """Let the calling thread find the device: every thread of a test that uses torch has to ask for it."""
     with Devices(device), Kernels(device):
         yield
+    device.end_thread()
 
 
 @contextlib.contextmanager

@@ -222,6 +222,8 @@ class Device:
         self.streams = [Stream(self, 0)]
         self._lock = threading.RLock()
         self._shadow = Shadow()
+        # What threads knew that have ended: whoever collects their garbage comes after them.
+        self._ended: Clock = {}
         self._numbers: Counter[str] = Counter()
         self._memory: dict[int, Memory] = {}
         self._registered: list[Memory] = []
@@ -326,6 +328,11 @@ class Device:
                 self.pinned_taken_bytes += 1 << max(0, size_bytes - 1).bit_length()
         weakref.finalize(storage, self._free, key)
 
+    def end_thread(self) -> None:
+        """Let the calling thread have ended, which others wait for before they go on."""
+        with self._lock:
+            merge(self._ended, self.host.clock)
+
     def _free(self, key: int) -> None:
         with self._lock:
             memory = self._memory.pop(key, None)
@@ -338,6 +345,7 @@ class Device:
             self.allocated_bytes -= _handed_out(memory.size_bytes)
             known = dict(next(s for s in self.streams if s.name == memory.stream).clock)
             merge(known, self.host.clock)
+            merge(known, self._ended)
             for stream, use in memory.uses.items():
                 if stream not in memory.recorded and not use.is_known_to(memory.stream, known):
                     self._report(
