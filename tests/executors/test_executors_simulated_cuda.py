@@ -244,8 +244,8 @@ FAULTS = {
     "a pinned buffer is handed out twice": ("offloaded", f"{BACKEND}.allocate", "slices.pop() if", "slices[-1] if"),
     "the step before is not waited for": ("offloaded", f"{INTERPRETER}._task", "if name in before]", "if name in before and False]"),
     "others are told too early": ("data, shared", "executors.steps.streams_accelerator:_tell", "event.synchronize()", "pass"),
-    "a number is read before it has come": ("resident", "executors.device_scalars:Reading.numbers", "self._copied.synchronize()", "pass"),
-    "a number's event is recorded elsewhere": ("resident", "executors.device_scalars:Reading.__init__", "torch.accelerator.current_stream(numbers.device)", "torch.cuda.Stream()"),
+    "a number is read before it has come": ("resident", "executors.device_scalars:ScalarReading.numbers", "self._copied.synchronize()", "pass"),
+    "a number's event is recorded elsewhere": ("resident", "executors.device_scalars:ScalarReading.__init__", "torch.accelerator.current_stream(numbers.device)", "torch.cuda.Stream()"),
     "others are not waited for": ("data, shared", f"{BACKEND}._issue", "            ticket.wait()", "            pass"),
 }  # fmt: skip
 
