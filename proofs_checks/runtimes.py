@@ -363,9 +363,9 @@ CLAIMS = (
                 Mutant("a step's chances in every step", _BY_CODES, "source.step, op.query", "0, op.query"),
                 Mutant(
                     "decay in every query",
-                    "executors.steps.ops.sweep:Sweeps.update",
-                    ".weight_decay if op.query == 0 else 0.0",
-                    ".weight_decay",
+                    _BY_CODES,
+                    "(before is not None or op.query == 0) and after is None",
+                    "after is None",
                 ),
             ),
         ),

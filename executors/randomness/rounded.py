@@ -51,6 +51,8 @@ class Uniform(Direction):
 
 
 _UNIFORM = Uniform()
+_SIGNS_AT_ONCE = 1 << 14
+"""On a CPU; a multiple of the signs that one random word makes."""
 
 
 class Chances:
@@ -211,9 +213,14 @@ class RoundedDraws:
         piece.copy_(self._levels(numbers, lambda: chances))
 
     def _fill_signs(self, piece: Tensor, seed: int, generator: Generator) -> None:
-        signs = torch.empty(piece.numel(), dtype=torch.float32, device=self._device)
-        self._direction.fill(signs, generator.manual_seed(seed))
-        piece.copy_(signs.mul_(self._rounding.scale))
+        """Fill a block with signs: on a CPU, whose generator goes on from part to part, in parts that stay in cache."""
+        generator.manual_seed(seed)
+        length = _SIGNS_AT_ONCE if self._device.type == "cpu" else piece.numel()
+        signs = torch.empty(min(length, piece.numel()), dtype=torch.float32, device=self._device)
+        for part in piece.split(length):
+            made = signs[: part.numel()]
+            self._direction.fill(made, generator)
+            part.copy_(made.mul_(self._rounding.scale))
 
     def _fill_rows(
         self,

@@ -153,9 +153,9 @@ def test_a_run_that_was_refused_goes_on_to_the_right_bits(inputs, tmp_path, caps
             faults.flip_at_rest(session, is_victim=True)
         return real(session, batch, **given)
 
-    real = Session.step
+    real = Session.begin_step
     with monkeypatch.context() as planted:
-        planted.setattr(Session, "step", step)
+        planted.setattr(Session, "begin_step", step)
         assert train(inputs, out, "--residency", residency) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "after 6 steps, and not yet after 4, this process found other bits in block.1" in said
@@ -177,8 +177,8 @@ def test_a_bit_that_ruins_the_loss_is_named_as_what_it_is(inputs, tmp_path, caps
             session.engine.blocks[1].fc1.weight.data[0, 0] = float("nan")
         return real(session, batch, **given)
 
-    real = Session.step
-    monkeypatch.setattr(Session, "step", step)
+    real = Session.begin_step
+    monkeypatch.setattr(Session, "begin_step", step)
     assert train(inputs, tmp_path / "out") == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "after 4 steps, and not yet after 3, this process found other bits in block.1" in said
@@ -192,9 +192,9 @@ def test_a_first_digest_that_is_refused_lets_the_run_begin_again(inputs, tmp_pat
             faults.flip_at_rest(session, is_victim=True)
         return real(session, batch, **given)
 
-    real = Session.step
+    real = Session.begin_step
     with monkeypatch.context() as planted:
-        planted.setattr(Session, "step", step)
+        planted.setattr(Session, "begin_step", step)
         assert train(inputs, tmp_path / "out") == 2
     assert rows_of(tmp_path / "out") == []
     assert train(inputs, tmp_path / "out", "--resume") == 0

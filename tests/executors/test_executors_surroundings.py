@@ -60,14 +60,14 @@ def small_disk(tmp_path):
 
 def before_step(monkeypatch, number, action):
     """Do something before a run's step `number`."""
-    real = Session.step
+    real = Session.begin_step
 
     def step(self, *given, **more):
         if self.num_steps == number:
             action()
         return real(self, *given, **more)
 
-    monkeypatch.setattr(Session, "step", step)
+    monkeypatch.setattr(Session, "begin_step", step)
 
 
 def fill(disk):

@@ -192,7 +192,7 @@ def whole_run(inputs, tmp_path_factory):
         (windows_of_runs, "close_slot", 9),
         (LazyWindows, "draw", 2),
         (Slots, "compact", 8),
-        (Session, "step", 5),
+        (Session, "begin_step", 5),
     ],
     ids=["first-slot", "slots-of-the-second", "drawn-not-saved", "compacted", "within"],
 )

@@ -204,7 +204,7 @@ def _few_steps_of_one_rank() -> None:
     from executors.runs.session import Session
 
     executors.ranks.launch.launch = _refuse  # type: ignore[assignment]
-    step = Session.step
+    step = Session.begin_step
 
     @wraps(step)
     def one_of_a_few(session: Session, *arguments: Any, **more: Any) -> Any:
@@ -213,7 +213,7 @@ def _few_steps_of_one_rank() -> None:
         return step(session, *arguments, **more)
 
     if not hasattr(step, "__wrapped__"):
-        Session.step = one_of_a_few  # type: ignore[method-assign]
+        Session.begin_step = one_of_a_few  # type: ignore[method-assign]
 
 
 def _few_batches() -> None:

@@ -78,7 +78,7 @@ POINTS: dict[str, Point] = {
         Point("header/rename", "os.rename", r"run\.json$"),
         Point("programs/rename", "os.rename", r"program\.json$"),
         Point("log/created", "open", r"/steps\.jsonl$"),
-        Point("first step", "call", f"{_RUNS}.session:Session.step"),
+        Point("first step", "call", f"{_RUNS}.session:Session.begin_step"),
         Point("forward", "call", "transformers.models.opt.modeling_opt:OPTDecoderLayer.forward"),
         Point("log/half a line", "write", r"/steps\.jsonl$"),
         Point("metrics/half a line", "write", r"/metrics\.jsonl$"),

@@ -214,20 +214,17 @@ def test_the_matrix_does_not_run_claims_that_do_not_call_the_changed_function():
 
 
 def test_a_method_that_calls_super_takes_a_fault():
-    from executors.low_bits.linear import CodedLinear
+    from executors.models.recording_blocks import Stop
 
-    layer = CodedLinear(2, 2, bias=False)
-    layer.coded = None
-    plain = layer(torch.ones(1, 2))
     fault = Mutant(
         "off",
-        "executors.low_bits.linear:CodedLinear.forward",
-        "super().forward(input)",
-        "super().forward(input) + 1",
+        "executors.models.recording_blocks:Stop.__init__",
+        "self.hidden = hidden",
+        "self.hidden = -hidden",
     )
     with fault.apply():
-        assert torch.equal(layer(torch.ones(1, 2)), plain + 1)
-    assert torch.equal(layer(torch.ones(1, 2)), plain)
+        assert torch.equal(Stop(torch.ones(2)).hidden, -torch.ones(2))
+    assert torch.equal(Stop(torch.ones(2)).hidden, torch.ones(2))
 
 
 def test_a_check_that_is_stopped_has_said_what_it_knows(monkeypatch):

@@ -372,11 +372,11 @@ def run_with_fault(settings, step):
     from executors.runs.run import run_in_rank
     from executors.runs.session import Session
 
-    real = Session.step
+    real = Session.begin_step
 
     def faulty(session, batch, **given):
         return real(session, batch, **given, **({"learning_rate": 1.0} if session.num_steps == step else {}))
 
     if RankInfo.here().rank == 1:
-        Session.step = faulty
+        Session.begin_step = faulty
     return run_in_rank(settings)

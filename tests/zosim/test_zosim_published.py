@@ -295,7 +295,7 @@ def test_rows_that_cannot_be_predicted_say_why(profile):
     ("fields", "word"),
     [
         ({"nodes": "two"}, "nodes"),
-        ({"batch_size": "1.0"}, "batch_size"),
+        ({"batch_size": "1.5"}, "batch_size"),
         ({"batch_size": "9" * 5000}, "batch_size"),
         ({"seq_len": ""}, "seq_len"),
         ({"unit": "tokens/h"}, "unit"),
