@@ -1,60 +1,56 @@
 """What one operation costs: work counted from a model's shapes, and seconds from a device's profile.
 
+>>> from costmodel import datasheet_profile, forward_work, read_model_spec
+>>> from costmodel.estimate import estimate
 >>> from topology import load_preset
 >>> spec = read_model_spec("opt-13b")
 >>> work = forward_work(spec, "block.0", batch=1, seq=2048, dtype="bfloat16")
 >>> estimate(work, datasheet_profile(load_preset("h200-1x"), "gpu0")).limiter
 'matmul'
 
-:mod:`costmodel.calibration` fits a profile to measurements; it is imported by name, because scipy takes a while.
+:mod:`costmodel.calibration` fits a profile to measurements; it needs scipy.
 """
 
-from costmodel.configs import LoRA, Prefix, read_model_spec, shipped_models, spec_of_config
-from costmodel.datasheet import datasheet_profile
-from costmodel.estimate import OperationCost, estimate
-from costmodel.formats import FORMATS, DType, Format
-from costmodel.forward import activation_bytes, forward_work, shared_activation_bytes
-from costmodel.groups import ParameterEntry, group_parameters
-from costmodel.memory import MemoryPart, preflight_host
-from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup, block_segment
-from costmodel.profile import Constant, Profile, load_profile
-from costmodel.sweeps import allocation_work, cast_work, copy_work, draw_work, perturb_work, update_work
-from costmodel.work import Attention, Matmul, Work
+from __future__ import annotations
 
-__all__ = [
-    "EMBED",
-    "FORMATS",
-    "HEAD",
-    "Attention",
-    "Constant",
-    "DType",
-    "Format",
-    "LoRA",
-    "Matmul",
-    "MemoryPart",
-    "ModelSpec",
-    "OperationCost",
-    "ParameterEntry",
-    "ParameterGroup",
-    "Prefix",
-    "Profile",
-    "Work",
-    "activation_bytes",
-    "allocation_work",
-    "block_segment",
-    "cast_work",
-    "copy_work",
-    "datasheet_profile",
-    "draw_work",
-    "estimate",
-    "forward_work",
-    "group_parameters",
-    "load_profile",
-    "perturb_work",
-    "preflight_host",
-    "read_model_spec",
-    "shared_activation_bytes",
-    "shipped_models",
-    "spec_of_config",
-    "update_work",
-]
+from typing import TYPE_CHECKING
+
+from topology.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from costmodel.configs import LoRA as LoRA
+    from costmodel.configs import Prefix as Prefix
+    from costmodel.configs import read_model_spec as read_model_spec
+    from costmodel.configs import shipped_models as shipped_models
+    from costmodel.configs import spec_of_config as spec_of_config
+    from costmodel.datasheet import datasheet_profile as datasheet_profile
+    from costmodel.estimate import OperationCost as OperationCost
+    from costmodel.formats import FORMATS as FORMATS
+    from costmodel.formats import DType as DType
+    from costmodel.formats import Format as Format
+    from costmodel.forward import activation_bytes as activation_bytes
+    from costmodel.forward import forward_work as forward_work
+    from costmodel.forward import shared_activation_bytes as shared_activation_bytes
+    from costmodel.groups import ParameterEntry as ParameterEntry
+    from costmodel.groups import group_parameters as group_parameters
+    from costmodel.memory import MemoryPart as MemoryPart
+    from costmodel.memory import preflight_host as preflight_host
+    from costmodel.model_spec import EMBED as EMBED
+    from costmodel.model_spec import HEAD as HEAD
+    from costmodel.model_spec import ModelSpec as ModelSpec
+    from costmodel.model_spec import ParameterGroup as ParameterGroup
+    from costmodel.model_spec import block_segment as block_segment
+    from costmodel.profile import Constant as Constant
+    from costmodel.profile import Profile as Profile
+    from costmodel.profile import load_profile as load_profile
+    from costmodel.sweeps import allocation_work as allocation_work
+    from costmodel.sweeps import cast_work as cast_work
+    from costmodel.sweeps import copy_work as copy_work
+    from costmodel.sweeps import draw_work as draw_work
+    from costmodel.sweeps import perturb_work as perturb_work
+    from costmodel.sweeps import update_work as update_work
+    from costmodel.work import Attention as Attention
+    from costmodel.work import Matmul as Matmul
+    from costmodel.work import Work as Work
+else:
+    __getattr__, __all__ = lazy_names(__name__, __file__)

@@ -13,7 +13,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -24,11 +23,11 @@ from pydantic import (
 
 from costmodel.families import FAMILIES, Architecture, FamilyConfig, TensorSpec
 from costmodel.groups import ParameterEntry, cut_blocks_inside, group_parameters
-from costmodel.model_spec import ModelSpec, segments_of
+from costmodel.model_spec import ModelSpec, Part, segments_of
 from costmodel.stored_codes import StoredCodes, stored_codes
 from topology.errors import ModelError, UnknownFamily
 from topology.limits import Extent, Seed
-from topology.reading import read_json_object
+from topology.reading import read_json_object, shipped_yaml
 from topology.validation import readable
 
 CONFIG_NAME = "config.json"
@@ -115,9 +114,6 @@ class Prefix(BaseModel):
 
 Subset = Literal["matrices", "linears"]
 """Part of a model's own parameters: those of two dimensions, or of these the weights of the linears inside the blocks."""
-
-Part = Literal["all", "matrices", "linears"]
-"""What is tuned of a model's own parameters."""
 
 Trainable = Part | LoRA | Prefix
 
@@ -402,7 +398,7 @@ def _shipped_name(source: str) -> str:
 def _family_files() -> Iterator[dict[str, Any]]:
     folder = resources.files("costmodel") / "data" / "models"
     for family in FAMILIES:
-        yield yaml.safe_load((folder / f"{family}.yaml").read_text(encoding="utf-8"))
+        yield shipped_yaml((folder / f"{family}.yaml").read_text(encoding="utf-8"))
 
 
 @cache

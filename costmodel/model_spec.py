@@ -26,6 +26,9 @@ HEAD = "head"
 FRONT = ".front"
 BACK = ".back"
 
+Part = Literal["all", "matrices", "linears"]
+"""What is tuned of a model's own parameters."""
+
 
 def block_segment(index: int) -> str:
     """Name of the segment that is block `index` (from 0)."""

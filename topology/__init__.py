@@ -1,61 +1,46 @@
 """The hardware as a graph: what a machine has, how data get around in it, and what flows share.
 
+>>> from topology import load_preset
 >>> machine = load_preset("dgx-1v")
 >>> [link.type.name for link in machine.route("gpu0", "gpu4").links]
 ['nvlink2']
 """
 
-from topology.detection import detect
-from topology.documents import catalogue, dump, load, load_preset, loads, preset_names
-from topology.drawing import draw
-from topology.errors import TopologyError, ZosimError
-from topology.figures import Figure
-from topology.graph import Topology
-from topology.hardware import resolve
-from topology.importers import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo
-from topology.lint import Finding, lint, refuse_errors
-from topology.routes import Resource, Route
-from topology.schema import (
-    DeviceSpec,
-    Dtype,
-    Link,
-    LinkKind,
-    LinkType,
-    MeasuredBandwidth,
-    Node,
-    NodeKind,
-)
-from topology.text import render_text
+from __future__ import annotations
 
-__all__ = [
-    "DeviceSpec",
-    "Dtype",
-    "Figure",
-    "Finding",
-    "Link",
-    "LinkKind",
-    "LinkType",
-    "MeasuredBandwidth",
-    "Node",
-    "NodeKind",
-    "Resource",
-    "Route",
-    "Topology",
-    "TopologyError",
-    "ZosimError",
-    "catalogue",
-    "detect",
-    "draw",
-    "dump",
-    "from_hwloc_xml",
-    "from_nccl_xml",
-    "from_nvidia_smi_topo",
-    "lint",
-    "load",
-    "load_preset",
-    "loads",
-    "preset_names",
-    "refuse_errors",
-    "render_text",
-    "resolve",
-]
+from typing import TYPE_CHECKING
+
+from topology.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from topology.detection import detect as detect
+    from topology.documents import catalogue as catalogue
+    from topology.documents import dump as dump
+    from topology.documents import load as load
+    from topology.documents import load_preset as load_preset
+    from topology.documents import loads as loads
+    from topology.documents import preset_names as preset_names
+    from topology.drawing import draw as draw
+    from topology.errors import TopologyError as TopologyError
+    from topology.errors import ZosimError as ZosimError
+    from topology.figures import Figure as Figure
+    from topology.graph import Topology as Topology
+    from topology.hardware import resolve as resolve
+    from topology.importers import from_hwloc_xml as from_hwloc_xml
+    from topology.importers import from_nccl_xml as from_nccl_xml
+    from topology.importers import from_nvidia_smi_topo as from_nvidia_smi_topo
+    from topology.lint import Finding as Finding
+    from topology.lint import refuse_errors as refuse_errors
+    from topology.routes import Resource as Resource
+    from topology.routes import Route as Route
+    from topology.schema import DeviceSpec as DeviceSpec
+    from topology.schema import Dtype as Dtype
+    from topology.schema import Link as Link
+    from topology.schema import LinkKind as LinkKind
+    from topology.schema import LinkType as LinkType
+    from topology.schema import MeasuredBandwidth as MeasuredBandwidth
+    from topology.schema import Node as Node
+    from topology.schema import NodeKind as NodeKind
+    from topology.text import render_text as render_text
+else:
+    __getattr__, __all__ = lazy_names(__name__, __file__)

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from topology.errors import TopologyError
 from topology.graph import Topology
-from topology.reading import MAX_YAML_BYTES, parse_yaml, read_text
+from topology.reading import MAX_YAML_BYTES, parse_yaml, read_text, shipped_yaml
 from topology.schema import DeviceSpec, LinkType
 from topology.validation import FrozenModel, Location, did_you_mean, readable
 
@@ -53,7 +53,7 @@ def catalogue() -> Catalogue:
     folder = resources.files("topology") / "data" / "catalogue"
     for entry in sorted(folder.iterdir(), key=lambda item: item.name):
         if entry.name.endswith(".yaml"):
-            data = yaml.safe_load(entry.read_text(encoding="utf-8"))
+            data = shipped_yaml(entry.read_text(encoding="utf-8"))
             for section, items in merged.items():
                 items.update(data.get(section, {}))
     return _read_catalogue(merged, "the catalogue", locate=None)

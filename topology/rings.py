@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from topology.errors import TopologyError
 from topology.graph import Topology
@@ -135,6 +134,9 @@ def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
     cycles = list(_limited(_cycles(tuple(gpu_ids), joints)))
     if not cycles:
         return RingSet(tuple(gpu_ids), ())
+    # Most machines have no NVLinks, and scipy takes a while to import.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
     slowest = np.array([min(joint.bandwidth_bytes_per_s for joint in path) for _, path in cycles])
     listed = list(dict.fromkeys(joint for _, path in cycles for joint in path))
     incidence = np.array([[path.count(joint) for _, path in cycles] for joint in listed], dtype=np.float64)

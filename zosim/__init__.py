@@ -12,9 +12,9 @@ Functions that bear their module's name are imported from it: ``from zosim.engin
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from topology.lazy import lazy_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,53 +47,21 @@ if TYPE_CHECKING:
     from zosim.program import Program as Program
     from zosim.timeline import Timeline as Timeline
 
+    __version__: str
     run: Callable[..., dict[str, Any]]
+else:
 
-_HOMES = {
-    "buy": "zosim.applications.buying.answer",
-    "compare": "zosim.face",
-    "plan": "zosim.face",
-    "simulate": "zosim.face",
-    "Comparison": "zosim.analysis.compare",
-    "Decision": "zosim.planning.planner",
-    "Directions": "zosim.plans",
-    "Estimator": "zosim.plans",
-    "ForwardPass": "zosim.plans",
-    "Machine": "zosim.hardware.machine",
-    "Mesh": "zosim.plans",
-    "Placement": "zosim.plans",
-    "Plan": "zosim.plans",
-    "Prediction": "zosim.planning.predict",
-    "Program": "zosim.program",
-    "Request": "zosim.planning.planner",
-    "Residency": "zosim.plans",
-    "Schedule": "zosim.plans",
-    "Split": "zosim.plans",
-    "Subject": "zosim.planning.predict",
-    "Timeline": "zosim.timeline",
-    "Weights": "zosim.plans",
-    "ZosimError": "topology.errors",
-    "choose": "zosim.planning.planner",
-    "lower": "zosim.lowering",
-    "save_trace": "zosim.applications.trace",
-    "step_time_bound": "zosim.applications.closed_form.recurrence",
-}
+    def _version() -> str:
+        from importlib.metadata import PackageNotFoundError, version
 
-try:
-    __version__ = version("zosim")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+unknown"
+        try:
+            return version("zosim")
+        except PackageNotFoundError:  # a source tree that was never installed
+            return "0+unknown"
 
-__all__ = sorted(("__version__", "run", *_HOMES))  # noqa: PLE0605 - names of what is loaded when asked for
-
-
-def __getattr__(name: str) -> Any:
-    """Load what `name` stands for."""
-    if name == "run":
+    def _run() -> Any:
         from zosim.registry import FUNCTIONS, load, registered
 
         return load(registered(FUNCTIONS)["run"])
-    if name not in _HOMES:
-        message = f"module 'zosim' has no attribute {name!r}"
-        raise AttributeError(message)
-    return getattr(import_module(_HOMES[name]), name)
+
+    __getattr__, __all__ = lazy_names(__name__, __file__, __version__=_version, run=_run)

@@ -9,80 +9,28 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from costmodel.configs import Part
 from topology.errors import PlanError
 from topology.units import format_seconds
 from zosim import face
 from zosim.applications.first_order.options import FIRST_ORDER_SECTIONS, FirstOrderName, first_order_of
-from zosim.applications.first_order.report import baseline_subject, comparison_data, comparison_view
-from zosim.applications.published_code import all_as_published
-from zosim.applications.trace import save_trace
 from zosim.console import emit, stderr
-from zosim.options import HOST, Hardware, PlanFile, ProfileFile, ProgramFile, Threads
-from zosim.planning.predict import Engine
-from zosim.planning.views import decision_data, decision_view, prediction_data, simulation_view, stages_data
-from zosim.planning.visibility import about_epsilon
-from zosim.plans import Method
+from zosim.options import PlanFile
 from zosim.report import Report
-from zosim.stated import (
-    METHOD_HELP,
-    PLAN_SECTIONS,
-    AllowLossy,
-    Json,
-    MaxDeviceMemory,
-    MaxHostMemory,
-    with_settings,
-)
+from zosim.stated import PLAN_SECTIONS, Json, options_of, with_settings
 
 
-@with_settings(PLAN_SECTIONS)
+@with_settings(PLAN_SECTIONS, like=face.plan)
 def plan(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A shipped size (opt-13b), a model directory, a config.json, or a saved ModelSpec."
-        ),
-    ],
-    hardware: Annotated[str, typer.Option(help="A preset's name, a topology file, or host.")] = HOST,
-    method: Annotated[Method, typer.Option(help=METHOD_HELP)] = "auto",
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Most devices to use; by default all, or the one named.")
-    ] = None,
-    densities: Annotated[
-        Path | None, typer.Option(help="Measured densities of the cuts, from `zosim probe --json`.")
-    ] = None,
-    allow_lossy: AllowLossy = False,
-    max_device_memory: MaxDeviceMemory = None,
-    max_host_memory: MaxHostMemory = None,
-    device: Annotated[
-        str | None, typer.Option(help="Node of the topology; by default its first GPU.")
-    ] = None,
-    threads: Threads = None,
-    profile: ProfileFile = None,
-    tune: Annotated[
-        Part,
-        typer.Option(help="All parameters, or matrices alone, or of these the linears of the blocks alone."),
-    ] = "all",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the chosen plan here.")] = None,
     as_json: Json = False,
-    **settings: Any,
+    **asked: Any,
 ) -> None:
     """Choose the fastest placement that fits, and say why."""
-    decision = face.plan(
-        model,
-        hardware,
-        method=method,
-        ranks=ranks,
-        densities=densities,
-        allow_lossy=allow_lossy,
-        max_device_memory=max_device_memory,
-        max_host_memory=max_host_memory,
-        device=device,
-        threads=threads,
-        profile=profile,
-        tune=tune,
-        **settings,
-    )
+    decision = face.plan(**asked)
+    # Not before there is a plan: a help page needs none of it.
+    from zosim.planning.views import decision_data, decision_view
+    from zosim.planning.visibility import about_epsilon
+
     for warning in about_epsilon(decision.plan):
         stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)
     if output is not None:
@@ -108,6 +56,8 @@ def lower(
     """Write a plan's programs, one instruction to a line, or check what was edited."""
     subject, baseline = face.simulate(plan_file, program=check), first_order_of(first_order, **settings)
     if baseline is not None:
+        from zosim.applications.first_order.report import baseline_subject
+
         subject = baseline_subject(subject, baseline)
     programs = subject.programs
     if rank is not None and rank >= programs.world_size:
@@ -129,30 +79,12 @@ def lower(
     )
 
 
-@with_settings(FIRST_ORDER_SECTIONS)
+@with_settings(FIRST_ORDER_SECTIONS, like=face.simulate)
 def simulate(
     plan_file: PlanFile,
-    hardware: Hardware = None,
-    profile: ProfileFile = None,
-    program: ProgramFile = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of the run; by default until they repeat.")
     ] = None,
-    threads: Threads = None,
-    one_process: Annotated[
-        bool,
-        typer.Option(
-            "--one-process",
-            help="As if one process of each host drove all its GPUs: one thread issues the copies of all. In runs "
-            "every rank is a process.",
-        ),
-    ] = False,
-    engine: Annotated[
-        Engine,
-        typer.Option(
-            help="What plays the events: arrays over all ranks, or a simpy process for every stream."
-        ),
-    ] = "lockstep",
     code: Annotated[
         Literal["ours", "published"],
         typer.Option(
@@ -169,22 +101,21 @@ def simulate(
         Path | None, typer.Option(help="Write a Chrome trace of the first-order step.")
     ] = None,
     as_json: Json = False,
-    **settings: Any,
+    **asked: Any,
 ) -> None:
     """Predict a plan's step time and memory, event by event."""
-    first_order_settings = first_order_of(first_order, **settings)
+    from zosim.applications.trace import save_trace
+    from zosim.planning.views import prediction_data, simulation_view, stages_data
+
+    first_order_settings = first_order_of(
+        first_order, **{option.name: asked.pop(option.name) for option in options_of(FIRST_ORDER_SECTIONS)}
+    )
     if first_order is None and first_order_trace is not None:
         raise PlanError("--first-order-trace without --first-order", hint="such as --first-order sgd")
-    subject = face.simulate(
-        plan_file,
-        hardware,
-        profile=profile,
-        threads=threads,
-        program=program,
-        one_process=one_process,
-        engine=engine,
-    )
+    subject = face.simulate(plan_file, **asked)
     if code == "published":
+        from zosim.applications.published_code import all_as_published
+
         subject = replace(subject, edited=all_as_published(subject.programs, subject.plan))
     timeline = subject.timeline if steps is None else subject.simulated(num_steps=steps)
     if trace is not None:
@@ -203,6 +134,8 @@ def simulate(
     )
     view = simulation_view(subject, prediction)
     if first_order_settings is not None:
+        from zosim.applications.first_order.report import baseline_subject, comparison_data, comparison_view
+
         baseline = baseline_subject(subject, first_order_settings)
         if first_order_trace is not None:
             save_trace(baseline.timeline, first_order_trace)
@@ -214,6 +147,7 @@ def simulate(
         stderr.print(f"{steps} steps and the flush: {format_seconds(timeline.makespan_s)}")
 
 
+@with_settings({}, like=face.compare)
 def compare(
     plan_or_run: Annotated[
         Path, typer.Argument(help="A run's directory, or the plan to hold it against.", show_default=False)
@@ -221,18 +155,13 @@ def compare(
     run: Annotated[
         Path | None, typer.Argument(help="Directory of the run, after a plan of its own.", show_default=False)
     ] = None,
-    hardware: Hardware = None,
-    profile: ProfileFile = None,
-    threads: Threads = None,
-    rank: Annotated[
-        int | None, typer.Option(min=0, help="Rank to look at; by default the last to end its steps.")
-    ] = None,
     as_json: Json = False,
+    **asked: Any,
 ) -> None:
     """Hold a run against its prediction, instruction by instruction.
 
     The plan is the one that is named, or the run's own: DIR/plan.json, or what DIR/run.json says of it.
     """
     plan_file, run = (None, plan_or_run) if run is None else (plan_or_run, run)
-    comparison = face.compare(run, plan_file, hardware=hardware, profile=profile, threads=threads, rank=rank)
+    comparison = face.compare(run, plan_file, **asked)
     emit(json.loads(comparison.to_json()), json=as_json, text=comparison)

@@ -16,40 +16,55 @@ True
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from costmodel.configs import Part, read_model_spec
 from topology.errors import PlanError, TimelineError
-from topology.graph import Topology
-from topology.hardware import resolve
 from topology.reading import read_json_object
 from topology.validation import readable
-from zosim.analysis.compare import Comparison, slowest_rank
-from zosim.analysis.compare import compare as compare_timelines
-from zosim.hardware.profiles import Profiles
-from zosim.options import HOST, cutting_of
-from zosim.planning.planner import Decision, Request, choose
-from zosim.planning.predict import Engine, Subject
-from zosim.plans import Mesh, Method, Plan
-from zosim.program_set import ProgramSet
-from zosim.stated import PLAN_SECTIONS, memory_limit, stated_in
-from zosim.timeline import Timeline
+from zosim.options import (
+    HOST,
+    Densities,
+    DeviceName,
+    EngineName,
+    Hardware,
+    HardwareName,
+    MethodName,
+    ModelName,
+    OneProcess,
+    PathOrText,
+    Profile,
+    Programs,
+    Ranks,
+    RankToCompare,
+    Threads,
+    Tuned,
+)
+from zosim.plans import Mesh, Plan
+from zosim.stated import PLAN_SECTIONS, AllowLossy, MaxDeviceMemory, MaxHostMemory, memory_limit, stated_in
+
+if TYPE_CHECKING:
+    from topology.graph import Topology
+    from zosim.analysis.compare import Comparison
+    from zosim.planning.planner import Decision
+    from zosim.planning.predict import Subject
+
+# Each function imports what it works with: a command's help page, which takes its options from here, needs none of it.
 
 
 def plan(
-    model: str,
-    hardware: str = HOST,
+    model: ModelName,
+    hardware: HardwareName = HOST,
     *,
-    method: Method = "auto",
-    ranks: int | None = None,
-    densities: str | Path | None = None,
-    allow_lossy: bool = False,
-    max_device_memory: str | None = None,
-    max_host_memory: str | None = None,
-    device: str | None = None,
-    threads: int | None = None,
-    profile: str | Path | None = None,
-    tune: Part = "all",
+    method: MethodName = "auto",
+    ranks: Ranks = None,
+    densities: Densities = None,
+    allow_lossy: AllowLossy = False,
+    max_device_memory: MaxDeviceMemory = None,
+    max_host_memory: MaxHostMemory = None,
+    device: DeviceName = None,
+    threads: Threads = None,
+    profile: Profile = None,
+    tune: Tuned = "all",
     **settings: Any,
 ) -> Decision:
     """Choose the fastest placement that fits, and say why.
@@ -87,6 +102,12 @@ def plan(
     ZosimError
         If something is unknown, contradicts something else, or nothing fits.
     """
+    from costmodel.configs import read_model_spec
+    from topology.hardware import resolve
+    from zosim.hardware.profiles import Profiles
+    from zosim.planning.cuts import cutting_of
+    from zosim.planning.planner import Request, choose
+
     stated = stated_in(settings, PLAN_SECTIONS)
     topology = resolve(hardware)
     node = device or topology.compute_devices[0].id
@@ -130,13 +151,13 @@ def _max_ranks(ranks: int | None, mesh: Mesh | None, topology: Topology, device:
 
 def simulate(
     plan: Plan | Decision | str | Path,
-    hardware: str | None = None,
+    hardware: Hardware = None,
     *,
-    profile: str | Path | None = None,
-    threads: int | None = None,
-    program: str | Path | None = None,
-    one_process: bool = False,
-    engine: Engine = "lockstep",
+    profile: Profile = None,
+    threads: Threads = None,
+    program: Programs = None,
+    one_process: OneProcess = False,
+    engine: EngineName = "lockstep",
 ) -> Subject:
     """Predict a plan's step time and memory, event by event.
 
@@ -165,7 +186,13 @@ def simulate(
     ZosimError
         If the hardware has not the plan's devices, or a program breaks a rule.
     """
-    plan = _plan_in(plan)
+    from topology.hardware import resolve
+    from zosim.hardware.profiles import Profiles
+    from zosim.planning.predict import Subject
+    from zosim.program_set import ProgramSet
+
+    if not isinstance(plan, Plan):
+        plan = Plan.load(plan) if isinstance(plan, str | Path) else plan.plan
     name = hardware or plan.placement.topology
     topology = resolve(name)
     known = {node.id for node in topology.of_kind("gpu", "cpu")}
@@ -188,12 +215,12 @@ def simulate(
 
 def compare(
     run: str | Path,
-    plan: Plan | str | Path | None = None,
+    plan: Plan | PathOrText = None,
     *,
-    hardware: str | None = None,
-    profile: str | Path | None = None,
-    threads: int | None = None,
-    rank: int | None = None,
+    hardware: Hardware = None,
+    profile: Profile = None,
+    threads: Threads = None,
+    rank: RankToCompare = None,
 ) -> Comparison:
     """Hold a run against its prediction, instruction by instruction.
 
@@ -213,6 +240,10 @@ def compare(
     ZosimError
         If there is no such run, or it has no such rank.
     """
+    from zosim.analysis.compare import compare as compare_timelines
+    from zosim.analysis.compare import slowest_rank
+    from zosim.timeline import Timeline
+
     directory = Path(run)
     if not directory.is_dir():
         raise TimelineError(
@@ -256,9 +287,3 @@ def plan_of_run(directory: Path) -> Plan:
     fields = read_json_object(header, "run's header", TimelineError).get("plan")
     with readable(f"the plan in {header}", TimelineError, model=Plan):
         return Plan.model_validate(fields)
-
-
-def _plan_in(plan: Plan | Decision | str | Path) -> Plan:
-    if isinstance(plan, Decision):
-        return plan.plan
-    return plan if isinstance(plan, Plan) else Plan.load(plan)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
@@ -188,19 +191,39 @@ def stated_in(settings: Mapping[str, object], sections: Mapping[str, type]) -> S
     return stated
 
 
-def with_settings(sections: Mapping[str, type]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for every setting of `sections`.
+def with_settings(
+    sections: Mapping[str, type], like: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for every setting of `sections`, and for what another function has an option for.
 
     The command takes them as ``**settings``, as a function of Python does (:func:`stated_in` reads both): by the names of
     the options, None for what was not typed.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command, eval_str=True).parameters.values()
-        parameters = [parameter for parameter in own if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+        own = _parameters(command)
+        parameters = [one for one in own if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        if like is not None:
+            known = [one for one in _parameters(like) if get_origin(one.annotation) is Annotated]
+            place = next((n for n, one in enumerate(parameters) if one.default is not one.empty), None)
+            parameters[place:place] = map(_as_option, known)
         parameters += {option.name: option.parameter for option in options_of(sections)}.values()
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        by_name = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+        command.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
         return command
 
     return decorate
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return a function's parameters; of their types, those that only a type checker knows are no option's."""
+    known = ChainMap(getattr(function, "__globals__", {}), vars(builtins), defaultdict(lambda: Any))
+    return list(inspect.signature(function, eval_str=True, locals=known).parameters.values())
+
+
+def _as_option(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return a parameter of a function as one of a command, where what may name a file is a path."""
+    typed, option = get_args(parameter.annotation)
+    typed = Path | None if Path in get_args(typed) else typed
+    return parameter.replace(annotation=Annotated[typed, option])

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from costmodel.configs import LoRA, Part, Prefix, Subset
+from costmodel.configs import LoRA, Prefix, Subset
+from costmodel.model_spec import Part
 from costmodel.stored_codes import refuse_unwritable
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.runs.learning_rate import LearningRate

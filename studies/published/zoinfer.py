@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 from scipy.optimize import least_squares
 
-from costmodel.configs import Part, read_model_spec
-from costmodel.model_spec import ModelSpec
+from costmodel.configs import read_model_spec
+from costmodel.model_spec import ModelSpec, Part
 from studies.published.fitting import conformal_half_width
 from studies.published.rows import PublishedRow
 from studies.published.sparq import NotPredicted

@@ -25,9 +25,9 @@ from studies.scale.grid import step_time_bounds
 from studies.scale.naive import naive_step
 from topology.clusters import cluster
 from topology.documents import load_preset
+from zosim.engines.assembly import MAX_UNLIKE_STEPS
 from zosim.engines.fold import fold
 from zosim.engines.lockstep import Lockstep, steady_step_s
-from zosim.engines.simulate import MAX_UNLIKE_STEPS
 from zosim.engines.world import World
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for

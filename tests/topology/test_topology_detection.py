@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from topology import TopologyError, detect, dump, lint, loads
+from topology import TopologyError, detect, dump, loads
 from topology.detection.gpus import find_gpus, gpus_from_smi
 from topology.detection.host import cpu_spec, flop_per_cycle, measure_copy_bandwidth, read_host
+from topology.lint import lint
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CPUINFO = """processor\t: 0

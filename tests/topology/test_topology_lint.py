@@ -2,7 +2,8 @@
 
 import pytest
 
-from topology import TopologyError, dump, lint, load_preset, loads, refuse_errors
+from topology import TopologyError, dump, load_preset, loads, refuse_errors
+from topology.lint import lint
 
 
 def planted(preset, old, new, count=1):

@@ -6,7 +6,8 @@ from importlib import resources
 import pytest
 import yaml
 
-from topology import TopologyError, catalogue, dump, lint, load_preset, loads, preset_names, resolve
+from topology import TopologyError, catalogue, dump, load_preset, loads, preset_names, resolve
+from topology.lint import lint
 
 DATA = resources.files("topology") / "data"
 FILES = sorted(

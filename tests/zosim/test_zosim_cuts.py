@@ -11,9 +11,8 @@ from costmodel.symbols import TensorSymbols
 from topology import load_preset
 from topology.errors import PlanError
 from zosim.hardware.profiles import Profiles
-from zosim.options import cutting_of
 from zosim.planning.cut_search import Ranking
-from zosim.planning.cuts import Cutting, read_densities, sparsest_near_the_middle
+from zosim.planning.cuts import Cutting, cutting_of, read_densities, sparsest_near_the_middle
 from zosim.planning.pipelining import pipelining
 from zosim.planning.planner import Request, candidates, choose
 from zosim.planning.space import site_of

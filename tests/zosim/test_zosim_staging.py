@@ -8,7 +8,7 @@ from costmodel import read_model_spec
 from topology import load_preset
 from topology.errors import PlanError
 from zosim.hardware.profiles import Profiles
-from zosim.options import cutting_of
+from zosim.planning.cuts import cutting_of
 from zosim.planning.planner import Request, choose
 from zosim.planning.staging import staged_plans
 from zosim.plans import AXES, Directions, Estimator, Plan, Weights

@@ -1,43 +1,98 @@
-"""Timelines from what a simulation saw of a run, with like steps left out."""
+"""A run played by one of the engines, and the timeline of what was seen, with like steps left out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
+from topology.errors import ProgramError
 from zosim.engines.memory_curve import memory_samples
 from zosim.engines.steady import Cycle
 from zosim.engines.world import World
 from zosim.spans import Repeat, Span
 from zosim.timeline import Timeline
 
+# Steps after which a run that never becomes periodic is cut, where the caller names no number of steps.
+MAX_UNLIKE_STEPS = 32
 
-def assemble(
-    world: World,
-    spans_by_rank: Mapping[int, Sequence[Span]],
-    num_steps: int,
-    cycle: Cycle | None,
-    num_omitted: int = 0,
-) -> Timeline:
-    """Return the timeline of a run, with further steps of a cycle put after its last step.
 
-    Parameters
+class Playing(Protocol):
+    """One simulation of a fixed number of steps.
+
+    Attributes
     ----------
-    world : World
-    spans_by_rank : mapping of int to sequence of Span
-        By position in the world, under the numbers of the ranks.
-    num_steps : int
-        Steps simulated.
     cycle : Cycle or None
-    num_omitted : int
-        Steps to be put in.
+        How steps repeat, once that is known.
+    shortened : int or None
+        Steps of a run that shows all there is to see, where some may be left out; the run then stops.
     """
-    repeat = None
+
+    cycle: Cycle | None
+    shortened: int | None
+
+    def go(self) -> None:
+        """Run to the end, or until the rest is known."""
+
+    def spans(self) -> Mapping[int, Sequence[Span]]:
+        """Return the spans of the ranks that are listed, by position in the world."""
+
+
+def played(world: World, start: Callable[[int], Playing], num_steps: int | None) -> Timeline:
+    """Return the timeline of a run, by the engine that `start` makes for a number of steps.
+
+    Raises
+    ------
+    ProgramError
+        If the number of steps is negative.
+    """
+    if num_steps is not None and num_steps < 0:
+        message = f"cannot simulate {num_steps} steps"
+        raise ProgramError(message, hint="num_steps counts from 0")
+    wanted = MAX_UNLIKE_STEPS if num_steps is None else num_steps
+    with without_garbage_collection():
+        run = start(wanted)
+        run.go()
+        if run.shortened is None:
+            return _assembled(world, run, wanted, run.cycle)
+        # The same run with fewer like steps, whose last steps and flush only come later.
+        short = start(run.shortened)
+        short.go()
+        omitted = 0 if num_steps is None else num_steps - run.shortened
+        return _assembled(world, short, run.shortened, run.cycle, omitted)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Keep the collector from walking the many live events again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _assembled(
+    world: World, run: Playing, num_steps: int, cycle: Cycle | None, num_omitted: int = 0
+) -> Timeline:
+    """Return the timeline of a run of so many steps, with further steps of a cycle put after its last step."""
+    repeat, spans_by_rank = None, run.spans()
     if cycle is not None:
         rounds = num_omitted // cycle.num_steps
         repeat = Repeat(cycle.first_step, cycle.num_steps, rounds, cycle.period_s)
     # A flush instruction that waits for no step has run before steps became steady, and stays there.
-    ends = [span.end_s for spans in spans_by_rank.values() for span in spans if _is_of_step(span, cycle)]
-    steady_s = max(ends, default=0.0)
+    steady_s = max(
+        (
+            span.end_s
+            for spans in spans_by_rank.values()
+            for span in spans
+            if cycle is not None and (span.part, span.step) == ("step", cycle.last_step)
+        ),
+        default=0.0,
+    )
     listed, memory = [], []
     for rank, spans in spans_by_rank.items():
         own = [_later(span, repeat, steady_s) for span in spans]
@@ -52,10 +107,6 @@ def assemble(
         first_steady_step=repeat.first_step if repeat else 1,
         repeat=repeat,
     )
-
-
-def _is_of_step(span: Span, cycle: Cycle | None) -> bool:
-    return cycle is not None and span.part == "step" and span.step == cycle.last_step
 
 
 def _later(span: Span, repeat: Repeat | None, steady_s: float) -> Span:

@@ -44,8 +44,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from costmodel.profile import Bound
+from zosim.engines.assembly import without_garbage_collection
 from zosim.engines.lockstep import simulate_many
-from zosim.engines.simulate import without_garbage_collection
 from zosim.engines.world import Group, Template, World
 from zosim.hardware.machine import Activity, Machine
 from zosim.instructions import Part

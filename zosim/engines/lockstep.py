@@ -15,17 +15,11 @@ from itertools import pairwise
 import numpy as np
 
 from topology.errors import ProgramError
-from zosim.engines.assembly import assemble
+from zosim.engines.assembly import MAX_UNLIKE_STEPS, played, without_garbage_collection
 from zosim.engines.flows import FlowTable
 from zosim.engines.kinds import Kind, Parties, Peers, Times
 from zosim.engines.rows import Ints
 from zosim.engines.sharing import SAME_INSTANT
-from zosim.engines.simulate import (
-    MAX_UNLIKE_STEPS,
-    check_num_steps,
-    simulate_world,
-    without_garbage_collection,
-)
 from zosim.engines.steady import Cycle, SteadyDetector, shortened_steps
 from zosim.engines.world import World
 from zosim.instructions import Part
@@ -52,18 +46,8 @@ def simulate_many(
     ProgramError
         As for :func:`~zosim.engines.simulate.simulate`.
     """
-    check_num_steps(num_steps)
-    wanted = MAX_UNLIKE_STEPS if num_steps is None else num_steps
     listed = sorted(range(world.size) if ranks is None else ranks)
-    with without_garbage_collection():
-        run = Lockstep(world, wanted, listed)
-        run.go()
-        if run.shortened is None:
-            return assemble(world, run.spans(), wanted, run.cycle)
-        short = Lockstep(world, run.shortened, listed)
-        short.go()
-        omitted = 0 if num_steps is None else num_steps - run.shortened
-        return assemble(world, short.spans(), run.shortened, run.cycle, omitted)
+    return played(world, lambda steps: Lockstep(world, steps, listed), num_steps)
 
 
 def steady_step_s(world: World) -> float:
@@ -100,10 +84,8 @@ class Lockstep:
     ----------
     num_events : int
         Instructions that have ended.
-    cycle : Cycle or None
-        How steps repeat, once that is known.
-    shortened : int or None
-        Steps of a run that shows all there is to see, where some may be left out; the run then stops.
+    cycle, shortened
+        As of :class:`~zosim.engines.assembly.Playing`.
     """
 
     def __init__(self, world: World, num_steps: int, listed: Collection[int]) -> None:
@@ -159,6 +141,8 @@ class Lockstep:
                 self._flow_ended(*batch, cols, now_s)
         if self.shortened is None and any(self._unfinished.values()):
             # The other engine words what goes in a circle.
+            from zosim.engines.simulate import simulate_world
+
             simulate_world(self.world, num_steps=min(self.num_steps, self._depth + 1))
             message = f"program {self.world.program(0).name} can never go on"
             raise ProgramError(message, hint="look for instructions that wait for each other")

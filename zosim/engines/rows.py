@@ -32,8 +32,6 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from zosim.engines.sharing import fill
 
@@ -140,10 +138,8 @@ class Rows(ABC):
             rows, resources = self._joined()
             num_rows = len(self.end_s)
             size = num_rows + len(self._capacity)
-            graph = coo_array((np.ones(len(rows)), (rows, num_rows + resources)), shape=(size, size))
-            count, labels = connected_components(graph, directed=False)
-            self._part = labels[:num_rows].astype(np.intp)
-            self._touched = np.zeros(count, dtype=bool)
+            self._part = _component_of(rows, num_rows + resources, size)[:num_rows]
+            self._touched = np.zeros(size, dtype=bool)
         return self._part
 
     def _speeds(self, considered: Ints) -> Floats:
@@ -171,3 +167,25 @@ class Rows(ABC):
         np.minimum.at(first, resources[queued], place[rows[queued]])
         held = first[resources[queued]] != place[rows[queued]]
         return np.unique(rows[queued][held])
+
+
+def _component_of(one: Ints, other: Ints, num_nodes: int) -> Ints:
+    """Return, for every node of a graph with these edges, its component: the least of the nodes in it.
+
+    (scipy has this, and takes as long to import as a plan does to make.)
+
+    Examples
+    --------
+    >>> _component_of(np.array([0, 1, 3]), np.array([4, 4, 5]), 6).tolist()
+    [0, 0, 2, 3, 0, 3]
+    """
+    component = np.arange(num_nodes)
+    while True:
+        before = component
+        component = before.copy()
+        least = np.minimum(before[one], before[other])
+        for ends in (one, other):
+            np.minimum.at(component, before[ends], least)
+        component = component[component]
+        if (component == before).all():
+            return component

@@ -15,10 +15,9 @@ with the number of unlike steps.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import numpy as np
 import simpy
@@ -26,7 +25,7 @@ from simpy.core import EmptySchedule
 
 from costmodel.profile import Bound
 from topology.errors import ProgramError
-from zosim.engines.assembly import assemble
+from zosim.engines.assembly import played
 from zosim.engines.fluid import Fluid
 from zosim.engines.steady import Cycle, SteadyDetector, shortened_steps
 from zosim.engines.world import World
@@ -36,9 +35,6 @@ from zosim.places import Order, Place
 from zosim.program import Program
 from zosim.spans import Span
 from zosim.timeline import Timeline
-
-# Steps after which a run that never becomes periodic is cut, where the caller names no number of steps.
-MAX_UNLIKE_STEPS = 32
 
 
 def simulate(
@@ -52,7 +48,7 @@ def simulate(
         If it is of several ranks, the others are taken to be in step with this one, and to share nothing with it.
     machine : Machine
     num_steps : int, optional
-        Steps of the run; unless given, as many as it takes until steps repeat, at most `MAX_UNLIKE_STEPS`.
+        Steps of the run; unless given, as many as it takes until steps repeat, at most `zosim.engines.assembly.MAX_UNLIKE_STEPS`.
     bound : {"central", "low", "high"}
         Which end of the profile's intervals.
 
@@ -75,30 +71,7 @@ def simulate_world(world: World, *, num_steps: int | None = None) -> Timeline:
     ProgramError
         As for :func:`simulate`.
     """
-    check_num_steps(num_steps)
-    wanted = MAX_UNLIKE_STEPS if num_steps is None else num_steps
-    with without_garbage_collection():
-        run = _SimpyRun(world, wanted)
-        run.go()
-        if run.shortened is None:
-            return run.timeline(run.cycle)
-        # The same run with fewer like steps, whose last steps and flush only come later.
-        short = _SimpyRun(world, run.shortened)
-        short.go()
-        return short.timeline(run.cycle, 0 if num_steps is None else num_steps - run.shortened)
-
-
-def check_num_steps(num_steps: int | None) -> None:
-    """Refuse a negative number of steps.
-
-    Raises
-    ------
-    ProgramError
-        If it is one.
-    """
-    if num_steps is not None and num_steps < 0:
-        message = f"cannot simulate {num_steps} steps"
-        raise ProgramError(message, hint="num_steps counts from 0")
+    return played(world, lambda steps: _SimpyRun(world, steps), num_steps)
 
 
 class _SimpyRun:
@@ -171,10 +144,9 @@ class _SimpyRun:
         """Return when the last instruction that is of no step ended, infinity while one is running."""
         return max(rank.others_until_s for rank in self.ranks)
 
-    def timeline(self, cycle: Cycle | None, num_omitted: int = 0) -> Timeline:
-        """Return what happened, with `num_omitted` further steps of the cycle put after its last step."""
-        spans = {rank.index: rank.spans for rank in self.ranks}
-        return assemble(self.world, spans, self.num_steps, cycle, num_omitted)
+    def spans(self) -> dict[int, list[Span]]:
+        """Return the spans of all ranks."""
+        return {rank.index: rank.spans for rank in self.ranks}
 
 
 class _SimulatedRank:
@@ -341,15 +313,3 @@ def _name(node: tuple[_SimulatedRank, Place]) -> str:
     rank, place = node
     name = f"{rank.order.part(place.position)}/{place.instruction}"
     return name if rank.run.world.size == 1 else f"{name} of rank {rank.run.world.numbers[rank.index]}"
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Keep the collector from walking the many live events again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

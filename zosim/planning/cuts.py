@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from costmodel.codecs import CodecSpec, codec_spec
-from costmodel.model_spec import ModelSpec, block_index
+from costmodel.configs import read_model_spec
+from costmodel.model_spec import ModelSpec, Part, block_index
 from costmodel.symbols import CutSymbols, TensorSymbols
 from topology.errors import PlanError, ZosimError
 from topology.reading import read_json_object
@@ -157,6 +159,37 @@ class Cutting:
                 hint="name a model, its directory or its config.json",
             )
         return self.cut_model(blocks)
+
+
+def cutting_of(
+    source: str,
+    cuts: Sequence[str] = (),
+    codec: str = "none",
+    residual_codec: str = "none",
+    densities: Path | None = None,
+    tuned: Part = "all",
+) -> Cutting:
+    """Return where options let the model be cut."""
+
+    @cache
+    def cut_model(blocks: tuple[int, ...]) -> ModelSpec:
+        return read_model_spec(source, trainable=tuned, cut_blocks=blocks)
+
+    path = Path(source)
+    is_saved = path.suffix == ".json" and path.name != "config.json" and path.is_file()
+    return Cutting(
+        tuple(cuts),
+        _codecs(codec),
+        _codecs(residual_codec),
+        {} if densities is None else read_densities(densities),
+        None if is_saved else cut_model,
+    )
+
+
+def _codecs(text: str) -> tuple[str, ...]:
+    """Return the codecs that a text lists; of plain numbers alone, which are always tried, none."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    return () if names == ("none",) else names
 
 
 def density_of(known: float | Probed) -> float:

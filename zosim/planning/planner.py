@@ -15,7 +15,7 @@ from operator import attrgetter
 from costmodel.model_spec import block_segment
 from topology.errors import DoesNotFit, PlanError
 from topology.units import format_bytes, format_seconds
-from zosim.engines.simulate import without_garbage_collection
+from zosim.engines.assembly import without_garbage_collection
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.cuts import sparsest_near_the_middle
 from zosim.planning.explain import ALIKE, about_cuts, reasons

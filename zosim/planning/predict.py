@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from costmodel.pace import at_pace, off_pace, pace_in
 from costmodel.profile import Bound, Profile
@@ -15,9 +14,9 @@ from topology.graph import Topology
 from topology.units import format_seconds
 from zosim.analysis.compare import AtPace, slowest_rank
 from zosim.analysis.critical_path import Bottleneck, bottleneck, step_path
+from zosim.engines import Engine
 from zosim.engines.fold import fold
 from zosim.engines.lockstep import simulate_many, steady_step_s
-from zosim.engines.simulate import simulate_world
 from zosim.engines.world import World
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
@@ -35,8 +34,6 @@ EXCHANGES = ("exchange", "gather")
 """Labels of what ranks send to each other: losses, and shares of blocks."""
 
 _FEW_RANKS = 16
-
-Engine = Literal["lockstep", "simpy"]
 
 
 @dataclass(frozen=True)
@@ -128,8 +125,7 @@ class Subject:
         Whether one process of each host drives all its devices, as published systems do, so that one thread issues the
         copies of all. In runs every rank is a process.
     engine : {"lockstep", "simpy"}
-        What plays the events: arrays over ranks that move in step, one rank for all that behave alike; or a simpy process
-        for every stream of every rank, which is the engine to read, and what the other is held against.
+        See :data:`~zosim.engines.Engine`.
     """
 
     plan: Plan
@@ -219,7 +215,12 @@ class Subject:
         return self._steady_step_s(self.world)
 
     def _steady_step_s(self, world: World) -> float:
-        return simulate_world(world).step_time_s if self.engine == "simpy" else steady_step_s(fold(world))
+        return self._by_simpy(world).step_time_s if self.engine == "simpy" else steady_step_s(fold(world))
+
+    def _by_simpy(self, world: World, num_steps: int | None = None) -> Timeline:
+        from zosim.engines.simulate import simulate_world
+
+        return simulate_world(world, num_steps=num_steps)
 
     def at_pace_of(self, measured: Timeline) -> AtPace | None:
         """Return the step at the pace at which the machine was found before a run.
@@ -251,7 +252,7 @@ class Subject:
             The only one to list; by default all, or of many one of each kind.
         """
         if self.engine == "simpy":
-            return simulate_world(self.world, num_steps=num_steps)
+            return self._by_simpy(self.world, num_steps)
         if rank is None and self.world.size > _FEW_RANKS:
             return simulate_many(fold(self.world), num_steps=num_steps)
         return simulate_many(self.world, num_steps=num_steps, ranks=None if rank is None else [rank])
