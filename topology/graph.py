@@ -6,15 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 from pydantic import Field, model_validator
 
 from topology.errors import TopologyError
 from topology.figures import Figure
 from topology.routes import Resource, Route, Routes, link_resource_id
+from topology.routing import Edge
 from topology.schema import (
     DeviceSpec,
     Link,
@@ -23,6 +24,9 @@ from topology.schema import (
     unknown_node,
 )
 from topology.validation import FrozenModel, RuleError, did_you_mean
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 MAX_HOSTS = 2048
 MAX_HOST_WORK = 2_000_000
@@ -114,26 +118,38 @@ class Topology(FrozenModel):
             raise RuleError(f"{kinds[None, 'host']} hosts are more than {MAX_HOSTS}")
 
     @cached_property
+    def edges_from(self) -> Mapping[str, Sequence[Edge]]:
+        """The links by the node that they are entered at, two edges per link: what routes are found in."""
+        edges: dict[str, list[Edge]] = {node.id: [] for node in self.nodes}
+        for link in self.links:
+            source, target = self.node(link.source), self.node(link.target)
+            costs = link, link.bandwidth_bytes_per_s, link.latency_s
+            edges[link.source].append(Edge(source, target, *costs))
+            edges[link.target].append(Edge(target, source, *costs))
+        return MappingProxyType(edges)
+
+    @cached_property
     def graph(self) -> nx.MultiDiGraph[str]:
         """The links as a frozen networkx multigraph: two edges per link, keyed by its id.
 
         Edges carry ``link``, ``bandwidth_bytes_per_s``, ``latency_s`` and ``resource_id``; nodes carry
-        ``node`` and ``kind``.
+        ``node`` and ``kind``. For whoever wants to ask networkx; planning does without, which takes a while to import.
         """
+        import networkx as nx
+
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
         for node in self.nodes:
             graph.add_node(node.id, node=node, kind=node.kind)
-        for link in self.links:
-            for source, target in ((link.source, link.target), (link.target, link.source)):
-                graph.add_edge(
-                    source,
-                    target,
-                    key=link.id,
-                    link=link,
-                    bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-                    latency_s=link.latency_s,
-                    resource_id=link_resource_id(link, source),
-                )
+        for edge in chain.from_iterable(self.edges_from.values()):
+            graph.add_edge(
+                edge.source.id,
+                edge.target.id,
+                key=edge.link.id,
+                link=edge.link,
+                bandwidth_bytes_per_s=edge.bandwidth_bytes_per_s,
+                latency_s=edge.latency_s,
+                resource_id=link_resource_id(edge.link, edge.source.id),
+            )
         nx.freeze(graph)
         return graph
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-import networkx as nx
-
-from topology.schema import Link
+from topology.schema import Link, Node
 
 
 class NoRoute(LookupError):  # noqa: N818 - reads as the statement it makes
@@ -26,8 +24,18 @@ class RouteHop:
     target: str
 
 
+class Edge(NamedTuple):
+    """A link as it is passed from one of its ends to the other."""
+
+    source: Node
+    target: Node
+    link: Link
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
 def find_path(
-    graph: nx.MultiDiGraph[str],
+    edges_from: Mapping[str, Sequence[Edge]],
     source_id: str,
     target_id: str,
     forwarding_kinds: Collection[str],
@@ -37,8 +45,8 @@ def find_path(
 
     Parameters
     ----------
-    graph : networkx.MultiDiGraph
-        Edges carry ``link``, ``bandwidth_bytes_per_s`` and ``latency_s``; nodes carry ``node`` and ``kind``.
+    edges_from : mapping of str to sequence of Edge
+        By node.
     source_id, target_id : str
         The ends.
     forwarding_kinds : collection of str
@@ -57,7 +65,9 @@ def find_path(
     minimises (latency, links, names) over edges at least that wide. Both orders are preserved when a path
     is extended, which is what makes the algorithm exact.
     """
-    edges = _Edges(graph, source_id, frozenset(forwarding_kinds), None if hosts is None else frozenset(hosts))
+    edges = _Edges(
+        edges_from, source_id, frozenset(forwarding_kinds), None if hosts is None else frozenset(hosts)
+    )
     return _shortest(edges, source_id, target_id, _widest(edges, source_id, target_id))
 
 
@@ -65,20 +75,18 @@ def find_path(
 class _Edges:
     """Where a path may go on from a node."""
 
-    graph: nx.MultiDiGraph[str]
+    edges_from: Mapping[str, Sequence[Edge]]
     source_id: str
     forwarding_kinds: frozenset[str]
     hosts: frozenset[str | None] | None
 
-    def onward(self, node_id: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the nodes that a path can reach next, with what is known of the link."""
-        nodes = self.graph.nodes
-        if node_id != self.source_id and nodes[node_id]["kind"] not in self.forwarding_kinds:
-            return
-        for target, links in self.graph.adj[node_id].items():
-            if self.hosts is None or nodes[target]["node"].host in self.hosts:
-                for data in links.values():
-                    yield target, data
+    def onward(self, node_id: str) -> Iterator[tuple[str, Edge]]:
+        """Yield the edges that a path can take next, by the nodes that they lead to."""
+        for edge in self.edges_from.get(node_id, ()):
+            if node_id != self.source_id and edge.source.kind not in self.forwarding_kinds:
+                return
+            if self.hosts is None or edge.target.host in self.hosts:
+                yield edge.target.id, edge
 
 
 def _widest(edges: _Edges, source_id: str, target_id: str) -> float:
@@ -91,9 +99,9 @@ def _widest(edges: _Edges, source_id: str, target_id: str) -> float:
         if node_id in done:
             continue
         done.add(node_id)
-        for target, data in edges.onward(node_id):
+        for target, edge in edges.onward(node_id):
             if target not in done:
-                heapq.heappush(queue, (max(negative_width, -data["bandwidth_bytes_per_s"]), target))
+                heapq.heappush(queue, (max(negative_width, -edge.bandwidth_bytes_per_s), target))
     raise NoRoute(source_id, target_id)
 
 
@@ -109,15 +117,14 @@ def _shortest(edges: _Edges, source_id: str, target_id: str, width: float) -> tu
         if node_id in done:
             continue
         done.add(node_id)
-        for target, data in edges.onward(node_id):
-            if target not in done and data["bandwidth_bytes_per_s"] >= width:
-                link = data["link"]
+        for target, edge in edges.onward(node_id):
+            if target not in done and edge.bandwidth_bytes_per_s >= width:
                 entry = (
-                    latency_s + data["latency_s"],
+                    latency_s + edge.latency_s,
                     num_links + 1,
-                    (*names, target, link.id),
+                    (*names, target, edge.link.id),
                     target,
-                    (*hops, RouteHop(link, node_id, target)),
+                    (*hops, RouteHop(edge.link, node_id, target)),
                 )
                 heapq.heappush(queue, entry)
     raise NoRoute(source_id, target_id)

@@ -16,6 +16,7 @@ from costmodel.profile import Profile
 from topology.errors import TopologyError
 from topology.graph import Topology
 from topology.rings import RingSet, edge_disjoint_rings
+from topology.routes import link_resource_id
 from topology.schema import Link
 from zosim.hardware.machine import Hop, Machine, Ring
 from zosim.operations import Recv, Send
@@ -202,8 +203,11 @@ class _Builder:
         """Return the kind of the link that a resource is a direction of; nothing of a memory."""
         kinds = self._known.kinds
         if not kinds:
-            graph = self._topology.graph
-            kinds |= {data["resource_id"]: data["link"].type.kind for *_, data in graph.edges(data=True)}
+            kinds |= {
+                link_resource_id(link, end): link.type.kind
+                for link in self._topology.links
+                for end in (link.source, link.target)
+            }
         return kinds.get(resource, "")
 
     def _over_rails(self, part: Sequence[int], devices: Sequence[str]) -> list[Hop] | None:
@@ -301,9 +305,8 @@ class _Builder:
             order = (*ring.gpu_ids, ring.gpu_ids[0])
             hops = list(zip(itertools.pairwise(order), _link_ids(ring.link_ids, len(devices)), strict=True))
             for (here, there), link_id in hops:
-                directions = ((here, there), (there, here))[: rings.num_directions]
-                for sender, receiver in directions:
-                    name = self._topology.graph.edges[sender, receiver, link_id]["resource_id"]
+                for sender in (here, there)[: rings.num_directions]:
+                    name = link_resource_id(links[link_id], sender)
                     sends[sender][name] = sends[sender].get(name, 0.0) + part
         latency_s = max(links[link_id].latency_s for ring in rings.rings for link_id in ring.link_ids)
         latency_s += MESSAGE_S["gpu"]
