@@ -279,7 +279,6 @@ class Stages:
         measured = Timeline.load(self.out / "timeline.json")
         rows = [line.row for line in read_lines(self.out / "metrics.jsonl")]
         evaluations = [row for row in rows if row.get("split") == "eval"]
-        assert decision.chosen.prediction is not None
         self._say_duration()
         return DemoResult(
             comparison=compare(
@@ -288,7 +287,7 @@ class Stages:
             summary=summary,
             before=evaluations[0],
             after=evaluations[-1],
-            bottleneck=decision.chosen.prediction.bottleneck.words,
+            bottleneck=decision.prediction.bottleneck.words,
         )
 
     def _heading(self, text: str) -> None:

@@ -132,7 +132,7 @@ def simulate(
             "makespan_s": timeline.makespan_s,
         }
     )
-    view = simulation_view(subject, prediction)
+    view = simulation_view(subject)
     if first_order_settings is not None:
         from zosim.applications.first_order.report import baseline_subject, comparison_data, comparison_view
 

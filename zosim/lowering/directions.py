@@ -48,7 +48,7 @@ from zosim.contents import Contents, Direction, DirectionFactors, DirectionRows,
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.buckets import bucket_bytes
 from zosim.lowering.listing import Listing
-from zosim.lowering.rank import Rank, is_edge
+from zosim.lowering.rank import AxisWriter, Rank, is_edge
 from zosim.operations import Draw
 from zosim.plans import Directions as DirectionsAxis
 from zosim.plans import Plan
@@ -61,19 +61,11 @@ _ROWS = "direction_rows"
 _FACTORS = "direction_factors"
 
 
-class Directions:
-    """Writes draws, and knows which directions lie where and how far each query's generator has been walked.
-
-    Parameters
-    ----------
-    rank : Rank
-    listing : Listing
-    """
+class Directions(AxisWriter):
+    """Writes draws, and knows which directions lie where and how far each query's generator has been walked."""
 
     def __init__(self, rank: Rank, listing: Listing) -> None:
-        self._rank = rank
-        self._plan = rank.plan
-        self._listing = listing
+        super().__init__(rank, listing)
         self._are_kept = rank.plan.directions.kept or rank.is_together
         self.walk_order = walk_order(rank.plan)
         self._positions = {group.name: position for position, group in enumerate(self.walk_order)}
@@ -258,7 +250,7 @@ class Directions:
         if (target.what, target.step) in self._drawn and not is_redrawn:
             return self._drawn[target.what, target.step]
         reads, writes = self._generator_accesses(group, query, step)
-        self._listing.emit(
+        self._emit(
             f"{group.name}/draw[q{query}{'@t-1' if step else ''}]{suffix}",
             self._operation(group, query, step, keep, rounding, for_update=is_redrawn),
             self._stream,
@@ -339,7 +331,7 @@ class Directions:
         op = self._operation(group, query, 0, "none")
         work = self._work(group, "none")
         name = f"{group.name}/walk[q{query}]"
-        self._listing.emit(name, op, self._stream, "draw", group.segments[0], reads, writes, work)
+        self._emit(name, op, self._stream, "draw", group.segments[0], reads, writes, work)
 
     def _work(
         self, group: ParameterGroup, keep: Keep, *, is_again: bool = False, is_scaled: bool = False

@@ -29,20 +29,20 @@ from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.directions import Directions
 from zosim.lowering.listing import Listing
 from zosim.lowering.mesh import Losses
-from zosim.lowering.rank import Rank
+from zosim.lowering.rank import AxisWriter, Rank
 from zosim.lowering.split import Cuts
 from zosim.lowering.weights import Points
 from zosim.operations import Forward, Load
 from zosim.points import BASE, Point
 
 
-class Forwards:
+class Forwards(AxisWriter):
     """Writes the load of a batch, and forwards.
 
     Parameters
     ----------
-    rank : Rank
-    listing : Listing
+    rank, listing
+        As of :class:`AxisWriter`.
     directions : Directions
     points : Points
     cuts : Cuts
@@ -52,9 +52,7 @@ class Forwards:
     def __init__(
         self, rank: Rank, listing: Listing, directions: Directions, points: Points, cuts: Cuts, losses: Losses
     ) -> None:
-        self._rank = rank
-        self._plan = rank.plan
-        self._listing = listing
+        super().__init__(rank, listing)
         self._directions = directions
         self._points = points
         self._cuts = cuts
@@ -88,7 +86,7 @@ class Forwards:
         """Write the load of the batch."""
         batch = self._rank.batch()
         work = copy_work(batch.size_bytes) + Work(calls=("batch",))
-        self._listing.emit("load", Load(), Stream.H2D, "load", EMBED, (), (batch,), work)
+        self._emit("load", Load(), Stream.H2D, "load", EMBED, (), (batch,), work)
 
     def model(self, point: Point) -> None:
         """Write the forwards of all segments at `point`."""
@@ -142,7 +140,7 @@ class Forwards:
         name, work = f"{segment}/forward[{point}]", self._work(segment, is_beside=bool(beside))
         if num_new_tokens:
             work += self._generated(num_new_tokens)
-        self._listing.emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), (left,), work)
+        self._emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), (left,), work)
         self._cuts.after(segment, point)
 
     def together(self, segment: str) -> None:
@@ -170,7 +168,7 @@ class Forwards:
         op = Forward(segment, points[0], beside=tuple(group.name for group in tuned), together=points)
         work = self._work_together(segment, tuned)
         name = f"{segment}/forward[{points[0]}..]"
-        self._listing.emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), left, work)
+        self._emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), left, work)
 
     def _side_by_side(self, segment: str) -> Access:
         """Return the access to the hidden states that `segment` leaves at all points."""

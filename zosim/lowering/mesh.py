@@ -34,7 +34,7 @@ from costmodel.work import Work
 from zosim.contents import GATHERED_LOSSES, PACKED_LOSSES, Loss, ProjectedGradient
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.listing import Listing
-from zosim.lowering.rank import Rank
+from zosim.lowering.rank import AxisWriter, Rank
 from zosim.operations import Collective, Scalar
 from zosim.points import Point, points_of_query
 
@@ -48,19 +48,11 @@ _BEFORE = "losses.before"
 _GRADIENTS = "projected_gradients"
 
 
-class Losses:
-    """Writes the exchange of losses and the gradients that come of them.
-
-    Parameters
-    ----------
-    rank : Rank
-    listing : Listing
-    """
+class Losses(AxisWriter):
+    """Writes the exchange of losses and the gradients that come of them."""
 
     def __init__(self, rank: Rank, listing: Listing) -> None:
-        self._rank = rank
-        self._plan = rank.plan
-        self._listing = listing
+        super().__init__(rank, listing)
         self._numbers = {point: number for number, point in enumerate(rank.plan.points)}
 
     @property
@@ -131,7 +123,7 @@ class Losses:
             Collective("all_gather", "world"),
             Scalar("mean_loss"),
         )
-        emit = self._listing.emit
+        emit = self._emit
         emit("losses/pack", pack, Stream.COMPUTE, "scalar", HEAD, own, (packed,), scalar)
         emit("losses/all_gather", gather, Stream.LINK, "exchange", HEAD, (packed,), (gathered,), link)
         emit("losses/mean", mean, Stream.COMPUTE, "scalar", HEAD, (gathered,), losses, scalar)
@@ -142,4 +134,4 @@ class Losses:
         name, op = f"projected_gradient[q{query}]", Scalar("projected_gradient", query)
         kept = [self._before(query, step) for step in (-1, 0) if self._keeps_losses]
         reads, left = (*map(self._loss, points), *kept[:1]), (self.gradient(query, 0), *kept[1:])
-        self._listing.emit(name, op, Stream.COMPUTE, "scalar", HEAD, reads, left, Work(num_kernels=3))
+        self._emit(name, op, Stream.COMPUTE, "scalar", HEAD, reads, left, Work(num_kernels=3))

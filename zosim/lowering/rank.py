@@ -25,6 +25,7 @@ from costmodel.forward import activation_bytes
 from costmodel.model_spec import EMBED, HEAD, ModelSpec, ParameterGroup
 from zosim.contents import BATCH, Hidden
 from zosim.instructions import Access
+from zosim.lowering.listing import Listing
 from zosim.plans import Plan
 from zosim.points import Point
 
@@ -203,3 +204,19 @@ class Rank:
     def batch(self) -> Access:
         """Return the access to the batch."""
         return Access("batch", BATCH, 0, 3 * 8 * self.num_tokens)
+
+
+class AxisWriter:
+    """Writes what one axis means for a rank's step.
+
+    Parameters
+    ----------
+    rank : Rank
+    listing : Listing
+        What all axes write into.
+    """
+
+    def __init__(self, rank: Rank, listing: Listing) -> None:
+        self._rank = rank
+        self._plan = rank.plan
+        self._emit = listing.emit

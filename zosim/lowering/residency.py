@@ -38,7 +38,7 @@ from zosim.contents import FREED, UNSET, FrozenWeights, GroupWeights
 from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.buckets import ALIGNMENT_BYTES, bucket_bytes, coded_bucket_bytes
 from zosim.lowering.listing import Listing
-from zosim.lowering.rank import Rank, is_edge
+from zosim.lowering.rank import AxisWriter, Rank, is_edge
 from zosim.operations import Allocate, Cast, Collective, Copy, Free
 from zosim.points import BASE, Point
 
@@ -46,22 +46,15 @@ CODED = "uint8"
 """Format of buffers that hold codes beside other parameters: bytes."""
 
 
-class Homes:
+class Homes(AxisWriter):
     """Where parameter groups lie, and their uploads and offloads.
 
     A group's bucket holds its frozen tensors first, then the trainable ones, each part aligned. Where ranks share
     blocks out, each part is as long as makes equal, aligned shares.
-
-    Parameters
-    ----------
-    rank : Rank
-    listing : Listing
     """
 
     def __init__(self, rank: Rank, listing: Listing) -> None:
-        self._rank = rank
-        self._plan = rank.plan
-        self._listing = listing
+        super().__init__(rank, listing)
         self._num_shares = rank.plan.num_shares
         self._buckets: dict[tuple[str, str], tuple[int, int]] = {}
 
@@ -228,7 +221,7 @@ class Homes:
             else:
                 work = copy_work(sum(access.size_bytes for access in home))
                 name = f"{group.name}/upload{suffix}"
-                self._listing.emit(name, Copy(), Stream.H2D, "upload", segment, home, here, work)
+                self._emit(name, Copy(), Stream.H2D, "upload", segment, home, here, work)
             if lossy:
                 self._widen(group, segment, step, suffix)
 
@@ -244,10 +237,10 @@ class Homes:
         own, total = self.shares_of(here), sum(access.size_bytes for access in here)
         share_bytes = total // self._num_shares
         name, reads = f"{group.name}/upload{suffix}", self.shares_of(home)
-        self._listing.emit(name, Copy(), Stream.H2D, "upload", segment, reads, own, copy_work(share_bytes))
+        self._emit(name, Copy(), Stream.H2D, "upload", segment, reads, own, copy_work(share_bytes))
         name, op = f"{group.name}/all_gather{suffix}", Collective("all_gather", self.share_group)
         work = Work(link_bytes=total - share_bytes)
-        self._listing.emit(name, op, Stream.LINK, "gather", segment, own, here, work)
+        self._emit(name, op, Stream.LINK, "gather", segment, own, here, work)
 
     def offload(self, segment: str, *, changed: bool, suffix: str = "") -> None:
         """Write the offload of the trainable groups of `segment` if they have `changed`, and free a slot that was allocated anew."""
@@ -266,7 +259,7 @@ class Homes:
             work = copy_work(read.size_bytes // self._num_shares)
             name = f"{group.name}/offload{suffix}"
             reads, writes = self.shares_of((read,)), self.shares_of((left,))
-            self._listing.emit(name, Copy(), Stream.D2H, "offload", segment, reads, writes, work)
+            self._emit(name, Copy(), Stream.D2H, "offload", segment, reads, writes, work)
         if groups and not self._plan.residency.reuse_slots:
             self._free(segment, suffix)
 
@@ -276,7 +269,7 @@ class Homes:
         writes = self.weights(group, self.slot(segment), step)
         work = cast_work(group.num_parameters, source=transfer, target=storage)
         name = f"{group.name}/widen{suffix}"
-        self._listing.emit(name, Cast(), Stream.COMPUTE, "widen", segment, reads, writes, work)
+        self._emit(name, Cast(), Stream.COMPUTE, "widen", segment, reads, writes, work)
 
     def _narrow(self, group: ParameterGroup, segment: str, step: int, suffix: str) -> None:
         transfer, storage = self._plan.transfer_dtype, self._plan.weights.dtype
@@ -285,20 +278,20 @@ class Homes:
         writes = (self.trainable(group, self.staging(segment), step, what, transfer),)
         work = cast_work(group.num_trainable, source=storage, target=transfer)
         name = f"{group.name}/narrow{suffix}"
-        self._listing.emit(name, Cast(), Stream.COMPUTE, "narrow", segment, reads, writes, work)
+        self._emit(name, Cast(), Stream.COMPUTE, "narrow", segment, reads, writes, work)
 
     def _allocate(self, segment: str, suffix: str) -> None:
         slot = self.slot(segment)
         size = self._slot_sizes[slot]
         work, left = Work(num_allocations=1, allocation_bytes=size), (Access(slot, UNSET, None, size),)
         name = f"{segment}/allocate{suffix}"
-        self._listing.emit(name, Allocate(slot), Stream.H2D, "allocate", segment, (), left, work)
+        self._emit(name, Allocate(slot), Stream.H2D, "allocate", segment, (), left, work)
 
     def _free(self, segment: str, suffix: str) -> None:
         slot = self.slot(segment)
         left = (Access(slot, FREED, None, self._slot_sizes[slot]),)
         name, work = f"{segment}/free{suffix}", Work(num_allocations=1)
-        self._listing.emit(name, Free(slot), Stream.D2H, "free", segment, (), left, work)
+        self._emit(name, Free(slot), Stream.D2H, "free", segment, (), left, work)
 
 
 def _part_bytes(total: int, num_tensors: int, matrices: Sequence[CodedMatrix], dtype: str) -> int:

@@ -35,8 +35,7 @@ from costmodel.symbols import SymbolStatistics, crossing_statistics
 from costmodel.work import Work
 from zosim.contents import Message
 from zosim.instructions import Access, Buffer, Space, Stream
-from zosim.lowering.listing import Listing
-from zosim.lowering.rank import Rank
+from zosim.lowering.rank import AxisWriter
 from zosim.operations import Decode, Encode, Recv, Send
 from zosim.plans import INSIDE, Plan
 from zosim.points import Point
@@ -45,19 +44,8 @@ Side = Literal["in", "out", "here"]
 """Where a message comes from or goes to: the stage before, the next one, or this one."""
 
 
-class Cuts:
-    """Writes messages between stages, and their codecs.
-
-    Parameters
-    ----------
-    rank : Rank
-    listing : Listing
-    """
-
-    def __init__(self, rank: Rank, listing: Listing) -> None:
-        self._rank = rank
-        self._plan = rank.plan
-        self._listing = listing
+class Cuts(AxisWriter):
+    """Writes messages between stages, and their codecs."""
 
     def _wire(self, point: Point, cut: int, side: Side) -> Access:
         """Return the access to the message that crosses cut number `cut`, of the largest size it can have."""
@@ -95,7 +83,7 @@ class Cuts:
         for point in rank.own_points:
             name, left = f"recv[{point}]", (self._wire(point, cut, "in"),)
             op = Recv("pipeline", -1)
-            self._listing.emit(name, op, Stream.RECV, "recv", rank.segments[0], (), left, work)
+            self._emit(name, op, Stream.RECV, "recv", rank.segments[0], (), left, work)
 
     def before(self, segment: str, point: Point) -> None:
         """Write how a message becomes what the segment before the first of this stage left."""
@@ -111,7 +99,7 @@ class Cuts:
             wire = self._encode(segment, point, rank.stage, "out")
             link = Work(link_bytes=expected_message_bytes(self._plan, rank.stage, rank.num_sequences))
             op = Send("pipeline", 1)
-            self._listing.emit(f"send[{point}]", op, Stream.LINK, "send", segment, (wire,), (), link)
+            self._emit(f"send[{point}]", op, Stream.LINK, "send", segment, (wire,), (), link)
         elif (cut := self._plan.coded_in_place.get(segment)) is not None:
             self._encode(segment, point, cut, "here")
             self._decode(segment, segment, point, cut, "here")
@@ -121,7 +109,7 @@ class Cuts:
         wire, reads = self._wire(point, cut, side), (self._rank.hidden(point, segment),)
         op = Encode(self._plan.split.codec, self._plan.split.residual_codec)
         work = coding_work(self._plan, cut, self._rank.num_sequences, "encode")
-        self._listing.emit(f"encode[{point}]", op, Stream.COMPUTE, "encode", segment, reads, (wire,), work)
+        self._emit(f"encode[{point}]", op, Stream.COMPUTE, "encode", segment, reads, (wire,), work)
         return wire
 
     def _decode(self, segment: str, left_by: str, point: Point, cut: int, side: Side) -> None:
@@ -129,7 +117,7 @@ class Cuts:
         reads = (self._wire(point, cut, side), self._rank.batch())
         left = (self._rank.hidden(point, left_by),)
         work = coding_work(self._plan, cut, self._rank.num_sequences, "decode")
-        self._listing.emit(f"decode[{point}]", Decode(), Stream.COMPUTE, "decode", segment, reads, left, work)
+        self._emit(f"decode[{point}]", Decode(), Stream.COMPUTE, "decode", segment, reads, left, work)
 
 
 def is_coded(plan: Plan, cut: int) -> bool:

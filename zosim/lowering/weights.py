@@ -43,7 +43,7 @@ from zosim.instructions import Access, Buffer, Space, Stream
 from zosim.lowering.directions import Directions
 from zosim.lowering.listing import Listing
 from zosim.lowering.mesh import Losses
-from zosim.lowering.rank import Rank, is_edge
+from zosim.lowering.rank import AxisWriter, Rank, is_edge
 from zosim.lowering.residency import Homes
 from zosim.operations import Perturb, Update
 from zosim.points import BASE, Point
@@ -71,13 +71,13 @@ class Leap(NamedTuple):
     scale: int
 
 
-class Points:
+class Points(AxisWriter):
     """Writes perturbations and updates, and knows where the weights of each point lie.
 
     Parameters
     ----------
-    rank : Rank
-    listing : Listing
+    rank, listing
+        As of :class:`AxisWriter`.
     homes : Homes
     directions : Directions
     losses : Losses
@@ -86,9 +86,7 @@ class Points:
     def __init__(
         self, rank: Rank, listing: Listing, homes: Homes, directions: Directions, losses: Losses
     ) -> None:
-        self._rank = rank
-        self._plan = rank.plan
-        self._listing = listing
+        super().__init__(rank, listing)
         self._homes = homes
         self._directions = directions
         self._losses = losses
@@ -161,7 +159,7 @@ class Points:
         direction = self._directions.drawn(group, query)
         is_fused = self._is_sign or is_scaled(direction.what)
         label, at = ("perturb", str(leap.point)) if leap.point.is_perturbed else ("restore", f"q{query}")
-        self._listing.emit(
+        self._emit(
             f"{group.name}/{label}[{at}]",
             Perturb(group.name, leap.scale, query),
             self._stream,
@@ -277,7 +275,7 @@ class Points:
             left = self._homes.trainable(group, place, step + is_last, after)
             added = self._sum(group, query - 1, step) if query else ()
             adding = () if is_last else self._sum(group, query, step)
-            self._listing.emit(
+            self._emit(
                 f"{group.name}/update[q{query}]",
                 Update(group.name, step, query, divisor),
                 self._stream,

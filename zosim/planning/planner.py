@@ -47,15 +47,12 @@ class Candidate:
     seconds : float
         Step time: simulated, or bounded from below.
     is_simulated : bool
-    prediction : Prediction or None
-        For the one that is chosen.
     """
 
     subject: Subject
     bound: Bound
     seconds: float
     is_simulated: bool = False
-    prediction: Prediction | None = None
 
     @property
     def plan(self) -> Plan:
@@ -132,8 +129,7 @@ class Decision:
     @property
     def prediction(self) -> Prediction:
         """What it is predicted to do."""
-        assert self.chosen.prediction is not None
-        return self.chosen.prediction
+        return self.chosen.subject.prediction
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -169,19 +165,15 @@ def choose(request: Request) -> Decision:
     if not ranked:
         raise _nothing_fits(request, rejected)
     best, *others = ranked
-    chosen = replace(best, prediction=best.subject.prediction)
-    return Decision(chosen, tuple(others), tuple(rejected), _printed_cuts(request, chosen.plan))
+    inside = [block_segment(index) + INSIDE for index in range(best.plan.model.num_blocks)]
+    printed_cuts = sparsest_near_the_middle(inside, request.cutting.densities, best.plan.num_stages)
+    return Decision(best, tuple(others), tuple(rejected), printed_cuts)
 
 
 def _parted(listed: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
     """Return those that fit and those that do not, the fastest first."""
     ordered = sorted(listed, key=_IN_ORDER)
     return [c for c in ordered if not c.missing], [c for c in ordered if c.missing]
-
-
-def _printed_cuts(request: Request, plan: Plan) -> tuple[str, ...]:
-    inside = [block_segment(index) + INSIDE for index in range(plan.model.num_blocks)]
-    return sparsest_near_the_middle(inside, request.cutting.densities, plan.num_stages)
 
 
 def candidates(request: Request, bounds: Bounds | None = None) -> Iterator[Candidate]:
@@ -233,9 +225,9 @@ def _enough_s(times: list[float]) -> float:
     bound is below the second best and below :data:`_WORTH_A_LOOK` times the best.
     """
     if not times:
-        return float("inf")
+        return inf
     best, *rest = sorted(times)
-    return max(best, min(rest[0] if rest else float("inf"), best * _WORTH_A_LOOK)) * (1 - ALIKE)
+    return max(best, min(rest[0] if rest else inf, best * _WORTH_A_LOOK)) * (1 - ALIKE)
 
 
 def _nothing_fits(request: Request, rejected: list[Candidate]) -> DoesNotFit:

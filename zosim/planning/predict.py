@@ -64,10 +64,6 @@ class Prediction:
         of its interval that makes things fastest, or slowest.
     tokens_per_s : float
         Each token counted once per step, although it is forwarded at every evaluation point.
-    footprint : Footprint
-        Of the rank that takes most of its device.
-    host : HostFootprint
-        Of the host of which most is taken.
     footprints : Footprints
         Of all ranks and hosts.
     bottleneck : Bottleneck
@@ -86,14 +82,22 @@ class Prediction:
     low_s: float
     high_s: float
     tokens_per_s: float
-    footprint: Footprint
-    host: HostFootprint
     footprints: Footprints
     bottleneck: Bottleneck
     slowest_rank: int
     seconds_by_label: tuple[tuple[str, float], ...]
     contention: tuple[Contention, ...]
     profile_origin: str
+
+    @property
+    def footprint(self) -> Footprint:
+        """Memory of the rank that takes most of its device."""
+        return self.footprints.largest
+
+    @property
+    def host(self) -> HostFootprint:
+        """Memory of the host of which most is taken."""
+        return self.footprints.fullest
 
     @property
     def interval(self) -> str:
@@ -142,7 +146,7 @@ class Subject:
     def _repr_html_(self) -> str:
         from zosim.planning.views import simulation_view
 
-        return simulation_view(self, self.prediction).to_html()
+        return simulation_view(self).to_html()
 
     @cached_property
     def programs(self) -> ProgramSet:
@@ -281,8 +285,6 @@ class Subject:
             low_s=low_s,
             high_s=high_s,
             tokens_per_s=self.plan.tokens_per_step / step_time_s,
-            footprint=self.footprint,
-            host=self.footprints.fullest,
             footprints=self.footprints,
             bottleneck=bottleneck(step_path(self.timeline, self.programs.program_of(rank), rank)),
             slowest_rank=rank,

@@ -7,7 +7,6 @@ from typing import Any
 from topology.units import format_bytes, format_seconds
 from zosim.analysis.counts import step_counts
 from zosim.planning.explain import about_ranks, contention_words, host_memory_words
-from zosim.planning.footprint import HostFootprint
 from zosim.planning.pipelining import about_stages, pipelining
 from zosim.planning.planner import Candidate, Decision
 from zosim.planning.predict import Prediction, Subject
@@ -22,17 +21,15 @@ _NUM_REJECTED = 8
 
 def decision_view(decision: Decision) -> Report:
     """Return a decision: the candidates, the prediction of the best, and the reasons."""
-    prediction = prediction_view(decision.chosen.subject, _prediction(decision.chosen))
+    prediction = prediction_view(decision.chosen.subject)
     return Report("", *_candidates(decision), prediction, Bullets(decision.reasons))
 
 
 def decision_data(decision: Decision) -> dict[str, Any]:
     """Return a decision as JSON knows it."""
-    prediction = _prediction(decision.chosen)
-    stages = stages_data(decision.chosen.subject)
-    return stages | {
+    return stages_data(decision.chosen.subject) | {
         "plan": decision.chosen.plan.model_dump(mode="json"),
-        "prediction": prediction_data(prediction),
+        "prediction": prediction_data(decision.prediction),
         "reasons": list(decision.reasons),
         "others": [_candidate_data(candidate) for candidate in decision.others],
         "rejected": [
@@ -41,9 +38,9 @@ def decision_data(decision: Decision) -> dict[str, Any]:
     }
 
 
-def prediction_view(subject: Subject, prediction: Prediction) -> Table:
+def prediction_view(subject: Subject) -> Table:
     """Return a prediction: time, throughput, bottleneck, memory by parts, seconds by label."""
-    plan = subject.plan
+    plan, prediction = subject.plan, subject.prediction
     limit, device = prediction.bottleneck, prediction.footprint
     several = plan.placement.world_size > 1
     facts = [
@@ -53,11 +50,13 @@ def prediction_view(subject: Subject, prediction: Prediction) -> Table:
         ("throughput", f"{prediction.tokens_per_s:,.4g} tokens/s"),
         (
             "bottleneck",
-            f"{limit.words}, {limit.share:.0%} of the critical path{_of_rank(prediction, several)}",
+            f"{limit.words}, {limit.share:.0%} of the critical path"
+            + (f" of rank {prediction.slowest_rank}" if several else ""),
         ),
         (
             "device memory",
-            f"{format_bytes(device.device_bytes)}  ({device.describe()}{_of_largest(prediction, several)})",
+            f"{format_bytes(device.device_bytes)}  ({device.describe()}"
+            + (f"; rank {prediction.footprints.largest_rank}, the most of any)" if several else ")"),
         ),
         ("host memory", host_memory_words(prediction)),
         (
@@ -71,13 +70,13 @@ def prediction_view(subject: Subject, prediction: Prediction) -> Table:
     return Table(("predicted", ""), facts)
 
 
-def simulation_view(subject: Subject, prediction: Prediction) -> Report:
+def simulation_view(subject: Subject) -> Report:
     """Return a prediction, and what several ranks cost each other."""
     alone = subject.plan.placement.world_size == 1
-    notes = [] if alone else list(about_ranks(subject.plan, prediction))
+    notes = [] if alone else list(about_ranks(subject.plan, subject.prediction))
     if subject.plan.num_stages > 1:
         notes += about_stages(subject)
-    return Report("", prediction_view(subject, prediction), Bullets(notes))
+    return Report("", prediction_view(subject), Bullets(notes))
 
 
 def stages_data(subject: Subject) -> dict[str, Any]:
@@ -105,13 +104,11 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
         "exchange_s": prediction.exchange_s,
         "shared": list(prediction.contention),
         "ranks": [{"device_bytes": taken.device_bytes} for taken in prediction.footprints.ranks],
-        "hosts": [_host_data(host) for host in prediction.footprints.hosts],
+        "hosts": [
+            {"host": host.host, "ranks": host.ranks, "host_bytes": host.size_bytes, "parts": host.parts}
+            for host in prediction.footprints.hosts
+        ],
     }
-
-
-def _prediction(candidate: Candidate) -> Prediction:
-    assert candidate.prediction is not None
-    return candidate.prediction
 
 
 def _devices(plan: Plan) -> str:
@@ -124,23 +121,6 @@ def _devices(plan: Plan) -> str:
         else f"{first} .. {others[-1]}, {len(others) + 1} ranks"
     )
     return f"{listed} of {placement.topology}" + (f", {hosts} hosts" if hosts > 1 else "")
-
-
-def _of_rank(prediction: Prediction, several: bool) -> str:
-    return f" of rank {prediction.slowest_rank}" if several else ""
-
-
-def _of_largest(prediction: Prediction, several: bool) -> str:
-    return f"; rank {prediction.footprints.largest_rank}, the most of any" if several else ""
-
-
-def _host_data(host: HostFootprint) -> dict[str, Any]:
-    return {
-        "host": host.host,
-        "ranks": list(host.ranks),
-        "host_bytes": host.size_bytes,
-        "parts": list(host.parts),
-    }
 
 
 def _candidates(decision: Decision) -> tuple[Table, str]:

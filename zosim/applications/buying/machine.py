@@ -167,7 +167,7 @@ def simulated(machine: PricedMachine) -> PricedMachine:
     return replace(
         machine,
         num_devices=best.plan.placement.world_size,
-        candidates=(replace(best, seconds=best_s, is_simulated=True, prediction=prediction), *others),
+        candidates=(replace(best, seconds=best_s, is_simulated=True), *others),
         step_s=Range(prediction.step_time_s, prediction.low_s, prediction.high_s),
         prediction=prediction,
     )
