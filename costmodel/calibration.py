@@ -213,11 +213,11 @@ class _CalibrationProblem:
 
     def residuals(self, x: Array) -> Array:
         log_ratios = self.log_ratios(x)
-        softened = self.counted(log_ratios) * self.heed * _soften(log_ratios) / NOISE
+        softened = self.counted(log_ratios) * self.given_weights * _soften(log_ratios) / NOISE
         return np.concatenate([softened, (x - self.start) / self.sigma])
 
     @cached_property
-    def heed(self) -> Array:
+    def given_weights(self) -> Array:
         """Weights of the measurements."""
         return np.array([measurement.weight for measurement in self.measurements])
 
@@ -240,8 +240,8 @@ class _CalibrationProblem:
     def residual_slopes(self, x: Array) -> Array:
         """Return the derivatives of :meth:`residuals`."""
         log_ratios = self.log_ratios(x)
-        heed = self.counted(log_ratios) * self.heed * _softened_slope(log_ratios)
-        slopes = heed[:, None] * self.jacobian(x) / NOISE
+        weights = self.counted(log_ratios) * self.given_weights * _softened_slope(log_ratios)
+        slopes = weights[:, None] * self.jacobian(x) / NOISE
         return np.vstack([slopes, np.diag(1 / self.sigma)])
 
     def jacobian(self, x: Array, step: float = 1e-3) -> Array:
@@ -314,7 +314,7 @@ def _outcome(
     counted = problem.counted(log_ratios)
     everywhere = problem.jacobian(x)
     jacobian = everywhere * counted[:, None]
-    weights = problem.heed * counted / np.sqrt(1 + (log_ratios / OUTLIER) ** 2)
+    weights = problem.given_weights * counted / np.sqrt(1 + (log_ratios / OUTLIER) ** 2)
     noise = NOISE
     if weights.any():
         noise = max(NOISE, float(np.sqrt(np.average(log_ratios**2, weights=weights**2))))

@@ -95,7 +95,7 @@ def shared_activation_bytes(
 ) -> int:
     """Return the bytes that every block reads and that live for the whole forward: mask and rotary tables.
 
-    An unpadded batch has a mask under ``eager`` only; fused attention is told that it is causal.
+    An unpadded batch has a mask under ``eager`` only; fused attention takes a flag that it is causal.
     """
     width = FORMATS[dtype].element_bytes
     mask = batch * seq * seq * width if attention == "eager" else 0

@@ -40,7 +40,7 @@ class Measurement:
     contended : bool
         Whether something else ran beside it on purpose. Such measurements are reported and not fitted.
     weight : float
-        How far a fit heeds it, from 0 to 1: of what is a small part of all that was done, too little to matter.
+        Of it in a fit, from 0 to 1: less for what is a small part of all that was done.
     is_instruction : bool
         Whether the work was done as an instruction of a program, whose own cost is then part of it.
     is_bound : bool

@@ -2,7 +2,7 @@
 
 A core that shares its hardware with a stranger's does less: on virtual machines, a physical core's two threads may belong to
 two guests, and nothing tells a guest (no load, no stolen time) but its own pace. It changes within tenths of a second, and
-how often, within minutes. So measurements are told apart by the pace around them, and predictions are made for a pace.
+how often, within minutes. So measurements are kept apart by the pace around them, and predictions are made for a pace.
 """
 
 from __future__ import annotations

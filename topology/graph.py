@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from topology.errors import TopologyError
 from topology.figures import Figure
 from topology.routes import Resource, Route, Routes, link_resource_id
-from topology.routing import Edge
+from topology.routing import DirectedLink
 from topology.schema import (
     DeviceSpec,
     Link,
@@ -118,14 +118,14 @@ class Topology(FrozenModel):
             raise RuleError(f"{kinds[None, 'host']} hosts are more than {MAX_HOSTS}")
 
     @cached_property
-    def edges_from(self) -> Mapping[str, Sequence[Edge]]:
+    def links_from(self) -> Mapping[str, Sequence[DirectedLink]]:
         """The links by the node that they are entered at, two edges per link: what routes are found in."""
-        edges: dict[str, list[Edge]] = {node.id: [] for node in self.nodes}
+        edges: dict[str, list[DirectedLink]] = {node.id: [] for node in self.nodes}
         for link in self.links:
             source, target = self.node(link.source), self.node(link.target)
             costs = link, link.bandwidth_bytes_per_s, link.latency_s
-            edges[link.source].append(Edge(source, target, *costs))
-            edges[link.target].append(Edge(target, source, *costs))
+            edges[link.source].append(DirectedLink(source, target, *costs))
+            edges[link.target].append(DirectedLink(target, source, *costs))
         return MappingProxyType(edges)
 
     @cached_property
@@ -140,7 +140,7 @@ class Topology(FrozenModel):
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
         for node in self.nodes:
             graph.add_node(node.id, node=node, kind=node.kind)
-        for edge in chain.from_iterable(self.edges_from.values()):
+        for edge in chain.from_iterable(self.links_from.values()):
             graph.add_edge(
                 edge.source.id,
                 edge.target.id,

@@ -138,7 +138,7 @@ class Routes:
         # A third host forwards nothing where the two reach each other without it.
         for hosts in ({*ends, None}, None):
             with suppress(NoRoute):
-                return find_path(self._topology.edges_from, source_id, target_id, kinds, hosts)
+                return find_path(self._topology.links_from, source_id, target_id, kinds, hosts)
         return None
 
     def _must_be_staged(self, source: Node, target: Node) -> bool:

@@ -24,7 +24,7 @@ class RouteHop:
     target: str
 
 
-class Edge(NamedTuple):
+class DirectedLink(NamedTuple):
     """A link as it is passed from one of its ends to the other."""
 
     source: Node
@@ -35,7 +35,7 @@ class Edge(NamedTuple):
 
 
 def find_path(
-    edges_from: Mapping[str, Sequence[Edge]],
+    links_from: Mapping[str, Sequence[DirectedLink]],
     source_id: str,
     target_id: str,
     forwarding_kinds: Collection[str],
@@ -45,7 +45,7 @@ def find_path(
 
     Parameters
     ----------
-    edges_from : mapping of str to sequence of Edge
+    links_from : mapping of str to sequence of DirectedLink
         By node.
     source_id, target_id : str
         The ends.
@@ -65,31 +65,31 @@ def find_path(
     minimises (latency, links, names) over edges at least that wide. Both orders are preserved when a path
     is extended, which is what makes the algorithm exact.
     """
-    edges = _Edges(
-        edges_from, source_id, frozenset(forwarding_kinds), None if hosts is None else frozenset(hosts)
+    onward = _Onward(
+        links_from, source_id, frozenset(forwarding_kinds), None if hosts is None else frozenset(hosts)
     )
-    return _shortest(edges, source_id, target_id, _widest(edges, source_id, target_id))
+    return _shortest(onward, source_id, target_id, _widest(onward, source_id, target_id))
 
 
 @dataclass(frozen=True, slots=True)
-class _Edges:
+class _Onward:
     """Where a path may go on from a node."""
 
-    edges_from: Mapping[str, Sequence[Edge]]
+    links_from: Mapping[str, Sequence[DirectedLink]]
     source_id: str
     forwarding_kinds: frozenset[str]
     hosts: frozenset[str | None] | None
 
-    def onward(self, node_id: str) -> Iterator[tuple[str, Edge]]:
-        """Yield the edges that a path can take next, by the nodes that they lead to."""
-        for edge in self.edges_from.get(node_id, ()):
+    def links(self, node_id: str) -> Iterator[tuple[str, DirectedLink]]:
+        """Yield the links that a path can take next, by the nodes that they lead to."""
+        for edge in self.links_from.get(node_id, ()):
             if node_id != self.source_id and edge.source.kind not in self.forwarding_kinds:
                 return
             if self.hosts is None or edge.target.host in self.hosts:
                 yield edge.target.id, edge
 
 
-def _widest(edges: _Edges, source_id: str, target_id: str) -> float:
+def _widest(onward: _Onward, source_id: str, target_id: str) -> float:
     queue = [(-math.inf, source_id)]
     done: set[str] = set()
     while queue:
@@ -99,13 +99,13 @@ def _widest(edges: _Edges, source_id: str, target_id: str) -> float:
         if node_id in done:
             continue
         done.add(node_id)
-        for target, edge in edges.onward(node_id):
+        for target, edge in onward.links(node_id):
             if target not in done:
                 heapq.heappush(queue, (max(negative_width, -edge.bandwidth_bytes_per_s), target))
     raise NoRoute(source_id, target_id)
 
 
-def _shortest(edges: _Edges, source_id: str, target_id: str, width: float) -> tuple[RouteHop, ...]:
+def _shortest(onward: _Onward, source_id: str, target_id: str, width: float) -> tuple[RouteHop, ...]:
     # An entry is (latency, links, names passed); the names are unique, so the hops are never compared.
     start: tuple[float, int, tuple[str, ...], str, tuple[RouteHop, ...]] = (0.0, 0, (), source_id, ())
     queue = [start]
@@ -117,7 +117,7 @@ def _shortest(edges: _Edges, source_id: str, target_id: str, width: float) -> tu
         if node_id in done:
             continue
         done.add(node_id)
-        for target, edge in edges.onward(node_id):
+        for target, edge in onward.links(node_id):
             if target not in done and edge.bandwidth_bytes_per_s >= width:
                 entry = (
                     latency_s + edge.latency_s,

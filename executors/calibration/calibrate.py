@@ -64,7 +64,7 @@ _PATIENCE = 2.0
 """Times the budget that may pass until all probes have seen full pace."""
 
 OnRound = Callable[[float], None]
-"""Told the share of the budget that is spent."""
+"""Called with the share of the budget that is spent."""
 
 
 @dataclass
@@ -118,7 +118,7 @@ def calibrate(
     budget_s : float
         Time to spend measuring, building the probes apart. At least three rounds are made whatever it is.
     on_round : callable, optional
-        Told of progress after every round.
+        Called with the progress after every round.
 
     Returns
     -------

@@ -83,7 +83,7 @@ def calibrated(
     step_shapes : sequence of StepShape
         Of which whole steps are measured.
     on_share : callable
-        Told the share of the work that is done.
+        Called with the share of the work that is done.
 
     Raises
     ------
@@ -145,7 +145,7 @@ def at_one_pace(
     kernels : callable
         Measures single operations, and the pace meanwhile.
     whole_steps : callable
-        Measures steps, told what the reference takes at full pace.
+        Measures steps, given what the reference takes at full pace.
 
     Notes
     -----
@@ -271,6 +271,6 @@ def _within_steps(base: Profile, steps: Sequence[WholeStep]) -> list[Measurement
 
 
 def _weight(measurement: Measurement, step: WholeStep, timeline: Timeline) -> float:
-    """Return how far to heed what spans of a step took: all the way if they are a tenth of it."""
+    """Return the weight of what spans of a step took in a fit: 1 if they are a tenth of it."""
     per_step = measurement.num_samples / len(timeline.steady_steps)
     return min(1.0, max(_LEAST_HEED, per_step * measurement.seconds / (_HEEDED_PART * step.seconds)))

@@ -71,7 +71,7 @@ ATTENTION_SHAPES = {
 
 
 def kernel_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe]:
-    """Yield probes of single kernels, copies and allocations; what goes on around them is told by whole steps."""
+    """Yield probes of single kernels, copies and allocations; what goes on around them shows in whole steps."""
     for dtype in dtypes:
         yield from _matmuls(device, dtype)
         yield from _attentions(device, dtype)

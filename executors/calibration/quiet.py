@@ -20,7 +20,7 @@ class OtherLoad:
 
     Notes
     -----
-    Clocks of processors tick a hundred times a second: an interval of a second or more is told well. Children of this
+    Clocks of processors tick a hundred times a second: an interval of a second or more is measured well. Children of this
     process count as others.
     """
 

@@ -176,7 +176,7 @@ def measure_steps(
     fast_s : float, optional
         What the reference of :mod:`executors.pace` takes at full pace, to tell which steps were taken at it.
     on_share : callable, optional
-        Told of the share of the shapes that are done.
+        Called with the share of the shapes that are done.
 
     Notes
     -----

@@ -276,7 +276,7 @@ def open_dataset(
     Parameters
     ----------
     path : str or Path
-        JSON lines of tokens or of a template's fields; which of the two is told by the first line.
+        JSON lines of tokens or of a template's fields; the first line shows which of the two.
     limits : Limits
     template : PromptTemplate, optional
         For lines of text. Lines with a ``text`` field and no template are plain language modelling.

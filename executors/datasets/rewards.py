@@ -114,13 +114,13 @@ def _function(name: str) -> Callable[..., Any]:
         )
     try:
         with working_directory_importable():
-            found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+            function_of_text: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise RunError(
             f"reward {name!r} cannot be imported: {error}",
             hint="the module is looked for in the working directory, on PYTHONPATH and among installed packages",
         ) from error
-    return found
+    return function_of_text
 
 
 def _in_time(name: str, function: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:

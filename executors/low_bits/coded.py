@@ -408,15 +408,15 @@ class Coded:
                     moved.scatter_(1, columns, _OUTLIER)
                 self._write(chosen, moved)
 
-        crew = threads if threads is not None and self.device.type == "cpu" else DrawThreads()
-        elements = min(_ALONE_ELEMENTS, MOVED_ELEMENTS // crew.num_threads)
-        if crew.num_threads == 1 or width > elements or num_rows * width <= MOVED_ELEMENTS:
+        draw_threads = threads if threads is not None and self.device.type == "cpu" else DrawThreads()
+        elements = min(_ALONE_ELEMENTS, MOVED_ELEMENTS // draw_threads.num_threads)
+        if draw_threads.num_threads == 1 or width > elements or num_rows * width <= MOVED_ELEMENTS:
             take(self._pieces(num_rows), counted)
             return
         pieces = list(self._pieces(num_rows, elements=elements))
-        shares = even_ranges(len(pieces), crew.num_threads)
+        shares = even_ranges(len(pieces), draw_threads.num_threads)
         tallies = [Moved() if counted is not None else None for _ in shares]
-        crew.run(
+        draw_threads.run(
             [
                 partial(take, pieces[share.start : share.stop], tally)
                 for share, tally in zip(shares, tallies, strict=True)

@@ -183,7 +183,7 @@ class _PrefixCache:
 def _extended(mask: Tensor | None, num_tokens: int, past: int, hidden: Tensor) -> Tensor | None:
     """Return a mask under which every token sees the prefix, and of the rest what it saw before.
 
-    Without a mask a fused kernel is told that attention is causal, which it takes to begin at the first key.
+    Without a mask a fused kernel is called with a flag that attention is causal, which it takes to begin at the first key.
     """
     length = hidden.shape[1]
     if mask is not None:

@@ -39,7 +39,7 @@ _SHIPPED = Path(__file__).parent / "data" / "opt-bytes.safetensors"
 _SHIPPED_FACTS = _SHIPPED.with_suffix(".json")
 
 OnStep = Callable[[int, float], None]
-"""Told the number of steps done and the last loss in bits per byte."""
+"""Called with the number of steps done and the last loss in bits per byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def pretrained_model(
     cache : Path, optional
         Where models are kept; by default ``$ZOSIM_CACHE_DIR`` or the user's cache directory.
     on_step : callable, optional
-        Told of progress, only while pretraining. :func:`progress_bar` makes one that draws.
+        Called with the progress, only while pretraining. :func:`progress_bar` makes one that draws.
 
     Raises
     ------

@@ -43,7 +43,7 @@ class RankInfo:
 
     @classmethod
     def here(cls) -> RankInfo:
-        """Return what torch's launcher told this process; a lone rank if there is no launcher."""
+        """Return what torch's launcher set in the environment; a lone rank if there is no launcher."""
         read = {name: int(os.environ.get(name, default)) for name, default in _ENVIRONMENT.items()}
         return cls(read["RANK"], read["LOCAL_RANK"], read["WORLD_SIZE"])
 

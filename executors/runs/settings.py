@@ -108,7 +108,7 @@ class EvaluationSettings:
         TaskName,
         Setting(
             "--eval-task",
-            "What they ask for: one of several answers, all labels, or free text; auto: told by the lines.",
+            "What they ask for: one of several answers, all labels, or free text; auto: as the lines show.",
         ),
     ] = "auto"
     max_new_tokens: Annotated[

@@ -235,7 +235,7 @@ class Tuning:
     def _forget_probes(self) -> None:
         """Unload the probes, if the engine is still there to be asked."""
         for probe in self._probes:
-            with suppress(ZosimError):  # the step's own failure is what is told
+            with suppress(ZosimError):  # the step's own failure is what is raised
                 self.engine.unload(probe)
 
     # -- state -------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Versions:
 
     Notes
     -----
-    The engine is told first, the file is written then: whoever is stopped between the two asks the engine again with :meth:`serve_again`.
+    The engine is asked first, the file is written then: whoever is stopped between the two asks the engine again with :meth:`serve_again`.
     """
 
     def __init__(self, directory: Path, engine: ServingEngine, name: str) -> None:

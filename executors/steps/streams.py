@@ -123,7 +123,7 @@ class Backend(ABC):
     recording : bool
         Whether tasks issued from now on are measured.
     note : callable or None
-        Told, in words, which compute task begins.
+        Called with the name of the compute task that begins.
     """
 
     device: torch.device

@@ -180,22 +180,22 @@ class AcceleratorBackend(Backend):
             for task, ticket in compute:
                 self._issue(task, ticket)
         except BaseException as error:
-            told = error if isinstance(error, ZosimError) else RunError("the run was interrupted")
-            self._failure = self._failure or told
+            failure = error if isinstance(error, ZosimError) else RunError("the run was interrupted")
+            self._failure = self._failure or failure
             for _, ticket in compute:
-                ticket.refuse(told)
+                ticket.refuse(failure)
             raise
         return tickets
 
     def _issue_quietly(self, task: Task, ticket: _EventTicket) -> None:
-        """Issue a task on a thread of its stream; whoever depends on it is told of a failure."""
+        """Issue a task on a thread of its stream; whoever depends on it gets its failure."""
         try:
             if self._failure is not None:
                 raise self._failure
             self._issue(task, ticket)
         except Exception as error:  # noqa: BLE001 - a thread that ends leaves whoever waits for its tasks waiting
-            told = error if isinstance(error, ZosimError) else failure_of(task, error)
-            self._failure = self._failure or told
+            failure = error if isinstance(error, ZosimError) else failure_of(task, error)
+            self._failure = self._failure or failure
             ticket.issue(None, self._failure)
 
     def _issue(self, task: Task, issued: _EventTicket) -> None:
